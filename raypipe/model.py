@@ -1,0 +1,80 @@
+"""What a user's model function returns: layers that are built where they run, and a loss.
+
+A model is described, never shipped: `Model` holds functions, so that each stage actor builds only the layers it holds,
+each from its own seed. Whatever the cut, the same layer starts from the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from raypipe.errors import ConfigError, suggestion
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    Batch = Mapping[str, Tensor]
+    """The fields of one microbatch by name; the first dimension of each is the row."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The smallest piece a model is cut at.
+
+    Attributes:
+        name: unique in the model; letters, digits, `_`, `-` and `.`.
+        build: makes the module; called on the actor that holds the layer, with torch's generator seeded for this layer.
+        inputs: the layers whose outputs the module takes, in this order; `None` for the layer before it in the list.
+            A module that returns a tuple passes each of its tensors.
+        batch: fields of the batch that the module takes after its inputs.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: tuple[str, ...] | None = None
+    batch: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers in topological order and the loss of their last one.
+
+    Attributes:
+        layers: every layer takes the outputs of earlier ones only; exactly one has no consumer.
+        loss: `loss(output, batch)`, a scalar: the mean over the rows of one microbatch.
+
+    Raises:
+        ConfigError: names repeat, an input is unknown or comes later, or several layers have no consumer.
+    """
+
+    layers: tuple[Layer, ...]
+    loss: Callable[[Tensor, Batch], Tensor]
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError("the model has no layers")
+        known: list[str] = []
+        for layer in self.layers:
+            if layer.name in known:
+                raise ConfigError(f"two layers of the model are called {layer.name!r}; give each its own name")
+            for name in layer.inputs or ():
+                if name not in known:
+                    raise ConfigError(f"layer {layer.name!r} takes {name!r}, which is no earlier layer{suggestion(name, known)}")
+            known.append(layer.name)
+        consumed = {source for source, _ in self.edges()}
+        sinks = [layer.name for index, layer in enumerate(self.layers) if index not in consumed]
+        if len(sinks) != 1:
+            raise ConfigError(f"layers {', '.join(sinks)} have no consumer; join them in one last layer, whose output the loss takes")
+
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """The pairs (producer, consumer) of layer indices, by consumer and then in the order its module takes them."""
+        index = {layer.name: position for position, layer in enumerate(self.layers)}
+        pairs: list[tuple[int, int]] = []
+        for position, layer in enumerate(self.layers):
+            if layer.inputs is None:
+                pairs += [(position - 1, position)] if position else []
+            else:
+                pairs += [(index[name], position) for name in layer.inputs]
+        return tuple(pairs)
