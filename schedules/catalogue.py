@@ -1,0 +1,36 @@
+"""The bundled schedules by name. A family in this list is subject to every law test."""
+
+from __future__ import annotations
+
+from raypipe.errors import ScheduleError, UnknownNameError
+from raypipe.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
+from raypipe.schedules.family import Family
+from raypipe.schedules.ir import Schedule, Size
+
+FAMILIES: tuple[Family, ...] = (gpipe.FAMILY, one_f_one_b.FAMILY, interleaved.FAMILY, zero_bubble.FAMILY_H1, zero_bubble.FAMILY_H2)
+
+
+def family(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        UnknownNameError: lists the names there are.
+    """
+    for found in FAMILIES:
+        if found.name == name:
+            return found
+    raise UnknownNameError("schedule", name, [known.name for known in FAMILIES])
+
+
+def build(name: str, size: Size) -> Schedule:
+    """The schedule of that name and size, not yet validated.
+
+    Raises:
+        UnknownNameError: no schedule has that name.
+        ScheduleError: the size is one that the schedule cannot take.
+    """
+    found = family(name)
+    for what in ("num_devices", "num_microbatches", "num_updates", "num_chunks"):
+        if (number := getattr(size, what)) < 1:
+            raise ScheduleError(f"{what} must be at least 1, got {number}")
+    return found.build(size)

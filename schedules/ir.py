@@ -1,0 +1,469 @@
+"""The schedule language: Ops, their order on workers, and the two rules that give them meaning.
+
+A `Schedule` is pure data: which worker runs which Ops in which order. It holds no times and no idle slots. Two functions
+say all there is to know about an Op, for the validator, the lowering, the simulator and the executor alike:
+`dependencies` (what must have ended before it starts) and `reads` (which version of the weights it uses).
+
+Letters are torch's: F forward, B full backward, I input gradient, W weight gradient. (The zero-bubble papers call I "B".)
+
+    worker 0   0F0 0F1 0F2 0F3 .   .   0B0 ...          an Op is written STAGE KIND INDEX, as in 2F5; behind it
+    worker 1   .   1F0 1F1 1F2 .   1B0 ...              .PART and @PIPELINE where they are not 0, as in 2B5.1@1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from raypipe.errors import ScheduleError
+
+
+class OpKind(StrEnum):
+    """What an Op does."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRADIENT = "I"
+    WEIGHT_GRADIENT = "W"
+    RECOMPUTE = "R"
+    UPDATE = "U"
+    REDUCE = "G"
+    PUBLISH = "P"
+    EXCHANGE = "X"
+
+    @property
+    def per_update(self) -> bool:
+        """Whether the index of an Op of this kind is an update and not a microbatch."""
+        return self in _PER_UPDATE
+
+    @property
+    def gives_input_gradient(self) -> bool:
+        """Whether the stages before this one wait for it in the backward pass."""
+        return self in _GIVES_INPUT_GRADIENT
+
+    @property
+    def writes_gradient(self) -> bool:
+        """Whether it adds to the gradient buffer of its update."""
+        return self in _WRITES_GRADIENT
+
+
+_PER_UPDATE = frozenset({OpKind.UPDATE, OpKind.REDUCE, OpKind.PUBLISH})
+_GIVES_INPUT_GRADIENT = frozenset({OpKind.BACKWARD, OpKind.INPUT_GRADIENT})
+_WRITES_GRADIENT = frozenset({OpKind.BACKWARD, OpKind.WEIGHT_GRADIENT})
+
+
+class Op(NamedTuple):
+    """One piece of work of one stage.
+
+    Attributes:
+        kind: what it does.
+        stage: the stage it belongs to.
+        index: the microbatch, counted on over the window; for U, G and P the update.
+        pipeline: the laying of the stage graph that the microbatch passes through.
+        part: 0 for the whole; buckets, slices or halves of divided work count from 1.
+    """
+
+    kind: OpKind
+    stage: int
+    index: int  # type: ignore[assignment]  # tuple.index gives way to the field's own word
+    pipeline: int = 0
+    part: int = 0
+
+    def __str__(self) -> str:
+        part = f".{self.part}" if self.part else ""
+        pipeline = f"@{self.pipeline}" if self.pipeline else ""
+        return f"{self.stage}{self.kind}{self.index}{part}{pipeline}"
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """One slot whose Ops overlap, with a duration of its own; it starts when all of them can."""
+
+    ops: tuple[Op, ...]
+
+    def __str__(self) -> str:
+        return "(" + ";".join(map(str, self.ops)) + ")"
+
+
+Slot = Op | Together
+
+
+def ops_of(slot: Slot) -> tuple[Op, ...]:
+    """The Ops of a slot, in order."""
+    return slot.ops if isinstance(slot, Together) else (slot,)
+
+
+class WeightRule(StrEnum):
+    """How a backward finds its weights."""
+
+    FLUSH = "flush"
+    """Every microbatch of update u uses version u: synchronous."""
+    STASH = "stash"
+    """Forward uses what is newest, backward the version its forward used (PipeDream)."""
+    DOUBLE_BUFFER = "double_buffer"
+    """Both use version max(u - 1, 0) for update u (PipeDream-2BW, Narayanan et al., 2021, arXiv 2006.09503, section 3.1)."""
+    LIVE = "live"
+    """Each Op uses whatever is newest on its worker when it runs."""
+
+
+class UpdateScope(StrEnum):
+    """What an update waits for."""
+
+    STAGE = "stage"
+    """The gradients of its own stage."""
+    TIED = "tied"
+    """Also those of the stages that share a weight with it."""
+    GLOBAL = "global"
+    """Those of all stages, for a norm over all of them."""
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Which stage feeds which.
+
+    Attributes:
+        num_stages: stages are 0 .. num_stages - 1, in topological order.
+        edges: pairs (producer, consumer), the producer's number being the smaller one.
+        ties: groups of stages that share a weight.
+    """
+
+    num_stages: int
+    edges: tuple[tuple[int, int], ...]
+    ties: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1:
+            raise ScheduleError(f"a stage graph needs at least one stage, got {self.num_stages}")
+        for source, target in self.edges:
+            if not 0 <= source < target < self.num_stages:
+                raise ScheduleError(
+                    f"edge {source} -> {target} does not lead from a stage to a later one of 0..{self.num_stages - 1}; "
+                    "number the stages in topological order"
+                )
+        if len(set(self.edges)) != len(self.edges):
+            raise ScheduleError("the stage graph names an edge twice")
+        for tie in self.ties:
+            if len(set(tie)) < 2 or not all(0 <= stage < self.num_stages for stage in tie):
+                raise ScheduleError(f"tie {tie} does not name two or more of the stages 0..{self.num_stages - 1}")
+
+    @classmethod
+    def chain(cls, num_stages: int) -> StageGraph:
+        """Stages one after the other."""
+        return cls(num_stages, tuple((stage, stage + 1) for stage in range(num_stages - 1)))
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, those that feed it, ascending."""
+        return tuple(tuple(sorted(s for s, t in self.edges if t == stage)) for stage in range(self.num_stages))
+
+    @cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, those that it feeds, ascending."""
+        return tuple(tuple(sorted(t for s, t in self.edges if s == stage)) for stage in range(self.num_stages))
+
+    @cached_property
+    def sources(self) -> tuple[int, ...]:
+        """The stages that nothing feeds."""
+        return tuple(stage for stage in range(self.num_stages) if not self.predecessors[stage])
+
+    @cached_property
+    def sinks(self) -> tuple[int, ...]:
+        """The stages that feed nothing; the loss is taken there."""
+        return tuple(stage for stage in range(self.num_stages) if not self.successors[stage])
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """For each stage, the number of edges on the longest way to it."""
+        depths: list[int] = []
+        for stage in range(self.num_stages):
+            depths.append(max((depths[source] + 1 for source in self.predecessors[stage]), default=0))
+        return tuple(depths)
+
+
+class Place(NamedTuple):
+    """Where an Op stands: its worker and the position of its slot in that worker's program."""
+
+    worker: int
+    position: int
+
+
+class Holder(NamedTuple):
+    """One copy of a stage's weights: the worker that holds it. Several pipelines may pass through it."""
+
+    worker: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of Ops on workers for one window.
+
+    Attributes:
+        name: the name it is registered under, or one of the user's own.
+        graph: which stage feeds which.
+        pipelines: for each laying of the stage graph, the worker of each stage.
+        programs: for each worker, its slots in order.
+        num_microbatches: microbatches of one update, summed over all pipelines.
+        num_updates: updates of the window.
+        weight_rule: how backward finds its weights.
+        update_scope: what an update waits for.
+        loss_group_size: microbatches, consecutive from a multiple of it, whose losses are coupled.
+    """
+
+    name: str
+    graph: StageGraph
+    pipelines: tuple[tuple[int, ...], ...]
+    programs: tuple[tuple[Slot, ...], ...]
+    num_microbatches: int
+    num_updates: int = 1
+    weight_rule: WeightRule = WeightRule.FLUSH
+    update_scope: UpdateScope = UpdateScope.GLOBAL
+    loss_group_size: int = 1
+
+    @property
+    def num_workers(self) -> int:
+        """Workers, one program each."""
+        return len(self.programs)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model, not counting replicas."""
+        return self.graph.num_stages
+
+    def worker(self, op: Op) -> int:
+        """The worker whose weights the Op concerns."""
+        return self.pipelines[op.pipeline][op.stage]
+
+    def holder(self, op: Op) -> Holder:
+        """The copy of the weights that the Op uses or changes."""
+        return Holder(self.pipelines[op.pipeline][op.stage], op.stage)
+
+    def update(self, op: Op) -> int:
+        """The update that the Op works for."""
+        return op.index if op.kind.per_update else op.index // self.num_microbatches
+
+    def ops(self) -> Iterator[tuple[Op, Place]]:
+        """All Ops with their places, worker by worker."""
+        for worker, program in enumerate(self.programs):
+            for position, slot in enumerate(program):
+                for op in ops_of(slot):
+                    yield op, Place(worker, position)
+
+    @cached_property
+    def places(self) -> dict[Op, Place]:
+        """Where each Op stands."""
+        return dict(self.ops())
+
+    @cached_property
+    def holders(self) -> dict[Holder, int]:
+        """Every copy of a stage's weights, and the first pipeline that passes through it (which its U, G and P name)."""
+        found: dict[Holder, int] = {}
+        for pipeline, workers in enumerate(self.pipelines):
+            for stage, worker in enumerate(workers):
+                found.setdefault(Holder(worker, stage), pipeline)
+        return found
+
+    @cached_property
+    def replicas(self) -> tuple[tuple[Holder, ...], ...]:
+        """For each stage, the copies of its weights, by first pipeline."""
+        return tuple(tuple(holder for holder in self.holders if holder.stage == stage) for stage in range(self.num_stages))
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether it evaluates: no Op of it has a gradient or changes weights."""
+        return not self._gradient_ops and not self._version_places
+
+    @cached_property
+    def _parts(self) -> dict[tuple[OpKind, int, int, int], list[Op]]:
+        """The parts into which (kind, stage, index, pipeline) is divided."""
+        parts: dict[tuple[OpKind, int, int, int], list[Op]] = {}
+        for op, _ in self.ops():
+            parts.setdefault(op[:4], []).append(op)
+        return parts
+
+    def find(self, op: Op) -> list[Op]:
+        """The Ops that do the work of `op`: itself, the whole it is a part of, or all the parts it was divided into."""
+        parts = self._parts.get(op[:4], [])
+        return [op] if op.part and op in parts else parts
+
+    @cached_property
+    def _gradient_ops(self) -> dict[tuple[Holder, int], list[Op]]:
+        """The Ops that write the gradient of (copy, update), in program order."""
+        found: dict[tuple[Holder, int], list[Op]] = {}
+        for op, _ in self.ops():
+            if op.kind.writes_gradient:
+                found.setdefault((self.holder(op), self.update(op)), []).append(op)
+        return found
+
+    def gradient_ops(self, holder: Holder, update: int) -> list[Op]:
+        """The Ops that write the gradient buffer of a copy for an update, in program order."""
+        return self._gradient_ops.get((holder, update), [])
+
+    @cached_property
+    def _version_places(self) -> dict[Holder, list[tuple[int, int]]]:
+        """For each copy, (position, version) of the U or P that brings each version to it."""
+        found: dict[Holder, list[tuple[int, int]]] = {}
+        for op, place in self.ops():
+            if op.kind in {OpKind.UPDATE, OpKind.PUBLISH}:
+                found.setdefault(self.holder(op), []).append((place.position, op.index + 1))
+        return found
+
+    def newest_version(self, holder: Holder, position: int) -> int:
+        """The newest version that a copy has when the slot at `position` starts."""
+        return max((version for at, version in self._version_places.get(holder, ()) if at < position), default=0)
+
+
+def reads(schedule: Schedule, op: Op) -> int:
+    """The version of the weights that an Op uses: the number of updates that they have seen since the window began.
+
+    The one rule about versions. Its second use is by U, which changes version `op.index` into the next.
+    """
+    update = schedule.update(op)
+    if op.kind.per_update:
+        return update
+    match schedule.weight_rule:
+        case WeightRule.FLUSH:
+            return update
+        case WeightRule.DOUBLE_BUFFER:
+            return max(update - 1, 0)
+        case WeightRule.STASH:
+            op = schedule.find(Op(OpKind.FORWARD, op.stage, op.index, op.pipeline, op.part))[0]
+        case WeightRule.LIVE:
+            pass
+    return schedule.newest_version(schedule.holder(op), schedule.places[op].position)
+
+
+def dependencies(schedule: Schedule, op: Op) -> list[Op]:
+    """The Ops that must have ended before an Op starts, on its own worker and on others.
+
+    The one rule about order: neighbours in the stage graph, the Op's own earlier half, the weights it reads, coupled
+    losses, the replicas of its stage and the scope of its update. Ops that stand before it in its program for no such
+    reason are not named. Time: proportional to the answer.
+    """
+    found = _RULES[op.kind](schedule, op)
+    if not op.kind.per_update and (version := reads(schedule, op)):
+        holder = schedule.holder(op)
+        brought = Op(OpKind.UPDATE, op.stage, version - 1, schedule.holders[holder])
+        found = found + (schedule.find(brought) or schedule.find(brought._replace(kind=OpKind.PUBLISH)))
+    return found
+
+
+def _at(schedule: Schedule, op: Op, kind: OpKind, stage: int | None = None) -> list[Op]:
+    """The Ops of another kind or stage for the same microbatch."""
+    return schedule.find(op._replace(kind=kind, stage=op.stage if stage is None else stage))
+
+
+def _before_forward(schedule: Schedule, op: Op) -> list[Op]:
+    return [found for source in schedule.graph.predecessors[op.stage] for found in _at(schedule, op, OpKind.FORWARD, source)]
+
+
+def _before_backward(schedule: Schedule, op: Op) -> list[Op]:
+    found = _at(schedule, op, OpKind.RECOMPUTE) or _at(schedule, op, OpKind.FORWARD)
+    for target in schedule.graph.successors[op.stage]:
+        found = found + (_at(schedule, op, OpKind.BACKWARD, target) or _at(schedule, op, OpKind.INPUT_GRADIENT, target))
+    return found if schedule.graph.successors[op.stage] else found + _coupled(schedule, op)
+
+
+def _before_weight_gradient(schedule: Schedule, op: Op) -> list[Op]:
+    return list(_at(schedule, op, OpKind.INPUT_GRADIENT))
+
+
+def _before_recompute(schedule: Schedule, op: Op) -> list[Op]:
+    return list(_at(schedule, op, OpKind.FORWARD))
+
+
+def _before_exchange(schedule: Schedule, op: Op) -> list[Op]:
+    return [found for sink in schedule.graph.sinks for found in _at(schedule, op, OpKind.FORWARD, sink)]
+
+
+def _before_reduction(schedule: Schedule, op: Op) -> list[Op]:
+    return [found for holder in schedule.replicas[op.stage] for found in schedule.gradient_ops(holder, op.index)[-1:]]
+
+
+def _before_update(schedule: Schedule, op: Op) -> list[Op]:
+    found = _gradient_ready(schedule, schedule.holder(op), op.index)
+    for holder in _scope(schedule, schedule.holder(op)):
+        found = found + _gradient_ready(schedule, holder, op.index)
+    return found + (schedule.find(op._replace(index=op.index - 1)) if op.index else [])
+
+
+def _before_publication(schedule: Schedule, op: Op) -> list[Op]:
+    return [
+        found
+        for holder in schedule.replicas[op.stage]
+        for found in schedule.find(Op(OpKind.UPDATE, op.stage, op.index, schedule.holders[holder]))
+    ]
+
+
+_RULES: dict[OpKind, Callable[[Schedule, Op], list[Op]]] = {
+    OpKind.FORWARD: _before_forward,
+    OpKind.BACKWARD: _before_backward,
+    OpKind.INPUT_GRADIENT: _before_backward,
+    OpKind.WEIGHT_GRADIENT: _before_weight_gradient,
+    OpKind.RECOMPUTE: _before_recompute,
+    OpKind.EXCHANGE: _before_exchange,
+    OpKind.REDUCE: _before_reduction,
+    OpKind.UPDATE: _before_update,
+    OpKind.PUBLISH: _before_publication,
+}
+
+
+def _coupled(schedule: Schedule, op: Op) -> list[Op]:
+    """The forwards, or their exchanges, that the loss of a microbatch needs besides its own."""
+    size = schedule.loss_group_size
+    if size == 1:
+        return _at(schedule, op, OpKind.EXCHANGE)
+    first = op.index // size * size
+    members = [
+        Op(OpKind.EXCHANGE, sink, index, pipeline)
+        for index in range(first, first + size)
+        for sink in schedule.graph.sinks
+        for pipeline in range(len(schedule.pipelines))
+    ]
+    return [found for member in members for found in schedule.find(member) or _at(schedule, member, OpKind.FORWARD)]
+
+
+def _gradient_ready(schedule: Schedule, holder: Holder, update: int) -> list[Op]:
+    """What a copy's gradient for an update waits for: its reductions where there are any, else its last gradient Op.
+
+    Replicas without reductions (a schedule before the pass that adds them) wait for each other all the same.
+    """
+    reductions = schedule.find(Op(OpKind.REDUCE, holder.stage, update, schedule.holders[holder]))
+    return reductions or [found for replica in schedule.replicas[holder.stage] for found in schedule.gradient_ops(replica, update)[-1:]]
+
+
+def _scope(schedule: Schedule, holder: Holder) -> Sequence[Holder]:
+    """The other copies whose gradients an update of this one waits for."""
+    match schedule.update_scope:
+        case UpdateScope.STAGE:
+            stages: set[int] = set()
+        case UpdateScope.TIED:
+            stages = {stage for tie in schedule.graph.ties if holder.stage in tie for stage in tie}
+        case UpdateScope.GLOBAL:
+            return [other for other in schedule.holders if other != holder]
+    stages.discard(holder.stage)
+    return [other for other in schedule.holders if other.stage in stages]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a generator is asked for.
+
+    Attributes:
+        num_devices: workers, at least 1.
+        num_microbatches: of one update, over all pipelines, at least 1.
+        num_updates: updates of the window, at least 1.
+        num_chunks: stages a worker, for the schedules that take several.
+        num_pipelines: layings of the stage graph, for the schedules that have several; 0 lets the schedule choose.
+        update_scope: what an update waits for; `None` for the schedule's own default.
+    """
+
+    num_devices: int
+    num_microbatches: int
+    num_updates: int = 1
+    num_chunks: int = 1
+    num_pipelines: int = 0
+    update_scope: UpdateScope | None = None

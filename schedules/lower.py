@@ -1,0 +1,384 @@
+"""Lowering: from the programs of workers to those of devices, with messages and collectives.
+
+Before lowering a program belongs to a worker and holds computation; after it, it belongs to a device and says of every
+tensor where it comes from and where it goes. Simulator and executor run these items and nothing else:
+
+    Compute    the Ops of one slot, each with the version of the weights that it uses
+    Send       hands a message to its channel and goes on
+    Recv       waits for a message
+    Start      takes part in a collective and goes on
+    Await      waits for the end of a collective
+
+A channel is an ordered pair of devices. Messages travel on it in the order in which the sender's program sends them, and
+the receiver takes them in that order: a Recv stands before the Op that needs it, behind the Recvs of all that was sent
+before it on the same channel. Sends do not wait. So every wait is for something that the sender's program does before what
+the validator already knows the Op to depend on, and an order that cannot deadlock still cannot once it is lowered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from raypipe.errors import PlanError
+from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, UpdateScope, ops_of, reads
+from raypipe.schedules.passes import add_reductions
+
+
+class Direction(StrEnum):
+    """What a message carries."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one stage gives another for one microbatch.
+
+    Attributes:
+        direction: activations go along an edge of the stage graph, gradients against it.
+        source: the stage that made it.
+        target: the stage that needs it.
+        index: the microbatch.
+        pipeline: of the Ops at both ends.
+        part: of the Op that made it.
+        rows: first row and end, counted in the microbatch, in shares of the microbatch from 0 to 1.
+    """
+
+    direction: Direction
+    source: int
+    target: int
+    index: int
+    pipeline: int = 0
+    part: int = 0
+    rows: tuple[float, float] = (0.0, 1.0)
+
+    def __str__(self) -> str:
+        part = f".{self.part}" if self.part else ""
+        return f"{self.direction} {self.source}->{self.target} of microbatch {self.index}{part}"
+
+
+class CollectiveKind(StrEnum):
+    """What the members of a collective put together."""
+
+    GRADIENTS = "gradients"
+    """The gradients of one stage, summed over its replicas."""
+    NORM = "norm"
+    """The squared gradient norms of all stages: what an update of scope `global` waits for."""
+    TIED = "tied"
+    """The gradients of a weight that several stages share."""
+    WEIGHTS = "weights"
+    """The weights of one stage, from the owner to its replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One meeting of several devices.
+
+    Attributes:
+        kind: what they put together.
+        stage: the stage concerned; for a tie its number; 0 for the norm.
+        update: the update it belongs to.
+        part: the bucket, 0 for all.
+        devices: the members, ascending.
+    """
+
+    kind: CollectiveKind
+    stage: int
+    update: int
+    part: int
+    devices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        where = "" if self.kind is CollectiveKind.NORM else f" of {'tie' if self.kind is CollectiveKind.TIED else 'stage'} {self.stage}"
+        return f"{self.kind}{where} for update {self.update}"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """One slot: Ops that run, together if there are several, and the version of the weights each uses."""
+
+    ops: tuple[Op, ...]
+    versions: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return str(self.ops[0]) if len(self.ops) == 1 else "(" + ";".join(map(str, self.ops)) + ")"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Hands a message to the channel towards a device; does not wait."""
+
+    message: Message
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Waits for a message on the channel from a device."""
+
+    message: Message
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Takes part in a collective; does not wait."""
+
+    collective: Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Waits for the end of a collective."""
+
+    collective: Collective
+
+
+Item = Compute | Send | Recv | Start | Await
+
+
+@dataclass(frozen=True)
+class DeviceProgram:
+    """What one device does in a window.
+
+    Attributes:
+        device: its number in the plan.
+        worker: the worker that it is, or is a replica of.
+        rows: its share of every microbatch's rows, from 0 to 1.
+        items: in order.
+    """
+
+    device: int
+    worker: int
+    rows: tuple[float, float]
+    items: tuple[Item, ...]
+
+    @cached_property
+    def last_reads(self) -> dict[tuple[int, int], int]:
+        """For each (stage, version of its weights) the position of the last item that uses it."""
+        found: dict[tuple[int, int], int] = {}
+        for position, item in enumerate(self.items):
+            if isinstance(item, Compute):
+                for op, version in zip(item.ops, item.versions, strict=True):
+                    found[op.stage, version] = position
+        return found
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The devices of each worker, with their shares of the rows.
+
+    Attributes:
+        workers: for each worker, pairs (device, share); the shares of a worker sum to 1.
+    """
+
+    workers: tuple[tuple[tuple[int, float], ...], ...]
+
+    def __post_init__(self) -> None:
+        seen: set[int] = set()
+        for worker, members in enumerate(self.workers):
+            if not members or abs(sum(share for _, share in members) - 1) > 1e-9:
+                raise PlanError(f"worker {worker}: the shares of its devices must sum to 1, got {[share for _, share in members]}")
+            for device, share in members:
+                if share <= 0 or device in seen:
+                    raise PlanError(f"worker {worker}: device {device} has share {share} or serves two workers; give each device one place")
+                seen.add(device)
+
+    @classmethod
+    def one_each(cls, num_workers: int) -> Placement:
+        """Worker w is device w."""
+        return cls(tuple(((worker, 1.0),) for worker in range(num_workers)))
+
+    def rows(self, worker: int) -> Iterator[tuple[int, tuple[float, float]]]:
+        """Each device of a worker with its range of the rows."""
+        first = 0.0
+        members = self.workers[worker]
+        for position, (device, share) in enumerate(members):
+            end = 1.0 if position == len(members) - 1 else first + share
+            yield device, (first, end)
+            first = end
+
+
+def lower(schedule: Schedule, placement: Placement | None = None) -> tuple[DeviceProgram, ...]:
+    """The programs of the devices, by device number.
+
+    Args:
+        schedule: a valid one; reductions are added where replicas lack them.
+        placement: the devices of each worker; `None` for one device a worker, in order.
+    """
+    placement = placement or Placement.one_each(schedule.num_workers)
+    replicated = {worker for worker, members in enumerate(placement.workers) if len(members) > 1}
+    return _Lowering(add_reductions(schedule, replicated_workers=replicated), placement).programs()
+
+
+class _Lowering:
+    """One run of `lower`: first what every device sends, then what it waits for."""
+
+    def __init__(self, schedule: Schedule, placement: Placement) -> None:
+        self.schedule = schedule
+        self.placement = placement
+        self.rows = [dict(placement.rows(worker)) for worker in range(schedule.num_workers)]
+        self.collectives = _Collectives(schedule, placement)
+
+    def programs(self) -> tuple[DeviceProgram, ...]:
+        """The programs, by device."""
+        channels = self._channels()
+        found = [
+            DeviceProgram(device, worker, rows, tuple(self._items(worker, device, channels)))
+            for worker, devices in enumerate(self.rows)
+            for device, rows in devices.items()
+        ]
+        return tuple(sorted(found, key=lambda program: program.device))
+
+    def _messages_made(self, op: Op, device: int) -> Iterator[tuple[Message, int]]:
+        """What a device sends after an Op, and to which device."""
+        graph = self.schedule.graph
+        if op.kind is OpKind.FORWARD:
+            direction, targets = Direction.ACTIVATION, graph.successors[op.stage]
+        elif op.kind.gives_input_gradient:
+            direction, targets = Direction.GRADIENT, graph.predecessors[op.stage]
+        else:
+            return
+        worker = self.schedule.worker(op)
+        first, end = self.rows[worker][device]
+        for target in targets:
+            other = self.schedule.pipelines[op.pipeline][target]
+            if other == worker:
+                continue
+            for peer, (peer_first, peer_end) in self.rows[other].items():
+                rows = (max(first, peer_first), min(end, peer_end))
+                if rows[0] < rows[1]:
+                    yield Message(direction, op.stage, target, op.index, op.pipeline, op.part, rows), peer
+
+    def _channels(self) -> dict[int, dict[int, list[Message]]]:
+        """For each device and each one that sends to it, the messages in the sender's order."""
+        channels: dict[int, dict[int, list[Message]]] = {}
+        for worker, program in enumerate(self.schedule.programs):
+            for device in self.rows[worker]:
+                for slot in program:
+                    for op in ops_of(slot):
+                        for message, peer in self._messages_made(op, device):
+                            channels.setdefault(peer, {}).setdefault(device, []).append(message)
+        return channels
+
+    def _items(self, worker: int, device: int, channels: dict[int, dict[int, list[Message]]]) -> Iterator[Item]:
+        incoming = channels.get(device, {})
+        # Where each awaited message stands on its channel, by what the Op that needs it can tell of it.
+        awaited: dict[tuple[Direction, int, int, int, int], list[tuple[int, int]]] = {}
+        for peer, messages in incoming.items():
+            for position, message in enumerate(messages):
+                key = (message.direction, message.source, message.target, message.index, message.pipeline)
+                awaited.setdefault(key, []).append((peer, position))
+        taken = dict.fromkeys(incoming, 0)
+        for slot in self.schedule.programs[worker]:
+            yield from self._recvs(slot, incoming, awaited, taken)
+            yield from self.collectives.before(slot)
+            computed = tuple(op for op in ops_of(slot) if op.kind not in {OpKind.REDUCE, OpKind.PUBLISH})
+            if computed:
+                yield Compute(computed, tuple(reads(self.schedule, op) for op in computed))
+            for op in computed:
+                for message, peer in self._messages_made(op, device):
+                    yield Send(message, peer)
+            yield from self.collectives.behind(slot)
+
+    def _recvs(
+        self,
+        slot: Slot,
+        incoming: dict[int, list[Message]],
+        awaited: dict[tuple[Direction, int, int, int, int], list[tuple[int, int]]],
+        taken: dict[int, int],
+    ) -> Iterator[Recv]:
+        graph = self.schedule.graph
+        for op in ops_of(slot):
+            if op.kind is OpKind.FORWARD:
+                direction, sources = Direction.ACTIVATION, graph.predecessors[op.stage]
+            elif op.kind.gives_input_gradient:
+                direction, sources = Direction.GRADIENT, graph.successors[op.stage]
+            else:
+                continue
+            for source in sources:
+                for peer, position in awaited.get((direction, source, op.stage, op.index, op.pipeline), ()):
+                    message = incoming[peer][position]
+                    if op.part and message.part and message.part != op.part:
+                        continue
+                    for earlier in incoming[peer][taken[peer] : position + 1]:
+                        yield Recv(earlier, peer)
+                    taken[peer] = max(taken[peer], position + 1)
+
+
+class _Collectives:
+    """Where the devices of a schedule start and await their collectives."""
+
+    def __init__(self, schedule: Schedule, placement: Placement) -> None:
+        self.schedule = schedule
+        self.devices = [tuple(device for device, _ in members) for members in placement.workers]
+        self.starts: dict[Op, list[Collective]] = {}
+        self.awaits: dict[Op, list[Collective]] = {}
+        self.late_starts: dict[Op, Collective] = {}
+        if not schedule.forward_only:
+            self._reductions()
+            if schedule.update_scope is UpdateScope.GLOBAL:
+                self._norms()
+
+    def _members(self, workers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted({device for worker in workers for device in self.devices[worker]}))
+
+    def _reductions(self) -> None:
+        for op in self.schedule.places:
+            if op.kind not in {OpKind.REDUCE, OpKind.PUBLISH}:
+                continue
+            kind = CollectiveKind.GRADIENTS if op.kind is OpKind.REDUCE else CollectiveKind.WEIGHTS
+            members = self._members([holder.worker for holder in self.schedule.replicas[op.stage]])
+            collective = Collective(kind, op.stage, op.index, op.part, members)
+            self.starts.setdefault(op, []).append(collective)
+            if op.kind is OpKind.REDUCE:
+                update = Op(OpKind.UPDATE, op.stage, op.index, op.pipeline)
+                self.awaits.setdefault(update, []).append(collective)
+            else:
+                # Weights that are published are needed by whatever runs next on this worker.
+                self.awaits.setdefault(op, []).append(collective)
+
+    def _norms(self) -> None:
+        """The norm starts behind a worker's last gradient of the update and is awaited by its first U.
+
+        Where gradients are reduced first, their sums must be there: it starts right before that U.
+        """
+        members = self._members(range(self.schedule.num_workers))
+        last: dict[tuple[int, int], Op] = {}
+        first_update: dict[tuple[int, int], Op] = {}
+        for op, place in self.schedule.ops():
+            at = (place.worker, self.schedule.update(op))
+            if op.kind.writes_gradient or op.kind is OpKind.REDUCE:
+                last[at] = op
+            elif op.kind is OpKind.UPDATE:
+                first_update.setdefault(at, op)
+        for at, update_op in first_update.items():
+            collective = Collective(CollectiveKind.NORM, 0, at[1], 0, members)
+            if last[at].kind is OpKind.REDUCE:
+                self.late_starts[update_op] = collective
+            else:
+                self.starts.setdefault(last[at], []).append(collective)
+            self.awaits.setdefault(update_op, []).append(collective)
+
+    def before(self, slot: Slot) -> Iterator[Item]:
+        """What is awaited before a slot."""
+        for op in ops_of(slot):
+            if op.kind is OpKind.PUBLISH:
+                continue
+            late = self.late_starts.get(op)
+            awaited = [collective for collective in self.awaits.get(op, ()) if len(collective.devices) > 1]
+            yield from (Await(collective) for collective in awaited if collective.kind is not CollectiveKind.NORM)
+            if late and len(late.devices) > 1:
+                yield Start(late)
+            yield from (Await(collective) for collective in awaited if collective.kind is CollectiveKind.NORM)
+
+    def behind(self, slot: Slot) -> Iterator[Item]:
+        """What is started behind a slot, and awaited at once where the slot publishes weights."""
+        for op in ops_of(slot):
+            yield from (Start(collective) for collective in self.starts.get(op, ()) if len(collective.devices) > 1)
+            if op.kind is OpKind.PUBLISH:
+                yield from (Await(collective) for collective in self.awaits.get(op, ()) if len(collective.devices) > 1)

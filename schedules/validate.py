@@ -1,0 +1,266 @@
+"""The one check that an order can run and means what it says.
+
+`validate` refuses, with the grid and the failing Op marked: Ops on the wrong worker or named twice, microbatches that miss
+a stage, an Op before what it needs, a gradient outside its update, reductions in different orders, and deadlock.
+`facts` states what a valid order costs in activations, copies of weights and staleness, proved from `reads` and the order.
+"""
+
+from __future__ import annotations
+
+import graphlib
+from collections import Counter
+from dataclasses import dataclass
+
+from raypipe.errors import ScheduleError
+from raypipe.schedules.ir import Holder, Op, OpKind, Place, Schedule, Together, WeightRule, dependencies, ops_of, reads
+from raypipe.schedules.text import order_grid
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an order holds and how stale it computes.
+
+    Attributes:
+        peak_in_flight: per worker, the most stage activations held at once, from the start of F to the end of B, or of W
+            where the backward is split.
+        weight_copies: per worker, the most stage weights held at once, counting versions.
+        max_mismatch: most weight versions between forward and backward of a microbatch at a stage.
+        max_delay: most updates between the weights of a forward and those its gradient is applied to.
+    """
+
+    peak_in_flight: tuple[int, ...]
+    weight_copies: tuple[int, ...]
+    max_mismatch: int
+    max_delay: int
+
+
+def validate(schedule: Schedule) -> None:
+    """Checks a schedule; returns nothing.
+
+    Time: proportional to Ops and dependencies.
+
+    Raises:
+        ScheduleError: the first problem, with worker, position, Op and the marked grid.
+    """
+    _check_shape(schedule)
+    _check_places(schedule)
+    _check_completeness(schedule)
+    _check_local_order(schedule)
+    _check_deadlock(schedule)
+    _check_collective_order(schedule)
+
+
+def _refuse(schedule: Schedule, problem: str, *places: Place) -> ScheduleError:
+    at = places[0] if places else None
+    head = f"worker {at.worker}, position {at.position}: {problem}" if at else problem
+    return ScheduleError(head, order_grid(schedule.programs, dict.fromkeys(places, "")))
+
+
+def _check_shape(schedule: Schedule) -> None:
+    for what, number in (
+        ("num_microbatches", schedule.num_microbatches),
+        ("num_updates", schedule.num_updates),
+        ("loss_group_size", schedule.loss_group_size),
+        ("pipelines", len(schedule.pipelines)),
+        ("workers", schedule.num_workers),
+    ):
+        if number < 1:
+            raise ScheduleError(f"schedule {schedule.name!r} has {number} {what}; it needs at least 1")
+    if schedule.num_microbatches % schedule.loss_group_size:
+        raise ScheduleError(
+            f"{schedule.num_microbatches} microbatches an update cannot be grouped by loss_group_size {schedule.loss_group_size}"
+        )
+    for pipeline, workers in enumerate(schedule.pipelines):
+        if len(workers) != schedule.num_stages:
+            raise ScheduleError(f"pipeline {pipeline} places {len(workers)} stages, the stage graph has {schedule.num_stages}")
+        for stage, worker in enumerate(workers):
+            if not 0 <= worker < schedule.num_workers:
+                raise ScheduleError(
+                    f"pipeline {pipeline} places stage {stage} on worker {worker}; there are programs for 0..{schedule.num_workers - 1}"
+                )
+
+
+def _check_places(schedule: Schedule) -> None:
+    seen: dict[Op, Place] = {}
+    last = schedule.num_microbatches * schedule.num_updates
+    for op, place in schedule.ops():
+        if not 0 <= op.pipeline < len(schedule.pipelines):
+            raise _refuse(schedule, f"{op} names pipeline {op.pipeline}; there are {len(schedule.pipelines)}", place)
+        if not 0 <= op.stage < schedule.num_stages:
+            raise _refuse(schedule, f"{op} names stage {op.stage}; there are {schedule.num_stages}", place)
+        count = schedule.num_updates if op.kind.per_update else last
+        if not 0 <= op.index < count:
+            raise _refuse(schedule, f"{op}: its index must be less than {count}", place)
+        if schedule.worker(op) != place.worker:
+            raise _refuse(schedule, f"{op} belongs on worker {schedule.worker(op)}, which holds stage {op.stage}", place)
+        if op in seen:
+            raise _refuse(schedule, f"{op} runs a second time", place, seen[op])
+        seen[op] = place
+        if op.part and op._replace(part=0) in schedule.places:
+            raise _refuse(schedule, f"{op} is a part of what also runs whole", place, schedule.places[op._replace(part=0)])
+
+
+def _check_completeness(schedule: Schedule) -> None:
+    layings: dict[int, set[int]] = {}
+    for op, _ in schedule.ops():
+        if not op.kind.per_update:
+            layings.setdefault(op.index, set()).add(op.pipeline)
+    for microbatch in range(schedule.num_microbatches * schedule.num_updates):
+        pipelines = layings.get(microbatch, set())
+        if len(pipelines) != 1:
+            raise _refuse(
+                schedule,
+                f"microbatch {microbatch} passes through {len(pipelines)} pipelines, not through one",
+                *(place for op, place in schedule.ops() if op.index == microbatch and not op.kind.per_update),
+            )
+        for stage in range(schedule.num_stages):
+            _check_microbatch(schedule, microbatch, stage, min(pipelines))
+    if schedule.forward_only:
+        return
+    for holder, pipeline in schedule.holders.items():
+        for update in range(schedule.num_updates):
+            brought = Op(OpKind.UPDATE, holder.stage, update, pipeline), Op(OpKind.PUBLISH, holder.stage, update, pipeline)
+            if not any(map(schedule.find, brought)):
+                raise ScheduleError(
+                    f"worker {holder.worker} has no {brought[0]}: its copy of stage {holder.stage} would miss update {update}",
+                    order_grid(schedule.programs),
+                )
+
+
+def _check_microbatch(schedule: Schedule, microbatch: int, stage: int, pipeline: int) -> None:
+    def find(kind: OpKind) -> list[Op]:
+        return schedule.find(Op(kind, stage, microbatch, pipeline))
+
+    def missing(kind: OpKind) -> ScheduleError:
+        worker = schedule.pipelines[pipeline][stage]
+        near = [place for op, place in schedule.ops() if op.index == microbatch and op.stage == stage and not op.kind.per_update]
+        problem = f"worker {worker} has no {Op(kind, stage, microbatch, pipeline)}"
+        return ScheduleError(problem, order_grid(schedule.programs, dict.fromkeys(near, "")))
+
+    if not find(OpKind.FORWARD):
+        raise missing(OpKind.FORWARD)
+    if schedule.forward_only:
+        return
+    full, inputs, weights = find(OpKind.BACKWARD), find(OpKind.INPUT_GRADIENT), find(OpKind.WEIGHT_GRADIENT)
+    if full and (inputs or weights):
+        both = [*full, *inputs, *weights]
+        raise _refuse(schedule, f"{both[0]} runs whole and split", *(schedule.places[op] for op in both))
+    if not full and not inputs:
+        raise missing(OpKind.INPUT_GRADIENT if weights else OpKind.BACKWARD)
+    if inputs and not weights:
+        raise missing(OpKind.WEIGHT_GRADIENT)
+
+
+def _check_local_order(schedule: Schedule) -> None:
+    for op, place in schedule.ops():
+        for needed in dependencies(schedule, op):
+            at = schedule.places[needed]
+            if at.worker == place.worker and (at.position > place.position or (at == place and needed != op)):
+                raise _refuse(schedule, f"{op} runs before {needed}", place, at)
+        if op.kind.writes_gradient:
+            reduction = schedule.find(Op(OpKind.REDUCE, op.stage, schedule.update(op), schedule.holders[schedule.holder(op)]))
+            for needed in reduction:
+                at = schedule.places[needed]
+                if at.position < place.position:
+                    raise _refuse(schedule, f"{op} adds to a gradient that {needed} has already reduced", place, at)
+        elif op.kind is OpKind.UPDATE:
+            for gradient in schedule.gradient_ops(schedule.holder(op), op.index)[-1:]:
+                if schedule.places[gradient].position > place.position:
+                    raise _refuse(schedule, f"{op} runs before {gradient}", place, schedule.places[gradient])
+
+
+def _check_deadlock(schedule: Schedule) -> None:
+    """Runs the order without times; what is left over waits for itself."""
+    heads = [0] * schedule.num_workers
+    done: set[Op] = set()
+    waiting: dict[Op, list[int]] = {}
+    ready = list(range(schedule.num_workers))
+    while ready:
+        worker = ready.pop()
+        program = schedule.programs[worker]
+        while heads[worker] < len(program):
+            slot = program[heads[worker]]
+            open_needs = [needed for op in ops_of(slot) for needed in dependencies(schedule, op) if needed not in done]
+            if open_needs:
+                waiting.setdefault(open_needs[0], []).append(worker)
+                break
+            heads[worker] += 1
+            for op in ops_of(slot):
+                done.add(op)
+                ready += waiting.pop(op, ())
+    stuck = [worker for worker, head in enumerate(heads) if head < len(schedule.programs[worker])]
+    if stuck:
+        reasons = [f"worker {at} waits with {schedule.programs[at][heads[at]]} for {needed}" for needed, by in waiting.items() for at in by]
+        places = [Place(worker, heads[worker]) for worker in stuck]
+        raise ScheduleError(f"deadlock: {'; '.join(sorted(reasons)[:6])}", order_grid(schedule.programs, dict.fromkeys(places, "")))
+
+
+def _check_collective_order(schedule: Schedule) -> None:
+    """Collectives that share a worker must have one order in which all workers meet them."""
+    order: graphlib.TopologicalSorter[tuple[OpKind, int, int, int]] = graphlib.TopologicalSorter()
+    for program in schedule.programs:
+        before = None
+        for slot in program:
+            for op in ops_of(slot):
+                if op.kind in {OpKind.REDUCE, OpKind.PUBLISH}:
+                    meeting = (op.kind, op.stage, op.index, op.part)
+                    order.add(meeting, *([before] if before and before != meeting else []))
+                    before = meeting
+    try:
+        order.prepare()
+    except graphlib.CycleError as error:
+        names = [f"{stage}{kind}{index}" for kind, stage, index, _ in error.args[1]]
+        raise ScheduleError(
+            f"workers meet the collectives {', '.join(names)} in different orders; give all workers one order",
+            order_grid(schedule.programs),
+        ) from None
+
+
+def facts(schedule: Schedule) -> Facts:
+    """The facts of a valid schedule. Time: proportional to its Ops (times versions in flight, where weights are stashed)."""
+    in_flight = tuple(_peak_in_flight(schedule, worker) for worker in range(schedule.num_workers))
+    copies = Counter[int]()
+    for holder in schedule.holders:
+        copies[holder.worker] += _peak_versions(schedule, holder)
+    mismatch = delay = 0
+    if schedule.weight_rule is not WeightRule.FLUSH:
+        for op, _ in schedule.ops():
+            if op.kind.gives_input_gradient:
+                forward = reads(schedule, schedule.find(op._replace(kind=OpKind.FORWARD))[0])
+                mismatch = max(mismatch, reads(schedule, op) - forward)
+                delay = max(delay, schedule.update(op) - forward)
+    return Facts(in_flight, tuple(copies[worker] for worker in range(schedule.num_workers)), mismatch, delay)
+
+
+def _peak_in_flight(schedule: Schedule, worker: int) -> int:
+    held = peak = 0.0
+    for slot in schedule.programs[worker]:
+        ops = ops_of(slot)
+        held += sum(1 / len(schedule.find(op._replace(part=0))) for op in ops if op.kind is OpKind.FORWARD)
+        peak = max(peak, held)
+        if not schedule.forward_only:
+            held -= sum(1 / len(schedule.find(op._replace(part=0))) for op in ops if op.kind.writes_gradient)
+        elif isinstance(slot, Together) or slot.kind is OpKind.FORWARD:
+            held = 0
+    return round(peak)
+
+
+def _peak_versions(schedule: Schedule, holder: Holder) -> int:
+    """The most versions of one copy that are still to be read at once, the newest included."""
+    if schedule.weight_rule in {WeightRule.FLUSH, WeightRule.LIVE}:
+        return 1
+    born = {0: -1}
+    last: dict[int, int] = {}
+    for position, slot in enumerate(schedule.programs[holder.worker]):
+        for op in ops_of(slot):
+            if schedule.holder(op) != holder:
+                continue
+            if op.kind in {OpKind.UPDATE, OpKind.PUBLISH}:
+                born[op.index + 1] = position
+            elif not op.kind.per_update:
+                version = reads(schedule, op)
+                last[version] = max(last.get(version, 0), position)
+    end = len(schedule.programs[holder.worker])
+    newest_until = {version: min((at for later, at in born.items() if later > version), default=end) for version in born}
+    until = {version: max(last.get(version, -1), newest_until[version]) for version in born}
+    return max(sum(born[other] < position <= until[other] for other in born) for position in {*born.values(), *until.values()})
