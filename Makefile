@@ -1,0 +1,48 @@
+# Everything runs in .venv, which is made on first use and brought up to date when pyproject.toml or constraints.txt change.
+# Use another interpreter (3.11 to 3.13) with `make PYTHON=python3.12 test` after a `make clean`.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+DEMO_DATA := data/python-stdlib.parquet
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test check wheel-test clean
+
+help:  ## lists the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED)  ## makes .venv with raypipe, its dependencies and the development tools
+
+demo: $(INSTALLED) $(DEMO_DATA)  ## trains a small GPT on the source of Python's standard library, on the CPU
+	$(BIN)/raypipe train examples/gpt_python_stdlib.yaml
+
+test: $(INSTALLED)  ## runs the tests; needs no GPU
+	$(BIN)/pytest
+
+check: $(INSTALLED)  ## checks style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy raypipe tests
+
+wheel-test: $(INSTALLED)  ## builds sdist and wheel, and tries the wheel in an empty venv
+	$(BIN)/python tests/try_wheel.py
+
+clean:  ## removes .venv, builds and caches; keeps data/ and runs/
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Of pip's output only what moves is shown: one line a package; errors and warnings go to stderr as they are.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "installing raypipe and its dependencies into .venv; the first time takes a few minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@set -o pipefail; $(BIN)/pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' \
+	    | awk '/^ *(Processing|Downloading|Using cached|Building|Installing collected)/ {print "  " substr($$0, 1, 100); fflush()}'
+	@touch $@
+
+# Which packages are installed does not change the tokens: the installation must come first, but is no reason to prepare them again.
+$(DEMO_DATA): | $(INSTALLED)
+	@mkdir -p $(@D)
+	$(BIN)/raypipe data prepare python-stdlib -o $@

@@ -1,0 +1,65 @@
+"""Faults on purpose, for tests and drills: what a device does wrong, and before which Op."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class FaultKind(StrEnum):
+    """What goes wrong."""
+
+    RAISE = "raise"
+    """The Op raises an exception."""
+    KILL = "kill"
+    """The process dies at once, as if the machine had."""
+    HANG = "hang"
+    """The Op does not end."""
+
+
+class ScriptedFault(RuntimeError):  # noqa: N818  # it is no error of raypipe's
+    """What a scripted fault of kind `raise` raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: before Op `op` (in text) of the window with number `window` on a device."""
+
+    device: int
+    op: str
+    kind: FaultKind
+    window: int = 0
+    hang_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class FaultScript:
+    """The faults of a run; none by default.
+
+    Example:
+        `FaultScript().fail_at(device=2, op="2B1")`
+    """
+
+    faults: tuple[Fault, ...] = ()
+
+    def fail_at(self, *, device: int, op: str, kind: FaultKind = FaultKind.RAISE, window: int = 0, hang_s: float = 3600.0) -> FaultScript:
+        """The script with one more fault."""
+        return replace(self, faults=(*self.faults, Fault(device, op, kind, window, hang_s)))
+
+    def strike(self, *, device: int, op: str, window: int) -> None:
+        """Does what the script says happens here.
+
+        Raises:
+            ScriptedFault: the fault is of kind `raise`.
+        """
+        for fault in self.faults:
+            if (fault.device, fault.op, fault.window) == (device, op, window):
+                if fault.kind is FaultKind.KILL:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif fault.kind is FaultKind.HANG:
+                    time.sleep(fault.hang_s)
+                else:
+                    raise ScriptedFault(f"scripted fault before {op}")

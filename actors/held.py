@@ -1,0 +1,370 @@
+"""The stages that a device holds: their layers, their weights in every version needed, gradients and optimizer.
+
+Three rules keep an update from reaching a graph that still needs the weights before it:
+
+* The optimizer works on aliases of the weights (`Parameter(weight.data)`): autograd counts their changes apart, so that
+  `live` may write under a graph in flight, and its backward reads what is there then.
+* `stash` and `double_buffer` compute with a version's own tensors, through `torch.func.functional_call`. An update moves the
+  aliases to fresh memory first, as long as the older version is still to be read.
+* Gradients go to the buffer of (stage, update), bound as `.grad` for the Op that writes it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.actors.transport import TensorSpec
+from raypipe.cut import Cut
+from raypipe.errors import ConfigError
+from raypipe.model import Batch, Layer, Model
+from raypipe.schedules.ir import WeightRule
+
+Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of one stage from its weights."""
+
+_BUILDING = threading.Lock()
+"""Torch's generator belongs to the process: layers that draw from it, at making or in forward, do so one at a time."""
+
+
+def layer_seed(seed: int, layer: int, microbatch: int | None = None) -> int:
+    """The seed of a layer's weights, or of its randomness for one microbatch: whatever the cut, the same.
+
+    Numbers are mixed by a 64-bit polynomial, so that neighbours give unlike seeds.
+    """
+    mixed = (seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    if microbatch is not None:
+        mixed = (mixed ^ ((microbatch + 1) * 0xD6E8FEB86659FD93)) & 0xFFFFFFFFFFFFFFFF
+    mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+def build_layer(layer: Layer, *, index: int, seed: int) -> nn.Module:
+    """Makes a layer's module from the layer's own seed.
+
+    Raises:
+        ConfigError: the user's function failed, or gave no module.
+    """
+    with _BUILDING:
+        torch.manual_seed(layer_seed(seed, index))
+        try:
+            module = layer.build()
+        except Exception as error:
+            raise ConfigError(f"layer {layer.name!r} could not be built: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"layer {layer.name!r}: its build function returned {type(module).__name__}, expected a torch.nn.Module")
+    return module
+
+
+Outputs = dict[int, tuple[Tensor, ...]]
+"""The tensors of layers, by layer index."""
+
+
+class StageModule(nn.Module):
+    """The layers of one stage as one module, from the tensors of layers before it to those of its own that are needed.
+
+    Args:
+        model: the whole model's description.
+        cut: the layers of all stages.
+        stage: the stage.
+        seed: of the run.
+    """
+
+    def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.seed = seed
+        self.indices = cut.stages[stage]
+        self.specs: dict[int, Layer] = {index: model.layers[index] for index in self.indices}
+        self.inputs: dict[int, list[int]] = {index: [source for source, target in cut.edges if target == index] for index in self.indices}
+        leaving = {layer for (source, _), layers in cut.crossing.items() if source == stage for layer in layers}
+        last = len(model.layers) - 1
+        self.kept = tuple(sorted(leaving | ({last} if last in self.indices else set())))
+        self.layers = nn.ModuleDict({str(index): build_layer(model.layers[index], index=index, seed=seed) for index in self.indices})
+        self.random: dict[int, bool] = {}
+        self.first_outputs: tuple[Tensor, ...] = ()
+
+    def forward(self, inputs: Outputs, batch: Batch, microbatch: int) -> Outputs:
+        """The outputs that other stages or the loss take.
+
+        Args:
+            inputs: of layers in other stages.
+            batch: the fields that the stage's layers name, for these rows.
+            microbatch: counted from the beginning of training, for randomness.
+        """
+        values = dict(inputs)
+        for index in self.indices:
+            spec = self.specs[index]
+            arguments = [tensor for source in self.inputs[index] for tensor in values[source]]
+            arguments += [batch[field] for field in spec.batch]
+            values[index] = self._run(index, arguments, microbatch)
+            if index == self.indices[0]:
+                self.first_outputs = values[index]
+        return {index: values[index] for index in self.kept}
+
+    def _run(self, index: int, arguments: list[Tensor], microbatch: int) -> tuple[Tensor, ...]:
+        module = self.layers[str(index)]
+        if self.training and self.random.get(index, True):
+            # Not known to be free of randomness: seed it, alone in the process, and learn whether it drew.
+            with _BUILDING:
+                torch.manual_seed(layer_seed(self.seed, index, microbatch))
+                before = torch.get_rng_state()
+                result = module(*arguments)
+                self.random[index] = self.random.get(index, False) or not torch.equal(before, torch.get_rng_state())
+        else:
+            result = module(*arguments)
+        return result if isinstance(result, tuple) else (result,)
+
+
+@dataclass
+class _Version:
+    """The tensors that Ops of one version compute with, by the module's own names."""
+
+    leaves: dict[str, Tensor]
+
+
+class Weights:
+    """The weights of one stage in every version that is still to be read, their gradients and their optimizer.
+
+    Args:
+        module: the stage.
+        optimizer: makes the optimizer.
+        rule: how a backward finds its weights.
+    """
+
+    def __init__(self, module: StageModule, *, optimizer: Optimizer, rule: WeightRule) -> None:
+        self.module = module
+        self.rule = rule
+        self.names = [name for name, weight in module.named_parameters() if weight.requires_grad]
+        own = dict(module.named_parameters())
+        self.masters = [nn.Parameter(own[name].data) for name in self.names]
+        self.optimizer = optimizer(self.masters) if self.masters else None
+        self.newest = 0
+        self._versions = {0: _Version({name: own[name] for name in self.names})}
+        self._gradients: dict[int, list[Tensor | None]] = {}
+        self._bound: tuple[int, int] | None = None
+        if self.versioned:
+            self._versions[0] = _Version(self._leaves())
+
+    @property
+    def versioned(self) -> bool:
+        """Whether Ops compute with a version's own tensors rather than with the module's."""
+        return self.rule in {WeightRule.STASH, WeightRule.DOUBLE_BUFFER}
+
+    @property
+    def num_versions(self) -> int:
+        """Copies of the weights held now."""
+        return len(self._versions)
+
+    def _leaves(self) -> dict[str, Tensor]:
+        return {name: master.data.requires_grad_() for name, master in zip(self.names, self.masters, strict=True)}
+
+    def begin_window(self) -> None:
+        """Counts versions anew: what is newest becomes version 0."""
+        assert len(self._versions) == 1, f"versions {sorted(self._versions)} of the last window are left over"
+        assert not self._gradients, f"gradients of updates {sorted(self._gradients)} of the last window are left over"
+        self._versions = {0: next(iter(self._versions.values()))}
+        self.newest = 0
+        self._bound = None
+
+    def run(self, version: int, inputs: Outputs, batch: Batch, microbatch: int) -> Outputs:
+        """The stage's forward with one version of its weights."""
+        if not self.versioned:
+            result: Outputs = self.module(inputs, batch, microbatch)
+            return result
+        outputs: Outputs = torch.func.functional_call(self.module, self._versions[version].leaves, (inputs, batch, microbatch))
+        return outputs
+
+    def parameters(self, version: int) -> list[Tensor]:
+        """The tensors that a forward with this version computed with."""
+        return list(self._versions[version if self.versioned else next(iter(self._versions))].leaves.values())
+
+    def bind(self, version: int, update: int) -> list[Tensor]:
+        """Makes the `.grad` of a version's tensors the gradient buffer of an update; returns these tensors."""
+        key = (version if self.versioned else 0, update)
+        if self._bound != key:
+            self.unbind()
+            buffer = self._gradients.setdefault(update, [None] * len(self.names))
+            for leaf, gradient in zip(self.parameters(version), buffer, strict=True):
+                leaf.grad = gradient
+            self._bound = key
+        return self.parameters(version)
+
+    def unbind(self) -> None:
+        """Puts the bound `.grad` back into its buffer."""
+        if self._bound is None:
+            return
+        version, update = self._bound
+        leaves = self.parameters(version)
+        self._gradients[update] = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        self._bound = None
+
+    def gradients(self, update: int) -> list[Tensor | None]:
+        """The gradient buffer of an update, in the order of `names`."""
+        self.unbind()
+        return self._gradients.setdefault(update, [None] * len(self.names))
+
+    def flat_gradients(self, update: int) -> Tensor:
+        """The gradient buffer of an update as one vector, zeros where there is none, for a reduction."""
+        parts = [
+            (torch.zeros_like(master) if gradient is None else gradient).reshape(-1)
+            for gradient, master in zip(self.gradients(update), self.masters, strict=True)
+        ]
+        return torch.cat(parts) if parts else torch.zeros(0)
+
+    def set_flat_gradients(self, update: int, flat: Tensor) -> None:
+        """Replaces the gradient buffer of an update by the parts of a vector."""
+        sizes = [master.numel() for master in self.masters]
+        self._gradients[update] = [part.view_as(master) for part, master in zip(torch.split(flat, sizes), self.masters, strict=True)]
+
+    def squared_norm(self, update: int) -> Tensor:
+        """The sum of the squares of an update's gradients, in float64."""
+        present = [gradient for gradient in self.gradients(update) if gradient is not None]
+        if not present:
+            return torch.zeros((), dtype=torch.float64)
+        # Norms per tensor in their own precision, squares and their sum in double: large models must not overflow.
+        return torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in present]).square().sum()
+
+    def update(self, update: int, *, scale: float, learning_rate: float, keep_old: bool) -> None:
+        """Makes version `update + 1` from version `update`.
+
+        Args:
+            update: its number in the window; its gradients are used and given back.
+            scale: factor for the gradients, for clipping.
+            learning_rate: of this update.
+            keep_old: whether version `update` is still to be read.
+        """
+        gradients = self.gradients(update)
+        del self._gradients[update]
+        if self.versioned and keep_old:
+            for master in self.masters:
+                master.data = master.data.clone()
+        if self.optimizer is not None:
+            for master, gradient in zip(self.masters, gradients, strict=True):
+                master.grad = gradient if gradient is None or scale == 1.0 else gradient.mul_(scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+            for master in self.masters:
+                master.grad = None
+        self._bring(update + 1)
+        if self.versioned and not keep_old:
+            self._versions.pop(update, None)
+
+    def _bring(self, version: int) -> None:
+        if self.versioned:
+            self._versions[version] = _Version(self._leaves())
+        self.newest = version
+
+    def receive(self, version: int, flat: Tensor) -> None:
+        """Takes a version that another replica published."""
+        sizes = [master.numel() for master in self.masters]
+        if self.versioned:
+            for master in self.masters:
+                master.data = master.data.clone()
+        with torch.no_grad():
+            for part, master in zip(torch.split(flat, sizes), self.masters, strict=True):
+                master.copy_(part.view_as(master))
+        self._bring(version)
+
+    def flat(self) -> Tensor:
+        """The newest weights as one vector."""
+        return torch.cat([master.detach().reshape(-1) for master in self.masters]) if self.masters else torch.zeros(0)
+
+    def release(self, version: int) -> None:
+        """Gives back a version after its last reader, unless it is the newest."""
+        if self.versioned and version != self.newest:
+            self._versions.pop(version, None)
+
+    def end_window(self) -> None:
+        """Makes the module's own weights the newest version, for evaluation and checkpoints."""
+        for version in [version for version in self._versions if self.versioned and version != self.newest]:
+            del self._versions[version]
+        if self.versioned:
+            own = dict(self.module.named_parameters())
+            for name, master in zip(self.names, self.masters, strict=True):
+                own[name].data = master.data
+        assert not any(gradient is not None for buffer in self._gradients.values() for gradient in buffer), (
+            f"stage {self.module.stage} has gradients left of updates {sorted(self._gradients)}"
+        )
+        self._gradients.clear()
+
+    def state(self) -> dict[int, dict[str, Tensor]]:
+        """For each layer, its weights, buffers and optimizer state by name, such as `weight` and `optimizer.exp_avg.weight`."""
+        found: dict[int, dict[str, Tensor]] = {index: {} for index in self.module.indices}
+        for name, tensor in self.module.state_dict().items():
+            _, index, rest = name.split(".", 2)
+            found[int(index)][rest] = tensor
+        for name, master in zip(self.names, self.masters, strict=True):
+            _, index, rest = name.split(".", 2)
+            found[int(index)][rest] = master.data
+            state = self.optimizer.state.get(master, {}) if self.optimizer is not None else {}
+            for key, value in state.items():
+                found[int(index)][f"optimizer.{key}.{rest}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+        return found
+
+    def load_state(self, layers: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Takes what `state` gave, for exactly these layers.
+
+        Raises:
+            ConfigError: a tensor is missing, unknown or of another shape.
+        """
+        assert len(self._versions) == 1, "weights are loaded between windows only"
+        own = self.module.state_dict()
+        by_name = dict(zip(self.names, self.masters, strict=True))
+        for index, tensors in layers.items():
+            wanted = {name.split(".", 2)[2] for name in own if name.split(".", 2)[1] == str(index)}
+            given = {name for name in tensors if not name.startswith("optimizer.")}
+            if wanted != given:
+                raise ConfigError(
+                    f"checkpoint of layer {index}: missing {sorted(wanted - given)}, unknown {sorted(given - wanted)}; "
+                    "was it made by another model?"
+                )
+            for rest, tensor in tensors.items():
+                self._load_one(f"layers.{index}.{rest}" if rest in given else rest, index, tensor, own, by_name)
+
+    def _load_one(self, name: str, index: int, tensor: Tensor, own: Mapping[str, Tensor], by_name: Mapping[str, nn.Parameter]) -> None:
+        if not name.startswith("optimizer."):
+            if own[name].shape != tensor.shape:
+                raise ConfigError(f"checkpoint of {name}: has shape {tuple(tensor.shape)}, the model {tuple(own[name].shape)}")
+            with torch.no_grad():
+                (by_name[name].data if name in by_name else own[name]).copy_(tensor)
+            return
+        _, key, rest = name.split(".", 2)
+        master = by_name.get(f"layers.{index}.{rest}")
+        if master is None or self.optimizer is None:
+            raise ConfigError(f"checkpoint of layer {index} has {name!r}, but the model has no such weight")
+        self.optimizer.state[master][key] = tensor.clone()
+
+
+def count_parameters(modules: Iterable[nn.Module]) -> int:
+    """The numbers in all weights of some modules."""
+    return sum(weight.numel() for module in modules for weight in module.parameters())
+
+
+def output_specs(module: StageModule, inputs: Mapping[int, tuple[TensorSpec, ...]], batch: Batch) -> dict[int, tuple[TensorSpec, ...]]:
+    """The shapes and dtypes of what a stage gives, found by one forward over zeros.
+
+    Args:
+        module: the stage.
+        inputs: the tensors of layers in other stages.
+        batch: the fields of one microbatch.
+
+    Raises:
+        ConfigError: the forward failed, or a tensor's first dimension is not the row.
+    """
+    zeros = {layer: tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs) for layer, specs in inputs.items()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            outputs = module(zeros, batch, 0)
+    except Exception as error:
+        names = ", ".join(spec.name for spec in module.specs.values())
+        raise ConfigError(f"a forward of stage {module.stage} (layers {names}) failed: {type(error).__name__}: {error}") from error
+    return {layer: tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors) for layer, tensors in outputs.items()}

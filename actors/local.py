@@ -1,0 +1,122 @@
+"""A whole pipeline in one process, a thread a device: for tests, notebooks and debugging. The same programs as on Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from raypipe.actors.executor import BatchSource, EdgeSpecs, Executor, Job, LearningRate, Window, WindowReport, jobs
+from raypipe.actors.faults import FaultScript
+from raypipe.actors.held import Optimizer, StageModule, Weights, output_specs
+from raypipe.actors.transport import LocalNetwork, TensorSpec
+from raypipe.cut import Cut
+from raypipe.errors import AbortedError
+from raypipe.model import Model
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.lower import Placement
+
+
+class LocalPipeline:
+    """The devices of one schedule as threads.
+
+    Args:
+        model: the model's description.
+        cut: the layers of each stage; as many stages as the schedule has.
+        schedule: a valid one.
+        batches: where the rows come from.
+        optimizer: makes the optimizer of each copy of a stage.
+        learning_rate: of each update.
+        seed: of weights and randomness.
+        placement: devices of each worker; `None` for one each.
+        max_grad_norm: limit of the gradient norm, `None` for none.
+        timeout_s: for every wait between devices.
+        faults: what is to go wrong.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        cut: Cut,
+        schedule: Schedule,
+        batches: BatchSource,
+        optimizer: Optimizer,
+        learning_rate: LearningRate,
+        seed: int = 0,
+        placement: Placement | None = None,
+        max_grad_norm: float | None = None,
+        timeout_s: float = 30.0,
+        faults: FaultScript | None = None,
+    ) -> None:
+        self.batches = batches
+        self.jobs = jobs(schedule, placement)
+        self.num_windows = 0
+        self.num_updates = 0
+        stages_of = [sorted({op.stage for op, place in schedule.ops() if place.worker == job.program.worker}) for job in self.jobs]
+        self.held = [
+            {stage: Weights(StageModule(model, cut, stage, seed=seed), optimizer=optimizer, rule=schedule.weight_rule) for stage in stages}
+            for stages in stages_of
+        ]
+        network = LocalNetwork(len(self.jobs), timeout_s=timeout_s)
+        specs = edge_specs(cut, {stage: weights.module for held in self.held for stage, weights in held.items()}, batches)
+        self.executors = [
+            Executor(
+                device=job.program.device,
+                model=model,
+                cut=cut,
+                held=held,
+                transport=network.transport(job.program.device),
+                edge_specs=specs,
+                learning_rate=learning_rate,
+                max_grad_norm=max_grad_norm,
+                faults=faults,
+            )
+            for job, held in zip(self.jobs, self.held, strict=True)
+        ]
+
+    def run_window(self) -> list[WindowReport]:
+        """Runs the next window; returns a report a device."""
+        reports = self._run(self.jobs, Window(number=self.num_windows, first_update=self.num_updates, batches=self.batches))
+        self.num_windows += 1
+        self.num_updates += self.jobs[0].num_updates
+        return reports
+
+    def evaluate(self, schedule: Schedule, *, batches: BatchSource, keep_outputs: bool = False) -> list[WindowReport]:
+        """Runs a schedule of forwards only over other rows."""
+        window = Window(number=self.num_windows, first_update=0, batches=batches, keep_outputs=keep_outputs)
+        return self._run(jobs(schedule), window)
+
+    def _run(self, what: Sequence[Job], window: Window) -> list[WindowReport]:
+        def one(executor: Executor, job: Job) -> WindowReport:
+            try:
+                return executor.run(job, window)
+            except BaseException as error:
+                for other in self.executors:
+                    other.abort(f"device {executor.device} failed: {error}")
+                raise
+
+        with ThreadPoolExecutor(len(self.executors)) as pool:
+            futures = [pool.submit(one, executor, job) for executor, job in zip(self.executors, what, strict=True)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
+        return [future.result() for future in futures]
+
+
+def edge_specs(cut: Cut, modules: dict[int, StageModule], batches: BatchSource) -> EdgeSpecs:
+    """What travels along each edge, found by one forward of each stage over zeros, in topological order."""
+    batch = batches.batch(0, (0.0, 1.0))
+    made: dict[int, tuple[TensorSpec, ...]] = {}
+    for stage in range(len(cut.stages)):
+        made |= output_specs(modules[stage], made, batch)
+    return {edge: tuple(made[layer] for layer in layers) for edge, layers in cut.crossing.items()}
+
+
+def mean_losses(reports: Sequence[WindowReport], *, num_microbatches: int) -> list[float]:
+    """The loss of each update: the mean over its microbatches, over the devices that know it."""
+    by_microbatch: dict[int, list[float]] = {}
+    for report in reports:
+        for index, loss in report.losses.items():
+            by_microbatch.setdefault(index, []).append(loss)
+    means = [sum(losses) / len(losses) for _, losses in sorted(by_microbatch.items())]
+    return [sum(means[first : first + num_microbatches]) / num_microbatches for first in range(0, len(means), num_microbatches)]

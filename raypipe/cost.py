@@ -1,0 +1,215 @@
+"""The one place where Ops, messages and collectives get seconds and bytes.
+
+What it leaves out: contention for memory bandwidth, kernel launch overheads, links that a ring all-reduce keeps busy for
+point-to-point traffic, and the time that a device needs to hand a message over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from raypipe.plan import Plan
+from raypipe.schedules.ir import Op, OpKind, Schedule
+from raypipe.schedules.lower import Collective, CollectiveKind, Message
+from raypipe.topology import Path
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one stage costs on one device, for one whole microbatch.
+
+    Attributes:
+        forward_s: seconds of F and of R.
+        backward_s: seconds of B.
+        weight_grad_s: seconds of W; I takes the rest of the backward.
+        update_s: seconds of U.
+        saved_bytes: held from F to the end of B, or of I where the backward is split.
+        weight_grad_saved_bytes: of these, held on until the end of W.
+        parameter_bytes: one version of the weights.
+        state_bytes: gradients and optimizer state, held throughout.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_grad_s: float
+    update_s: float = 0.0
+    saved_bytes: int = 0
+    weight_grad_saved_bytes: int = 0
+    parameter_bytes: int = 0
+    state_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class SharedCompute:
+    """Devices that share cores: while more of them compute than there are cores, each is slowed in proportion.
+
+    Attributes:
+        devices: their numbers.
+        cores: how many may compute at full speed.
+    """
+
+    devices: tuple[int, ...]
+    cores: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds and bytes of everything in lowered programs.
+
+    Attributes:
+        devices: names, by number.
+        stages: by (device, stage).
+        edge_bytes: bytes of a whole microbatch's tensors by edge (source, target) of the stage graph; a gradient has as
+            many as its activation. Edges left out carry nothing.
+        path: the way from one device to another.
+        shared_compute: groups of devices that share cores; devices in none have their own.
+        together: seconds of a slot whose Ops overlap, from the seconds of each; their sum by default.
+    """
+
+    devices: tuple[str, ...]
+    stages: Mapping[tuple[int, int], StageCost]
+    edge_bytes: Mapping[tuple[int, int], int]
+    path: Callable[[int, int], Path]
+    shared_compute: tuple[SharedCompute, ...] = ()
+    together: Callable[[tuple[float, ...]], float] = sum
+
+    def compute_s(self, device: int, ops: tuple[Op, ...], share: float = 1.0) -> float:
+        """Seconds of one slot on a device that has `share` of the microbatch's rows, if it computes alone."""
+        times = tuple(self._op_s(self.stages[device, op.stage], op.kind, share) for op in ops)
+        return times[0] if len(times) == 1 else self.together(times)
+
+    @staticmethod
+    def _op_s(stage: StageCost, kind: OpKind, share: float) -> float:
+        match kind:
+            case OpKind.FORWARD | OpKind.RECOMPUTE:
+                return stage.forward_s * share
+            case OpKind.BACKWARD:
+                return stage.backward_s * share
+            case OpKind.INPUT_GRADIENT:
+                return (stage.backward_s - stage.weight_grad_s) * share
+            case OpKind.WEIGHT_GRADIENT:
+                return stage.weight_grad_s * share
+            case OpKind.UPDATE:
+                return stage.update_s
+            case _:
+                return 0.0
+
+    def message_bytes(self, message: Message) -> int:
+        """Bytes of a message."""
+        edge = (min(message.source, message.target), max(message.source, message.target))
+        return round(self.edge_bytes.get(edge, 0) * (message.rows[1] - message.rows[0]))
+
+    def collective_bytes(self, collective: Collective) -> int:
+        """Bytes that each member brings."""
+        if collective.kind is CollectiveKind.NORM:
+            return _NORM_BYTES
+        return self.stages[collective.devices[0], collective.stage].parameter_bytes
+
+    def collective_s(self, collective: Collective) -> float:
+        """Seconds from the last member's start to the end.
+
+        A norm is a few bytes that every member sends to every other: one latency. Sums and publications go round a ring,
+        2 (r-1) steps of 1/r of the bytes over its slowest link (Patarasuk and Yuan, 2009).
+        """
+        members = collective.devices
+        pairs = list(zip(members, members[1:] + members[:1], strict=True))
+        if collective.kind is CollectiveKind.NORM:
+            return max(self.path(source, target).latency_s for source, target in pairs)
+        steps, share = 2 * (len(members) - 1), self.collective_bytes(collective) / len(members)
+        paths = [self.path(source, target) for source, target in pairs]
+        return steps * max(path.latency_s + share / path.bandwidth_bytes_per_s for path in paths)
+
+    def memory_step_bytes(self, device: int, op: Op, share: float = 1.0) -> tuple[int, int]:
+        """Bytes that an Op takes at its start and frees at its end."""
+        stage = self.stages[device, op.stage]
+        match op.kind:
+            case OpKind.FORWARD:
+                return round(stage.saved_bytes * share), 0
+            case OpKind.BACKWARD:
+                return 0, round(stage.saved_bytes * share)
+            case OpKind.INPUT_GRADIENT:
+                return 0, round(stage.saved_bytes * share) - round(stage.weight_grad_saved_bytes * share)
+            case OpKind.WEIGHT_GRADIENT:
+                return 0, round(stage.weight_grad_saved_bytes * share)
+            case _:
+                return 0, 0
+
+    def standing_bytes(self, device: int, weight_copies: float = 1.0) -> int:
+        """Bytes held throughout: weights in as many versions as the schedule keeps, gradients and optimizer state."""
+        held = [stage for (at, _), stage in self.stages.items() if at == device]
+        return round(sum(stage.parameter_bytes for stage in held) * weight_copies) + sum(stage.state_bytes for stage in held)
+
+
+_NORM_BYTES = 8
+
+
+def equal_stages(
+    schedule: Schedule, *, forward_s: float = 1.0, backward_s: float = 2.0, weight_grad_s: float = 1.0, latency_s: float = 0.0
+) -> Cost:
+    """The cost of a schedule's shape alone: equal stages, one device a worker, and a pure delay between any two devices."""
+    stage = StageCost(forward_s, backward_s, weight_grad_s)
+    here, away = Path(0.0, float("inf"), ()), Path(latency_s, float("inf"), ())
+    return Cost(
+        devices=tuple(map(str, range(schedule.num_workers))),
+        stages={(worker, number): stage for workers in schedule.pipelines for number, worker in enumerate(workers)},
+        edge_bytes={},
+        path=lambda source, target: here if source == target else away,
+    )
+
+
+def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = 3.0) -> Cost:
+    """The cost of a plan on its own topology.
+
+    Args:
+        plan: what runs where.
+        state_bytes_per_parameter_byte: gradients and optimizer state; 3 for AdamW in the precision of the weights.
+    """
+    names = plan.devices
+    number = {name: position for position, name in enumerate(names)}
+    scale = plan.microbatch_size / plan.profile.microbatch_size
+    stages: dict[tuple[int, int], StageCost] = {}
+    for workers in plan.order.pipelines:
+        for stage, worker in enumerate(workers):
+            for device, _ in plan.placement.workers[worker]:
+                stages[device, stage] = _stage_cost(plan, plan.cut.stages[stage], names[device], scale, state_bytes_per_parameter_byte)
+    layer_bytes = {(edge.producer, edge.consumer): edge.bytes for edge in plan.profile.edges()}
+    edge_bytes: dict[tuple[int, int], int] = {}
+    for ends, layers in plan.cut.crossing.items():
+        # A layer's output crosses once, however many layers of the target take it.
+        widest = (
+            max(layer_bytes.get((layer, consumer), 0) for consumer in plan.cut.stages[ends[1]] if (layer, consumer) in layer_bytes)
+            for layer in layers
+        )
+        edge_bytes[ends] = round(sum(widest) * scale)
+    shared = []
+    for node in plan.topology.nodes:
+        members = tuple(number[device.name] for device in node.devices if device.name in number)
+        if node.cores is not None and len(members) > node.cores:
+            shared.append(SharedCompute(members, node.cores))
+    return Cost(
+        devices=names,
+        stages=stages,
+        edge_bytes=edge_bytes,
+        path=lambda source, target: plan.topology.path(names[source], names[target]),
+        shared_compute=tuple(shared),
+    )
+
+
+def _stage_cost(plan: Plan, layers: tuple[int, ...], device: str, scale: float, state_bytes_per_parameter_byte: float) -> StageCost:
+    found = plan.topology.device(device)
+    times = plan.profile.for_kind(found.kind)
+    profiles = [plan.profile.layers[layer] for layer in layers]
+    parameter_bytes = sum(layer.parameter_bytes for layer in profiles)
+    factor = scale / found.speed
+    return StageCost(
+        forward_s=sum(times[layer].forward_s for layer in layers) * factor,
+        backward_s=sum(times[layer].backward_s for layer in layers) * factor,
+        weight_grad_s=sum(times[layer].weight_grad_s for layer in layers) * factor,
+        saved_bytes=round(sum(layer.saved_bytes for layer in profiles) * scale),
+        weight_grad_saved_bytes=round(
+            sum(layer.saved_bytes if layer.weight_grad_saved_bytes is None else layer.weight_grad_saved_bytes for layer in profiles) * scale
+        ),
+        parameter_bytes=parameter_bytes,
+        state_bytes=round(parameter_bytes * state_bytes_per_parameter_byte),
+    )

@@ -1,0 +1,90 @@
+"""Where a model is cut: which layers form which stage, and what crosses from stage to stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from raypipe.errors import PlanError
+from raypipe.schedules.ir import StageGraph
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The layers of each stage.
+
+    Attributes:
+        stages: for each stage, its layers by index, ascending.
+        edges: the pairs (producer, consumer) of layers of the whole model.
+
+    Raises:
+        PlanError: a layer is in no stage or in two, a stage is empty, or two stages feed each other.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    edges: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        stage_of: dict[int, int] = {}
+        for stage, layers in enumerate(self.stages):
+            if not layers:
+                raise PlanError(f"stage {stage} has no layers; use fewer stages")
+            if list(layers) != sorted(layers):
+                raise PlanError(f"stage {stage}: its layers {list(layers)} are not in ascending order")
+            for layer in layers:
+                if layer in stage_of:
+                    raise PlanError(f"layer {layer} is in stage {stage_of[layer]} and in stage {stage}; a layer has one stage")
+                stage_of[layer] = stage
+        missing = sorted({layer for edge in self.edges for layer in edge} - stage_of.keys())
+        if missing or sorted(stage_of) != list(range(len(stage_of))):
+            raise PlanError(f"layers {missing or sorted(set(range(len(stage_of))) - stage_of.keys())} are in no stage")
+        for source, target in self.edges:
+            if stage_of[source] > stage_of[target]:
+                raise PlanError(
+                    f"layer {source} in stage {stage_of[source]} feeds layer {target} in the earlier stage {stage_of[target]}; "
+                    "number the stages in topological order"
+                )
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int], edges: tuple[tuple[int, int], ...]) -> Cut:
+        """Consecutive stages of so many layers each."""
+        stages: list[tuple[int, ...]] = []
+        first = 0
+        for size in sizes:
+            stages.append(tuple(range(first, first + size)))
+            first += size
+        return cls(tuple(stages), edges)
+
+    @classmethod
+    def equal(cls, num_layers: int, num_stages: int, edges: tuple[tuple[int, int], ...]) -> Cut:
+        """Consecutive stages whose numbers of layers differ by one at most, the larger ones first.
+
+        Raises:
+            PlanError: there are more stages than layers.
+        """
+        if num_stages > num_layers:
+            raise PlanError(f"{num_layers} layers cannot be cut into {num_stages} stages; use at most {num_layers} stages")
+        small, larger = divmod(num_layers, num_stages)
+        return cls.of_sizes([small + (stage < larger) for stage in range(num_stages)], edges)
+
+    @cached_property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage of each layer."""
+        found = {layer: stage for stage, layers in enumerate(self.stages) for layer in layers}
+        return tuple(found[layer] for layer in range(len(found)))
+
+    @cached_property
+    def crossing(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """For each edge (source, target) of the stage graph, the layers of the source whose outputs the target takes."""
+        found: dict[tuple[int, int], set[int]] = {}
+        for source, target in self.edges:
+            ends = (self.stage_of[source], self.stage_of[target])
+            if ends[0] != ends[1]:
+                found.setdefault(ends, set()).add(source)
+        return {ends: tuple(sorted(layers)) for ends, layers in sorted(found.items())}
+
+    @cached_property
+    def graph(self) -> StageGraph:
+        """Which stage feeds which."""
+        return StageGraph(len(self.stages), tuple(self.crossing))

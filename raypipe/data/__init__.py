@@ -1,0 +1,1 @@
+"""Text to token files (`prepare`) and token files to rows (`tokens`); numpy and pyarrow only, no torch."""

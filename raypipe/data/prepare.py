@@ -1,0 +1,287 @@
+"""Writes text as a token file: one token a byte, one row a document. `raypipe.data.tokens` describes the file.
+
+The same text gives the same file, byte for byte (under one version of pyarrow): documents come in the order of their names, a
+document's split depends on its name alone, and neither dates nor the folder's place are written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import platform
+import runpy
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raypipe.data.tokens import FORMAT, MAX_VOCABULARY, SCHEMA, Split
+from raypipe.errors import ConfigError, FormatError, InputError, suggestion
+
+PYTHON_STDLIB = "python-stdlib"
+SUFFIXES = (".txt", ".md", ".py", ".rst")
+SEPARATOR = 0
+"""The token that ends each document: the byte that no text holds."""
+
+_FILE_PIECE_BYTES = 4 * 1024
+"""Length of the documents that a single text file is cut into: short enough that a small file has some for validation."""
+_FOLDER_PIECE_BYTES = 1024 * 1024
+"""Length beyond which a file of a folder is cut, so that no document needs much memory or overflows a Parquet page."""
+_ROW_GROUP_BYTES = 16 * 1024 * 1024
+
+_STDLIB_LICENSE = "Python Software Foundation License Version 2, https://docs.python.org/3/license.html"
+_STDLIB_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+# Not Python's own text: what the installation generated or its owner added differs between machines.
+_STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize", "config-")
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """What `prepare` wrote.
+
+    Attributes:
+        path: the token file.
+        source: what the text is, such as "python-stdlib 3.11.7" or the name of the folder.
+        license: the notice that was written beside it.
+        num_documents: rows of the file.
+        num_train_tokens: tokens of the training split, separators included.
+        num_validation_tokens: tokens of the validation split, separators included.
+        file_bytes: size of the file.
+    """
+
+    path: str
+    source: str
+    license: str
+    num_documents: int
+    num_train_tokens: int
+    num_validation_tokens: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text before it is cut into documents: a file, or the text itself."""
+
+    name: str
+    content: Path | bytes
+
+
+@dataclass(frozen=True)
+class _Source:
+    """All texts in the order of their names, and the length beyond which one is cut into several documents."""
+
+    name: str
+    license: str
+    texts: Sequence[_Text]
+    piece_bytes: int
+
+
+def prepare(
+    source: str | os.PathLike[str],
+    *,
+    output: str | os.PathLike[str],
+    validation_fraction: float = 0.05,
+    suffixes: Sequence[str] = SUFFIXES,
+) -> PreparedData:
+    """Writes the text of a source as the token file `output` and returns what it holds.
+
+    Each document ends with one separator, byte 0. A document goes to the validation split if the hash of its name says so, so the
+    split's share of the tokens comes near `validation_fraction` only where there are many documents. A single file is cut at line
+    ends into documents of about 4 KiB, a file of a folder into documents of about 1 MiB; the pieces are called `NAME#0`, `NAME#1`,
+    and so on. Files without text are left out. The file appears whole or not at all: it is written under another name and renamed.
+
+    Args:
+        source: "python-stdlib" (the sources and the reference topics of the running Python, without its tests), the path of a text
+            file with any suffix, or the path of a folder, which is read with all folders in it; hidden files and folders, and links
+            to folders, are left out.
+        output: the file to write; its folder is made if need be.
+        validation_fraction: the share of documents, at least 0 and less than 1.
+        suffixes: what the names of a folder's text files end with.
+
+    Raises:
+        ConfigError: `validation_fraction` is out of range.
+        FormatError: a file of the source is not text, or cannot be read.
+        InputError: the source is unknown or holds no text to train on, or `output` cannot be written.
+    """
+    if not 0 <= validation_fraction < 1:
+        raise ConfigError(f"validation_fraction must be at least 0 and less than 1, not {validation_fraction}")
+    path = Path(output)
+    if path.is_dir():
+        raise InputError(f"{path}: the output is a folder; name a file in it, such as {path / 'tokens.parquet'}")
+    texts = _open_source(source, tuple(suffixes))
+    if any(isinstance(text.content, Path) and path.exists() and path.samefile(text.content) for text in texts.texts):
+        raise InputError(f"{path}: the output would replace the text that it is made from; choose another output")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        counts = _write(temporary, texts, validation_fraction)
+        temporary.replace(path)
+        file_bytes = path.stat().st_size
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error}); choose an output in a folder that can be written") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return PreparedData(
+        path=str(path),
+        source=texts.name,
+        license=texts.license,
+        num_documents=counts["documents"],
+        num_train_tokens=counts[Split.TRAIN],
+        num_validation_tokens=counts[Split.VALIDATION],
+        file_bytes=file_bytes,
+    )
+
+
+def _write(path: Path, source: _Source, validation_fraction: float) -> Counter[str]:
+    """Writes the file and returns its number of documents, and of tokens by split."""
+    counts: Counter[str] = Counter()
+    with pq.ParquetWriter(
+        path,
+        SCHEMA,
+        compression="zstd",
+        # Nothing looks a document up by its bytes, so that statistics and dictionaries of them would only take room.
+        use_dictionary=["split"],
+        write_statistics=["split"],
+        # A stored Arrow schema would hide the metadata that is added below from those who read the file as an Arrow table.
+        store_schema=False,
+    ) as writer:
+        for group in _row_groups(source, validation_fraction):
+            counts["documents"] += len(group)
+            for row in group:
+                counts[row["split"]] += len(row["tokens"])
+            writer.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
+        if not counts[Split.TRAIN]:
+            problem = (
+                "all of its documents fell to the validation split; lower the validation fraction or" if counts else "it holds no text;"
+            )
+            raise InputError(f"{source.name}: {problem} give more text")
+        writer.add_key_value_metadata({
+            "format": FORMAT,
+            "tokenizer": "bytes",
+            "vocabulary_size": str(MAX_VOCABULARY),
+            "separator": str(SEPARATOR),
+            "source": source.name,
+            "license": source.license,
+            **{split.count_key: str(counts[split]) for split in Split},
+        })
+    return counts
+
+
+def _row_groups(source: _Source, validation_fraction: float) -> Iterator[list[dict[str, Any]]]:
+    """Yields the rows of each row group, some 16 MiB of tokens."""
+    group: list[dict[str, Any]] = []
+    num_bytes = 0
+    for name, document in _documents(source):
+        group.append({"document": name, "split": _split(name, validation_fraction).value, "tokens": document + bytes([SEPARATOR])})
+        num_bytes += len(document) + 1
+        if num_bytes >= _ROW_GROUP_BYTES:
+            yield group
+            group, num_bytes = [], 0
+    if group:
+        yield group
+
+
+def _split(name: str, validation_fraction: float) -> Split:
+    """Returns the split of a document, decided by its name alone: not by the machine, the order or the other documents."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return Split.VALIDATION if int.from_bytes(digest[:8], "big") < validation_fraction * 2**64 else Split.TRAIN
+
+
+def _documents(source: _Source) -> Iterator[tuple[str, bytes]]:
+    """Yields names and texts of the documents, none of them empty."""
+    for text in source.texts:
+        try:
+            with io.BytesIO(text.content) if isinstance(text.content, bytes) else text.content.open("rb") as stream:
+                for name, piece in _pieces(text.name, stream, source.piece_bytes):
+                    if bytes([SEPARATOR]) in piece:
+                        raise FormatError(
+                            str(text.content), "", "it holds a zero byte, so it is not text; convert it to UTF-8 or leave it out"
+                        )
+                    yield name, piece
+        except OSError as error:
+            raise FormatError(str(text.content), "", f"it cannot be read ({error}); leave it out or let it be read") from error
+
+
+def _pieces(name: str, stream: BinaryIO, piece_bytes: int) -> Iterator[tuple[str, bytes]]:
+    """Yields the text whole if it is short, else cut at the first line end after each `piece_bytes` (or after twice as many)."""
+
+    def read() -> bytes:
+        piece = stream.read(piece_bytes)
+        return piece + stream.readline(piece_bytes) if len(piece) == piece_bytes and not piece.endswith(b"\n") else piece
+
+    number = 0
+    piece = read()
+    while piece:
+        following = read()
+        yield (f"{name}#{number}" if number or following else name), piece
+        number += 1
+        piece = following
+
+
+def _open_source(source: str | os.PathLike[str], suffixes: tuple[str, ...]) -> _Source:
+    if source == PYTHON_STDLIB:
+        return _stdlib_source()
+    path = Path(source)
+    unknown_license = "unknown to raypipe: that of the text"
+    if path.is_dir():
+        texts = [_Text(_utf8_name(name), path / name) for name in _files(path, suffixes, skipped_folders=frozenset())]
+        if not texts:
+            raise InputError(f"{path}: the folder holds no file that ends with {' '.join(suffixes)}; name another folder or one text file")
+        return _Source(_utf8_name(path.resolve().name), unknown_license, texts, _FOLDER_PIECE_BYTES)
+    if path.exists():
+        return _Source(_utf8_name(path.name), unknown_license, [_Text(_utf8_name(path.name), path)], _FILE_PIECE_BYTES)
+    raise InputError(
+        f"there is no text source {os.fspath(source)!r}{suggestion(os.fspath(source), [PYTHON_STDLIB])}; "
+        f"give {PYTHON_STDLIB}, or the path of a text file or of a folder with files that end with {' '.join(suffixes)}"
+    )
+
+
+def _stdlib_source() -> _Source:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = _files(root, (".py",), skipped_folders=_STDLIB_SKIPPED_FOLDERS) if root.is_dir() else []
+    topics_file = "pydoc_data/topics.py"
+    texts = [
+        _Text(name, root / name)
+        for name in names
+        if name != topics_file and not any(part.startswith(_STDLIB_SKIPPED_PREFIXES) for part in name.split("/"))
+    ]
+    if not texts:
+        raise InputError(f"{PYTHON_STDLIB}: the sources of this Python are not at {root}; install them, or give a text file or a folder")
+    if topics_file in names:
+        # The language reference as one dictionary of texts: the texts read better than the source that quotes them.
+        topics: dict[str, str] = runpy.run_path(str(root / topics_file))["topics"]
+        texts += [_Text(f"pydoc_data/topics/{name}", text.encode()) for name, text in topics.items()]
+    name = f"{PYTHON_STDLIB} {platform.python_version()}"
+    return _Source(name, f"{_STDLIB_LICENSE}\n{sys.copyright}", sorted(texts, key=lambda text: text.name), _FOLDER_PIECE_BYTES)
+
+
+def _files(root: Path, suffixes: tuple[str, ...], *, skipped_folders: frozenset[str]) -> list[str]:
+    """Returns the sorted names, below `root` and with `/` between folders, of the files with these suffixes."""
+
+    def fail(error: OSError) -> None:
+        raise FormatError(str(error.filename), "", f"the folder cannot be read ({error}); leave it out or let it be read") from error
+
+    names: list[str] = []
+    for folder, subfolders, files in os.walk(root, onerror=fail):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skipped_folders]
+        texts = [name for name in files if name.endswith(suffixes) and not name.startswith(".")]
+        names += [(Path(folder) / name).relative_to(root).as_posix() for name in texts]
+    return sorted(names)
+
+
+def _utf8_name(name: str) -> str:
+    """Returns the name, which is to be stored and hashed, if UTF-8 can hold it."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the name of the file {name!r} is not UTF-8; rename it") from error
+    return name

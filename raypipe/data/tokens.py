@@ -1,0 +1,205 @@
+"""Reads token files and deals their rows out in an order that is a pure function of seed and sample number.
+
+A token file (`raypipe.tokens/1`, Parquet) holds one row a document:
+
+    document  string   its name
+    split     string   "train" or "validation"
+    tokens    binary   one byte a token, so the bytes of a split's rows, one after the other, are its token array
+
+and, as the metadata of the file, `format`, `tokenizer`, `vocabulary_size` (at most 256), `separator` (the token that ends each
+document), `source`, `license`, `num_train_tokens` and `num_validation_tokens`. `raypipe data prepare` writes such files.
+
+    tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...        sequence_length T = 4
+    sequence 0 t0 t1 t2 t3 t4                           T + 1 tokens: inputs are the first T, targets the last T
+    sequence 1             t4 t5 t6 t7 t8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from functools import lru_cache
+from os import PathLike, fspath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from raypipe.errors import ConfigError, FormatError, UnknownNameError
+
+FORMAT = "raypipe.tokens/1"
+MAX_VOCABULARY = 256
+SCHEMA = pa.schema([
+    pa.field("document", pa.string(), nullable=False),
+    pa.field("split", pa.string(), nullable=False),
+    pa.field("tokens", pa.binary(), nullable=False),
+])
+
+# Names another file than the one at hand: that may be a text, which the command would replace.
+_REMEDY = "make a token file with `raypipe data prepare python-stdlib -o tokens.parquet`"
+
+
+class Split(StrEnum):
+    """What a document is for."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+
+    @property
+    def count_key(self) -> str:
+        """The key of the file's metadata that states how many tokens the split has."""
+        return f"num_{self.value}_tokens"
+
+
+class TokenDataset:
+    """The tokens of one split of a token file, as an endless stream of sequences of `sequence_length` + 1 tokens.
+
+    The training split is shuffled anew in each epoch; the validation split is read in order, again and again. Sequences run over
+    the ends of documents, and the tokens after the last whole sequence are left out.
+
+    The split is held in memory, one byte a token; loading it takes one row group (16 MiB of tokens as `raypipe data prepare` writes
+    them) more. A shuffled epoch takes 8 bytes a sequence, and twice that while it is drawn.
+
+    Args:
+        path: the token file.
+        sequence_length: tokens that a model reads at once, T.
+        seed: of the shuffling; zero or more. Unused by the validation split.
+        split: "train" or "validation".
+
+    Attributes:
+        num_tokens: tokens of the split.
+        num_sequences: sequences of one epoch.
+        vocabulary_size: every token is less than this.
+
+    Raises:
+        FormatError: the file is missing, is no token file, contradicts itself or is too short for one sequence.
+        ConfigError: `sequence_length` is less than 1 or `seed` less than 0.
+        UnknownNameError: there is no such split.
+    """
+
+    def __init__(self, path: str | PathLike[str], *, sequence_length: int, seed: int, split: str = Split.TRAIN) -> None:
+        if sequence_length < 1:
+            raise ConfigError(f"sequence_length must be at least 1, not {sequence_length}")
+        if seed < 0:
+            raise ConfigError(f"the seed of the data order must be at least 0, not {seed}")
+        if split not in tuple(Split):
+            raise UnknownNameError("split", split, tuple(Split))
+        self.path = fspath(path)
+        self.split = Split(split)
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self._tokens, self.vocabulary_size = _load(self.path, self.split)
+        self.num_tokens = len(self._tokens)
+        self.num_sequences = (self.num_tokens - 1) // sequence_length
+        if self.num_sequences < 1:
+            raise FormatError(
+                self.path,
+                "",
+                f"its {self.split} split has {self.num_tokens} tokens, too few for one sequence of {sequence_length} + 1; "
+                f"lower sequence_length, or prepare more text{_or_larger_fraction(self.split)}",
+            )
+
+    def rows(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Returns the samples `first` to `first + count - 1` of the stream, one a row: [count, sequence_length + 1].
+
+        Sample k belongs to epoch e = k // num_sequences and is the sequence `permutation(seed, e, num_sequences)[k % num_sequences]`,
+        for the validation split the sequence k % num_sequences.
+        """
+        epochs, places = np.divmod(np.arange(first, first + count), self.num_sequences)
+        if self.split is Split.VALIDATION:
+            sequences = places
+        else:
+            sequences = np.empty(count, dtype=np.int64)
+            for epoch in np.unique(epochs):
+                of_epoch = epochs == epoch
+                sequences[of_epoch] = permutation(self.seed, int(epoch), self.num_sequences)[places[of_epoch]]
+        positions = sequences[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
+        return self._tokens[positions].astype(np.int64)
+
+
+@lru_cache(maxsize=2)  # a batch touches two epochs at most, unless an epoch is shorter than the batch
+def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
+    """Returns the order of the `size` sequences in an epoch; read-only, for it is shared between calls.
+
+    It sorts the raw output of PCG64, whose stream numpy keeps across its versions; of `Generator.permutation` it keeps no such
+    promise (NEP 19), and a run that resumes after an upgrade must see the same data.
+    """
+    order = np.argsort(np.random.PCG64([seed, epoch]).random_raw(size), kind="stable").astype(np.int64, copy=False)
+    order.flags.writeable = False
+    return order
+
+
+def _load(path: str, split: Split) -> tuple[npt.NDArray[np.uint8], int]:
+    """Returns the tokens of the split and the vocabulary size."""
+    try:
+        with pa.memory_map(path) as mapped, pq.ParquetFile(mapped) as file:
+            vocabulary_size, num_tokens = _check_header(path, file, split)
+            tokens = np.empty(num_tokens, dtype=np.uint8)
+            filled = 0
+            for part in _parts(path, file, split):
+                # Counts past the end too, so that the message below tells how many there are.
+                tokens[filled : filled + len(part)] = part[: max(num_tokens - filled, 0)]
+                filled += len(part)
+    except FileNotFoundError as error:
+        raise FormatError(path, "", f"there is no such file; make it with `raypipe data prepare python-stdlib -o {path}`") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for damaged names of columns
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FormatError(path, "", f"it cannot be read as Parquet ({problem}); {_REMEDY}") from error
+    if filled != num_tokens:
+        raise FormatError(path, f"metadata.{split.count_key}", f"states {num_tokens}, but the rows hold {filled}; {_REMEDY}")
+    largest = int(tokens.max(initial=0))
+    if largest >= vocabulary_size:
+        raise FormatError(path, "tokens", f"holds token {largest}, but the vocabulary has {vocabulary_size}; {_REMEDY}")
+    return tokens, vocabulary_size
+
+
+def _check_header(path: str, file: pq.ParquetFile, split: Split) -> tuple[int, int]:
+    """Returns the vocabulary size and the number of tokens that the file states for the split."""
+    metadata: Mapping[bytes, bytes] = file.metadata.metadata or {}
+    stated = metadata.get(b"format", b"").decode(errors="replace")
+    if stated != FORMAT:
+        raise FormatError(path, "metadata.format", f"expected {FORMAT!r}, got {stated!r}; {_REMEDY}")
+    for field in SCHEMA:
+        index = file.schema_arrow.get_field_index(field.name)
+        got = str(file.schema_arrow.field(index).type) if index >= 0 else "no such column"
+        if got != str(field.type):
+            raise FormatError(path, field.name, f"expected a column of type {field.type}, got {got}; {_REMEDY}")
+    return (
+        _count(path, metadata, "vocabulary_size", maximum=MAX_VOCABULARY),
+        # A token takes a byte of memory, so this bound only keeps a damaged count from asking for all of it.
+        _count(path, metadata, split.count_key, maximum=2**40),
+    )
+
+
+def _count(path: str, metadata: Mapping[bytes, bytes], key: str, *, maximum: int) -> int:
+    text = metadata.get(key.encode(), b"").decode(errors="replace")
+    # At most 19 digits, because int() refuses thousands of them with an error of its own.
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= maximum):
+        raise FormatError(path, f"metadata.{key}", f"expected a whole number from 0 to {maximum}, got {text!r}; {_REMEDY}")
+    return int(text)
+
+
+def _parts(path: str, file: pq.ParquetFile, split: Split) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yields the tokens of the split in the order of the file, as views of Arrow's memory."""
+    for group in range(file.num_row_groups):
+        table = file.read_row_group(group, columns=["split", "tokens"])
+        for chunk in table.filter(pc.equal(table["split"], split.value))["tokens"].chunks:
+            if chunk.null_count:
+                raise FormatError(path, "tokens", f"row group {group} holds a document without tokens; {_REMEDY}")
+            yield _bytes_of(chunk)
+
+
+def _bytes_of(chunk: Any) -> npt.NDArray[np.uint8]:
+    """Returns the bytes of all values of a pyarrow binary array, which lie one after the other, without a copy."""
+    _, offsets_buffer, data_buffer = chunk.buffers()
+    if not len(chunk) or data_buffer is None:
+        return np.empty(0, dtype=np.uint8)
+    offsets = np.frombuffer(offsets_buffer, dtype=np.int32)
+    return np.frombuffer(data_buffer, dtype=np.uint8)[offsets[chunk.offset] : offsets[chunk.offset + len(chunk)]]
+
+
+def _or_larger_fraction(split: Split) -> str:
+    return " or a larger validation fraction" if split is Split.VALIDATION else ""

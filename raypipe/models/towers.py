@@ -1,0 +1,37 @@
+"""A small model of two branches that meet at its end, for tests of branch-aware planning and schedules.
+
+left  -> left-0  -> left-1  -> left-2  -+
+                                        +-> joint
+right -> right-0 -> right-1 -> right-2 -+
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from raypipe.model import Layer, Model
+from raypipe.models.arguments import check_positive, float_type
+from raypipe.models.mlp import Dense, mean_squared_error
+
+
+def two_towers(*, num_left_layers: int = 3, num_right_layers: int = 3, width: int = 16, dtype: str = "float32") -> Model:
+    """Returns layers `left-0` ..., `right-0` ... (each a Linear and tanh) and `joint` (a Linear over both towers); mean squared error.
+
+    Batch fields: `left`, `right` and `targets`, all [B, width] of `dtype` ("float32", "float64" or "bfloat16").
+
+    Raises:
+        ConfigError: a size is less than 1.
+        UnknownNameError: there is no such `dtype`.
+    """
+    check_positive(num_left_layers=num_left_layers, num_right_layers=num_right_layers, width=width)
+    dense = partial(Dense, in_width=width, out_width=width, tanh=True, dtype=float_type(dtype))
+    left = _tower("left", num_left_layers, dense)
+    right = _tower("right", num_right_layers, dense)
+    joint = Layer("joint", partial(dense, in_width=2 * width, tanh=False), inputs=(left[-1].name, right[-1].name))
+    return Model(layers=(*left, *right, joint), loss=mean_squared_error)
+
+
+def _tower(name: str, num_layers: int, build: partial[Dense]) -> tuple[Layer, ...]:
+    """Returns a chain of layers; the first takes the batch field that the tower is called after."""
+    first = Layer(f"{name}-0", build, inputs=(), batch=(name,))
+    return (first, *(Layer(f"{name}-{index}", build) for index in range(1, num_layers)))

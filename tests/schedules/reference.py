@@ -1,0 +1,320 @@
+"""Oracles that share no rule with the package: a runner of lowered programs and an as-soon-as-possible timing."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+
+from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, DeviceProgram, Direction, Item, Message, Recv, Send, Start
+
+INPUT_GRADIENTS = (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
+GRADIENTS = (OpKind.BACKWARD, OpKind.WEIGHT_GRADIENT)
+
+
+class WrongRunError(AssertionError):
+    """A lowered program hangs, takes a wrong message or computes without its data."""
+
+
+class _Device:
+    """What one device has when its program is at `head`."""
+
+    def __init__(self, schedule: Schedule, program: DeviceProgram) -> None:
+        self.schedule = schedule
+        self.program = program
+        self.head = 0
+        self.computed: set[Op] = set()
+        self.received: Counter[tuple[Direction, int, int, int, int, int]] = Counter()
+        self.updates: Counter[int] = Counter()
+        self.forward_version: dict[tuple[int, int, int], int] = {}
+        self.started: list[Collective] = []
+        self.awaited: set[Collective] = set()
+
+    @property
+    def item(self) -> Item | None:
+        items = self.program.items
+        return items[self.head] if self.head < len(items) else None
+
+    def fail(self, problem: str) -> WrongRunError:
+        return WrongRunError(f"device {self.program.device}, item {self.head} ({self.item}): {problem}")
+
+    def receive(self, message: Message) -> None:
+        key = (message.direction, message.source, message.target, message.index, message.pipeline, message.part)
+        self.received[key] += round((message.rows[1] - message.rows[0]) * 1_000_000)
+
+    def compute(self, item: Compute) -> None:
+        for op, version in zip(item.ops, item.versions, strict=True):
+            if op.kind is OpKind.UPDATE:
+                self.check_update(op, version)
+                self.updates[op.stage] = op.index + 1
+            else:
+                self.check_data(op)
+                self.check_version(op, version)
+            self.computed.add(op)
+
+    def check_data(self, op: Op) -> None:
+        graph = self.schedule.graph
+        if op.kind is OpKind.FORWARD:
+            for source in graph.predecessors[op.stage]:
+                self.check_input(op, Direction.ACTIVATION, source, (OpKind.FORWARD,))
+        elif op.kind in INPUT_GRADIENTS:
+            self.check_own(op, OpKind.FORWARD)
+            for source in graph.successors[op.stage]:
+                self.check_input(op, Direction.GRADIENT, source, INPUT_GRADIENTS)
+        elif op.kind is OpKind.WEIGHT_GRADIENT:
+            self.check_own(op, OpKind.INPUT_GRADIENT)
+
+    def check_own(self, op: Op, kind: OpKind) -> None:
+        if not any(done[:4] == (kind, *op[1:4]) for done in self.computed if done.stage == op.stage):
+            raise self.fail(f"{op} has no {kind} of its own before it")
+
+    def check_input(self, op: Op, direction: Direction, source: int, kinds: Sequence[OpKind]) -> None:
+        made = {made for made, _ in self.schedule.ops() if made.kind in kinds and made[1:4] == (source, op.index, op.pipeline)}
+        if op.part and any(one.part == op.part for one in made):
+            made = {one for one in made if one.part == op.part}
+        first, end = self.program.rows
+        for one in made:
+            key = (direction, source, op.stage, op.index, op.pipeline, one.part)
+            if one not in self.computed and abs(self.received[key] - (end - first) * 1_000_000) > 10:
+                raise self.fail(f"{op} lacks what {one} made")
+
+    def check_version(self, op: Op, version: int) -> None:
+        """The letter of each rule, said once more in terms of what this device has done so far."""
+        here = (op.stage, op.index, op.pipeline)
+        update = op.index // self.schedule.num_microbatches
+        newest = self.updates[op.stage]
+        if op.kind is OpKind.FORWARD:
+            self.forward_version[here] = version
+        match self.schedule.weight_rule:
+            case _ if self.schedule.forward_only:
+                expected = 0
+            case WeightRule.FLUSH:
+                expected = newest
+                if newest != update:
+                    raise self.fail(f"{op} of update {update} runs when {newest} updates are done")
+            case WeightRule.STASH:
+                expected = newest if op.kind is OpKind.FORWARD else self.forward_version[here]
+            case WeightRule.DOUBLE_BUFFER:
+                expected = max(update - 1, 0)
+            case WeightRule.LIVE:
+                expected = newest
+        if version != expected or version > newest:
+            raise self.fail(f"{op} uses version {version}, expected {expected}; newest is {newest}")
+
+    def check_update(self, op: Op, version: int) -> None:
+        worker = self.program.worker
+        if version != op.index or self.updates[op.stage] != op.index:
+            raise self.fail(f"{op} changes version {version} after {self.updates[op.stage]} updates")
+        for gradient, place in self.schedule.ops():
+            mine = place.worker == worker and gradient.stage == op.stage and gradient.kind in GRADIENTS
+            if mine and gradient.index // self.schedule.num_microbatches == op.index and gradient not in self.computed:
+                raise self.fail(f"{op} runs before {gradient}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of lowered programs did: for each device, the collectives in the order of their starts."""
+
+    starts: dict[int, list[Collective]]
+
+
+def run(schedule: Schedule, programs: Sequence[DeviceProgram], seed: int = 0) -> Run:
+    """Runs lowered programs to the end, one item of a random device at a time.
+
+    Sends never wait; a Recv takes the next message of its channel, which must be the one that it names; a collective ends
+    when all of its members have started it. Every Compute must have its data and the weights that the schedule's rule states.
+
+    Raises:
+        WrongRunError: a hang, a wrong message, a message left over, or an Op without what it needs.
+    """
+    random_ = random.Random(seed)
+    devices = {program.device: _Device(schedule, program) for program in programs}
+    channels: dict[tuple[int, int], deque[Message]] = {}
+    started: dict[Collective, set[int]] = {}
+    live = sorted(devices)
+    blocked: set[int] = set()
+    while live:
+        candidates = [number for number in live if number not in blocked]
+        if not candidates:
+            raise WrongRunError("hang: " + "; ".join(f"device {number} waits at {devices[number].item}" for number in live))
+        number = random_.choice(candidates)
+        device = devices[number]
+        # Some devices run far ahead, others item by item.
+        for _ in range(random_.choice((1, 1, 2, 100))):
+            item = device.item
+            if item is None:
+                live.remove(number)
+                break
+            if not _step(number, device, item, channels, started):
+                blocked.add(number)
+                break
+            if isinstance(item, Send | Start):
+                blocked.clear()
+            device.head += 1
+    left = [f"{source}->{target}: {len(queue)}" for (source, target), queue in channels.items() if queue]
+    if left:
+        raise WrongRunError("messages left over: " + ", ".join(left))
+    for collective, members in started.items():
+        if members != set(collective.devices):
+            raise WrongRunError(f"{collective} is started by {sorted(members)}, its members are {collective.devices}")
+    return Run({number: device.started for number, device in devices.items()})
+
+
+def _step(
+    number: int,
+    device: _Device,
+    item: Item,
+    channels: dict[tuple[int, int], deque[Message]],
+    started: dict[Collective, set[int]],
+) -> bool:
+    """Runs an item, or returns False where it must wait."""
+    match item:
+        case Compute():
+            device.compute(item)
+        case Send():
+            channels.setdefault((number, item.device), deque()).append(item.message)
+        case Recv():
+            queue = channels.get((item.device, number))
+            if not queue:
+                return False
+            if (message := queue.popleft()) != item.message:
+                raise device.fail(f"the channel gives {message}")
+            device.receive(message)
+        case Start():
+            _check_start(number, device, item.collective)
+            started.setdefault(item.collective, set()).add(number)
+            device.started.append(item.collective)
+        case Await():
+            if number not in started.get(item.collective, ()):
+                raise device.fail("awaits what it has not started")
+            if item.collective in device.awaited:
+                raise device.fail("awaits a second time")
+            if started[item.collective] != set(item.collective.devices):
+                return False
+            device.awaited.add(item.collective)
+    return True
+
+
+def _check_start(number: int, device: _Device, collective: Collective) -> None:
+    if number not in collective.devices or collective in device.started:
+        raise device.fail("starts what it is no member of, or a second time")
+    if collective.kind is CollectiveKind.NORM:
+        sums = [item.collective for item in device.program.items if isinstance(item, Start)]
+        for other in sums:
+            if other.kind in {CollectiveKind.GRADIENTS, CollectiveKind.TIED} and other.update == collective.update and other not in device.awaited:
+                raise device.fail(f"starts the norm before it has awaited {other}")
+
+
+def check_one_order(starts: Mapping[int, Sequence[Collective]]) -> None:
+    """Raises graphlib.CycleError where devices start collectives in orders that do not fit together."""
+    order: TopologicalSorter[Collective] = TopologicalSorter()
+    for sequence in starts.values():
+        for before, after in zip(sequence, sequence[1:], strict=False):
+            order.add(after, before)
+    order.prepare()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Start and end of every Op."""
+
+    spans: dict[Op, tuple[float, float]]
+    workers: dict[Op, int]
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last Op."""
+        return max(end for _, end in self.spans.values())
+
+    def span_s(self, worker: int) -> float:
+        """From a worker's first start to its last end, computation only."""
+        mine = [span for op, span in self.spans.items() if self.workers[op] == worker and not op.kind.per_update]
+        return max(end for _, end in mine) - min(start for start, _ in mine)
+
+    def busy_s(self, worker: int) -> float:
+        """Seconds that a worker computes."""
+        return sum(end - start for op, (start, end) in self.spans.items() if self.workers[op] == worker)
+
+    def idle_s(self, worker: int) -> float:
+        """Seconds that a worker waits between its first start and its last end."""
+        return self.span_s(worker) - self.busy_s(worker)
+
+    @property
+    def bubble_rate(self) -> float:
+        """Idle share of the longest span, as the zero-bubble paper defines it."""
+        workers = sorted(set(self.workers.values()))
+        cost = max(map(self.span_s, workers))
+        return (cost - max(map(self.busy_s, workers))) / cost
+
+    def update_ends_s(self) -> list[float]:
+        """The end of each update on the worker that is last with it."""
+        ends: dict[int, float] = {}
+        for op, (_, end) in self.spans.items():
+            if op.kind is OpKind.UPDATE:
+                ends[op.index] = max(ends.get(op.index, 0.0), end)
+        return [ends[update] for update in sorted(ends)]
+
+
+def durations(forward_s: float, input_grad_s: float, weight_grad_s: float) -> Callable[[Op], float]:
+    """Equal stages: F, I and W as given, B the sum of the last two, the rest nothing."""
+    times = {
+        OpKind.FORWARD: forward_s,
+        OpKind.INPUT_GRADIENT: input_grad_s,
+        OpKind.WEIGHT_GRADIENT: weight_grad_s,
+        OpKind.BACKWARD: input_grad_s + weight_grad_s,
+    }
+    return lambda op: times.get(op.kind, 0.0)
+
+
+def asap(schedule: Schedule, duration_s: Callable[[Op], float], latency_s: float = 0.0) -> Timing:
+    """Times of an order in which each worker starts its next Op as soon as it can.
+
+    Knows F, B, I, W and U of unreplicated stages; latency is a pure delay on every dependency between workers.
+    """
+    workers = {op: place.worker for op, place in schedule.ops()}
+    spans: dict[Op, tuple[float, float]] = {}
+    heads = [0] * schedule.num_workers
+    free_s = [0.0] * schedule.num_workers
+    moved = True
+    while moved:
+        moved = False
+        for worker, program in enumerate(schedule.programs):
+            while heads[worker] < len(program):
+                (op,) = ops_of(program[heads[worker]])
+                needs = _needs(schedule, op, workers)
+                if any(need not in spans for need in needs):
+                    break
+                ready_s = [spans[need][1] + (latency_s if workers[need] != worker else 0.0) for need in needs]
+                start_s = max([free_s[worker], *ready_s])
+                free_s[worker] = start_s + duration_s(op)
+                spans[op] = (start_s, free_s[worker])
+                heads[worker] += 1
+                moved = True
+    if len(spans) != len(workers):
+        raise WrongRunError("the order hangs")
+    return Timing(spans, workers)
+
+
+def _needs(schedule: Schedule, op: Op, known: Mapping[Op, int]) -> list[Op]:
+    def there(kinds: Sequence[OpKind], stages: Sequence[int]) -> list[Op]:
+        return [other for stage in stages for kind in kinds if (other := op._replace(kind=kind, stage=stage)) in known]
+
+    match op.kind:
+        case OpKind.FORWARD:
+            return there([OpKind.FORWARD], schedule.graph.predecessors[op.stage])
+        case OpKind.BACKWARD | OpKind.INPUT_GRADIENT:
+            return there([OpKind.FORWARD], [op.stage]) + there(INPUT_GRADIENTS, schedule.graph.successors[op.stage])
+        case OpKind.WEIGHT_GRADIENT:
+            return there([OpKind.INPUT_GRADIENT], [op.stage])
+        case _:
+            stages = {
+                UpdateScope.STAGE: [op.stage],
+                UpdateScope.TIED: [op.stage, *(stage for tie in schedule.graph.ties if op.stage in tie for stage in tie)],
+                UpdateScope.GLOBAL: list(range(schedule.num_stages)),
+            }[schedule.update_scope]
+            first = op.index * schedule.num_microbatches
+            indices = range(first, first + schedule.num_microbatches)
+            return [Op(kind, stage, index) for stage in stages for index in indices for kind in GRADIENTS if Op(kind, stage, index) in known]

@@ -1,0 +1,321 @@
+"""Imports point one way, and the library keeps off what does not belong in it; read from the sources, without running them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# The units, each a module or a package right under raypipe, from the ground up. A unit may import the tiers below its own, and
+# units of its own tier as long as no cycle arises. Every import runs `__init__` first, which is why it stands at the ground.
+# A name may stand here before its module exists.
+TIERS: tuple[tuple[str, ...], ...] = (
+    ("__init__", "errors"),
+    ("schedules",),
+    ("codec", "config", "data", "model", "profile", "topology"),
+    ("cost", "plan", "show", "trace"),
+    ("planner", "policies", "simulate"),
+    ("actors", "models"),
+    ("coordinator", "prober", "profiler"),
+    ("trainer",),
+    ("cli", "__main__"),
+)
+TIER_OF = {unit: tier for tier, units in enumerate(TIERS) for unit in units}
+STANDARD_LIBRARY_ONLY = {"__init__", "errors", "schedules"}
+COMMAND_LINE = {"cli", "__main__"}
+
+# What needs a cluster or takes seconds to load; nothing below this tier may.
+HEAVY = {"ray", "torch", "cupy"}
+FIRST_HEAVY_TIER = TIER_OF["actors"]
+
+# Distributions that are not called like the module they hold.
+DISTRIBUTION_OF = {"cupy": "cupy-cuda12x", "svg": "svg.py", "yaml": "pyyaml"}
+
+SYS_PATH_EDITS = {f"sys.path.{method}" for method in ("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort")}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `from a.b import c` is `a.b.c`."""
+
+    name: str
+    line: int
+    typing_only: bool
+    in_function: bool
+
+    @property
+    def top(self) -> str:
+        return self.name.split(".", maxsplit=1)[0]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module of the library: its dotted name, its place, and what it says."""
+
+    module: str
+    path: str
+    tree: ast.Module
+
+    @property
+    def unit(self) -> str:
+        return self.module.split(".")[1] if "." in self.module else "__init__"
+
+    @property
+    def tier(self) -> int:
+        return TIER_OF.get(self.unit, len(TIERS))
+
+    def imports(self) -> list[Import]:
+        return list(self._imports_in(self.tree, typing_only=False, in_function=False))
+
+    def _imports_in(self, node: ast.AST, *, typing_only: bool, in_function: bool) -> Iterator[Import]:
+        match node:
+            case ast.Import(names=names):
+                for alias in names:
+                    yield Import(alias.name, node.lineno, typing_only, in_function)
+            case ast.ImportFrom(names=names):
+                for alias in names:
+                    yield Import(f"{self._origin(node)}.{alias.name}", node.lineno, typing_only, in_function)
+            case ast.If(test=test) if ast.unparse(test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+                for statement in node.body:
+                    yield from self._imports_in(statement, typing_only=True, in_function=in_function)
+                for statement in node.orelse:
+                    yield from self._imports_in(statement, typing_only=typing_only, in_function=in_function)
+            case _:
+                inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                for child in ast.iter_child_nodes(node):
+                    yield from self._imports_in(child, typing_only=typing_only, in_function=inside)
+
+    def _origin(self, node: ast.ImportFrom) -> str:
+        """Returns the absolute name of what stands between `from` and `import`."""
+        if not node.level:
+            return node.module or ""
+        parts = self.module.split(".")
+        package = parts if self.path.endswith("__init__.py") else parts[:-1]
+        return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+
+    def imported_units(self) -> Iterator[tuple[str, Import]]:
+        """Yields the other units that this module imports."""
+        for imported in self.imports():
+            if imported.top == "raypipe":
+                second = imported.name.split(".")[1] if "." in imported.name else "__init__"
+                unit = second if second in known_units() else "__init__"  # `from raypipe import __version__`
+                if unit != self.unit:
+                    yield unit, imported
+
+    def names(self) -> Iterator[tuple[str, ast.expr]]:
+        """Yields every name and dotted name, written out from what was imported: after `import torch as t`, `t.x` is `torch.x`."""
+        aliases: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            elif isinstance(node, ast.ImportFrom):
+                aliases |= {alias.asname or alias.name: f"{self._origin(node)}.{alias.name}" for alias in node.names}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Name | ast.Attribute) and (written := written_name(node)):
+                first, dot, rest = written.partition(".")
+                yield aliases.get(first, first) + dot + rest, node
+
+    def called_names(self) -> Iterator[tuple[str, ast.expr]]:
+        called = {id(node.func) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+        return ((name, node) for name, node in self.names() if id(node) in called)
+
+
+def written_name(node: ast.expr) -> str:
+    """Returns `a.b.c` for what is written so, and an empty text for an attribute of anything else, such as `f().b`."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attribute) if origin := written_name(value):
+            return f"{origin}.{attribute}"
+        case _:
+            return ""
+
+
+def source(module: str, path: Path, text: str) -> Source:
+    return Source(module, path.as_posix(), ast.parse(text, str(path)))
+
+
+def library() -> list[Source]:
+    """Reads raypipe as it is installed: the folders that it links to under its own name."""
+    paths = [(path, path.relative_to(ROOT)) for path in (ROOT / "raypipe").rglob("*.py")]
+    for folder in ("actors", "schedules"):
+        paths += [(path, Path("raypipe") / path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py")]
+    # Where links are followed, a linked file comes twice; once is enough.
+    by_module = {".".join(place.with_suffix("").parts).removesuffix(".__init__"): (path, place) for path, place in paths}
+    return [source(module, place, path.read_text(encoding="utf-8")) for module, (path, place) in sorted(by_module.items())]
+
+
+def known_units() -> set[str]:
+    return set(TIER_OF) | {path.stem for path in (ROOT / "raypipe").iterdir()}
+
+
+def upward_imports(source: Source) -> Iterator[str]:
+    for unit, imported in source.imported_units():
+        if TIER_OF.get(unit, 0) > source.tier:
+            yield f"{source.path}:{imported.line}: {source.unit} imports {unit}, which stands above it"
+
+
+def heavy_imports(source: Source) -> Iterator[str]:
+    for imported in source.imports():
+        if imported.top in HEAVY and not imported.typing_only:
+            if source.tier < FIRST_HEAVY_TIER:
+                yield f"{source.path}:{imported.line}: {imported.top} may be imported from actors upward only"
+            elif source.unit in COMMAND_LINE and not imported.in_function:
+                yield f"{source.path}:{imported.line}: the command line imports {imported.top} inside the function that needs it"
+
+
+def undeclared_imports(source: Source) -> Iterator[str]:
+    for imported in source.imports():
+        if imported.top in sys.stdlib_module_names or imported.top == "raypipe":
+            continue
+        if source.unit in STANDARD_LIBRARY_ONLY:
+            yield f"{source.path}:{imported.line}: {source.unit} imports the standard library only, not {imported.top}"
+        elif DISTRIBUTION_OF.get(imported.top, imported.top).lower() not in declared_distributions():
+            yield f"{source.path}:{imported.line}: {imported.top} is no dependency in pyproject.toml"
+
+
+def private_names(source: Source) -> Iterator[str]:
+    """Yields uses of names that ray, torch or cupy may take away without notice."""
+    for imported in source.imports():
+        if imported.top in HEAVY and any(is_private(part) for part in imported.name.split(".")):
+            yield f"{source.path}:{imported.line}: {imported.name} is private"
+    for name, node in source.names():
+        if isinstance(node, ast.Attribute) and name.split(".")[0] in HEAVY and is_private(node.attr):
+            yield f"{source.path}:{node.lineno}: {name} is private"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def prints(source: Source) -> Iterator[str]:
+    if source.unit not in COMMAND_LINE:
+        for name, node in source.called_names():
+            if name in {"print", "builtins.print", "rich.print"}:
+                yield f"{source.path}:{node.lineno}: the library does not print; log, or return the text"
+
+
+def logging_set_ups(source: Source) -> Iterator[str]:
+    if source.unit not in COMMAND_LINE:
+        for name, node in source.called_names():
+            if name == "logging.basicConfig":
+                yield f"{source.path}:{node.lineno}: logging is set up by the command line, or by the user's program"
+
+
+def import_path_edits(source: Source) -> Iterator[str]:
+    edited = {id(node) for node in ast.walk(source.tree) if isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)}
+    edited |= {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Subscript) and id(node) in edited}
+    calls = (node for name, node in source.called_names() if name in SYS_PATH_EDITS)
+    assignments = (node for name, node in source.names() if name == "sys.path" and id(node) in edited)
+    for node in (*calls, *assignments):
+        yield f"{source.path}:{node.lineno}: sys.path is not the library's to edit"
+
+
+def declared_distributions() -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(line for name, lines in extras.items() if name != "dev" for line in lines)]
+    return {re.split(r"[^\w.-]", line, maxsplit=1)[0].lower() for line in wanted}
+
+
+Rule = Callable[[Source], Iterator[str]]
+RULES: tuple[Rule, ...] = (
+    upward_imports,
+    heavy_imports,
+    undeclared_imports,
+    private_names,
+    prints,
+    logging_set_ups,
+    import_path_edits,
+)
+
+
+def test_every_module_has_a_tier() -> None:
+    for module in library():
+        assert module.unit in TIER_OF, f"{module.path} is in no tier; add {module.unit!r} to TIERS in tests/test_architecture.py"
+
+
+def test_no_unit_has_two_tiers() -> None:
+    assert sum(len(units) for units in TIERS) == len(TIER_OF)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_library_has_no(rule: Rule) -> None:
+    complaints = [complaint for module in library() for complaint in rule(module)]
+    assert not complaints, "\n".join(complaints)
+
+
+def test_units_do_not_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for module in library():
+        graph.setdefault(module.unit, set()).update(unit for unit, _ in module.imported_units())
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" is imported by ".join(error.args[1]), pytrace=False)
+
+
+# Without these, a rule that finds nothing in any text would pass for a library that has no faults.
+@pytest.mark.parametrize(
+    ("rule", "module", "text"),
+    [
+        (upward_imports, "raypipe.cost", "from raypipe.simulate import run"),
+        (upward_imports, "raypipe.cost", "import raypipe.simulate"),
+        (upward_imports, "raypipe.cost", "from raypipe import simulate"),
+        (upward_imports, "raypipe.cost", "from . import simulate"),
+        (upward_imports, "raypipe.cost", "from .simulate import run"),
+        (upward_imports, "raypipe.cost", "def f():\n    import raypipe.simulate"),
+        (upward_imports, "raypipe.cost", "if TYPE_CHECKING:\n    import raypipe.simulate"),
+        (upward_imports, "raypipe.schedules.ir", "from ..topology import Link"),
+        (upward_imports, "raypipe.errors", "from raypipe.schedules import ir"),
+        (heavy_imports, "raypipe.simulate", "import torch.nn"),
+        (heavy_imports, "raypipe.planner.exact", "def f():\n    from ray import get"),
+        (heavy_imports, "raypipe.model", "if TYPE_CHECKING:\n    pass\nelse:\n    import cupy"),
+        (heavy_imports, "raypipe.cli", "import ray"),
+        (undeclared_imports, "raypipe.schedules.ir", "import yaml"),
+        (undeclared_imports, "raypipe.trainer", "import pandas"),
+        (private_names, "raypipe.actors.stage", "import ray._private.worker"),
+        (private_names, "raypipe.actors.stage", "import ray\nray._private.worker"),
+        (private_names, "raypipe.actors.stage", "from torch import _C"),
+        (private_names, "raypipe.actors.stage", "import torch.distributed as dist\ndist._shutdown()"),
+        (private_names, "raypipe.actors.stage", "def f():\n    from torch import autograd\n    autograd._x.y()"),
+        (prints, "raypipe.actors.stage", "print(1)"),
+        (logging_set_ups, "raypipe.trainer", "import logging\nlogging.basicConfig()"),
+        (logging_set_ups, "raypipe.trainer", "from logging import basicConfig as set_up\nset_up(level=1)"),
+        (import_path_edits, "raypipe.trainer", "import sys\nsys.path.insert(0, '.')"),
+        (import_path_edits, "raypipe.trainer", "from sys import path\npath.append('.')"),
+        (import_path_edits, "raypipe.trainer", "import sys\nsys.path[0] = '.'"),
+        (import_path_edits, "raypipe.trainer", "import sys\nsys.path += ['.']"),
+        (import_path_edits, "raypipe.trainer", "import sys\ndel sys.path[0]"),
+    ],
+)
+def test_a_planted_fault_is_found(rule: Rule, module: str, text: str) -> None:
+    planted = source(module, Path(module.replace(".", "/") + ".py"), text)
+    assert len(list(rule(planted))) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("raypipe.simulate", "from raypipe.cost import seconds\nfrom raypipe import __version__"),
+        ("raypipe.show", "from raypipe.trace import Trace"),
+        ("raypipe.schedules.gpipe", "from .ir import Op\nfrom ..errors import ScheduleError"),
+        ("raypipe.model", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import nn"),
+        ("raypipe.actors.stage", "import torch\ntorch.__version__\nself._torch = torch.nn\nself._torch._x"),
+        ("raypipe.cli", "def train():\n    import ray\n    print(ray.__version__)"),
+        ("raypipe.codec", "import yaml"),
+        ("raypipe.trainer", "import sys\nfolders = list(sys.path)"),
+    ],
+)
+def test_what_is_allowed_is_left_alone(module: str, text: str) -> None:
+    allowed = source(module, Path(module.replace(".", "/") + ".py"), text)
+    assert [complaint for rule in RULES for complaint in rule(allowed)] == []
