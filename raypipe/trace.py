@@ -110,8 +110,8 @@ class Trace:
 
     @cached_property
     def span_s(self) -> tuple[float, ...]:
-        """For each device, the seconds from the start of its first Op to the end of its last."""
-        rows = [[span for span in row if span.kind is SpanKind.COMPUTE] for row in self.by_device]
+        """For each device, the seconds from the start of its first Op to the end of its last; Ops that take no time count not."""
+        rows = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s] for row in self.by_device]
         return tuple(max(span.end_s for span in row) - row[0].start_s if row else 0.0 for row in rows)
 
     @property

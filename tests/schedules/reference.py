@@ -22,9 +22,10 @@ class WrongRunError(AssertionError):
 class _Device:
     """What one device has when its program is at `head`."""
 
-    def __init__(self, schedule: Schedule, program: DeviceProgram) -> None:
+    def __init__(self, schedule: Schedule, program: DeviceProgram, divided: Mapping[tuple[OpKind, int, int, int], set[Op]]) -> None:
         self.schedule = schedule
         self.program = program
+        self.divided = divided
         self.head = 0
         self.computed: set[Op] = set()
         self.received: Counter[tuple[Direction, int, int, int, int, int]] = Counter()
@@ -68,11 +69,11 @@ class _Device:
             self.check_own(op, OpKind.INPUT_GRADIENT)
 
     def check_own(self, op: Op, kind: OpKind) -> None:
-        if not any(done[:4] == (kind, *op[1:4]) for done in self.computed if done.stage == op.stage):
+        if not self.computed & self.divided.get((kind, *op[1:4]), set()):
             raise self.fail(f"{op} has no {kind} of its own before it")
 
     def check_input(self, op: Op, direction: Direction, source: int, kinds: Sequence[OpKind]) -> None:
-        made = {made for made, _ in self.schedule.ops() if made.kind in kinds and made[1:4] == (source, op.index, op.pipeline)}
+        made = {one for kind in kinds for one in self.divided.get((kind, source, op.index, op.pipeline), ())}
         if op.part and any(one.part == op.part for one in made):
             made = {one for one in made if one.part == op.part}
         first, end = self.program.rows
@@ -131,7 +132,10 @@ def run(schedule: Schedule, programs: Sequence[DeviceProgram], seed: int = 0) ->
         WrongRunError: a hang, a wrong message, a message left over, or an Op without what it needs.
     """
     random_ = random.Random(seed)
-    devices = {program.device: _Device(schedule, program) for program in programs}
+    divided: dict[tuple[OpKind, int, int, int], set[Op]] = {}
+    for op, _ in schedule.ops():
+        divided.setdefault(op[:4], set()).add(op)
+    devices = {program.device: _Device(schedule, program, divided) for program in programs}
     channels: dict[tuple[int, int], deque[Message]] = {}
     started: dict[Collective, set[int]] = {}
     live = sorted(devices)
