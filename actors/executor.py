@@ -144,12 +144,14 @@ class Window:
         first_update: updates done before it.
         batches: where the rows come from.
         keep_outputs: whether the last layer's outputs are reported (evaluation only).
+        num_rows: rows of a microbatch, where there are others than the stages were connected for.
     """
 
     number: int
     first_update: int
     batches: BatchSource
     keep_outputs: bool = False
+    num_rows: int | None = None
 
 
 @dataclass
@@ -232,7 +234,7 @@ class Executor:
             TransportError: a message did not pass.
             AbortedError: `abort` was called.
         """
-        self.transport.open_window(self._expect(job))
+        self.transport.open_window(self._expect(job, window.num_rows))
         for weights in self.held.values():
             weights.module.train(not job.forward_only)
             if not job.forward_only:
@@ -252,21 +254,26 @@ class Executor:
         self.abort_reason = reason
         self.transport.abort(reason)
 
-    def message_specs(self, message: Message) -> tuple[TensorSpec, ...]:
-        """The tensors of a message: the edge's, or those of their gradients, for its share of the rows."""
+    def message_specs(self, message: Message, num_rows: int | None = None) -> tuple[TensorSpec, ...]:
+        """The tensors of a message: the edge's, or those of their gradients, for its share of the rows.
+
+        Args:
+            message: the message.
+            num_rows: of the whole microbatch, where it is not the one that the edge's tensors were found for.
+        """
         edge = (min(message.source, message.target), max(message.source, message.target))
         specs = tuple(spec for layer in self.edge_specs[edge] for spec in layer)
         if message.direction is Direction.GRADIENT:
             specs = tuple(spec for spec in specs if spec.dtype.is_floating_point)
-        if message.rows == (0.0, 1.0):
+        if message.rows == (0.0, 1.0) and num_rows is None:
             return specs
-        return tuple(TensorSpec((_count(message.rows, spec.shape[0]), *spec.shape[1:]), spec.dtype) for spec in specs)
+        return tuple(TensorSpec((_count(message.rows, num_rows or spec.shape[0]), *spec.shape[1:]), spec.dtype) for spec in specs)
 
-    def _expect(self, job: Job) -> dict[int, list[Expected]]:
+    def _expect(self, job: Job, num_rows: int | None) -> dict[int, list[Expected]]:
         expected: dict[int, list[Expected]] = {}
         for item in job.program.items:
             if isinstance(item, Recv):
-                expected.setdefault(item.device, []).append(Expected(item.message, self.message_specs(item.message)))
+                expected.setdefault(item.device, []).append(Expected(item.message, self.message_specs(item.message, num_rows)))
         return expected
 
 

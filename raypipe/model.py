@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from raypipe.errors import ConfigError, suggestion
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    Batch = Mapping[str, Tensor]
-    """The fields of one microbatch by name; the first dimension of each is the row."""
+Batch: TypeAlias = "Mapping[str, Tensor]"
+"""The fields of one microbatch by name; the first dimension of each is the row."""
 
 
 @dataclass(frozen=True)

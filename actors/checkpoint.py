@@ -1,0 +1,113 @@
+"""Checkpoints: a folder with one file a layer, so that any cut of the model can read what any other wrote.
+
+    checkpoint/update-000200/
+        checkpoint.json              `raypipe.checkpoint/1`: the update, the layers, the model; written last
+        layer-0000-embedding.safetensors
+        layer-0001-block-0.safetensors
+        ...
+
+A folder without `checkpoint.json` is one whose writing was interrupted, and is never read.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from raypipe import codec
+from raypipe.errors import FormatError
+
+FORMAT = "raypipe.checkpoint/1"
+_INDEX = "checkpoint.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointIndex:
+    """What a checkpoint holds.
+
+    Attributes:
+        update: updates done.
+        layers: names in order.
+        model: the model function, in text.
+        seed: of the run.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    update: int
+    layers: tuple[str, ...]
+    model: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A finished checkpoint.
+
+    Attributes:
+        path: its folder.
+        index: what it holds.
+    """
+
+    path: str
+    index: CheckpointIndex
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """The checkpoint in a folder.
+
+        Raises:
+            FormatError: there is none, or it cannot be read.
+        """
+        file = Path(path) / _INDEX
+        index = codec.from_json(CheckpointIndex, codec.read_text(file), path=str(file), format_name=FORMAT)
+        return cls(os.fspath(path), index)
+
+    @classmethod
+    def latest(cls, folder: str | os.PathLike[str]) -> Checkpoint | None:
+        """The finished checkpoint with the most updates in a run's folder; `None` where there is none."""
+        found = [cls.open(file.parent) for file in Path(folder).glob(f"checkpoints/*/{_INDEX}")]
+        return max(found, key=lambda checkpoint: checkpoint.index.update, default=None)
+
+    @classmethod
+    def finish(cls, path: str | os.PathLike[str], index: CheckpointIndex) -> Checkpoint:
+        """Declares a folder, whose layers are all written, a finished checkpoint."""
+        file = Path(path) / _INDEX
+        partial = file.with_suffix(".partial")
+        codec.write_text(partial, codec.to_json(index, format_name=FORMAT))
+        partial.rename(file)
+        return cls(os.fspath(path), index)
+
+    def load_layer(self, layer: int) -> dict[str, Tensor]:
+        """The tensors of one layer: weights and buffers by name, optimizer state as `optimizer.KEY.NAME`.
+
+        Raises:
+            FormatError: the file is missing or damaged.
+        """
+        return load_layer(self.path, layer, self.index.layers[layer])
+
+
+def layer_file(index: int, name: str) -> str:
+    """The file of a layer in a checkpoint."""
+    return f"layer-{index:04d}-{name}.safetensors"
+
+
+def load_layer(folder: str | os.PathLike[str], index: int, name: str) -> dict[str, Tensor]:
+    """The tensors of one layer of a checkpoint.
+
+    Raises:
+        FormatError: the file is missing or damaged.
+    """
+    path = Path(folder) / layer_file(index, name)
+    if not path.is_file():
+        raise FormatError(str(path), "", f"the checkpoint has no layer {index} {name!r}; was it made by another model?")
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise FormatError(str(path), "", f"cannot be read as safetensors ({error}); use an earlier checkpoint") from None

@@ -1,0 +1,73 @@
+"""Metrics of stage actors, at the metrics port of their nodes."""
+
+from __future__ import annotations
+
+from ray.util.metrics import Counter, Gauge
+
+from raypipe.actors.executor import WindowReport
+from raypipe.trace import SpanKind
+
+_TAGS = ("run", "device", "stages")
+
+
+class StageMetrics:
+    """Seconds of one device, counted over the run; Ray exports them as `ray_raypipe_...`.
+
+    Args:
+        run: the run's name.
+        device: the device's name.
+        stages: the stages it holds, in text.
+    """
+
+    def __init__(self, *, run: str, device: str, stages: str) -> None:
+        tags = {"run": run, "device": device, "stages": stages}
+        self._busy = Counter("raypipe_busy_seconds", description="Seconds in which the device computed", tag_keys=_TAGS)
+        self._wait = Counter("raypipe_wait_seconds", description="Seconds in which the device waited for others", tag_keys=_TAGS)
+        self._bubble = Gauge("raypipe_bubble_ratio", description="Share of the last window in which it did not compute", tag_keys=_TAGS)
+        self._received = Counter("raypipe_received_bytes", description="Bytes of messages that arrived", tag_keys=_TAGS)
+        for metric in (self._busy, self._wait, self._bubble, self._received):
+            metric.set_default_tags(tags)
+
+    def record(self, report: WindowReport) -> None:
+        """Adds a window."""
+        busy = wait = received = last = 0.0
+        for span in report.spans:
+            seconds = span.end_s - span.start_s
+            last = max(last, span.end_s)
+            if span.kind is SpanKind.COMPUTE:
+                busy += seconds
+            else:
+                wait += seconds
+                received += span.bytes
+        # Counters refuse zero.
+        for counter, amount in ((self._busy, busy), (self._wait, wait), (self._received, received)):
+            if amount > 0:
+                counter.inc(amount)
+        if last > 0:
+            self._bubble.set(1 - busy / last)
+
+
+class RunMetrics:
+    """Figures of the whole run, from the driver.
+
+    Args:
+        run: the run's name.
+    """
+
+    def __init__(self, *, run: str) -> None:
+        self._gauges = {
+            name: Gauge(f"raypipe_{name}", description=text, tag_keys=("run",))
+            for name, text in (
+                ("loss", "Training loss of the last update"),
+                ("validation_loss", "Loss of the last evaluation"),
+                ("tokens_per_s", "Tokens per second over the last window"),
+                ("update_seconds", "Seconds per update over the last window"),
+                ("updates", "Updates done"),
+            )
+        }
+        for gauge in self._gauges.values():
+            gauge.set_default_tags({"run": run})
+
+    def record(self, name: str, value: float) -> None:
+        """Sets one figure."""
+        self._gauges[name].set(value)

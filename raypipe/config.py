@@ -1,0 +1,283 @@
+"""The configuration of a training run: one tree of frozen dataclasses, `raypipe.train/1` in YAML.
+
+Every default stands here. `RunConfig`, `ScalingConfig` and `FailureConfig`-like names follow Ray Train, so that a reader of
+one finds the other's way.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from raypipe import codec
+from raypipe.errors import ConfigError
+from raypipe.schedules.ir import Size, UpdateScope
+from raypipe.tree import yaml_text, yaml_tree
+
+FORMAT = "raypipe.train/1"
+
+
+def _at_least(owner: object, least: int, *names: str) -> None:
+    for name in names:
+        if getattr(owner, name) < least:
+            raise codec.invalid(owner, name, f"expected at least {least}, got {getattr(owner, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model.
+
+    Attributes:
+        function: `module:function`; called with the options, it returns a `raypipe.model.Model`.
+        options: keyword arguments for it.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    function: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which tokens.
+
+    Attributes:
+        path: a Parquet file made by `raypipe data prepare`; every node that holds a first or last stage must be able to read it.
+        sequence_length: tokens of a row.
+        num_validation_microbatches: how many microbatches of held-out rows an evaluation takes; 0 for no evaluation.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    path: str
+    sequence_length: int = 128
+    num_validation_microbatches: int = 8
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "sequence_length")
+        _at_least(self, 0, "num_validation_microbatches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """In which order the stages work.
+
+    Attributes:
+        name: as `raypipe schedules` lists them.
+        num_microbatches: of one update, over all pipelines.
+        microbatch_size: rows of a microbatch.
+        num_chunks: stages a device, for the schedules that take several.
+        num_pipelines: layings of the model, for the schedules that have several; 0 lets the schedule choose.
+        update_scope: what an update waits for; left out for the schedule's own default.
+        updates_per_window: updates between two drains; evaluation and checkpoints happen between windows.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    name: str = "1f1b"
+    num_microbatches: int = 8
+    microbatch_size: int = 8
+    num_chunks: int = 1
+    num_pipelines: int = 0
+    update_scope: UpdateScope | None = None
+    updates_per_window: int = 10
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_microbatches", "microbatch_size", "num_chunks", "updates_per_window")
+        _at_least(self, 0, "num_pipelines")
+
+    def size(self, *, num_devices: int, num_updates: int) -> Size:
+        """What the schedule's generator is asked for."""
+        return Size(
+            num_devices=num_devices,
+            num_microbatches=self.num_microbatches,
+            num_updates=num_updates,
+            num_chunks=self.num_chunks,
+            num_pipelines=self.num_pipelines,
+            update_scope=self.update_scope,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate: a linear warm-up, then a cosine down to the final rate.
+
+    Attributes:
+        learning_rate: the highest.
+        final_learning_rate: at the last update.
+        warmup_updates: until the highest is reached.
+        beta1: decay of the first moment.
+        beta2: decay of the second.
+        epsilon: added to the root of the second moment.
+        weight_decay: of all weights with two dimensions or more.
+        max_grad_norm: gradients are scaled to at most this norm over the scope of the update; left out for no limit.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 1e-4
+    warmup_updates: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        codec.require_amounts(self, "learning_rate", "final_learning_rate", "epsilon", "weight_decay")
+        codec.require_amounts(self, "max_grad_norm", above_zero=True)
+        _at_least(self, 0, "warmup_updates")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise codec.invalid(self, name, f"expected at least 0 and less than 1, got {getattr(self, name)}")
+
+    def rate(self, update: int, *, num_updates: int) -> float:
+        """The learning rate of an update, counted from 0, of so many."""
+        if update < self.warmup_updates:
+            return self.learning_rate * (update + 1) / self.warmup_updates
+        progress = min((update - self.warmup_updates) / max(num_updates - 1 - self.warmup_updates, 1), 1.0)
+        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingConfig:
+    """On what.
+
+    Attributes:
+        num_devices: stage actors.
+        use_gpu: one GPU an actor; without it, CPU slots.
+        cpus_per_device: what each actor reserves of its node; Ray counts them, nothing enforces them.
+        threads_per_device: torch threads of each actor on the CPU.
+        topology: a `raypipe.topology/1` file whose links are used for predictions; left out for those of one machine.
+        layers_per_stage: the cut, one number a stage; left out for the best cut by measured layer times.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    num_devices: int = 4
+    use_gpu: bool = False
+    cpus_per_device: float = 1.0
+    threads_per_device: int = 1
+    topology: str | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_devices", "threads_per_device")
+        codec.require_amounts(self, "cpus_per_device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Which Ray cluster.
+
+    Attributes:
+        address: of a running cluster; left out for the one that a job runs in (RAY_ADDRESS), else a local one is started.
+        dashboard: whether a local cluster has Ray's dashboard.
+        start_timeout_s: until all actors must be there.
+        message_timeout_s: until a message between stages must come; longer than the slowest stage may take for its part of an update.
+        silence_timeout_s: until an actor must have answered a question about its state.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    address: str | None = None
+    dashboard: bool = True
+    start_timeout_s: float = 120.0
+    message_timeout_s: float = 300.0
+    silence_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        codec.require_amounts(self, "start_timeout_s", "message_timeout_s", "silence_timeout_s", above_zero=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """How long, and where its results go.
+
+    Attributes:
+        name: of the run; its folder in the storage path.
+        storage_path: folder of all runs; with several nodes, one that all of them share.
+        seed: of weights, the order of rows and dropout.
+        num_updates: how many.
+        evaluate_every: updates between evaluations; 0 for one at the end alone.
+        checkpoint_every: updates between checkpoints; 0 for one at the end alone.
+        sample_bytes: how much text to generate at the end, for models of bytes; 0 for none.
+        sample_prompt: what it begins with.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    name: str = "run"
+    storage_path: str = "runs"
+    seed: int = 0
+    num_updates: int = 100
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    sample_bytes: int = 0
+    sample_prompt: str = ""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_updates")
+        _at_least(self, 0, "seed", "evaluate_every", "checkpoint_every", "sample_bytes")
+        if not self.name or self.name != os.path.basename(self.name) or self.name in {".", ".."}:
+            raise codec.invalid(self, "name", f"expected a name for a folder, got {self.name!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All of a run."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    model: ModelConfig
+    data: DataConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    run: RunConfig = RunConfig()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> TrainConfig:
+        """The configuration that a YAML file holds, with some values replaced.
+
+        Args:
+            path: the file.
+            overrides: `key=value` with dots between the keys, such as `schedule.name=zb-h1`; values are read as YAML.
+
+        Raises:
+            FormatError: the file or a value cannot be used.
+            ConfigError: an override is not of this form.
+        """
+        name = os.fspath(path)
+        text = codec.read_text(path)
+        if overrides:
+            text = _overridden(text, overrides, path=name)
+        return codec.from_yaml(cls, text, path=name, format_name=FORMAT)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it, defaults included, as YAML."""
+        codec.write_text(path, codec.to_yaml(self, format_name=FORMAT))
+
+
+def _overridden(text: str, overrides: Sequence[str], *, path: str) -> str:
+    """The YAML text with some values replaced."""
+    content = yaml_tree(text, path=path)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"--set {override!r}: expected key=value with dots between the keys, such as schedule.name=zb-h1")
+        read = yaml_tree(f"value: {value}", path=f"--set {key}")
+        *parents, last = key.split(".")
+        at = content
+        for parent in parents:
+            at = at.setdefault(parent, {}) if isinstance(at, dict) else None
+        if not isinstance(at, dict) or not isinstance(read, dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(parents)!r} holds no keys in {path}")
+        at[last] = read["value"]
+    return yaml_text(content)

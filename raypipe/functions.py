@@ -1,0 +1,58 @@
+"""The user's functions by name: `module:function`, resolved where they are called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raypipe.errors import ConfigError, suggestion
+from raypipe.model import Model
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function that `module:function` names.
+
+    Raises:
+        ConfigError: there is no such module or function, or importing it failed.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not colon or not module_name or not function_name:
+        raise ConfigError(f"model.function {name!r}: expected module:function, such as raypipe.models.gpt:gpt")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        remedy = f"check the name, and that it can be imported from {os.getcwd()} or is installed"
+        raise ConfigError(f"model.function {name!r}: no module {error.name!r}; {remedy}") from None
+    except Exception as error:
+        raise ConfigError(f"model.function {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"model.function {name!r}: {module_name} has no function {function_name!r}{suggestion(function_name, known)}")
+    found: Callable[..., Any] = function
+    return found
+
+
+def make_model(function: str | Callable[..., Any], options: Mapping[str, Any]) -> Model:
+    """The model that a function describes with these options.
+
+    Raises:
+        ConfigError: the function cannot take the options, or returns no `Model`.
+    """
+    found = resolve(function) if isinstance(function, str) else function
+    try:
+        model = found(**options)
+    except TypeError as error:
+        raise ConfigError(f"model.options: {error}") from error
+    if not isinstance(model, Model):
+        raise ConfigError(f"model.function {function!r} returned {type(model).__name__}, expected a raypipe.model.Model")
+    return model
+
+
+def name_of(function: str | Callable[..., Any]) -> str:
+    """The function in text."""
+    if isinstance(function, str):
+        return function
+    return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', function)}"

@@ -1,0 +1,90 @@
+"""A Ray cluster for as long as a run lasts: the one there is, or a local one that ends with the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+import ray
+
+from raypipe.config import ClusterConfig
+from raypipe.errors import RunError
+
+
+@dataclass(frozen=True)
+class Session:
+    """The cluster that is connected.
+
+    Attributes:
+        dashboard_url: of Ray's dashboard; empty where there is none.
+        local: whether it was started for this run.
+    """
+
+    dashboard_url: str
+    local: bool
+
+
+@contextlib.contextmanager
+def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float) -> Iterator[Session]:
+    """Connects to the cluster of the configuration, of RAY_ADDRESS, or to a local one started for the run.
+
+    SIGTERM, with which `ray job stop` ends a job, interrupts the run as Ctrl-C does, so that actors and local cluster end.
+
+    Args:
+        cluster: which cluster.
+        num_devices: places that a local one must have.
+        cpus_per_device: that each reserves.
+
+    Raises:
+        RunError: the cluster cannot be reached or started.
+    """
+    address = cluster.address or os.environ.get("RAY_ADDRESS") or None
+    if ray.is_initialized():
+        yield Session(_url(), local=False)
+        return
+    options: dict[str, object] = {"log_to_driver": True, "logging_level": logging.WARNING}
+    if address is None:
+        # A place more than actors: the driver's own tasks must not wait for one.
+        num_cpus = max(os.cpu_count() or 1, int(num_devices * cpus_per_device) + 1)
+        options |= {"num_cpus": num_cpus, "include_dashboard": cluster.dashboard, "address": "local"}
+    else:
+        options["address"] = address
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
+        ray.shutdown()
+        where = f"the Ray cluster at {address!r} cannot be reached" if address else "a local Ray cluster cannot be started"
+        raise RunError(f"{where}: {error}; check cluster.address, RAY_ADDRESS and `ray status`") from error
+    try:
+        with _interrupt_on_sigterm():
+            yield Session(_url(), local=address is None)
+    finally:
+        ray.shutdown()
+
+
+def _url() -> str:
+    url = getattr(ray.get_runtime_context(), "dashboard_url", None) or ""
+    return f"http://{url}" if url else ""
+
+
+@contextlib.contextmanager
+def _interrupt_on_sigterm() -> Iterator[None]:
+    """Turns SIGTERM into KeyboardInterrupt; to be entered after `ray.init`, which sets a handler of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

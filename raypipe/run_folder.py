@@ -1,0 +1,106 @@
+"""The folder of a run: everything needed to know what ran, and to see how it went.
+
+runs/gpt/
+    config.yaml          every value, defaults included
+    versions.json        of raypipe, Python, torch, ray and the machine
+    plan.json            stages, devices, order, profile, topology: `raypipe simulate plan.json`
+    metrics.jsonl        one line an update or evaluation
+    trace.json           the measured window nearest the median; predicted.json the same window, simulated
+    trace.perfetto.json  both, for https://ui.perfetto.dev
+    timeline.svg         both, drawn
+    sample.txt           generated text
+    checkpoints/update-000100/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from raypipe.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run.
+
+    Attributes:
+        path: absolute.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, storage_path: str, name: str) -> RunFolder:
+        """A new folder: `name`, or `name-2`, `name-3` and so on where there are earlier runs.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        base = Path(storage_path).absolute()
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            for number in range(1, 10_000):
+                path = base / (name if number == 1 else f"{name}-{number}")
+                try:
+                    path.mkdir()
+                except FileExistsError:
+                    continue
+                return cls(path)
+        except OSError as error:
+            raise ConfigError(
+                f"run.storage_path {storage_path!r}: no folder can be made there ({error.strerror}); choose another"
+            ) from None
+        raise ConfigError(f"run.storage_path {storage_path!r} holds 10000 runs called {name!r}; remove some or choose another run.name")
+
+    @classmethod
+    def latest(cls, storage_path: str, name: str) -> RunFolder:
+        """The newest folder of runs of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
+        base = Path(storage_path).absolute()
+        found = {int(match[1] or 1): path for path in base.glob(f"{name}*") if (match := numbered.fullmatch(path.name)) and path.is_dir()}
+        if not found:
+            raise ConfigError(f"there is no run called {name!r} in {storage_path!r} to resume; leave --resume out to begin one")
+        return cls(found[max(found)])
+
+    def file(self, name: str) -> Path:
+        """The path of a file in it."""
+        return self.path / name
+
+    def new_checkpoint(self, update: int) -> Path:
+        """An empty folder for a checkpoint; what an interrupted one left there is removed."""
+        folder = self.path / "checkpoints" / f"update-{update:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.iterdir():
+            left.unlink()
+        return folder
+
+    def add_metrics(self, line: dict[str, Any]) -> None:
+        """Adds one line to the metrics."""
+        with self.file("metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Writes a file of the run as JSON."""
+        self.file(name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a run depends on, and the machine of the driver."""
+    found = {"python": platform.python_version(), "platform": platform.platform(), "cores": str(os.cpu_count())}
+    for package in ("raypipe", "torch", "ray", "numpy", "pyarrow", "safetensors", "cupy-cuda12x", "cupy-cuda13x"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
