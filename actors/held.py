@@ -255,7 +255,7 @@ class Weights:
                 master.grad = None
         self._bring(update + 1)
         if self.versioned and not keep_old:
-            self._versions.pop(update, None)
+            self._drop(update)
 
     def _bring(self, version: int) -> None:
         if self.versioned:
@@ -280,7 +280,12 @@ class Weights:
     def release(self, version: int) -> None:
         """Gives back a version after its last reader, unless it is the newest."""
         if self.versioned and version != self.newest:
-            self._versions.pop(version, None)
+            self._drop(version)
+
+    def _drop(self, version: int) -> None:
+        if self._bound is not None and self._bound[0] == version:
+            self.unbind()
+        self._versions.pop(version, None)
 
     def end_window(self) -> None:
         """Makes the module's own weights the newest version, for evaluation and checkpoints."""

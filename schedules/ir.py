@@ -380,7 +380,8 @@ def _before_exchange(schedule: Schedule, op: Op) -> list[Op]:
 
 
 def _before_reduction(schedule: Schedule, op: Op) -> list[Op]:
-    return [found for holder in schedule.replicas[op.stage] for found in schedule.gradient_ops(holder, op.index)[-1:]]
+    # It only hands its copy's gradient over: what waits for the other copies is the update.
+    return schedule.gradient_ops(schedule.holder(op), op.index)[-1:]
 
 
 def _before_update(schedule: Schedule, op: Op) -> list[Op]:
@@ -431,8 +432,11 @@ def _gradient_ready(schedule: Schedule, holder: Holder, update: int) -> list[Op]
 
     Replicas without reductions (a schedule before the pass that adds them) wait for each other all the same.
     """
-    reductions = schedule.find(Op(OpKind.REDUCE, holder.stage, update, schedule.holders[holder]))
-    return reductions or [found for replica in schedule.replicas[holder.stage] for found in schedule.gradient_ops(replica, update)[-1:]]
+    replicas = schedule.replicas[holder.stage]
+    reductions = [
+        found for replica in replicas for found in schedule.find(Op(OpKind.REDUCE, holder.stage, update, schedule.holders[replica]))
+    ]
+    return reductions or [found for replica in replicas for found in schedule.gradient_ops(replica, update)[-1:]]
 
 
 def _scope(schedule: Schedule, holder: Holder) -> Sequence[Holder]:

@@ -17,7 +17,7 @@ the validator already knows the Op to depend on, and an order that cannot deadlo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -319,24 +319,32 @@ class _Collectives:
         self.starts: dict[Op, list[Collective]] = {}
         self.awaits: dict[Op, list[Collective]] = {}
         self.late_starts: dict[Op, Collective] = {}
+        # For each worker and update, the first U.
+        self.first_update: dict[tuple[int, int], Op] = {}
+        for op, place in schedule.ops():
+            if op.kind is OpKind.UPDATE:
+                self.first_update.setdefault((place.worker, op.index), op)
         if not schedule.forward_only:
             self._reductions()
             if schedule.update_scope is UpdateScope.GLOBAL:
                 self._norms()
 
-    def _members(self, workers: Sequence[int]) -> tuple[int, ...]:
+    def _members(self, workers: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({device for worker in workers for device in self.devices[worker]}))
 
     def _reductions(self) -> None:
-        for op in self.schedule.places:
+        for op, place in self.schedule.ops():
             if op.kind not in {OpKind.REDUCE, OpKind.PUBLISH}:
                 continue
             kind = CollectiveKind.GRADIENTS if op.kind is OpKind.REDUCE else CollectiveKind.WEIGHTS
-            members = self._members([holder.worker for holder in self.schedule.replicas[op.stage]])
+            members = self._members(holder.worker for holder in self.schedule.replicas[op.stage])
             collective = Collective(kind, op.stage, op.index, op.part, members)
             self.starts.setdefault(op, []).append(collective)
             if op.kind is OpKind.REDUCE:
-                update = Op(OpKind.UPDATE, op.stage, op.index, op.pipeline)
+                update = op._replace(kind=OpKind.UPDATE, part=0)
+                if self.schedule.update_scope is UpdateScope.GLOBAL:
+                    # The norm is taken of the sums of all stages here.
+                    update = self.first_update.get((place.worker, op.index), update)
                 self.awaits.setdefault(update, []).append(collective)
             else:
                 # Weights that are published are needed by whatever runs next on this worker.
@@ -345,20 +353,20 @@ class _Collectives:
     def _norms(self) -> None:
         """The norm starts behind a worker's last gradient of the update and is awaited by its first U.
 
-        Where gradients are reduced first, their sums must be there: it starts right before that U.
+        Where gradients are reduced first, their sums must be there: it starts right before that U. Its members are the
+        workers that have a U.
         """
-        members = self._members(range(self.schedule.num_workers))
         last: dict[tuple[int, int], Op] = {}
-        first_update: dict[tuple[int, int], Op] = {}
+        reduced: set[tuple[int, int]] = set()
         for op, place in self.schedule.ops():
-            at = (place.worker, self.schedule.update(op))
-            if op.kind.writes_gradient or op.kind is OpKind.REDUCE:
-                last[at] = op
-            elif op.kind is OpKind.UPDATE:
-                first_update.setdefault(at, op)
-        for at, update_op in first_update.items():
+            if op.kind.writes_gradient:
+                last[place.worker, self.schedule.update(op)] = op
+            elif op.kind is OpKind.REDUCE:
+                reduced.add((place.worker, op.index))
+        for at, update_op in self.first_update.items():
+            members = self._members(worker for worker, update in self.first_update if update == at[1])
             collective = Collective(CollectiveKind.NORM, 0, at[1], 0, members)
-            if last[at].kind is OpKind.REDUCE:
+            if at in reduced:
                 self.late_starts[update_op] = collective
             else:
                 self.starts.setdefault(last[at], []).append(collective)

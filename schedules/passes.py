@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, Together, ops_of
@@ -11,24 +11,34 @@ from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, Together, ops_of
 def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
     """The schedule with a G right behind the last gradient of each update, where a stage has replicas.
 
+    A copy that no microbatch of an update passes through takes part all the same, before its worker's first U of that update.
+
     Args:
         schedule: one that has no G yet is given them; one that has keeps its own.
         replicated_workers: workers that are several devices each, whose copies count as replicas too.
     """
     if schedule.forward_only or any(op.kind is OpKind.REDUCE for op in schedule.places):
         return schedule
-    reductions: dict[Op, Op] = {}
+    first_update: dict[tuple[int, int], Op] = {}
+    for op, place in schedule.ops():
+        if op.kind is OpKind.UPDATE:
+            first_update.setdefault((place.worker, op.index), op)
+    added: dict[Op, list[Op]] = {}
     for holder, pipeline in schedule.holders.items():
         if len(schedule.replicas[holder.stage]) == 1 and holder.worker not in replicated_workers:
             continue
         for update in range(schedule.num_updates):
-            for last in schedule.gradient_ops(holder, update)[-1:]:
-                reductions[last] = Op(OpKind.REDUCE, holder.stage, update, pipeline)
-    programs = tuple(
-        tuple(item for slot in program for item in (slot, *(reductions[op] for op in ops_of(slot) if op in reductions)))
-        for program in schedule.programs
-    )
+            beside = [*schedule.gradient_ops(holder, update)[-1:], first_update.get((holder.worker, update))]
+            if beside[0]:
+                added.setdefault(beside[0], []).append(Op(OpKind.REDUCE, holder.stage, update, pipeline))
+    programs = tuple(tuple(item for slot in program for item in _with_added(slot, added)) for program in schedule.programs)
     return replace(schedule, programs=programs)
+
+
+def _with_added(slot: Slot, added: Mapping[Op, list[Op]]) -> list[Slot]:
+    """A slot with what is added behind its gradients and before its updates."""
+    before = [new for op in ops_of(slot) if op.kind is OpKind.UPDATE for new in added.get(op, ())]
+    return [*before, slot, *(new for op in ops_of(slot) if op.kind is not OpKind.UPDATE for new in added.get(op, ()))]
 
 
 def evaluation(schedule: Schedule, *, num_microbatches: int) -> Schedule:

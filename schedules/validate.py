@@ -8,11 +8,14 @@ a stage, an Op before what it needs, a gradient outside its update, reductions i
 from __future__ import annotations
 
 import graphlib
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules.ir import Holder, Op, OpKind, Place, Schedule, Together, WeightRule, dependencies, ops_of, reads
+from raypipe.schedules.lower import Await, Collective, CollectiveKind, Item, Message, Recv, Send, Start, lower
 from raypipe.schedules.text import order_grid
 
 
@@ -47,7 +50,7 @@ def validate(schedule: Schedule) -> None:
     _check_completeness(schedule)
     _check_local_order(schedule)
     _check_deadlock(schedule)
-    _check_collective_order(schedule)
+    _check_lowered(schedule)
 
 
 def _refuse(schedule: Schedule, problem: str, *places: Place) -> ScheduleError:
@@ -93,6 +96,9 @@ def _check_places(schedule: Schedule) -> None:
             raise _refuse(schedule, f"{op}: its index must be less than {count}", place)
         if schedule.worker(op) != place.worker:
             raise _refuse(schedule, f"{op} belongs on worker {schedule.worker(op)}, which holds stage {op.stage}", place)
+        if op.kind.per_update and op.pipeline != schedule.holders[schedule.holder(op)]:
+            right = op._replace(pipeline=schedule.holders[schedule.holder(op)])
+            raise _refuse(schedule, f"{op} is done once for the copy that pipelines share; write {right}", place)
         if op in seen:
             raise _refuse(schedule, f"{op} runs a second time", place, seen[op])
         seen[op] = place
@@ -125,6 +131,21 @@ def _check_completeness(schedule: Schedule) -> None:
                     f"worker {holder.worker} has no {brought[0]}: its copy of stage {holder.stage} would miss update {update}",
                     order_grid(schedule.programs),
                 )
+    _check_members(schedule)
+
+
+def _check_members(schedule: Schedule) -> None:
+    """What one copy of a stage reduces or publishes, all copies do."""
+    for op, place in schedule.ops():
+        if op.kind in {OpKind.REDUCE, OpKind.PUBLISH}:
+            replicas = schedule.replicas[op.stage]
+            for holder in replicas:
+                if (other := op._replace(pipeline=schedule.holders[holder])) not in schedule.places:
+                    raise _refuse(schedule, f"{op} would wait for ever: worker {holder.worker} has no {other} for its copy", place)
+            if op.kind is OpKind.PUBLISH and not any(
+                schedule.find(Op(OpKind.UPDATE, op.stage, op.index, schedule.holders[holder])) for holder in replicas
+            ):
+                raise _refuse(schedule, f"{op} publishes what no worker updates; give one of the copies of stage {op.stage} a U", place)
 
 
 def _check_microbatch(schedule: Schedule, microbatch: int, stage: int, pipeline: int) -> None:
@@ -195,25 +216,67 @@ def _check_deadlock(schedule: Schedule) -> None:
         raise ScheduleError(f"deadlock: {'; '.join(sorted(reasons)[:6])}", order_grid(schedule.programs, dict.fromkeys(places, "")))
 
 
-def _check_collective_order(schedule: Schedule) -> None:
-    """Collectives that share a worker must have one order in which all workers meet them."""
-    order: graphlib.TopologicalSorter[tuple[OpKind, int, int, int]] = graphlib.TopologicalSorter()
-    for program in schedule.programs:
-        before = None
-        for slot in program:
-            for op in ops_of(slot):
-                if op.kind in {OpKind.REDUCE, OpKind.PUBLISH}:
-                    meeting = (op.kind, op.stage, op.index, op.part)
-                    order.add(meeting, *([before] if before and before != meeting else []))
-                    before = meeting
+def _check_lowered(schedule: Schedule) -> None:
+    """Finds one order for the collectives that share a worker, and runs the lowered programs without times.
+
+    Messages cannot hang where the Ops do not; collectives can, because a worker may reach its part of one late.
+    """
+    programs = lower(schedule)
+    order: graphlib.TopologicalSorter[Collective] = graphlib.TopologicalSorter()
+    for program in programs:
+        starts = [item.collective for item in program.items if isinstance(item, Start)]
+        for before, after in itertools.pairwise(starts):
+            order.add(after, before)
     try:
         order.prepare()
     except graphlib.CycleError as error:
-        names = [f"{stage}{kind}{index}" for kind, stage, index, _ in error.args[1]]
-        raise ScheduleError(
-            f"workers meet the collectives {', '.join(names)} in different orders; give all workers one order",
-            order_grid(schedule.programs),
-        ) from None
+        names = ", ".join(map(str, error.args[1]))
+        problem = f"workers meet the collectives [{names}] in different orders; give all workers one order"
+        raise _refuse_collectives(schedule, problem, error.args[1]) from None
+    heads = [0] * len(programs)
+    sent: set[tuple[int, Message]] = set()
+    started: Counter[Collective] = Counter()
+
+    def can_go(worker: int, item: Item) -> bool:
+        match item:
+            case Recv():
+                return (worker, item.message) in sent
+            case Await():
+                return started[item.collective] == len(item.collective.devices)
+            case Send():
+                sent.add((item.device, item.message))
+            case Start():
+                started[item.collective] += 1
+        return True
+
+    moved = True
+    while moved:
+        moved = False
+        for worker, program in enumerate(programs):
+            while heads[worker] < len(program.items) and can_go(worker, program.items[heads[worker]]):
+                heads[worker] += 1
+                moved = True
+    waits = [(worker, program.items[heads[worker]]) for worker, program in enumerate(programs) if heads[worker] < len(program.items)]
+    if waits:
+        reasons = [f"worker {worker} waits for {_awaited(item)}" for worker, item in waits if isinstance(item, Recv | Await)]
+        collectives = [item.collective for _, item in waits if isinstance(item, Await)]
+        raise _refuse_collectives(schedule, f"deadlock: {'; '.join(reasons[:6])}", collectives)
+
+
+def _awaited(item: Recv | Await) -> str:
+    return f"{item.message} from worker {item.device}" if isinstance(item, Recv) else str(item.collective)
+
+
+def _refuse_collectives(schedule: Schedule, problem: str, collectives: Sequence[Collective]) -> ScheduleError:
+    """The refusal with the Ops marked that bring workers to the collectives."""
+    marked = {
+        place: ""
+        for op, place in schedule.ops()
+        for collective in collectives
+        if op.kind in {OpKind.REDUCE, OpKind.PUBLISH, OpKind.UPDATE} and op.index == collective.update
+        if collective.kind is CollectiveKind.NORM or op.stage == collective.stage
+    }
+    return ScheduleError(problem, order_grid(schedule.programs, marked))
 
 
 def facts(schedule: Schedule) -> Facts:

@@ -44,9 +44,9 @@ class Block(nn.Module):
         self.qkv, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x_BTD)).chunk(3, dim=-1))
-        x_BTD = x_BTD + self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))  # noqa: N806
+        x_BTD = x_BTD + self.project(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
         return x_BTD + self.narrow(F.gelu(self.widen(self.norm2(x_BTD))))  # type: ignore[no-any-return]
 
 
@@ -95,6 +95,20 @@ class SplitPivot(nn.Module):
         left, right = self.table(tokens).chunk(2, dim=-1)
         self.pivot = [left]
         return self.linear(left) * right.exp()  # type: ignore[no-any-return]
+
+
+class SharedBelow(nn.Module):
+    """A node below the pivot leads to a parameter of W and to one that a Python function makes a parameter of I."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.matrix = nn.Embedding(NUM_WORDS, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.pivot: list[Tensor] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) @ self.matrix
+        self.pivot = [x]
+        return MatMul.apply(x, self.matrix)[0]  # type: ignore[no-untyped-call, no-any-return]
 
 
 class NestedPivots(nn.Module):
@@ -247,6 +261,32 @@ class Parameterless(nn.Module):
         return x.tanh() * x
 
 
+def five_fold(_: nn.Module, input_gradients: Any, __: Any) -> tuple[Tensor]:
+    return (input_gradients[0] * 5,)
+
+
+class HookedOnce(nn.Module):
+    """Hooks that change gradients on the outputs of layers that are used once, on the pivot and on a parameter."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(NUM_WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, NUM_WORDS)
+        if tied:
+            self.second.weight = self.table.weight
+        self.place = nn.Parameter(torch.randn(WIDTH))
+        self.first.weight.register_hook(lambda gradient: 3 * gradient)  # type: ignore[no-untyped-call]
+        self.pivot: list[Tensor] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens[:, 0]) + self.place
+        y = self.first(x)
+        z = self.second(y)
+        for tensor in (x, y, z):
+            tensor.register_hook(lambda gradient: gradient * 7 + 1)
+        self.pivot = [x]
+        return z  # type: ignore[no-any-return]
+
+
 class Hooked(nn.Module):
     """Hooks that change gradients: on layer outputs, on a module and on parameters, one of them used twice."""
 
@@ -255,7 +295,7 @@ class Hooked(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.first.weight.register_hook(lambda gradient: 3 * gradient)  # type: ignore[no-untyped-call]
         self.second.bias.register_hook(lambda gradient: gradient + 1)  # type: ignore[no-untyped-call]
-        self.second.register_full_backward_hook(lambda _, gradients, __: (gradients[0] * 5,))
+        self.second.register_full_backward_hook(five_fold)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x[:, 0])
@@ -309,6 +349,7 @@ CASES = {
     "tied first stage": Case(lambda: FirstStage(tied=True), tokens, ("table.weight",)),
     "frozen embedding": Case(lambda: FirstStage(frozen=True), tokens),
     "pivot with a sibling": Case(SplitPivot, tokens),
+    "shared below the pivot": Case(SharedBelow, tokens, ("matrix",)),
     "nested pivots": Case(NestedPivots, tokens),
     "embedding only": Case(lambda: nn.Sequential(nn.Embedding(NUM_WORDS, WIDTH), nn.Linear(WIDTH, 2)), tokens),
     "used twice": Case(lambda: Reused(nn.Linear(WIDTH, WIDTH), num_uses=2), early=("layer",)),
@@ -322,6 +363,8 @@ CASES = {
     "frozen and unused": Case(FrozenAndUnused),
     "several inputs": Case(TwoInputs, four),
     "hooked": Case(Hooked, early=("first", "second")),
+    "hooked once": Case(HookedOnce, tokens),
+    "hooked and tied": Case(lambda: HookedOnce(tied=True), tokens, ("table",)),
     "autocast": Case(Autocast, early=("first",)),
 }
 
@@ -593,7 +636,7 @@ def test_hooks_after_accumulation_run_once_a_microbatch_and_with_the_weight_grad
     with_gradient = {name for name, gradient in take_gradients(module).items() if gradient is not None}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))  # type: ignore[no-untyped-call]
     _, pending = split(module, inputs, output_gradients)
     assert seen == []
     pending.run()
@@ -716,7 +759,7 @@ class RandomGraph(nn.Module):
             case "norm":
                 return F.layer_norm(a, (4,), vector, matrix[0])
             case "scale":
-                return a * vector
+                return torch.mul(a, vector)
             case "add":
                 return a + b
             case "multiply":
@@ -727,7 +770,7 @@ class RandomGraph(nn.Module):
                 left, right = (a @ matrix).chunk(2, dim=-1)
                 return torch.cat([right, left.sin()], dim=-1)
             case "parameter":
-                return (matrix @ vector).expand(2, 4)
+                return torch.mv(matrix, vector).expand(2, 4)
             case "in_place":
                 return a.clone().mul_(vector).tanh()
             case _:

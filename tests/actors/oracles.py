@@ -1,0 +1,191 @@
+"""What pipelines must agree with: the unsplit model in one process, and a pipeline of dense layers done by hand in numpy.
+
+Neither shares code with the executor, but for making each layer from its own seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raypipe.actors.held import build_layer
+from raypipe.actors.local import LocalPipeline
+from raypipe.model import Batch, Model
+from raypipe.schedules.ir import Op, OpKind, Schedule, WeightRule, ops_of
+
+NUM_ROWS = 6
+
+
+@dataclass(frozen=True)
+class RandomRows:
+    """Rows of normally distributed fields, a pure function of the microbatch's number."""
+
+    fields: tuple[str, ...] = ("inputs", "targets")
+    width: int = 16
+    dtype: torch.dtype = torch.float64
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        generator = torch.Generator().manual_seed(1000 + microbatch)
+        whole = {name: torch.randn(NUM_ROWS, self.width, generator=generator, dtype=torch.float64) for name in self.fields}
+        first, end = (round(share * NUM_ROWS) for share in rows)
+        return {name: tensor[first:end].to(self.dtype) for name, tensor in whole.items()}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses by update, and the weights of each layer after the last."""
+
+    losses: list[float]
+    layers: list[list[Tensor]]
+
+
+def train_unsplit(
+    model: Model,
+    batches: RandomRows,
+    *,
+    num_updates: int,
+    num_microbatches: int,
+    learning_rate: float,
+    max_grad_norm: float,
+    seed: int = 0,
+) -> Trained:
+    """Plain PyTorch: accumulate over the microbatches, clip by the global norm, one AdamW step."""
+    modules = nn.ModuleList(build_layer(layer, index=index, seed=seed) for index, layer in enumerate(model.layers))
+    edges = model.edges()
+    optimizer = torch.optim.AdamW(modules.parameters(), lr=learning_rate)
+    losses = []
+    for update in range(num_updates):
+        total = 0.0
+        for number in range(num_microbatches):
+            batch = batches.batch(update * num_microbatches + number, (0.0, 1.0))
+            values: dict[int, Tensor] = {}
+            for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
+                inputs = [values[source] for source, target in edges if target == index]
+                values[index] = module(*inputs, *(batch[field] for field in layer.batch))
+            loss = model.loss(values[len(modules) - 1], batch)
+            (loss / num_microbatches).backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(modules.parameters(), max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / num_microbatches)
+    return Trained(losses, [[weight.detach() for weight in module.parameters()] for module in modules])
+
+
+def layers_of(pipeline: LocalPipeline) -> dict[int, list[list[Tensor]]]:
+    """For each layer, its weights in each copy that the pipeline's devices hold."""
+    found: dict[int, list[list[Tensor]]] = {}
+    for held in pipeline.held:
+        for weights in held.values():
+            for index in weights.module.indices:
+                copy = [weight.detach() for weight in weights.module.layers[str(index)].parameters()]
+                found.setdefault(index, []).append(copy)
+    return found
+
+
+@dataclass(eq=False)
+class _Dense:
+    """One layer by hand: tanh(x W' + b), or without tanh."""
+
+    weight: np.ndarray
+    bias: np.ndarray
+    tanh: bool
+
+
+class HandPipeline:
+    """One dense layer a stage, trained by SGD with the weights that the schedule's rule names, Op by Op, in numpy.
+
+    Forward keeps x and y of its own weights; backward multiplies with the weights of its own version: what `live` means.
+    """
+
+    def __init__(self, model: Model, schedule: Schedule, batches: RandomRows, *, learning_rate: float, seed: int = 0) -> None:
+        self.schedule = schedule
+        self.batches = batches
+        self.learning_rate = learning_rate
+        self.history: list[list[_Dense]] = []
+        for index, layer in enumerate(model.layers):
+            module = build_layer(layer, index=index, seed=seed)
+            weight, bias = (parameter.detach().numpy().copy() for parameter in module.parameters())
+            self.history.append([_Dense(weight, bias, tanh=index < len(model.layers) - 1)])
+        self.gradients: dict[tuple[int, int], list[np.ndarray]] = {}
+        self.saved: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]] = {}
+        self.outputs: dict[tuple[int, int], np.ndarray] = {}
+        self.input_gradients: dict[tuple[int, int], np.ndarray] = {}
+        self.losses: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Runs all Ops of the window in some order that the programs allow."""
+        heads = [0] * self.schedule.num_workers
+        moved = True
+        while moved:
+            moved = False
+            for worker, program in enumerate(self.schedule.programs):
+                while heads[worker] < len(program) and all(self._ready(op) for op in ops_of(program[heads[worker]])):
+                    for op in ops_of(program[heads[worker]]):
+                        self._do(op)
+                    heads[worker] += 1
+                    moved = True
+        assert heads == [len(program) for program in self.schedule.programs]
+
+    def _ready(self, op: Op) -> bool:
+        last = self.schedule.num_stages - 1
+        if op.kind is OpKind.FORWARD:
+            return op.stage == 0 or (op.stage - 1, op.index) in self.outputs
+        if op.kind is OpKind.BACKWARD:
+            return op.stage == last or (op.stage + 1, op.index) in self.input_gradients
+        return True
+
+    def _version(self, op: Op) -> _Dense:
+        versions = self.history[op.stage]
+        if self.schedule.weight_rule is WeightRule.DOUBLE_BUFFER:
+            return versions[max(op.index // self.schedule.num_microbatches - 1, 0)]
+        if self.schedule.weight_rule is WeightRule.STASH and op.kind is OpKind.BACKWARD:
+            return versions[self.saved[op.stage, op.index][0]]
+        return versions[-1]
+
+    def _do(self, op: Op) -> None:
+        {OpKind.FORWARD: self._forward, OpKind.BACKWARD: self._backward, OpKind.UPDATE: self._update}[op.kind](op)
+
+    def _batch(self, op: Op, field: str) -> np.ndarray:
+        array: np.ndarray = self.batches.batch(op.index, (0.0, 1.0))[field].numpy()
+        return array
+
+    def _forward(self, op: Op) -> None:
+        layer = self._version(op)
+        x = self._batch(op, "inputs") if op.stage == 0 else self.outputs[op.stage - 1, op.index]
+        y = x @ layer.weight.T + layer.bias
+        y = np.tanh(y) if layer.tanh else y
+        self.saved[op.stage, op.index] = (self.history[op.stage].index(layer), x, y)
+        self.outputs[op.stage, op.index] = y
+        if op.stage == self.schedule.num_stages - 1:
+            self.losses[op.index] = float(np.mean((y - self._batch(op, "targets")) ** 2))
+
+    def _backward(self, op: Op) -> None:
+        layer = self._version(op)
+        _, x, y = self.saved.pop((op.stage, op.index))
+        if op.stage == self.schedule.num_stages - 1:
+            gradient = 2 * (y - self._batch(op, "targets")) / y.size / self.schedule.num_microbatches
+        else:
+            gradient = self.input_gradients[op.stage + 1, op.index]
+        if layer.tanh:
+            gradient = gradient * (1 - y**2)
+        self.input_gradients[op.stage, op.index] = gradient @ layer.weight
+        parts = [gradient.T @ x, gradient.sum(axis=0)]
+        sums = self.gradients.setdefault((op.stage, op.index // self.schedule.num_microbatches), [np.zeros_like(part) for part in parts])
+        for total, part in zip(sums, parts, strict=True):
+            np.add(total, part, out=total)
+
+    def _update(self, op: Op) -> None:
+        newest = self.history[op.stage][-1]
+        weight, bias = self.gradients.pop((op.stage, op.index))
+        step = self.learning_rate
+        self.history[op.stage].append(_Dense(newest.weight - step * weight, newest.bias - step * bias, newest.tanh))
+
+
+def largest_difference(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """The largest difference between the numbers of two lists of tensors."""
+    return max(float((a - b).abs().max()) for a, b in zip(left, right, strict=True))

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from raypipe.actors.executor import WindowReport, jobs
+from raypipe.actors.local import LocalPipeline, mean_losses
+from raypipe.cut import Cut
+from raypipe.errors import ScheduleError
+from raypipe.model import Model
+from raypipe.models.gpt import gpt
+from raypipe.models.mlp import mlp
+from raypipe.models.towers import two_towers
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, WeightRule, dependencies, reads
+from raypipe.schedules.lower import Placement
+from raypipe.schedules.passes import evaluation
+from raypipe.schedules.validate import facts, validate
+from raypipe.trace import SpanKind
+from tests.actors.oracles import HandPipeline, RandomRows, Trained, largest_difference, layers_of, train_unsplit
+from tests.schedules.handwritten import async_one_f_one_b, opposite_pipelines, pipedream, pipedream_2bw, two_branches
+
+LEARNING_RATE = 1e-2
+MAX_GRAD_NORM = 0.5
+NUM_UPDATES = 20
+NUM_MICROBATCHES = 4
+FLOAT32_TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def unsplit() -> dict[torch.dtype, Trained]:
+    torch.set_num_threads(1)
+    return {
+        dtype: train_unsplit(
+            mlp(num_layers=8, dtype=name),
+            RandomRows(dtype=dtype),
+            num_updates=NUM_UPDATES,
+            num_microbatches=NUM_MICROBATCHES,
+            learning_rate=LEARNING_RATE,
+            max_grad_norm=MAX_GRAD_NORM,
+        )
+        for dtype, name in ((torch.float64, "float64"), (torch.float32, "float32"))
+    }
+
+
+def pipeline(model: Model, schedule: Schedule, cut: Cut, batches: RandomRows, placement: Placement | None = None) -> LocalPipeline:
+    validate(schedule)
+    return LocalPipeline(
+        model,
+        cut=cut,
+        schedule=schedule,
+        batches=batches,
+        optimizer=lambda weights: torch.optim.AdamW(weights, lr=LEARNING_RATE),
+        learning_rate=lambda _: LEARNING_RATE,
+        max_grad_norm=MAX_GRAD_NORM,
+        placement=placement,
+    )
+
+
+def losses_of(run: LocalPipeline, num_windows: int, num_microbatches: int = NUM_MICROBATCHES) -> list[float]:
+    return [loss for _ in range(num_windows) for loss in mean_losses(run.run_window(), num_microbatches=num_microbatches)]
+
+
+SCHEDULES = [
+    pytest.param("gpipe", 4, 1, id="gpipe"),
+    pytest.param("1f1b", 4, 1, id="1f1b"),
+    pytest.param("interleaved", 4, 2, id="interleaved"),
+    pytest.param("zb-h1", 4, 1, id="zb-h1"),
+    pytest.param("zb-h2", 4, 1, id="zb-h2"),
+    pytest.param("1f1b", 8, 1, id="1f1b-more-stages-than-microbatches"),
+    pytest.param("zb-h2", 8, 1, id="zb-h2-more-stages-than-microbatches"),
+    pytest.param("interleaved", 2, 4, id="interleaved-4-chunks"),
+    pytest.param("1f1b", 1, 1, id="one-stage"),
+]
+
+
+@pytest.mark.parametrize("updates_per_window", [1, 5])
+@pytest.mark.parametrize(("name", "devices", "chunks"), SCHEDULES)
+def test_twenty_updates_in_float64_equal_the_unsplit_model(
+    unsplit: dict[torch.dtype, Trained], name: str, devices: int, chunks: int, updates_per_window: int
+) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = build(name, Size(devices, NUM_MICROBATCHES, updates_per_window, chunks))
+    run = pipeline(model, schedule, Cut.equal(8, schedule.num_stages, model.edges()), RandomRows())
+    losses = losses_of(run, NUM_UPDATES // updates_per_window)
+    expected = unsplit[torch.float64]
+    assert losses == pytest.approx(expected.losses, abs=1e-10)
+    for index, copies in layers_of(run).items():
+        assert [largest_difference(copy, expected.layers[index]) < 1e-10 for copy in copies] == [True]
+
+
+@pytest.mark.parametrize(("name", "devices", "chunks"), SCHEDULES)
+def test_twenty_updates_in_float32_equal_the_unsplit_model(
+    unsplit: dict[torch.dtype, Trained], name: str, devices: int, chunks: int
+) -> None:
+    model = mlp(num_layers=8, dtype="float32")
+    schedule = build(name, Size(devices, NUM_MICROBATCHES, 4, chunks))
+    run = pipeline(model, schedule, Cut.equal(8, schedule.num_stages, model.edges()), RandomRows(dtype=torch.float32))
+    assert losses_of(run, NUM_UPDATES // 4) == pytest.approx(unsplit[torch.float32].losses, abs=FLOAT32_TOLERANCE)
+
+
+def test_two_pipelines_in_opposite_directions_equal_the_unsplit_model_and_their_replicas_each_other(
+    unsplit: dict[torch.dtype, Trained],
+) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    run = pipeline(model, opposite_pipelines(4), Cut.equal(8, 4, model.edges()), RandomRows())
+    losses = losses_of(run, NUM_UPDATES)
+    expected = unsplit[torch.float64]
+    assert losses == pytest.approx(expected.losses, abs=1e-10)
+    for index, copies in layers_of(run).items():
+        assert len(copies) == 2
+        assert all(torch.equal(a, b) for a, b in zip(*copies, strict=True))
+        assert largest_difference(copies[0], expected.layers[index]) < 1e-10
+
+
+def test_two_branches_that_meet_equal_the_unsplit_model() -> None:
+    model = two_towers(dtype="float64")
+    batches = RandomRows(fields=("left", "right", "targets"))
+    cut = Cut(((0,), (3,), (1, 2), (4, 5), (6,)), model.edges())
+    schedule = two_branches(NUM_MICROBATCHES, num_updates=5)
+    assert cut.graph == schedule.graph
+    run = pipeline(model, schedule, cut, batches)
+    expected = train_unsplit(
+        model, batches, num_updates=10, num_microbatches=NUM_MICROBATCHES, learning_rate=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM
+    )
+    assert losses_of(run, 2) == pytest.approx(expected.losses, abs=1e-10)
+    for index, (copy,) in layers_of(run).items():
+        assert largest_difference(copy, expected.layers[index]) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(pipedream_2bw(4, 4, 3), id="2bw-over-three-updates"),
+        pytest.param(pipedream_2bw(4, 6, 5), id="2bw-over-five-updates"),
+        pytest.param(pipedream(4, 9), id="pipedream"),
+        pytest.param(async_one_f_one_b(4, 4, 4), id="live"),
+        pytest.param(async_one_f_one_b(4, 1, 9), id="live-with-an-update-a-microbatch"),
+    ],
+)
+def test_an_asynchronous_window_equals_its_rule_done_by_hand(schedule: Schedule) -> None:
+    model = mlp(num_layers=4, dtype="float64")
+    batches = RandomRows()
+    run = LocalPipeline(
+        model,
+        cut=Cut.equal(4, 4, model.edges()),
+        schedule=schedule,
+        batches=batches,
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
+        learning_rate=lambda _: 0.1,
+    )
+    by_hand = HandPipeline(model, schedule, batches, learning_rate=0.1)
+    by_hand.run()
+    losses: dict[int, float] = {}
+    for report in run.run_window():
+        losses |= report.losses
+    assert losses == pytest.approx(by_hand.losses, abs=1e-12)
+    for index, (copy,) in layers_of(run).items():
+        newest = by_hand.history[index][-1]
+        assert np.allclose(copy[0].numpy(), newest.weight, rtol=0, atol=1e-12)
+        assert np.allclose(copy[1].numpy(), newest.bias, rtol=0, atol=1e-12)
+
+
+def test_a_2bw_window_holds_two_versions_and_ends_with_one() -> None:
+    schedule = pipedream_2bw(4, 4, 3)
+    assert set(facts(schedule).weight_copies) == {2}
+    model = mlp(num_layers=4, dtype="float64")
+    run = pipeline(model, schedule, Cut.equal(4, 4, model.edges()), RandomRows())
+    held = [weights for device in run.held for weights in device.values()]
+    most = 0
+    for weights in held:
+        release = weights.release
+
+        def counted(version: int, weights: object = weights, release: object = release) -> None:
+            nonlocal most
+            most = max(most, weights.num_versions)  # type: ignore[attr-defined]
+            release(version)  # type: ignore[operator]
+
+        weights.release = counted  # type: ignore[method-assign]
+    run.run_window()
+    assert most == 2
+    assert {weights.num_versions for weights in held} == {1}
+
+
+def test_a_replicated_stage_with_unequal_shares_equals_the_unsplit_model(unsplit: dict[torch.dtype, Trained]) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = build("1f1b", Size(3, NUM_MICROBATCHES, 2))
+    placement = Placement((((0, 0.5), (1, 0.5)), ((2, 1.0),), ((3, 1 / 3), (4, 1 / 3), (5, 1 / 3))))
+    run = pipeline(model, schedule, Cut.equal(8, 3, model.edges()), RandomRows(), placement)
+    reports: list[WindowReport] = []
+    losses: list[float] = []
+    for _ in range(5):
+        reports = run.run_window()
+        losses += mean_losses(reports, num_microbatches=NUM_MICROBATCHES)
+    assert losses == pytest.approx(unsplit[torch.float64].losses[:10], abs=1e-10)
+    for copies in layers_of(run).values():
+        assert all(largest_difference(copies[0], copy) < 1e-12 for copy in copies[1:])
+
+
+def test_the_small_gpt_gives_the_same_first_losses_whatever_the_cut() -> None:
+    model = gpt(num_layers=4, d_model=32, num_heads=2, sequence_length=16, dropout=0.1, dtype="float64")
+    batches = _Tokens()
+    found = []
+    for sizes in ([6], [3, 3], [1, 5], [4, 2], [2, 2, 1, 1], [1, 1, 1, 3]):
+        schedule = build("1f1b", Size(len(sizes), NUM_MICROBATCHES, 3))
+        run = pipeline(model, schedule, Cut.of_sizes(sizes, model.edges()), batches)  # type: ignore[arg-type]
+        found.append(losses_of(run, 1))
+    for losses in found[1:]:
+        assert losses == pytest.approx(found[0], abs=1e-10)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> dict[str, torch.Tensor]:
+        assert rows == (0.0, 1.0)
+        tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(microbatch))
+        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_an_evaluation_changes_nothing_and_gives_the_losses_of_the_unsplit_model(name: str, chunks: int) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = build(name, Size(4, NUM_MICROBATCHES, 1, chunks))
+    run = pipeline(model, schedule, Cut.equal(8, schedule.num_stages, model.edges()), RandomRows())
+    before = {index: [weight.clone() for weight in copies[0]] for index, copies in layers_of(run).items()}
+    reports = run.evaluate(evaluation(schedule, num_microbatches=5), batches=RandomRows(), keep_outputs=True)
+    assert sorted(index for report in reports for index in report.outputs) == list(range(5))
+    first = train_unsplit(model, RandomRows(), num_updates=1, num_microbatches=5, learning_rate=0.0, max_grad_norm=1.0)
+    assert mean_losses(reports, num_microbatches=5) == pytest.approx(first.losses, abs=1e-12)
+    assert all(largest_difference(copies[0], before[index]) == 0 for index, copies in layers_of(run).items())
+
+
+def test_the_spans_of_a_device_are_its_program_in_order() -> None:
+    model = mlp(num_layers=4, dtype="float64")
+    schedule = build("zb-h1", Size(4, NUM_MICROBATCHES, 2))
+    run = pipeline(model, schedule, Cut.equal(4, 4, model.edges()), RandomRows())
+    for report, program in zip(run.run_window(), schedule.programs, strict=True):
+        assert [span.name for span in report.spans if span.kind is SpanKind.COMPUTE] == list(map(str, program))
+        assert all(span.start_s <= span.end_s for span in report.spans)
+
+
+def test_what_a_span_says_it_read_is_what_the_rule_says() -> None:
+    schedule = async_one_f_one_b(4, 4, 4)
+    for job in jobs(schedule):
+        for item in job.program.items:
+            for op, version in zip(getattr(item, "ops", ()), getattr(item, "versions", ()), strict=True):
+                assert version == reads(schedule, op)
+    assert facts(schedule).max_mismatch == 1
+
+
+def test_an_order_that_cannot_be_run_yet_is_refused_and_named() -> None:
+    schedule = dataclasses.replace(build("1f1b", Size(2, 2)), loss_group_size=2)
+    with pytest.raises(ScheduleError, match="loss_group_size 2"):
+        jobs(schedule)
+
+
+def test_replaying_a_window_from_the_same_weights_gives_the_same_bits() -> None:
+    model = mlp(num_layers=8, dtype="float32")
+    schedule = build("zb-h2", Size(4, NUM_MICROBATCHES, 3))
+    runs = [pipeline(model, schedule, Cut.equal(8, 4, model.edges()), RandomRows(dtype=torch.float32)) for _ in range(2)]
+    assert losses_of(runs[0], 2) == losses_of(runs[1], 2)
+
+
+def test_an_update_waits_for_what_its_scope_names() -> None:
+    schedule = build("1f1b", Size(2, 2))
+    assert Op(OpKind.BACKWARD, 1, 1) in dependencies(schedule, Op(OpKind.UPDATE, 0, 0))
+    assert schedule.weight_rule is WeightRule.FLUSH
