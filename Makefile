@@ -34,12 +34,15 @@ clean:  ## removes .venv, builds and caches; keeps data/ and runs/
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# Of pip's output only what moves is shown: one line a package; errors and warnings go to stderr as they are.
+# Of pip's output: one line for each package that is fetched or built, and everything from the first error on.
+PIP_PROGRESS := awk '/^ *(Downloading|Using cached|Building|Installing collected)/ {print substr($$0, 1, 100); fflush(); next} \
+                     /^ *(ERROR|error|Traceback)/ {failed = 1} failed'
+
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing raypipe and its dependencies into .venv; the first time takes a few minutes"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@set -o pipefail; $(BIN)/pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' \
-	    | awk '/^ *(Processing|Downloading|Using cached|Building|Installing collected)/ {print "  " substr($$0, 1, 100); fflush()}'
+	@set -o pipefail; \
+	$(BIN)/pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' 2>&1 | $(PIP_PROGRESS)
 	@touch $@
 
 # Which packages are installed does not change the tokens: the installation must come first, but is no reason to prepare them again.

@@ -140,7 +140,7 @@ class Window:
     """What differs from one window to the next.
 
     Attributes:
-        number: counted from 0; for faults and messages.
+        number: counted from 0 for each program; for faults and messages.
         first_update: updates done before it.
         batches: where the rows come from.
         keep_outputs: whether the last layer's outputs are reported (evaluation only).

@@ -26,7 +26,7 @@ class ScriptedFault(RuntimeError):  # noqa: N818  # it is no error of raypipe's
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: before Op `op` (in text) of the window with number `window` on a device."""
+    """One fault: before Op `op` (in text) on a device, in the window with number `window` of its program."""
 
     device: int
     op: str

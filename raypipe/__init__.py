@@ -1,3 +1,50 @@
-"""raypipe trains models too large for one GPU as pipelines of Ray actors, on any network of machines."""
+"""raypipe trains models too large for one GPU as pipelines of Ray actors, on any network of machines.
+
+The names below are loaded when they are first used: `import raypipe` alone loads neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, TrainConfig
+    from raypipe.model import Layer, Model
+    from raypipe.trainer import Result, Trainer
 
 __version__ = "0.1.0"
+
+_HOME = {
+    "ClusterConfig": "config",
+    "DataConfig": "config",
+    "OptimizerConfig": "config",
+    "RunConfig": "config",
+    "ScalingConfig": "config",
+    "ScheduleConfig": "config",
+    "TrainConfig": "config",
+    "Layer": "model",
+    "Model": "model",
+    "Result": "trainer",
+    "Trainer": "trainer",
+}
+
+__all__ = [
+    "ClusterConfig",
+    "DataConfig",
+    "Layer",
+    "Model",
+    "OptimizerConfig",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "Trainer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'raypipe' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"raypipe.{_HOME[name]}"), name)

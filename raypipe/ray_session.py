@@ -46,7 +46,7 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     """
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
     if ray.is_initialized():
-        yield Session(_url(), local=False)
+        yield Session("", local=False)
         return
     options: dict[str, object] = {"log_to_driver": True, "logging_level": logging.WARNING}
     if address is None:
@@ -56,21 +56,17 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     else:
         options["address"] = address
     try:
-        ray.init(**options)
+        context = ray.init(**options)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
         ray.shutdown()
         where = f"the Ray cluster at {address!r} cannot be reached" if address else "a local Ray cluster cannot be started"
         raise RunError(f"{where}: {error}; check cluster.address, RAY_ADDRESS and `ray status`") from error
     try:
         with _interrupt_on_sigterm():
-            yield Session(_url(), local=address is None)
+            url = context.dashboard_url
+            yield Session(f"http://{url}" if url else "", local=address is None)
     finally:
         ray.shutdown()
-
-
-def _url() -> str:
-    url = getattr(ray.get_runtime_context(), "dashboard_url", None) or ""
-    return f"http://{url}" if url else ""
 
 
 @contextlib.contextmanager

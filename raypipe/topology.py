@@ -276,7 +276,7 @@ class ClusterTopology:
             memory_bytes: of every device; None: no limit.
             name: the cluster's.
         """
-        link = NodeLink(latency_s=latency_s, bandwidth_bytes_per_s=None if math.isinf(bandwidth_bytes_per_s) else bandwidth_bytes_per_s)
+        link = NodeLink(latency_s=latency_s, bandwidth_bytes_per_s=None if bandwidth_bytes_per_s == math.inf else bandwidth_bytes_per_s)
         devices = tuple(Device(f"device{index}", kind, memory_bytes) for index in range(num_devices))
         size = devices_per_node or max(num_devices, 1)
         nodes = (Node(name=f"node{start // size}", devices=devices[start : start + size]) for start in range(0, num_devices, size))

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,10 +116,10 @@ def test_sources_are_ascii() -> None:
     assert [path for path in sources() if not path.read_bytes().isascii()] == []
 
 
-def test_no_two_test_files_share_a_name() -> None:
-    """Folders of tests are no packages, so pytest and mypy know a test file by its bare name."""
-    count = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
-    assert [name for name, times in count.items() if times > 1] == []
+def test_every_folder_of_tests_is_a_package() -> None:
+    """Otherwise two test files of one name in different folders are one module to pytest and to mypy."""
+    folders = {path.parent for path in (ROOT / "tests").rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="needs git and a checkout of it")

@@ -39,7 +39,7 @@ def main() -> None:
         say("installing the wheel into an empty venv")
         python, raypipe = work / "venv/bin/python", work / "venv/bin/raypipe"
         run(sys.executable, "-m", "venv", work / "venv", cwd=work)
-        run(python, "-m", "pip", "install", "--disable-pip-version-check", "-q", "-c", ROOT / "constraints.txt", wheel, cwd=work)
+        run(python, "-m", "pip", "install", "--disable-pip-version-check", "-qq", "-c", ROOT / "constraints.txt", wheel, cwd=work)
 
         # From an empty folder, so that no checkout can stand in for what the wheel lacks.
         (empty := work / "empty").mkdir()

@@ -7,7 +7,6 @@ Letters of tensor names: B rows, T positions, D d_model, N heads, H d_model / he
 Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Unlike there, the head has weights of its own, because
 embedding and head lie on different stages.
 """
-# ruff: noqa: N803, N806 (tensor names end in the letters of their shape)
 
 from __future__ import annotations
 

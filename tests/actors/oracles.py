@@ -52,11 +52,21 @@ def train_unsplit(
     learning_rate: float,
     max_grad_norm: float,
     seed: int = 0,
+    decay_matrices_only: float | None = None,
 ) -> Trained:
-    """Plain PyTorch: accumulate over the microbatches, clip by the global norm, one AdamW step."""
+    """Plain PyTorch: accumulate over the microbatches, clip by the global norm, one AdamW step.
+
+    AdamW as torch has it by default, or with this weight decay for matrices and none for vectors.
+    """
     modules = nn.ModuleList(build_layer(layer, index=index, seed=seed) for index, layer in enumerate(model.layers))
     edges = model.edges()
     optimizer = torch.optim.AdamW(modules.parameters(), lr=learning_rate)
+    if decay_matrices_only is not None:
+        groups = [[weight for weight in modules.parameters() if (weight.dim() > 1) is matrix] for matrix in (True, False)]
+        decays = (decay_matrices_only, 0.0)
+        optimizer = torch.optim.AdamW(
+            [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)], lr=learning_rate
+        )
     losses = []
     for update in range(num_updates):
         total = 0.0

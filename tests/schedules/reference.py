@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -208,7 +209,11 @@ def _check_start(number: int, device: _Device, collective: Collective) -> None:
     if collective.kind is CollectiveKind.NORM:
         sums = [item.collective for item in device.program.items if isinstance(item, Start)]
         for other in sums:
-            if other.kind in {CollectiveKind.GRADIENTS, CollectiveKind.TIED} and other.update == collective.update and other not in device.awaited:
+            if (
+                other.kind in {CollectiveKind.GRADIENTS, CollectiveKind.TIED}
+                and other.update == collective.update
+                and other not in device.awaited
+            ):
                 raise device.fail(f"starts the norm before it has awaited {other}")
 
 
@@ -216,7 +221,7 @@ def check_one_order(starts: Mapping[int, Sequence[Collective]]) -> None:
     """Raises graphlib.CycleError where devices start collectives in orders that do not fit together."""
     order: TopologicalSorter[Collective] = TopologicalSorter()
     for sequence in starts.values():
-        for before, after in zip(sequence, sequence[1:], strict=False):
+        for before, after in itertools.pairwise(sequence):
             order.add(after, before)
     order.prepare()
 
@@ -321,4 +326,6 @@ def _needs(schedule: Schedule, op: Op, known: Mapping[Op, int]) -> list[Op]:
             }[schedule.update_scope]
             first = op.index * schedule.num_microbatches
             indices = range(first, first + schedule.num_microbatches)
-            return [Op(kind, stage, index) for stage in stages for index in indices for kind in GRADIENTS if Op(kind, stage, index) in known]
+            return [
+                Op(kind, stage, index) for stage in stages for index in indices for kind in GRADIENTS if Op(kind, stage, index) in known
+            ]

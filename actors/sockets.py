@@ -1,0 +1,107 @@
+"""This process's TCP connections and interfaces, as far as abort and gloo need them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import sys
+from dataclasses import dataclass, field
+
+from raypipe.errors import InputError
+
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the IPv4 address of an interface
+_FD_FOLDER = "/dev/fd"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """One connected socket of this process, whoever opened it.
+
+    Attributes:
+        inode: tells it from another socket that got the same descriptor later.
+        descriptor: its file descriptor when it was seen.
+        local: "address:port" of this end.
+        remote: "address:port" of the other end.
+    """
+
+    inode: int
+    descriptor: int = field(compare=False)
+    local: str = field(compare=False)
+    remote: str = field(compare=False)
+
+    def shut_down(self) -> None:
+        """Ends the connection in both directions, so that whoever waits for it wakes up; its owner still has to close it."""
+        opened = _open_copy(self.descriptor)
+        if opened is None:
+            return
+        with opened:
+            if os.fstat(opened.fileno()).st_ino == self.inode:
+                try:
+                    opened.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    return  # the other end was faster
+
+
+def connections() -> frozenset[Connection]:
+    """The TCP connections of this process."""
+    found = (_connection(int(name)) for name in os.listdir(_FD_FOLDER))
+    return frozenset(connection for connection in found if connection is not None)
+
+
+def _connection(descriptor: int) -> Connection | None:
+    opened = _open_copy(descriptor)
+    if opened is None:
+        return None
+    with opened:
+        if opened.family not in {socket.AF_INET, socket.AF_INET6}:
+            return None
+        try:
+            local, remote = _text(opened.getsockname()), _text(opened.getpeername())
+        except OSError:
+            return None  # it listens, or is no longer connected
+        return Connection(os.fstat(opened.fileno()).st_ino, descriptor, local, remote)
+
+
+def _open_copy(descriptor: int) -> socket.socket | None:
+    """A second handle on a socket, which keeps it from being replaced meanwhile; None where it is gone or no socket."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
+
+
+def _text(address: tuple[str, int]) -> str:
+    host = address[0].removeprefix("::ffff:").split("%", maxsplit=1)[0]
+    return f"{host}:{address[1]}"
+
+
+def interface_of(host_ip: str) -> str | None:
+    """The name of the network interface that has an IPv4 address; None where the system does not tell (not Linux).
+
+    Raises:
+        InputError: none has it.
+    """
+    if sys.platform != "linux":
+        return None
+    addresses = {name: address for _, name in socket.if_nameindex() if (address := _address(name))}
+    for name, address in addresses.items():
+        if address == host_ip:
+            return name
+    known = ", ".join(f"{name} {address}" for name, address in addresses.items())
+    raise InputError(f"no interface of this host has the address {host_ip}; there are: {known}; set GLOO_SOCKET_IFNAME to choose one")
+
+
+def _address(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None  # it has no IPv4 address
+    return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,340 @@
+"""The stage actor: one device's stages, its transport and its clock. A plain class; `launch` makes Ray actors of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed import TCPStore
+
+from raypipe.actors.checkpoint import layer_file, load_layer
+from raypipe.actors.executor import BatchSource, EdgeSpecs, Executor, Job, Window, WindowReport
+from raypipe.actors.faults import FaultScript
+from raypipe.actors.gloo import GlooTransport, host_store
+from raypipe.actors.held import StageModule, Weights, output_specs
+from raypipe.actors.measure import LayerMeasurement, measure_layers
+from raypipe.actors.metrics import StageMetrics
+from raypipe.actors.transport import TensorSpec
+from raypipe.config import OptimizerConfig
+from raypipe.cut import Cut
+from raypipe.errors import AbortedError, RaypipeError, RunError, StageFailedError
+from raypipe.model import Batch, Model
+from raypipe.schedules.ir import WeightRule
+
+ModelFunction = Callable[[], Model]
+BatchFunction = Callable[[str], BatchSource]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who an actor is.
+
+    Attributes:
+        run: the run's name.
+        device: its number in the plan.
+        name: of the device.
+        stages: the stages it holds.
+    """
+
+    run: str
+    device: int
+    name: str
+    stages: tuple[int, ...]
+
+    @property
+    def stage_text(self) -> str:
+        """The stages in text, such as `0,4`."""
+        return ",".join(map(str, self.stages)) or "none"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where an actor runs.
+
+    Attributes:
+        node_id: Ray's.
+        ip: of the node.
+        hostname: of the node.
+        pid: of the process.
+        num_cores: that the process may use.
+    """
+
+    node_id: str
+    ip: str
+    hostname: str
+    pid: int
+    num_cores: int
+
+
+@dataclass(frozen=True)
+class BuildOrder:
+    """What an actor needs to build its stages.
+
+    Attributes:
+        model: makes the model's description.
+        batches: opens the rows of a split.
+        cut: the layers of all stages.
+        weight_rule: how a backward finds its weights.
+        optimizer: AdamW's figures.
+        num_updates: of the run, for the learning rate.
+        seed: of weights and randomness.
+        faults: what is to go wrong.
+    """
+
+    model: ModelFunction
+    batches: BatchFunction
+    cut: Cut
+    weight_rule: WeightRule
+    optimizer: OptimizerConfig
+    num_updates: int
+    seed: int
+    faults: FaultScript = field(default_factory=FaultScript)
+
+
+@dataclass(frozen=True)
+class ConnectOrder:
+    """What an actor needs to find the others.
+
+    Attributes:
+        names: of all devices.
+        channels: the ordered pairs of devices that exchange messages.
+        groups: the members of each collective.
+        host: of the store where all meet.
+        port: of the store.
+        prefix: unique to this run and epoch.
+        connect_timeout_s: until all must be there.
+        message_timeout_s: for every wait after that.
+    """
+
+    names: tuple[str, ...]
+    channels: tuple[tuple[int, int], ...]
+    groups: tuple[tuple[int, ...], ...]
+    host: str
+    port: int
+    prefix: str
+    connect_timeout_s: float
+    message_timeout_s: float
+
+
+@dataclass(frozen=True)
+class Status:
+    """What an actor is doing, as its control thread sees it."""
+
+    device: int
+    doing: str
+    since_s: float
+
+
+class StageActor:
+    """One device's stages.
+
+    Methods run one at a time, but for `status` and `abort`, which Ray gives a thread of their own.
+    """
+
+    def __init__(self, identity: Identity, *, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self.identity = identity
+        self._doing = "starting"
+        self._since = time.monotonic()
+        self._abort_reason: str | None = None
+        self._store: TCPStore | None = None
+        self._transport: GlooTransport | None = None
+        self._executor: Executor | None = None
+        self._order: BuildOrder | None = None
+        self._model: Model | None = None
+        self._weights: dict[int, Weights] = {}
+        self._sources: dict[str, BatchSource] = {}
+        self._jobs: dict[str, Job] = {}
+        self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
+
+    def __repr__(self) -> str:
+        return f"Stage({self.identity.stage_text})"
+
+    def whereabouts(self) -> Whereabouts:
+        """Where this actor runs."""
+        import ray  # noqa: PLC0415  # only Ray can tell, and the class works without it
+
+        context = ray.get_runtime_context()
+        return Whereabouts(
+            node_id=context.get_node_id(),
+            ip=ray.util.get_node_ip_address(),
+            hostname=os.uname().nodename,
+            pid=os.getpid(),
+            num_cores=len(os.sched_getaffinity(0)),
+        )
+
+    # Control: answered while the other methods compute
+
+    def status(self) -> Status:
+        """What this actor is doing, and for how long."""
+        doing = self._executor.doing if self._executor is not None and self._doing.startswith("window") else ""
+        return Status(self.identity.device, f"{self._doing}, {doing}" if doing else self._doing, time.monotonic() - self._since)
+
+    def abort(self, reason: str) -> None:
+        """Ends what this actor does, within a second."""
+        self._abort_reason = reason
+        if self._executor is not None:
+            self._executor.abort(reason)
+        elif self._transport is not None:
+            self._transport.abort(reason)
+
+    # Work
+
+    def _begin(self, what: str) -> None:
+        self._doing = what
+        self._since = time.monotonic()
+        if self._abort_reason is not None:
+            raise AbortedError(self._abort_reason)
+
+    def measure(self, model: ModelFunction, batches: BatchFunction, *, seed: int) -> list[LayerMeasurement]:
+        """Measures every layer of the model on this device."""
+        self._begin("measuring layers")
+        return measure_layers(model(), self._whole_batch(batches), seed=seed)
+
+    def _whole_batch(self, batches: BatchFunction) -> Batch:
+        return batches("train").batch(0, (0.0, 1.0))
+
+    def build(self, order: BuildOrder) -> int:
+        """Builds the layers of this device's stages; returns how many numbers their weights have."""
+        self._begin("building layers")
+        self._order = order
+        self._model = order.model()
+        for stage in self.identity.stages:
+            module = StageModule(self._model, order.cut, stage, seed=order.seed)
+            self._weights[stage] = Weights(module, optimizer=partial(adamw, order.optimizer), rule=order.weight_rule)
+        return sum(weight.numel() for weights in self._weights.values() for weight in weights.module.parameters())
+
+    def output_specs(self, stage: int, made: Mapping[int, tuple[TensorSpec, ...]]) -> dict[int, tuple[TensorSpec, ...]]:
+        """What a stage gives, from what the stages before it give."""
+        assert self._order is not None, "build comes before output_specs"
+        self._begin(f"finding the shapes of stage {stage}")
+        module = self._weights[stage].module
+        needed = {source: made[source] for sources in module.inputs.values() for source in sources if source in made}
+        fields = {field for spec in module.specs.values() for field in spec.batch}
+        return output_specs(module, needed, self._whole_batch(self._order.batches) if fields else {})
+
+    def host_store(self, *, host: str, timeout_s: float) -> int:
+        """Opens the store where all actors meet; returns its port."""
+        self._begin("opening the store")
+        store, port = host_store(host, timeout_s=timeout_s)
+        self._store = store
+        return port
+
+    def connect(self, order: ConnectOrder, edge_specs: EdgeSpecs, *, host_ip: str) -> None:
+        """Connects this device with its neighbours."""
+        assert self._order is not None, "build comes before connect"
+        assert self._model is not None, "build comes before connect"
+        self._begin("connecting")
+        self._transport = GlooTransport(
+            self.identity.device,
+            names=order.names,
+            channels=order.channels,
+            groups=order.groups,
+            store=(order.host, order.port),
+            prefix=order.prefix,
+            connect_timeout_s=order.connect_timeout_s,
+            timeout_s=order.message_timeout_s,
+            host_ip=host_ip,
+        )
+        self._transport.connect()
+        optimizer, num_updates = self._order.optimizer, self._order.num_updates
+        self._executor = Executor(
+            device=self.identity.device,
+            model=self._model,
+            cut=self._order.cut,
+            held=self._weights,
+            transport=self._transport,
+            edge_specs=edge_specs,
+            learning_rate=partial(optimizer.rate, num_updates=num_updates),
+            max_grad_norm=optimizer.max_grad_norm,
+            faults=self._order.faults,
+        )
+
+    def load_job(self, name: str, job: Job) -> None:
+        """Takes a program that windows will name."""
+        self._jobs[name] = job
+
+    def run(self, name: str, *, number: int, first_update: int, split: str) -> WindowReport:
+        """Runs a window of a program over the rows of a split.
+
+        Raises:
+            StageFailedError: an Op raised.
+            TransportError: a message did not pass.
+        """
+        assert self._order is not None, "build comes before run"
+        if split not in self._sources:
+            self._sources[split] = self._order.batches(split)
+        return self._run(name, Window(number, first_update, self._sources[split]))
+
+    def run_on(self, name: str, *, number: int, batches: BatchSource, num_rows: int) -> WindowReport:
+        """Runs a program of forwards over given rows, so many a microbatch; the report has the outputs."""
+        return self._run(name, Window(number, 0, batches, keep_outputs=True, num_rows=num_rows))
+
+    def _run(self, name: str, window: Window) -> WindowReport:
+        assert self._executor is not None, "connect comes before run"
+        self._begin(f"window {window.number} of {name}")
+        try:
+            report = self._executor.run(self._jobs[name], window)
+        except RaypipeError as error:
+            if isinstance(error, RunError):
+                raise
+            raise self._failure(error) from error
+        except Exception as error:
+            raise self._failure(error) from error
+        self._doing, self._since = f"waiting for work after window {window.number}", time.monotonic()
+        self._metrics.record(report)
+        return report
+
+    def _failure(self, error: Exception) -> StageFailedError:
+        assert self._executor is not None, "only a window fails so"
+        place = self.whereabouts()
+        return StageFailedError(
+            device=self.identity.name,
+            stages=self.identity.stage_text,
+            node=f"{place.hostname} {place.ip}",
+            during=f"{self._doing}, {self._executor.doing}",
+            problem=f"{type(error).__name__}: {error}",
+            remedy="see the actor's log in the Ray dashboard",
+        )
+
+    def save(self, folder: str) -> list[str]:
+        """Writes each layer's weights and optimizer state into a folder; returns the names of the files."""
+        self._begin("saving")
+        assert self._model is not None, "build comes before save"
+        names: list[str] = []
+        for weights in self._weights.values():
+            for index, tensors in weights.state().items():
+                name = layer_file(index, self._model.layers[index].name)
+                partial_file = Path(folder) / f"{name}.partial"
+                save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial_file, metadata={"layer": str(index)})
+                partial_file.rename(Path(folder) / name)
+                names.append(name)
+        return names
+
+    def load(self, folder: str) -> None:
+        """Reads what `save` wrote, by this or any other cut of the model."""
+        self._begin("loading")
+        assert self._model is not None, "build comes before load"
+        for weights in self._weights.values():
+            layers = {index: load_layer(folder, index, self._model.layers[index].name) for index in weights.module.indices}
+            weights.load_state(layers)
+
+    def close(self) -> None:
+        """Gives back sockets and memory."""
+        if self._transport is not None:
+            self._transport.close()
+        self._store = None
+
+
+def adamw(config: OptimizerConfig, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW whose weight decay spares vectors, such as biases and gains."""
+    matrices = [weight for weight in weights if weight.dim() >= 2]
+    vectors = [weight for weight in weights if weight.dim() < 2]
+    groups = [{"params": group, "weight_decay": decay} for group, decay in ((matrices, config.weight_decay), (vectors, 0.0)) if group]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon)

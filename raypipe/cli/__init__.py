@@ -1,0 +1,70 @@
+"""The command line. Each command is a module, loaded when it is named: `raypipe schedule` starts without ray and torch.
+
+Exit codes: 0 success, 2 bad input, 1 a failure while running, 130 Ctrl-C. Errors are one message on stderr; an exception that is
+no `RaypipeError` is a fault of raypipe and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import cast
+
+import click
+
+from raypipe import __version__
+from raypipe.errors import InputError, RaypipeError, suggestion
+
+COMMANDS = ("schedule", "schedules", "simulate", "train", "show", "data")
+"""In the order of the help; command NAME is `raypipe.cli.NAME:NAME`."""
+
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Commands(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        return cast(click.Command, getattr(importlib.import_module(f"raypipe.cli.{cmd_name}"), cmd_name))
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if not args[0].startswith("-") and args[0] not in COMMANDS:
+            raise click.UsageError(f"no command is called {args[0]!r}{suggestion(args[0], COMMANDS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", prog_name="raypipe", message="%(prog)s %(version)s")
+@click.pass_context
+def commands(context: click.Context) -> None:
+    """Trains models too large for one GPU as pipelines of Ray actors, on any network of machines."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code.
+
+    Args:
+        arguments: those of the command line; `None` for the process's own.
+    """
+    try:
+        result = commands.main(args=None if arguments is None else list(arguments), prog_name="raypipe", standalone_mode=False)
+    except click.Abort:  # click's word for Ctrl-C
+        return EXIT_INTERRUPTED
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f"\ntry: {context.command_path} --help" if context else ""
+        click.echo(f"error: {error.format_message()}{hint}", err=True)
+        return EXIT_BAD_INPUT
+    except RaypipeError as error:
+        click.echo(f"error: {error}", err=True)
+        return EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_FAILURE
+    return result if isinstance(result, int) else 0

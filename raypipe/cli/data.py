@@ -1,0 +1,44 @@
+"""`raypipe data`: text to tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from raypipe.cli.options import json_option
+from raypipe.cli.screen import print_json
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def data(context: click.Context) -> None:
+    """Prepare data to train on."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@data.command()
+@click.argument("source")
+@click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="The token file to write (Parquet).")
+@click.option("--validation-fraction", type=float, default=0.05, show_default=True, help="Share of the documents to validate with.")
+@json_option
+def prepare(source: str, *, output: str, validation_fraction: float, as_json: bool) -> None:
+    """Turn text into tokens, one a byte.
+
+    SOURCE is a text file, a folder of them, or python-stdlib for the source of Python's standard library.
+
+    \b
+    Example:
+      raypipe data prepare python-stdlib -o tokens.parquet
+    """
+    from raypipe.data.prepare import prepare as prepare_tokens  # noqa: PLC0415  # loads pyarrow: not for --help
+
+    prepared = prepare_tokens(source, output=output, validation_fraction=validation_fraction)
+    if as_json:
+        print_json(dataclasses.asdict(prepared))
+        return
+    click.echo(
+        f"{prepared.path}: {prepared.num_documents} documents of {prepared.source}, {prepared.num_train_tokens} tokens to train with, "
+        f"{prepared.num_validation_tokens} to validate with, {prepared.file_bytes} bytes"
+    )

@@ -1,0 +1,21 @@
+"""Where commands write: results to stdout, as text or as one JSON document."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import click
+from rich.console import Console
+
+_WIDTH_WITHOUT_TERMINAL = 100
+
+
+def console() -> Console:
+    """A console on stdout; without a terminal it is 100 columns wide and has no colours."""
+    return Console(width=shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns, highlight=False, soft_wrap=False)
+
+
+def print_json(document: object) -> None:
+    """Writes the one document of `--json`."""
+    click.echo(json.dumps(document, indent=1, allow_nan=False))

@@ -1,0 +1,131 @@
+"""`raypipe train`: trains what a configuration describes and shows how it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from raypipe.config import TrainConfig
+
+if TYPE_CHECKING:
+    from raypipe import trainer
+
+
+class _Screen:
+    """Shows a run on stderr: a moving bar on a terminal, a line a window elsewhere."""
+
+    def __init__(self, console: Console, num_updates: int) -> None:
+        self.console = console
+        self.bar = Progress(
+            TextColumn("update"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=30),
+            TextColumn(
+                "loss {task.fields[loss]}  validation {task.fields[validation]}  {task.fields[speed]} tokens/s  bubble {task.fields[bubble]}"
+            ),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self.task = self.bar.add_task("", total=num_updates, loss="-", validation="-", speed="-", bubble="-")
+
+    def notice(self, text: str) -> None:
+        """Prints a line."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def progress(self, progress: trainer.Progress) -> None:
+        """Moves the bar, or prints a line."""
+        validation = "-" if progress.validation_loss is None else f"{progress.validation_loss:.3f}"
+        speed = f"{progress.tokens_per_s:,.0f}"
+        if not self.console.is_terminal:
+            minutes, seconds = divmod(round(progress.seconds_left), 60)
+            self.notice(
+                f"update {progress.update}/{progress.num_updates}  loss {progress.loss:.3f}  validation {validation}  {speed} tokens/s  "
+                f"bubble {progress.bubble_ratio:.1%}  left {minutes}:{seconds:02d}"
+            )
+            return
+        self.bar.update(
+            self.task,
+            completed=progress.update,
+            loss=f"{progress.loss:.3f}",
+            validation=validation,
+            speed=speed,
+            bubble=f"{progress.bubble_ratio:.1%}",
+        )
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value, such as schedule.name=zb-h1. Repeatable.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of the newest run of this name.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document.")
+def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: bool) -> None:
+    """Train what the YAML file CONFIG describes.
+
+    \b
+    Example:
+      raypipe train examples/gpt_python_stdlib.yaml --set run.num_updates=50
+    """
+    loaded = TrainConfig.load(config, overrides=overrides)
+    from raypipe.trainer import Trainer  # noqa: PLC0415  # loads ray and torch: not before the configuration is known to be good
+
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    console = Console(stderr=True)
+    screen = _Screen(console, loaded.run.num_updates)
+    trainer = Trainer.of(loaded)
+    if console.is_terminal:
+        with Live(screen.bar, console=console, refresh_per_second=4):
+            result = trainer.fit(listener=screen, resume=resume)
+    else:
+        result = trainer.fit(listener=screen, resume=resume)
+    if as_json:
+        click.echo(json.dumps(_document(result)))
+        return
+    _show(result, Console())
+
+
+def _document(result: trainer.Result) -> dict[str, object]:
+    return {
+        "path": result.path,
+        "metrics": result.metrics,
+        "losses": result.losses,
+        "validation_losses": [list(pair) for pair in result.validation_losses],
+        "checkpoint": result.checkpoint.path,
+        "figures": [dataclasses.asdict(figure) | {"error": figure.error} for figure in result.figures],
+        "sample": result.sample,
+    }
+
+
+def _show(result: trainer.Result, console: Console) -> None:
+    if result.sample:
+        console.rule("generated text")
+        console.print(result.sample, markup=False, highlight=False)
+    table = Table(title="predicted against measured", title_justify="left")
+    for name in ("figure", "predicted", "measured", "spread", "error"):
+        table.add_column(name, justify="left" if name == "figure" else "right")
+    for figure in result.figures:
+        show = (lambda value: f"{value:.4f} s") if figure.unit == "s" else (lambda value: f"{value:.1%}")
+        error = f"{figure.error:+.1%}" + ("" if figure.unit == "s" else " points")
+        table.add_row(figure.name, show(figure.predicted), show(figure.measured), f"+-{show(figure.spread)}", error)
+    console.print(table)
+    losses = f"training loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
+    if result.validation_losses:
+        losses += f", validation loss {result.validation_losses[0][1]:.3f} -> {result.validation_losses[-1][1]:.3f}"
+    console.print(f"{losses}, {result.metrics['tokens_per_s']:,.0f} tokens/s", highlight=False)
+    console.print("Everything is in the run folder:", highlight=False)
+    for name, what in (
+        ("timeline.svg", "the drawn timeline, predicted above measured"),
+        ("trace.perfetto.json", "the same for https://ui.perfetto.dev"),
+        ("metrics.jsonl", "loss, gradient norm, speed of every update"),
+        ("config.yaml", "every value, defaults included; versions.json beside it"),
+    ):
+        console.print(f"  {result.path}/{name}  {what}", highlight=False, soft_wrap=True)
+    console.print(f"  {result.checkpoint.path}  the checkpoint", highlight=False, soft_wrap=True)

@@ -1,0 +1,402 @@
+"""The driver's side of a run: starts the stage actors, gives them windows, gathers what they report, and ends them.
+
+    Launched --> Connected --> Running(window) --> Connected --> ... --> Closed
+        |            |             |
+        +------------+-------------+--> Failed --> Closed
+
+States are classes with the data that hold in them. Only the coordinator has actor handles.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from raypipe.actors.executor import BatchSource, Job, WindowReport
+from raypipe.actors.launch import Slot, launch
+from raypipe.actors.measure import LayerMeasurement
+from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, ModelFunction, Status, Whereabouts
+from raypipe.actors.transport import TensorSpec
+from raypipe.config import ClusterConfig, ScalingConfig
+from raypipe.cut import Cut
+from raypipe.errors import AbortedError, RaypipeError, RunError, StageFailedError, TransportError
+from raypipe.schedules.lower import Recv, Start
+from raypipe.trace import Source, Span, Trace
+
+_LOG = logging.getLogger("raypipe.coordinator")
+_GRACE_S = 3.0
+"""After the first failure, how long to listen for one that explains it: a dead neighbour is seen by its peers first."""
+_POLL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The actors were started and hold nothing yet."""
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The actors are built and connected, and wait for work."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Running:
+    """The actors run a window."""
+
+    epoch: int
+    window: int
+    job: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A part failed; the actors were told to stop."""
+
+    error: RaypipeError
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The actors are gone."""
+
+
+State = Launched | Connected | Running | Failed | Closed
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """What all devices did in a window.
+
+    Attributes:
+        reports: by device.
+        trace: the spans of all, by one clock.
+        wall_s: seconds as the driver saw them.
+    """
+
+    reports: tuple[WindowReport, ...]
+    trace: Trace
+    wall_s: float
+
+
+class Coordinator:
+    """The stage actors of one run.
+
+    Args:
+        run: its name, unique in the cluster.
+        slots: the place of each device.
+        stages: the stages of each device.
+        scaling: resources of each actor.
+        cluster: timeouts.
+
+    Used as a context manager it ends the actors, whatever happens.
+    """
+
+    def __init__(
+        self, *, run: str, slots: Sequence[Slot], stages: Sequence[tuple[int, ...]], scaling: ScalingConfig, cluster: ClusterConfig
+    ):
+        self.run = run
+        self.slots = tuple(slots)
+        self.stages = tuple(stages)
+        self.cluster = cluster
+        self.state: State = Launched()
+        self.places: tuple[Whereabouts, ...] = ()
+        self._windows: Counter[str] = Counter()
+        self._epoch = 0
+        self._actors = launch(slots, stages=stages, run=run, scaling=scaling)
+
+    def __enter__(self) -> Coordinator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _move(self, state: State) -> None:
+        _LOG.debug("%s: %s -> %s", self.run, self.state, state)
+        self.state = state
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The names of the devices by number."""
+        return tuple(slot.name for slot in self.slots)
+
+    # Setting up
+
+    def wait_until_up(self) -> None:
+        """Waits until all actors are there, and checks that each is on the node it was meant for.
+
+        Raises:
+            RunError: names those that did not come in time, or came elsewhere.
+        """
+        calls = {device: actor.whereabouts.remote() for device, actor in enumerate(self._actors)}
+        self.places = tuple(self._gather(calls, "starting", timeout_s=self.cluster.start_timeout_s).values())
+        for device, (slot, place) in enumerate(zip(self.slots, self.places, strict=True)):
+            if slot.node_id != place.node_id:
+                raise RunError(
+                    f"device {slot.name} was to be on node {slot.node_id[:8]}, but is on {place.node_id[:8]} ({place.ip}); try again"
+                )
+            _LOG.debug("device %d (%s): stages %s, pid %d on %s", device, slot.name, self.stages[device], place.pid, place.hostname)
+
+    def measure(self, model: ModelFunction, batches: BatchFunction, *, seed: int) -> list[LayerMeasurement]:
+        """The costs of the model's layers on the first device."""
+        found: list[LayerMeasurement] = self._gather({0: self._actors[0].measure.remote(model, batches, seed=seed)}, "measuring layers")[0]
+        return found
+
+    def build(self, order: BuildOrder) -> int:
+        """Builds the stages on their actors; returns how many numbers the weights of all devices have."""
+        counts = self._gather({device: actor.build.remote(order) for device, actor in enumerate(self._actors)}, "building layers")
+        return sum(counts.values())
+
+    def connect(self, jobs: Mapping[str, Sequence[Job]], cut: Cut) -> None:
+        """Connects the actors and gives them their programs.
+
+        Args:
+            jobs: by name, the job of each device.
+            cut: the layers of all stages.
+        """
+        items = [(job.program.device, item) for of_devices in jobs.values() for job in of_devices for item in job.program.items]
+        channels = sorted({(item.device, device) for device, item in items if isinstance(item, Recv)})
+        groups = sorted({item.collective.devices for _, item in items if isinstance(item, Start)})
+        specs = self._edge_specs(cut)
+        host = self.places[0].ip
+        timeout_s = self.cluster.start_timeout_s
+        port = self._gather({0: self._actors[0].host_store.remote(host=host, timeout_s=timeout_s)}, "opening the store")[0]
+        order = ConnectOrder(
+            names=self.device_names,
+            channels=tuple(channels),
+            groups=tuple(groups),
+            host=host,
+            port=port,
+            prefix=f"{self.run}/{self._epoch}",
+            connect_timeout_s=timeout_s,
+            message_timeout_s=self.cluster.message_timeout_s,
+        )
+        self._gather(
+            {
+                device: actor.connect.remote(order, specs, host_ip=place.ip)
+                for device, (actor, place) in enumerate(zip(self._actors, self.places, strict=True))
+            },
+            "connecting",
+            timeout_s=2 * timeout_s,
+        )
+        loads = {
+            (device, name): self._actors[device].load_job.remote(name, job)
+            for name, of_devices in jobs.items()
+            for device, job in enumerate(of_devices)
+        }
+        for name in jobs:
+            self._gather({device: ref for (device, of), ref in loads.items() if of == name}, "taking programs")
+        self._move(Connected(self._epoch))
+
+    def _edge_specs(self, cut: Cut) -> dict[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]:
+        """What travels along each edge: asked stage by stage, in topological order."""
+        made: dict[int, tuple[TensorSpec, ...]] = {}
+        for stage in range(len(cut.stages)):
+            device = next(device for device, stages in enumerate(self.stages) if stage in stages)
+            made |= self._gather({device: self._actors[device].output_specs.remote(stage, made)}, f"finding the shapes of stage {stage}")[
+                device
+            ]
+        return {edge: tuple(made[layer] for layer in layers) for edge, layers in cut.crossing.items()}
+
+    # Working
+
+    def run_window(self, job: str, *, num_updates: int, first_update: int, split: str = "train") -> WindowResult:
+        """Runs a window of a job on all devices.
+
+        Raises:
+            StageFailedError: an actor died, raised or fell silent; names stage and node.
+            TransportError: two devices lost each other.
+        """
+        return self._window(
+            job,
+            lambda actor: actor.run.remote(job, number=self._windows[job], first_update=first_update, split=split),
+            num_updates=num_updates,
+        )
+
+    def run_on(self, job: str, batches: BatchSource, *, num_rows: int) -> WindowResult:
+        """Runs a job of forwards over given rows, so many a microbatch; the reports have the last layer's outputs."""
+        return self._window(
+            job, lambda actor: actor.run_on.remote(job, number=self._windows[job], batches=batches, num_rows=num_rows), num_updates=1
+        )
+
+    def _window(self, job: str, call: Callable[[Any], Any], *, num_updates: int) -> WindowResult:
+        number = self._windows[job]
+        self._move(Running(self._epoch, number, job))
+        since = time.perf_counter()
+        reports = self._gather({device: call(actor) for device, actor in enumerate(self._actors)}, f"window {number} of {job}")
+        wall_s = time.perf_counter() - since
+        self._windows[job] += 1
+        self._move(Connected(self._epoch))
+        ordered = tuple(reports[device] for device in sorted(reports))
+        return WindowResult(ordered, _merge(self.run, self.device_names, ordered, num_updates), wall_s)
+
+    def save(self, folder: str) -> None:
+        """Lets every actor write its layers into a folder."""
+        self._gather({device: actor.save.remote(folder) for device, actor in enumerate(self._actors)}, "saving")
+
+    def load(self, folder: str) -> None:
+        """Lets every actor read its layers from a folder."""
+        self._gather({device: actor.load.remote(folder) for device, actor in enumerate(self._actors)}, "loading")
+
+    # Listening
+
+    def _gather(self, calls: Mapping[int, Any], what: str, *, timeout_s: float | None = None) -> dict[int, Any]:
+        """The results of one call a device; the first failure ends all.
+
+        Args:
+            calls: by device.
+            what: for messages.
+            timeout_s: in which all must answer; `None` where only silence is a failure.
+        """
+        device_of = {ref: device for device, ref in calls.items()}
+        open_refs = list(device_of)
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        asked = time.monotonic()
+        try:
+            while open_refs:
+                done, open_refs = ray.wait(open_refs, num_returns=1, timeout=_POLL_S)
+                for ref in done:
+                    results[device_of[ref]] = ray.get(ref)
+                late = deadline is not None and time.monotonic() > deadline
+                if open_refs and (late or time.monotonic() - asked > _POLL_S):
+                    self._ask([device_of[ref] for ref in open_refs], what, late=late)
+                    asked = time.monotonic()
+        except (RayError, RaypipeError) as error:
+            failure = self._explain(error, device_of, open_refs, what)
+            self._move(Failed(failure))
+            raise failure from error
+        return {device: results[device] for device in sorted(results)}
+
+    def _ask(self, devices: Sequence[int], what: str, *, late: bool) -> None:
+        """Asks actors that have not answered yet what they are doing.
+
+        Raises:
+            StageFailedError: one is silent, or it is too late.
+        """
+        timeout_s = self.cluster.start_timeout_s if isinstance(self.state, Launched) else self.cluster.silence_timeout_s
+        refs = {device: self._actors[device].status.options(concurrency_group="control").remote() for device in devices}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=1.0 if late else timeout_s)
+        for device, ref in refs.items():
+            try:
+                status: Status | None = ray.get(ref, timeout=0)
+            except GetTimeoutError:
+                status = None
+            if status is None:
+                raise self._failure(device, what, "does not answer", "look at its node: it may be down, cut off, or out of memory")
+            if late:
+                raise self._failure(
+                    device, what, f"is not done in time, but {status.doing} for {status.since_s:.0f} s", "raise cluster.start_timeout_s"
+                )
+
+    def _failure(self, device: int, what: str, problem: str, remedy: str) -> StageFailedError:
+        slot = self.slots[device]
+        stages = ",".join(map(str, self.stages[device]))
+        return StageFailedError(slot.name, stages, slot.node, what, problem, remedy)
+
+    def _explain(self, error: Exception, device_of: Mapping[Any, int], open_refs: Sequence[Any], what: str) -> RaypipeError:
+        """The failure that explains the others: a death before a raised error before a lost message before an abort."""
+        self._abort(f"another part failed during {what}")
+        failures = [self._translate(error, self._device_that_failed(error, device_of, open_refs), what)]
+        deadline = time.monotonic() + _GRACE_S
+        rest = list(open_refs)
+        while rest and time.monotonic() < deadline:
+            done, rest = ray.wait(rest, num_returns=1, timeout=max(deadline - time.monotonic(), 0.01))
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except RayError as other:
+                    failures.append(self._translate(other, device_of[ref], what))
+        if not any(_is_death(failure) for failure in failures):
+            failures += self._find_dead(what)
+        return min(failures, key=_rank)
+
+    def _device_that_failed(self, error: Exception, device_of: Mapping[Any, int], open_refs: Sequence[Any]) -> int:
+        for ref, device in device_of.items():
+            if ref in open_refs:
+                continue
+            try:
+                ray.get(ref, timeout=0)
+            except RayError as found:
+                if type(found) is type(error):
+                    return device
+        return 0
+
+    def _find_dead(self, what: str) -> list[RaypipeError]:
+        """Failures of actors that died without having been asked for anything, or whose death was not told yet."""
+        refs = {device: actor.status.options(concurrency_group="control").remote() for device, actor in enumerate(self._actors)}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=1.0)
+        found: list[RaypipeError] = []
+        for device, ref in refs.items():
+            try:
+                ray.get(ref, timeout=0)
+            except RayActorError as error:
+                found.append(self._translate(error, device, what))
+            except RayError:
+                continue
+        return found
+
+    def _translate(self, error: Exception, device: int, what: str) -> RaypipeError:
+        if isinstance(error, RayTaskError) and isinstance(error.cause, RaypipeError):
+            return error.cause
+        if isinstance(error, RaypipeError):
+            return error
+        if isinstance(error, RayActorError):
+            reason = next((line.strip() for line in str(error).splitlines() if "reason" in line.lower() or "exit" in line.lower()), "")
+            problem = f"its process died ({reason[:200]})" if reason else "its process died"
+            return self._failure(device, what, problem, _DEATH_REMEDY)
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        return self._failure(device, what, f"{type(cause).__name__}: {cause}", "see the actor's log in the Ray dashboard")
+
+    # Ending
+
+    def _abort(self, reason: str) -> None:
+        for actor in self._actors:
+            actor.abort.options(concurrency_group="control").remote(reason)
+
+    def close(self) -> None:
+        """Ends the actors. Safe to call twice."""
+        if isinstance(self.state, Closed):
+            return
+        self._move(Closed())
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+
+
+_DEATH_REMEDY = "look at its node for an out-of-memory kill or a crash; `--resume` goes on from the last checkpoint"
+
+
+def _is_death(failure: RaypipeError) -> bool:
+    return isinstance(failure, StageFailedError) and failure.remedy == _DEATH_REMEDY
+
+
+def _rank(failure: RaypipeError) -> int:
+    """Causes first, consequences last."""
+    if _is_death(failure):
+        return 0
+    if isinstance(failure, AbortedError):
+        return 3
+    return 2 if isinstance(failure, TransportError) else 1
+
+
+def _merge(name: str, devices: tuple[str, ...], reports: Sequence[WindowReport], num_updates: int) -> Trace:
+    """The spans of all devices since the first of them began.
+
+    Clocks of different nodes are taken as they are; devices of one node share theirs.
+    """
+    origin = min(report.began_s for report in reports)
+    spans = tuple(
+        Span(span.device, span.kind, span.name, span.start_s + shift, span.end_s + shift, span.bytes)
+        for report in reports
+        for shift in [report.began_s - origin]
+        for span in report.spans
+    )
+    return Trace(name, Source.MEASURED, devices, num_updates, spans)

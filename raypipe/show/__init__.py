@@ -1,0 +1,1 @@
+"""Drawings of schedules, plans and traces."""

@@ -1,0 +1,531 @@
+"""Trains a model as a pipeline of Ray actors: `Trainer(...).fit() -> Result`, in Ray Train's manner.
+
+launch   actors on the nodes and devices of the cluster
+profile  each layer measured on one device
+plan     the layers cut for the schedule, the window predicted by simulation
+run      windows of updates; between them evaluation, checkpoints, progress
+report   metrics, traces, a drawing, generated text, predicted against measured
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from raypipe.actors.batches import FixedBatch, TokenSource
+from raypipe.actors.checkpoint import Checkpoint, CheckpointIndex
+from raypipe.actors.executor import Job, jobs
+from raypipe.actors.faults import FaultScript
+from raypipe.actors.launch import find_slots
+from raypipe.actors.local import mean_losses
+from raypipe.actors.metrics import RunMetrics
+from raypipe.actors.stage import BatchFunction, BuildOrder
+from raypipe.comparison import Figure, compare, median_window
+from raypipe.config import ClusterConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, TrainConfig
+from raypipe.coordinator import Coordinator, WindowResult
+from raypipe.cost import plan_cost
+from raypipe.cut import Cut
+from raypipe.data.tokens import TokenDataset
+from raypipe.errors import ConfigError, PlanError
+from raypipe.functions import make_model, name_of
+from raypipe.model import Model
+from raypipe.plan import Plan, Predicted, make_plan
+from raypipe.planner.balance import balanced_cut
+from raypipe.profiler import model_profile
+from raypipe.ray_session import session
+from raypipe.run_folder import RunFolder, versions
+from raypipe.sample import generate
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.lower import lower
+from raypipe.schedules.passes import evaluation
+from raypipe.schedules.validate import validate
+from raypipe.show.svg import draw_traces
+from raypipe.simulate import simulate
+from raypipe.topology import ClusterTopology, Device, Node, NodeLink
+from raypipe.trace import Trace
+
+_LOOPBACK = NodeLink(bandwidth_bytes_per_s=3e9, latency_s=1e-4)
+_ETHERNET = NodeLink(bandwidth_bytes_per_s=1.25e9, latency_s=2e-4)
+"""What predictions assume of links that no topology file describes: gloo over loopback, and 10 Gbit/s between nodes."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, after a window.
+
+    Attributes:
+        update: updates done.
+        num_updates: of the run.
+        loss: of the last update.
+        validation_loss: of the last evaluation; `None` before the first.
+        tokens_per_s: over the last window, rows a second where a row has no tokens.
+        update_s: seconds per update over the last window.
+        bubble_ratio: of the last window.
+        seconds_left: at this pace.
+    """
+
+    update: int
+    num_updates: int
+    loss: float
+    validation_loss: float | None
+    tokens_per_s: float
+    update_s: float
+    bubble_ratio: float
+    seconds_left: float
+
+
+class Listener(Protocol):
+    """Who is told how a run goes."""
+
+    def notice(self, text: str) -> None:
+        """Something worth a line."""
+
+    def progress(self, progress: Progress) -> None:
+        """A window is done."""
+
+
+class Silent:
+    """Listens and says nothing."""
+
+    def notice(self, text: str) -> None:
+        """Says nothing."""
+
+    def progress(self, progress: Progress) -> None:
+        """Says nothing."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave.
+
+    Attributes:
+        path: its folder.
+        metrics: the last figures: `loss`, `validation_loss`, `tokens_per_s`, `update_s`, `bubble_ratio`, `updates`.
+        losses: of each update of this fit.
+        validation_losses: pairs (updates done, loss).
+        checkpoint: the last.
+        plan: what ran where.
+        figures: predicted against measured.
+        sample: generated text; empty where none was asked for.
+    """
+
+    path: str
+    metrics: dict[str, float]
+    losses: list[float]
+    validation_losses: list[tuple[int, float]]
+    checkpoint: Checkpoint
+    plan: Plan
+    figures: list[Figure]
+    sample: str
+
+
+class Trainer:
+    """A training run.
+
+    Args:
+        model: a function that returns a `raypipe.model.Model`, or its name, `module:function`.
+        model_options: its keyword arguments.
+        data_config: which tokens; not needed with `batches`.
+        batches: instead of tokens, a function from a split, `train` or `validation`, to a
+            `raypipe.actors.executor.BatchSource`; called on the actors.
+        schedule_config: in which order the stages work.
+        optimizer_config: AdamW and its learning rate.
+        scaling_config: on what.
+        cluster_config: which Ray cluster.
+        run_config: how long, and where its results go.
+        faults: what is to go wrong, for drills.
+
+    Example:
+        Trainer("raypipe.models.gpt:gpt", data_config=DataConfig(path="tokens.parquet")).fit().metrics["loss"]
+    """
+
+    def __init__(
+        self,
+        model: str | Callable[..., Model],
+        *,
+        model_options: Mapping[str, Any] | None = None,
+        data_config: DataConfig | None = None,
+        batches: BatchFunction | None = None,
+        schedule_config: ScheduleConfig | None = None,
+        optimizer_config: OptimizerConfig | None = None,
+        scaling_config: ScalingConfig | None = None,
+        cluster_config: ClusterConfig | None = None,
+        run_config: RunConfig | None = None,
+        faults: FaultScript | None = None,
+    ) -> None:
+        self.model_function = model
+        self.faults = faults or FaultScript()
+        self.config = TrainConfig(
+            model=ModelConfig(function=name_of(model), options=dict(model_options or {})),
+            data=data_config or DataConfig(path=""),
+            schedule=schedule_config or ScheduleConfig(),
+            optimizer=optimizer_config or OptimizerConfig(),
+            scaling=scaling_config or ScalingConfig(),
+            cluster=cluster_config or ClusterConfig(),
+            run=run_config or RunConfig(),
+        )
+        if (data_config is None) == (batches is None):
+            raise ConfigError("give the trainer either data_config or batches")
+        self.batches: BatchFunction = batches or TokenSource(
+            path=self.config.data.path,
+            sequence_length=self.config.data.sequence_length,
+            seed=self.config.run.seed,
+            microbatch_size=self.config.schedule.microbatch_size,
+        )
+        self.reads_tokens = batches is None
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Trainer:
+        """The trainer of a configuration."""
+        return cls(
+            config.model.function,
+            model_options=config.model.options,
+            data_config=config.data,
+            schedule_config=config.schedule,
+            optimizer_config=config.optimizer,
+            scaling_config=config.scaling,
+            cluster_config=config.cluster,
+            run_config=config.run,
+        )
+
+    def fit(self, *, listener: Listener | None = None, resume: bool = False) -> Result:
+        """Trains.
+
+        Args:
+            listener: told how it goes.
+            resume: go on from the newest checkpoint of the newest run of this name, at whatever cut it was written.
+
+        Raises:
+            InputError: configuration, model, data, schedule and cluster do not fit together.
+            RunError: something failed while running; the checkpoints written so far stay.
+        """
+        return _Fit(self, listener or Silent(), resume=resume).run()
+
+
+class _Fit:
+    """One call of `Trainer.fit`."""
+
+    def __init__(self, trainer: Trainer, listener: Listener, *, resume: bool) -> None:
+        self.config = trainer.config
+        self.listener = listener
+        self.batches = trainer.batches
+        self.reads_tokens = trainer.reads_tokens
+        self.faults = trainer.faults
+        self.model_function = partial(make_model, trainer.model_function, self.config.model.options)
+        self.model = self.model_function()
+        self.schedules = {size: self._schedule(size) for size in sorted({size for _, size in self._windows(0)} | {1})}
+        self.schedule = self.schedules[max(self.schedules)]
+        self._check_sizes()
+        self.folder = self._open_folder(resume=resume)
+        self.resumed = Checkpoint.latest(self.folder.path) if resume else None
+        if resume and self.resumed is None:
+            raise ConfigError(f"{self.folder.path} has no finished checkpoint to resume from; leave --resume out to begin anew")
+        self.first_update = self.resumed.index.update if self.resumed else 0
+        if self.first_update >= self.config.run.num_updates:
+            raise ConfigError(
+                f"{self.folder.path} has done {self.first_update} updates already; raise run.num_updates ({self.config.run.num_updates})"
+            )
+        self.losses: list[float] = []
+        self.validation_losses: list[tuple[int, float]] = []
+        self.traces: dict[int, list[Trace]] = {}
+        self.figures: dict[str, float] = {}
+
+    def _schedule(self, num_updates: int) -> Schedule:
+        size = self.config.schedule.size(num_devices=self.config.scaling.num_devices, num_updates=num_updates)
+        schedule = build(self.config.schedule.name, size)
+        validate(schedule)
+        return schedule
+
+    def _check_sizes(self) -> None:
+        """What can be refused before anything is started."""
+        num_layers, num_stages = len(self.model.layers), self.schedule.num_stages
+        if num_stages > num_layers:
+            raise PlanError(
+                f"the schedule {self.schedule.name!r} on {self.schedule.num_workers} devices has {num_stages} stages, "
+                f"the model only {num_layers} layers; lower scaling.num_devices or schedule.num_chunks"
+            )
+        sizes = self.config.scaling.layers_per_stage
+        if sizes is not None and (len(sizes) != num_stages or sum(sizes) != num_layers):
+            raise PlanError(
+                f"scaling.layers_per_stage {list(sizes)} does not give {num_layers} layers to {num_stages} stages; "
+                f"it needs {num_stages} numbers with the sum {num_layers}"
+            )
+        if self.reads_tokens:
+            split = "validation" if self.config.data.num_validation_microbatches else "train"
+            TokenDataset(self.config.data.path, sequence_length=self.config.data.sequence_length, seed=0, split=split)
+
+    def _open_folder(self, *, resume: bool) -> RunFolder:
+        run = self.config.run
+        if resume:
+            return RunFolder.latest(run.storage_path, run.name)
+        folder = RunFolder.create(run.storage_path, run.name)
+        self.config.save(folder.file("config.yaml"))
+        folder.write_json("versions.json", versions())
+        return folder
+
+    def _windows(self, first: int) -> list[tuple[int, int]]:
+        """Pairs (first update, number of updates): windows end where an evaluation or a checkpoint is due."""
+        run = self.config.run
+        found: list[tuple[int, int]] = []
+        while first < run.num_updates:
+            ends = [first + self.config.schedule.updates_per_window, run.num_updates]
+            ends += [(first // every + 1) * every for every in (run.evaluate_every, run.checkpoint_every) if every]
+            end = min(ends)
+            found.append((first, end - first))
+            first = end
+        return found
+
+    def run(self) -> Result:
+        """Launches, plans, trains and reports."""
+        config = self.config
+        self.listener.notice(f"run folder: {self.folder.path}")
+        with session(config.cluster, num_devices=config.scaling.num_devices, cpus_per_device=config.scaling.cpus_per_device) as cluster:
+            if cluster.dashboard_url:
+                self.listener.notice(f"Ray dashboard: {cluster.dashboard_url}")
+            self.metrics = RunMetrics(run=self.folder.path.name)
+            slots = find_slots(config.scaling)
+            stages = [
+                tuple(sorted({stage for workers in self.schedule.pipelines for stage, at in enumerate(workers) if at == worker}))
+                for worker in range(self.schedule.num_workers)
+            ]
+            name = f"{self.folder.path.name}-{time.time_ns() // 1_000_000:x}"
+            with Coordinator(run=name, slots=slots, stages=stages, scaling=config.scaling, cluster=config.cluster) as coordinator:
+                self.coordinator = coordinator
+                self._prepare()
+                if self.config.data.num_validation_microbatches:
+                    self._evaluate(self.first_update)
+                for first, size in self._windows(self.first_update):
+                    self._train(first, size)
+                sample = self._sample()
+            return self._report(sample)
+
+    # Before the first window
+
+    def _prepare(self) -> None:
+        coordinator = self.coordinator
+        coordinator.wait_until_up()
+        self.plan = self._plan()
+        self.plan.save(self.folder.file("plan.json"))
+        num_parameters = coordinator.build(
+            BuildOrder(
+                model=self.model_function,
+                batches=self.batches,
+                cut=self.plan.cut,
+                weight_rule=self.schedule.weight_rule,
+                optimizer=self.config.optimizer,
+                num_updates=self.config.run.num_updates,
+                seed=self.config.run.seed,
+                faults=self.faults,
+            )
+        )
+        if self.resumed is not None:
+            coordinator.load(self.resumed.path)
+            self.listener.notice(f"resumed from {self.resumed.path} at update {self.first_update}")
+        coordinator.connect(self._jobs(), self.plan.cut)
+        predicted = self.plan.predicted
+        assert predicted is not None, "the trainer's plan is simulated"
+        self.listener.notice(
+            f"{num_parameters / 1e6:.2f} M parameters in {self.schedule.num_stages} stages "
+            f"({', '.join(str(len(layers)) for layers in self.plan.cut.stages)} layers) on {self.schedule.num_workers} devices, "
+            f"schedule {self.schedule.name}; predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}"
+        )
+
+    def _plan(self) -> Plan:
+        size = self.config.schedule.microbatch_size
+        measured = self.coordinator.measure(self.model_function, self.batches, seed=self.config.run.seed)
+        profile = model_profile(measured, self.model, name=self.config.model.function, microbatch_size=size)
+        sizes = self.config.scaling.layers_per_stage
+        cut = balanced_cut(profile, self.schedule.num_stages) if sizes is None else Cut.of_sizes(sizes, self.model.edges())
+        topology = self._topology()
+        plan = make_plan(
+            name=self.folder.path.name,
+            planner="given" if sizes is not None else "balanced",
+            cut=cut,
+            schedule=dataclasses.replace(self.schedule, graph=cut.graph),
+            profile=profile,
+            topology=topology,
+            devices=tuple(device.name for device in topology.devices),
+            microbatch_size=size,
+        )
+        self.predicted = simulate(
+            lower(plan.schedule, plan.placement), plan_cost(plan), name=plan.name, num_updates=self.schedule.num_updates
+        )
+        figures = Predicted(
+            update_s=self.predicted.update_s,
+            bubble_ratio=self.predicted.bubble_ratio,
+            device_bubble_ratios=self.predicted.device_bubble_ratios,
+            peak_memory_bytes=self.predicted.peak_memory_bytes,
+        )
+        return dataclasses.replace(plan, predicted=figures)
+
+    def _topology(self) -> ClusterTopology:
+        """The devices in use, with the links of the file, or those of one machine."""
+        if self.config.scaling.topology is not None:
+            topology = ClusterTopology.load(self.config.scaling.topology)
+            if topology.num_devices < self.schedule.num_workers:
+                raise PlanError(
+                    f"the run needs {self.schedule.num_workers} devices, {self.config.scaling.topology} has {topology.num_devices}; "
+                    "add devices to it or lower scaling.num_devices"
+                )
+            return topology
+        use_gpu = self.config.scaling.use_gpu
+        nodes: dict[str, list[Device]] = {}
+        cores: dict[str, int | None] = {}
+        for slot, place in zip(self.coordinator.slots, self.coordinator.places, strict=True):
+            nodes.setdefault(slot.node, []).append(Device(slot.name, "gpu" if use_gpu else "cpu"))
+            cores[slot.node] = None if use_gpu else max(place.num_cores // self.config.scaling.threads_per_device, 1)
+        return ClusterTopology(
+            name="measured cores, assumed links",
+            nodes=tuple(
+                Node(
+                    name=f"node-{node}", devices=tuple(devices), link=_LOOPBACK, cores=None if self.config.scaling.use_gpu else cores[node]
+                )
+                for node, devices in nodes.items()
+            ),
+            default_link=_ETHERNET,
+        )
+
+    def _jobs(self) -> dict[str, tuple[Job, ...]]:
+        # The generators know chains; the model's own edges between the stages replace theirs.
+        graph = self.plan.cut.graph
+        for size, schedule in self.schedules.items():
+            self.schedules[size] = dataclasses.replace(schedule, graph=graph)
+            validate(self.schedules[size])
+        found = {f"train-{size}": jobs(schedule) for size, schedule in self.schedules.items()}
+        forward = dataclasses.replace(self.schedule, graph=graph)
+        if self.config.data.num_validation_microbatches:
+            found["evaluate"] = jobs(evaluation(forward, num_microbatches=self.config.data.num_validation_microbatches))
+        found["predict"] = jobs(evaluation(forward, num_microbatches=1))
+        return found
+
+    # Windows
+
+    def _train(self, first: int, size: int) -> None:
+        result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=first)
+        losses = mean_losses(result.reports, num_microbatches=self.config.schedule.num_microbatches)
+        norms = {update: norm for report in result.reports for update, norm in report.norms.items()}
+        self.losses += losses
+        self.traces.setdefault(size, []).append(result.trace)
+        update_s = result.wall_s / size
+        tokens = self.config.schedule.num_microbatches * self.config.schedule.microbatch_size
+        tokens *= self.config.data.sequence_length if self.reads_tokens else 1
+        self.figures |= {
+            "loss": losses[-1],
+            "tokens_per_s": tokens / update_s,
+            "update_s": update_s,
+            "bubble_ratio": result.trace.bubble_ratio,
+            "updates": first + size,
+        }
+        for number, loss in enumerate(losses):
+            self.folder.add_metrics({
+                "update": first + number + 1,
+                "loss": loss,
+                "grad_norm": norms.get(number),
+                "learning_rate": self.config.optimizer.rate(first + number, num_updates=self.config.run.num_updates),
+                "update_s": update_s,
+                "tokens_per_s": tokens / update_s,
+                "bubble_ratio": result.trace.bubble_ratio,
+            })
+        done = first + size
+        self._between_windows(done)
+        self._tell(done, update_s)
+
+    def _between_windows(self, done: int) -> None:
+        run = self.config.run
+        last = done == run.num_updates
+        if self.config.data.num_validation_microbatches and (last or (run.evaluate_every and done % run.evaluate_every == 0)):
+            self._evaluate(done)
+        if last or (run.checkpoint_every and done % run.checkpoint_every == 0):
+            self.checkpoint = self._save(done)
+
+    def _tell(self, done: int, update_s: float) -> None:
+        for name, key in (
+            ("loss", "loss"),
+            ("validation_loss", "validation_loss"),
+            ("tokens_per_s", "tokens_per_s"),
+            ("update_seconds", "update_s"),
+            ("updates", "updates"),
+        ):
+            if key in self.figures:
+                self.metrics.record(name, self.figures[key])
+        self.listener.progress(
+            Progress(
+                update=done,
+                num_updates=self.config.run.num_updates,
+                loss=self.figures["loss"],
+                validation_loss=self.figures.get("validation_loss"),
+                tokens_per_s=self.figures["tokens_per_s"],
+                update_s=update_s,
+                bubble_ratio=self.figures["bubble_ratio"],
+                seconds_left=(self.config.run.num_updates - done) * update_s,
+            )
+        )
+
+    def _evaluate(self, done: int) -> None:
+        count = self.config.data.num_validation_microbatches
+        result = self.coordinator.run_window("evaluate", num_updates=1, first_update=0, split="validation")
+        loss = mean_losses(result.reports, num_microbatches=count)[0]
+        self.validation_losses.append((done, loss))
+        self.figures["validation_loss"] = loss
+        self.folder.add_metrics({"update": done, "validation_loss": loss})
+
+    def _save(self, done: int) -> Checkpoint:
+        folder = self.folder.new_checkpoint(done)
+        self.coordinator.save(str(folder))
+        index = CheckpointIndex(
+            update=done,
+            layers=tuple(layer.name for layer in self.model.layers),
+            model=self.config.model.function,
+            seed=self.config.run.seed,
+        )
+        return Checkpoint.finish(folder, index)
+
+    def _sample(self) -> str:
+        run = self.config.run
+        if not run.sample_bytes or not self.reads_tokens:
+            return ""
+        import torch  # noqa: PLC0415  # the driver needs it for this alone
+
+        def logits_of(tokens: torch.Tensor) -> torch.Tensor:
+            batch = FixedBatch({"tokens": tokens, "targets": tokens})
+            result: WindowResult = self.coordinator.run_on("predict", batch, num_rows=1)
+            return next(report.outputs[0] for report in result.reports if report.outputs)
+
+        text = generate(
+            logits_of,
+            prompt=run.sample_prompt.encode(),
+            num_bytes=run.sample_bytes,
+            sequence_length=self.config.data.sequence_length,
+            seed=run.seed,
+        ).decode(errors="replace")
+        self.folder.file("sample.txt").write_text(text, encoding="utf-8")
+        return text
+
+    # After the last window
+
+    def _report(self, sample: str) -> Result:
+        windows = self.traces.get(self.schedule.num_updates) or next(iter(self.traces.values()))
+        # The first window has connections, caches and memory to warm up.
+        measured = windows[1:] or windows
+        window = median_window(measured)
+        window.save(self.folder.file("trace.json"))
+        self.predicted.save(self.folder.file("predicted.json"))
+        self.folder.write_json("trace.perfetto.json", {"traceEvents": self.predicted.to_chrome() + window.to_chrome()})
+        self.folder.file("timeline.svg").write_text(draw_traces([self.predicted, window]), encoding="utf-8")
+        figures = compare(self.predicted, measured)
+        self.folder.write_json("comparison.json", [dataclasses.asdict(figure) | {"error": figure.error} for figure in figures])
+        return Result(
+            path=str(self.folder.path),
+            metrics=dict(self.figures),
+            losses=self.losses,
+            validation_losses=self.validation_losses,
+            checkpoint=self.checkpoint,
+            plan=self.plan,
+            figures=figures,
+            sample=sample,
+        )

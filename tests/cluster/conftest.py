@@ -1,0 +1,52 @@
+"""One local Ray for all tests that need one, and a way to know what a process left behind."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+NUM_CPUS = 9
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """A local Ray cluster with a dashboard, for as many actors as any test has."""
+    ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=True, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Brand:
+    """A mark in the environment, which all descendants of a process inherit."""
+
+    mark: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"RAYPIPE_TEST_MARK": self.mark}
+
+    def survivors(self) -> dict[int, str]:
+        """The processes that bear the mark, with their command lines."""
+        found: dict[int, str] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if self.mark.encode() in (folder / "environ").read_bytes():
+                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    if command:  # zombies have none
+                        found[int(folder.name)] = command[:200]
+            except OSError:
+                continue
+        return found
+
+
+@pytest.fixture
+def brand() -> Brand:
+    """A new mark."""
+    return Brand(uuid.uuid4().hex)

@@ -1,0 +1,243 @@
+"""Training on real Ray actors that talk through gloo."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+from raypipe.actors.checkpoint import Checkpoint
+from raypipe.actors.faults import FaultKind, FaultScript
+from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
+from raypipe.data.prepare import prepare
+from raypipe.errors import ConfigError, PlanError, StageFailedError, TransportTimeoutError
+from raypipe.models.mlp import mlp
+from raypipe.plan import Plan
+from raypipe.trace import Source, Trace
+from raypipe.trainer import Progress, Result, Trainer
+from tests.actors.oracles import RandomRows, Trained, train_unsplit
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
+
+NUM_UPDATES = 20
+NUM_MICROBATCHES = 4
+LEARNING_RATE = 1e-2
+MAX_GRAD_NORM = 0.5
+
+
+def rows(split: str) -> RandomRows:
+    assert split in {"train", "validation"}
+    return RandomRows()
+
+
+def trainer(
+    folder: Path,
+    *,
+    schedule: str = "1f1b",
+    devices: int = 4,
+    chunks: int = 1,
+    num_updates: int = NUM_UPDATES,
+    checkpoint_every: int = 0,
+    faults: FaultScript | None = None,
+    message_timeout_s: float = 60.0,
+) -> Trainer:
+    return Trainer(
+        "raypipe.models.mlp:mlp",
+        model_options={"num_layers": 8, "dtype": "float64"},
+        batches=rows,
+        schedule_config=ScheduleConfig(name=schedule, num_microbatches=NUM_MICROBATCHES, num_chunks=chunks, updates_per_window=7),
+        optimizer_config=OptimizerConfig(
+            learning_rate=LEARNING_RATE,
+            final_learning_rate=LEARNING_RATE,
+            warmup_updates=0,
+            beta2=0.999,
+            weight_decay=0.01,
+            max_grad_norm=MAX_GRAD_NORM,
+        ),
+        scaling_config=ScalingConfig(num_devices=devices),
+        cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
+        run_config=RunConfig(name="test", storage_path=str(folder), num_updates=num_updates, checkpoint_every=checkpoint_every),
+        faults=faults,
+    )
+
+
+@pytest.fixture(scope="module")
+def unsplit() -> Trained:
+    torch.set_num_threads(1)
+    return train_unsplit(
+        mlp(num_layers=8, dtype="float64"),
+        RandomRows(),
+        num_updates=NUM_UPDATES,
+        num_microbatches=NUM_MICROBATCHES,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=MAX_GRAD_NORM,
+        decay_matrices_only=0.01,
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "devices", "chunks"),
+    [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved", 4, 2), ("zb-h1", 4, 1), ("zb-h2", 4, 1), ("1f1b", 1, 1)],
+)
+def test_twenty_updates_on_ray_actors_equal_the_unsplit_model(
+    tmp_path: Path, unsplit: Trained, schedule: str, devices: int, chunks: int
+) -> None:
+    result = trainer(tmp_path, schedule=schedule, devices=devices, chunks=chunks).fit()
+    assert result.losses == pytest.approx(unsplit.losses, abs=1e-10)
+    for index, weights in enumerate(unsplit.layers):
+        saved = result.checkpoint.load_layer(index)
+        assert torch.allclose(saved["linear.weight"], weights[0], rtol=0, atol=1e-10)
+        assert torch.allclose(saved["linear.bias"], weights[1], rtol=0, atol=1e-10)
+
+
+def test_a_run_resumes_at_another_number_of_stages_as_if_it_had_never_stopped(tmp_path: Path, unsplit: Trained) -> None:
+    first = trainer(tmp_path, devices=4, num_updates=12).fit()
+    second = trainer(tmp_path, schedule="zb-h1", devices=2).fit(resume=True)
+    assert first.losses + second.losses == pytest.approx(unsplit.losses, abs=1e-10)
+    assert second.path == first.path
+
+
+class Watcher:
+    """Looks at Ray while a run goes on."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.seen: list[Progress] = []
+        self.metrics = ""
+
+    def notice(self, text: str) -> None:
+        assert text
+
+    def progress(self, progress: Progress) -> None:
+        import ray
+        from ray.util.state import list_actors
+
+        self.seen.append(progress)
+        if progress.update == progress.num_updates:
+            alive = list_actors(filters=[("state", "=", "ALIVE")])
+            self.names = [actor.name for actor in alive]
+            node = ray.nodes()[0]
+            address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+            deadline = time.monotonic() + 40
+            while time.monotonic() < deadline and not all(name in self.metrics for name in METRICS):
+                with urllib.request.urlopen(address, timeout=10) as answer:
+                    self.metrics = answer.read().decode()
+
+
+METRICS = ("ray_raypipe_loss", "ray_raypipe_tokens_per_s", "ray_raypipe_busy_seconds", "ray_raypipe_wait_seconds")
+
+
+def test_metrics_and_names_of_stages_are_there_while_a_run_goes_on(tmp_path: Path) -> None:
+    watcher = Watcher()
+    trainer(tmp_path, devices=2).fit(listener=watcher)
+    assert [progress.update for progress in watcher.seen] == [7, 14, 20]
+    assert any("stage 0 on device" in name for name in watcher.names)
+    assert any("stage 1 on device" in name for name in watcher.names)
+    for name in METRICS:
+        assert name in watcher.metrics
+    assert 'stages="1"' in watcher.metrics
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    source = folder / "text"
+    source.mkdir()
+    for number in range(40):
+        (source / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    path = folder / "tokens.parquet"
+    prepare(str(source), output=path, validation_fraction=0.2)
+    return path
+
+
+def gpt_run(folder: Path, tokens: Path, devices: int, layers: tuple[int, ...] | None = None) -> Result:
+    return Trainer(
+        "raypipe.models.gpt:gpt",
+        data_config=DataConfig(path=str(tokens), sequence_length=128, num_validation_microbatches=2),
+        schedule_config=ScheduleConfig(num_microbatches=2, microbatch_size=2, updates_per_window=2),
+        scaling_config=ScalingConfig(num_devices=devices, layers_per_stage=layers),
+        run_config=RunConfig(name="gpt", storage_path=str(folder), num_updates=4, sample_bytes=4, sample_prompt="the "),
+    ).fit()
+
+
+def test_the_3m_gpt_gives_the_same_first_losses_with_1_2_and_4_stages_and_any_cut(tmp_path: Path, tokens: Path) -> None:
+    one = gpt_run(tmp_path, tokens, 1)
+    for devices, layers in ((2, None), (2, (1, 5)), (4, None)):
+        other = gpt_run(tmp_path, tokens, devices, layers)
+        assert other.losses == pytest.approx(one.losses, abs=1e-4)
+        assert [loss for _, loss in other.validation_losses] == pytest.approx([loss for _, loss in one.validation_losses], abs=1e-4)
+        assert other.sample == one.sample
+
+
+def test_the_folder_of_a_run_holds_what_is_needed_to_know_it(tmp_path: Path, tokens: Path) -> None:
+    result = gpt_run(tmp_path, tokens, 2)
+    folder = Path(result.path)
+    assert Trace.load(folder / "trace.json").source is Source.MEASURED
+    assert Trace.load(folder / "predicted.json").source is Source.SIMULATED
+    assert Plan.load(folder / "plan.json").predicted is not None
+    assert json.loads((folder / "trace.perfetto.json").read_text())["traceEvents"]
+    assert (folder / "timeline.svg").read_text().startswith("<svg")
+    assert {"torch", "ray", "python"} <= json.loads((folder / "versions.json").read_text()).keys()
+    assert "seed: 0" in (folder / "config.yaml").read_text()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    checkpoint = Checkpoint.open(folder / "checkpoints" / "update-000004")
+    assert checkpoint.index.layers[0] == "embedding"
+    assert {figure.name for figure in result.figures} >= {"update time", "bubble"}
+
+
+def test_a_killed_actor_ends_the_run_within_seconds_and_is_named(tmp_path: Path) -> None:
+    faults = FaultScript().fail_at(device=2, op="2B1", kind=FaultKind.KILL)
+    since = time.monotonic()
+    with pytest.raises(StageFailedError, match=r"stage 2 .*device .*/2, node .*its process died") as caught:
+        trainer(tmp_path, faults=faults).fit()
+    assert time.monotonic() - since < 40
+    assert caught.value.stages == "2"
+
+
+def test_an_op_that_raises_is_named_with_its_stage(tmp_path: Path) -> None:
+    faults = FaultScript().fail_at(device=1, op="1F3")
+    with pytest.raises(StageFailedError, match=r"stage 1 .*1F3.*scripted fault"):
+        trainer(tmp_path, faults=faults).fit()
+
+
+def test_a_stage_that_hangs_is_named_by_a_neighbour_that_waited(tmp_path: Path) -> None:
+    faults = FaultScript().fail_at(device=1, op="1B2", kind=FaultKind.HANG, hang_s=100.0)
+    with pytest.raises(TransportTimeoutError, match=r"within 3 s") as caught:
+        trainer(tmp_path, faults=faults, devices=2, message_timeout_s=3.0).fit()
+    assert caught.value.peer.endswith("/1")
+
+
+def test_more_devices_than_the_cluster_has_are_refused(tmp_path: Path) -> None:
+    big = Trainer(
+        "raypipe.models.mlp:mlp",
+        model_options={"num_layers": 16},
+        batches=rows,
+        scaling_config=ScalingConfig(num_devices=16),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    with pytest.raises(PlanError, match=r"16 devices of 1 CPU are needed, the cluster has room for 9"):
+        big.fit()
+
+
+def test_more_stages_than_layers_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="8 stages, the model only 4 layers"):
+        Trainer(
+            "raypipe.models.mlp:mlp",
+            model_options={"num_layers": 4},
+            batches=rows,
+            scaling_config=ScalingConfig(num_devices=8),
+            run_config=RunConfig(storage_path=str(tmp_path)),
+        ).fit()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_that_cannot_be_built_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_heads"):
+        Trainer(
+            "raypipe.models.gpt:gpt", model_options={"num_heads": 3}, batches=rows, run_config=RunConfig(storage_path=str(tmp_path))
+        ).fit()

@@ -1,0 +1,339 @@
+"""What holds for every registered schedule, at every size that it accepts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypipe.errors import ScheduleError, UnknownNameError
+from raypipe.schedules import catalogue
+from raypipe.schedules.family import Family, StageTimes
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, UpdateScope, dependencies
+from raypipe.schedules.lower import CollectiveKind, lower
+from raypipe.schedules.passes import evaluation, merge_split_backwards
+from raypipe.schedules.validate import facts, validate
+from tests import strategies
+from tests.schedules import reference
+
+TIMES = [StageTimes(1, 1, 1), StageTimes(1, 1, 0.5), StageTimes(2, 2, 1), StageTimes(3, 4, 2), StageTimes(1, 3, 1), StageTimes(2, 1, 3)]
+FAMILIES = pytest.mark.parametrize("family", [pytest.param(family, id=family.name) for family in catalogue.FAMILIES])
+SIZE_FIELDS = ("num_devices", "num_microbatches", "num_updates", "num_chunks")
+DEVICES = pytest.mark.parametrize("num_devices", range(1, 9))
+
+
+def all_sizes(family: Family, num_devices: int) -> Iterator[Size]:
+    """Sizes that the family takes and some that it does not, with 1 to 3 updates."""
+    most = sorted({1, 2, 3, 5, num_devices - 1, num_devices, num_devices + 1, 13, 2 * num_devices, 20})
+    for num_chunks in (1, 2, 3) if num_devices <= 4 else (1, 3):
+        for num_microbatches in range(1, 21) if num_devices <= 4 else most:
+            yield Size(num_devices, num_microbatches, 1 + num_microbatches % 3, num_chunks)
+
+
+def accepted(family: Family, num_devices: int) -> Iterator[tuple[Size, Schedule]]:
+    for size in all_sizes(family, num_devices):
+        if strategies.takes(family.name, size):
+            yield size, catalogue.build(family.name, size)
+
+
+def one_update(schedule: Schedule, update: int) -> list[list[Op]]:
+    """The order of an update, with its indices counted from 0."""
+    size = schedule.num_microbatches
+    rows: list[list[Op]] = [[] for _ in schedule.programs]
+    for op, place in schedule.ops():
+        if schedule.update(op) == update:
+            rows[place.worker].append(op._replace(index=op.index - update * (1 if op.kind.per_update else size)))
+    return rows
+
+
+@FAMILIES
+@DEVICES
+def test_every_size_is_valid_or_refused_with_what_would_work(family: Family, num_devices: int) -> None:
+    for size in all_sizes(family, num_devices):
+        if strategies.takes(family.name, size):
+            validate(catalogue.build(family.name, size))
+        else:
+            with pytest.raises(ScheduleError, match="use ") as refusal:
+                catalogue.build(family.name, size)
+            assert family.name in refusal.value.problem
+
+
+@DEVICES
+def test_the_numbers_of_microbatches_that_a_refusal_offers_are_accepted(num_devices: int) -> None:
+    for size in all_sizes(catalogue.family("interleaved"), num_devices):
+        if not strategies.takes("interleaved", size):
+            with pytest.raises(ScheduleError, match="use") as refusal:
+                catalogue.build("interleaved", size)
+            words = refusal.value.problem.partition("; use ")[2].split()
+            for offer in (int(words[0]), int(words[2])):
+                validate(catalogue.build("interleaved", replace(size, num_microbatches=offer)))
+
+
+@FAMILIES
+@pytest.mark.parametrize("what", SIZE_FIELDS)
+def test_a_size_of_zero_is_refused(family: Family, what: str) -> None:
+    with pytest.raises(ScheduleError, match=f"{what} must be at least 1, got 0"):
+        catalogue.build(family.name, replace(Size(2, 2), **{what: 0}))  # type: ignore[arg-type]
+
+
+@FAMILIES
+def test_several_pipelines_are_refused(family: Family) -> None:
+    with pytest.raises(ScheduleError, match="leave --pipelines out"):
+        catalogue.build(family.name, Size(4, 4, num_pipelines=2))
+
+
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean '1f1b'"):
+        catalogue.build("1f1", Size(2, 2))
+
+
+def test_names_are_unique() -> None:
+    assert len({family.name for family in catalogue.FAMILIES}) == len(catalogue.FAMILIES)
+
+
+@FAMILIES
+@DEVICES
+def test_each_stage_and_microbatch_is_computed_exactly_once(family: Family, num_devices: int) -> None:
+    for size, schedule in accepted(family, num_devices):
+        counts = Counter(op for op, _ in schedule.ops())
+        assert set(counts.values()) == {1}
+        assert schedule.num_stages == size.num_devices * size.num_chunks
+        work = {(stage, index) for stage in range(schedule.num_stages) for index in range(size.num_microbatches * size.num_updates)}
+        kinds: dict[OpKind, set[tuple[int, int]]] = {}
+        for op in counts:
+            assert not op.pipeline
+            assert not op.part
+            kinds.setdefault(op.kind, set()).add((op.stage, op.index))
+        assert kinds.pop(OpKind.FORWARD) == work
+        assert kinds.pop(OpKind.UPDATE) == {(stage, update) for stage in range(schedule.num_stages) for update in range(size.num_updates)}
+        backward = kinds.pop(OpKind.BACKWARD, set())
+        assert kinds.get(OpKind.INPUT_GRADIENT, set()) == kinds.get(OpKind.WEIGHT_GRADIENT, set()) == work - backward
+
+
+@FAMILIES
+@DEVICES
+def test_no_worker_holds_more_activations_than_stated(family: Family, num_devices: int) -> None:
+    for size, schedule in accepted(family, num_devices):
+        held = [0] * num_devices
+        peak = [0] * num_devices
+        for op, place in schedule.ops():
+            held[place.worker] += op.kind is OpKind.FORWARD
+            peak[place.worker] = max(peak[place.worker], held[place.worker])
+            held[place.worker] -= op.kind in reference.GRADIENTS
+        assert facts(schedule).peak_in_flight == tuple(peak)
+        for worker, most in enumerate(peak):
+            assert most <= family.peak_in_flight(size, worker)
+
+
+@FAMILIES
+def test_the_stated_bound_on_activations_is_reached_with_many_microbatches(family: Family) -> None:
+    for num_devices in range(1, 7):
+        size = Size(num_devices, 4 * num_devices)
+        bound = [family.peak_in_flight(size, worker) for worker in range(num_devices)]
+        assert max(facts(catalogue.build(family.name, size)).peak_in_flight) == max(bound)
+
+
+@FAMILIES
+@DEVICES
+def test_synchronous_families_are_never_stale_and_hold_one_version(family: Family, num_devices: int) -> None:
+    for size, schedule in accepted(family, num_devices):
+        found = facts(schedule)
+        assert (found.max_mismatch, found.max_delay) == (0, 0)
+        assert found.weight_copies == (size.num_chunks,) * num_devices
+        assert (family.mismatch, family.delay) == ("0", "0")
+
+
+@FAMILIES
+@DEVICES
+def test_every_update_has_the_same_order(family: Family, num_devices: int) -> None:
+    for size, schedule in accepted(family, num_devices):
+        for update in range(1, size.num_updates):
+            assert one_update(schedule, update) == one_update(schedule, 0)
+
+
+@FAMILIES
+@DEVICES
+@pytest.mark.parametrize("scope", [UpdateScope.GLOBAL, UpdateScope.STAGE])
+def test_lowered_programs_run_to_the_end_however_devices_interleave(family: Family, num_devices: int, scope: UpdateScope) -> None:
+    for size, schedule in accepted(family, num_devices):
+        if size.num_microbatches % 2 == (scope is UpdateScope.GLOBAL):
+            scoped = replace(schedule, update_scope=scope)
+            programs = lower(scoped)
+            for seed in (size.num_microbatches, 1000 + size.num_chunks):
+                reference.check_one_order(reference.run(scoped, programs, seed).starts)
+
+
+@FAMILIES
+def test_only_a_global_scope_meets_for_a_norm(family: Family) -> None:
+    for scope in UpdateScope:
+        schedule = catalogue.build(family.name, Size(3, 6, 2, update_scope=scope))
+        starts = reference.run(schedule, lower(schedule)).starts
+        kinds = [[(collective.kind, collective.update) for collective in started] for started in starts.values()]
+        norms = [(CollectiveKind.NORM, 0), (CollectiveKind.NORM, 1)] if scope is UpdateScope.GLOBAL else []
+        assert kinds == [norms] * 3
+
+
+@FAMILIES
+@DEVICES
+def test_the_makespan_is_its_closed_form(family: Family, num_devices: int) -> None:
+    for size, schedule in accepted(family, num_devices):
+        for times in TIMES[size.num_microbatches % 2 :: 2]:
+            stated = family.makespan_s(size, times)
+            if stated is not None:
+                single = replace(size, num_updates=1)
+                timing = reference.asap(
+                    schedule if size.num_updates == 1 else catalogue.build(family.name, single),
+                    reference.durations(times.forward_s, times.input_grad_s, times.weight_grad_s),
+                )
+                assert timing.makespan_s == pytest.approx(stated), (size, times)
+
+
+@FAMILIES
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_a_closed_form_is_stated_for_usual_sizes(family: Family, num_devices: int) -> None:
+    for times in TIMES[:4]:
+        assert family.makespan_s(Size(num_devices, 4 * num_devices), times) is not None
+
+
+@FAMILIES
+def test_no_makespan_is_below_what_the_busiest_device_and_the_way_there_need(family: Family) -> None:
+    for num_devices in (1, 3, 4):
+        for size, schedule in accepted(family, num_devices):
+            if size.num_updates == 1:
+                makespan_s = reference.asap(schedule, reference.durations(1, 1, 1)).makespan_s
+                work_s = 3 * size.num_microbatches * size.num_chunks
+                assert makespan_s >= work_s + num_devices - 1
+
+
+@FAMILIES
+@given(data=st.data())
+@settings(max_examples=25)
+def test_what_each_op_depends_on_stands_before_it_in_time(family: Family, data: st.DataObject) -> None:
+    size = data.draw(strategies.sizes(family.name, max_devices=5, max_microbatches=8))
+    schedule = catalogue.build(family.name, size)
+    timing = reference.asap(schedule, reference.durations(1, 1, 1))
+    for op, _ in schedule.ops():
+        assert all(timing.spans[needed][1] <= timing.spans[op][0] for needed in dependencies(schedule, op))
+
+
+@FAMILIES
+@DEVICES
+def test_evaluation_is_forward_only_valid_and_runs(family: Family, num_devices: int) -> None:
+    for size, schedule in accepted(family, num_devices):
+        if size.num_microbatches % 3 == 0:
+            forward = evaluation(schedule, num_microbatches=size.num_microbatches + 1)
+            assert forward.forward_only
+            assert not schedule.forward_only
+            validate(forward)
+            programs = lower(forward)
+            reference.run(forward, programs, seed=size.num_microbatches)
+            assert facts(forward).peak_in_flight == (1,) * num_devices
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
+def test_merged_backwards_are_valid_and_keep_the_order(name: str) -> None:
+    for num_devices in range(1, 6):
+        for num_microbatches in (1, 3, 8):
+            split = catalogue.build(name, Size(num_devices, num_microbatches))
+            merged = merge_split_backwards(split)
+            validate(merged)
+            for row, merged_row in zip(one_update(split, 0), one_update(merged, 0), strict=True):
+                pairs = {op for op, after in itertools.pairwise(row) if after == op._replace(kind=OpKind.WEIGHT_GRADIENT)}
+                inputs = {op for op in pairs if op.kind is OpKind.INPUT_GRADIENT}
+                assert {op for op in merged_row if op.kind is OpKind.BACKWARD} == {op._replace(kind=OpKind.BACKWARD) for op in inputs}
+            forwards = [[op for op in row if op.kind is OpKind.FORWARD] for row in one_update(merged, 0)]
+            assert forwards == [[op for op in row if op.kind is OpKind.FORWARD] for row in one_update(split, 0)]
+
+
+@given(schedule=strategies.random_schedules(), seed=st.integers(0, 1000))
+@settings(max_examples=60)
+def test_schedules_by_chance_are_valid_and_run_once_lowered(schedule: Schedule, seed: int) -> None:
+    validate(schedule)
+    facts(schedule)
+    reference.check_one_order(reference.run(schedule, lower(schedule), seed).starts)
+
+
+@pytest.mark.parametrize("name", sorted(strategies.HANDWRITTEN))
+@pytest.mark.parametrize("scope", UpdateScope)
+def test_schedules_by_hand_are_valid_and_run_once_lowered(name: str, scope: UpdateScope) -> None:
+    schedule = replace(strategies.HANDWRITTEN[name](), update_scope=scope)
+    validate(schedule)
+    for seed in range(5):
+        reference.check_one_order(reference.run(schedule, lower(schedule), seed).starts)
+
+
+# Bubble rates of the zero-bubble paper (Qi et al., ICLR 2024, arXiv 2401.10241, tables 5 and 9), in ms: model, devices,
+# microbatches, T_F, T_B, T_W, T_comm and the rates of 1F1B, ZB-H1 and ZB-H2.
+PAPER = [
+    ("1.5B", 8, 24, (18.522, 18.086, 9.337, 0.601), {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}),
+    ("28.3B", 32, 96, (10.419, 10.207, 7.715, 0.408), {"1f1b": 0.2646, "zb-h1": 0.1421, "zb-h2": 0.0641}),
+]
+
+
+@pytest.mark.parametrize(("num_devices", "num_microbatches", "times", "rates"), [pytest.param(*row[1:], id=row[0]) for row in PAPER])
+def test_bubble_rates_are_those_of_the_zero_bubble_paper(
+    num_devices: int, num_microbatches: int, times: tuple[float, ...], rates: dict[str, float]
+) -> None:
+    forward, input_grad, weight_grad, latency = times
+    for name, rate in rates.items():
+        schedule = catalogue.build(name, Size(num_devices, num_microbatches, update_scope=UpdateScope.STAGE))
+        timing = reference.asap(schedule, reference.durations(forward, input_grad, weight_grad), latency)
+        assert round(timing.bubble_rate, 4) == rate, name
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "idle"),
+    [
+        ("zb-h1", (1, 1, 1), [3, 2, 1, 0]),
+        ("zb-h1", (2, 2, 1), [9, 6, 3, 0]),
+        ("zb-h1", (3, 4, 2), [15, 10, 5, 0]),
+        ("zb-h2", (1, 1, 1), [0, 0, 0, 0]),
+        ("zb-h2", (2, 2, 1), [6, 4, 2, 0]),
+        ("zb-h2", (3, 4, 2), [9, 6, 3, 0]),
+    ],
+)
+def test_zero_bubble_devices_are_idle_as_the_paper_says(name: str, times: tuple[int, int, int], idle: list[int]) -> None:
+    timing = reference.asap(catalogue.build(name, Size(4, 12)), reference.durations(*times))
+    assert [timing.idle_s(worker) for worker in range(4)] == idle
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks", "makespan_s", "busy_s"), [("1f1b", 1, 33, 24), ("gpipe", 1, 33, 24), ("interleaved", 2, 57, 48)]
+)
+def test_makespans_are_the_known_ones_for_four_devices_and_eight_microbatches(
+    name: str, num_chunks: int, makespan_s: int, busy_s: int
+) -> None:
+    timing = reference.asap(catalogue.build(name, Size(4, 8, num_chunks=num_chunks)), reference.durations(1, 1, 1))
+    assert timing.makespan_s == makespan_s
+    assert [timing.busy_s(worker) for worker in range(4)] == [busy_s] * 4
+
+
+def test_interleaving_four_devices_and_two_chunks_holds_11_9_7_and_5_activations() -> None:
+    assert facts(catalogue.build("interleaved", Size(4, 8, num_chunks=2))).peak_in_flight == (11, 9, 7, 5)
+
+
+@pytest.mark.parametrize(("num_devices", "num_microbatches"), [(2, 4), (4, 8), (4, 12), (6, 12)])
+def test_zb_h2_loses_no_time_between_updates_of_scope_stage(num_devices: int, num_microbatches: int) -> None:
+    schedule = catalogue.build("zb-h2", Size(num_devices, num_microbatches, 6, update_scope=UpdateScope.STAGE))
+    ends = reference.asap(schedule, reference.durations(1, 1, 1)).update_ends_s()
+    assert [later - end for end, later in itertools.pairwise(ends)] == [3 * num_microbatches] * 5
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-h2"])
+def test_updates_of_scope_global_cost_a_whole_makespan_each(name: str) -> None:
+    single = reference.asap(catalogue.build(name, Size(4, 12)), reference.durations(1, 1, 1)).makespan_s
+    ends = reference.asap(catalogue.build(name, Size(4, 12, 6)), reference.durations(1, 1, 1)).update_ends_s()
+    assert ends == [single * (update + 1) for update in range(6)]
+
+
+def test_the_bubble_of_1f1b_is_that_of_its_formula() -> None:
+    for num_devices in range(1, 9):
+        for num_microbatches in (num_devices, 3 * num_devices):
+            timing = reference.asap(catalogue.build("1f1b", Size(num_devices, num_microbatches)), reference.durations(1, 1, 1))
+            assert math.isclose(timing.bubble_rate, (num_devices - 1) / (num_microbatches + num_devices - 1), abs_tol=1e-12)

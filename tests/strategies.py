@@ -1,0 +1,265 @@
+"""Hypothesis strategies: sizes, stage graphs, valid schedules by chance, and single edits that may spoil them."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from raypipe.errors import ScheduleError
+from raypipe.schedules import catalogue
+from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Size, Slot, StageGraph, UpdateScope, WeightRule
+from raypipe.schedules.validate import validate
+from tests.schedules import handwritten
+
+FAMILY_NAMES = tuple(family.name for family in catalogue.FAMILIES)
+
+HANDWRITTEN: Mapping[str, Callable[[], Schedule]] = {
+    "opposite pipelines": handwritten.opposite_pipelines,
+    "two branches": handwritten.two_branches,
+    "two branches, two updates": lambda: handwritten.two_branches(num_updates=2, update_scope=UpdateScope.STAGE),
+    "pipedream-2bw": handwritten.pipedream_2bw,
+    "pipedream": handwritten.pipedream,
+    "async-1f1b": handwritten.async_one_f_one_b,
+}
+
+
+def takes(name: str, size: Size) -> bool:
+    """Whether a family should accept a size, as its documentation says."""
+    if name == "interleaved":
+        return size.num_microbatches % max(1, size.num_microbatches // size.num_devices) == 0
+    return size.num_chunks == 1
+
+
+@st.composite
+def sizes(draw: st.DrawFn, name: str, *, max_devices: int = 8, max_microbatches: int = 20, max_updates: int = 3) -> Size:
+    """A size that the family accepts."""
+    size = Size(
+        num_devices=draw(st.integers(1, max_devices)),
+        num_microbatches=draw(st.integers(1, max_microbatches)),
+        num_updates=draw(st.integers(1, max_updates)),
+        num_chunks=draw(st.integers(1, 3)) if name == "interleaved" else 1,
+        update_scope=draw(st.sampled_from([None, *UpdateScope])),
+    )
+    if not takes(name, size):
+        size = replace(size, num_microbatches=max(1, size.num_microbatches // size.num_devices) * size.num_devices)
+    return size
+
+
+@st.composite
+def family_schedules(draw: st.DrawFn, *, max_devices: int = 5, max_microbatches: int = 8, max_updates: int = 2) -> Schedule:
+    """A bundled schedule of an accepted size."""
+    name = draw(st.sampled_from(FAMILY_NAMES))
+    size = draw(sizes(name, max_devices=max_devices, max_microbatches=max_microbatches, max_updates=max_updates))
+    return catalogue.build(name, size)
+
+
+@st.composite
+def stage_graphs(draw: st.DrawFn, *, max_stages: int = 5) -> StageGraph:
+    """A stage graph: a chain, or any edges from earlier to later stages; sometimes with a tie."""
+    num_stages = draw(st.integers(1, max_stages))
+    pairs = [(source, target) for target in range(num_stages) for source in range(target)]
+    edges = StageGraph.chain(num_stages).edges
+    if draw(st.booleans()):
+        edges = tuple(pair for pair in pairs if draw(st.booleans()))
+    tie = draw(st.sets(st.integers(0, num_stages - 1), max_size=3)) if draw(st.booleans()) else set()
+    return StageGraph(num_stages, edges, (tuple(sorted(tie)),) if len(tie) >= 2 else ())
+
+
+@dataclass
+class _Work:
+    """All Ops of a schedule to be and what each must come after, by rules of this file's own."""
+
+    graph: StageGraph
+    pipelines: tuple[tuple[int, ...], ...]
+    num_microbatches: int
+    num_updates: int
+    weight_rule: WeightRule
+    update_scope: UpdateScope
+    reduced: bool
+    laying: list[int]
+    split: list[bool]
+
+    def __post_init__(self) -> None:
+        self.holders: dict[Holder, int] = {}
+        for pipeline, workers in enumerate(self.pipelines):
+            for stage, worker in enumerate(workers):
+                self.holders.setdefault(Holder(worker, stage), pipeline)
+
+    def worker(self, op: Op) -> int:
+        return self.pipelines[op.pipeline][op.stage]
+
+    def needs(self) -> dict[Op, list[Op]]:
+        found: dict[Op, list[Op]] = {}
+        for microbatch, pipeline in enumerate(self.laying):
+            for stage in range(self.graph.num_stages):
+                found |= self._microbatch(microbatch, stage, pipeline)
+        for (worker, stage), pipeline in self.holders.items():
+            for update in range(self.num_updates):
+                op = Op(OpKind.UPDATE, stage, update, pipeline)
+                found[op] = list(self._before_update(worker, stage, update))
+                if self.reduced and sum(holder.stage == stage for holder in self.holders) > 1:
+                    found[op._replace(kind=OpKind.REDUCE)] = list(self._gradients(stage, update, worker))
+        # Reductions that share a worker need one order on all: here that of updates and stages.
+        reductions = sorted((self.worker(op), op.index, op.stage, op) for op in found if op.kind is OpKind.REDUCE)
+        for (worker, *_, before), (other, *_, op) in itertools.pairwise(reductions):
+            if worker == other:
+                found[op].append(before)
+        return found
+
+    def _microbatch(self, microbatch: int, stage: int, pipeline: int) -> dict[Op, list[Op]]:
+        def op(kind: OpKind, at: int = stage) -> Op:
+            return Op(kind, at, microbatch, pipeline)
+
+        backward = OpKind.INPUT_GRADIENT if self.split[microbatch] else OpKind.BACKWARD
+        forward_needs = [op(OpKind.FORWARD, source) for source in self.graph.predecessors[stage]]
+        update = microbatch // self.num_microbatches
+        version = {WeightRule.FLUSH: update, WeightRule.DOUBLE_BUFFER: max(update - 1, 0)}.get(self.weight_rule, 0)
+        if version:
+            forward_needs.append(Op(OpKind.UPDATE, stage, version - 1, self.holders[Holder(self.worker(op(OpKind.FORWARD)), stage)]))
+        found = {
+            op(OpKind.FORWARD): forward_needs,
+            op(backward): [op(OpKind.FORWARD), *(op(backward, target) for target in self.graph.successors[stage])],
+        }
+        return found | {op(OpKind.WEIGHT_GRADIENT): [op(backward)]} if self.split[microbatch] else found
+
+    def _gradients(self, stage: int, update: int, worker: int | None = None) -> Iterator[Op]:
+        for microbatch in range(update * self.num_microbatches, (update + 1) * self.num_microbatches):
+            op = Op(OpKind.WEIGHT_GRADIENT if self.split[microbatch] else OpKind.BACKWARD, stage, microbatch, self.laying[microbatch])
+            if worker is None or self.worker(op) == worker:
+                yield op
+
+    def _before_update(self, worker: int, stage: int, update: int) -> Iterator[Op]:
+        stages = {stage}
+        if self.update_scope is UpdateScope.TIED:
+            stages.update(other for tie in self.graph.ties if stage in tie for other in tie)
+        elif self.update_scope is UpdateScope.GLOBAL:
+            stages.update(range(self.graph.num_stages))
+        for other in stages:
+            yield from self._gradients(other, update)
+            copies = [(holder, pipeline) for holder, pipeline in self.holders.items() if holder.stage == other]
+            if self.reduced and len(copies) > 1:
+                yield from (Op(OpKind.REDUCE, other, update, pipeline) for _, pipeline in copies)
+        if update:
+            yield Op(OpKind.UPDATE, stage, update - 1, self.holders[Holder(worker, stage)])
+
+
+@st.composite
+def random_schedules(draw: st.DrawFn, *, max_workers: int = 4, weight_rules: tuple[WeightRule, ...] = tuple(WeightRule)) -> Schedule:
+    """A valid schedule by chance: any stage graph, layings and order that keeps what must come first.
+
+    All Ops are put in one random order in which each stands behind what it needs, and dealt to their workers.
+    """
+    graph = draw(stage_graphs())
+    num_workers = draw(st.integers(1, max_workers))
+    num_pipelines = draw(st.integers(1, 2))
+    worker = st.integers(0, num_workers - 1)
+    num_microbatches, num_updates = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    count = num_microbatches * num_updates
+    work = _Work(
+        graph=graph,
+        pipelines=tuple(tuple(draw(worker) for _ in range(graph.num_stages)) for _ in range(num_pipelines)),
+        num_microbatches=num_microbatches,
+        num_updates=num_updates,
+        weight_rule=draw(st.sampled_from(weight_rules)),
+        update_scope=draw(st.sampled_from(UpdateScope)),
+        reduced=draw(st.booleans()),
+        laying=[draw(st.integers(0, num_pipelines - 1)) for _ in range(count)],
+        split=[draw(st.booleans()) for _ in range(count)],
+    )
+    programs: list[list[Slot]] = [[] for _ in range(num_workers)]
+    for op in _random_order(work.needs(), random.Random(draw(st.integers(0, 2**20)))):
+        programs[work.worker(op)].append(op)
+    schedule = Schedule(
+        name="by chance",
+        graph=graph,
+        pipelines=work.pipelines,
+        programs=tuple(map(tuple, programs)),
+        num_microbatches=num_microbatches,
+        num_updates=num_updates,
+        weight_rule=work.weight_rule,
+        update_scope=work.update_scope,
+    )
+    assume(_collectives_fit(schedule))
+    return schedule
+
+
+def _collectives_fit(schedule: Schedule) -> bool:
+    """Whether norms, and the reductions that the schedule leaves to the pass, happen to fit together; chance does not see to it."""
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        return "in different orders" not in error.problem and " waits for " not in error.problem
+    return True
+
+
+def _random_order(needs: Mapping[Op, list[Op]], chance: random.Random) -> Iterator[Op]:
+    """All Ops, each behind what it needs. A bias towards old or towards fresh Ops makes orders of both kinds."""
+    missing = {op: len(set(before)) for op, before in needs.items()}
+    behind: dict[Op, list[Op]] = {}
+    for op, before in needs.items():
+        for needed in set(before):
+            behind.setdefault(needed, []).append(op)
+    ready = [op for op, count in missing.items() if not count]
+    depth = chance.choice((1, 3, 1000))
+    while ready:
+        op = ready.pop(chance.randrange(max(0, len(ready) - depth), len(ready)))
+        yield op
+        for later in behind.get(op, ()):
+            missing[later] -= 1
+            if not missing[later]:
+                ready.append(later)
+
+
+def handwritten_schedules() -> st.SearchStrategy[Schedule]:
+    """One of the hand-written schedules."""
+    return st.sampled_from(sorted(HANDWRITTEN)).map(lambda name: HANDWRITTEN[name]())
+
+
+def schedules() -> st.SearchStrategy[Schedule]:
+    """Any valid schedule: bundled, hand-written or by chance."""
+    return st.one_of(family_schedules(), handwritten_schedules(), random_schedules())
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A schedule after one edit, and the Ops that the edit moved, dropped or doubled."""
+
+    what: str
+    schedule: Schedule
+    ops: tuple[Op, ...]
+
+
+@st.composite
+def edits(draw: st.DrawFn, schedule: Schedule) -> Edit:
+    """The schedule with one Op dropped, doubled, moved or swapped with another, anywhere."""
+    programs = [list(program) for program in schedule.programs]
+    worker = draw(st.sampled_from([worker for worker, program in enumerate(programs) if program]))
+    position = draw(st.integers(0, len(programs[worker]) - 1))
+    slot = programs[worker][position]
+    assert isinstance(slot, Op)
+    ops: tuple[Op, ...] = (slot,)
+    what = draw(st.sampled_from(["drop", "double", "move", "move to another worker", "swap"]))
+    match what:
+        case "drop":
+            del programs[worker][position]
+        case "double":
+            programs[worker].insert(draw(st.integers(0, len(programs[worker]))), slot)
+        case "move":
+            del programs[worker][position]
+            programs[worker].insert(draw(st.integers(0, len(programs[worker]))), slot)
+        case "move to another worker":
+            del programs[worker][position]
+            target = draw(st.integers(0, len(programs) - 1))
+            programs[target].insert(draw(st.integers(0, len(programs[target]))), slot)
+        case _:
+            other = draw(st.integers(0, len(programs[worker]) - 1))
+            swapped = programs[worker][other]
+            assert isinstance(swapped, Op)
+            programs[worker][position], programs[worker][other] = swapped, slot
+            ops = (slot, swapped)
+    return Edit(what, replace(schedule, programs=tuple(map(tuple, programs))), ops)
