@@ -481,13 +481,18 @@ class _Meeting:
         # If the store hangs, or a member between its coming and its connecting, abort ends this connection.
         to_store = [connection for connection in connections() - before if connection.remote.endswith(f":{store.port}")]
         self.transport._watch(to_store)
+        try:
+            self._meet_all()
+        finally:
+            self.transport._forget(to_store)
+
+    def _meet_all(self) -> None:
         # All first wait for all, so that everyone names the one that is missing, and not someone who waits for it.
         self._say("here")
         self._await("here", sorted({member for _, members in self.transport._keys for member in members}))
         for kind, members in self.transport._keys:
             if self.transport.device in members:
                 self._make(kind, members)
-        self.transport._forget(to_store)
 
     def _choose_interface(self) -> None:
         host_ip = self.transport._host_ip

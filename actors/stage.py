@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed import TCPStore
 
 from raypipe.actors.checkpoint import layer_file, load_layer
 from raypipe.actors.executor import BatchSource, EdgeSpecs, Executor, Job, Window, WindowReport
@@ -143,7 +142,7 @@ class StageActor:
         self._doing = "starting"
         self._since = time.monotonic()
         self._abort_reason: str | None = None
-        self._store: TCPStore | None = None
+        self._store: object = None
         self._transport: GlooTransport | None = None
         self._executor: Executor | None = None
         self._order: BuildOrder | None = None

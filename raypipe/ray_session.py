@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType
 
 import ray
 
 from raypipe.config import ClusterConfig
 from raypipe.errors import RunError
+from raypipe.interrupts import also_on_sigterm, put_off
 
 
 @dataclass(frozen=True)
@@ -56,31 +54,15 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     else:
         options["address"] = address
     try:
-        context = ray.init(**options)
+        with put_off(ray.shutdown):
+            context = ray.init(**options)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
         ray.shutdown()
         where = f"the Ray cluster at {address!r} cannot be reached" if address else "a local Ray cluster cannot be started"
         raise RunError(f"{where}: {error}; check cluster.address, RAY_ADDRESS and `ray status`") from error
     try:
-        with _interrupt_on_sigterm():
+        with also_on_sigterm():  # after ray.init, which sets a handler of its own
             url = context.dashboard_url
             yield Session(f"http://{url}" if url else "", local=address is None)
     finally:
         ray.shutdown()
-
-
-@contextlib.contextmanager
-def _interrupt_on_sigterm() -> Iterator[None]:
-    """Turns SIGTERM into KeyboardInterrupt; to be entered after `ray.init`, which sets a handler of its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

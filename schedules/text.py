@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from raypipe.errors import FormatError, ScheduleError
 from raypipe.schedules.ir import Op, OpKind, Place, Slot, Together, ops_of
 
-_OP = re.compile(r"(\d+)([A-Z])(\d+)(?:\.(\d+))?(?:@(\d+))?")
+_OP = re.compile(r"(\d+)([A-Z])(\d+)(?:\.(\d+))?(?:@(\d+))?", re.ASCII)
 _TOGETHER = re.compile(r"\(([^()]+)\)(?:OVERLAP_F_B)?")
 _TORCH_KINDS = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT})
 _MOST_DIGITS = 9
@@ -122,6 +122,6 @@ def order_grid(programs: Sequence[Sequence[Slot]], marks: Mapping[Place, str] | 
     for worker, row in enumerate(cells):
         before = "... " if first else ""
         behind = " ..." if last < len(programs[worker]) - 1 else ""
-        lines.append(f"worker {worker:>3} | {before}{' '.join(cell.ljust(width) for cell in row).rstrip()}{behind}")
+        lines.append(f"worker {worker:>3} | {before}{' '.join(cell.ljust(width) for cell in row).rstrip()}{behind}".rstrip())
     notes = [f"            {note}" for note in marks.values() if note]
     return "\n".join(lines + notes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import click
-from rich.table import Table
 
 from raypipe.cli.options import json_option
-from raypipe.cli.screen import console, print_json
+from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.schedules.catalogue import FAMILIES
+from raypipe.show.tables import table
 
-_COLUMNS = ("name", "title", "paper", "bubble", "memory", "mismatch", "delay")
+_COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")
+_WIDTH = 240
 
 
 @click.command()
@@ -28,9 +29,7 @@ def schedules(*, as_json: bool) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for column in _COLUMNS:
-        table.add_column(column, no_wrap=column == "name")
-    for row in rows:
-        table.add_row(*row.values())
-    console().print(table)
+    shown = table(("name", "what", "bubble", "memory", "mismatch", "delay", "paper"), (row.values() for row in rows), left=7)
+    terminal = console()
+    # A line each, so that others can search it; only a terminal breaks what it cannot show.
+    (terminal if terminal.is_terminal else plain_console(_WIDTH)).print(shown)

@@ -16,6 +16,11 @@ def console() -> Console:
     return Console(width=shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns, highlight=False, soft_wrap=False)
 
 
+def plain_console(width: int = 160) -> Console:
+    """A console on stdout without colours and with a width of its own."""
+    return Console(width=width, highlight=False, color_system=None, force_terminal=False)
+
+
 def print_json(document: object) -> None:
     """Writes the one document of `--json`."""
     click.echo(json.dumps(document, indent=1, allow_nan=False))

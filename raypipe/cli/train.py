@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from raypipe.config import TrainConfig
+from raypipe.interrupts import put_off
 
 if TYPE_CHECKING:
     from raypipe import trainer
@@ -28,9 +29,8 @@ class _Screen:
             TextColumn("update"),
             MofNCompleteColumn(),
             BarColumn(bar_width=30),
-            TextColumn(
-                "loss {task.fields[loss]}  validation {task.fields[validation]}  {task.fields[speed]} tokens/s  bubble {task.fields[bubble]}"
-            ),
+            TextColumn("loss {task.fields[loss]}  validation {task.fields[validation]}"),
+            TextColumn("{task.fields[speed]} tokens/s  bubble {task.fields[bubble]}"),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
@@ -68,14 +68,15 @@ class _Screen:
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of the newest run of this name.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document.")
 def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: bool) -> None:
-    """Train what the YAML file CONFIG describes.
+    r"""Train what the YAML file CONFIG describes.
 
     \b
     Example:
       raypipe train examples/gpt_python_stdlib.yaml --set run.num_updates=50
     """
     loaded = TrainConfig.load(config, overrides=overrides)
-    from raypipe.trainer import Trainer  # noqa: PLC0415  # loads ray and torch: not before the configuration is known to be good
+    with put_off():
+        from raypipe.trainer import Trainer  # noqa: PLC0415  # loads ray and torch: not before the configuration is known to be good
 
     logging.getLogger("ray").setLevel(logging.WARNING)
     console = Console(stderr=True)
@@ -112,9 +113,8 @@ def _show(result: trainer.Result, console: Console) -> None:
     for name in ("figure", "predicted", "measured", "spread", "error"):
         table.add_column(name, justify="left" if name == "figure" else "right")
     for figure in result.figures:
-        show = (lambda value: f"{value:.4f} s") if figure.unit == "s" else (lambda value: f"{value:.1%}")
         error = f"{figure.error:+.1%}" + ("" if figure.unit == "s" else " points")
-        table.add_row(figure.name, show(figure.predicted), show(figure.measured), f"+-{show(figure.spread)}", error)
+        table.add_row(figure.name, *(_amount(figure.unit, value) for value in (figure.predicted, figure.measured, figure.spread)), error)
     console.print(table)
     losses = f"training loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
     if result.validation_losses:
@@ -129,3 +129,7 @@ def _show(result: trainer.Result, console: Console) -> None:
     ):
         console.print(f"  {result.path}/{name}  {what}", highlight=False, soft_wrap=True)
     console.print(f"  {result.checkpoint.path}  the checkpoint", highlight=False, soft_wrap=True)
+
+
+def _amount(unit: str, value: float) -> str:
+    return f"{value:.4f} s" if unit == "s" else f"{value:.1%}"

@@ -1,1 +1,1 @@
-"""Drawings of schedules, plans and traces."""
+"""Drawings of schedules, traces, topologies, plans and profiles: text for terminals, SVG for files."""

@@ -1,6 +1,347 @@
-"""Drawings."""
+"""Traces as SVG: one row a device, time from left to right, several traces above each other on one axis.
+
+    predicted: 1f1b                    update 33 s   bubble 27.3%
+    0  [F0][F1][F2][F3]      [ B0  ][F4][ B1  ]...        27.3%
+    1      [F0][F1][F2]  [ B0  ][F3][ B1  ][F4]...        27.3%
+       0         10        20        30 s
+
+Rows have waits hatched, messages under way as a line below the Ops, and the memory held where the trace knows it. The size of
+a drawing is bounded: where there are more Ops than can be seen, neighbours are drawn as one box.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import svg
+
+from raypipe.show.amounts import number, ratio, seconds, size, ticks, time_unit
+from raypipe.show.differences import columns_of, difference_rows
+from raypipe.show.labels import Labels
+from raypipe.show.palette import COLOURS, NAMES
+from raypipe.trace import Source, Span, SpanKind, Trace
+
+MOST_DEVICES = 256
+"""Rows of a trace; further devices are counted only."""
+
+_WIDTH = 1200
+_RIGHT = 70
+_MARGIN = 16
+_ROW = 24
+_GAP = 5
+_MEMORY = 18
+_LETTER = 6.3
+"""Width of a letter of the labels, in pixels."""
+_MOST_BOXES = 12_000
+_MOST_MEMORY_POINTS = 20_000
+_MOST_TRANSFERS = 5_000
+_LEAST_PIXELS = 0.3
+_MOST_DIFFERENCES = 40
+_NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+_STYLE = (
+    "text{font:12px 'DejaVu Sans',Verdana,sans-serif;fill:#222}.h{font-size:14px;font-weight:bold}.l{font-size:10px;text-anchor:middle}"
+    ".s{font-size:8px;text-anchor:middle}.r{text-anchor:end}.m{text-anchor:middle}.g{fill:#666;font-size:11px}.n{font-family:monospace}"
+    ".row{fill:#f4f4f4}.grid{stroke:#ddd}.box{stroke:#fff;stroke-width:.6}.recv{fill:url(#hatch)}.all{fill:url(#cross)}"
+    ".move{fill:#35507a;fill-opacity:.55}.held{fill:#e8e0f3;stroke:#8a6fb5;stroke-width:.8}"
+    + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in COLOURS.items())
+)
 
 
-def draw_traces(traces: object) -> str:
-    """Stand-in."""
-    return "<svg/>"
+def draw_traces(traces: Sequence[Trace]) -> str:
+    """The traces as the text of an SVG file, the first on top; of two the differences stand below in figures.
+
+    Args:
+        traces: at least one.
+    """
+    drawing = _Drawing(traces)
+    return drawing.document()
+
+
+def safe_text(text: str, x: float, y: float, *classes: str) -> svg.Text:
+    """Text at a place; escaped, and without the characters that XML cannot hold."""
+    return svg.Text(x=_at(x), y=_at(y), class_=list(classes) or None, text=_escape(text))
+
+
+def legend_box(x: float, y: float, *classes: str) -> svg.Rect:
+    """The sample of a colour in a legend."""
+    return svg.Rect(x=_at(x), y=_at(y), width=14, height=12, class_=list(classes))
+
+
+def document(elements: Sequence[svg.Element], *, height: float, style: str = "") -> str:
+    """The text of a file on white ground."""
+    ground = svg.Rect(width=_WIDTH, height=round(height), fill="#fff")
+    drawn = svg.SVG(
+        width=_WIDTH,
+        height=round(height),
+        viewBox=svg.ViewBoxSpec(0, 0, _WIDTH, round(height)),
+        elements=[svg.Style(text=_STYLE + style), ground, *elements],
+    )
+    return f"{drawn}\n"
+
+
+def _at(pixels: float) -> float:
+    return round(pixels, 1)
+
+
+def _escape(text: str) -> str:
+    return html.escape(_NO_XML.sub("?", text), quote=False)
+
+
+@dataclass
+class _Group:
+    """Neighbouring spans that are drawn as one box."""
+
+    spans: list[Span]
+
+    @property
+    def start_s(self) -> float:
+        return self.spans[0].start_s
+
+    @property
+    def end_s(self) -> float:
+        return max(span.end_s for span in self.spans)
+
+
+class _Drawing:
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        self.traces = traces
+        self.labels = Labels(*traces)
+        self.end_s = max(trace.makespan_s for trace in traces)
+        names = [name for trace in traces for name in trace.devices[:MOST_DEVICES]]
+        self.left = _MARGIN + 8 + min(max((len(name) for name in names), default=0), 24) * 7
+        self.pixels = _WIDTH - _RIGHT - self.left
+        self.num_rows = sum(min(len(trace.devices), MOST_DEVICES) for trace in traces)
+        self.num_transfers = sum(span.kind is SpanKind.TRANSFER for trace in traces for span in trace.spans)
+        self.elements: list[svg.Element] = []
+        self.y = float(_MARGIN)
+
+    def document(self) -> str:
+        self.legend()
+        for trace in self.traces:
+            self.trace(trace)
+        self.axis()
+        if len(self.traces) == 2:
+            self.differences()
+        return document([_patterns(), *self.elements], height=self.y + _MARGIN)
+
+    def x(self, time_s: float) -> float:
+        share = time_s / self.end_s if self.end_s else 0.0
+        return self.left + min(max(share, 0.0), 1.0) * self.pixels
+
+    def legend(self) -> None:
+        kinds = {span.kind for trace in self.traces for span in trace.spans}
+        entries = [((str(kind),), f"{kind} {NAMES[kind]}") for kind in self.labels.kinds]
+        entries += [(("recv",), "waits for a message")] if SpanKind.RECV in kinds else []
+        entries += [(("all",), "waits for a collective")] if SpanKind.COLLECTIVE in kinds else []
+        entries += [(("move",), "message under way")] if self.shows_transfers else []
+        entries += [(("held",), "memory held")] if any(map(_has_memory, self.traces)) else []
+        x = float(_MARGIN)
+        for classes, text in entries:
+            width = 20 + len(text) * 7 + 14
+            if x + width > _WIDTH - _MARGIN:
+                x, self.y = _MARGIN, self.y + 18
+            self.elements += [legend_box(x, self.y, *classes), safe_text(text, x + 20, self.y + 10)]
+            x += width
+        self.y += 26
+
+    @property
+    def shows_transfers(self) -> bool:
+        return 0 < self.num_transfers <= _MOST_TRANSFERS
+
+    def trace(self, trace: Trace) -> None:
+        figures = f"update {seconds(trace.update_s)}   bubble {ratio(trace.bubble_ratio)}   makespan {seconds(trace.makespan_s)}"
+        word = _WORDS[trace.source] if len(self.traces) > 1 else str(trace.source)
+        self.elements.append(safe_text(f"{word}: {trace.name[:60]}", _MARGIN, self.y + 14, "h"))
+        self.elements.append(safe_text(figures, _WIDTH - _MARGIN, self.y + 14, "r"))
+        self.y += 24
+        top = self.y
+        transfers: list[list[Span]] = [[] for _ in trace.devices]
+        for span in trace.spans:
+            if span.kind is SpanKind.TRANSFER:
+                transfers[span.device].append(span)
+        most_held = max(trace.peak_memory_bytes, default=0)
+        rows: list[svg.Element] = []
+        for device, name in enumerate(trace.devices[:MOST_DEVICES]):
+            rows += [
+                svg.Rect(x=_at(self.left), y=_at(self.y), width=_at(self.pixels), height=_ROW, class_=["row"]),
+                safe_text(name if len(name) <= 24 else name[:23] + "~", self.left - 8, self.y + 16, "r"),
+                safe_text(ratio(trace.device_bubble_ratios[device]), _WIDTH - _MARGIN, self.y + 16, "r"),
+                *self.row(trace.by_device[device], self.y),
+                *(self.transfers(transfers[device], self.y) if self.shows_transfers else ()),
+            ]
+            self.y += _ROW
+            if _has_memory(trace):
+                rows += self.memory(trace, device, most_held)
+                self.y += _MEMORY
+            self.y += _GAP
+        if len(trace.devices) > MOST_DEVICES:
+            self.y += 12
+            rows.append(safe_text(f"{len(trace.devices) - MOST_DEVICES} more devices are left out", self.left, self.y, "g"))
+        lines = [svg.Line(x1=_at(x), x2=_at(x), y1=_at(top - 2), y2=_at(self.y), class_=["grid"]) for x, _ in self.ticks()]
+        self.elements += [*rows[:0], *lines, *rows]
+        self.y += 10
+
+    def row(self, spans: Sequence[Span], y: float) -> Iterator[svg.Element]:
+        visible = [span for span in spans if self.x(span.end_s) - self.x(span.start_s) > 0]
+        boxes = _MOST_BOXES // self.num_rows
+        least = _LEAST_PIXELS if len(visible) <= boxes else max(_LEAST_PIXELS, self.pixels / boxes)
+        for group in self.groups(visible, least):
+            yield from self.span(group.spans[0], y) if len(group.spans) == 1 else self.group(group, y)
+
+    def groups(self, spans: Sequence[Span], least_pixels: float) -> Iterator[_Group]:
+        """The spans, those that are too narrow put together with their neighbours until they are not."""
+        group: list[Span] = []
+        for span in spans:
+            if group and (self.x(group[-1].end_s) - self.x(group[0].start_s) >= least_pixels):
+                yield _Group(group)
+                group = []
+            group.append(span)
+        if group:
+            yield _Group(group)
+
+    def span(self, span: Span, y: float) -> Iterator[svg.Element]:
+        x, width = self.x(span.start_s), self.x(span.end_s) - self.x(span.start_s)
+        title = svg.Title(text=_escape(_hover(span)))
+        if span.kind is not SpanKind.COMPUTE:
+            classes = ["recv" if span.kind is SpanKind.RECV else "all"]
+            yield svg.Rect(x=_at(x), y=_at(y), width=_wide(width), height=_ROW, class_=classes, elements=[title])
+            return
+        ops = self.labels.ops(span)
+        height = _ROW / len(ops)
+        labels = self.labels.text(span).split("&")
+        for position, (op, label) in enumerate(zip(ops, labels, strict=True)):
+            top = y + position * height
+            yield svg.Rect(
+                x=_at(x), y=_at(top), width=_wide(width), height=_at(height), class_=["box", str(op.kind)], elements=[title]
+            )
+            fits = next((text for text in (label, str(op.index)) if len(text) * _LETTER + 2 <= width), None)
+            if fits is not None:
+                small = len(ops) > 1
+                yield safe_text(fits, x + width / 2, top + height / 2 + (3 if small else 3.6), "s" if small else "l")
+
+    def group(self, group: _Group, y: float) -> Iterator[svg.Element]:
+        """A box in the colour of the kind that takes most of it, as high as the device is busy in it."""
+        times: dict[str, float] = {}
+        for span in group.spans:
+            if span.kind is SpanKind.COMPUTE:
+                kind = str(self.labels.ops(span)[0].kind)
+                times[kind] = times.get(kind, 0.0) + span.end_s - span.start_s
+        if not times:
+            yield from self.span(Span(*group.spans[0][:4], group.end_s), y)
+            return
+        x, width = self.x(group.start_s), self.x(group.end_s) - self.x(group.start_s)
+        busy = min(sum(times.values()) / (group.end_s - group.start_s), 1.0)
+        title = f"{len(group.spans)} spans, busy {ratio(busy)}\nfrom {seconds(group.start_s)} to {seconds(group.end_s)}"
+        yield svg.Rect(
+            x=_at(x),
+            y=_at(y + _ROW * (1 - busy)),
+            width=_wide(width),
+            height=_at(_ROW * busy),
+            class_=[max(times, key=lambda kind: times[kind])],
+            elements=[svg.Title(text=_escape(title))],
+        )
+
+    def transfers(self, spans: Sequence[Span], y: float) -> Iterator[svg.Element]:
+        for span in spans:
+            x, width = self.x(span.start_s), self.x(span.end_s) - self.x(span.start_s)
+            if width >= _LEAST_PIXELS:
+                title = svg.Title(text=_escape(_hover(span)))
+                yield svg.Rect(x=_at(x), y=_at(y + _ROW - 3), width=_wide(width), height=3, class_=["move"], elements=[title])
+
+    def memory(self, trace: Trace, device: int, most_held: int) -> Iterator[svg.Element]:
+        """The bytes held, from 0 to the most that any device of the trace holds."""
+        base = self.y + _MEMORY - 1
+        points = _MOST_MEMORY_POINTS // self.num_rows
+        steps = _envelope([(self.x(at), held) for at, held in trace.memory[device]], points)
+        path: list[svg.PathData] = [svg.M(_at(self.left), _at(base))]
+        for x, held in steps:
+            path += [svg.H(_at(x)), svg.V(_at(base - max(held, 0) / most_held * (_MEMORY - 3)))]
+        path += [svg.H(_at(self.x(trace.makespan_s))), svg.V(_at(base))]
+        peak = f"peak {size(trace.peak_memory_bytes[device])}"
+        yield svg.Path(d=path, class_=["held"], elements=[svg.Title(text=peak)])
+        yield safe_text(size(trace.peak_memory_bytes[device]), _WIDTH - _MARGIN, base - 4, "r", "g")
+
+    def ticks(self) -> Iterator[tuple[float, str]]:
+        name, unit_s = time_unit(self.end_s)
+        if self.end_s:
+            for tick in ticks(self.end_s / unit_s, 14):
+                yield self.x(tick * unit_s), f"{number(tick)} {name}"
+
+    def axis(self) -> None:
+        for x, label in self.ticks():
+            self.elements.append(safe_text(label, x, self.y + 4, "m", "g"))
+        self.y += 12
+
+    def differences(self) -> None:
+        """The figures of two traces side by side."""
+        first, second = self.traces
+        rows = difference_rows(first, second)
+        self.y += 22
+        edges = (_MARGIN, _MARGIN + 330, _MARGIN + 450, _MARGIN + 570)
+        for line, row in enumerate([columns_of(first, second), *rows[:_MOST_DIFFERENCES]]):
+            for column, (x, cell) in enumerate(zip(edges, row, strict=True)):
+                self.elements.append(safe_text(cell, x, self.y, *(("r",) if column else ()), *(() if line else ("h",))))
+            self.y += 18
+        if len(rows) > _MOST_DIFFERENCES:
+            self.elements.append(safe_text(f"{len(rows) - _MOST_DIFFERENCES} more figures are left out", _MARGIN, self.y, "g"))
+            self.y += 18
+
+
+_WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.MEASURED: "measured"}
+
+
+def _patterns() -> svg.Defs:
+    def pattern(name: str, line: str, ground: str) -> svg.Pattern:
+        return svg.Pattern(
+            id=name,
+            width=6,
+            height=6,
+            patternUnits="userSpaceOnUse",
+            elements=[svg.Rect(width=6, height=6, fill=ground), svg.Path(d=_LINES[name], stroke=line, stroke_width=1)],
+        )
+
+    return svg.Defs(elements=[pattern("hatch", "#b9b9b9", "#eee"), pattern("cross", "#a5a5a5", "#ddd")])
+
+
+_LINES: dict[str, list[svg.PathData]] = {
+    "hatch": [svg.M(0, 6), svg.L(6, 0)],
+    "cross": [svg.M(0, 6), svg.L(6, 0), svg.M(0, 0), svg.L(6, 6)],
+}
+
+
+def _wide(width: float) -> float:
+    return max(_at(width), 0.1)
+
+
+def _has_memory(trace: Trace) -> bool:
+    return any(len(steps) > 1 for steps in trace.memory) and max(trace.peak_memory_bytes) > 0
+
+
+def _hover(span: Span) -> str:
+    carried = f"\n{size(span.bytes)}" if span.bytes else ""
+    lasted = seconds(span.end_s - span.start_s)
+    match span.kind:
+        case SpanKind.COMPUTE:
+            what = span.name
+        case SpanKind.TRANSFER:
+            what = f"{span.name} under way"
+        case SpanKind.RECV | SpanKind.COLLECTIVE:
+            what = f"waits for {span.name}"
+    return f"{what}\nat {seconds(span.start_s)} for {lasted}{carried}"
+
+
+def _envelope(steps: Sequence[tuple[float, int]], most: int) -> Sequence[tuple[float, int]]:
+    """The steps, or where they are more the highest of each stretch of equal width."""
+    if len(steps) <= most:
+        return steps
+    width = max((steps[-1][0] - steps[0][0]) / max(most, 1), 1e-9)
+    highest: dict[int, tuple[float, int]] = {}
+    for x, held in steps:
+        stretch = int((x - steps[0][0]) / width)
+        if stretch not in highest or held > highest[stretch][1]:
+            highest[stretch] = (x, held)
+    return list(highest.values())

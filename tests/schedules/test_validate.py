@@ -286,7 +286,7 @@ def test_an_update_waits_until_every_copy_hands_its_gradient_over() -> None:
         "0F0 0B0 0G0 0U0 0F2 0B2 0G1 0U1",
         "1F0 1B0 0F1@1 1F1@1 1B1@1 0B1@1 1U0 1F2 0G0@1 0U0@1 1B2 0F3@1 1F3@1 1B3@1 0B3@1 0G1@1 0U1@1 1U1",
     )
-    fields = {"pipelines": [[0, 1], [1, 1]], "num_microbatches": 2, "num_updates": 2, "weight_rule": WeightRule.LIVE}
+    fields: dict[str, Any] = {"pipelines": [[0, 1], [1, 1]], "num_microbatches": 2, "num_updates": 2, "weight_rule": WeightRule.LIVE}
     hangs = schedule_of(*rows, update_scope=UpdateScope.STAGE, **fields)
     assert refusal(hangs).problem == "deadlock: worker 0 waits with 0U0 for 0G0@1; worker 1 waits with 1F2 for 0F2"
     runs = schedule_of(rows[0], rows[1].replace("1F2 0G0@1", "0G0@1 1F2"), update_scope=UpdateScope.STAGE, **fields)

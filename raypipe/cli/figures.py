@@ -1,0 +1,58 @@
+"""The figures of schedules and traces, as `--json` prints them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.validate import facts
+from raypipe.trace import Trace
+
+
+def schedule_figures(schedule: Schedule, trace: Trace, *, steady_update_s: float) -> dict[str, Any]:
+    """The figures of a valid schedule and its simulated trace; the keys are a contract.
+
+    Args:
+        schedule: the order.
+        trace: of the same order.
+        steady_update_s: time per update far from the ends of a long window.
+    """
+    known = facts(schedule)
+    return {
+        "schedule": schedule.name,
+        "num_devices": schedule.num_workers,
+        "num_stages": schedule.num_stages,
+        "num_pipelines": len(schedule.pipelines),
+        "num_microbatches": schedule.num_microbatches,
+        "num_updates": schedule.num_updates,
+        "update_scope": str(schedule.update_scope),
+        "weight_rule": str(schedule.weight_rule),
+        "makespan_s": trace.makespan_s,
+        "busy_s": list(trace.busy_s),
+        "span_s": list(trace.span_s),
+        "idle_s": list(trace.idle_s),
+        "bubble_ratio": trace.bubble_ratio,
+        "peak_in_flight": list(known.peak_in_flight),
+        "weight_copies": list(known.weight_copies),
+        "max_mismatch": known.max_mismatch,
+        "max_delay": known.max_delay,
+        "steady_update_s": steady_update_s,
+    }
+
+
+def trace_figures(trace: Trace) -> dict[str, Any]:
+    """The figures of a trace; the keys are a contract."""
+    return {
+        "name": trace.name,
+        "source": str(trace.source),
+        "devices": list(trace.devices),
+        "num_updates": trace.num_updates,
+        "makespan_s": trace.makespan_s,
+        "update_s": trace.update_s,
+        "bubble_ratio": trace.bubble_ratio,
+        "device_bubble_ratios": list(trace.device_bubble_ratios),
+        "busy_s": list(trace.busy_s),
+        "wait_s": list(trace.wait_s),
+        "span_s": list(trace.span_s),
+        "peak_memory_bytes": list(trace.peak_memory_bytes),
+    }

@@ -1,0 +1,216 @@
+"""`raypipe schedule`: builds, validates and simulates one schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import click
+from rich.console import Console
+
+from raypipe import codec, schedule_file
+from raypipe.cli.figures import schedule_figures
+from raypipe.cli.options import COUNT, SECONDS, json_option, output_suffix
+from raypipe.cli.screen import console, print_json, plain_console
+from raypipe.cost import equal_stages
+from raypipe.errors import InputError
+from raypipe.schedule_file import ScheduleFile
+from raypipe.schedules import catalogue
+from raypipe.schedules.ir import Schedule, Size, UpdateScope
+from raypipe.schedules.lower import lower
+from raypipe.schedules.text import to_csv, to_torch_csv
+from raypipe.schedules.validate import validate
+from raypipe.show.amounts import counted, ratio, seconds
+from raypipe.show.grid import timed_grid
+from raypipe.show.tables import schedule_table
+from raypipe.simulate import simulate
+from raypipe.trace import Trace
+
+_DEFAULT_CHUNKS = {"interleaved": 2}
+_STEADY_UPDATES = 9
+# Two million Ops take some two minutes and two gigabytes; what all updates wait for grows with the square of the stages.
+_MOST_OPS = 2_000_000
+_MOST_STAGES = 1024
+
+
+class ScheduleFormat(StrEnum):
+    """What a schedule can be written as."""
+
+    GRID = "grid"
+    CSV = "csv"
+    TORCH_CSV = "torch-csv"
+    JSON = "json"
+    SVG = "svg"
+
+
+_FORMATS = {"txt": ScheduleFormat.GRID, "csv": ScheduleFormat.CSV, "json": ScheduleFormat.JSON, "svg": ScheduleFormat.SVG}
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """The times of a schedule's equal stages.
+
+    Attributes:
+        forward_s: of F.
+        backward_s: of B.
+        weight_grad_s: of W; I takes the rest of B.
+        latency_s: of every dependency between devices.
+    """
+
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    weight_grad_s: float = 1.0
+    latency_s: float = 0.0
+
+
+def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
+    """The trace of a valid schedule with equal stages."""
+    cost = equal_stages(
+        schedule,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        weight_grad_s=times.weight_grad_s,
+        latency_s=times.latency_s,
+    )
+    return simulate(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates, with_memory=False)
+
+
+@click.command()
+@click.argument("name")
+@click.option("--devices", type=COUNT, required=True, help="Devices, one worker each.")
+@click.option("--microbatches", type=COUNT, required=True, help="Microbatches of one update, over all pipelines.")
+@click.option("--updates", type=COUNT, default=1, show_default=True, help="Updates of the window.")
+@click.option("--chunks", type=COUNT, help="Stages a device, for schedules that take several.  [default: 2 for interleaved, else 1]")
+@click.option("--pipelines", type=COUNT, help="Layings of the stages, for schedules that have several.  [default: the schedule's own]")
+@click.option("--update-scope", type=click.Choice([str(scope) for scope in UpdateScope]), help="What an update waits for.")
+@click.option("--forward", type=SECONDS, default=1.0, show_default=True, help="Seconds of a stage's forward.")
+@click.option("--backward", type=SECONDS, default=2.0, show_default=True, help="Seconds of its full backward.")
+@click.option("--weight-grad", type=SECONDS, help="Seconds of that for the weight gradient.  [default: half of it]")
+@click.option("--latency", type=SECONDS, default=0.0, show_default=True, help="Seconds between devices: a pure delay.")
+@click.option("--format", "format_name", type=click.Choice([str(choice) for choice in ScheduleFormat]), help="What to write.  [default: grid]")
+@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write it; .csv, .json, .svg and .txt name the format.")
+@json_option
+def schedule(
+    name: str,
+    *,
+    devices: int,
+    microbatches: int,
+    updates: int,
+    chunks: int | None,
+    pipelines: int | None,
+    update_scope: str | None,
+    forward: float,
+    backward: float,
+    weight_grad: float | None,
+    latency: float,
+    format_name: str | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Build, validate and simulate the schedule NAME with equal stages.
+
+    Times are per stage: with two chunks a device has two stages of these times. `raypipe schedules` lists the names.
+
+    \b
+    Example:
+      raypipe schedule 1f1b --devices 4 --microbatches 8
+      raypipe schedule zb-h1 --devices 8 --microbatches 24 --latency 0.01 -o zb-h1.svg
+    """
+    if as_json and format_name and not output:
+        raise click.UsageError("--json and --format both write to stdout; give --format a file with -o, or leave one of them out")
+    size = Size(
+        num_devices=devices,
+        num_microbatches=microbatches,
+        num_updates=updates,
+        num_chunks=chunks or _DEFAULT_CHUNKS.get(name, 1),
+        num_pipelines=pipelines or 0,
+        update_scope=UpdateScope(update_scope) if update_scope else None,
+    )
+    times = StageSeconds(forward, backward, backward / 2 if weight_grad is None else weight_grad, latency)
+    if times.weight_grad_s > backward:
+        raise InputError(f"--weight-grad {weight_grad:g} is more than --backward {backward:g}, of which it is a part")
+    catalogue.family(name)
+    _refuse_large(size)
+    built = catalogue.build(name, size)
+    validate(built)
+    trace = simulated(built, times)
+    figures = _figures(built, size, trace, times)
+    if output:
+        wanted = ScheduleFormat(format_name) if format_name else _FORMATS[output_suffix(output, *_FORMATS)]
+        codec.write_text(output, text_of(wanted, built, trace, figures))
+    if as_json:
+        print_json(figures)
+    elif not output and format_name in {None, ScheduleFormat.GRID}:
+        print_schedule(console(), built, trace, figures)
+    elif not output:
+        click.echo(text_of(ScheduleFormat(format_name), built, trace, figures), nl=False)
+
+
+def _long_window(size: Size) -> Size:
+    """The same for so many updates that a quarter of them fills the pipeline twice, and at least for 9."""
+    num_stages = size.num_devices * size.num_chunks
+    return replace(size, num_updates=max(size.num_updates, _STEADY_UPDATES, 8 * math.ceil(num_stages / size.num_microbatches)))
+
+
+def _refuse_large(size: Size) -> None:
+    num_stages, num_updates = size.num_devices * size.num_chunks, _long_window(size).num_updates
+    if num_stages > _MOST_STAGES:
+        raise InputError(f"{num_stages} stages are too many to simulate; use at most {_MOST_STAGES}")
+    # Three Ops a stage and microbatch at most: F, I and W.
+    num_ops = 3 * num_stages * size.num_microbatches * num_updates
+    if num_ops > _MOST_OPS:
+        raise InputError(
+            f"{num_stages} stages with {size.num_microbatches} microbatches for {num_updates} updates, which the steady time per update "
+            f"needs, are up to {num_ops} Ops, and {_MOST_OPS} are the most; use fewer devices, microbatches or updates"
+        )
+
+
+def _figures(schedule: Schedule, size: Size, trace: Trace, times: StageSeconds) -> dict[str, Any]:
+    longer = _long_window(size)
+    steady = trace if longer == size else simulated(catalogue.build(schedule.name, longer), times)
+    return schedule_figures(schedule, trace, steady_update_s=steady.steady_update_s)
+
+
+def text_of(wanted: ScheduleFormat, schedule: Schedule, trace: Trace, figures: Mapping[str, Any]) -> str:
+    """A schedule as the text of a file."""
+    match wanted:
+        case ScheduleFormat.CSV:
+            return to_csv(schedule.programs)
+        case ScheduleFormat.TORCH_CSV:
+            return to_torch_csv(schedule.programs)
+        case ScheduleFormat.JSON:
+            return codec.to_json(ScheduleFile.of(schedule), format_name=schedule_file.FORMAT)
+        case ScheduleFormat.SVG:
+            from raypipe.show.svg import draw_traces  # noqa: PLC0415  # slow to load, and the grid does without
+
+            return draw_traces([trace])
+        case ScheduleFormat.GRID:
+            with (paper := plain_console()).capture() as capture:
+                print_schedule(paper, schedule, trace, figures)
+            return capture.get()
+
+
+def print_schedule(to: Console, schedule: Schedule, trace: Trace, figures: Mapping[str, Any]) -> None:
+    """Draws a simulated schedule and its figures."""
+    chunks = "" if schedule.num_stages == schedule.num_workers else f", {schedule.num_stages} stages"
+    pipelines = "" if len(schedule.pipelines) == 1 else f", {len(schedule.pipelines)} pipelines"
+    to.print(
+        f"{schedule.name}: {counted(schedule.num_workers, 'device')}{chunks}{pipelines}, "
+        f"{counted(schedule.num_microbatches, 'microbatch')} an update, {counted(schedule.num_updates, 'update')}",
+        style="bold",
+        soft_wrap=True,
+    )
+    to.print()
+    to.print(timed_grid(trace, width=to.width), soft_wrap=True)
+    to.print()
+    to.print(schedule_table(schedule, trace, figures))
+    to.print()
+    to.print(
+        f"makespan {seconds(trace.makespan_s)}, bubble {ratio(trace.bubble_ratio)}, "
+        f"{seconds(figures['steady_update_s'])} an update far from the ends; "
+        f"mismatch {figures['max_mismatch']}, delay {figures['max_delay']}",
+        soft_wrap=True,
+    )

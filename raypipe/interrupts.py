@@ -1,0 +1,58 @@
+"""Ctrl-C and SIGTERM at the moments when they would do harm, or be lost."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def put_off(clean_up: Callable[[], object] | None = None) -> Iterator[None]:
+    """Puts Ctrl-C and SIGTERM off until the end of the block.
+
+    A half-started Ray that is interrupted leaves processes behind; an import that is interrupted may swallow it.
+
+    Args:
+        clean_up: called at the end of the block if one came, before KeyboardInterrupt is raised.
+
+    Raises:
+        KeyboardInterrupt: one came.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        came.append(signum)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        if clean_up is not None:
+            clean_up()
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def also_on_sigterm() -> Iterator[None]:
+    """Lets SIGTERM interrupt the block as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

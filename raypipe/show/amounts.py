@@ -1,0 +1,51 @@
+"""Seconds and bytes in words, and round numbers for axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit in which a time has one to three digits before its point: its name and its seconds."""
+    return next((unit for unit in _TIME_UNITS if abs(seconds) >= unit[1] * 0.9995), _TIME_UNITS[0] if not seconds else _TIME_UNITS[-1])
+
+
+def seconds(value: float) -> str:
+    """A time with four significant digits, such as `33 s` or `18.52 ms`."""
+    name, size = time_unit(value)
+    return f"{number(value / size)} {name}"
+
+
+def size(value: float) -> str:
+    """A number of bytes with three significant digits, in powers of 1000, such as `1.5 GB`."""
+    power = min(int(math.log(abs(value) * 1.0005, 1000)), len(_BYTE_UNITS) - 1) if abs(value) >= 1 else 0
+    return f"{value / 1000**power:.3g} {_BYTE_UNITS[power]}"
+
+
+def number(value: float) -> str:
+    """A number with four significant digits; whole ones with all of theirs."""
+    return f"{value:.0f}" if abs(value) >= 1000 and abs(value) < 1e15 else f"{value:.4g}"
+
+
+def ratio(value: float) -> str:
+    """A share in percent."""
+    return f"{value:.1%}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things, such as `1 device` or `8 microbatches`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def ticks(end: float, most: int) -> Sequence[float]:
+    """Round numbers from 0 to `end`, at most so many: 1, 2 or 5 times a power of ten apart."""
+    if not end or most < 2:
+        return [0.0]
+    rough = end / (most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    return [index * step for index in range(int(end / step * (1 + 1e-9)) + 1)]

@@ -1,0 +1,155 @@
+"""A trace as lines of text: one row a device, time from left to right.
+
+    0 |F0F1F2F3......B0- F4B1- F5B2-      an Op is as wide as it is long,
+    1 |..F0F1F2....B0- F3B1- F4B2- ..     and a dot is time in which the device waits
+       0    5         10        15 s
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from raypipe.show.amounts import number, seconds, ticks, time_unit
+from raypipe.show.labels import Labels
+from raypipe.show.palette import COLOURS, NAMES
+from raypipe.trace import Span, SpanKind, Trace
+
+_MOST_ROWS = 48
+_MOST_LINES = 40
+_MOST_COLUMNS_A_UNIT = 8
+_LEAST_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """How time is laid out.
+
+    Attributes:
+        columns_per_s: columns a second.
+        num_columns: of the whole trace.
+        band: columns of one band; a trace that is longer goes on below.
+    """
+
+    columns_per_s: float
+    num_columns: int
+    band: int
+
+    def column(self, time_s: float) -> int:
+        """The column that begins nearest to a time."""
+        return min(round(time_s * self.columns_per_s), self.num_columns)
+
+
+def timed_grid(trace: Trace, *, width: int, end_s: float = 0.0) -> Text:
+    """The trace as text, coloured for consoles that can; a legend and what was left out stand below.
+
+    Where it does not fit the width it goes on in further bands; where these are too many, one column stands for more time and
+    what fits no column loses its label.
+
+    Args:
+        trace: simulated or measured.
+        width: columns of the terminal.
+        end_s: time at the right edge, if that is later than the trace's own end.
+    """
+    labels = Labels(trace)
+    rows = trace.by_device[:_MOST_ROWS]
+    computing = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s] for row in rows]
+    head = max((len(name) for name in trace.devices[:_MOST_ROWS]), default=0)
+    makespan_s = max(trace.makespan_s, end_s)
+    if not any(computing):
+        return Text("no Op takes any time")
+    scale = _scale(computing, labels, makespan_s=makespan_s, columns=max(width - head - 2, 10))
+    lines = [_Line(name, scale, row, labels) for name, row in zip(trace.devices, computing, strict=False)]
+    out = Text()
+    for start in range(0, scale.num_columns, scale.band):
+        for line in lines:
+            out.append(f"{line.name.rjust(head)} |")
+            out.append_text(line.text[start : start + scale.band])
+            out.append("\n")
+        out.append(" " * (head + 2) + _ruler(scale, makespan_s, start) + "\n")
+    return out.append("\n".join(_notes(trace, lines, labels, scale)))
+
+
+class _Line:
+    """One device: its name, its text, and how many of its Ops are without label or left out."""
+
+    def __init__(self, name: str, scale: _Scale, spans: Sequence[Span], labels: Labels) -> None:
+        self.name = name
+        self.unlabelled = self.hidden = 0
+        self.text = Text()
+        at = 0
+        for span in spans:
+            first, end = max(scale.column(span.start_s), at), scale.column(span.end_s)
+            if first >= end:
+                self.hidden += 1
+                continue
+            self.text.append("." * (first - at), style="dim")
+            self.text.append(self._cell(labels.text(span), end - first), style=f"black on {COLOURS[labels.ops(span)[0].kind]}")
+            at = end
+        self.text.append("." * (scale.num_columns - at), style="dim")
+
+    def _cell(self, label: str, width: int) -> str:
+        if len(label) > width:
+            self.unlabelled += 1
+            # The kind alone, without stage and index.
+            label = next(letter for letter in label if letter.isalpha())
+        # The blank keeps apart what colour does not.
+        return label if len(label) == width else label + "-" * (width - len(label) - 1) + " "
+
+
+def _scale(rows: Sequence[Sequence[Span]], labels: Labels, *, makespan_s: float, columns: int) -> _Scale:
+    longest = max(len(labels.text(span)) for row in rows for span in row)
+    durations = sorted(span.end_s - span.start_s for row in rows for span in row)
+    # Labels that fit all but the shortest few: an update of a microsecond shall not make the drawing endless.
+    shortest_s = durations[int(len(durations) * _LEAST_SHARE)]
+    unit_s = _common_unit(durations) or shortest_s / longest
+    units_a_label = shortest_s / unit_s
+    fitting: list[_Scale] = []
+    # With a blank behind each label if possible: in one band, in several; then without; then in one band with few labels.
+    for columns_a_label in (longest + 1, longest):
+        columns_a_unit = max(math.ceil(columns_a_label / units_a_label - 1e-6), 1)
+        needed = math.ceil(makespan_s / unit_s * columns_a_unit - 1e-6)
+        band = min(needed, max(columns // columns_a_unit, 1) * columns_a_unit)
+        if math.ceil(needed / band) * (len(rows) + 1) <= _MOST_LINES:
+            fitting.append(_Scale(columns_a_unit / unit_s, needed, band))
+    in_one_band = [scale for scale in fitting if scale.num_columns == scale.band]
+    if labels.with_stage:
+        in_one_band = [scale for scale in in_one_band if scale is fitting[0]]  # 0F00F1 is hard to read, F0F1 is not
+    return (in_one_band or fitting or [_Scale(columns / makespan_s, columns, columns)])[0]
+
+
+def _common_unit(durations: Sequence[float]) -> float:
+    """The longest time of which all durations are multiples, or 0 where it would be too short to draw."""
+    unit = durations[-1]
+    for duration in sorted(set(durations)):
+        larger, smaller = max(unit, duration), min(unit, duration)
+        while smaller > durations[-1] * 1e-6:
+            larger, smaller = smaller, math.fmod(larger, smaller)
+            # What lies a hair below a multiple is that multiple.
+            smaller = 0.0 if larger - smaller < durations[-1] * 1e-6 else smaller
+        unit = larger
+    return unit if unit * _MOST_COLUMNS_A_UNIT >= durations[int(len(durations) * _LEAST_SHARE)] else 0.0
+
+
+def _ruler(scale: _Scale, makespan_s: float, start: int) -> str:
+    name, size = time_unit(makespan_s)
+    end = min(start + scale.band, scale.num_columns)
+    line = ""
+    for tick in ticks(makespan_s / size, max(scale.num_columns // 8, 2)):
+        at = round(tick * size * scale.columns_per_s) - start
+        if len(line) + bool(line) <= at <= end - start:
+            line = line.ljust(at) + number(tick)
+    return f"{line} {name}"
+
+
+def _notes(trace: Trace, lines: Sequence[_Line], labels: Labels, scale: _Scale) -> Iterator[str]:
+    yield ", ".join(f"{kind} {NAMES[kind]}" for kind in labels.kinds) + ", . waiting"
+    if unlabelled := sum(line.unlabelled for line in lines):
+        yield f"{unlabelled} Ops are too short for their label: one column is {seconds(1 / scale.columns_per_s)}"
+    if hidden := sum(line.hidden for line in lines):
+        yield f"{hidden} Ops are too short to be seen"
+    if left_out := len(trace.devices) - len(lines):
+        yield f"{left_out} more devices are left out; an SVG shows up to 256 (-o FILE.svg)"

@@ -1,0 +1,136 @@
+"""`ray job submit --working-dir . -- python -m raypipe train ...` against a running cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from raypipe.data.prepare import prepare
+from tests.cluster.conftest import Brand
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A running cluster: where jobs are submitted, and the environment of its clients."""
+
+    dashboard: str
+    environment: dict[str, str]
+
+
+def free_port() -> int:
+    """A port outside of the range from which Ray takes those of its workers."""
+    for port in range(6400, 10000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                try:
+                    probe.bind(("0.0.0.0", port))  # only to see that it is free
+                except OSError:
+                    continue
+                return port
+    raise AssertionError("no free port")
+
+
+@pytest.fixture
+def cluster(brand: Brand) -> Iterator[Cluster]:
+    """A head node of its own, ended by process id."""
+    folder = tempfile.mkdtemp(prefix="rp")  # Ray's sockets lie in it; their paths must be short
+    gcs, dashboard = free_port(), 0
+    environment = brand.environment | {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    environment.pop("RAY_ADDRESS", None)
+    with socket.socket() as reserved:
+        reserved.bind(("0.0.0.0", gcs))  # so that the second port is another one
+        dashboard = free_port()
+    try:
+        started = subprocess.run(
+            [
+                *RAY,
+                "start",
+                "--head",
+                f"--port={gcs}",
+                f"--dashboard-port={dashboard}",
+                "--num-cpus=6",
+                f"--temp-dir={folder}",
+                "--object-store-memory=200000000",
+                "--disable-usage-stats",
+            ],
+            env=environment,
+            capture_output=True,
+            timeout=90,
+            check=False,
+        )
+        assert started.returncode == 0, started.stderr.decode()
+        yield Cluster(f"http://127.0.0.1:{dashboard}", environment)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            deadline = time.monotonic() + 10
+            for pid in brand.survivors():
+                os.kill(pid, number)
+            while brand.survivors() and time.monotonic() < deadline:
+                time.sleep(0.2)
+
+
+def test_a_submitted_job_trains_on_the_running_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    source = tmp_path / "text"
+    source.mkdir()
+    for number in range(40):
+        (source / f"{number}.txt").write_text("she sells sea shells by the sea shore\n" * 60)
+    prepare(str(source), output=tmp_path / "tokens.parquet", validation_fraction=0.3)
+    settings = {
+        "data.path": tmp_path / "tokens.parquet",
+        "run.storage_path": tmp_path / "runs",
+        "run.num_updates": 4,
+        "run.evaluate_every": 0,
+        "run.sample_bytes": 3,
+        "data.num_validation_microbatches": 1,
+        "schedule.microbatch_size": 1,
+        "schedule.updates_per_window": 2,
+    }
+    overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    done = subprocess.run(
+        [
+            *RAY,
+            "job",
+            "submit",
+            f"--address={cluster.dashboard}",
+            "--working-dir=.",
+            "--",
+            "python",
+            "-m",
+            "raypipe",
+            "train",
+            "examples/gpt_python_stdlib.yaml",
+            *overrides,
+        ],
+        cwd=ROOT,
+        env=cluster.environment,
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
+    output = done.stdout.decode() + done.stderr.decode()
+    assert done.returncode == 0, output[-3000:]
+    assert "predicted against measured" in output
+    run = tmp_path / "runs" / "gpt-python-stdlib"
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert json.loads((run / "checkpoints" / "update-000004" / "checkpoint.json").read_text())["update"] == 4
