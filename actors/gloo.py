@@ -20,38 +20,23 @@ import os
 import socket
 import threading
 import time
-import zlib
-from collections import deque
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp, TCPStore, Work  # type: ignore[attr-defined]  # public, says the manual
 
+from raypipe.actors.gloo_channels import UNLIMITED, Group, Incoming, Outgoing, limit
 from raypipe.actors.sockets import Connection, connections, interface_of
-from raypipe.actors.transport import Expected, Ledger, Pending, TensorSpec, summing_dtype
+from raypipe.actors.transport import Expected, Ledger, Pending, summing_dtype
 from raypipe.errors import AbortedError, RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Collective, Message
 
-# Waits that something else ends: gloo's own limits are too long to matter, ours are counted in Python.
-_UNLIMITED = timedelta(days=10)
-_REAP_EVERY_S = 0.05
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-
-
-class _Group(Protocol):
-    """What is used of a ProcessGroupGloo; torch's type stubs leave it out."""
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
-
-    def allreduce(self, tensors: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta, /) -> Work: ...
 
 
 def host_store(host: str, *, timeout_s: float) -> tuple[TCPStore, int]:
@@ -61,7 +46,7 @@ def host_store(host: str, *, timeout_s: float) -> tuple[TCPStore, int]:
         host: this host's address as the others reach it.
         timeout_s: for each request to it.
     """
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit(timeout_s))
     return store, store.port
 
 
@@ -109,15 +94,17 @@ class GlooTransport:
         # Members wait for each other group by group. All go through them in this one order, so the first unfinished group
         # is one that all its members have come to.
         self._keys = sorted({("channel", channel) for channel in channels} | {("group", members) for members in groups if len(members) > 1})
-        self._outgoing: dict[int, _Outgoing] = {}
-        self._incoming: dict[int, _Incoming] = {}
-        self._groups: dict[tuple[int, ...], _Group] = {}
+        self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: dict[int, Incoming] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
         self._ledger = Ledger(device, self.names)
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
+        # Whoever forgets `close` must not hang at the end of the process, where gloo joins threads that may still wait.
+        weakref.finalize(self, _shut_down, self._connections)
         self._aborted = threading.Event()
         self._abort_reason: str | None = None
-        self._dead: str | None = None
+        self._dead: str | None = "it is not connected: call connect"
 
     def connect(self) -> None:
         """Makes all process groups; returns when all their members have.
@@ -129,6 +116,7 @@ class GlooTransport:
         """
         try:
             _Meeting(self).run()
+            self._dead = None
         except BaseException as error:
             self._dead = "it could not connect"
             self.close()
@@ -138,13 +126,13 @@ class GlooTransport:
                 raise TransportError(self.names[self.device], f"(store {host}:{port})", "connecting", _cause(error)) from error
             raise
 
-    def _add(self, kind: str, members: tuple[int, ...], group: _Group) -> None:
+    def _add(self, kind: str, members: tuple[int, ...], group: Group) -> None:
         if kind == "group":
             self._groups[members] = group
         elif members[0] == self.device:
-            self._outgoing[members[1]] = _Outgoing(group, name=f"raypipe sends {self.device}->{members[1]}")
+            self._outgoing[members[1]] = Outgoing(group, name=f"raypipe sends {self.device}->{members[1]}")
         else:
-            self._incoming[members[0]] = _Incoming(group, ahead=self.receives_ahead)
+            self._incoming[members[0]] = Incoming(group, ahead=self.receives_ahead)
 
     def _watch(self, found: Iterable[Connection]) -> None:
         """Lets `abort` and `close` shut these connections down, too."""
@@ -184,13 +172,13 @@ class GlooTransport:
             # An empty tensor is not sent; its members meet over a stand-in.
             sent = tensor.detach() if tensor.numel() else torch.zeros(1)
             summed = sent.to(summing_dtype(sent.dtype)).contiguous()
-            work = self._groups[collective.devices].allreduce([summed], ReduceOp.SUM, _UNLIMITED)
+            work = self._groups[collective.devices].allreduce([summed], ReduceOp.SUM, UNLIMITED)
         self._ledger.collectives.append(collective)
         return _GlooPending(self, collective, tensor, summed, work)
 
     def _finish(self, collective: Collective, work: Work) -> None:
         with self._translating(collective):
-            work.wait(timedelta(seconds=self.timeout_s))
+            work.wait(limit(self.timeout_s))
         self._ledger.collectives.remove(collective)
 
     def close_window(self) -> None:
@@ -236,9 +224,7 @@ class GlooTransport:
 
     def _shut_down(self) -> None:
         with self._lock:
-            found = list(self._connections)
-        for connection in found:
-            connection.shut_down()
+            _shut_down(self._connections)
 
     def _check(self) -> None:
         if self._abort_reason is not None:
@@ -282,6 +268,11 @@ class GlooTransport:
             raise translated from raised
 
 
+def _shut_down(found: Iterable[Connection]) -> None:
+    for connection in found:
+        connection.shut_down()
+
+
 def _cause(error: RuntimeError) -> str:
     text = str(error).splitlines()[0]
     if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "caused pair closure")):
@@ -305,157 +296,6 @@ class _GlooPending:
         if target.numel() and target.data_ptr() != self.summed.data_ptr():
             target.copy_(self.summed)
         return self.tensor
-
-
-# Channels
-
-
-def _tags(number: int, message: Message, specs: Sequence[TensorSpec]) -> list[int]:
-    """What gloo pairs sends and receives by. Equal tags of different tensors (one in 2^31) are paired in their order, as all are."""
-    stages = f"{message.direction} {message.source} {message.target} {message.pipeline}"
-    start = zlib.crc32(f"{number} {stages} {message.index} {message.part} {message.rows}".encode())
-    return [zlib.crc32(f"{place} {spec.shape} {spec.dtype}".encode(), start) & 0x7FFFFFFF for place, spec in enumerate(specs)]
-
-
-_NOTHING = TensorSpec((0,), torch.uint8)
-"""Stands for the tensors of a message without any, so that it is still a message."""
-
-
-def _on_the_wire(tensor: Tensor) -> Tensor:
-    """What gloo carries for a tensor: its contiguous memory, or one byte if there is none."""
-    return tensor.detach().contiguous() if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
-
-
-class _Incoming:
-    """The receiving end of a channel.
-
-    Args:
-        group: this device is rank 1 of it.
-        ahead: messages whose receives are posted.
-    """
-
-    def __init__(self, group: _Group, *, ahead: int) -> None:
-        self.group = group
-        self.ahead = ahead
-        self.number = 0
-        self.later: deque[Expected] = deque()
-        self.posted: deque[tuple[tuple[Tensor, ...], list[Work]]] = deque()
-
-    def open(self, messages: Sequence[Expected]) -> None:
-        self.later.extend(messages)
-        for _ in range(self.ahead):
-            self._post()
-
-    def _post(self) -> None:
-        if not self.later:
-            return
-        expected = self.later.popleft()
-        tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in expected.tensors)
-        tags = _tags(self.number, expected.message, expected.tensors or (_NOTHING,))
-        carried = [_on_the_wire(tensor) for tensor in tensors] or [_on_the_wire(torch.empty(0))]
-        works = [self.group.recv([tensor], 0, tag) for tensor, tag in zip(carried, tags, strict=True)]
-        self.posted.append((tensors, works))
-        self.number += 1
-
-    def recv(self, timeout_s: float) -> tuple[Tensor, ...]:
-        self._post()  # before the wait: posting takes 20 us, which pass while the message travels
-        tensors, works = self.posted.popleft()
-        deadline_s = time.monotonic() + timeout_s
-        for work in works:
-            # Zero would mean for ever.
-            work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
-        return tensors
-
-
-class _Outgoing:
-    """The sending end of a channel, with the thread that drops what has left.
-
-    The thread looks every 50 ms while a window is open. It waits for the oldest send that has not ended, and after a wait
-    that took time it rests again, so that it does not wake for each message.
-
-    Args:
-        group: this device is rank 0 of it.
-        name: of the thread.
-    """
-
-    def __init__(self, group: _Group, *, name: str) -> None:
-        self.group = group
-        self.number = 0
-        self.sent: deque[tuple[Message, Work]] = deque()
-        self.error: RuntimeError | None = None
-        self._condition = threading.Condition()
-        self._in_window = False
-        self._flushing = False
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def open(self) -> None:
-        with self._condition:
-            self._in_window = True
-            self._condition.notify_all()
-
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        specs = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors] or [_NOTHING]
-        carried = [_on_the_wire(tensor) for tensor in tensors] or [_on_the_wire(torch.empty(0))]
-        for tensor, tag in zip(carried, _tags(self.number, message, specs), strict=True):
-            # The Work keeps the tensor.
-            self.sent.append((message, self.group.send([tensor], 1, tag)))
-        self.number += 1
-
-    def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
-        """Waits until all has left, and ends the window; returns the first message that did not leave, if there is one."""
-
-        def ended() -> bool:
-            return not self.sent or self.error is not None or aborted.is_set()
-
-        def moved(left: int) -> bool:
-            return ended() or len(self.sent) < left
-
-        with self._condition:
-            self._flushing = True
-            self._condition.notify_all()
-            # The limit is for each message, not for all of them.
-            while not ended() and self._condition.wait_for(partial(moved, len(self.sent)), timeout_s):
-                pass
-            self._flushing = self._in_window = False
-            left = self.sent.copy()  # at once: the thread may go on
-            return left[0][0] if left else None
-
-    def wake(self) -> None:
-        with self._condition:
-            self._condition.notify_all()
-
-    def stop(self) -> None:
-        """Ends the thread; the connection is shut down before, so that it does not wait in gloo."""
-        with self._condition:
-            self._stopped = True
-            self._condition.notify_all()
-        self._thread.join()
-        self.sent.clear()
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._in_window or self._stopped)
-                self._condition.wait_for(lambda: self._flushing or self._stopped, _REAP_EVERY_S)
-                if self._stopped:
-                    return
-            try:
-                self._reap()
-            except RuntimeError as error:
-                self.error = error
-                self.wake()
-                return
-
-    def _reap(self) -> None:
-        while self.sent:
-            began_s = time.monotonic()
-            self.sent[0][1].wait(_UNLIMITED)
-            self.sent.popleft()
-            if not self._flushing and time.monotonic() - began_s > 0.001:
-                return
-        self.wake()
 
 
 # Connecting
@@ -512,7 +352,7 @@ class _Meeting:
             except OSError as error:
                 self._check_deadline(f"(store {host}:{port})", f"there is no answer: {error}")
                 self.transport._aborted.wait(0.05)
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=self._left_s()))
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit(self._left_s()))
 
     def _make(self, kind: str, members: tuple[int, ...]) -> None:
         transport = self.transport
@@ -523,8 +363,8 @@ class _Meeting:
         before = connections()
         rank = members.index(transport.device)
         try:
-            left = timedelta(seconds=self._left_s())
-            group = cast(_Group, ProcessGroupGloo(PrefixStore(name, self.store), rank, len(members), left))
+            left = limit(self._left_s())
+            group = cast(Group, ProcessGroupGloo(PrefixStore(name, self.store), rank, len(members), left))
         except RuntimeError as error:
             transport._check()
             peers = ", ".join(transport.names[other] for other in others)
@@ -554,7 +394,7 @@ class _Meeting:
         self.transport._check()
 
     def _left_s(self) -> float:
-        return max(0.001, self.deadline_s - time.monotonic())  # zero would mean for ever
+        return max(0.001, self.deadline_s - time.monotonic())
 
     def _check_deadline(self, peer: str, problem: str) -> None:
         if time.monotonic() >= self.deadline_s:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.backward import backward_full, backward_input
-from raypipe.actors.held import StageModule, output_specs
+from raypipe.actors.held import Optimizer, StageModule, output_specs
 from raypipe.actors.transport import TensorSpec
 from raypipe.cut import Cut
 from raypipe.model import Batch, Model
@@ -32,6 +32,7 @@ class LayerMeasurement:
         output_bytes: of what it passes on.
         saved_bytes: of what autograd keeps for the backward, weights left out.
         parameter_bytes: of its weights.
+        update_s: seconds of the optimizer's step over its weights.
         spread: half the distance between the quartiles of the forward's and backward's sum, over its median.
     """
 
@@ -42,15 +43,19 @@ class LayerMeasurement:
     output_bytes: int
     saved_bytes: int
     parameter_bytes: int
+    update_s: float
     spread: float
 
 
-def measure_layers(model: Model, batch: Batch, *, seed: int, repeats: int = 7, warm_up: int = 2) -> list[LayerMeasurement]:
+def measure_layers(
+    model: Model, batch: Batch, *, optimizer: Optimizer, seed: int, repeats: int = 7, warm_up: int = 2
+) -> list[LayerMeasurement]:
     """Measures every layer in order.
 
     Args:
         model: the model's description.
         batch: one microbatch.
+        optimizer: makes the optimizer of a layer.
         seed: of the weights.
         repeats: timed runs of each layer; medians are taken.
         warm_up: runs before them.
@@ -61,12 +66,14 @@ def measure_layers(model: Model, batch: Batch, *, seed: int, repeats: int = 7, w
     for index in range(len(model.layers)):
         module = StageModule(model, cut, index, seed=seed)
         made |= output_specs(module, {source: made[source] for source in module.inputs[index]}, batch)
-        found.append(_Layer(model, module, made, batch).measure(repeats=repeats, warm_up=warm_up))
+        found.append(_Layer(model, module, made, batch, optimizer).measure(repeats=repeats, warm_up=warm_up))
     return found
 
 
 class _Layer:
-    def __init__(self, model: Model, module: StageModule, made: dict[int, tuple[TensorSpec, ...]], batch: Batch) -> None:
+    def __init__(
+        self, model: Model, module: StageModule, made: dict[int, tuple[TensorSpec, ...]], batch: Batch, optimizer: Optimizer
+    ) -> None:
         self.model = model
         self.module = module.train()
         self.index = module.stage
@@ -74,15 +81,18 @@ class _Layer:
         self.output_specs = made[self.index]
         self.batch = batch
         self.parameters = [weight for weight in module.parameters() if weight.requires_grad]
+        self.optimizer = optimizer(self.parameters) if self.parameters else None
 
     def measure(self, *, repeats: int, warm_up: int) -> LayerMeasurement:
-        forwards, backwards, weight_grads, saved = [], [], [], 0
+        forwards, backwards, weight_grads, updates, saved = [], [], [], [], 0
         for repeat in range(warm_up + repeats):
             forward_s, backward_s, weight_grad_s, saved = self._once()
+            update_s = self._update()
             if repeat >= warm_up:
                 forwards.append(forward_s)
                 backwards.append(backward_s)
                 weight_grads.append(weight_grad_s)
+                updates.append(update_s)
         sums = sorted(forward + backward for forward, backward in zip(forwards, backwards, strict=True))
         quartiles = statistics.quantiles(sums, n=4) if len(sums) > 1 else [sums[0]] * 3
         backward_s = statistics.median(backwards)
@@ -94,6 +104,7 @@ class _Layer:
             output_bytes=sum(_spec_bytes(spec) for spec in self.output_specs),
             saved_bytes=saved,
             parameter_bytes=sum(weight.nbytes for weight in self.module.parameters()),
+            update_s=statistics.median(updates),
             spread=(quartiles[2] - quartiles[0]) / 2 / quartiles[1],
         )
 
@@ -105,7 +116,6 @@ class _Layer:
         pivot = () if any(leaf.requires_grad for leaf in leaves) else self.module.first_outputs
         _, deferred = backward_input(roots, [torch.ones_like(root) for root in roots], leaves, self.parameters, pivot=pivot)
         _, weight_grad_s = _timed(deferred.run)
-        self._clear()
         return forward_s, backward_s, weight_grad_s, saved
 
     def _forward(self) -> tuple[list[Tensor], list[Tensor], float, int]:
@@ -134,6 +144,12 @@ class _Layer:
         size = sum(saved.values())
         roots, forward_s = _timed(forward)
         return roots, [leaf for tensors in inputs.values() for leaf in tensors], forward_s, size
+
+    def _update(self) -> float:
+        """Steps the optimizer with the gradients that are there, and clears them."""
+        seconds = _timed(self.optimizer.step)[1] if self.optimizer is not None else 0.0
+        self._clear()
+        return seconds
 
     def _clear(self) -> None:
         for weight in self.parameters:

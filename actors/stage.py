@@ -191,10 +191,10 @@ class StageActor:
         if self._abort_reason is not None:
             raise AbortedError(self._abort_reason)
 
-    def measure(self, model: ModelFunction, batches: BatchFunction, *, seed: int) -> list[LayerMeasurement]:
+    def measure(self, model: ModelFunction, batches: BatchFunction, *, optimizer: OptimizerConfig, seed: int) -> list[LayerMeasurement]:
         """Measures every layer of the model on this device."""
         self._begin("measuring layers")
-        return measure_layers(model(), self._whole_batch(batches), seed=seed)
+        return measure_layers(model(), self._whole_batch(batches), optimizer=partial(adamw, optimizer), seed=seed)
 
     def _whole_batch(self, batches: BatchFunction) -> Batch:
         return batches("train").batch(0, (0.0, 1.0))

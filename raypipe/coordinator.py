@@ -24,7 +24,7 @@ from raypipe.actors.launch import Slot, launch
 from raypipe.actors.measure import LayerMeasurement
 from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, ModelFunction, Status, Whereabouts
 from raypipe.actors.transport import TensorSpec
-from raypipe.config import ClusterConfig, ScalingConfig
+from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError, RaypipeError, RunError, StageFailedError, TransportError
 from raypipe.schedules.lower import Recv, Start
@@ -145,10 +145,21 @@ class Coordinator:
                 )
             _LOG.debug("device %d (%s): stages %s, pid %d on %s", device, slot.name, self.stages[device], place.pid, place.hostname)
 
-    def measure(self, model: ModelFunction, batches: BatchFunction, *, seed: int) -> list[LayerMeasurement]:
-        """The costs of the model's layers on the first device."""
-        found: list[LayerMeasurement] = self._gather({0: self._actors[0].measure.remote(model, batches, seed=seed)}, "measuring layers")[0]
-        return found
+    def measure(
+        self, model: ModelFunction, batches: BatchFunction, *, optimizer: OptimizerConfig, seed: int, num_devices: int
+    ) -> list[list[LayerMeasurement]]:
+        """The costs of the model's layers, measured on the first devices at the same time.
+
+        Args:
+            model: makes the model's description.
+            batches: opens the rows of a split.
+            optimizer: AdamW's figures.
+            seed: of the weights.
+            num_devices: how many measure; on the CPU as many as there are cores, which slow each other as they do in training.
+        """
+        actors = self._actors[:num_devices]
+        calls = {device: actor.measure.remote(model, batches, optimizer=optimizer, seed=seed) for device, actor in enumerate(actors)}
+        return list(self._gather(calls, "measuring layers").values())
 
     def build(self, order: BuildOrder) -> int:
         """Builds the stages on their actors; returns how many numbers the weights of all devices have."""

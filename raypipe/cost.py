@@ -206,6 +206,7 @@ def _stage_cost(plan: Plan, layers: tuple[int, ...], device: str, scale: float, 
         forward_s=sum(times[layer].forward_s for layer in layers) * factor,
         backward_s=sum(times[layer].backward_s for layer in layers) * factor,
         weight_grad_s=sum(times[layer].weight_grad_s for layer in layers) * factor,
+        update_s=sum(layer.update_s or 0.0 for layer in profiles) / found.speed,
         saved_bytes=round(sum(layer.saved_bytes for layer in profiles) * scale),
         weight_grad_saved_bytes=round(
             sum(layer.saved_bytes if layer.weight_grad_saved_bytes is None else layer.weight_grad_saved_bytes for layer in profiles) * scale

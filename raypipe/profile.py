@@ -67,6 +67,7 @@ class LayerProfile:
             None: not measured.
         tied: layers with the same text here share a weight; None: it shares none.
         gradient_rows: rows of its weight that the gradient of one microbatch touches, as for an embedding; None: all.
+        update_s: seconds of the optimizer's step over its weights, once an update; None: not measured.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -81,12 +82,15 @@ class LayerProfile:
     weight_grad_saved_bytes: int | None = None
     tied: str | None = None
     gradient_rows: int | None = None
+    update_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise codec.invalid(self, "name", "a layer needs a name")
         _check_times(self)
-        codec.require_amounts(self, "output_bytes", "saved_bytes", "parameter_bytes", "weight_grad_saved_bytes", "gradient_rows")
+        codec.require_amounts(
+            self, "output_bytes", "saved_bytes", "parameter_bytes", "weight_grad_saved_bytes", "gradient_rows", "update_s"
+        )
 
     @property
     def times(self) -> LayerTimes:

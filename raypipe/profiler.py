@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from raypipe.actors.measure import LayerMeasurement
 from raypipe.model import Model
 from raypipe.profile import LayerProfile, ModelProfile, NamedEdge
 
 
-def model_profile(measured: Sequence[LayerMeasurement], model: Model, *, name: str, microbatch_size: int) -> ModelProfile:
-    """The profile of a model whose layers were measured in order.
+def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, *, name: str, microbatch_size: int) -> ModelProfile:
+    """The profile of a model whose layers were measured in order, on one or several devices of a kind at the same time.
 
     Args:
-        measured: the costs of each layer.
+        measured: for each device, the costs of each layer; times are averaged.
         model: the model's description.
         name: of the profile.
         microbatch_size: rows of the microbatch that was measured.
     """
     layers = tuple(
         LayerProfile(
-            name=layer.name,
-            forward_s=layer.forward_s,
-            backward_s=layer.backward_s,
-            weight_grad_s=layer.weight_grad_s,
-            output_bytes=layer.output_bytes,
-            saved_bytes=layer.saved_bytes,
-            parameter_bytes=layer.parameter_bytes,
+            name=of_devices[0].name,
+            forward_s=fmean(layer.forward_s for layer in of_devices),
+            backward_s=fmean(layer.backward_s for layer in of_devices),
+            weight_grad_s=fmean(layer.weight_grad_s for layer in of_devices),
+            output_bytes=of_devices[0].output_bytes,
+            saved_bytes=of_devices[0].saved_bytes,
+            parameter_bytes=of_devices[0].parameter_bytes,
+            update_s=fmean(layer.update_s for layer in of_devices),
         )
-        for layer in measured
+        for of_devices in zip(*measured, strict=True)
     )
     edges = model.edges()
     chain = tuple((index, index + 1) for index in range(len(layers) - 1))

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from raypipe.cost import Cost, SharedCompute
-from raypipe.schedules.lower import Collective, Compute, DeviceProgram, Message, Recv, Send, Start
+from raypipe.cost import Cost, SharedCompute, plan_cost
+from raypipe.plan import Plan
+from raypipe.schedules.lower import Collective, Compute, DeviceProgram, Message, Recv, Send, Start, lower
 from raypipe.trace import Source, Span, SpanKind, Trace
 
 
@@ -32,6 +33,11 @@ def simulate(programs: Sequence[DeviceProgram], cost: Cost, *, name: str, num_up
     run.run()
     memory = tuple(map(tuple, run.memory)) if with_memory else ()
     return Trace(name, Source.SIMULATED, cost.devices, num_updates, tuple(run.spans), memory)
+
+
+def simulate_plan(plan: Plan) -> Trace:
+    """The trace of one window of a plan on its own topology."""
+    return simulate(lower(plan.schedule, plan.placement), plan_cost(plan), name=plan.name, num_updates=plan.schedule.num_updates)
 
 
 class _Event(Enum):

@@ -27,7 +27,6 @@ from raypipe.actors.stage import BatchFunction, BuildOrder
 from raypipe.comparison import Figure, compare, median_window
 from raypipe.config import ClusterConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, TrainConfig
 from raypipe.coordinator import Coordinator, WindowResult
-from raypipe.cost import plan_cost
 from raypipe.cut import Cut
 from raypipe.data.tokens import TokenDataset
 from raypipe.errors import ConfigError, PlanError
@@ -41,11 +40,10 @@ from raypipe.run_folder import RunFolder, versions
 from raypipe.sample import generate
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Schedule
-from raypipe.schedules.lower import lower
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
 from raypipe.show.svg import draw_traces
-from raypipe.simulate import simulate
+from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.trace import Trace
 
@@ -337,9 +335,17 @@ class _Fit:
 
     def _plan(self) -> Plan:
         size = self.config.schedule.microbatch_size
-        measured = self.coordinator.measure(self.model_function, self.batches, seed=self.config.run.seed)
+        scaling = self.config.scaling
+        num_measuring = 1 if scaling.use_gpu else max(self.coordinator.places[0].num_cores // scaling.threads_per_device, 1)
+        measured = self.coordinator.measure(
+            self.model_function,
+            self.batches,
+            optimizer=self.config.optimizer,
+            seed=self.config.run.seed,
+            num_devices=num_measuring,
+        )
         profile = model_profile(measured, self.model, name=self.config.model.function, microbatch_size=size)
-        sizes = self.config.scaling.layers_per_stage
+        sizes = scaling.layers_per_stage
         cut = balanced_cut(profile, self.schedule.num_stages) if sizes is None else Cut.of_sizes(sizes, self.model.edges())
         topology = self._topology()
         plan = make_plan(

@@ -90,7 +90,9 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
 @click.option("--backward", type=SECONDS, default=2.0, show_default=True, help="Seconds of its full backward.")
 @click.option("--weight-grad", type=SECONDS, help="Seconds of that for the weight gradient.  [default: half of it]")
 @click.option("--latency", type=SECONDS, default=0.0, show_default=True, help="Seconds between devices: a pure delay.")
-@click.option("--format", "format_name", type=click.Choice([str(choice) for choice in ScheduleFormat]), help="What to write.  [default: grid]")
+@click.option(
+    "--format", "format_name", type=click.Choice([str(choice) for choice in ScheduleFormat]), help="What to write.  [default: grid]"
+)
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write it; .csv, .json, .svg and .txt name the format.")
 @json_option
 def schedule(

@@ -1,8 +1,8 @@
 """A trace as lines of text: one row a device, time from left to right.
 
-    0 |F0F1F2F3......B0- F4B1- F5B2-      an Op is as wide as it is long,
-    1 |..F0F1F2....B0- F3B1- F4B2- ..     and a dot is time in which the device waits
-       0    5         10        15 s
+0 |F0F1F2F3......B0- F4B1- F5B2-      an Op is as wide as it is long,
+1 |..F0F1F2....B0- F3B1- F4B2- ..     and a dot is time in which the device waits
+   0    5         10        15 s
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import svg
 
 from raypipe.show.amounts import number, ratio, seconds, size, ticks, time_unit
-from raypipe.show.differences import columns_of, difference_rows
+from raypipe.show.differences import WORDS, differences, header, rows
 from raypipe.show.labels import Labels
 from raypipe.show.palette import COLOURS, NAMES
-from raypipe.trace import Source, Span, SpanKind, Trace
+from raypipe.trace import Span, SpanKind, Trace
 
 MOST_DEVICES = 256
 """Rows of a trace; further devices are counted only."""
@@ -154,7 +154,7 @@ class _Drawing:
 
     def trace(self, trace: Trace) -> None:
         figures = f"update {seconds(trace.update_s)}   bubble {ratio(trace.bubble_ratio)}   makespan {seconds(trace.makespan_s)}"
-        word = _WORDS[trace.source] if len(self.traces) > 1 else str(trace.source)
+        word = WORDS[trace.source] if len(self.traces) > 1 else str(trace.source)
         self.elements.append(safe_text(f"{word}: {trace.name[:60]}", _MARGIN, self.y + 14, "h"))
         self.elements.append(safe_text(figures, _WIDTH - _MARGIN, self.y + 14, "r"))
         self.y += 24
@@ -164,9 +164,9 @@ class _Drawing:
             if span.kind is SpanKind.TRANSFER:
                 transfers[span.device].append(span)
         most_held = max(trace.peak_memory_bytes, default=0)
-        rows: list[svg.Element] = []
+        drawn: list[svg.Element] = []
         for device, name in enumerate(trace.devices[:MOST_DEVICES]):
-            rows += [
+            drawn += [
                 svg.Rect(x=_at(self.left), y=_at(self.y), width=_at(self.pixels), height=_ROW, class_=["row"]),
                 safe_text(name if len(name) <= 24 else name[:23] + "~", self.left - 8, self.y + 16, "r"),
                 safe_text(ratio(trace.device_bubble_ratios[device]), _WIDTH - _MARGIN, self.y + 16, "r"),
@@ -175,14 +175,14 @@ class _Drawing:
             ]
             self.y += _ROW
             if _has_memory(trace):
-                rows += self.memory(trace, device, most_held)
+                drawn += self.memory(trace, device, most_held)
                 self.y += _MEMORY
             self.y += _GAP
         if len(trace.devices) > MOST_DEVICES:
             self.y += 12
-            rows.append(safe_text(f"{len(trace.devices) - MOST_DEVICES} more devices are left out", self.left, self.y, "g"))
+            drawn.append(safe_text(f"{len(trace.devices) - MOST_DEVICES} more devices are left out", self.left, self.y, "g"))
         lines = [svg.Line(x1=_at(x), x2=_at(x), y1=_at(top - 2), y2=_at(self.y), class_=["grid"]) for x, _ in self.ticks()]
-        self.elements += [*rows[:0], *lines, *rows]
+        self.elements += [*lines, *drawn]
         self.y += 10
 
     def row(self, spans: Sequence[Span], y: float) -> Iterator[svg.Element]:
@@ -215,9 +215,7 @@ class _Drawing:
         labels = self.labels.text(span).split("&")
         for position, (op, label) in enumerate(zip(ops, labels, strict=True)):
             top = y + position * height
-            yield svg.Rect(
-                x=_at(x), y=_at(top), width=_wide(width), height=_at(height), class_=["box", str(op.kind)], elements=[title]
-            )
+            yield svg.Rect(x=_at(x), y=_at(top), width=_wide(width), height=_at(height), class_=["box", str(op.kind)], elements=[title])
             fits = next((text for text in (label, str(op.index)) if len(text) * _LETTER + 2 <= width), None)
             if fits is not None:
                 small = len(ops) > 1
@@ -279,19 +277,16 @@ class _Drawing:
     def differences(self) -> None:
         """The figures of two traces side by side."""
         first, second = self.traces
-        rows = difference_rows(first, second)
+        found = rows(differences(first, second))
         self.y += 22
         edges = (_MARGIN, _MARGIN + 330, _MARGIN + 450, _MARGIN + 570)
-        for line, row in enumerate([columns_of(first, second), *rows[:_MOST_DIFFERENCES]]):
+        for line, row in enumerate([header(first, second), *found[:_MOST_DIFFERENCES]]):
             for column, (x, cell) in enumerate(zip(edges, row, strict=True)):
                 self.elements.append(safe_text(cell, x, self.y, *(("r",) if column else ()), *(() if line else ("h",))))
             self.y += 18
-        if len(rows) > _MOST_DIFFERENCES:
-            self.elements.append(safe_text(f"{len(rows) - _MOST_DIFFERENCES} more figures are left out", _MARGIN, self.y, "g"))
+        if len(found) > _MOST_DIFFERENCES:
+            self.elements.append(safe_text(f"{len(found) - _MOST_DIFFERENCES} more figures are left out", _MARGIN, self.y, "g"))
             self.y += 18
-
-
-_WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.MEASURED: "measured"}
 
 
 def _patterns() -> svg.Defs:

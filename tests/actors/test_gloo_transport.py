@@ -132,6 +132,11 @@ def test_abort_before_connect_is_not_forgotten(make: Make) -> None:
         end.connect()
 
 
+def test_a_transport_that_is_not_connected_says_so(make: Make) -> None:
+    with pytest.raises(TransportError, match="it is not connected: call connect"):
+        make(0).open_window({})
+
+
 def test_a_transport_that_could_not_connect_is_out_of_use(make: Make) -> None:
     end = make(0, connect_timeout_s=0.1)
     with pytest.raises(TransportTimeoutError):
@@ -243,6 +248,18 @@ def test_the_limit_at_the_end_of_a_window_is_for_each_message(make: Make) -> Non
     together(slow_receiver, sender)
 
 
+def test_what_has_left_is_still_received_when_the_sender_has_closed_its_end(make: Make) -> None:
+    ends = [make(device) for device in PAIR]
+    together(*(end.connect for end in ends))
+    ends[1].open_window({0: [announced(activation(index), torch.ones(1000)) for index in range(4)]})
+    ends[0].open_window({})
+    for index in range(4):
+        ends[0].send(activation(index), 1, [torch.full((1000,), float(index))])
+    ends[0].close_window()
+    ends[0].close()
+    assert [float(ends[1].recv(activation(index), 0)[0][0]) for index in range(4)] == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_abort_ends_the_wait_for_what_has_not_left(make: Make) -> None:
     ends = [make(device) for device in PAIR]
     together(*(end.connect for end in ends))
@@ -328,6 +345,26 @@ def peers(make: Make, store_port: int) -> Iterator[Peers]:
         process.kill()
         process.join()
         process.close()
+
+
+def _leave_without_close(pairs: list[dict[str, Any]]) -> None:
+    ends = [GlooTransport(**arguments) for arguments in pairs]
+    together(*(end.connect for end in ends))
+    ends[0].open_window({1: [announced(gradient(0), torch.ones(2))]})
+    ends[0].send(activation(0), 1, [torch.ones(2)])
+    ends[0].start(gradients(PAIR), torch.ones(2))
+
+
+def test_a_process_ends_without_close(store_port: int) -> None:
+    ends = [settings(device, num_devices=2, run=next(_runs), port=store_port, prefix="without close") for device in PAIR]
+    process = multiprocessing.get_context("spawn").Process(target=_leave_without_close, args=(ends,), daemon=True)
+    process.start()
+    process.join(timeout=40.0)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
 
 
 def waiting_for_a_message(mine: GlooTransport) -> Callable[[], object]:

@@ -1,0 +1,194 @@
+"""The two ends of a channel over gloo: how messages become sends and receives of a process group, and when they end."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp, Work
+
+from raypipe.actors.transport import Expected, TensorSpec
+from raypipe.schedules.lower import Message
+
+UNLIMITED = timedelta(days=10)
+"""For waits that something else ends: Python counts the time, or the connection is shut down."""
+_REAP_EVERY_S = 0.05
+
+
+class Group(Protocol):
+    """What is used of a ProcessGroupGloo; torch's type stubs leave it out."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
+        """Begins to send the one tensor."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
+        """Begins to receive into the one tensor."""
+
+    def allreduce(self, tensors: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta, /) -> Work:
+        """Begins to combine the one tensor of each rank."""
+
+
+def limit(seconds: float) -> timedelta:
+    """A limit as gloo understands it: whole milliseconds, not sooner than asked for, and never 0, which means for ever."""
+    return timedelta(milliseconds=max(1, math.ceil(1000 * seconds)))
+
+
+def _tags(number: int, message: Message, specs: Sequence[TensorSpec]) -> list[int]:
+    """What gloo pairs sends and receives by. Tensors whose tags happen to be equal are paired in their order."""
+    stages = f"{message.direction} {message.source} {message.target} {message.pipeline}"
+    start = zlib.crc32(f"{number} {stages} {message.index} {message.part} {message.rows}".encode())
+    return [zlib.crc32(f"{place} {spec.shape} {spec.dtype}".encode(), start) & 0x7FFFFFFF for place, spec in enumerate(specs)]
+
+
+_NOTHING = TensorSpec((0,), torch.uint8)
+"""Stands for the tensors of a message without any, so that it is still a message."""
+
+
+def _on_the_wire(tensor: Tensor) -> Tensor:
+    """What gloo carries for a tensor: its contiguous memory, or one byte if there is none."""
+    return tensor.detach().contiguous() if tensor.numel() else torch.zeros(1, dtype=torch.uint8)
+
+
+class Incoming:
+    """The receiving end of a channel.
+
+    Args:
+        group: this device is rank 1 of it.
+        ahead: messages whose receives are posted.
+    """
+
+    def __init__(self, group: Group, *, ahead: int) -> None:
+        self.group = group
+        self.ahead = ahead
+        self.number = 0
+        self.later: deque[Expected] = deque()
+        self.posted: deque[tuple[tuple[Tensor, ...], list[Work]]] = deque()
+
+    def open(self, messages: Sequence[Expected]) -> None:
+        """Posts the first receives of a window."""
+        self.later.extend(messages)
+        for _ in range(self.ahead):
+            self._post()
+
+    def _post(self) -> None:
+        if not self.later:
+            return
+        expected = self.later.popleft()
+        tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in expected.tensors)
+        tags = _tags(self.number, expected.message, expected.tensors or (_NOTHING,))
+        carried = [_on_the_wire(tensor) for tensor in tensors] or [_on_the_wire(torch.empty(0))]
+        works = [self.group.recv([tensor], 0, tag) for tensor, tag in zip(carried, tags, strict=True)]
+        self.posted.append((tensors, works))
+        self.number += 1
+
+    def recv(self, timeout_s: float) -> tuple[Tensor, ...]:
+        """Waits for the next message."""
+        self._post()  # before the wait: posting takes 20 us, which pass while the message travels
+        tensors, works = self.posted.popleft()
+        deadline_s = time.monotonic() + timeout_s
+        for work in works:
+            work.wait(limit(deadline_s - time.monotonic()))
+        return tensors
+
+
+class Outgoing:
+    """The sending end of a channel, with the thread that drops what has left.
+
+    The thread looks every 50 ms while a window is open. It waits for the oldest send that has not ended, and after a wait
+    that took time it rests again, so that it does not wake for each message.
+
+    Args:
+        group: this device is rank 0 of it.
+        name: of the thread.
+    """
+
+    def __init__(self, group: Group, *, name: str) -> None:
+        self.group = group
+        self.number = 0
+        self.sent: deque[tuple[Message, Work]] = deque()
+        self.error: RuntimeError | None = None
+        self._condition = threading.Condition()
+        self._in_window = False
+        self._flushing = False
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def open(self) -> None:
+        """Lets the thread look now and then, until `flush`."""
+        with self._condition:
+            self._in_window = True
+            self._condition.notify_all()
+
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Begins to send a message."""
+        specs = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors] or [_NOTHING]
+        carried = [_on_the_wire(tensor) for tensor in tensors] or [_on_the_wire(torch.empty(0))]
+        for tensor, tag in zip(carried, _tags(self.number, message, specs), strict=True):
+            self.sent.append((message, self.group.send([tensor], 1, tag)))  # the Work keeps the tensor
+        self.number += 1
+
+    def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
+        """Waits until all has left, and ends the window; returns the first message that did not leave, if there is one."""
+
+        def ended() -> bool:
+            return not self.sent or self.error is not None or aborted.is_set()
+
+        def moved(left: int) -> bool:
+            return ended() or len(self.sent) < left
+
+        with self._condition:
+            if not ended():
+                self._flushing = True
+                self._condition.notify_all()
+            # The limit is for each message, not for all of them.
+            while not ended() and self._condition.wait_for(partial(moved, len(self.sent)), timeout_s):
+                pass
+            self._flushing = self._in_window = False
+            left = self.sent.copy()  # at once: the thread may go on
+            return left[0][0] if left else None
+
+    def wake(self) -> None:
+        """Lets `flush` see that it was aborted."""
+        with self._condition:
+            self._condition.notify_all()
+
+    def stop(self) -> None:
+        """Ends the thread; the connection is shut down before, so that it does not wait in gloo."""
+        with self._condition:
+            self._stopped = True
+            self._condition.notify_all()
+        self._thread.join()
+        self.sent.clear()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._in_window or self._stopped)
+                self._condition.wait_for(lambda: self._flushing or self._stopped, _REAP_EVERY_S)
+                if self._stopped:
+                    return
+            try:
+                self._reap()
+            except RuntimeError as error:
+                self.error = error
+                self.wake()
+                return
+
+    def _reap(self) -> None:
+        while self.sent:
+            began_s = time.monotonic()
+            self.sent[0][1].wait(UNLIMITED)
+            self.sent.popleft()
+            if not self._flushing and time.monotonic() - began_s > 0.001:
+                return
+        self.wake()
