@@ -108,6 +108,8 @@ def jobs(schedule: Schedule, placement: Placement | None = None) -> tuple[Job, .
     for op, place in schedule.ops():
         if op.part or op.kind in {OpKind.EXCHANGE, OpKind.RECOMPUTE}:
             raise ScheduleError(f"worker {place.worker}, position {place.position}: {op} can be simulated but not yet run")
+    if schedule.graph.ties:
+        raise ScheduleError(f"stages {schedule.graph.ties[0]} share a weight: this can be simulated but not yet run")
     if schedule.loss_group_size != 1:
         raise ScheduleError(f"loss_group_size {schedule.loss_group_size} can be simulated but not yet run; use 1")
     found: list[Job] = []

@@ -101,7 +101,7 @@ class GlooTransport:
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         # Whoever forgets `close` must not hang at the end of the process, where gloo joins threads that may still wait.
-        weakref.finalize(self, _shut_down, self._connections)
+        weakref.finalize(self, _release, self._connections, self._outgoing)
         self._aborted = threading.Event()
         self._abort_reason: str | None = None
         self._dead: str | None = "it is not connected: call connect"
@@ -203,28 +203,22 @@ class GlooTransport:
         """See `Transport`. The peers find their connections closed. `connect` ends, too."""
         with self._lock:
             self._abort_reason = self._abort_reason or reason
+            found = list(self._connections)
         self._aborted.set()
-        self._shut_down()
+        for connection in found:
+            connection.shut_down()
         for channel in list(self._outgoing.values()):
             channel.wake()
 
     def close(self) -> None:
         """See `Transport`."""
         self._dead = self._dead or "it is closed"
-        # First the connections: whatever still waits inside gloo wakes up, and its threads can be joined.
-        self._shut_down()
-        for channel in self._outgoing.values():
-            channel.stop()
-        self._outgoing.clear()
+        _release(self._connections, self._outgoing)
         self._incoming.clear()
         self._groups.clear()
         self._ledger = Ledger(self.device, self.names)
 
     # Errors
-
-    def _shut_down(self) -> None:
-        with self._lock:
-            _shut_down(self._connections)
 
     def _check(self) -> None:
         if self._abort_reason is not None:
@@ -268,9 +262,13 @@ class GlooTransport:
             raise translated from raised
 
 
-def _shut_down(found: Iterable[Connection]) -> None:
-    for connection in found:
+def _release(watched: Iterable[Connection], outgoing: dict[int, Outgoing]) -> None:
+    # First the connections: whatever still waits inside gloo wakes up, and its threads can be joined.
+    for connection in watched:
         connection.shut_down()
+    for channel in outgoing.values():
+        channel.stop()
+    outgoing.clear()
 
 
 def _cause(error: RuntimeError) -> str:

@@ -1,7 +1,7 @@
 """The one place where Ops, messages and collectives get seconds and bytes.
 
 What it leaves out: contention for memory bandwidth, kernel launch overheads, links that a ring all-reduce keeps busy for
-point-to-point traffic, and the time that a device needs to hand a message over.
+point-to-point traffic, the size of a tied weight's sum, and the time that a device needs to hand a message over.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Cost:
 
     def collective_bytes(self, collective: Collective) -> int:
         """Bytes that each member brings."""
-        if collective.kind is CollectiveKind.NORM:
+        if collective.kind in {CollectiveKind.NORM, CollectiveKind.TIED}:
             return _NORM_BYTES
         return self.stages[collective.devices[0], collective.stage].parameter_bytes
 
@@ -114,7 +114,7 @@ class Cost:
         """
         members = collective.devices
         pairs = list(zip(members, members[1:] + members[:1], strict=True))
-        if collective.kind is CollectiveKind.NORM:
+        if collective.kind in {CollectiveKind.NORM, CollectiveKind.TIED}:
             return max(self.path(source, target).latency_s for source, target in pairs)
         steps, share = 2 * (len(members) - 1), self.collective_bytes(collective) / len(members)
         paths = [self.path(source, target) for source, target in pairs]

@@ -358,9 +358,7 @@ class _Fit:
             devices=tuple(device.name for device in topology.devices),
             microbatch_size=size,
         )
-        self.predicted = simulate(
-            lower(plan.schedule, plan.placement), plan_cost(plan), name=plan.name, num_updates=self.schedule.num_updates
-        )
+        self.predicted = simulate_plan(plan)
         figures = Predicted(
             update_s=self.predicted.update_s,
             bubble_ratio=self.predicted.bubble_ratio,

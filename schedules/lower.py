@@ -17,7 +17,7 @@ the validator already knows the Op to depend on, and an order that cannot deadlo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -311,26 +311,47 @@ class _Lowering:
 
 
 class _Collectives:
-    """Where the devices of a schedule start and await their collectives."""
+    """Where the devices of a schedule start and await their collectives.
+
+    Sums of replicas start at their G. What joins several stages, a norm over all or the sum of a tied weight, starts behind a
+    worker's last gradient for it, and is awaited by the first U that needs it there. Where these gradients are summed over
+    replicas first, the sums must be there: it starts right before that U.
+    """
 
     def __init__(self, schedule: Schedule, placement: Placement) -> None:
         self.schedule = schedule
         self.devices = [tuple(device for device, _ in members) for members in placement.workers]
         self.starts: dict[Op, list[Collective]] = {}
         self.awaits: dict[Op, list[Collective]] = {}
-        self.late_starts: dict[Op, Collective] = {}
-        # For each worker and update, the first U.
-        self.first_update: dict[tuple[int, int], Op] = {}
-        for op, place in schedule.ops():
-            if op.kind is OpKind.UPDATE:
-                self.first_update.setdefault((place.worker, op.index), op)
-        if not schedule.forward_only:
-            self._reductions()
-            if schedule.update_scope is UpdateScope.GLOBAL:
-                self._norms()
+        self.late_starts: dict[Op, list[Collective]] = {}
+        if schedule.forward_only:
+            return
+        self.joints = self._joints()
+        self._reductions()
+        for number, stages in enumerate(self.joints):
+            for update in range(schedule.num_updates):
+                self._join(number, stages, update)
+
+    def _joints(self) -> list[frozenset[int]]:
+        """The sets of stages whose updates wait for each other."""
+        if self.schedule.update_scope is UpdateScope.GLOBAL:
+            return [frozenset(range(self.schedule.num_stages))]
+        if self.schedule.update_scope is UpdateScope.TIED:
+            return [frozenset(tie) for tie in self.schedule.graph.ties]
+        return []
 
     def _members(self, workers: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({device for worker in workers for device in self.devices[worker]}))
+
+    def _first_updates(self, stages: Collection[int], update: int) -> dict[int, Op]:
+        """The first U of some stages on each worker that has one."""
+        found: dict[int, tuple[int, Op]] = {}
+        for holder, pipeline in self.schedule.holders.items():
+            op = Op(OpKind.UPDATE, holder.stage, update, pipeline)
+            place = self.schedule.places.get(op)
+            if holder.stage in stages and place is not None:
+                found[holder.worker] = min(found.get(holder.worker, (place.position, op)), (place.position, op))
+        return {worker: op for worker, (_, op) in found.items()}
 
     def _reductions(self) -> None:
         for op, place in self.schedule.ops():
@@ -342,47 +363,42 @@ class _Collectives:
             self.starts.setdefault(op, []).append(collective)
             if op.kind is OpKind.REDUCE:
                 update = op._replace(kind=OpKind.UPDATE, part=0)
-                if self.schedule.update_scope is UpdateScope.GLOBAL:
-                    # The norm is taken of the sums of all stages here.
-                    update = self.first_update.get((place.worker, op.index), update)
+                for stages in self.joints:
+                    if op.stage in stages:
+                        # What joins the stages is made of their sums.
+                        update = self._first_updates(stages, op.index).get(place.worker, update)
                 self.awaits.setdefault(update, []).append(collective)
             else:
                 # Weights that are published are needed by whatever runs next on this worker.
                 self.awaits.setdefault(op, []).append(collective)
 
-    def _norms(self) -> None:
-        """The norm starts behind a worker's last gradient of the update and is awaited by its first U.
-
-        Where gradients are reduced first, their sums must be there: it starts right before that U. Its members are the
-        workers that have a U.
-        """
-        last: dict[tuple[int, int], Op] = {}
-        reduced: set[tuple[int, int]] = set()
-        for op, place in self.schedule.ops():
-            if op.kind.writes_gradient:
-                last[place.worker, self.schedule.update(op)] = op
-            elif op.kind is OpKind.REDUCE:
-                reduced.add((place.worker, op.index))
-        for at, update_op in self.first_update.items():
-            members = self._members(worker for worker, update in self.first_update if update == at[1])
-            collective = Collective(CollectiveKind.NORM, 0, at[1], 0, members)
-            if at in reduced:
-                self.late_starts[update_op] = collective
+    def _join(self, number: int, stages: frozenset[int], update: int) -> None:
+        """One collective over the workers that update any of some stages."""
+        is_norm = self.schedule.update_scope is UpdateScope.GLOBAL
+        first = self._first_updates(stages, update)
+        kind, stage = (CollectiveKind.NORM, 0) if is_norm else (CollectiveKind.TIED, number)
+        collective = Collective(kind, stage, update, 0, self._members(first))
+        for worker, update_op in first.items():
+            own = [holder for holder in self.schedule.holders if holder.worker == worker and holder.stage in stages]
+            reduced = any(self.schedule.find(Op(OpKind.REDUCE, holder.stage, update, self.schedule.holders[holder])) for holder in own)
+            gradients = [op for holder in own for op in self.schedule.gradient_ops(holder, update)[-1:]]
+            if reduced or not gradients:
+                self.late_starts.setdefault(update_op, []).append(collective)
             else:
-                self.starts.setdefault(last[at], []).append(collective)
+                last = max(gradients, key=lambda op: self.schedule.places[op].position)
+                self.starts.setdefault(last, []).append(collective)
             self.awaits.setdefault(update_op, []).append(collective)
 
     def before(self, slot: Slot) -> Iterator[Item]:
         """What is awaited before a slot."""
+        joining = {CollectiveKind.NORM, CollectiveKind.TIED}
         for op in ops_of(slot):
             if op.kind is OpKind.PUBLISH:
                 continue
-            late = self.late_starts.get(op)
             awaited = [collective for collective in self.awaits.get(op, ()) if len(collective.devices) > 1]
-            yield from (Await(collective) for collective in awaited if collective.kind is not CollectiveKind.NORM)
-            if late and len(late.devices) > 1:
-                yield Start(late)
-            yield from (Await(collective) for collective in awaited if collective.kind is CollectiveKind.NORM)
+            yield from (Await(collective) for collective in awaited if collective.kind not in joining)
+            yield from (Start(collective) for collective in self.late_starts.get(op, ()) if len(collective.devices) > 1)
+            yield from (Await(collective) for collective in awaited if collective.kind in joining)
 
     def behind(self, slot: Slot) -> Iterator[Item]:
         """What is started behind a slot, and awaited at once where the slot publishes weights."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import graphlib
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Holder, Op, OpKind, Place, Schedule, Together, WeightRule, dependencies, ops_of, reads
+from raypipe.schedules.ir import Holder, Op, OpKind, Place, Schedule, WeightRule, dependencies, ops_of, reads
 from raypipe.schedules.lower import Await, Collective, CollectiveKind, Item, Message, Recv, Send, Start, lower
 from raypipe.schedules.text import order_grid
 
@@ -296,16 +298,17 @@ def facts(schedule: Schedule) -> Facts:
 
 
 def _peak_in_flight(schedule: Schedule, worker: int) -> int:
-    held = peak = 0.0
+    """The most activations held; parts of one count in proportion, and what is begun of the next whole one counts whole."""
+    held = peak = Fraction(0)
     for slot in schedule.programs[worker]:
         ops = ops_of(slot)
-        held += sum(1 / len(schedule.find(op._replace(part=0))) for op in ops if op.kind is OpKind.FORWARD)
+        held += sum(Fraction(1, len(schedule.find(op._replace(part=0)))) for op in ops if op.kind is OpKind.FORWARD)
         peak = max(peak, held)
-        if not schedule.forward_only:
-            held -= sum(1 / len(schedule.find(op._replace(part=0))) for op in ops if op.kind.writes_gradient)
-        elif isinstance(slot, Together) or slot.kind is OpKind.FORWARD:
-            held = 0
-    return round(peak)
+        if schedule.forward_only:
+            held = Fraction(0)  # nothing is kept for a backward
+        else:
+            held -= sum(Fraction(1, len(schedule.find(op._replace(part=0)))) for op in ops if op.kind.writes_gradient)
+    return math.ceil(peak)
 
 
 def _peak_versions(schedule: Schedule, holder: Holder) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from raypipe.cli.options import json_option
+from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import print_json
 
 
@@ -18,7 +18,7 @@ def data(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-@data.command()
+@data.command(epilog=example("raypipe data prepare python-stdlib -o tokens.parquet"))
 @click.argument("source")
 @click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="The token file to write (Parquet).")
 @click.option("--validation-fraction", type=float, default=0.05, show_default=True, help="Share of the documents to validate with.")
@@ -27,10 +27,6 @@ def prepare(source: str, *, output: str, validation_fraction: float, as_json: bo
     """Turn text into tokens, one a byte.
 
     SOURCE is a text file, a folder of them, or python-stdlib for the source of Python's standard library.
-
-    \b
-    Example:
-      raypipe data prepare python-stdlib -o tokens.parquet
     """
     from raypipe.data.prepare import prepare as prepare_tokens  # noqa: PLC0415  # loads pyarrow: not for --help
 

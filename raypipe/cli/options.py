@@ -19,7 +19,7 @@ COUNT = click.IntRange(1, _MOST)
 """A number of devices, microbatches and the like."""
 
 
-class _Seconds(click.ParamType):
+class _Seconds(click.ParamType[float]):
     """A duration: finite and not negative."""
 
     name = "seconds"
@@ -41,6 +41,12 @@ SECONDS = _Seconds()
 def json_option(command: F) -> F:
     """Adds `--json`, which every command has."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")(command)
+
+
+def example(*lines: str) -> str:
+    """The end of a command's help: lines that can be copied."""
+    # Click keeps the lines of a paragraph that opens with this character as they are.
+    return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def output_suffix(path: str, *choices: str) -> str:

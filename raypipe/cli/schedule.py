@@ -13,8 +13,8 @@ from rich.console import Console
 
 from raypipe import codec, schedule_file
 from raypipe.cli.figures import schedule_figures
-from raypipe.cli.options import COUNT, SECONDS, json_option, output_suffix
-from raypipe.cli.screen import console, print_json, plain_console
+from raypipe.cli.options import COUNT, SECONDS, example, json_option, output_suffix
+from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.cost import equal_stages
 from raypipe.errors import InputError
 from raypipe.schedule_file import ScheduleFile
@@ -78,7 +78,10 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
     return simulate(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates, with_memory=False)
 
 
-@click.command()
+@click.command(epilog=example(
+        "raypipe schedule 1f1b --devices 4 --microbatches 8",
+        "raypipe schedule zb-h1 --devices 8 --microbatches 24 --latency 0.01 -o zb-h1.svg",
+    ))
 @click.argument("name")
 @click.option("--devices", type=COUNT, required=True, help="Devices, one worker each.")
 @click.option("--microbatches", type=COUNT, required=True, help="Microbatches of one update, over all pipelines.")
@@ -115,11 +118,6 @@ def schedule(
     """Build, validate and simulate the schedule NAME with equal stages.
 
     Times are per stage: with two chunks a device has two stages of these times. `raypipe schedules` lists the names.
-
-    \b
-    Example:
-      raypipe schedule 1f1b --devices 4 --microbatches 8
-      raypipe schedule zb-h1 --devices 8 --microbatches 24 --latency 0.01 -o zb-h1.svg
     """
     if as_json and format_name and not output:
         raise click.UsageError("--json and --format both write to stdout; give --format a file with -o, or leave one of them out")
@@ -145,10 +143,12 @@ def schedule(
         codec.write_text(output, text_of(wanted, built, trace, figures))
     if as_json:
         print_json(figures)
-    elif not output and format_name in {None, ScheduleFormat.GRID}:
-        print_schedule(console(), built, trace, figures)
     elif not output:
-        click.echo(text_of(ScheduleFormat(format_name), built, trace, figures), nl=False)
+        wanted = ScheduleFormat(format_name or ScheduleFormat.GRID)
+        if wanted is ScheduleFormat.GRID:
+            print_schedule(console(), built, trace, figures)
+        else:
+            click.echo(text_of(wanted, built, trace, figures), nl=False)
 
 
 def _long_window(size: Size) -> Size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from raypipe.cli.options import json_option
+from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.schedules.catalogue import FAMILIES
 from raypipe.show.tables import table
@@ -13,17 +13,13 @@ _COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")
 _WIDTH = 240
 
 
-@click.command()
+@click.command(epilog=example("raypipe schedules"))
 @json_option
 def schedules(*, as_json: bool) -> None:
     """List the schedules by name.
 
     Bubble, memory, mismatch and delay are formulas over D devices, M microbatches, V chunks, the device s, and the seconds
     F, B, I and W of a stage.
-
-    \b
-    Example:
-      raypipe schedules
     """
     rows = [{column: str(getattr(family, column)) for column in _COLUMNS} for family in FAMILIES]
     if as_json:

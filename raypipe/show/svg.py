@@ -1,6 +1,6 @@
 """Traces as SVG: one row a device, time from left to right, several traces above each other on one axis.
 
-    predicted: 1f1b                    update 33 s   bubble 27.3%
+    predicted: 1f1b                    update 33 s, bubble 27.3%
     0  [F0][F1][F2][F3]      [ B0  ][F4][ B1  ]...        27.3%
     1      [F0][F1][F2]  [ B0  ][F3][ B1  ][F4]...        27.3%
        0         10        20        30 s
@@ -153,7 +153,7 @@ class _Drawing:
         return 0 < self.num_transfers <= _MOST_TRANSFERS
 
     def trace(self, trace: Trace) -> None:
-        figures = f"update {seconds(trace.update_s)}   bubble {ratio(trace.bubble_ratio)}   makespan {seconds(trace.makespan_s)}"
+        figures = f"update {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}"
         word = WORDS[trace.source] if len(self.traces) > 1 else str(trace.source)
         self.elements.append(safe_text(f"{word}: {trace.name[:60]}", _MARGIN, self.y + 14, "h"))
         self.elements.append(safe_text(figures, _WIDTH - _MARGIN, self.y + 14, "r"))

@@ -7,11 +7,16 @@ from typing import Any
 
 from rich.table import Table
 
+from raypipe.cost import plan_cost
+from raypipe.plan import Plan
+from raypipe.profile import ModelProfile
 from raypipe.schedules.ir import Schedule
-from raypipe.show.amounts import ratio, seconds, size
+from raypipe.show.amounts import number, ratio, seconds, size
+from raypipe.topology import ClusterTopology, Link, NodeLink, SharedLink
 from raypipe.trace import Trace
 
 MOST_ROWS = 48
+_BAR = 20
 
 
 def table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, left: int = 1, title: str | None = None) -> Table:
@@ -67,3 +72,84 @@ def trace_table(trace: Trace, memory_bytes: Sequence[int | None] = ()) -> Table:
             limit = memory_bytes[device] if memory_bytes else None
             rows[device].append(size(peak) + (f" of {size(limit)}" if limit is not None else ""))
     return table(columns, rows)
+
+
+def plan_table(plan: Plan) -> Table:
+    """The stages of a plan, where they are and what they cost there for one microbatch."""
+    cost = plan_cost(plan)
+    rows = []
+    for stage, layers in enumerate(plan.stages):
+        workers = sorted({laying[stage] for laying in plan.order.pipelines})
+        devices = [device for worker in workers for device, _ in plan.placement.workers[worker]]
+        here = cost.stages[devices[0], stage]
+        rows.append((
+            str(stage),
+            _several([plan.devices[device] for device in devices]),
+            _several(layers),
+            seconds(here.forward_s),
+            seconds(here.backward_s),
+            size(here.parameter_bytes),
+        ))
+    return table(("stage", "devices", "layers", "forward", "backward", "parameters"), rows, left=3)
+
+
+def _several(names: Sequence[str]) -> str:
+    return " ".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def node_table(topology: ClusterTopology) -> Table:
+    """The nodes of a topology and their devices."""
+    rows = []
+    for node in topology.nodes:
+        kinds = sorted({device.kind for device in node.devices})
+        memory = sorted({device.memory_bytes for device in node.devices if device.memory_bytes is not None})
+        speeds = sorted({device.speed for device in node.devices})
+        rows.append((
+            node.name,
+            _several([device.name for device in node.devices]),
+            " ".join(kinds),
+            _span([size(held) for held in memory]),
+            _span([number(speed) for speed in speeds]),
+            str(node.cores or "-"),
+            link_words(node.link) if node.link else "the default",
+        ))
+    return table(("node", "devices", "kind", "memory each", "speed", "cores shared", "link between devices"), rows, left=3)
+
+
+def _span(words: Sequence[str]) -> str:
+    return "-" if not words else words[0] if words[0] == words[-1] else f"{words[0]} .. {words[-1]}"
+
+
+def link_words(link: Link | NodeLink | SharedLink) -> str:
+    """Bandwidth and latency of a link."""
+    bandwidth = "no limit" if link.bandwidth_bytes_per_s is None else f"{size(link.bandwidth_bytes_per_s)}/s"
+    return bandwidth if isinstance(link, SharedLink) else f"{bandwidth}, {seconds(link.latency_s)}"
+
+
+def link_table(topology: ClusterTopology) -> Table:
+    """The links between the nodes or devices of a topology."""
+    rows = [(f"{link.source} {'->' if link.one_way else '<->'} {link.target}", link_words(link)) for link in topology.links]
+    for shared in topology.shared_links:
+        rows.append((f"{shared.name}, shared by {_several([f'{source}->{target}' for source, target in shared.members])}", link_words(shared)))
+    if topology.default_link:
+        rows.append(("any other pair", link_words(topology.default_link)))
+    return table(("link", "bandwidth, latency"), rows)
+
+
+def profile_table(profile: ModelProfile) -> Table:
+    """The layers of a profile, with a bar for the share of each in the time."""
+    longest_s = max(layer.forward_s + layer.backward_s for layer in profile.layers)
+    rows = []
+    for layer in profile.layers:
+        share = (layer.forward_s + layer.backward_s) / longest_s if longest_s else 0.0
+        rows.append((
+            layer.name,
+            "#" * round(_BAR * share),
+            seconds(layer.forward_s),
+            seconds(layer.backward_s),
+            seconds(layer.weight_grad_s),
+            size(layer.output_bytes),
+            size(layer.saved_bytes),
+            size(layer.parameter_bytes),
+        ))
+    return table(("layer", "time", "forward", "backward", "weight grad", "output", "saved", "parameters"), rows, left=2)

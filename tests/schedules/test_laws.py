@@ -64,17 +64,6 @@ def test_every_size_is_valid_or_refused_with_what_would_work(family: Family, num
             assert family.name in refusal.value.problem
 
 
-@DEVICES
-def test_the_numbers_of_microbatches_that_a_refusal_offers_are_accepted(num_devices: int) -> None:
-    for size in all_sizes(catalogue.family("interleaved"), num_devices):
-        if not strategies.takes("interleaved", size):
-            with pytest.raises(ScheduleError, match="use") as refusal:
-                catalogue.build("interleaved", size)
-            words = refusal.value.problem.partition("; use ")[2].split()
-            for offer in (int(words[0]), int(words[2])):
-                validate(catalogue.build("interleaved", replace(size, num_microbatches=offer)))
-
-
 @FAMILIES
 @pytest.mark.parametrize("what", SIZE_FIELDS)
 def test_a_size_of_zero_is_refused(family: Family, what: str) -> None:

@@ -1,0 +1,201 @@
+"""`raypipe show`: draws what a file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from rich.console import Console
+
+from raypipe import codec
+from raypipe.cli.figures import schedule_figures, trace_figures
+from raypipe.cli.files import Content, load
+from raypipe.cli.options import example, json_option, output_suffix
+from raypipe.cli.schedule import StageSeconds, print_schedule, simulated
+from raypipe.cli.screen import console, print_json
+from raypipe.cli.simulate import plan_figures, simulated_plan
+from raypipe.errors import InputError
+from raypipe.plan import Plan
+from raypipe.profile import ModelProfile
+from raypipe.schedules.ir import Schedule
+from raypipe.show import differences
+from raypipe.show.amounts import ratio, seconds
+from raypipe.show.grid import timed_grid
+from raypipe.show.tables import link_table, node_table, plan_table, profile_table, table, trace_table
+from raypipe.topology import ClusterTopology
+from raypipe.trace import Trace
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """What can be made of a file.
+
+    Attributes:
+        figures: the document of `--json`.
+        text: draws to a console.
+        svg: gives the text of an SVG file.
+    """
+
+    figures: dict[str, Any]
+    text: Callable[[Console], None]
+    svg: Callable[[], str]
+
+
+@click.command(
+    epilog=example(
+        "raypipe show schedule.csv",
+        "raypipe show cluster_configs/laptop.yaml -o laptop.svg",
+        "raypipe show predicted.json measured.json -o both.svg",
+    )
+)
+@click.argument("files", nargs=-1, required=True, metavar="FILE [FILE]", type=click.Path())
+@click.option("-o", "--output", type=click.Path(), metavar="OUT.svg", help="Write an SVG file instead of drawing to the terminal.")
+@json_option
+def show(files: tuple[str, ...], *, output: str | None, as_json: bool) -> None:
+    """Draw a schedule, plan, topology, profile or trace; two traces one above the other, with their differences.
+
+    Schedules, which have no times, are drawn with F = 1 s and B = 2 s.
+    """
+    if output and output.lower().endswith((".html", ".htm")):
+        raise InputError(f"{output}: raypipe does not write HTML; write an SVG file (-o {output.rpartition('.')[0]}.svg), which browsers show")
+    if output:
+        output_suffix(output, "svg")
+    if len(files) > 2:
+        raise click.UsageError(f"{len(files)} files; show one, or two traces")
+    contents = [load(path) for path in files]
+    drawing = _of_pair(files, contents) if len(files) == 2 else _of_one(contents[0])
+    if output:
+        codec.write_text(output, drawing.svg())
+    if as_json:
+        print_json(drawing.figures)
+    elif not output:
+        drawing.text(console())
+
+
+def _svg_of(*traces: Trace) -> Callable[[], str]:
+    def draw() -> str:
+        from raypipe.show.svg import draw_traces  # noqa: PLC0415  # slow to load, and the terminal does without
+
+        return draw_traces(traces)
+
+    return draw
+
+
+def _of_one(content: Content) -> _Drawing:
+    match content:
+        case Schedule():
+            return _of_schedule(content)
+        case Plan():
+            return _of_plan(content)
+        case ClusterTopology():
+            return _of_topology(content)
+        case ModelProfile():
+            return _of_profile(content)
+        case Trace():
+            return _of_trace(content)
+
+
+def _of_schedule(schedule: Schedule) -> _Drawing:
+    trace = simulated(schedule, StageSeconds())
+    figures = schedule_figures(schedule, trace, steady_update_s=trace.steady_update_s)
+    return _Drawing(figures, lambda screen: print_schedule(screen, schedule, trace, figures), _svg_of(trace))
+
+
+def _of_plan(plan: Plan) -> _Drawing:
+    trace = simulated_plan(plan)
+
+    def text(screen: Console) -> None:
+        screen.print(f"plan {plan.name}, made by {plan.planner}: {plan.order.name} on {plan.topology.name}", style="bold", markup=False)
+        screen.print(plan_table(plan))
+        screen.print()
+        _print_trace(screen, trace)
+
+    return _Drawing(plan_figures(plan, trace), text, _svg_of(trace))
+
+
+def _of_trace(trace: Trace) -> _Drawing:
+    return _Drawing(trace_figures(trace), lambda screen: _print_trace(screen, trace), _svg_of(trace))
+
+
+def _print_trace(screen: Console, trace: Trace, *, end_s: float = 0.0) -> None:
+    screen.print(f"{trace.source}: {trace.name}", style="bold", markup=False, soft_wrap=True)
+    screen.print()
+    screen.print(timed_grid(trace, width=screen.width, end_s=end_s), soft_wrap=True)
+    screen.print()
+    screen.print(trace_table(trace))
+    screen.print(f"\nupdate {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}")
+
+
+def _of_topology(topology: ClusterTopology) -> _Drawing:
+    figures = {
+        "name": topology.name,
+        "num_nodes": len(topology.nodes),
+        "num_devices": topology.num_devices,
+        "nodes": [{"name": node.name, "devices": [device.name for device in node.devices]} for node in topology.nodes],
+        "num_links": len(topology.links),
+        "num_shared_links": len(topology.shared_links),
+    }
+
+    def text(screen: Console) -> None:
+        screen.print(f"topology {topology.name}", style="bold", markup=False)
+        screen.print(node_table(topology))
+        screen.print()
+        screen.print(link_table(topology))
+
+    def svg() -> str:
+        from raypipe.show.network import draw_topology  # noqa: PLC0415  # slow to load, and the terminal does without
+
+        return draw_topology(topology)
+
+    return _Drawing(figures, text, svg)
+
+
+def _of_profile(profile: ModelProfile) -> _Drawing:
+    figures = {
+        "name": profile.name,
+        "microbatch_size": profile.microbatch_size,
+        "num_layers": profile.num_layers,
+        "forward_s": sum(layer.forward_s for layer in profile.layers),
+        "backward_s": sum(layer.backward_s for layer in profile.layers),
+        "weight_grad_s": sum(layer.weight_grad_s for layer in profile.layers),
+        "parameter_bytes": sum(layer.parameter_bytes for layer in profile.layers),
+        "saved_bytes": sum(layer.saved_bytes for layer in profile.layers),
+    }
+
+    def text(screen: Console) -> None:
+        screen.print(f"profile {profile.name}, microbatches of {profile.microbatch_size}", style="bold", markup=False)
+        screen.print(profile_table(profile))
+
+    def svg() -> str:
+        raise InputError("a profile is drawn to the terminal only; leave -o out")
+
+    return _Drawing(figures, text, svg)
+
+
+def _of_pair(files: tuple[str, ...], contents: list[Content]) -> _Drawing:
+    traces = []
+    for path, content in zip(files, contents, strict=True):
+        if not isinstance(content, Trace):
+            raise InputError(f"{path}: two files are compared only where both are traces; `raypipe simulate PLAN -o trace.json` makes one")
+        traces.append(content)
+    first, second = traces
+    compared = differences.differences(first, second)
+
+    def text(screen: Console) -> None:
+        end_s = max(trace.makespan_s for trace in traces)
+        for trace in traces:
+            screen.print(f"{differences.WORDS[trace.source]}: {trace.name}", style="bold", markup=False, soft_wrap=True)
+            screen.print(timed_grid(trace, width=screen.width, end_s=end_s), soft_wrap=True)
+            screen.print()
+        screen.print(table(differences.header(first, second), differences.rows(compared)))
+
+    figures = {
+        "traces": [trace_figures(trace) for trace in traces],
+        "differences": [
+            {"name": figure.name, "unit": figure.unit, "first": figure.predicted, "second": figure.measured, "error": figure.error}
+            for figure in compared
+        ],
+    }
+    return _Drawing(figures, text, _svg_of(*traces))

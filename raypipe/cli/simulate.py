@@ -1,0 +1,57 @@
+"""`raypipe simulate`: predicts a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from raypipe.cli.figures import trace_figures
+from raypipe.cli.options import example, json_option
+from raypipe.cli.screen import console, print_json
+from raypipe.cost import plan_cost
+from raypipe.plan import Plan
+from raypipe.schedules.lower import lower
+from raypipe.show.amounts import counted, ratio, seconds
+from raypipe.show.tables import trace_table
+from raypipe.simulate import simulate as run_simulation
+from raypipe.topology import ClusterTopology
+from raypipe.trace import Trace
+
+
+@click.command(epilog=example("raypipe simulate plan.json", "raypipe simulate plan.json --topology other.yaml -o trace.json"))
+@click.argument("plan", type=click.Path())
+@click.option("--topology", type=click.Path(), metavar="FILE", help="Another cluster to run it on; it has the devices of the plan.")
+@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the trace (.json, or .parquet with a row a span).")
+@json_option
+def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bool) -> None:
+    """Predict how long the plan in the file PLAN takes, without Ray, torch or a cluster."""
+    loaded = Plan.load(plan)
+    if topology:
+        # The digest tells whether the plan's own topology was changed; this one is meant to be another.
+        loaded = replace(loaded, topology=ClusterTopology.load(topology), topology_digest="")
+    trace = simulated_plan(loaded)
+    if output:
+        trace.save(output)
+    if as_json:
+        print_json(plan_figures(loaded, trace))
+        return
+    limits = [loaded.topology.device(name).memory_bytes for name in loaded.devices]
+    screen = console()
+    screen.print(
+        f"{loaded.name}: {loaded.order.name} on {counted(len(loaded.devices), 'device')} of {loaded.topology.name}", style="bold", markup=False
+    )
+    screen.print(trace_table(trace, limits))
+    screen.print(f"\nupdate {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}")
+
+
+def simulated_plan(plan: Plan) -> Trace:
+    """The trace of a plan on its topology."""
+    programs = lower(plan.schedule, plan.placement)
+    return run_simulation(programs, plan_cost(plan), name=plan.name, num_updates=plan.order.num_updates)
+
+
+def plan_figures(plan: Plan, trace: Trace) -> dict[str, Any]:
+    """The figures of a plan and its simulated trace; the keys are a contract."""
+    return {"plan": plan.name, "planner": plan.planner, "schedule": plan.order.name, "topology": plan.topology.name, **trace_figures(trace)}
