@@ -156,6 +156,18 @@ class Trace:
         first, last = quarter, len(ends) - 1 - quarter
         return (ends[last] - ends[first]) / (last - first) if last > first else self.update_s
 
+    def of_updates(self, first: int, end: int) -> Trace:
+        """The part from the end of update `first` - 1 to that of update `end` - 1, with times counted from its begin."""
+        ends = (0.0, *self.update_ends_s)
+        since, until = ends[first], ends[end]
+        spans = tuple(
+            span._replace(start_s=max(span.start_s, since) - since, end_s=min(span.end_s, until) - since)
+            for span in self.spans
+            if span.end_s > since and span.start_s < until
+        )
+        memory = tuple(_clipped(steps, since, until) for steps in self.memory)
+        return Trace(f"{self.name}, updates {first} to {end - 1}", self.source, self.devices, end - first, spans, memory)
+
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """For each device, the most bytes held; empty where unknown."""
@@ -234,6 +246,13 @@ class Trace:
                 for at, held in steps
             ]
         return events
+
+
+def _clipped(steps: tuple[tuple[float, int], ...], since: float, until: float) -> tuple[tuple[float, int], ...]:
+    """The steps between two times, counted from the first, beginning with what was held then."""
+    held = [bytes_held for at, bytes_held in steps if at <= since][-1:]
+    inside = tuple((at - since, bytes_held) for at, bytes_held in steps if since < at < until)
+    return (*((0.0, bytes_held) for bytes_held in held), *inside)
 
 
 def ops_named(name: str) -> tuple[Op, ...]:

@@ -520,7 +520,10 @@ class _Fit:
         window.save(self.folder.file("trace.json"))
         self.predicted.save(self.folder.file("predicted.json"))
         self.folder.write_json("trace.perfetto.json", {"traceEvents": self.predicted.to_chrome() + window.to_chrome()})
-        self.folder.file("timeline.svg").write_text(draw_traces([self.predicted, window]), encoding="utf-8")
+        # Two updates from the middle: few enough to read the Ops.
+        middle = max(window.num_updates // 2 - 1, 0)
+        shown = [trace.of_updates(middle, min(middle + 2, trace.num_updates)) for trace in (self.predicted, window)]
+        self.folder.file("timeline.svg").write_text(draw_traces(shown), encoding="utf-8")
         figures = compare(self.predicted, measured)
         self.folder.write_json("comparison.json", [dataclasses.asdict(figure) | {"error": figure.error} for figure in figures])
         return Result(

@@ -78,10 +78,12 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
     return simulate(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates, with_memory=False)
 
 
-@click.command(epilog=example(
+@click.command(
+    epilog=example(
         "raypipe schedule 1f1b --devices 4 --microbatches 8",
         "raypipe schedule zb-h1 --devices 8 --microbatches 24 --latency 0.01 -o zb-h1.svg",
-    ))
+    )
+)
 @click.argument("name")
 @click.option("--devices", type=COUNT, required=True, help="Devices, one worker each.")
 @click.option("--microbatches", type=COUNT, required=True, help="Microbatches of one update, over all pipelines.")

@@ -59,7 +59,9 @@ def show(files: tuple[str, ...], *, output: str | None, as_json: bool) -> None:
     Schedules, which have no times, are drawn with F = 1 s and B = 2 s.
     """
     if output and output.lower().endswith((".html", ".htm")):
-        raise InputError(f"{output}: raypipe does not write HTML; write an SVG file (-o {output.rpartition('.')[0]}.svg), which browsers show")
+        raise InputError(
+            f"{output}: raypipe does not write HTML; write an SVG file (-o {output.rpartition('.')[0]}.svg), which browsers show"
+        )
     if output:
         output_suffix(output, "svg")
     if len(files) > 2:
@@ -185,8 +187,8 @@ def _of_pair(files: tuple[str, ...], contents: list[Content]) -> _Drawing:
 
     def text(screen: Console) -> None:
         end_s = max(trace.makespan_s for trace in traces)
-        for trace in traces:
-            screen.print(f"{differences.WORDS[trace.source]}: {trace.name}", style="bold", markup=False, soft_wrap=True)
+        for trace, word in zip(traces, differences.names(first, second), strict=True):
+            screen.print(f"{word}: {trace.name}", style="bold", markup=False, soft_wrap=True)
             screen.print(timed_grid(trace, width=screen.width, end_s=end_s), soft_wrap=True)
             screen.print()
         screen.print(table(differences.header(first, second), differences.rows(compared)))

@@ -40,7 +40,9 @@ def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bo
     limits = [loaded.topology.device(name).memory_bytes for name in loaded.devices]
     screen = console()
     screen.print(
-        f"{loaded.name}: {loaded.order.name} on {counted(len(loaded.devices), 'device')} of {loaded.topology.name}", style="bold", markup=False
+        f"{loaded.name}: {loaded.order.name} on {counted(len(loaded.devices), 'device')} of {loaded.topology.name}",
+        style="bold",
+        markup=False,
     )
     screen.print(trace_table(trace, limits))
     screen.print(f"\nupdate {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}")

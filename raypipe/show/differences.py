@@ -8,8 +8,7 @@ from raypipe.comparison import Figure
 from raypipe.show.amounts import ratio, seconds
 from raypipe.trace import Source, Trace
 
-WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.MEASURED: "measured"}
-"""What a trace of each source is called beside another one."""
+_WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.MEASURED: "measured"}
 
 
 def differences(first: Trace, second: Trace) -> list[Figure]:
@@ -26,20 +25,24 @@ def differences(first: Trace, second: Trace) -> list[Figure]:
         figure("makespan", "s", (first.makespan_s, second.makespan_s)),
         figure("bubble", "ratio", (first.bubble_ratio, second.bubble_ratio)),
     ]
-    for device, name in enumerate(first.devices[: len(second.devices)]):
+    for device, bare_name in enumerate(first.devices[: len(second.devices)]):
+        name = f"device {bare_name}" if bare_name.isdigit() else bare_name
         found += [
-            figure(f"device {name}: busy", "s", (first.busy_s[device], second.busy_s[device])),
-            figure(f"device {name}: waiting", "s", (first.wait_s[device], second.wait_s[device])),
-            figure(f"device {name}: bubble", "ratio", (first.device_bubble_ratios[device], second.device_bubble_ratios[device])),
+            figure(f"{name}: busy", "s", (first.busy_s[device], second.busy_s[device])),
+            figure(f"{name}: waiting", "s", (first.wait_s[device], second.wait_s[device])),
+            figure(f"{name}: bubble", "ratio", (first.device_bubble_ratios[device], second.device_bubble_ratios[device])),
         ]
     return found
 
 
+def names(first: Trace, second: Trace) -> tuple[str, str]:
+    """What two traces are called beside each other: by their sources, or if these are the same by their order."""
+    return ("first", "second") if first.source is second.source else (_WORDS[first.source], _WORDS[second.source])
+
+
 def header(first: Trace, second: Trace) -> tuple[str, ...]:
     """The names of the columns of `rows`."""
-    if first.source is second.source:
-        return "figure", "first", "second", "difference"
-    return "figure", WORDS[first.source], WORDS[second.source], "error"
+    return "figure", *names(first, second), "difference" if first.source is second.source else "error"
 
 
 def rows(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
@@ -54,4 +57,5 @@ def _shown(value: float, figure: Figure) -> str:
 def _error(figure: Figure) -> str:
     if figure.unit != "s":
         return f"{100 * figure.error:+.1f} points"
-    return f"{figure.error:+.1%}" if figure.measured or not figure.predicted else "-"
+    # Adding zero makes -0.0 positive.
+    return f"{round(figure.error, 3) + 0.0:+.1%}" if figure.measured or not figure.predicted else "-"

@@ -30,7 +30,7 @@ class _Scale:
 
     Attributes:
         columns_per_s: columns a second.
-        num_columns: of the whole trace.
+        num_columns: of all time that is drawn.
         band: columns of one band; a trace that is longer goes on below.
     """
 
@@ -62,9 +62,9 @@ def timed_grid(trace: Trace, *, width: int, end_s: float = 0.0) -> Text:
     if not any(computing):
         return Text("no Op takes any time")
     scale = _scale(computing, labels, makespan_s=makespan_s, columns=max(width - head - 2, 10))
-    lines = [_Line(name, scale, row, labels) for name, row in zip(trace.devices, computing, strict=False)]
+    lines = [_Line(name, scale, row, labels, trace.makespan_s) for name, row in zip(trace.devices, computing, strict=False)]
     out = Text()
-    for start in range(0, scale.num_columns, scale.band):
+    for start in range(0, scale.column(trace.makespan_s), scale.band):
         for line in lines:
             out.append(f"{line.name.rjust(head)} |")
             out.append_text(line.text[start : start + scale.band])
@@ -76,7 +76,7 @@ def timed_grid(trace: Trace, *, width: int, end_s: float = 0.0) -> Text:
 class _Line:
     """One device: its name, its text, and how many of its Ops are without label or left out."""
 
-    def __init__(self, name: str, scale: _Scale, spans: Sequence[Span], labels: Labels) -> None:
+    def __init__(self, name: str, scale: _Scale, spans: Sequence[Span], labels: Labels, end_s: float) -> None:
         self.name = name
         self.unlabelled = self.hidden = 0
         self.text = Text()
@@ -89,7 +89,7 @@ class _Line:
             self.text.append("." * (first - at), style="dim")
             self.text.append(self._cell(labels.text(span), end - first), style=f"black on {COLOURS[labels.ops(span)[0].kind]}")
             at = end
-        self.text.append("." * (scale.num_columns - at), style="dim")
+        self.text.append("." * (scale.column(end_s) - at), style="dim")
 
     def _cell(self, label: str, width: int) -> str:
         if len(label) > width:

@@ -11,43 +11,38 @@ a drawing is bounded: where there are more Ops than can be seen, neighbours are 
 
 from __future__ import annotations
 
-import html
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import svg
 
 from raypipe.show.amounts import number, ratio, seconds, size, ticks, time_unit
-from raypipe.show.differences import WORDS, differences, header, rows
+from raypipe.show.differences import differences, header, names, rows
 from raypipe.show.labels import Labels
 from raypipe.show.palette import COLOURS, NAMES
+from raypipe.show.paper import MARGIN, WIDTH, document, escape, place, safe_text
 from raypipe.trace import Span, SpanKind, Trace
 
 MOST_DEVICES = 256
 """Rows of a trace; further devices are counted only."""
 
-_WIDTH = 1200
 _RIGHT = 70
-_MARGIN = 16
 _ROW = 24
 _GAP = 5
 _MEMORY = 18
 _LETTER = 6.3
 """Width of a letter of the labels, in pixels."""
-_MOST_BOXES = 12_000
+_MOST_BOXES = 24_000
 _MOST_MEMORY_POINTS = 20_000
 _MOST_TRANSFERS = 5_000
 _LEAST_PIXELS = 0.3
+_MOST_FIT = 0.75
 _MOST_DIFFERENCES = 40
-_NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _STYLE = (
-    "text{font:12px 'DejaVu Sans',Verdana,sans-serif;fill:#222}.h{font-size:14px;font-weight:bold}.l{font-size:10px;text-anchor:middle}"
-    ".s{font-size:8px;text-anchor:middle}.r{text-anchor:end}.m{text-anchor:middle}.g{fill:#666;font-size:11px}.n{font-family:monospace}"
-    ".row{fill:#f4f4f4}.grid{stroke:#ddd}.box{stroke:#fff;stroke-width:.6}.recv{fill:url(#hatch)}.all{fill:url(#cross)}"
-    ".move{fill:#35507a;fill-opacity:.55}.held{fill:#e8e0f3;stroke:#8a6fb5;stroke-width:.8}"
-    + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in COLOURS.items())
+    ".l{font-size:10px;text-anchor:middle}.s{font-size:8px;text-anchor:middle}.row{fill:#f4f4f4}.grid{stroke:#ddd}"
+    ".box{stroke:#fff;stroke-width:.6}.recv{fill:url(#hatch)}.all{fill:url(#cross)}.move{fill:#35507a;fill-opacity:.55}"
+    ".held{fill:#e8e0f3;stroke:#8a6fb5;stroke-width:.8}" + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in COLOURS.items())
 )
 
 
@@ -57,38 +52,7 @@ def draw_traces(traces: Sequence[Trace]) -> str:
     Args:
         traces: at least one.
     """
-    drawing = _Drawing(traces)
-    return drawing.document()
-
-
-def safe_text(text: str, x: float, y: float, *classes: str) -> svg.Text:
-    """Text at a place; escaped, and without the characters that XML cannot hold."""
-    return svg.Text(x=_at(x), y=_at(y), class_=list(classes) or None, text=_escape(text))
-
-
-def legend_box(x: float, y: float, *classes: str) -> svg.Rect:
-    """The sample of a colour in a legend."""
-    return svg.Rect(x=_at(x), y=_at(y), width=14, height=12, class_=list(classes))
-
-
-def document(elements: Sequence[svg.Element], *, height: float, style: str = "") -> str:
-    """The text of a file on white ground."""
-    ground = svg.Rect(width=_WIDTH, height=round(height), fill="#fff")
-    drawn = svg.SVG(
-        width=_WIDTH,
-        height=round(height),
-        viewBox=svg.ViewBoxSpec(0, 0, _WIDTH, round(height)),
-        elements=[svg.Style(text=_STYLE + style), ground, *elements],
-    )
-    return f"{drawn}\n"
-
-
-def _at(pixels: float) -> float:
-    return round(pixels, 1)
-
-
-def _escape(text: str) -> str:
-    return html.escape(_NO_XML.sub("?", text), quote=False)
+    return _Drawing(traces).document()
 
 
 @dataclass
@@ -112,21 +76,23 @@ class _Drawing:
         self.labels = Labels(*traces)
         self.end_s = max(trace.makespan_s for trace in traces)
         names = [name for trace in traces for name in trace.devices[:MOST_DEVICES]]
-        self.left = _MARGIN + 8 + min(max((len(name) for name in names), default=0), 24) * 7
-        self.pixels = _WIDTH - _RIGHT - self.left
+        self.left = MARGIN + 8 + min(max((len(name) for name in names), default=0), 24) * 7
+        self.pixels = WIDTH - _RIGHT - self.left
         self.num_rows = sum(min(len(trace.devices), MOST_DEVICES) for trace in traces)
         self.num_transfers = sum(span.kind is SpanKind.TRANSFER for trace in traces for span in trace.spans)
+        self.form: Callable[[Span], list[str]] = lambda span: []
         self.elements: list[svg.Element] = []
-        self.y = float(_MARGIN)
+        self.y = float(MARGIN)
 
     def document(self) -> str:
         self.legend()
-        for trace in self.traces:
-            self.trace(trace)
+        words = names(*self.traces) if len(self.traces) == 2 else [str(trace.source) for trace in self.traces]
+        for trace, word in zip(self.traces, words, strict=True):
+            self.trace(trace, word)
         self.axis()
         if len(self.traces) == 2:
             self.differences()
-        return document([_patterns(), *self.elements], height=self.y + _MARGIN)
+        return document([_patterns(), *self.elements], height=self.y + MARGIN, style=_STYLE)
 
     def x(self, time_s: float) -> float:
         share = time_s / self.end_s if self.end_s else 0.0
@@ -139,12 +105,15 @@ class _Drawing:
         entries += [(("all",), "waits for a collective")] if SpanKind.COLLECTIVE in kinds else []
         entries += [(("move",), "message under way")] if self.shows_transfers else []
         entries += [(("held",), "memory held")] if any(map(_has_memory, self.traces)) else []
-        x = float(_MARGIN)
+        x = float(MARGIN)
         for classes, text in entries:
             width = 20 + len(text) * 7 + 14
-            if x + width > _WIDTH - _MARGIN:
-                x, self.y = _MARGIN, self.y + 18
-            self.elements += [legend_box(x, self.y, *classes), safe_text(text, x + 20, self.y + 10)]
+            if x + width > WIDTH - MARGIN:
+                x, self.y = MARGIN, self.y + 18
+            self.elements += [
+                svg.Rect(x=place(x), y=place(self.y), width=14, height=12, class_=list(classes)),
+                safe_text(text, x + 20, self.y + 10),
+            ]
             x += width
         self.y += 26
 
@@ -152,11 +121,29 @@ class _Drawing:
     def shows_transfers(self) -> bool:
         return 0 < self.num_transfers <= _MOST_TRANSFERS
 
-    def trace(self, trace: Trace) -> None:
+    def label_form(self, trace: Trace) -> Callable[[Span], list[str]]:
+        """How the Ops of a trace are called: by label, else by index alone if that fits most of them, so that all look alike."""
+        spans = [span for row in trace.by_device for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s]
+
+        def full(span: Span) -> list[str]:
+            return self.labels.text(span).split("&")
+
+        def index(span: Span) -> list[str]:
+            return [str(op.index) for op in self.labels.ops(span)]
+
+        for form in (full, index):
+            if sum(self.fits(max(form(span), key=len), span) for span in spans) >= _MOST_FIT * len(spans):
+                return form
+        return full
+
+    def fits(self, text: str, span: Span) -> bool:
+        return len(text) * _LETTER + 2 <= self.x(span.end_s) - self.x(span.start_s)
+
+    def trace(self, trace: Trace, word: str) -> None:
+        self.form = self.label_form(trace)
         figures = f"update {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}"
-        word = WORDS[trace.source] if len(self.traces) > 1 else str(trace.source)
-        self.elements.append(safe_text(f"{word}: {trace.name[:60]}", _MARGIN, self.y + 14, "h"))
-        self.elements.append(safe_text(figures, _WIDTH - _MARGIN, self.y + 14, "r"))
+        self.elements.append(safe_text(f"{word}: {trace.name[:60]}", MARGIN, self.y + 14, "h"))
+        self.elements.append(safe_text(figures, WIDTH - MARGIN, self.y + 14, "r"))
         self.y += 24
         top = self.y
         transfers: list[list[Span]] = [[] for _ in trace.devices]
@@ -167,9 +154,9 @@ class _Drawing:
         drawn: list[svg.Element] = []
         for device, name in enumerate(trace.devices[:MOST_DEVICES]):
             drawn += [
-                svg.Rect(x=_at(self.left), y=_at(self.y), width=_at(self.pixels), height=_ROW, class_=["row"]),
+                svg.Rect(x=place(self.left), y=place(self.y), width=place(self.pixels), height=_ROW, class_=["row"]),
                 safe_text(name if len(name) <= 24 else name[:23] + "~", self.left - 8, self.y + 16, "r"),
-                safe_text(ratio(trace.device_bubble_ratios[device]), _WIDTH - _MARGIN, self.y + 16, "r"),
+                safe_text(ratio(trace.device_bubble_ratios[device]), WIDTH - MARGIN, self.y + 16, "r"),
                 *self.row(trace.by_device[device], self.y),
                 *(self.transfers(transfers[device], self.y) if self.shows_transfers else ()),
             ]
@@ -181,7 +168,7 @@ class _Drawing:
         if len(trace.devices) > MOST_DEVICES:
             self.y += 12
             drawn.append(safe_text(f"{len(trace.devices) - MOST_DEVICES} more devices are left out", self.left, self.y, "g"))
-        lines = [svg.Line(x1=_at(x), x2=_at(x), y1=_at(top - 2), y2=_at(self.y), class_=["grid"]) for x, _ in self.ticks()]
+        lines = [svg.Line(x1=place(x), x2=place(x), y1=place(top - 2), y2=place(self.y), class_=["grid"]) for x, _ in self.ticks()]
         self.elements += [*lines, *drawn]
         self.y += 10
 
@@ -205,21 +192,21 @@ class _Drawing:
 
     def span(self, span: Span, y: float) -> Iterator[svg.Element]:
         x, width = self.x(span.start_s), self.x(span.end_s) - self.x(span.start_s)
-        title = svg.Title(text=_escape(_hover(span)))
+        title = svg.Title(text=escape(_hover(span)))
         if span.kind is not SpanKind.COMPUTE:
             classes = ["recv" if span.kind is SpanKind.RECV else "all"]
-            yield svg.Rect(x=_at(x), y=_at(y), width=_wide(width), height=_ROW, class_=classes, elements=[title])
+            yield svg.Rect(x=place(x), y=place(y), width=_wide(width), height=_ROW, class_=classes, elements=[title])
             return
         ops = self.labels.ops(span)
         height = _ROW / len(ops)
-        labels = self.labels.text(span).split("&")
-        for position, (op, label) in enumerate(zip(ops, labels, strict=True)):
+        small = len(ops) > 1
+        for position, (op, label) in enumerate(zip(ops, self.form(span), strict=True)):
             top = y + position * height
-            yield svg.Rect(x=_at(x), y=_at(top), width=_wide(width), height=_at(height), class_=["box", str(op.kind)], elements=[title])
-            fits = next((text for text in (label, str(op.index)) if len(text) * _LETTER + 2 <= width), None)
-            if fits is not None:
-                small = len(ops) > 1
-                yield safe_text(fits, x + width / 2, top + height / 2 + (3 if small else 3.6), "s" if small else "l")
+            yield svg.Rect(
+                x=place(x), y=place(top), width=_wide(width), height=place(height), class_=["box", str(op.kind)], elements=[title]
+            )
+            if self.fits(label, span):
+                yield safe_text(label, x + width / 2, top + height / 2 + (3 if small else 3.6), "s" if small else "l")
 
     def group(self, group: _Group, y: float) -> Iterator[svg.Element]:
         """A box in the colour of the kind that takes most of it, as high as the device is busy in it."""
@@ -235,33 +222,33 @@ class _Drawing:
         busy = min(sum(times.values()) / (group.end_s - group.start_s), 1.0)
         title = f"{len(group.spans)} spans, busy {ratio(busy)}\nfrom {seconds(group.start_s)} to {seconds(group.end_s)}"
         yield svg.Rect(
-            x=_at(x),
-            y=_at(y + _ROW * (1 - busy)),
+            x=place(x),
+            y=place(y + _ROW * (1 - busy)),
             width=_wide(width),
-            height=_at(_ROW * busy),
+            height=place(_ROW * busy),
             class_=[max(times, key=lambda kind: times[kind])],
-            elements=[svg.Title(text=_escape(title))],
+            elements=[svg.Title(text=escape(title))],
         )
 
     def transfers(self, spans: Sequence[Span], y: float) -> Iterator[svg.Element]:
         for span in spans:
             x, width = self.x(span.start_s), self.x(span.end_s) - self.x(span.start_s)
             if width >= _LEAST_PIXELS:
-                title = svg.Title(text=_escape(_hover(span)))
-                yield svg.Rect(x=_at(x), y=_at(y + _ROW - 3), width=_wide(width), height=3, class_=["move"], elements=[title])
+                title = svg.Title(text=escape(_hover(span)))
+                yield svg.Rect(x=place(x), y=place(y + _ROW - 3), width=_wide(width), height=3, class_=["move"], elements=[title])
 
     def memory(self, trace: Trace, device: int, most_held: int) -> Iterator[svg.Element]:
         """The bytes held, from 0 to the most that any device of the trace holds."""
         base = self.y + _MEMORY - 1
         points = _MOST_MEMORY_POINTS // self.num_rows
         steps = _envelope([(self.x(at), held) for at, held in trace.memory[device]], points)
-        path: list[svg.PathData] = [svg.M(_at(self.left), _at(base))]
+        path: list[svg.PathData] = [svg.M(place(self.left), place(base))]
         for x, held in steps:
-            path += [svg.H(_at(x)), svg.V(_at(base - max(held, 0) / most_held * (_MEMORY - 3)))]
-        path += [svg.H(_at(self.x(trace.makespan_s))), svg.V(_at(base))]
+            path += [svg.H(place(x)), svg.V(place(base - max(held, 0) / most_held * (_MEMORY - 3)))]
+        path += [svg.H(place(self.x(trace.makespan_s))), svg.V(place(base))]
         peak = f"peak {size(trace.peak_memory_bytes[device])}"
         yield svg.Path(d=path, class_=["held"], elements=[svg.Title(text=peak)])
-        yield safe_text(size(trace.peak_memory_bytes[device]), _WIDTH - _MARGIN, base - 4, "r", "g")
+        yield safe_text(size(trace.peak_memory_bytes[device]), WIDTH - MARGIN, base - 4, "r", "g")
 
     def ticks(self) -> Iterator[tuple[float, str]]:
         name, unit_s = time_unit(self.end_s)
@@ -279,13 +266,13 @@ class _Drawing:
         first, second = self.traces
         found = rows(differences(first, second))
         self.y += 22
-        edges = (_MARGIN, _MARGIN + 330, _MARGIN + 450, _MARGIN + 570)
+        edges = (MARGIN, MARGIN + 330, MARGIN + 450, MARGIN + 570)
         for line, row in enumerate([header(first, second), *found[:_MOST_DIFFERENCES]]):
             for column, (x, cell) in enumerate(zip(edges, row, strict=True)):
                 self.elements.append(safe_text(cell, x, self.y, *(("r",) if column else ()), *(() if line else ("h",))))
             self.y += 18
         if len(found) > _MOST_DIFFERENCES:
-            self.elements.append(safe_text(f"{len(found) - _MOST_DIFFERENCES} more figures are left out", _MARGIN, self.y, "g"))
+            self.elements.append(safe_text(f"{len(found) - _MOST_DIFFERENCES} more figures are left out", MARGIN, self.y, "g"))
             self.y += 18
 
 
@@ -309,7 +296,7 @@ _LINES: dict[str, list[svg.PathData]] = {
 
 
 def _wide(width: float) -> float:
-    return max(_at(width), 0.1)
+    return max(place(width), 0.1)
 
 
 def _has_memory(trace: Trace) -> bool:

@@ -126,11 +126,16 @@ def link_words(link: Link | NodeLink | SharedLink) -> str:
     return bandwidth if isinstance(link, SharedLink) else f"{bandwidth}, {seconds(link.latency_s)}"
 
 
+def shared_words(shared: SharedLink) -> str:
+    """A shared link and who shares it."""
+    return f"{shared.name}, shared by {_several([f'{source}->{target}' for source, target in shared.members])}"
+
+
 def link_table(topology: ClusterTopology) -> Table:
     """The links between the nodes or devices of a topology."""
     rows = [(f"{link.source} {'->' if link.one_way else '<->'} {link.target}", link_words(link)) for link in topology.links]
     for shared in topology.shared_links:
-        rows.append((f"{shared.name}, shared by {_several([f'{source}->{target}' for source, target in shared.members])}", link_words(shared)))
+        rows.append((shared_words(shared), link_words(shared)))
     if topology.default_link:
         rows.append(("any other pair", link_words(topology.default_link)))
     return table(("link", "bandwidth, latency"), rows)

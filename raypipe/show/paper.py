@@ -1,0 +1,51 @@
+"""The sheet that SVG drawings are made on: its size, its letters, and text that cannot break the file."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Sequence
+
+import svg
+
+WIDTH = 1200
+MARGIN = 16
+
+# What XML 1.0 cannot hold, not even escaped.
+_NO_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_STYLE = (
+    "text{font:12px 'DejaVu Sans',Verdana,sans-serif;fill:#222}.h{font-size:14px;font-weight:bold}.r{text-anchor:end}"
+    ".m{text-anchor:middle}.g{fill:#666;font-size:11px}"
+)
+
+
+def place(pixels: float) -> float:
+    """A coordinate, short: a tenth of a pixel is not seen."""
+    return round(pixels, 1)
+
+
+def escape(text: str) -> str:
+    """Text that may stand between tags."""
+    return html.escape(_NO_XML.sub("?", text), quote=False)
+
+
+def safe_text(text: str, x: float, y: float, *classes: str) -> svg.Text:
+    """Text whose line is at a place, whatever characters it has."""
+    return svg.Text(x=place(x), y=place(y), class_=list(classes) or None, text=escape(text))
+
+
+def document(elements: Sequence[svg.Element], *, height: float, style: str) -> str:
+    """The text of a file, on white ground.
+
+    Args:
+        elements: what is drawn.
+        height: in pixels.
+        style: the classes that the elements use, as CSS.
+    """
+    sheet = svg.SVG(
+        width=WIDTH,
+        height=round(height),
+        viewBox=svg.ViewBoxSpec(0, 0, WIDTH, round(height)),
+        elements=[svg.Style(text=_STYLE + style), svg.Rect(width=WIDTH, height=round(height), fill="#fff"), *elements],
+    )
+    return f"{sheet}\n"
