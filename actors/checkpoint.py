@@ -18,10 +18,12 @@ from typing import ClassVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypipe import codec
+from raypipe.actors.held import build_layer
 from raypipe.errors import FormatError
+from raypipe.model import Model
 
 FORMAT = "raypipe.checkpoint/1"
 _INDEX = "checkpoint.json"
@@ -91,6 +93,24 @@ class Checkpoint:
             FormatError: the file is missing or damaged.
         """
         return load_layer(self.path, layer, self.index.layers[layer])
+
+
+def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
+    """The layers of a checkpoint as modules in this process, in order and with their weights, for models that fit in it.
+
+    Raises:
+        FormatError: a file is missing, damaged or of another model.
+    """
+    modules: list[nn.Module] = []
+    for index, layer in enumerate(model.layers):
+        tensors = load_layer(checkpoint.path, index, layer.name)
+        module = build_layer(layer, index=index, seed=checkpoint.index.seed)
+        try:
+            module.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")})
+        except RuntimeError as error:
+            raise FormatError(str(Path(checkpoint.path) / layer_file(index, layer.name)), "", f"is of another model ({error})") from None
+        modules.append(module)
+    return modules
 
 
 def layer_file(index: int, name: str) -> str:

@@ -31,7 +31,7 @@ class ModelConfig:
     """Which model.
 
     Attributes:
-        function: `module:function`; called with the options, it returns a `raypipe.model.Model`.
+        function: `module:function`, or `path/to/file.py:function`; called with the options, it returns a `raypipe.model.Model`.
         options: keyword arguments for it.
     """
 
@@ -178,6 +178,7 @@ class ClusterConfig:
     Attributes:
         address: of a running cluster; left out for the one that a job runs in (RAY_ADDRESS), else a local one is started.
         dashboard: whether a local cluster has Ray's dashboard.
+        log_to_driver: whether what actors print is shown by the driver.
         start_timeout_s: until all actors must be there.
         message_timeout_s: until a message between stages must come; longer than the slowest stage may take for its part of an update.
         silence_timeout_s: until an actor must have answered a question about its state.
@@ -187,6 +188,7 @@ class ClusterConfig:
 
     address: str | None = None
     dashboard: bool = True
+    log_to_driver: bool = True
     start_timeout_s: float = 120.0
     message_timeout_s: float = 300.0
     silence_timeout_s: float = 30.0

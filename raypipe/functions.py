@@ -1,10 +1,12 @@
-"""The user's functions by name: `module:function`, resolved where they are called."""
+"""The user's functions by name: `module:function` or `path/to/file.py:function`, resolved where they are called."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from raypipe.errors import ConfigError, suggestion
@@ -12,18 +14,20 @@ from raypipe.model import Model
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names.
+    """The function that `module:function` or `file.py:function` names.
 
     Raises:
-        ConfigError: there is no such module or function, or importing it failed.
+        ConfigError: there is no such module, file or function, or importing it failed.
     """
-    module_name, colon, function_name = name.partition(":")
+    module_name, colon, function_name = name.rpartition(":")
     if not colon or not module_name or not function_name:
-        raise ConfigError(f"model.function {name!r}: expected module:function, such as raypipe.models.gpt:gpt")
+        raise ConfigError(f"model.function {name!r}: expected module:function, such as raypipe.models.gpt:gpt, or file.py:function")
     try:
-        module = importlib.import_module(module_name)
+        module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except FileNotFoundError:
+        raise ConfigError(f"model.function {name!r}: there is no file {module_name!r} in {os.getcwd()}; check the path") from None
     except ModuleNotFoundError as error:
-        remedy = f"check the name, and that it can be imported from {os.getcwd()} or is installed"
+        remedy = "check the name, that it is installed, or name its file: path/to/file.py:function"
         raise ConfigError(f"model.function {name!r}: no module {error.name!r}; {remedy}") from None
     except Exception as error:
         raise ConfigError(f"model.function {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
@@ -33,6 +37,16 @@ def resolve(name: str) -> Callable[..., Any]:
         raise ConfigError(f"model.function {name!r}: {module_name} has no function {function_name!r}{suggestion(function_name, known)}")
     found: Callable[..., Any] = function
     return found
+
+
+def _load_file(path: str) -> ModuleType:
+    """The module in a file, which need not be on the path of imports."""
+    spec = importlib.util.spec_from_file_location(os.path.basename(path).removesuffix(".py"), path)
+    assert spec is not None, "a name that ends in .py has a loader"
+    assert spec.loader is not None, "a name that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def make_model(function: str | Callable[..., Any], options: Mapping[str, Any]) -> Model:

@@ -46,7 +46,7 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     if ray.is_initialized():
         yield Session("", local=False)
         return
-    options: dict[str, object] = {"log_to_driver": True, "logging_level": logging.WARNING}
+    options: dict[str, object] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
     if address is None:
         # A place more than actors: the driver's own tasks must not wait for one.
         num_cpus = max(os.cpu_count() or 1, int(num_devices * cpus_per_device) + 1)

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+NUM_BYTES = 256
+"""The size of the vocabulary."""
+
 SENTINEL = 0
 """The byte that ends a document, with which a context is filled up."""
 

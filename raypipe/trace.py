@@ -163,7 +163,7 @@ class Trace:
         spans = tuple(
             span._replace(start_s=max(span.start_s, since) - since, end_s=min(span.end_s, until) - since)
             for span in self.spans
-            if span.end_s > since and span.start_s < until
+            if span.end_s > since and (span.start_s < until or span.end_s == until)  # the last update may take no time
         )
         memory = tuple(_clipped(steps, since, until) for steps in self.memory)
         return Trace(f"{self.name}, updates {first} to {end - 1}", self.source, self.devices, end - first, spans, memory)
@@ -174,13 +174,17 @@ class Trace:
         return tuple(max((held for _, held in steps), default=0) for steps in self.memory)
 
     def save(self, path: str | Path) -> None:
-        """Writes the trace as JSON, or as Parquet if the name ends so (one row a span)."""
+        """Writes the trace as JSON, or as Parquet if the name ends so (one row a span).
+
+        Raises:
+            FormatError: the file cannot be written.
+        """
         if str(path).endswith(".parquet"):
             self._save_parquet(path)
             return
         columns = _Columns(*map(list, zip(*self.spans, strict=True))) if self.spans else _Columns([], [], [], [], [], [])
         content = _TraceFile(self.name, self.source, list(self.devices), self.num_updates, columns, [list(steps) for steps in self.memory])
-        Path(path).write_text(codec.to_json(content, format_name=FORMAT), encoding="utf-8")
+        codec.write_text(path, codec.to_json(content, format_name=FORMAT))
 
     def _save_parquet(self, path: str | Path) -> None:
         import pyarrow as pa  # noqa: PLC0415  # only this export needs it
@@ -189,7 +193,10 @@ class Trace:
         columns = {name: [getattr(span, name) for span in self.spans] for name in Span._fields}
         columns["device"] = [self.devices[span.device] for span in self.spans]
         metadata = {"format": FORMAT, "name": self.name, "source": str(self.source)}
-        pq.write_table(pa.table(columns).replace_schema_metadata(metadata), path)
+        try:
+            pq.write_table(pa.table(columns).replace_schema_metadata(metadata), path)
+        except OSError as error:
+            raise FormatError(str(path), "", f"cannot be written ({error.strerror or error}); choose a path that is yours") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:

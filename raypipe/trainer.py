@@ -37,7 +37,7 @@ from raypipe.planner.balance import balanced_cut
 from raypipe.profiler import model_profile
 from raypipe.ray_session import session
 from raypipe.run_folder import RunFolder, versions
-from raypipe.sample import generate
+from raypipe.sample import NUM_BYTES, generate
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.passes import evaluation
@@ -254,8 +254,13 @@ class _Fit:
                 f"it needs {num_stages} numbers with the sum {num_layers}"
             )
         if self.reads_tokens:
-            split = "validation" if self.config.data.num_validation_microbatches else "train"
-            TokenDataset(self.config.data.path, sequence_length=self.config.data.sequence_length, seed=0, split=split)
+            data = self.config.data
+            for split in ("train", "validation") if data.num_validation_microbatches else ("train",):
+                tokens = TokenDataset(data.path, sequence_length=data.sequence_length, seed=0, split=split)
+            if self.config.run.sample_bytes and tokens.vocabulary_size != NUM_BYTES:
+                raise ConfigError(
+                    f"run.sample_bytes needs tokens that are bytes, {data.path} has {tokens.vocabulary_size} different ones; set it to 0"
+                )
 
     def _open_folder(self, *, resume: bool) -> RunFolder:
         run = self.config.run

@@ -15,7 +15,7 @@ from raypipe.cli.files import Content, load
 from raypipe.cli.options import example, json_option, output_suffix
 from raypipe.cli.schedule import StageSeconds, print_schedule, simulated
 from raypipe.cli.screen import console, print_json
-from raypipe.cli.simulate import plan_figures, simulated_plan
+from raypipe.cli.simulate import plan_figures
 from raypipe.errors import InputError
 from raypipe.plan import Plan
 from raypipe.profile import ModelProfile
@@ -24,6 +24,7 @@ from raypipe.show import differences
 from raypipe.show.amounts import ratio, seconds
 from raypipe.show.grid import timed_grid
 from raypipe.show.tables import link_table, node_table, plan_table, profile_table, table, trace_table
+from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology
 from raypipe.trace import Trace
 
@@ -106,7 +107,7 @@ def _of_schedule(schedule: Schedule) -> _Drawing:
 
 
 def _of_plan(plan: Plan) -> _Drawing:
-    trace = simulated_plan(plan)
+    trace = simulate_plan(plan)
 
     def text(screen: Console) -> None:
         screen.print(f"plan {plan.name}, made by {plan.planner}: {plan.order.name} on {plan.topology.name}", style="bold", markup=False)

@@ -10,12 +10,10 @@ import click
 from raypipe.cli.figures import trace_figures
 from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import console, print_json
-from raypipe.cost import plan_cost
 from raypipe.plan import Plan
-from raypipe.schedules.lower import lower
 from raypipe.show.amounts import counted, ratio, seconds
 from raypipe.show.tables import trace_table
-from raypipe.simulate import simulate as run_simulation
+from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology
 from raypipe.trace import Trace
 
@@ -31,7 +29,7 @@ def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bo
     if topology:
         # The digest tells whether the plan's own topology was changed; this one is meant to be another.
         loaded = replace(loaded, topology=ClusterTopology.load(topology), topology_digest="")
-    trace = simulated_plan(loaded)
+    trace = simulate_plan(loaded)
     if output:
         trace.save(output)
     if as_json:
@@ -46,12 +44,6 @@ def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bo
     )
     screen.print(trace_table(trace, limits))
     screen.print(f"\nupdate {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}")
-
-
-def simulated_plan(plan: Plan) -> Trace:
-    """The trace of a plan on its topology."""
-    programs = lower(plan.schedule, plan.placement)
-    return run_simulation(programs, plan_cost(plan), name=plan.name, num_updates=plan.order.num_updates)
 
 
 def plan_figures(plan: Plan, trace: Trace) -> dict[str, Any]:

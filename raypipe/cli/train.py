@@ -75,6 +75,8 @@ def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: boo
       raypipe train examples/gpt_python_stdlib.yaml --set run.num_updates=50
     """
     loaded = TrainConfig.load(config, overrides=overrides)
+    if as_json:  # what actors print would come between
+        loaded = dataclasses.replace(loaded, cluster=dataclasses.replace(loaded.cluster, log_to_driver=False))
     with put_off():
         from raypipe.trainer import Trainer  # noqa: PLC0415  # loads ray and torch: not before the configuration is known to be good
 

@@ -27,8 +27,8 @@ def size(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """A number with four significant digits; whole ones with all of theirs."""
-    return f"{value:.0f}" if abs(value) >= 1000 and abs(value) < 1e15 else f"{value:.4g}"
+    """A number with four significant digits; from a thousand to ten million without an exponent."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def ratio(value: float) -> str:

@@ -101,20 +101,21 @@ class _Line:
 
 
 def _scale(rows: Sequence[Sequence[Span]], labels: Labels, *, makespan_s: float, columns: int) -> _Scale:
-    longest = max(len(labels.text(span)) for row in rows for span in row)
-    durations = sorted(span.end_s - span.start_s for row in rows for span in row)
-    # Labels that fit all but the shortest few: an update of a microsecond shall not make the drawing endless.
-    shortest_s = durations[int(len(durations) * _LEAST_SHARE)]
-    unit_s = _common_unit(durations) or shortest_s / longest
-    units_a_label = shortest_s / unit_s
+    unit_s = _common_unit(sorted(span.end_s - span.start_s for row in rows for span in row))
     fitting: list[_Scale] = []
     # With a blank behind each label if possible: in one band, in several; then without; then in one band with few labels.
-    for columns_a_label in (longest + 1, longest):
-        columns_a_unit = max(math.ceil(columns_a_label / units_a_label - 1e-6), 1)
-        needed = math.ceil(makespan_s / unit_s * columns_a_unit - 1e-6)
+    for blanks in (1, 0):
+        density = sorted((len(labels.text(span)) + blanks) / (span.end_s - span.start_s) for row in rows for span in row)
+        # Labels that fit all but the shortest few: an update of a microsecond shall not make the drawing endless.
+        columns_per_s = density[int((len(density) - 1) * (1 - _LEAST_SHARE))]
+        columns_a_unit = max(math.ceil(columns_per_s * unit_s - 1e-6), 1)
+        columns_per_s = columns_a_unit / unit_s if unit_s else columns_per_s
+        if makespan_s * columns_per_s > _MOST_LINES * columns:
+            continue
+        needed = math.ceil(makespan_s * columns_per_s - 1e-6)
         band = min(needed, max(columns // columns_a_unit, 1) * columns_a_unit)
         if math.ceil(needed / band) * (len(rows) + 1) <= _MOST_LINES:
-            fitting.append(_Scale(columns_a_unit / unit_s, needed, band))
+            fitting.append(_Scale(columns_per_s, needed, band))
     in_one_band = [scale for scale in fitting if scale.num_columns == scale.band]
     if labels.with_stage:
         in_one_band = [scale for scale in in_one_band if scale is fitting[0]]  # 0F00F1 is hard to read, F0F1 is not
@@ -148,8 +149,8 @@ def _ruler(scale: _Scale, makespan_s: float, start: int) -> str:
 def _notes(trace: Trace, lines: Sequence[_Line], labels: Labels, scale: _Scale) -> Iterator[str]:
     yield ", ".join(f"{kind} {NAMES[kind]}" for kind in labels.kinds) + ", . waiting"
     if unlabelled := sum(line.unlabelled for line in lines):
-        yield f"{unlabelled} Ops are too short for their label: one column is {seconds(1 / scale.columns_per_s)}"
+        yield f"{unlabelled} Ops are too short for their label, as one column is {seconds(1 / scale.columns_per_s)}; an SVG shows more (-o FILE.svg)"
     if hidden := sum(line.hidden for line in lines):
         yield f"{hidden} Ops are too short to be seen"
     if left_out := len(trace.devices) - len(lines):
-        yield f"{left_out} more devices are left out; an SVG shows up to 256 (-o FILE.svg)"
+        yield f"{left_out} more devices are left out; an SVG shows more (-o FILE.svg)"

@@ -11,8 +11,9 @@ a drawing is bounded: where there are more Ops than can be seen, neighbours are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import svg
 
@@ -32,6 +33,7 @@ _GAP = 5
 _MEMORY = 18
 _LETTER = 6.3
 """Width of a letter of the labels, in pixels."""
+_SMALL_LETTER = 5.2
 _MOST_BOXES = 24_000
 _MOST_MEMORY_POINTS = 20_000
 _MOST_TRANSFERS = 5_000
@@ -53,6 +55,16 @@ def draw_traces(traces: Sequence[Trace]) -> str:
         traces: at least one.
     """
     return _Drawing(traces).document()
+
+
+class _LabelForm(NamedTuple):
+    """How Ops are labelled: with kind and index or the index alone (the colour tells the kind), in large or small letters."""
+
+    index_only: bool
+    letter_pixels: float
+
+
+_LABEL_FORMS = tuple(_LabelForm(index_only, letter) for index_only in (False, True) for letter in (_LETTER, _SMALL_LETTER))
 
 
 @dataclass
@@ -80,7 +92,7 @@ class _Drawing:
         self.pixels = WIDTH - _RIGHT - self.left
         self.num_rows = sum(min(len(trace.devices), MOST_DEVICES) for trace in traces)
         self.num_transfers = sum(span.kind is SpanKind.TRANSFER for trace in traces for span in trace.spans)
-        self.form: Callable[[Span], list[str]] = lambda span: []
+        self.form = _LABEL_FORMS[0]
         self.elements: list[svg.Element] = []
         self.y = float(MARGIN)
 
@@ -121,23 +133,19 @@ class _Drawing:
     def shows_transfers(self) -> bool:
         return 0 < self.num_transfers <= _MOST_TRANSFERS
 
-    def label_form(self, trace: Trace) -> Callable[[Span], list[str]]:
-        """How the Ops of a trace are called: by label, else by index alone if that fits most of them, so that all look alike."""
+    def label_form(self, trace: Trace) -> _LabelForm:
+        """The first form that fits most Ops of a trace: all that are written look alike."""
         spans = [span for row in trace.by_device for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s]
-
-        def full(span: Span) -> list[str]:
-            return self.labels.text(span).split("&")
-
-        def index(span: Span) -> list[str]:
-            return [str(op.index) for op in self.labels.ops(span)]
-
-        for form in (full, index):
-            if sum(self.fits(max(form(span), key=len), span) for span in spans) >= _MOST_FIT * len(spans):
+        for form in _LABEL_FORMS:
+            if sum(self.fits(form, max(self.texts(form, span), key=len), span) for span in spans) >= _MOST_FIT * len(spans):
                 return form
-        return full
+        return _LABEL_FORMS[0]
 
-    def fits(self, text: str, span: Span) -> bool:
-        return len(text) * _LETTER + 2 <= self.x(span.end_s) - self.x(span.start_s)
+    def texts(self, form: _LabelForm, span: Span) -> list[str]:
+        return [str(op.index) for op in self.labels.ops(span)] if form.index_only else self.labels.text(span).split("&")
+
+    def fits(self, form: _LabelForm, text: str, span: Span) -> bool:
+        return len(text) * form.letter_pixels + 1.5 <= self.x(span.end_s) - self.x(span.start_s)
 
     def trace(self, trace: Trace, word: str) -> None:
         self.form = self.label_form(trace)
@@ -199,13 +207,13 @@ class _Drawing:
             return
         ops = self.labels.ops(span)
         height = _ROW / len(ops)
-        small = len(ops) > 1
-        for position, (op, label) in enumerate(zip(ops, self.form(span), strict=True)):
+        small = len(ops) > 1 or self.form.letter_pixels == _SMALL_LETTER
+        for position, (op, label) in enumerate(zip(ops, self.texts(self.form, span), strict=True)):
             top = y + position * height
             yield svg.Rect(
                 x=place(x), y=place(top), width=_wide(width), height=place(height), class_=["box", str(op.kind)], elements=[title]
             )
-            if self.fits(label, span):
+            if self.fits(self.form, label, span):
                 yield safe_text(label, x + width / 2, top + height / 2 + (3 if small else 3.6), "s" if small else "l")
 
     def group(self, group: _Group, y: float) -> Iterator[svg.Element]:
