@@ -19,6 +19,8 @@ from raypipe.schedules.text import parse_op
 
 FORMAT = "raypipe.trace/1"
 
+_MOST_SECONDS = 1e12
+
 
 class SpanKind(StrEnum):
     """What a device did in a span, or a link."""
@@ -193,8 +195,10 @@ class Trace:
         columns = {name: [getattr(span, name) for span in self.spans] for name in Span._fields}
         columns["device"] = [self.devices[span.device] for span in self.spans]
         metadata = {"format": FORMAT, "name": self.name, "source": str(self.source)}
+        types = {"device": pa.string(), "kind": pa.string(), "name": pa.string(), "bytes": pa.int64()}
+        schema = pa.schema([(name, types.get(name, pa.float64())) for name in Span._fields], metadata=metadata)
         try:
-            pq.write_table(pa.table(columns).replace_schema_metadata(metadata), path)
+            pq.write_table(pa.table(columns, schema=schema), path)
         except OSError as error:
             raise FormatError(str(path), "", f"cannot be written ({error.strerror or error}); choose a path that is yours") from None
 
@@ -214,6 +218,8 @@ class Trace:
         for position, span in enumerate(spans):
             if not 0 <= span.device < len(content.devices):
                 raise FormatError(str(path), f"spans.device[{position}]", f"names device {span.device}; there are {len(content.devices)}")
+            if not max(abs(span.start_s), abs(span.end_s)) <= _MOST_SECONDS:
+                raise FormatError(str(path), f"spans.start_s[{position}]", f"lasts from {span.start_s} to {span.end_s}, which are no times")
             if not span.start_s <= span.end_s:
                 raise FormatError(str(path), f"spans.end_s[{position}]", f"{span.end_s} lies before the start, {span.start_s}")
             if span.kind is SpanKind.COMPUTE:

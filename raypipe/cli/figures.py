@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from raypipe.errors import InputError
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.validate import facts
 from raypipe.trace import Trace
@@ -18,6 +20,7 @@ def schedule_figures(schedule: Schedule, trace: Trace, *, steady_update_s: float
         steady_update_s: time per update far from the ends of a long window.
     """
     known = facts(schedule)
+    _require_finite(trace)
     return {
         "schedule": schedule.name,
         "num_devices": schedule.num_workers,
@@ -42,6 +45,7 @@ def schedule_figures(schedule: Schedule, trace: Trace, *, steady_update_s: float
 
 def trace_figures(trace: Trace) -> dict[str, Any]:
     """The figures of a trace; the keys are a contract."""
+    _require_finite(trace)
     return {
         "name": trace.name,
         "source": str(trace.source),
@@ -56,3 +60,13 @@ def trace_figures(trace: Trace) -> dict[str, Any]:
         "span_s": list(trace.span_s),
         "peak_memory_bytes": list(trace.peak_memory_bytes),
     }
+
+
+def _require_finite(trace: Trace) -> None:
+    """Refuses a trace of durations that are numbers each, but whose sum is none.
+
+    Raises:
+        InputError: says so.
+    """
+    if not all(map(math.isfinite, (trace.makespan_s, *trace.busy_s, *trace.wait_s))):
+        raise InputError(f"{trace.name}: its times add up to more than a number can hold; use shorter times, or faster devices and links")

@@ -30,10 +30,11 @@ def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bo
         # The digest tells whether the plan's own topology was changed; this one is meant to be another.
         loaded = replace(loaded, topology=ClusterTopology.load(topology), topology_digest="")
     trace = simulate_plan(loaded)
+    figures = plan_figures(loaded, trace)
     if output:
         trace.save(output)
     if as_json:
-        print_json(plan_figures(loaded, trace))
+        print_json(figures)
         return
     limits = [loaded.topology.device(name).memory_bytes for name in loaded.devices]
     screen = console()

@@ -56,7 +56,7 @@ def timed_grid(trace: Trace, *, width: int, end_s: float = 0.0) -> Text:
     """
     labels = Labels(trace)
     rows = trace.by_device[:_MOST_ROWS]
-    computing = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s] for row in rows]
+    computing = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > max(span.start_s, 0.0)] for row in rows]
     head = max((len(name) for name in trace.devices[:_MOST_ROWS]), default=0)
     makespan_s = max(trace.makespan_s, end_s)
     if not any(computing):
@@ -149,7 +149,7 @@ def _ruler(scale: _Scale, makespan_s: float, start: int) -> str:
 def _notes(trace: Trace, lines: Sequence[_Line], labels: Labels, scale: _Scale) -> Iterator[str]:
     yield ", ".join(f"{kind} {NAMES[kind]}" for kind in labels.kinds) + ", . waiting"
     if unlabelled := sum(line.unlabelled for line in lines):
-        yield f"{unlabelled} Ops are too short for their label, as one column is {seconds(1 / scale.columns_per_s)}; an SVG shows more (-o FILE.svg)"
+        yield f"{unlabelled} Ops are too short for their label at {seconds(1 / scale.columns_per_s)} a column; an SVG shows more (-o FILE.svg)"
     if hidden := sum(line.hidden for line in lines):
         yield f"{hidden} Ops are too short to be seen"
     if left_out := len(trace.devices) - len(lines):

@@ -86,7 +86,7 @@ class _Drawing:
     def __init__(self, traces: Sequence[Trace]) -> None:
         self.traces = traces
         self.labels = Labels(*traces)
-        self.end_s = max(trace.makespan_s for trace in traces)
+        self.end_s = max(0.0, *(trace.makespan_s for trace in traces))
         names = [name for trace in traces for name in trace.devices[:MOST_DEVICES]]
         self.left = MARGIN + 8 + min(max((len(name) for name in names), default=0), 24) * 7
         self.pixels = WIDTH - _RIGHT - self.left

@@ -106,27 +106,15 @@ def test_a_submitted_job_trains_on_the_running_cluster(cluster: Cluster, tmp_pat
         "schedule.updates_per_window": 2,
     }
     overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    done = subprocess.run(
-        [
-            *RAY,
-            "job",
-            "submit",
-            f"--address={cluster.dashboard}",
-            "--working-dir=.",
-            "--",
-            "python",
-            "-m",
-            "raypipe",
-            "train",
-            "examples/gpt_python_stdlib.yaml",
-            *overrides,
-        ],
-        cwd=ROOT,
-        env=cluster.environment,
-        capture_output=True,
-        timeout=200,
-        check=False,
-    )
+    submit = [*RAY, "job", "submit", f"--address={cluster.dashboard}", "--working-dir=.", "--"]
+    train = ["python", "-m", "raypipe", "train", "examples/gpt_python_stdlib.yaml", *overrides]
+    deadline = time.monotonic() + 60
+    while True:
+        done = subprocess.run([*submit, *train], cwd=ROOT, env=cluster.environment, capture_output=True, timeout=200, check=False)
+        # A head that has just started may have no agent yet for the job to run under.
+        if b"No available agent" not in done.stderr or time.monotonic() > deadline:
+            break
+        time.sleep(1)
     output = done.stdout.decode() + done.stderr.decode()
     assert done.returncode == 0, output[-3000:]
     assert "predicted against measured" in output
