@@ -101,8 +101,14 @@ class Plan:
         if len(self.workers) != len(self.order.programs):
             raise PlanError(f"the plan has {len(self.workers)} workers, its schedule {len(self.order.programs)}")
         known = {device.name for device in self.topology.devices}
+        taken: dict[str, int] = {}
         for worker, replicas in enumerate(self.workers):
             for replica in replicas:
+                if replica.device in taken:
+                    raise PlanError(
+                        f"device {replica.device!r} serves worker {taken[replica.device]} and worker {worker}; give each worker its own"
+                    )
+                taken[replica.device] = worker
                 if replica.device not in known:
                     raise PlanError(
                         f"worker {worker} is on device {replica.device!r}, which the topology {self.topology.name!r} does not have"

@@ -289,7 +289,7 @@ class _Fit:
         self.listener.notice(f"run folder: {self.folder.path}")
         with session(config.cluster, num_devices=config.scaling.num_devices, cpus_per_device=config.scaling.cpus_per_device) as cluster:
             if cluster.dashboard_url:
-                self.listener.notice(f"Ray dashboard: {cluster.dashboard_url}")
+                self.listener.notice(f"Ray dashboard: {cluster.dashboard_url} (if it asks for a token: ray get-auth-token)")
             self.metrics = RunMetrics(run=self.folder.path.name)
             slots = find_slots(config.scaling)
             stages = [

@@ -113,7 +113,7 @@ def _show(result: trainer.Result, console: Console) -> None:
         console.print(result.sample, markup=False, highlight=False)
     table = Table(title="predicted against measured", title_justify="left")
     for name in ("figure", "predicted", "measured", "spread", "error"):
-        table.add_column(name, justify="left" if name == "figure" else "right")
+        table.add_column(name, justify="left" if name == "figure" else "right", no_wrap=True)
     for figure in result.figures:
         error = f"{figure.error:+.1%}" + ("" if figure.unit == "s" else " points")
         table.add_row(figure.name, *(_amount(figure.unit, value) for value in (figure.predicted, figure.measured, figure.spread)), error)

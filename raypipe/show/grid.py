@@ -149,7 +149,8 @@ def _ruler(scale: _Scale, makespan_s: float, start: int) -> str:
 def _notes(trace: Trace, lines: Sequence[_Line], labels: Labels, scale: _Scale) -> Iterator[str]:
     yield ", ".join(f"{kind} {NAMES[kind]}" for kind in labels.kinds) + ", . waiting"
     if unlabelled := sum(line.unlabelled for line in lines):
-        yield f"{unlabelled} Ops are too short for their label at {seconds(1 / scale.columns_per_s)} a column; an SVG shows more (-o FILE.svg)"
+        column = seconds(1 / scale.columns_per_s)
+        yield f"{unlabelled} Ops are too short for their label at {column} a column; an SVG shows more (-o FILE.svg)"
     if hidden := sum(line.hidden for line in lines):
         yield f"{hidden} Ops are too short to be seen"
     if left_out := len(trace.devices) - len(lines):
