@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from raypipe import codec
-from raypipe.actors.held import build_layer
+from raypipe.actors.held import OPTIMIZER, build_layer, without_aliases
 from raypipe.errors import FormatError
 from raypipe.model import Model
 
@@ -73,8 +73,20 @@ class Checkpoint:
 
     @classmethod
     def latest(cls, folder: str | os.PathLike[str]) -> Checkpoint | None:
-        """The finished checkpoint with the most updates in a run's folder; `None` where there is none."""
-        found = [cls.open(file.parent) for file in Path(folder).glob(f"checkpoints/*/{_INDEX}")]
+        """The readable checkpoint with the most updates in a run's folder; `None` where there is none.
+
+        Raises:
+            FormatError: there are some, and none can be read.
+        """
+        found: list[Checkpoint] = []
+        problem: FormatError | None = None
+        for file in Path(folder).glob(f"checkpoints/*/{_INDEX}"):
+            try:
+                found.append(cls.open(file.parent))
+            except FormatError as error:
+                problem = error
+        if problem is not None and not found:
+            raise problem
         return max(found, key=lambda checkpoint: checkpoint.index.update, default=None)
 
     @classmethod
@@ -87,7 +99,7 @@ class Checkpoint:
         return cls(os.fspath(path), index)
 
     def load_layer(self, layer: int) -> dict[str, Tensor]:
-        """The tensors of one layer: weights and buffers by name, optimizer state as `optimizer.KEY.NAME`.
+        """The tensors of one layer: weights and buffers by name, optimizer state as `optimizer/KEY/NAME`.
 
         Raises:
             FormatError: the file is missing or damaged.
@@ -105,10 +117,12 @@ def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
     for index, layer in enumerate(model.layers):
         tensors = load_layer(checkpoint.path, index, layer.name)
         module = build_layer(layer, index=index, seed=checkpoint.index.seed)
-        try:
-            module.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer.")})
-        except RuntimeError as error:
-            raise FormatError(str(Path(checkpoint.path) / layer_file(index, layer.name)), "", f"is of another model ({error})") from None
+        weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(OPTIMIZER)}
+        file = str(Path(checkpoint.path) / layer_file(index, layer.name))
+        own = without_aliases(module.state_dict())
+        if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in weights.items()}:
+            raise FormatError(file, "", f"is of another model: it has {sorted(weights)}, the layer {sorted(own)}")
+        module.load_state_dict(weights, strict=False)  # a tied weight has one of its names there
         modules.append(module)
     return modules
 

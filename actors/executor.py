@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Outputs, Weights
+from raypipe.actors.held import Draw, Outputs, Weights
 from raypipe.actors.transport import Expected, Pending, TensorSpec, Transport
 from raypipe.cut import Cut
-from raypipe.errors import AbortedError, ConfigError, ScheduleError
+from raypipe.errors import AbortedError, ConfigError, PlanError, ScheduleError
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope
 from raypipe.schedules.lower import (
@@ -165,9 +165,10 @@ class WindowReport:
         began_s: when its first item began, by the clock that `time.time` reads.
         spans: seconds since then.
         losses: by microbatch of the window, the mean over the rows of this device.
-        norms: by update of the window, the gradient norm that was known here.
+        norms: by update of the window, the gradient norm: over all stages where the update's scope is global, else over the
+            stages that count here.
         outputs: by microbatch, if they were asked for.
-        peak_bytes: most bytes of tensors in flight between stages, 0 where not counted.
+        num_rows: of each microbatch that this device computed.
     """
 
     device: int
@@ -176,6 +177,7 @@ class WindowReport:
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
+    num_rows: int = 0
 
 
 @dataclass
@@ -199,6 +201,7 @@ class Executor:
         held: the weights of the stages that this device holds.
         transport: its channels.
         edge_specs: what travels along each edge of the stage graph.
+        num_rows: rows of a whole microbatch.
         learning_rate: of each update.
         max_grad_norm: gradients are scaled to at most this norm, over the scope of the update; `None` for no limit.
         faults: what is to go wrong.
@@ -213,6 +216,7 @@ class Executor:
         held: Mapping[int, Weights],
         transport: Transport,
         edge_specs: EdgeSpecs,
+        num_rows: int,
         learning_rate: LearningRate,
         max_grad_norm: float | None = None,
         faults: FaultScript | None = None,
@@ -223,10 +227,11 @@ class Executor:
         self.held = held
         self.transport = transport
         self.edge_specs = edge_specs
+        self.num_rows = num_rows
         self.learning_rate = learning_rate
         self.max_grad_norm = max_grad_norm
         self.faults = faults or FaultScript()
-        self.doing = "nothing yet"
+        self.doing = "waiting to begin"
         self.abort_reason: str | None = None
 
     def run(self, job: Job, window: Window) -> WindowReport:
@@ -236,19 +241,25 @@ class Executor:
             TransportError: a message did not pass.
             AbortedError: `abort` was called.
         """
-        self.transport.open_window(self._expect(job, window.num_rows))
+        num_rows = window.num_rows or self.num_rows
+        if row_range(job.program.rows, num_rows)[0] == row_range(job.program.rows, num_rows)[1]:
+            raise PlanError(
+                f"device {self.device} has the share {job.program.rows} of a microbatch of {num_rows} rows, which is none; "
+                "use larger microbatches or fewer replicas"
+            )
+        self.transport.open_window(self._expect(job, num_rows))
         for weights in self.held.values():
             weights.module.train(not job.forward_only)
-            if not job.forward_only:
-                weights.begin_window()
+            weights.begin_window()
+        self.doing = "waiting to begin"
         run = _Run(self, job, window)
         with torch.set_grad_enabled(not job.forward_only):
             report = run.run()
+        self.doing = "waiting for the last messages to leave"
         self.transport.close_window()
         for weights in self.held.values():
             if not job.forward_only:
                 weights.end_window()
-        self.doing = f"nothing (window {window.number} is done)"
         return report
 
     def abort(self, reason: str) -> None:
@@ -256,22 +267,16 @@ class Executor:
         self.abort_reason = reason
         self.transport.abort(reason)
 
-    def message_specs(self, message: Message, num_rows: int | None = None) -> tuple[TensorSpec, ...]:
-        """The tensors of a message: the edge's, or those of their gradients, for its share of the rows.
-
-        Args:
-            message: the message.
-            num_rows: of the whole microbatch, where it is not the one that the edge's tensors were found for.
-        """
+    def message_specs(self, message: Message, num_rows: int) -> tuple[TensorSpec, ...]:
+        """The tensors of a message: the edge's, or those of their gradients, for its share of a microbatch of so many rows."""
         edge = (min(message.source, message.target), max(message.source, message.target))
         specs = tuple(spec for layer in self.edge_specs[edge] for spec in layer)
         if message.direction is Direction.GRADIENT:
-            specs = tuple(spec for spec in specs if spec.dtype.is_floating_point)
-        if message.rows == (0.0, 1.0) and num_rows is None:
-            return specs
-        return tuple(TensorSpec((_count(message.rows, num_rows or spec.shape[0]), *spec.shape[1:]), spec.dtype) for spec in specs)
+            specs = tuple(spec for spec in specs if takes_gradient(spec.dtype))
+        first, end = row_range(message.rows, num_rows)
+        return tuple(TensorSpec((end - first, *spec.shape[1:]), spec.dtype) for spec in specs)
 
-    def _expect(self, job: Job, num_rows: int | None) -> dict[int, list[Expected]]:
+    def _expect(self, job: Job, num_rows: int) -> dict[int, list[Expected]]:
         expected: dict[int, list[Expected]] = {}
         for item in job.program.items:
             if isinstance(item, Recv):
@@ -279,14 +284,34 @@ class Executor:
         return expected
 
 
+def norms_of(reports: Sequence[WindowReport], *, scope: UpdateScope) -> dict[int, float]:
+    """The gradient norm over all stages by update, from what the devices know of it."""
+    known: dict[int, list[float]] = {}
+    for report in reports:
+        for update, norm in report.norms.items():
+            known.setdefault(update, []).append(norm)
+    return {update: norms[0] if scope is UpdateScope.GLOBAL else math.hypot(*norms) for update, norms in known.items()}
+
+
+def mean_losses(reports: Sequence[WindowReport], *, num_microbatches: int) -> list[float]:
+    """The loss of each update: the mean over the rows of its microbatches."""
+    sums: dict[int, tuple[float, int]] = {}
+    for report in reports:
+        for index, loss in report.losses.items():
+            total, rows = sums.get(index, (0.0, 0))
+            sums[index] = (total + loss * report.num_rows, rows + report.num_rows)
+    means = [total / rows for _, (total, rows) in sorted(sums.items())]
+    return [sum(means[first : first + num_microbatches]) / num_microbatches for first in range(0, len(means), num_microbatches)]
+
+
 def row_range(rows: tuple[float, float], num_rows: int) -> tuple[int, int]:
     """First row and end of a share of the rows of a microbatch; neighbouring shares meet without gap or overlap."""
     return round(rows[0] * num_rows), round(rows[1] * num_rows)
 
 
-def _count(rows: tuple[float, float], num_rows: int) -> int:
-    first, end = row_range(rows, num_rows)
-    return end - first
+def takes_gradient(dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype can have a gradient."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 class _Run:
@@ -296,7 +321,9 @@ class _Run:
         self.executor = executor
         self.job = job
         self.window = window
-        self.report = WindowReport(executor.device, time.time())
+        self.num_rows = window.num_rows or executor.num_rows
+        self.own_rows = row_range(job.program.rows, self.num_rows)
+        self.report = WindowReport(executor.device, time.time(), num_rows=self.own_rows[1] - self.own_rows[0])
         self.origin = time.perf_counter()
         self.inbox: dict[MessageKey, list[tuple[tuple[float, float], tuple[Tensor, ...]]]] = {}
         self.outbox: dict[MessageKey, tuple[int, tuple[Tensor, ...]]] = {}
@@ -342,6 +369,7 @@ class _Run:
                 case _:
                     raise AssertionError(f"no such computation: {op}")
         self._span(SpanKind.COMPUTE, name, since)
+        self.executor.doing = f"waiting to go on after {name}"
         if not self.job.forward_only:
             for op, version in zip(item.ops, item.versions, strict=True):
                 if self.job.program.last_reads[op.stage, version] == position:
@@ -361,7 +389,8 @@ class _Run:
             tensors = self._take((Direction.ACTIVATION, source, op.stage, op.index, op.pipeline))
             inputs[source] = tuple(_leaf(tensor) for tensor in tensors) if not self.job.forward_only else tensors
         batch = self._batch(op)
-        outputs = weights.run(version, self._by_layer(op.stage, inputs), batch, self._microbatch(op))
+        draw = Draw(self._microbatch(op), self.own_rows[0])
+        outputs = weights.run(version, self._by_layer(op.stage, inputs), batch, draw)
         has_leaves = any(tensor.requires_grad for tensors in inputs.values() for tensor in tensors)
         pivot = () if has_leaves else weights.module.first_outputs
         weights.module.first_outputs = ()
@@ -399,8 +428,7 @@ class _Run:
         if loss.dim():
             raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}; expected a scalar, the mean over the rows")
         self.losses[op.index] = loss.detach()
-        share = self.job.program.rows[1] - self.job.program.rows[0]
-        return loss * (share / self.job.num_microbatches)
+        return loss * (self.report.num_rows / self.num_rows / self.job.num_microbatches)
 
     def _backward(self, op: Op) -> None:
         weights = self.executor.held[op.stage]
@@ -418,7 +446,7 @@ class _Run:
             pairs = list(zip(tensors, found[position : position + len(tensors)], strict=True))
             position += len(tensors)
             message = tuple(
-                torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in pairs if tensor.is_floating_point()
+                torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in pairs if takes_gradient(tensor.dtype)
             )
             self._give((Direction.GRADIENT, op.stage, source, op.index, op.pipeline), message)
 
@@ -431,7 +459,7 @@ class _Run:
             received = iter(self._take((Direction.GRADIENT, target, op.stage, op.index, op.pipeline)))
             for layer in self.executor.cut.crossing[op.stage, target]:
                 for number, tensor in enumerate(saved.outputs[layer]):
-                    if tensor.is_floating_point():
+                    if takes_gradient(tensor.dtype):
                         gradient = next(received)
                         sums[layer, number] = sums[layer, number] + gradient if (layer, number) in sums else gradient
         wanted = [key for key in sums if saved.outputs[key[0]][key[1]].requires_grad]
@@ -453,7 +481,8 @@ class _Run:
         """The gradient norm that limits an update: over all stages, or over its own."""
         if self.job.update_scope is not UpdateScope.GLOBAL:
             norm = math.sqrt(self.executor.held[op.stage].squared_norm(op.index))
-            self.report.norms[op.index] = math.hypot(self.report.norms.get(op.index, 0.0), norm)
+            if op.stage in self.job.norm_stages:
+                self.report.norms[op.index] = math.hypot(self.report.norms.get(op.index, 0.0), norm)
             return norm
         if op.index not in self.report.norms:  # no other device: there was no collective
             self.report.norms[op.index] = math.sqrt(self._own_squared_norm(op.index))
@@ -485,9 +514,9 @@ class _Run:
         num_left, tensors = self.outbox.pop(key)
         if num_left > 1:
             self.outbox[key] = (num_left - 1, tensors)
-        own = self.job.program.rows
-        if item.message.rows != own:
-            tensors = tuple(_rows(tensor, item.message.rows, own) for tensor in tensors)
+        if item.message.rows != self.job.program.rows:
+            first, end = (row - self.own_rows[0] for row in row_range(item.message.rows, self.num_rows))
+            tensors = tuple(tensor[first:end] for tensor in tensors)
         self.executor.transport.send(item.message, item.device, tensors)
 
     def _recv(self, item: Recv, _: int) -> None:
@@ -525,17 +554,9 @@ class _Run:
         if collective.kind is CollectiveKind.GRADIENTS:
             weights.set_flat_gradients(collective.update, total)
         elif weights.newest <= collective.update:
-            weights.receive(collective.update + 1, total)
+            weights.receive(collective.update, total)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
     """The tensor as a leaf that collects a gradient, where it can have one."""
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-def _rows(tensor: Tensor, rows: tuple[float, float], own: tuple[float, float]) -> Tensor:
-    """The part of a device's rows that a message carries."""
-    num_rows = round(tensor.shape[0] / (own[1] - own[0]))
-    offset = row_range(own, num_rows)[0]
-    first, end = row_range(rows, num_rows)
-    return tensor[first - offset : end - offset]
+    return tensor.detach().requires_grad_(takes_gradient(tensor.dtype))

@@ -12,8 +12,9 @@ Three rules keep an update from reaching a graph that still needs the weights be
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +28,33 @@ from raypipe.schedules.ir import WeightRule
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of one stage from its weights."""
 
+OPTIMIZER = "optimizer/"
+"""What the names of optimizer state begin with in checkpoints; no module can be called so."""
+
 _BUILDING = threading.Lock()
 """Torch's generator belongs to the process: layers that draw from it, at making or in forward, do so one at a time."""
 
 
-def layer_seed(seed: int, layer: int, microbatch: int | None = None) -> int:
+class Draw(NamedTuple):
+    """What, besides seed and layer, the randomness of a forward depends on.
+
+    Attributes:
+        microbatch: counted from the beginning of training.
+        first_row: of the rows that are computed here; replicas that share a microbatch draw unlike masks.
+    """
+
+    microbatch: int
+    first_row: int = 0
+
+
+def layer_seed(seed: int, layer: int, draw: Draw | None = None) -> int:
     """The seed of a layer's weights, or of its randomness for one microbatch: whatever the cut, the same.
 
-    Numbers are mixed by a 64-bit polynomial, so that neighbours give unlike seeds.
+    Numbers are mixed by 64-bit products, so that neighbours give unlike seeds.
     """
     mixed = (seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    if microbatch is not None:
-        mixed = (mixed ^ ((microbatch + 1) * 0xD6E8FEB86659FD93)) & 0xFFFFFFFFFFFFFFFF
+    if draw is not None:
+        mixed ^= ((draw.microbatch + 1) * 0xD6E8FEB86659FD93 + draw.first_row * 0xA0761D6478BD642F) & 0xFFFFFFFFFFFFFFFF
     mixed ^= mixed >> 31
     return mixed >> 1
 
@@ -88,30 +104,30 @@ class StageModule(nn.Module):
         self.random: dict[int, bool] = {}
         self.first_outputs: tuple[Tensor, ...] = ()
 
-    def forward(self, inputs: Outputs, batch: Batch, microbatch: int) -> Outputs:
+    def forward(self, inputs: Outputs, batch: Batch, draw: Draw) -> Outputs:
         """The outputs that other stages or the loss take.
 
         Args:
             inputs: of layers in other stages.
             batch: the fields that the stage's layers name, for these rows.
-            microbatch: counted from the beginning of training, for randomness.
+            draw: for randomness.
         """
         values = dict(inputs)
         for index in self.indices:
             spec = self.specs[index]
             arguments = [tensor for source in self.inputs[index] for tensor in values[source]]
             arguments += [batch[field] for field in spec.batch]
-            values[index] = self._run(index, arguments, microbatch)
+            values[index] = self._run(index, arguments, draw)
             if index == self.indices[0]:
                 self.first_outputs = values[index]
         return {index: values[index] for index in self.kept}
 
-    def _run(self, index: int, arguments: list[Tensor], microbatch: int) -> tuple[Tensor, ...]:
+    def _run(self, index: int, arguments: list[Tensor], draw: Draw) -> tuple[Tensor, ...]:
         module = self.layers[str(index)]
         if self.training and self.random.get(index, True):
             # Not known to be free of randomness: seed it, alone in the process, and learn whether it drew.
             with _BUILDING:
-                torch.manual_seed(layer_seed(self.seed, index, microbatch))
+                torch.manual_seed(layer_seed(self.seed, index, draw))
                 before = torch.get_rng_state()
                 result = module(*arguments)
                 self.random[index] = self.random.get(index, False) or not torch.equal(before, torch.get_rng_state())
@@ -171,12 +187,12 @@ class Weights:
         self.newest = 0
         self._bound = None
 
-    def run(self, version: int, inputs: Outputs, batch: Batch, microbatch: int) -> Outputs:
+    def run(self, version: int, inputs: Outputs, batch: Batch, draw: Draw) -> Outputs:
         """The stage's forward with one version of its weights."""
         if not self.versioned:
-            result: Outputs = self.module(inputs, batch, microbatch)
+            result: Outputs = self.module(inputs, batch, draw)
             return result
-        outputs: Outputs = torch.func.functional_call(self.module, self._versions[version].leaves, (inputs, batch, microbatch))
+        outputs: Outputs = torch.func.functional_call(self.module, self._versions[version].leaves, (inputs, batch, draw))
         return outputs
 
     def parameters(self, version: int) -> list[Tensor]:
@@ -221,7 +237,9 @@ class Weights:
     def set_flat_gradients(self, update: int, flat: Tensor) -> None:
         """Replaces the gradient buffer of an update by the parts of a vector."""
         sizes = [master.numel() for master in self.masters]
-        self._gradients[update] = [part.view_as(master) for part, master in zip(torch.split(flat, sizes), self.masters, strict=True)]
+        self._gradients[update] = [
+            part.view_as(master).to(master.dtype) for part, master in zip(torch.split(flat, sizes), self.masters, strict=True)
+        ]
 
     def squared_norm(self, update: int) -> Tensor:
         """The sum of the squares of an update's gradients, in float64."""
@@ -262,8 +280,10 @@ class Weights:
             self._versions[version] = _Version(self._leaves())
         self.newest = version
 
-    def receive(self, version: int, flat: Tensor) -> None:
-        """Takes a version that another replica published."""
+    def receive(self, update: int, flat: Tensor) -> None:
+        """Takes the version that another replica made from an update's gradients, and drops this one's share of them."""
+        self.unbind()
+        self._gradients.pop(update, None)
         sizes = [master.numel() for master in self.masters]
         if self.versioned:
             for master in self.masters:
@@ -271,7 +291,7 @@ class Weights:
         with torch.no_grad():
             for part, master in zip(torch.split(flat, sizes), self.masters, strict=True):
                 master.copy_(part.view_as(master))
-        self._bring(version)
+        self._bring(update + 1)
 
     def flat(self) -> Tensor:
         """The newest weights as one vector."""
@@ -301,9 +321,12 @@ class Weights:
         self._gradients.clear()
 
     def state(self) -> dict[int, dict[str, Tensor]]:
-        """For each layer, its weights, buffers and optimizer state by name, such as `weight` and `optimizer.exp_avg.weight`."""
+        """For each layer, its weights, buffers and optimizer state by name, such as `weight` and `optimizer/exp_avg/weight`.
+
+        Of several names for the same memory the first is kept.
+        """
         found: dict[int, dict[str, Tensor]] = {index: {} for index in self.module.indices}
-        for name, tensor in self.module.state_dict().items():
+        for name, tensor in without_aliases(self.module.state_dict()).items():
             _, index, rest = name.split(".", 2)
             found[int(index)][rest] = tensor
         for name, master in zip(self.names, self.masters, strict=True):
@@ -311,7 +334,7 @@ class Weights:
             found[int(index)][rest] = master.data
             state = self.optimizer.state.get(master, {}) if self.optimizer is not None else {}
             for key, value in state.items():
-                found[int(index)][f"optimizer.{key}.{rest}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+                found[int(index)][f"{OPTIMIZER}{key}/{rest}"] = value if isinstance(value, Tensor) else torch.tensor(value)
         return found
 
     def load_state(self, layers: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -321,11 +344,11 @@ class Weights:
             ConfigError: a tensor is missing, unknown or of another shape.
         """
         assert len(self._versions) == 1, "weights are loaded between windows only"
-        own = self.module.state_dict()
+        own = without_aliases(self.module.state_dict())
         by_name = dict(zip(self.names, self.masters, strict=True))
         for index, tensors in layers.items():
             wanted = {name.split(".", 2)[2] for name in own if name.split(".", 2)[1] == str(index)}
-            given = {name for name in tensors if not name.startswith("optimizer.")}
+            given = {name for name in tensors if not name.startswith(OPTIMIZER)}
             if wanted != given:
                 raise ConfigError(
                     f"checkpoint of layer {index}: missing {sorted(wanted - given)}, unknown {sorted(given - wanted)}; "
@@ -335,41 +358,75 @@ class Weights:
                 self._load_one(f"layers.{index}.{rest}" if rest in given else rest, index, tensor, own, by_name)
 
     def _load_one(self, name: str, index: int, tensor: Tensor, own: Mapping[str, Tensor], by_name: Mapping[str, nn.Parameter]) -> None:
-        if not name.startswith("optimizer."):
+        if not name.startswith(OPTIMIZER):
             if own[name].shape != tensor.shape:
                 raise ConfigError(f"checkpoint of {name}: has shape {tuple(tensor.shape)}, the model {tuple(own[name].shape)}")
             with torch.no_grad():
                 (by_name[name].data if name in by_name else own[name]).copy_(tensor)
             return
-        _, key, rest = name.split(".", 2)
+        key, rest = name.removeprefix(OPTIMIZER).split("/", 1)
         master = by_name.get(f"layers.{index}.{rest}")
         if master is None or self.optimizer is None:
             raise ConfigError(f"checkpoint of layer {index} has {name!r}, but the model has no such weight")
         self.optimizer.state[master][key] = tensor.clone()
 
 
-def count_parameters(modules: Iterable[nn.Module]) -> int:
-    """The numbers in all weights of some modules."""
-    return sum(weight.numel() for module in modules for weight in module.parameters())
+def without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a state, each under the first of its names."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if not tensor.numel() or key not in seen:
+            found[name] = tensor
+            seen.add(key)
+    return found
 
 
-def output_specs(module: StageModule, inputs: Mapping[int, tuple[TensorSpec, ...]], batch: Batch) -> dict[int, tuple[TensorSpec, ...]]:
-    """The shapes and dtypes of what a stage gives, found by one forward over zeros.
+def output_specs(
+    module: StageModule, inputs: Mapping[int, tuple[TensorSpec, ...]], batch: Batch, *, num_rows: int
+) -> dict[int, tuple[TensorSpec, ...]]:
+    """The shapes and dtypes of what a stage gives, found by one forward over zeros, with gradients as in training.
 
     Args:
         module: the stage.
         inputs: the tensors of layers in other stages.
         batch: the fields of one microbatch.
+        num_rows: of the microbatch.
 
     Raises:
-        ConfigError: the forward failed, or a tensor's first dimension is not the row.
+        ConfigError: the forward failed, or the first dimension of a tensor is not the row.
     """
-    zeros = {layer: tuple(torch.zeros(spec.shape, dtype=spec.dtype) for spec in specs) for layer, specs in inputs.items()}
+    names = ", ".join(spec.name for spec in module.specs.values())
+    where = f"stage {module.stage} (layers {names})"
+    for field, tensor in batch.items():
+        if not tensor.dim() or tensor.shape[0] != num_rows:
+            raise ConfigError(
+                f"the batch field {field!r} has the shape {tuple(tensor.shape)}; expected {num_rows} rows, schedule.microbatch_size"
+            )
+    zeros = {
+        layer: tuple(torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(spec.dtype.is_floating_point) for spec in specs)
+        for layer, specs in inputs.items()
+    }
     module.eval()
     try:
-        with torch.no_grad():
-            outputs = module(zeros, batch, 0)
+        with torch.enable_grad():
+            outputs: Outputs = module(zeros, batch, Draw(0))
     except Exception as error:
-        names = ", ".join(spec.name for spec in module.specs.values())
-        raise ConfigError(f"a forward of stage {module.stage} (layers {names}) failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"a forward of {where} failed: {type(error).__name__}: {error}") from error
+    finally:
+        module.first_outputs = ()
+    for layer, tensors in outputs.items():
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or not tensor.dim() or tensor.shape[0] != num_rows:
+                shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise ConfigError(
+                    f"layer {module.specs[layer].name!r} of {where} gives {shape} to other stages; "
+                    f"expected tensors whose first dimension is the row ({num_rows} of them)"
+                )
     return {layer: tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors) for layer, tensors in outputs.items()}
+
+
+def edge_specs(cut: Cut, made: Mapping[int, tuple[TensorSpec, ...]]) -> dict[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]:
+    """What travels along each edge of the stage graph, from what each layer gives."""
+    return {edge: tuple(made[layer] for layer in layers) for edge, layers in cut.crossing.items()}

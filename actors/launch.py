@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,8 @@ from raypipe.errors import PlanError
 
 CONTROL_THREADS = 2
 """For `status` and `abort`, which must be answered while an actor computes."""
+
+_RELEASE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -36,26 +40,43 @@ def find_slots(scaling: ScalingConfig) -> list[Slot]:
     """Places for all devices, node after node, on the nodes of the connected cluster that are alive.
 
     Raises:
-        PlanError: the cluster has fewer free places; says how many each node has and what to do.
+        PlanError: the cluster has fewer places, or others hold them; says how many each node has and what to do.
     """
-    resource, amount = ("GPU", 1.0) if scaling.use_gpu else ("CPU", scaling.cpus_per_device)
     slots: list[Slot] = []
     seen: list[str] = []
+    numbers: Counter[str] = Counter()
     nodes = [node for node in ray.nodes() if node["Alive"]]
     # The head comes first, so that a run that fits on it needs no network.
     nodes.sort(key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]))
+    amount = scaling.cpus_per_device
     for node in nodes:
-        total = node["Resources"].get(resource, 0.0)
-        count = int(total / amount + 1e-9) if amount else scaling.num_devices
+        total = node["Resources"].get("CPU", 0.0)
         address = node["NodeManagerAddress"]
-        seen.append(f"{address} has {total:g} {resource}")
-        slots += [Slot(node["NodeID"], address, f"{address}/{number}") for number in range(count)]
+        seen.append(f"{address} has {total:g} CPU")
+        for _ in range(int(total / amount + 1e-9) if amount else scaling.num_devices):
+            # Several nodes of Ray may share an address.
+            slots.append(Slot(node["NodeID"], address, f"{address}/{numbers[address]}"))
+            numbers[address] += 1
     if len(slots) < scaling.num_devices:
         raise PlanError(
-            f"{scaling.num_devices} devices of {amount:g} {resource} are needed, the cluster has room for {len(slots)} "
+            f"{scaling.num_devices} devices of {amount:g} CPU are needed, the cluster has room for {len(slots)} "
             f"({'; '.join(seen)}); add nodes, or lower scaling.num_devices or scaling.cpus_per_device"
         )
+    _wait_until_free(scaling.num_devices * amount)
     return slots[: scaling.num_devices]
+
+
+def _wait_until_free(num_cpus: float) -> None:
+    """Waits a little for CPUs that an earlier run is just giving back.
+
+    Raises:
+        PlanError: others hold them.
+    """
+    deadline = time.monotonic() + _RELEASE_S
+    while (free := ray.available_resources().get("CPU", 0.0)) < num_cpus:
+        if time.monotonic() > deadline:
+            raise PlanError(f"{num_cpus:g} CPUs are needed, of the cluster's only {free:g} are free; wait for other runs or add nodes")
+        time.sleep(0.2)
 
 
 def launch(slots: Sequence[Slot], *, stages: Sequence[tuple[int, ...]], run: str, scaling: ScalingConfig) -> list[Any]:
@@ -74,8 +95,7 @@ def launch(slots: Sequence[Slot], *, stages: Sequence[tuple[int, ...]], run: str
         actor_class = ray.remote(concurrency_groups={"control": CONTROL_THREADS}, max_restarts=0, max_task_retries=0)(StageActor)
         actor = actor_class.options(
             name=f"{run}: stage {identity.stage_text} on device {slot.name}",
-            num_cpus=0 if scaling.use_gpu else scaling.cpus_per_device,
-            num_gpus=1 if scaling.use_gpu else 0,
+            num_cpus=scaling.cpus_per_device,
             scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node_id, soft=False),
         )
         handles.append(actor.remote(identity, num_threads=scaling.threads_per_device))

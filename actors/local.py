@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from raypipe.actors.executor import BatchSource, EdgeSpecs, Executor, Job, LearningRate, Window, WindowReport, jobs
+from raypipe.actors.executor import BatchSource, Executor, Job, LearningRate, Window, WindowReport, jobs
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Optimizer, StageModule, Weights, output_specs
+from raypipe.actors.held import Optimizer, StageModule, Weights, edge_specs, output_specs
 from raypipe.actors.transport import LocalNetwork, TensorSpec
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError
@@ -49,6 +49,7 @@ class LocalPipeline:
         faults: FaultScript | None = None,
     ) -> None:
         self.batches = batches
+        self.placement = placement
         self.jobs = jobs(schedule, placement)
         self.num_windows = 0
         self.num_updates = 0
@@ -58,7 +59,12 @@ class LocalPipeline:
             for stages in stages_of
         ]
         network = LocalNetwork(len(self.jobs), timeout_s=timeout_s)
-        specs = edge_specs(cut, {stage: weights.module for held in self.held for stage, weights in held.items()}, batches)
+        batch = batches.batch(0, (0.0, 1.0))
+        num_rows = len(next(iter(batch.values())))
+        modules = {stage: weights.module for held in self.held for stage, weights in held.items()}
+        made: dict[int, tuple[TensorSpec, ...]] = {}
+        for stage in range(len(cut.stages)):
+            made |= output_specs(modules[stage], made, batch, num_rows=num_rows)
         self.executors = [
             Executor(
                 device=job.program.device,
@@ -66,7 +72,8 @@ class LocalPipeline:
                 cut=cut,
                 held=held,
                 transport=network.transport(job.program.device),
-                edge_specs=specs,
+                edge_specs=edge_specs(cut, made),
+                num_rows=num_rows,
                 learning_rate=learning_rate,
                 max_grad_norm=max_grad_norm,
                 faults=faults,
@@ -84,7 +91,7 @@ class LocalPipeline:
     def evaluate(self, schedule: Schedule, *, batches: BatchSource, keep_outputs: bool = False) -> list[WindowReport]:
         """Runs a schedule of forwards only over other rows."""
         window = Window(number=self.num_windows, first_update=0, batches=batches, keep_outputs=keep_outputs)
-        return self._run(jobs(schedule), window)
+        return self._run(jobs(schedule, self.placement), window)
 
     def _run(self, what: Sequence[Job], window: Window) -> list[WindowReport]:
         def one(executor: Executor, job: Job) -> WindowReport:
@@ -101,22 +108,3 @@ class LocalPipeline:
         if errors:
             raise next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
         return [future.result() for future in futures]
-
-
-def edge_specs(cut: Cut, modules: dict[int, StageModule], batches: BatchSource) -> EdgeSpecs:
-    """What travels along each edge, found by one forward of each stage over zeros, in topological order."""
-    batch = batches.batch(0, (0.0, 1.0))
-    made: dict[int, tuple[TensorSpec, ...]] = {}
-    for stage in range(len(cut.stages)):
-        made |= output_specs(modules[stage], made, batch)
-    return {edge: tuple(made[layer] for layer in layers) for edge, layers in cut.crossing.items()}
-
-
-def mean_losses(reports: Sequence[WindowReport], *, num_microbatches: int) -> list[float]:
-    """The loss of each update: the mean over its microbatches, over the devices that know it."""
-    by_microbatch: dict[int, list[float]] = {}
-    for report in reports:
-        for index, loss in report.losses.items():
-            by_microbatch.setdefault(index, []).append(loss)
-    means = [sum(losses) / len(losses) for _, losses in sorted(by_microbatch.items())]
-    return [sum(means[first : first + num_microbatches]) / num_microbatches for first in range(0, len(means), num_microbatches)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.backward import backward_full, backward_input
-from raypipe.actors.held import Optimizer, StageModule, output_specs
+from raypipe.actors.held import Draw, Optimizer, StageModule, output_specs
 from raypipe.actors.transport import TensorSpec
 from raypipe.cut import Cut
 from raypipe.model import Batch, Model
@@ -61,11 +61,12 @@ def measure_layers(
         warm_up: runs before them.
     """
     cut = Cut(tuple((layer,) for layer in range(len(model.layers))), model.edges())
+    num_rows = len(next(iter(batch.values())))
     made: dict[int, tuple[TensorSpec, ...]] = {}
     found: list[LayerMeasurement] = []
     for index in range(len(model.layers)):
         module = StageModule(model, cut, index, seed=seed)
-        made |= output_specs(module, {source: made[source] for source in module.inputs[index]}, batch)
+        made |= output_specs(module, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)
         found.append(_Layer(model, module, made, batch, optimizer).measure(repeats=repeats, warm_up=warm_up))
     return found
 
@@ -134,7 +135,7 @@ class _Layer:
             return tensor
 
         def forward() -> list[Tensor]:
-            outputs = self.module(inputs, self.batch, 0)[self.index]
+            outputs = self.module(inputs, self.batch, Draw(0))[self.index]
             if self.index == len(self.model.layers) - 1:
                 return [self.model.loss(outputs[0], self.batch)]
             return [tensor for tensor in outputs if tensor.requires_grad]

@@ -22,8 +22,8 @@ from raypipe.actors.metrics import StageMetrics
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import OptimizerConfig
 from raypipe.cut import Cut
-from raypipe.errors import AbortedError, RaypipeError, RunError, StageFailedError
-from raypipe.model import Batch, Model
+from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError
+from raypipe.model import Model
 from raypipe.schedules.ir import WeightRule
 
 ModelFunction = Callable[[], Model]
@@ -81,6 +81,7 @@ class BuildOrder:
         cut: the layers of all stages.
         weight_rule: how a backward finds its weights.
         optimizer: AdamW's figures.
+        num_rows: of a microbatch.
         num_updates: of the run, for the learning rate.
         seed: of weights and randomness.
         faults: what is to go wrong.
@@ -91,6 +92,7 @@ class BuildOrder:
     cut: Cut
     weight_rule: WeightRule
     optimizer: OptimizerConfig
+    num_rows: int
     num_updates: int
     seed: int
     faults: FaultScript = field(default_factory=FaultScript)
@@ -123,11 +125,19 @@ class ConnectOrder:
 
 @dataclass(frozen=True)
 class Status:
-    """What an actor is doing, as its control thread sees it."""
+    """What an actor is doing, as its control thread sees it.
+
+    Attributes:
+        device: its number.
+        doing: in words.
+        since_s: seconds since it began the call that it is in.
+        computes: whether it runs an Op of a window, and does not wait for another device.
+    """
 
     device: int
     doing: str
     since_s: float
+    computes: bool
 
 
 class StageActor:
@@ -141,6 +151,7 @@ class StageActor:
         self.identity = identity
         self._doing = "starting"
         self._since = time.monotonic()
+        self._in_window = False
         self._abort_reason: str | None = None
         self._store: object = None
         self._transport: GlooTransport | None = None
@@ -172,8 +183,10 @@ class StageActor:
 
     def status(self) -> Status:
         """What this actor is doing, and for how long."""
-        doing = self._executor.doing if self._executor is not None and self._doing.startswith("window") else ""
-        return Status(self.identity.device, f"{self._doing}, {doing}" if doing else self._doing, time.monotonic() - self._since)
+        doing = self._executor.doing if self._executor is not None and self._in_window else ""
+        computes = bool(doing) and not doing.startswith("waiting")
+        since_s = time.monotonic() - self._since
+        return Status(self.identity.device, f"{self._doing}, {doing}" if doing else self._doing, since_s, computes)
 
     def abort(self, reason: str) -> None:
         """Ends what this actor does, within a second."""
@@ -194,10 +207,29 @@ class StageActor:
     def measure(self, model: ModelFunction, batches: BatchFunction, *, optimizer: OptimizerConfig, seed: int) -> list[LayerMeasurement]:
         """Measures every layer of the model on this device."""
         self._begin("measuring layers")
-        return measure_layers(model(), self._whole_batch(batches), optimizer=partial(adamw, optimizer), seed=seed)
+        return measure_layers(model(), self._source(batches, "train").batch(0, (0.0, 1.0)), optimizer=partial(adamw, optimizer), seed=seed)
 
-    def _whole_batch(self, batches: BatchFunction) -> Batch:
-        return batches("train").batch(0, (0.0, 1.0))
+    def _source(self, batches: BatchFunction, split: str) -> BatchSource:
+        """The rows of a split, opened once."""
+        if split not in self._sources:
+            self._sources[split] = batches(split)
+        return self._sources[split]
+
+    def check_storage(self, folder: str) -> None:
+        """Checks that this node can write to a folder, where checkpoints will go.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        probe = Path(folder) / f"probe-{self.identity.device}"
+        try:
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"run.storage_path: {folder} cannot be written on node {os.uname().nodename} ({error.strerror}); "
+                "choose a path that all nodes share"
+            ) from None
 
     def build(self, order: BuildOrder) -> int:
         """Builds the layers of this device's stages; returns how many numbers their weights have."""
@@ -216,7 +248,8 @@ class StageActor:
         module = self._weights[stage].module
         needed = {source: made[source] for sources in module.inputs.values() for source in sources if source in made}
         fields = {field for spec in module.specs.values() for field in spec.batch}
-        return output_specs(module, needed, self._whole_batch(self._order.batches) if fields else {})
+        batch = self._source(self._order.batches, "train").batch(0, (0.0, 1.0)) if fields else {}
+        return output_specs(module, needed, batch, num_rows=self._order.num_rows)
 
     def host_store(self, *, host: str, timeout_s: float) -> int:
         """Opens the store where all actors meet; returns its port."""
@@ -250,14 +283,15 @@ class StageActor:
             held=self._weights,
             transport=self._transport,
             edge_specs=edge_specs,
+            num_rows=self._order.num_rows,
             learning_rate=partial(optimizer.rate, num_updates=num_updates),
             max_grad_norm=optimizer.max_grad_norm,
             faults=self._order.faults,
         )
 
-    def load_job(self, name: str, job: Job) -> None:
-        """Takes a program that windows will name."""
-        self._jobs[name] = job
+    def load_jobs(self, jobs: dict[str, Job]) -> None:
+        """Takes the programs that windows will name."""
+        self._jobs = jobs
 
     def run(self, name: str, *, number: int, first_update: int, split: str) -> WindowReport:
         """Runs a window of a program over the rows of a split.
@@ -267,9 +301,7 @@ class StageActor:
             TransportError: a message did not pass.
         """
         assert self._order is not None, "build comes before run"
-        if split not in self._sources:
-            self._sources[split] = self._order.batches(split)
-        return self._run(name, Window(number, first_update, self._sources[split]))
+        return self._run(name, Window(number, first_update, self._source(self._order.batches, split)))
 
     def run_on(self, name: str, *, number: int, batches: BatchSource, num_rows: int) -> WindowReport:
         """Runs a program of forwards over given rows, so many a microbatch; the report has the outputs."""
@@ -278,6 +310,7 @@ class StageActor:
     def _run(self, name: str, window: Window) -> WindowReport:
         assert self._executor is not None, "connect comes before run"
         self._begin(f"window {window.number} of {name}")
+        self._in_window = True
         try:
             report = self._executor.run(self._jobs[name], window)
         except RaypipeError as error:
@@ -286,6 +319,8 @@ class StageActor:
             raise self._failure(error) from error
         except Exception as error:
             raise self._failure(error) from error
+        finally:
+            self._in_window = False
         self._doing, self._since = f"waiting for work after window {window.number}", time.monotonic()
         self._metrics.record(report)
         return report
@@ -303,11 +338,12 @@ class StageActor:
         )
 
     def save(self, folder: str) -> list[str]:
-        """Writes each layer's weights and optimizer state into a folder; returns the names of the files."""
+        """Writes weights and optimizer state of each layer, of replicas the first, into a folder; returns the names of the files."""
         self._begin("saving")
         assert self._model is not None, "build comes before save"
         names: list[str] = []
-        for weights in self._weights.values():
+        own = {stage for job in self._jobs.values() for stage in job.norm_stages}
+        for weights in (weights for stage, weights in self._weights.items() if stage in own):
             for index, tensors in weights.state().items():
                 name = layer_file(index, self._model.layers[index].name)
                 partial_file = Path(folder) / f"{name}.partial"
@@ -323,12 +359,6 @@ class StageActor:
         for weights in self._weights.values():
             layers = {index: load_layer(folder, index, self._model.layers[index].name) for index in weights.module.indices}
             weights.load_state(layers)
-
-    def close(self) -> None:
-        """Gives back sockets and memory."""
-        if self._transport is not None:
-            self._transport.close()
-        self._store = None
 
 
 def adamw(config: OptimizerConfig, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

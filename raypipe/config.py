@@ -146,21 +146,20 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
-    """On what.
+    """On what: stage actors on CPU slots.
 
     Attributes:
         num_devices: stage actors.
-        use_gpu: one GPU an actor; without it, CPU slots.
         cpus_per_device: what each actor reserves of its node; Ray counts them, nothing enforces them.
         threads_per_device: torch threads of each actor on the CPU.
-        topology: a `raypipe.topology/1` file whose links are used for predictions; left out for those of one machine.
+        topology: a `raypipe.topology/1` file for predictions, whose first devices stand for the run's in order; left out for one
+            made of the nodes' cores and assumed links.
         layers_per_stage: the cut, one number a stage; left out for the best cut by measured layer times.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
     num_devices: int = 4
-    use_gpu: bool = False
     cpus_per_device: float = 1.0
     threads_per_device: int = 1
     topology: str | None = None
@@ -192,6 +191,11 @@ class ClusterConfig:
     start_timeout_s: float = 120.0
     message_timeout_s: float = 300.0
     silence_timeout_s: float = 30.0
+
+    @property
+    def resolved_address(self) -> str | None:
+        """The address here, else that of the job it runs in; `None` for a local cluster."""
+        return self.address or os.environ.get("RAY_ADDRESS") or None
 
     def __post_init__(self) -> None:
         codec.require_amounts(self, "start_timeout_s", "message_timeout_s", "silence_timeout_s", above_zero=True)

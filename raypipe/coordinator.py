@@ -12,21 +12,22 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raypipe.actors.executor import BatchSource, Job, WindowReport
+from raypipe.actors.held import edge_specs
 from raypipe.actors.launch import Slot, launch
 from raypipe.actors.measure import LayerMeasurement
 from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, ModelFunction, Status, Whereabouts
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.cut import Cut
-from raypipe.errors import AbortedError, RaypipeError, RunError, StageFailedError, TransportError
+from raypipe.errors import AbortedError, RaypipeError, RunError, StageFailedError, TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Recv, Start
 from raypipe.trace import Source, Span, Trace
 
@@ -78,7 +79,7 @@ class WindowResult:
 
     Attributes:
         reports: by device.
-        trace: the spans of all, by one clock.
+        trace: the spans of all, each node's by its own clock.
         wall_s: seconds as the driver saw them.
     """
 
@@ -161,6 +162,14 @@ class Coordinator:
         calls = {device: actor.measure.remote(model, batches, optimizer=optimizer, seed=seed) for device, actor in enumerate(actors)}
         return list(self._gather(calls, "measuring layers").values())
 
+    def check_storage(self, folder: str) -> None:
+        """Checks that every node can write to a folder.
+
+        Raises:
+            ConfigError: names one that cannot.
+        """
+        self._gather({device: actor.check_storage.remote(folder) for device, actor in enumerate(self._actors)}, "checking the storage")
+
     def build(self, order: BuildOrder) -> int:
         """Builds the stages on their actors; returns how many numbers the weights of all devices have."""
         counts = self._gather({device: actor.build.remote(order) for device, actor in enumerate(self._actors)}, "building layers")
@@ -199,12 +208,10 @@ class Coordinator:
             timeout_s=2 * timeout_s,
         )
         loads = {
-            (device, name): self._actors[device].load_job.remote(name, job)
-            for name, of_devices in jobs.items()
-            for device, job in enumerate(of_devices)
+            device: actor.load_jobs.remote({name: of_devices[device] for name, of_devices in jobs.items()})
+            for device, actor in enumerate(self._actors)
         }
-        for name in jobs:
-            self._gather({device: ref for (device, of), ref in loads.items() if of == name}, "taking programs")
+        self._gather(loads, "taking programs")
         self._move(Connected(self._epoch))
 
     def _edge_specs(self, cut: Cut) -> dict[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]:
@@ -215,7 +222,7 @@ class Coordinator:
             made |= self._gather({device: self._actors[device].output_specs.remote(stage, made)}, f"finding the shapes of stage {stage}")[
                 device
             ]
-        return {edge: tuple(made[layer] for layer in layers) for edge, layers in cut.crossing.items()}
+        return edge_specs(cut, made)
 
     # Working
 
@@ -272,51 +279,63 @@ class Coordinator:
         results: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s if timeout_s else None
         asked = time.monotonic()
-        try:
-            while open_refs:
-                done, open_refs = ray.wait(open_refs, num_returns=1, timeout=_POLL_S)
-                for ref in done:
+        while open_refs:
+            done, open_refs = ray.wait(open_refs, num_returns=1, timeout=_POLL_S)
+            for ref in done:
+                try:
                     results[device_of[ref]] = ray.get(ref)
-                late = deadline is not None and time.monotonic() > deadline
-                if open_refs and (late or time.monotonic() - asked > _POLL_S):
-                    self._ask([device_of[ref] for ref in open_refs], what, late=late)
-                    asked = time.monotonic()
-        except (RayError, RaypipeError) as error:
-            failure = self._explain(error, device_of, open_refs, what)
-            self._move(Failed(failure))
-            raise failure from error
+                except RayError as error:
+                    self._fail(self._translate(error, device_of[ref], what), device_of, open_refs, what)
+            late = deadline is not None and time.monotonic() > deadline
+            if open_refs and (late or time.monotonic() - asked > _POLL_S):
+                failure = self._ask([device_of[ref] for ref in open_refs], what, late=late)
+                if failure is not None:
+                    self._fail(failure, device_of, open_refs, what)
+                asked = time.monotonic()
         return {device: results[device] for device in sorted(results)}
 
-    def _ask(self, devices: Sequence[int], what: str, *, late: bool) -> None:
-        """Asks actors that have not answered yet what they are doing.
-
-        Raises:
-            StageFailedError: one is silent, or it is too late.
-        """
-        timeout_s = self.cluster.start_timeout_s if isinstance(self.state, Launched) else self.cluster.silence_timeout_s
+    def _statuses(self, devices: Iterable[int], what: str, *, timeout_s: float) -> dict[int, Status | RaypipeError | None]:
+        """What some actors are doing, by their control threads: a status, the failure of a dead one, `None` for a silent one."""
         refs = {device: self._actors[device].status.options(concurrency_group="control").remote() for device in devices}
-        ray.wait(list(refs.values()), num_returns=len(refs), timeout=1.0 if late else timeout_s)
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
+        found: dict[int, Status | RaypipeError | None] = {}
         for device, ref in refs.items():
             try:
-                status: Status | None = ray.get(ref, timeout=0)
+                found[device] = ray.get(ref, timeout=0)
             except GetTimeoutError:
-                status = None
+                found[device] = None
+            except RayError as error:
+                found[device] = self._translate(error, device, what)
+        return found
+
+    def _ask(self, devices: Sequence[int], what: str, *, late: bool) -> RaypipeError | None:
+        """The failure of an actor that has not answered yet, if it is dead, silent or late."""
+        patience_s = self.cluster.start_timeout_s if isinstance(self.state, Launched) else self.cluster.silence_timeout_s
+        for device, status in self._statuses(devices, what, timeout_s=1.0 if late else patience_s).items():
+            if isinstance(status, RaypipeError):
+                return status
             if status is None:
-                raise self._failure(device, what, "does not answer", "look at its node: it may be down, cut off, or out of memory")
+                remedy = "look at its node: it may be down, cut off, out of memory, or have no free CPU for it"
+                return self._failure(device, what, "does not answer", remedy)
             if late:
-                raise self._failure(
-                    device, what, f"is not done in time, but {status.doing} for {status.since_s:.0f} s", "raise cluster.start_timeout_s"
-                )
+                problem = f"is not done in time: {status.doing}, for {status.since_s:.0f} s"
+                return self._failure(device, what, problem, "raise cluster.start_timeout_s")
+        return None
 
     def _failure(self, device: int, what: str, problem: str, remedy: str) -> StageFailedError:
         slot = self.slots[device]
         stages = ",".join(map(str, self.stages[device]))
         return StageFailedError(slot.name, stages, slot.node, what, problem, remedy)
 
-    def _explain(self, error: Exception, device_of: Mapping[Any, int], open_refs: Sequence[Any], what: str) -> RaypipeError:
-        """The failure that explains the others: a death before a raised error before a lost message before an abort."""
+    def _fail(self, first: RaypipeError, device_of: Mapping[Any, int], open_refs: Sequence[Any], what: str) -> NoReturn:
+        """Aborts all actors and raises the failure that explains the others: deaths, then raised errors, then lost messages.
+
+        A message that did not come in time is explained by a device that is not itself waiting for one.
+        """
+        failures = [first]
+        if isinstance(first, TransportTimeoutError):
+            failures += self._hanging(first, what)
         self._abort(f"another part failed during {what}")
-        failures = [self._translate(error, self._device_that_failed(error, device_of, open_refs), what)]
         deadline = time.monotonic() + _GRACE_S
         rest = list(open_refs)
         while rest and time.monotonic() < deadline:
@@ -324,46 +343,33 @@ class Coordinator:
             for ref in done:
                 try:
                     ray.get(ref)
-                except RayError as other:
-                    failures.append(self._translate(other, device_of[ref], what))
-        if not any(_is_death(failure) for failure in failures):
-            failures += self._find_dead(what)
-        return min(failures, key=_rank)
+                except RayError as error:
+                    failures.append(self._translate(error, device_of[ref], what))
+        if not any(map(_is_death, failures)):
+            # One may have died without having been asked for anything.
+            statuses = self._statuses(range(len(self._actors)), what, timeout_s=1.0).values()
+            failures += [status for status in statuses if isinstance(status, RaypipeError)]
+        failure = min(failures, key=_rank)
+        self._move(Failed(failure))
+        raise failure
 
-    def _device_that_failed(self, error: Exception, device_of: Mapping[Any, int], open_refs: Sequence[Any]) -> int:
-        for ref, device in device_of.items():
-            if ref in open_refs:
-                continue
-            try:
-                ray.get(ref, timeout=0)
-            except RayError as found:
-                if type(found) is type(error):
-                    return device
-        return 0
-
-    def _find_dead(self, what: str) -> list[RaypipeError]:
-        """Failures of actors that died without having been asked for anything, or whose death was not told yet."""
-        refs = {device: actor.status.options(concurrency_group="control").remote() for device, actor in enumerate(self._actors)}
-        ray.wait(list(refs.values()), num_returns=len(refs), timeout=1.0)
-        found: list[RaypipeError] = []
-        for device, ref in refs.items():
-            try:
-                ray.get(ref, timeout=0)
-            except RayActorError as error:
-                found.append(self._translate(error, device, what))
-            except RayError:
-                continue
-        return found
+    def _hanging(self, timeout: TransportTimeoutError, what: str) -> list[RaypipeError]:
+        """Failures of the actors that compute while a message is overdue."""
+        remedy = "look at what it does; raise cluster.message_timeout_s if that may take so long"
+        return [
+            self._failure(device, f"{what}, {status.doing}", f"it was still at it when time ran out ({timeout})", remedy)
+            for device, status in self._statuses(range(len(self._actors)), what, timeout_s=2.0).items()
+            if isinstance(status, Status) and status.computes
+        ]
 
     def _translate(self, error: Exception, device: int, what: str) -> RaypipeError:
         if isinstance(error, RayTaskError) and isinstance(error.cause, RaypipeError):
             return error.cause
-        if isinstance(error, RaypipeError):
-            return error
         if isinstance(error, RayActorError):
-            reason = next((line.strip() for line in str(error).splitlines() if "reason" in line.lower() or "exit" in line.lower()), "")
-            problem = f"its process died ({reason[:200]})" if reason else "its process died"
-            return self._failure(device, what, problem, _DEATH_REMEDY)
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = next((line for line in lines if "reason" in line.lower() or "exit" in line.lower()), lines[-1] if lines else "")
+            remedy = _START_REMEDY if isinstance(self.state, Launched) else _DEATH_REMEDY
+            return self._failure(device, what, f"its process died ({reason[:300]})", remedy)
         cause = error.cause if isinstance(error, RayTaskError) else error
         return self._failure(device, what, f"{type(cause).__name__}: {cause}", "see the actor's log in the Ray dashboard")
 
@@ -385,8 +391,11 @@ class Coordinator:
 _DEATH_REMEDY = "look at its node for an out-of-memory kill or a crash; `--resume` goes on from the last checkpoint"
 
 
+_START_REMEDY = "raypipe and the model must be importable on every node: install them there, or submit with --working-dir"
+
+
 def _is_death(failure: RaypipeError) -> bool:
-    return isinstance(failure, StageFailedError) and failure.remedy == _DEATH_REMEDY
+    return isinstance(failure, StageFailedError) and failure.remedy in {_DEATH_REMEDY, _START_REMEDY}
 
 
 def _rank(failure: RaypipeError) -> int:

@@ -6,12 +6,14 @@ point-to-point traffic, the size of a tied weight's sum, and the time that a dev
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raypipe.plan import Plan
 from raypipe.schedules.ir import Op, OpKind, Schedule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message
+from raypipe.schedules.validate import facts
 from raypipe.topology import Path
 
 
@@ -64,6 +66,7 @@ class Cost:
             many as its activation. Edges left out carry nothing.
         path: the way from one device to another.
         shared_compute: groups of devices that share cores; devices in none have their own.
+        weight_versions: by device, the most versions of the weights held at once, over the stages held; 1 where left out.
         together: seconds of a slot whose Ops overlap, from the seconds of each; their sum by default.
     """
 
@@ -72,6 +75,7 @@ class Cost:
     edge_bytes: Mapping[tuple[int, int], int]
     path: Callable[[int, int], Path]
     shared_compute: tuple[SharedCompute, ...] = ()
+    weight_versions: Mapping[int, float] = field(default_factory=dict)
     together: Callable[[tuple[float, ...]], float] = sum
 
     def compute_s(self, device: int, ops: tuple[Op, ...], share: float = 1.0) -> float:
@@ -115,7 +119,7 @@ class Cost:
         members = collective.devices
         pairs = list(zip(members, members[1:] + members[:1], strict=True))
         if collective.kind in {CollectiveKind.NORM, CollectiveKind.TIED}:
-            return max(self.path(source, target).latency_s for source, target in pairs)
+            return max((self.path(source, target).latency_s for source in members for target in members if source != target), default=0.0)
         steps, share = 2 * (len(members) - 1), self.collective_bytes(collective) / len(members)
         paths = [self.path(source, target) for source, target in pairs]
         return steps * max(path.latency_s + share / path.bandwidth_bytes_per_s for path in paths)
@@ -135,10 +139,11 @@ class Cost:
             case _:
                 return 0, 0
 
-    def standing_bytes(self, device: int, weight_copies: float = 1.0) -> int:
+    def standing_bytes(self, device: int) -> int:
         """Bytes held throughout: weights in as many versions as the schedule keeps, gradients and optimizer state."""
         held = [stage for (at, _), stage in self.stages.items() if at == device]
-        return round(sum(stage.parameter_bytes for stage in held) * weight_copies) + sum(stage.state_bytes for stage in held)
+        versions = self.weight_versions.get(device, 1.0)
+        return round(sum(stage.parameter_bytes for stage in held) * versions) + sum(stage.state_bytes for stage in held)
 
 
 _NORM_BYTES = 8
@@ -193,7 +198,20 @@ def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = 3.0) -> Cos
         edge_bytes=edge_bytes,
         path=lambda source, target: plan.topology.path(names[source], names[target]),
         shared_compute=tuple(shared),
+        weight_versions=_weight_versions(plan),
     )
+
+
+def _weight_versions(plan: Plan) -> dict[int, float]:
+    """For each device, weight copies over stages held."""
+    held = Counter(holder.worker for holder in plan.schedule.holders)
+    copies = facts(plan.schedule).weight_copies
+    return {
+        device: copies[worker] / held[worker]
+        for worker, members in enumerate(plan.placement.workers)
+        if held[worker]
+        for device, _ in members
+    }
 
 
 def _stage_cost(plan: Plan, layers: tuple[int, ...], device: str, scale: float, state_bytes_per_parameter_byte: float) -> StageCost:

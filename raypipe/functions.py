@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
+import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from raypipe.errors import ConfigError, suggestion
+from raypipe.errors import ConfigError, RaypipeError, suggestion
 from raypipe.model import Model
 
 
@@ -41,10 +43,12 @@ def resolve(name: str) -> Callable[..., Any]:
 
 def _load_file(path: str) -> ModuleType:
     """The module in a file, which need not be on the path of imports."""
-    spec = importlib.util.spec_from_file_location(os.path.basename(path).removesuffix(".py"), path)
+    name = "raypipe_model_file_" + re.sub(r"\W", "_", os.path.abspath(path).removesuffix(".py"))
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a name that ends in .py has a loader"
     assert spec.loader is not None, "a name that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
 
@@ -53,13 +57,16 @@ def make_model(function: str | Callable[..., Any], options: Mapping[str, Any]) -
     """The model that a function describes with these options.
 
     Raises:
-        ConfigError: the function cannot take the options, or returns no `Model`.
+        ConfigError: the function fails with the options, or returns no `Model`.
     """
     found = resolve(function) if isinstance(function, str) else function
     try:
         model = found(**options)
-    except TypeError as error:
-        raise ConfigError(f"model.options: {error}") from error
+    except RaypipeError:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigError(f"model.function {name_of(function)}({given}) failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, Model):
         raise ConfigError(f"model.function {function!r} returned {type(model).__name__}, expected a raypipe.model.Model")
     return model

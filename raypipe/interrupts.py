@@ -35,10 +35,10 @@ def put_off(clean_up: Callable[[], object] | None = None) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if came:
-        if clean_up is not None:
-            clean_up()
-        raise KeyboardInterrupt
+        if came:  # whatever else went wrong in the block
+            if clean_up is not None:
+                clean_up()
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ each from its own seed. Whatever the cut, the same layer starts from the same we
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 Batch: TypeAlias = "Mapping[str, Tensor]"
 """The fields of one microbatch by name; the first dimension of each is the row."""
+
+
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Model:
             raise ConfigError("the model has no layers")
         known: list[str] = []
         for layer in self.layers:
+            if not _NAME.fullmatch(layer.name):
+                raise ConfigError(f"a layer is called {layer.name!r}; use letters, digits, `_`, `-` and `.`")
             if layer.name in known:
                 raise ConfigError(f"two layers of the model are called {layer.name!r}; give each its own name")
             for name in layer.inputs or ():

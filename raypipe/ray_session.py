@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import ray
+from ray.exceptions import RayError
 
 from raypipe.config import ClusterConfig
 from raypipe.errors import RunError
@@ -42,7 +43,7 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     Raises:
         RunError: the cluster cannot be reached or started.
     """
-    address = cluster.address or os.environ.get("RAY_ADDRESS") or None
+    address = cluster.resolved_address
     if ray.is_initialized():
         yield Session("", local=False)
         return
@@ -56,7 +57,7 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     try:
         with put_off(ray.shutdown):
             context = ray.init(**options)
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
+    except (RayError, ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
         ray.shutdown()
         where = f"the Ray cluster at {address!r} cannot be reached" if address else "a local Ray cluster cannot be started"
         raise RunError(f"{where}: {error}; check cluster.address, RAY_ADDRESS and `ray status`") from error
@@ -65,4 +66,5 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
             url = context.dashboard_url
             yield Session(f"http://{url}" if url else "", local=address is None)
     finally:
-        ray.shutdown()
+        with put_off():
+            ray.shutdown()

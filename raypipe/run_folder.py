@@ -61,16 +61,22 @@ class RunFolder:
 
     @classmethod
     def latest(cls, storage_path: str, name: str) -> RunFolder:
-        """The newest folder of runs of that name.
+        """The newest folder of runs of that name that has a checkpoint.
 
         Raises:
             ConfigError: there is none.
         """
         numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
         base = Path(storage_path).absolute()
-        found = {int(match[1] or 1): path for path in base.glob(f"{name}*") if (match := numbered.fullmatch(path.name)) and path.is_dir()}
+        found = {
+            int(match[1] or 1): path
+            for path in base.glob(f"{name}*")
+            if (match := numbered.fullmatch(path.name)) and any(path.glob("checkpoints/*/checkpoint.json"))
+        }
         if not found:
-            raise ConfigError(f"there is no run called {name!r} in {storage_path!r} to resume; leave --resume out to begin one")
+            raise ConfigError(
+                f"no run called {name!r} in {storage_path!r} has a checkpoint to resume from; leave --resume out to begin one"
+            )
         return cls(found[max(found)])
 
     def file(self, name: str) -> Path:
@@ -89,6 +95,13 @@ class RunFolder:
         """Adds one line to the metrics."""
         with self.file("metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def forget_after(self, update: int) -> None:
+        """Leaves out of the metrics what a resumed run will do again: the updates after this one."""
+        path = self.file("metrics.jsonl")
+        if path.exists():
+            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["update"] <= update]
+            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def write_json(self, name: str, content: Any) -> None:
         """Writes a file of the run as JSON."""

@@ -10,7 +10,9 @@ report   metrics, traces, a drawing, generated text, predicted against measured
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +20,9 @@ from typing import Any, Protocol
 
 from raypipe.actors.batches import FixedBatch, TokenSource
 from raypipe.actors.checkpoint import Checkpoint, CheckpointIndex
-from raypipe.actors.executor import Job, jobs
+from raypipe.actors.executor import Job, jobs, mean_losses, norms_of
 from raypipe.actors.faults import FaultScript
 from raypipe.actors.launch import find_slots
-from raypipe.actors.local import mean_losses
 from raypipe.actors.metrics import RunMetrics
 from raypipe.actors.stage import BatchFunction, BuildOrder
 from raypipe.comparison import Figure, compare, median_window
@@ -50,6 +51,13 @@ from raypipe.trace import Trace
 _LOOPBACK = NodeLink(bandwidth_bytes_per_s=3e9, latency_s=1e-4)
 _ETHERNET = NodeLink(bandwidth_bytes_per_s=1.25e9, latency_s=2e-4)
 """What predictions assume of links that no topology file describes: gloo over loopback, and 10 Gbit/s between nodes."""
+
+
+_SHORT_S = 1e-3
+"""Layers faster than this do not count in the stated spread."""
+
+_WINDOWS_KEPT = 50
+"""Traces of the last windows, for the comparison with what was predicted."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class Trainer:
         model_options: its keyword arguments.
         data_config: which tokens; not needed with `batches`.
         batches: instead of tokens, a function from a split, `train` or `validation`, to a
-            `raypipe.actors.executor.BatchSource`; called on the actors.
+            `raypipe.actors.executor.BatchSource` of `schedule_config.microbatch_size` rows; called on the actors.
         schedule_config: in which order the stages work.
         optimizer_config: AdamW and its learning rate.
         scaling_config: on what.
@@ -170,7 +178,7 @@ class Trainer:
         if (data_config is None) == (batches is None):
             raise ConfigError("give the trainer either data_config or batches")
         self.batches: BatchFunction = batches or TokenSource(
-            path=self.config.data.path,
+            path=os.path.abspath(self.config.data.path),
             sequence_length=self.config.data.sequence_length,
             seed=self.config.run.seed,
             microbatch_size=self.config.schedule.microbatch_size,
@@ -216,21 +224,18 @@ class _Fit:
         self.faults = trainer.faults
         self.model_function = partial(make_model, trainer.model_function, self.config.model.options)
         self.model = self.model_function()
-        self.schedules = {size: self._schedule(size) for size in sorted({size for _, size in self._windows(0)} | {1})}
+        run = self.config.run
+        folder = RunFolder.latest(run.storage_path, run.name) if resume else None
+        self.resumed = self._resumed(folder) if folder else None
+        self.first_update = self.resumed.index.update if self.resumed else 0
+        self.schedules = {size: self._schedule(size) for size in sorted({size for _, size in self._windows(self.first_update)})}
         self.schedule = self.schedules[max(self.schedules)]
         self._check_sizes()
-        self.folder = self._open_folder(resume=resume)
-        self.resumed = Checkpoint.latest(self.folder.path) if resume else None
-        if resume and self.resumed is None:
-            raise ConfigError(f"{self.folder.path} has no finished checkpoint to resume from; leave --resume out to begin anew")
-        self.first_update = self.resumed.index.update if self.resumed else 0
-        if self.first_update >= self.config.run.num_updates:
-            raise ConfigError(
-                f"{self.folder.path} has done {self.first_update} updates already; raise run.num_updates ({self.config.run.num_updates})"
-            )
+        self.folder = folder or RunFolder.create(run.storage_path, run.name)
+        self._write_folder()
         self.losses: list[float] = []
         self.validation_losses: list[tuple[int, float]] = []
-        self.traces: dict[int, list[Trace]] = {}
+        self.traces: dict[int, deque[Trace]] = {}
         self.figures: dict[str, float] = {}
 
     def _schedule(self, num_updates: int) -> Schedule:
@@ -262,14 +267,35 @@ class _Fit:
                     f"run.sample_bytes needs tokens that are bytes, {data.path} has {tokens.vocabulary_size} different ones; set it to 0"
                 )
 
-    def _open_folder(self, *, resume: bool) -> RunFolder:
-        run = self.config.run
-        if resume:
-            return RunFolder.latest(run.storage_path, run.name)
-        folder = RunFolder.create(run.storage_path, run.name)
-        self.config.save(folder.file("config.yaml"))
-        folder.write_json("versions.json", versions())
-        return folder
+    def _resumed(self, folder: RunFolder) -> Checkpoint:
+        """The checkpoint to go on from.
+
+        Raises:
+            ConfigError: it is of another model or seed, or has all updates already.
+        """
+        checkpoint = Checkpoint.latest(folder.path)
+        assert checkpoint is not None, "a folder to resume from has a checkpoint"
+        index, run = checkpoint.index, self.config.run
+        layers = tuple(layer.name for layer in self.model.layers)
+        if index.layers != layers:
+            raise ConfigError(
+                f"{checkpoint.path} is of a model with the layers {', '.join(index.layers)}; this one has {', '.join(layers)}"
+            )
+        if index.seed != run.seed:
+            raise ConfigError(f"{checkpoint.path} is of a run with run.seed={index.seed}, got {run.seed}; the order of rows would change")
+        if index.update >= run.num_updates:
+            raise ConfigError(f"{checkpoint.path} has done {index.update} updates already; raise run.num_updates ({run.num_updates})")
+        return checkpoint
+
+    def _write_folder(self) -> None:
+        """Writes what runs; what ran before a resumed run stays beside it."""
+        config = self.folder.file("config.yaml")
+        if self.resumed is not None:
+            self.folder.forget_after(self.first_update)
+            if config.exists():
+                config.rename(self.folder.file(f"config-until-update-{self.first_update:06d}.yaml"))
+        self.config.save(config)
+        self.folder.write_json("versions.json", versions())
 
     def _windows(self, first: int) -> list[tuple[int, int]]:
         """Pairs (first update, number of updates): windows end where an evaluation or a checkpoint is due."""
@@ -312,6 +338,7 @@ class _Fit:
     def _prepare(self) -> None:
         coordinator = self.coordinator
         coordinator.wait_until_up()
+        coordinator.check_storage(str(self.folder.path))
         self.plan = self._plan()
         self.plan.save(self.folder.file("plan.json"))
         num_parameters = coordinator.build(
@@ -321,6 +348,7 @@ class _Fit:
                 cut=self.plan.cut,
                 weight_rule=self.schedule.weight_rule,
                 optimizer=self.config.optimizer,
+                num_rows=self.config.schedule.microbatch_size,
                 num_updates=self.config.run.num_updates,
                 seed=self.config.run.seed,
                 faults=self.faults,
@@ -341,7 +369,7 @@ class _Fit:
     def _plan(self) -> Plan:
         size = self.config.schedule.microbatch_size
         scaling = self.config.scaling
-        num_measuring = 1 if scaling.use_gpu else max(self.coordinator.places[0].num_cores // scaling.threads_per_device, 1)
+        num_measuring = max(self.coordinator.places[0].num_cores // scaling.threads_per_device, 1)
         measured = self.coordinator.measure(
             self.model_function,
             self.batches,
@@ -349,6 +377,10 @@ class _Fit:
             seed=self.config.run.seed,
             num_devices=num_measuring,
         )
+        spread = max(
+            (layer.spread for of_device in measured for layer in of_device if layer.forward_s + layer.backward_s > _SHORT_S), default=0.0
+        )
+        self.listener.notice(f"layer times measured to within +-{spread:.0%}")
         profile = model_profile(measured, self.model, name=self.config.model.function, microbatch_size=size)
         sizes = scaling.layers_per_stage
         cut = balanced_cut(profile, self.schedule.num_stages) if sizes is None else Cut.of_sizes(sizes, self.model.edges())
@@ -382,19 +414,15 @@ class _Fit:
                     "add devices to it or lower scaling.num_devices"
                 )
             return topology
-        use_gpu = self.config.scaling.use_gpu
         nodes: dict[str, list[Device]] = {}
-        cores: dict[str, int | None] = {}
+        cores: dict[str, int] = {}
         for slot, place in zip(self.coordinator.slots, self.coordinator.places, strict=True):
-            nodes.setdefault(slot.node, []).append(Device(slot.name, "gpu" if use_gpu else "cpu"))
-            cores[slot.node] = None if use_gpu else max(place.num_cores // self.config.scaling.threads_per_device, 1)
+            nodes.setdefault(slot.node, []).append(Device(slot.name, "cpu"))
+            cores[slot.node] = max(place.num_cores // self.config.scaling.threads_per_device, 1)
         return ClusterTopology(
             name="measured cores, assumed links",
             nodes=tuple(
-                Node(
-                    name=f"node-{node}", devices=tuple(devices), link=_LOOPBACK, cores=None if self.config.scaling.use_gpu else cores[node]
-                )
-                for node, devices in nodes.items()
+                Node(name=f"node-{node}", devices=tuple(devices), link=_LOOPBACK, cores=cores[node]) for node, devices in nodes.items()
             ),
             default_link=_ETHERNET,
         )
@@ -417,9 +445,9 @@ class _Fit:
     def _train(self, first: int, size: int) -> None:
         result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=first)
         losses = mean_losses(result.reports, num_microbatches=self.config.schedule.num_microbatches)
-        norms = {update: norm for report in result.reports for update, norm in report.norms.items()}
+        norms = norms_of(result.reports, scope=self.schedule.update_scope)
         self.losses += losses
-        self.traces.setdefault(size, []).append(result.trace)
+        self.traces.setdefault(size, deque(maxlen=_WINDOWS_KEPT)).append(result.trace)
         update_s = result.wall_s / size
         tokens = self.config.schedule.num_microbatches * self.config.schedule.microbatch_size
         tokens *= self.config.data.sequence_length if self.reads_tokens else 1
@@ -518,7 +546,7 @@ class _Fit:
     # After the last window
 
     def _report(self, sample: str) -> Result:
-        windows = self.traces.get(self.schedule.num_updates) or next(iter(self.traces.values()))
+        windows = list(self.traces[self.schedule.num_updates])
         # The first window has connections, caches and memory to warm up.
         measured = windows[1:] or windows
         window = median_window(measured)

@@ -367,6 +367,8 @@ class _Collectives:
                     if op.stage in stages:
                         # What joins the stages is made of their sums.
                         update = self._first_updates(stages, op.index).get(place.worker, update)
+                if update not in self.schedule.places:  # another copy updates and publishes; the sum is taken part in all the same
+                    update = op._replace(kind=OpKind.PUBLISH, part=0)
                 self.awaits.setdefault(update, []).append(collective)
             else:
                 # Weights that are published are needed by whatever runs next on this worker.
@@ -393,9 +395,11 @@ class _Collectives:
         """What is awaited before a slot."""
         joining = {CollectiveKind.NORM, CollectiveKind.TIED}
         for op in ops_of(slot):
-            if op.kind is OpKind.PUBLISH:
-                continue
-            awaited = [collective for collective in self.awaits.get(op, ()) if len(collective.devices) > 1]
+            awaited = [
+                collective
+                for collective in self.awaits.get(op, ())
+                if len(collective.devices) > 1 and collective.kind is not CollectiveKind.WEIGHTS
+            ]
             yield from (Await(collective) for collective in awaited if collective.kind not in joining)
             yield from (Start(collective) for collective in self.late_starts.get(op, ()) if len(collective.devices) > 1)
             yield from (Await(collective) for collective in awaited if collective.kind in joining)
@@ -405,4 +409,5 @@ class _Collectives:
         for op in ops_of(slot):
             yield from (Start(collective) for collective in self.starts.get(op, ()) if len(collective.devices) > 1)
             if op.kind is OpKind.PUBLISH:
-                yield from (Await(collective) for collective in self.awaits.get(op, ()) if len(collective.devices) > 1)
+                published = (collective for collective in self.awaits.get(op, ()) if collective.kind is CollectiveKind.WEIGHTS)
+                yield from (Await(collective) for collective in published if len(collective.devices) > 1)

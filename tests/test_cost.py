@@ -10,10 +10,12 @@ from raypipe.cost import Cost, StageCost, equal_stages, plan_cost
 from raypipe.cut import Cut
 from raypipe.plan import Plan, Replica, make_plan
 from raypipe.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge
+from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size
 from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink, Path
+from tests.schedules import handwritten
 
 STAGE = StageCost(
     forward_s=3.0,
@@ -102,6 +104,9 @@ def test_a_norm_takes_the_longest_latency() -> None:
     collective = Collective(CollectiveKind.NORM, 0, 0, 0, (0, 1, 2))
     assert cost(Path(0.5, 1.0)).collective_s(collective) == 0.5
     assert cost().collective_bytes(collective) == 8
+    # Every member sends to every other, neighbours or not.
+    far = replace(cost(), path=lambda source, target: Path(9.0 if (source, target) == (3, 1) else 0.5))
+    assert far.collective_s(replace(collective, devices=(0, 1, 2, 3))) == 9.0
 
 
 def test_a_member_alone_waits_for_nobody() -> None:
@@ -125,7 +130,7 @@ def test_activations_are_held_from_forward_to_backward_or_weight_gradient() -> N
 
 def test_a_device_always_holds_its_weights_in_all_versions_and_their_state() -> None:
     assert cost().standing_bytes(0) == 4000
-    assert cost().standing_bytes(0, weight_copies=2) == 5000
+    assert replace(cost(), weight_versions={0: 2.0}).standing_bytes(0) == 5000
     two_stages = replace(cost(), stages={(0, 0): STAGE, (0, 4): STAGE})
     assert two_stages.standing_bytes(0) == 8000
     assert two_stages.standing_bytes(1) == 0
@@ -227,6 +232,14 @@ def test_devices_share_the_cores_of_their_node_only_where_there_are_too_few() ->
         topology = ClusterTopology(name="t", nodes=(Node(name="n", devices=devices, link=NodeLink(latency_s=0.0), cores=cores),))
         shared = plan_cost(plan(profile, topology, ((0,), (1,), (2,)))).shared_compute
         assert [(group.devices, group.cores) for group in shared] == groups
+
+
+def test_a_device_of_a_plan_holds_the_versions_that_its_schedule_keeps() -> None:
+    profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
+    one_version = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
+    assert plan_cost(one_version).standing_bytes(0) == 100 + 300
+    two_versions = replace(one_version, order=ScheduleFile.of(handwritten.pipedream_2bw()))
+    assert plan_cost(two_versions).standing_bytes(0) == 2 * 100 + 300
 
 
 def test_replicas_of_a_worker_each_hold_the_stage() -> None:

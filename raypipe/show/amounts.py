@@ -11,7 +11,7 @@ _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 def time_unit(seconds: float) -> tuple[str, float]:
     """The unit in which a time has one to three digits before its point: its name and its seconds."""
-    return next((unit for unit in _TIME_UNITS if abs(seconds) >= unit[1] * 0.9995), _TIME_UNITS[0] if not seconds else _TIME_UNITS[-1])
+    return next((unit for unit in _TIME_UNITS if abs(seconds) >= unit[1] * 0.99995), _TIME_UNITS[0] if not seconds else _TIME_UNITS[-1])
 
 
 def seconds(value: float) -> str:

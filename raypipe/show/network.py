@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import svg
 
-from raypipe.show.amounts import number, size
+from raypipe.show.amounts import counted, number, size
 from raypipe.show.paper import MARGIN, WIDTH, document, place, safe_text
 from raypipe.show.tables import link_words, shared_words
 from raypipe.topology import ClusterTopology, Device, Link, Node
@@ -64,7 +64,7 @@ class _Drawing:
         self.bottom = 0.0
 
     def document(self) -> str:
-        counts = f"{len(self.topology.nodes)} nodes, {self.topology.num_devices} devices"
+        counts = f"{counted(len(self.topology.nodes), 'node')}, {counted(self.topology.num_devices, 'device')}"
         title = [safe_text(f"topology: {self.topology.name[:80]}", MARGIN, 30, "h"), safe_text(counts, WIDTH - MARGIN, 30, "r")]
         for node, middle in zip(self.nodes, self.middles(), strict=True):
             self.node(node, middle)

@@ -188,13 +188,17 @@ class _Drawing:
             yield from self.span(group.spans[0], y) if len(group.spans) == 1 else self.group(group, y)
 
     def groups(self, spans: Sequence[Span], least_pixels: float) -> Iterator[_Group]:
-        """The spans, those that are too narrow put together with their neighbours until they are not."""
+        """The spans; those that are too narrow are put together with such neighbours until they are not."""
         group: list[Span] = []
         for span in spans:
-            if group and (self.x(group[-1].end_s) - self.x(group[0].start_s) >= least_pixels):
+            is_wide = self.x(span.end_s) - self.x(span.start_s) >= least_pixels
+            if group and (is_wide or self.x(group[-1].end_s) - self.x(group[0].start_s) >= least_pixels):
                 yield _Group(group)
                 group = []
-            group.append(span)
+            if is_wide:
+                yield _Group([span])
+            else:
+                group.append(span)
         if group:
             yield _Group(group)
 

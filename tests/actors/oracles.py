@@ -86,6 +86,18 @@ def train_unsplit(
     return Trained(losses, [[weight.detach() for weight in module.parameters()] for module in modules])
 
 
+def gradients_unsplit(model: Model, batches: RandomRows, *, num_microbatches: int, seed: int = 0) -> list[list[Tensor]]:
+    """For each layer of a chain, the gradients of the mean loss over the microbatches of the first update."""
+    modules = nn.ModuleList(build_layer(layer, index=index, seed=seed) for index, layer in enumerate(model.layers))
+    for number in range(num_microbatches):
+        batch = batches.batch(number, (0.0, 1.0))
+        x = batch["inputs"]
+        for module in modules:
+            x = module(x)
+        (model.loss(x, batch) / num_microbatches).backward()  # type: ignore[no-untyped-call]
+    return [[weight.grad for weight in module.parameters() if weight.grad is not None] for module in modules]
+
+
 def layers_of(pipeline: LocalPipeline) -> dict[int, list[list[Tensor]]]:
     """For each layer, its weights in each copy that the pipeline's devices hold."""
     found: dict[int, list[list[Tensor]]] = {}
