@@ -196,21 +196,32 @@ def _check_deadlock(schedule: Schedule) -> None:
     """Runs the order without times; what is left over waits for itself."""
     heads = [0] * schedule.num_workers
     done: set[Op] = set()
+    needs: list[list[Op]] = [[] for _ in schedule.programs]
     waiting: dict[Op, list[int]] = {}
-    ready = list(range(schedule.num_workers))
-    while ready:
-        worker = ready.pop()
+
+    def proceed(worker: int) -> list[int]:
+        """Moves a worker on as far as it comes; returns those that waited for what it did."""
+        woken: list[int] = []
         program = schedule.programs[worker]
         while heads[worker] < len(program):
             slot = program[heads[worker]]
-            open_needs = [needed for op in ops_of(slot) for needed in dependencies(schedule, op) if needed not in done]
-            if open_needs:
-                waiting.setdefault(open_needs[0], []).append(worker)
+            # A worker that is woken looks only at what was left, so that each need is looked at once.
+            left = needs[worker] or [needed for op in ops_of(slot) for needed in dependencies(schedule, op)]
+            while left and left[-1] in done:
+                left.pop()
+            needs[worker] = left
+            if left:
+                waiting.setdefault(left[-1], []).append(worker)
                 break
             heads[worker] += 1
+            done.update(ops_of(slot))
             for op in ops_of(slot):
-                done.add(op)
-                ready += waiting.pop(op, ())
+                woken += waiting.pop(op, ())
+        return woken
+
+    ready = list(range(schedule.num_workers))
+    while ready:
+        ready += proceed(ready.pop())
     stuck = [worker for worker, head in enumerate(heads) if head < len(schedule.programs[worker])]
     if stuck:
         reasons = [f"worker {at} waits with {schedule.programs[at][heads[at]]} for {needed}" for needed, by in waiting.items() for at in by]

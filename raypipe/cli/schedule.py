@@ -154,9 +154,14 @@ def schedule(
 
 
 def _long_window(size: Size) -> Size:
-    """The same for so many updates that a quarter of them fills the pipeline twice, and at least for 9."""
-    num_stages = size.num_devices * size.num_chunks
-    return replace(size, num_updates=max(size.num_updates, _STEADY_UPDATES, 8 * math.ceil(num_stages / size.num_microbatches)))
+    """The same for 9 updates at least, and for so many that a quarter of them fills the pipeline twice where updates overlap.
+
+    With the scope `global`, the default of all schedules with a flush, each update takes as long as the first.
+    """
+    num_updates = max(size.num_updates, _STEADY_UPDATES)
+    if size.update_scope not in {None, UpdateScope.GLOBAL}:
+        num_updates = max(num_updates, 8 * math.ceil(size.num_devices * size.num_chunks / size.num_microbatches))
+    return replace(size, num_updates=num_updates)
 
 
 def _refuse_large(size: Size) -> None:

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raypipe.cli.options import example, json_option
 from raypipe.config import TrainConfig
 from raypipe.interrupts import put_off
 
@@ -62,18 +63,13 @@ class _Screen:
         )
 
 
-@click.command()
+@click.command(epilog=example("raypipe train examples/gpt_python_stdlib.yaml --set run.num_updates=50"))
 @click.argument("config", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value, such as schedule.name=zb-h1. Repeatable.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of the newest run of this name.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document.")
+@json_option
 def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: bool) -> None:
-    r"""Train what the YAML file CONFIG describes.
-
-    \b
-    Example:
-      raypipe train examples/gpt_python_stdlib.yaml --set run.num_updates=50
-    """
+    """Train what the YAML file CONFIG describes."""
     loaded = TrainConfig.load(config, overrides=overrides)
     if as_json:  # what actors print would come between
         loaded = dataclasses.replace(loaded, cluster=dataclasses.replace(loaded.cluster, log_to_driver=False))
