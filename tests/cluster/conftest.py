@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,8 +48,20 @@ class Brand:
                 continue
         return found
 
+    def end_survivors(self) -> None:
+        """Ends them by process id: first kindly, then surely."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for pid in self.survivors():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            deadline = time.monotonic() + 10
+            while self.survivors() and time.monotonic() < deadline:
+                time.sleep(0.2)
+
 
 @pytest.fixture
-def brand() -> Brand:
-    """A new mark."""
-    return Brand(uuid.uuid4().hex)
+def brand() -> Iterator[Brand]:
+    """A new mark; what still bears it after the test is ended."""
+    mark = Brand(uuid.uuid4().hex)
+    yield mark
+    mark.end_survivors()

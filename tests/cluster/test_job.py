@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -33,33 +32,32 @@ class Cluster:
     environment: dict[str, str]
 
 
-def free_port() -> int:
-    """A port outside of the range from which Ray takes those of its workers."""
+def free_ports(count: int) -> list[int]:
+    """Ports outside of the range from which Ray takes those of its workers."""
+    found: list[int] = []
     for port in range(6400, 10000):
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                try:
-                    probe.bind(("0.0.0.0", port))  # only to see that it is free
-                except OSError:
-                    continue
-                return port
-    raise AssertionError("no free port")
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError:
+                continue
+        found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("no free ports")
 
 
 @pytest.fixture
 def cluster(brand: Brand) -> Iterator[Cluster]:
     """A head node of its own, ended by process id."""
     folder = tempfile.mkdtemp(prefix="rp")  # Ray's sockets lie in it; their paths must be short
-    gcs, dashboard = free_port(), 0
+    gcs, dashboard, agent = free_ports(3)
     environment = brand.environment | {
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
     environment.pop("RAY_ADDRESS", None)
-    with socket.socket() as reserved:
-        reserved.bind(("0.0.0.0", gcs))  # so that the second port is another one
-        dashboard = free_port()
     try:
         started = subprocess.run(
             [
@@ -68,6 +66,7 @@ def cluster(brand: Brand) -> Iterator[Cluster]:
                 "--head",
                 f"--port={gcs}",
                 f"--dashboard-port={dashboard}",
+                f"--dashboard-agent-listen-port={agent}",
                 "--num-cpus=6",
                 f"--temp-dir={folder}",
                 "--object-store-memory=200000000",
@@ -81,12 +80,7 @@ def cluster(brand: Brand) -> Iterator[Cluster]:
         assert started.returncode == 0, started.stderr.decode()
         yield Cluster(f"http://127.0.0.1:{dashboard}", environment)
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            deadline = time.monotonic() + 10
-            for pid in brand.survivors():
-                os.kill(pid, number)
-            while brand.survivors() and time.monotonic() < deadline:
-                time.sleep(0.2)
+        brand.end_survivors()
 
 
 def test_a_submitted_job_trains_on_the_running_cluster(cluster: Cluster, tmp_path: Path) -> None:

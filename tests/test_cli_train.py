@@ -1,0 +1,81 @@
+"""What `raypipe train` refuses before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raypipe.cli import main
+from raypipe.data.prepare import prepare
+
+CONFIG = """
+format: raypipe.train/1
+model: {{function: "raypipe.models.gpt:gpt", options: {{num_layers: 4, d_model: 32, num_heads: 2, sequence_length: 32}}}}
+data: {{path: "{tokens}", sequence_length: 32}}
+run: {{storage_path: "{runs}"}}
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "text").mkdir()
+    for number in range(20):
+        (folder / "text" / f"{number}.txt").write_text("a rose is a rose is a rose\n" * 50)
+    prepare(str(folder / "text"), output=folder / "tokens.parquet", validation_fraction=0.3)
+    (folder / "random.parquet").write_bytes(bytes(range(256)) * 20)
+    (folder / "broken.py").write_text("import no_such_module_of_mine\n")
+    (folder / "model.py").write_text("def raises(): raise ValueError('too narrow')\n")
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(tokens=folder / "tokens.parquet", runs=folder / "runs"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("schedule.name=zb-h9", "no schedule is called 'zb-h9'; did you mean"),
+        ("schedul.name=1f1b", "schedul: unknown key; did you mean 'schedule'"),
+        ("schedule.num_microbatches=0", "schedule.num_microbatches: expected at least 1, got 0"),
+        ("schedule.num_chunks=2", "1f1b holds one stage a device"),
+        ("optimizer.beta1=1.5", "optimizer.beta1: expected at least 0 and less than 1"),
+        ("run.name=../elsewhere", "run.name: expected a name for a folder"),
+        ("run.num_updates=many", "run.num_updates: expected a whole number, got 'many'"),
+        ("scaling.num_devices=7", "has 7 stages, the model only 6 layers"),
+        ("scaling.layers_per_stage=[1, 2, 3]", "it needs 4 numbers with the sum 6"),
+        ("model.function=nothing", "expected module:function"),
+        ("model.function=no_such_module:f", "no module 'no_such_module'"),
+        ("model.function=raypipe.models.gpt:gtp", "no function 'gtp'; did you mean 'gpt'"),
+        ("model.function={folder}/none.py:f", "there is no file"),
+        ("model.function={folder}/broken.py:f", "no module 'no_such_module_of_mine'"),
+        ("model.function={folder}/model.py:raises", "unexpected keyword argument"),
+        ("model.options.num_heads=7", "num_heads must divide d_model"),
+        ("model.options.depth=7", "unexpected keyword argument 'depth'"),
+        ("data.path={folder}/none.parquet", "there is no such file"),
+        ("data.path={folder}/random.parquet", "cannot be read as Parquet"),
+        ("data.sequence_length=100000000", "sequence"),
+        ("run.storage_path={folder}/config.yaml", "no folder can be made there"),
+        ("no-equals-sign", "expected key=value"),
+    ],
+)
+def test_bad_input_is_one_clear_message(config: Path, capsys: pytest.CaptureFixture[str], override: str, message: str) -> None:
+    assert main(["train", str(config), "--set", override.format(folder=config.parent)]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert message in output.err
+    assert "Traceback" not in output.err
+    assert not (config.parent / "runs").exists() or not list((config.parent / "runs").iterdir())
+
+
+def test_resuming_what_was_never_begun_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(config), "--resume"]) == 2
+    assert "has a checkpoint to resume from" in capsys.readouterr().err
+
+
+def test_random_bytes_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(bytes(range(255, 0, -1)))
+    assert main(["train", str(path)]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
