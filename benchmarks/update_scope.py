@@ -106,7 +106,7 @@ class Zeros:
     def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
         """The rows, whatever the microbatch."""
         assert rows == (0.0, 1.0), microbatch
-        return {"inputs": torch.zeros(4, 64)}
+        return {"inputs": torch.zeros(8, 64)}
 
 
 def rows(split: str) -> Zeros:
