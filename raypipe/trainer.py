@@ -53,9 +53,6 @@ _ETHERNET = NodeLink(bandwidth_bytes_per_s=1.25e9, latency_s=2e-4)
 """What predictions assume of links that no topology file describes: gloo over loopback, and 10 Gbit/s between nodes."""
 
 
-_SHORT_S = 1e-3
-"""Layers faster than this do not count in the stated spread."""
-
 _WINDOWS_KEPT = 50
 """Traces of the last windows, for the comparison with what was predicted."""
 
@@ -377,9 +374,9 @@ class _Fit:
             seed=self.config.run.seed,
             num_devices=num_measuring,
         )
-        spread = max(
-            (layer.spread for of_device in measured for layer in of_device if layer.forward_s + layer.backward_s > _SHORT_S), default=0.0
-        )
+        layers = [layer for of_device in measured for layer in of_device]
+        seconds = [layer.forward_s + layer.backward_s for layer in layers]
+        spread = sum(layer.spread * took for layer, took in zip(layers, seconds, strict=True)) / sum(seconds)
         self.listener.notice(f"layer times measured to within +-{spread:.0%}")
         profile = model_profile(measured, self.model, name=self.config.model.function, microbatch_size=size)
         sizes = scaling.layers_per_stage

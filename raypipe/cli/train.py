@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from raypipe.cli.options import example, json_option
+from raypipe.cli.screen import console as stdout_console
 from raypipe.config import TrainConfig
 from raypipe.interrupts import put_off
 
@@ -88,7 +89,7 @@ def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: boo
     if as_json:
         click.echo(json.dumps(_document(result)))
         return
-    _show(result, Console())
+    _show(result, stdout_console())
 
 
 def _document(result: trainer.Result) -> dict[str, object]:
