@@ -100,7 +100,8 @@ class TransportContract:
 
     @pytest.fixture
     def connect(self) -> Iterator[Connect]:
-        raise NotImplementedError
+        """Gives the transports; every subclass has its own."""
+        pytest.fail(f"{type(self).__name__} has no fixture `connect`", pytrace=False)
 
     # Messages
 
