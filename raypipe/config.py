@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from raypipe import codec
 from raypipe.errors import ConfigError
+from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Size, UpdateScope
 from raypipe.tree import yaml_text, yaml_tree
 
@@ -70,7 +71,7 @@ class ScheduleConfig:
         name: as `raypipe schedules` lists them.
         num_microbatches: of one update, over all pipelines.
         microbatch_size: rows of a microbatch.
-        num_chunks: stages a device, for the schedules that take several.
+        num_chunks: stages a device, for the schedules that take several; left out for the schedule's own number.
         num_pipelines: layings of the model, for the schedules that have several; 0 lets the schedule choose.
         update_scope: what an update waits for; left out for the schedule's own default.
         updates_per_window: updates between two drains; evaluation and checkpoints happen between windows.
@@ -81,13 +82,15 @@ class ScheduleConfig:
     name: str = "1f1b"
     num_microbatches: int = 8
     microbatch_size: int = 8
-    num_chunks: int = 1
+    num_chunks: int | None = None
     num_pipelines: int = 0
     update_scope: UpdateScope | None = None
     updates_per_window: int = 10
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_microbatches", "microbatch_size", "num_chunks", "updates_per_window")
+        _at_least(self, 1, "num_microbatches", "microbatch_size", "updates_per_window")
+        if self.num_chunks is not None:
+            _at_least(self, 1, "num_chunks")
         _at_least(self, 0, "num_pipelines")
 
     def size(self, *, num_devices: int, num_updates: int) -> Size:
@@ -96,7 +99,7 @@ class ScheduleConfig:
             num_devices=num_devices,
             num_microbatches=self.num_microbatches,
             num_updates=num_updates,
-            num_chunks=self.num_chunks,
+            num_chunks=self.num_chunks or catalogue.family(self.name).default_chunks,
             num_pipelines=self.num_pipelines,
             update_scope=self.update_scope,
         )

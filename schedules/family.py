@@ -6,19 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, UpdateScope
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of one stage and microbatch, the same for all stages: forward, input gradient and weight gradient.
-
-    The full backward takes the sum of the last two.
-    """
-
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, StageTimes, UpdateScope
 
 
 @dataclass(frozen=True)
@@ -36,6 +24,7 @@ class Family:
         delay: updates between the weights of a forward and those its gradient changes.
         makespan_s: the time of one update with equal stages and no latency, or `None` where the formula does not hold.
         peak_in_flight: the bound on the activations that a worker holds.
+        default_chunks: stages a device where none are asked for.
     """
 
     name: str
@@ -48,6 +37,7 @@ class Family:
     delay: str
     makespan_s: Callable[[Size, StageTimes], float | None]
     peak_in_flight: Callable[[Size, int], int]
+    default_chunks: int = 1
 
 
 def synchronous(name: str, size: Size, *, workers: Sequence[int], one_update: Sequence[Sequence[Op]]) -> Schedule:

@@ -11,8 +11,8 @@ microbatch 0 frees its activations first.
 
 from __future__ import annotations
 
-from raypipe.schedules.family import Family, StageTimes, require_one_chunk, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size
+from raypipe.schedules.family import Family, require_one_chunk, require_one_pipeline, synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes
 
 
 def gpipe(size: Size) -> Schedule:

@@ -13,8 +13,8 @@ of D, D(V-1) + 2(D-1-s) + 1 chunk activations held.
 
 from __future__ import annotations
 
-from raypipe.schedules.family import Family, StageTimes, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size
+from raypipe.schedules.family import Family, require_one_pipeline, synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes
 
 
 def interleaved(size: Size) -> Schedule:
@@ -81,4 +81,5 @@ FAMILY = Family(
     delay="0",
     makespan_s=_makespan_s,
     peak_in_flight=_peak_in_flight,
+    default_chunks=2,
 )

@@ -453,6 +453,18 @@ def _scope(schedule: Schedule, holder: Holder) -> Sequence[Holder]:
 
 
 @dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one stage and microbatch, the same for all stages: forward, input gradient and weight gradient.
+
+    The full backward takes the sum of the last two.
+    """
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+
+
+@dataclass(frozen=True)
 class Size:
     """What a generator is asked for.
 
@@ -463,6 +475,9 @@ class Size:
         num_chunks: stages a worker, for the schedules that take several.
         num_pipelines: layings of the stage graph, for the schedules that have several; 0 lets the schedule choose.
         update_scope: what an update waits for; `None` for the schedule's own default.
+        times: of each stage, or one for all of them, for the schedules that are searched for; F = I = W = 1 where there are none.
+        latency_s: seconds of every dependency between devices, likewise.
+        max_in_flight: the most stage activations that a worker may hold, likewise; `None` for the schedule's own limit.
     """
 
     num_devices: int
@@ -471,3 +486,6 @@ class Size:
     num_chunks: int = 1
     num_pipelines: int = 0
     update_scope: UpdateScope | None = None
+    times: tuple[StageTimes, ...] = ()
+    latency_s: float = 0.0
+    max_in_flight: float | None = None

@@ -20,8 +20,8 @@ the paper validates the norm afterwards instead).
 
 from __future__ import annotations
 
-from raypipe.schedules.family import Family, StageTimes, require_one_chunk, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size
+from raypipe.schedules.family import Family, require_one_chunk, require_one_pipeline, synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes
 
 
 def zb_h1(size: Size) -> Schedule:

@@ -29,7 +29,6 @@ from raypipe.show.tables import schedule_table
 from raypipe.simulate import simulate
 from raypipe.trace import Trace
 
-_DEFAULT_CHUNKS = {"interleaved": 2}
 _STEADY_UPDATES = 9
 # Two million Ops take some two minutes and two gigabytes; what all updates wait for grows with the square of the stages.
 _MOST_OPS = 2_000_000
@@ -88,7 +87,7 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
 @click.option("--devices", type=COUNT, required=True, help="Devices, one worker each.")
 @click.option("--microbatches", type=COUNT, required=True, help="Microbatches of one update, over all pipelines.")
 @click.option("--updates", type=COUNT, default=1, show_default=True, help="Updates of the window.")
-@click.option("--chunks", type=COUNT, help="Stages a device, for schedules that take several.  [default: 2 for interleaved, else 1]")
+@click.option("--chunks", type=COUNT, help="Stages a device, for schedules that take several.  [default: the schedule's own]")
 @click.option("--pipelines", type=COUNT, help="Layings of the stages, for schedules that have several.  [default: the schedule's own]")
 @click.option("--update-scope", type=click.Choice([str(scope) for scope in UpdateScope]), help="What an update waits for.")
 @click.option("--forward", type=SECONDS, default=1.0, show_default=True, help="Seconds of a stage's forward.")
@@ -127,14 +126,13 @@ def schedule(
         num_devices=devices,
         num_microbatches=microbatches,
         num_updates=updates,
-        num_chunks=chunks or _DEFAULT_CHUNKS.get(name, 1),
+        num_chunks=chunks or catalogue.family(name).default_chunks,
         num_pipelines=pipelines or 0,
         update_scope=UpdateScope(update_scope) if update_scope else None,
     )
     times = StageSeconds(forward, backward, backward / 2 if weight_grad is None else weight_grad, latency)
     if times.weight_grad_s > backward:
         raise InputError(f"--weight-grad {weight_grad:g} is more than --backward {backward:g}, of which it is a part")
-    catalogue.family(name)
     _refuse_large(size)
     built = catalogue.build(name, size)
     validate(built)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError, UnknownNameError
 from raypipe.schedules import catalogue
-from raypipe.schedules.family import Family, StageTimes
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, UpdateScope, dependencies
+from raypipe.schedules.family import Family
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope, dependencies
 from raypipe.schedules.lower import CollectiveKind, lower
 from raypipe.schedules.passes import evaluation, merge_split_backwards
 from raypipe.schedules.validate import facts, validate
