@@ -61,13 +61,16 @@ class BatchSource(Protocol):
         """
 
 
-MessageKey = tuple[Direction, int, int, int, int]
-"""Direction, source stage, target stage, microbatch and pipeline: a message whole, whatever rows of it travel where."""
+Rows = tuple[float, float]
+"""First row and end of a microbatch, in shares of it."""
+
+MessageKey = tuple[Direction, int, int, int, int, int]
+"""Direction, source stage, target stage, microbatch, pipeline and part: what one Op gives another stage, whatever rows travel where."""
 
 
 def message_key(message: Message) -> MessageKey:
     """The key of a message."""
-    return (message.direction, message.source, message.target, message.index, message.pipeline)
+    return (message.direction, message.source, message.target, message.index, message.pipeline, message.part)
 
 
 @dataclass(frozen=True)
@@ -97,17 +100,39 @@ class Job:
         """How many Sends carry each message; none where the stage that needs it is on the same device."""
         return Counter(message_key(item.message) for item in self.program.items if isinstance(item, Send))
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Each item in text: for spans, status and faults, made once for all windows."""
+        return tuple(str(item) if isinstance(item, Compute) else "" for item in self.program.items)
+
+    @cached_property
+    def rows(self) -> frozenset[Rows]:
+        """The different rows of a microbatch that Ops of this device work on."""
+        return frozenset(rows for item in self.program.items if isinstance(item, Compute) for rows in item.rows)
+
 
 def jobs(schedule: Schedule, placement: Placement | None = None) -> tuple[Job, ...]:
     """The jobs of all devices of a valid schedule.
 
     Raises:
-        ScheduleError: it asks for what the executor does not do: divided Ops, or losses coupled over microbatches.
+        ScheduleError: it asks for what the executor does not do: recomputation, shared weights, losses coupled over
+            microbatches, or a microbatch that is not divided alike by all that is done with it.
     """
     placement = placement or Placement.one_each(schedule.num_workers)
+    num_parts: dict[int, int] = {}
     for op, place in schedule.ops():
-        if op.part or op.kind in {OpKind.EXCHANGE, OpKind.RECOMPUTE}:
-            raise ScheduleError(f"worker {place.worker}, position {place.position}: {op} can be simulated but not yet run")
+        where = f"worker {place.worker}, position {place.position}"
+        if op.kind in {OpKind.EXCHANGE, OpKind.RECOMPUTE}:
+            raise ScheduleError(f"{where}: {op} can be simulated but not yet run")
+        if not op.kind.per_update:
+            found_parts = len(schedule.find(op._replace(part=0)))
+            if num_parts.setdefault(op.index, found_parts) != found_parts:
+                raise ScheduleError(
+                    f"{where}: {op} is one of {found_parts}, other Ops of microbatch {op.index} of {num_parts[op.index]}; to be run, "
+                    "a microbatch must be divided alike by all stages, forward and backward"
+                )
+        elif op.part:
+            raise ScheduleError(f"{where}: {op} can be simulated but not yet run; leave the part out")
     if schedule.graph.ties:
         raise ScheduleError(f"stages {schedule.graph.ties[0]} share a weight: this can be simulated but not yet run")
     if schedule.loss_group_size != 1:
@@ -165,19 +190,19 @@ class WindowReport:
         began_s: when its first item began, by the clock that `time.time` reads.
         spans: seconds since then.
         losses: by microbatch of the window, the mean over the rows of this device.
+        num_rows: by microbatch, the rows of it that these losses are of.
         norms: by update of the window, the gradient norm: over all stages where the update's scope is global, else over the
             stages that count here.
         outputs: by microbatch, if they were asked for.
-        num_rows: of each microbatch that this device computed.
     """
 
     device: int
     began_s: float
     spans: list[Span] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
+    num_rows: dict[int, int] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
-    num_rows: int = 0
 
 
 @dataclass
@@ -242,11 +267,12 @@ class Executor:
             AbortedError: `abort` was called.
         """
         num_rows = window.num_rows or self.num_rows
-        if row_range(job.program.rows, num_rows)[0] == row_range(job.program.rows, num_rows)[1]:
-            raise PlanError(
-                f"device {self.device} has the share {job.program.rows} of a microbatch of {num_rows} rows, which is none; "
-                "use larger microbatches or fewer replicas"
-            )
+        for rows in job.rows:
+            if row_range(rows, num_rows)[0] == row_range(rows, num_rows)[1]:
+                raise PlanError(
+                    f"device {self.device} works on the share {rows} of a microbatch of {num_rows} rows, which is none; "
+                    "use larger microbatches, fewer replicas, or a schedule that does not divide microbatches"
+                )
         self.transport.open_window(self._expect(job, num_rows))
         for weights in self.held.values():
             weights.module.train(not job.forward_only)
@@ -299,7 +325,7 @@ def mean_losses(reports: Sequence[WindowReport], *, num_microbatches: int) -> li
     for report in reports:
         for index, loss in report.losses.items():
             total, rows = sums.get(index, (0.0, 0))
-            sums[index] = (total + loss * report.num_rows, rows + report.num_rows)
+            sums[index] = (total + loss * report.num_rows[index], rows + report.num_rows[index])
     means = [total / rows for _, (total, rows) in sorted(sums.items())]
     return [sum(means[first : first + num_microbatches]) / num_microbatches for first in range(0, len(means), num_microbatches)]
 
@@ -322,15 +348,14 @@ class _Run:
         self.job = job
         self.window = window
         self.num_rows = window.num_rows or executor.num_rows
-        self.own_rows = row_range(job.program.rows, self.num_rows)
-        self.report = WindowReport(executor.device, time.time(), num_rows=self.own_rows[1] - self.own_rows[0])
+        self.report = WindowReport(executor.device, time.time())
         self.origin = time.perf_counter()
-        self.inbox: dict[MessageKey, list[tuple[tuple[float, float], tuple[Tensor, ...]]]] = {}
-        self.outbox: dict[MessageKey, tuple[int, tuple[Tensor, ...]]] = {}
-        self.saved: dict[tuple[int, int], _Saved] = {}
-        self.deferred: dict[tuple[int, int], tuple[int, PendingWeightGradient]] = {}
+        self.inbox: dict[MessageKey, list[tuple[Rows, tuple[Tensor, ...]]]] = {}
+        self.outbox: dict[MessageKey, tuple[int, Rows, tuple[Tensor, ...]]] = {}
+        self.saved: dict[tuple[int, int, int], _Saved] = {}
+        self.deferred: dict[tuple[int, int, int], tuple[int, PendingWeightGradient]] = {}
         self.pending: dict[Collective, Pending] = {}
-        self.losses: dict[int, Tensor] = {}
+        self.losses: dict[int, list[tuple[int, Tensor]]] = {}
 
     def run(self) -> WindowReport:
         handlers = {Compute: self._compute, Send: self._send, Recv: self._recv, Start: self._start, Await: self._await}
@@ -340,7 +365,9 @@ class _Run:
             handlers[type(item)](item, position)  # type: ignore[operator]
         for name in ("inbox", "outbox", "saved", "deferred", "pending"):
             assert not getattr(self, name), f"device {self.executor.device}: {name} holds {list(getattr(self, name))} after the window"
-        self.report.losses = {index: float(loss) for index, loss in self.losses.items()}
+        for index, parts in self.losses.items():
+            self.report.num_rows[index] = sum(rows for rows, _ in parts)
+            self.report.losses[index] = sum(rows * float(loss) for rows, loss in parts) / self.report.num_rows[index]
         return self.report
 
     def _span(self, kind: SpanKind, name: str, since: float, size: int = 0) -> None:
@@ -350,18 +377,18 @@ class _Run:
     # Computation
 
     def _compute(self, item: Compute, position: int) -> None:
-        name = str(item)
+        name = self.job.names[position]
         self.executor.doing = name
         since = time.perf_counter()
         self.executor.faults.strike(device=self.executor.device, op=name, window=self.window.number)
-        for op, version in zip(item.ops, item.versions, strict=True):
+        for op, version, rows in zip(item.ops, item.versions, item.rows, strict=True):
             match op.kind:
                 case OpKind.FORWARD:
-                    self._forward(op, version)
+                    self._forward(op, version, rows)
                 case OpKind.BACKWARD | OpKind.INPUT_GRADIENT:
-                    self._backward(op)
+                    self._backward(op, rows)
                 case OpKind.WEIGHT_GRADIENT:
-                    used, gradient = self.deferred.pop((op.stage, op.index))
+                    used, gradient = self.deferred.pop((op.stage, op.index, op.part))
                     self.executor.held[op.stage].bind(used, self._update_of(op))
                     gradient.run()
                 case OpKind.UPDATE:
@@ -382,30 +409,29 @@ class _Run:
         """The microbatch's number since the beginning of training."""
         return self.window.first_update * self.job.num_microbatches + op.index
 
-    def _forward(self, op: Op, version: int) -> None:
+    def _forward(self, op: Op, version: int, rows: Rows) -> None:
         weights = self.executor.held[op.stage]
         inputs: dict[int, tuple[Tensor, ...]] = {}
         for source in self.job.graph.predecessors[op.stage]:
-            tensors = self._take((Direction.ACTIVATION, source, op.stage, op.index, op.pipeline))
+            tensors = self._take((Direction.ACTIVATION, source, op.stage, op.index, op.pipeline, op.part))
             inputs[source] = tuple(_leaf(tensor) for tensor in tensors) if not self.job.forward_only else tensors
-        batch = self._batch(op)
-        draw = Draw(self._microbatch(op), self.own_rows[0])
+        batch = self._batch(op, rows)
+        draw = Draw(self._microbatch(op), row_range(rows, self.num_rows)[0])
         outputs = weights.run(version, self._by_layer(op.stage, inputs), batch, draw)
         has_leaves = any(tensor.requires_grad for tensors in inputs.values() for tensor in tensors)
         pivot = () if has_leaves else weights.module.first_outputs
         weights.module.first_outputs = ()
-        loss = self._loss(op, outputs, batch) if op.stage in self.job.graph.sinks else None
+        loss = self._loss(op, outputs, batch, rows) if op.stage in self.job.graph.sinks else None
         if not self.job.forward_only:
-            self.saved[op.stage, op.index] = _Saved(version, inputs, outputs, pivot, loss)
+            self.saved[op.stage, op.index, op.part] = _Saved(version, inputs, outputs, pivot, loss)
         for target in self.job.graph.successors[op.stage]:
             layers = self.executor.cut.crossing[op.stage, target]
             message = tuple(tensor.detach() for layer in layers for tensor in outputs[layer])
-            self._give((Direction.ACTIVATION, op.stage, target, op.index, op.pipeline), message)
+            self._give((Direction.ACTIVATION, op.stage, target, op.index, op.pipeline, op.part), rows, message)
 
-    def _batch(self, op: Op) -> Batch:
-        module = self.executor.held[op.stage].module
-        needed = op.stage in self.job.graph.sinks or any(spec.batch for spec in module.specs.values())
-        return self.window.batches.batch(self._microbatch(op), self.job.program.rows) if needed else {}
+    def _batch(self, op: Op, rows: Rows) -> Batch:
+        needed = op.stage in self.job.graph.sinks or self.executor.held[op.stage].module.takes_batch
+        return self.window.batches.batch(self._microbatch(op), rows) if needed else {}
 
     def _by_layer(self, stage: int, inputs: Mapping[int, tuple[Tensor, ...]]) -> Outputs:
         """The tensors of the messages from other stages, sorted to the layers that made them."""
@@ -418,7 +444,7 @@ class _Run:
                 first += len(specs)
         return found
 
-    def _loss(self, op: Op, outputs: Outputs, batch: Batch) -> Tensor:
+    def _loss(self, op: Op, outputs: Outputs, batch: Batch, rows: Rows) -> Tensor:
         output = outputs[len(self.executor.model.layers) - 1]
         if len(output) != 1:
             raise ConfigError(f"the model's last layer gives {len(output)} tensors; the loss takes one")
@@ -427,12 +453,13 @@ class _Run:
         loss = self.executor.model.loss(output[0], batch)
         if loss.dim():
             raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}; expected a scalar, the mean over the rows")
-        self.losses[op.index] = loss.detach()
-        return loss * (self.report.num_rows / self.num_rows / self.job.num_microbatches)
+        first, end = row_range(rows, self.num_rows)
+        self.losses.setdefault(op.index, []).append((end - first, loss.detach()))
+        return loss * ((end - first) / self.num_rows / self.job.num_microbatches)
 
-    def _backward(self, op: Op) -> None:
+    def _backward(self, op: Op, rows: Rows) -> None:
         weights = self.executor.held[op.stage]
-        saved = self.saved.pop((op.stage, op.index))
+        saved = self.saved.pop((op.stage, op.index, op.part))
         outputs, gradients = self._roots(op, saved)
         parameters = weights.bind(saved.version, self._update_of(op))
         leaves = [tensor for tensors in saved.inputs.values() for tensor in tensors]
@@ -440,7 +467,7 @@ class _Run:
             found = backward_full(outputs, gradients, leaves, parameters)
         else:
             found, deferred = backward_input(outputs, gradients, leaves, parameters, pivot=saved.pivot)
-            self.deferred[op.stage, op.index] = (saved.version, deferred)
+            self.deferred[op.stage, op.index, op.part] = (saved.version, deferred)
         position = 0
         for source, tensors in saved.inputs.items():
             pairs = list(zip(tensors, found[position : position + len(tensors)], strict=True))
@@ -448,7 +475,7 @@ class _Run:
             message = tuple(
                 torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in pairs if takes_gradient(tensor.dtype)
             )
-            self._give((Direction.GRADIENT, op.stage, source, op.index, op.pipeline), message)
+            self._give((Direction.GRADIENT, op.stage, source, op.index, op.pipeline, op.part), rows, message)
 
     def _roots(self, op: Op, saved: _Saved) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where the backward of a stage begins: its loss, or the outputs with the sums of what their consumers sent back."""
@@ -456,7 +483,7 @@ class _Run:
             return [saved.loss], [torch.ones_like(saved.loss)]
         sums: dict[tuple[int, int], Tensor] = {}
         for target in self.job.graph.successors[op.stage]:
-            received = iter(self._take((Direction.GRADIENT, target, op.stage, op.index, op.pipeline)))
+            received = iter(self._take((Direction.GRADIENT, target, op.stage, op.index, op.pipeline, op.part)))
             for layer in self.executor.cut.crossing[op.stage, target]:
                 for number, tensor in enumerate(saved.outputs[layer]):
                     if takes_gradient(tensor.dtype):
@@ -494,28 +521,30 @@ class _Run:
 
     # Messages
 
-    def _give(self, key: MessageKey, tensors: tuple[Tensor, ...]) -> None:
+    def _give(self, key: MessageKey, rows: Rows, tensors: tuple[Tensor, ...]) -> None:
         """Puts a stage's result where its consumer finds it: on this device, or for the Sends that follow."""
         num_sends = self.job.num_sends[key]
         if num_sends:
-            self.outbox[key] = (num_sends, tensors)
+            self.outbox[key] = (num_sends, rows, tensors)
         else:
-            self.inbox[key] = [((0.0, 1.0), tensors)]
+            self.inbox[key] = [(rows, tensors)]
 
     def _take(self, key: MessageKey) -> tuple[Tensor, ...]:
         """The tensors of a message, put together from its rows if they came in several."""
-        pieces = sorted(self.inbox.pop(key), key=lambda piece: piece[0])
+        pieces = self.inbox.pop(key)
         if len(pieces) == 1:
             return pieces[0][1]
+        pieces.sort(key=lambda piece: piece[0])
         return tuple(torch.cat(parts) for parts in zip(*(tensors for _, tensors in pieces), strict=True))
 
     def _send(self, item: Send, _: int) -> None:
         key = message_key(item.message)
-        num_left, tensors = self.outbox.pop(key)
+        num_left, rows, tensors = self.outbox.pop(key)
         if num_left > 1:
-            self.outbox[key] = (num_left - 1, tensors)
-        if item.message.rows != self.job.program.rows:
-            first, end = (row - self.own_rows[0] for row in row_range(item.message.rows, self.num_rows))
+            self.outbox[key] = (num_left - 1, rows, tensors)
+        if item.message.rows != rows:
+            start = row_range(rows, self.num_rows)[0]
+            first, end = (row - start for row in row_range(item.message.rows, self.num_rows))
             tensors = tuple(tensor[first:end] for tensor in tensors)
         self.executor.transport.send(item.message, item.device, tensors)
 

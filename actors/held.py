@@ -101,6 +101,7 @@ class StageModule(nn.Module):
         last = len(model.layers) - 1
         self.kept = tuple(sorted(leaving | ({last} if last in self.indices else set())))
         self.layers = nn.ModuleDict({str(index): build_layer(model.layers[index], index=index, seed=seed) for index in self.indices})
+        self.takes_batch = any(spec.batch for spec in self.specs.values())
         self.random: dict[int, bool] = {}
         self.first_outputs: tuple[Tensor, ...] = ()
 

@@ -56,6 +56,21 @@ class SharedCompute:
 
 
 @dataclass(frozen=True)
+class Overheads:
+    """What running costs beyond computing and carrying: seconds of a device.
+
+    Attributes:
+        op_s: of each Op but U.
+        send_s: of handing over a message.
+        recv_s: of taking a message that is there.
+    """
+
+    op_s: float = 0.0
+    send_s: float = 0.0
+    recv_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Cost:
     """Seconds and bytes of everything in lowered programs.
 
@@ -68,6 +83,7 @@ class Cost:
         shared_compute: groups of devices that share cores; devices in none have their own.
         weight_versions: by device, the most versions of the weights held at once, over the stages held; 1 where left out.
         together: seconds of a slot whose Ops overlap, from the seconds of each; their sum by default.
+        overheads: seconds that the devices spend besides; none by default.
     """
 
     devices: tuple[str, ...]
@@ -77,11 +93,21 @@ class Cost:
     shared_compute: tuple[SharedCompute, ...] = ()
     weight_versions: Mapping[int, float] = field(default_factory=dict)
     together: Callable[[tuple[float, ...]], float] = sum
+    overheads: Overheads = Overheads()
 
-    def compute_s(self, device: int, ops: tuple[Op, ...], share: float = 1.0) -> float:
-        """Seconds of one slot on a device that has `share` of the microbatch's rows, if it computes alone."""
-        times = tuple(self._op_s(self.stages[device, op.stage], op.kind, share) for op in ops)
-        return times[0] if len(times) == 1 else self.together(times)
+    def compute_s(self, device: int, ops: tuple[Op, ...], shares: tuple[float, ...] = ()) -> float:
+        """Seconds of one slot on a device, if it computes alone.
+
+        Args:
+            device: its number.
+            ops: of the slot.
+            shares: of the microbatch's rows that each Op works on; all of them where left out.
+        """
+        times = tuple(
+            self._op_s(self.stages[device, op.stage], op.kind, share) for op, share in zip(ops, shares or (1.0,) * len(ops), strict=True)
+        )
+        own_s = times[0] if len(times) == 1 else self.together(times)
+        return own_s + self.overheads.op_s * sum(op.kind is not OpKind.UPDATE for op in ops)
 
     @staticmethod
     def _op_s(stage: StageCost, kind: OpKind, share: float) -> float:

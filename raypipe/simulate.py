@@ -1,9 +1,12 @@
 """Predicts a window: the very programs that run, with times from a cost model. No ray, no torch.
 
-A discrete-event simulation of the lowered items. Devices run their items in order; a Send hands its message to the links
-and costs the device nothing; links are taken first come, first served, and a message occupies each of its resources for
-bytes / bandwidth, then arrives one latency later (latency occupies nothing). Devices that share cores progress at an equal
-rate, cores / computing devices at most 1 (processor sharing). Time: O(items log devices).
+A discrete-event simulation of the lowered items. Devices run their items in order; a Send hands its message to the links;
+links are taken first come, first served, and a message occupies each of its resources for bytes / bandwidth, then arrives
+one latency later (latency occupies nothing). Devices that share cores progress at an equal rate, cores / computing devices
+at most 1 (processor sharing).
+
+An order is numbered once (`Numbered`) and timed as often as wanted (`Numbered.run`): a search over costs pays for the
+numbering once, and for spans not at all. Time: O(items log devices).
 """
 
 from __future__ import annotations
@@ -11,12 +14,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from functools import cached_property
+from itertools import repeat
 
 from raypipe.cost import Cost, SharedCompute, plan_cost
 from raypipe.plan import Plan
+from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Collective, Compute, DeviceProgram, Message, Recv, Send, Start, lower
 from raypipe.trace import Source, Span, SpanKind, Trace
+
+# What an item is, in the inner loop.
+_COMPUTE, _SEND, _RECV, _START, _AWAIT = range(5)
+_UNKNOWN = -1.0
 
 
 def simulate(programs: Sequence[DeviceProgram], cost: Cost, *, name: str, num_updates: int = 1, with_memory: bool = True) -> Trace:
@@ -29,10 +38,7 @@ def simulate(programs: Sequence[DeviceProgram], cost: Cost, *, name: str, num_up
         num_updates: updates of the window.
         with_memory: whether the trace has the bytes held over time.
     """
-    run = _Simulation(programs, cost)
-    run.run()
-    memory = tuple(map(tuple, run.memory)) if with_memory else ()
-    return Trace(name, Source.SIMULATED, cost.devices, num_updates, tuple(run.spans), memory)
+    return Numbered(programs).run(cost).trace(name=name, num_updates=num_updates, with_memory=with_memory)
 
 
 def simulate_plan(plan: Plan) -> Trace:
@@ -40,15 +46,213 @@ def simulate_plan(plan: Plan) -> Trace:
     return simulate(lower(plan.schedule, plan.placement), plan_cost(plan), name=plan.name, num_updates=plan.schedule.num_updates)
 
 
-class _Event(Enum):
-    RESUME = auto()
-    """A device goes on with its next item."""
-    ARRIVAL = auto()
-    """A message reaches its receiver."""
-    COLLECTIVE_END = auto()
-    """A collective ends for all its members."""
-    CORES = auto()
-    """The first of the devices that share cores is done with its slot."""
+class Numbered:
+    """An order whose items, messages and collectives are numbers, to be timed with one cost after the other.
+
+    Args:
+        programs: lowered, of a valid schedule. The n-th Send of a channel is what its n-th Recv waits for.
+    """
+
+    def __init__(self, programs: Sequence[DeviceProgram]) -> None:
+        self.programs = tuple(programs)
+        self.kinds: list[bytearray] = []
+        self.numbers: list[list[int]] = []
+        """For each device and item: the class of a Compute, the number of a message or of a collective."""
+        self.computes: list[list[Compute]] = []
+        self.classes: list[tuple[int, Compute]] = []
+        """A device and one of its slots for each class of slots that take equally long."""
+        self.messages: list[Message] = []
+        self.message_classes: list[int] = []
+        self.transfers: list[tuple[int, int, Message]] = []
+        """Sender, receiver and one message for each class of messages that take the same way with equally many bytes."""
+        self.collectives: list[Collective] = []
+        self._class_of: dict[object, int] = {}
+        self._transfer_of: dict[object, int] = {}
+        self._collective_of: dict[Collective, int] = {}
+        self._sent: dict[tuple[int, int], list[int]] = {}
+        # A message's number is known at its Send: all programs' sends come first.
+        sends = [[self._message(program.device, item) for item in program.items if type(item) is Send] for program in programs]
+        for program, numbers in zip(programs, sends, strict=True):
+            self._add(program, numbers)
+
+    def _message(self, device: int, item: Send) -> int:
+        number = len(self.messages)
+        message = item.message
+        self.messages.append(message)
+        key = (device, item.device, message.source, message.target, message.rows)
+        known = self._transfer_of.get(key)
+        if known is None:
+            known = self._transfer_of[key] = len(self.transfers)
+            self.transfers.append((device, item.device, message))
+        self.message_classes.append(known)
+        channel = self._sent.get((device, item.device))
+        if channel is None:
+            channel = self._sent[device, item.device] = []
+        channel.append(number)
+        return number
+
+    def _add(self, program: DeviceProgram, sends: list[int]) -> None:
+        device = program.device
+        kinds, numbers, computes = bytearray(), [], []
+        unsent = iter(sends)
+        arriving = {peer: iter(channel) for (peer, target), channel in self._sent.items() if target == device}
+        class_of = self._class_of
+        for item in program.items:
+            kind = type(item)
+            if kind is Compute:
+                assert isinstance(item, Compute)
+                ops = item.ops
+                key: object = (
+                    (device, ops[0].stage, ops[0].kind, item.rows[0])
+                    if len(ops) == 1
+                    else (device, tuple((op.stage, op.kind) for op in ops), item.rows)
+                )
+                known = class_of.get(key)
+                if known is None:
+                    known = class_of[key] = len(self.classes)
+                    self.classes.append((device, item))
+                kinds.append(_COMPUTE)
+                numbers.append(known)
+                computes.append(item)
+            elif kind is Send:
+                kinds.append(_SEND)
+                numbers.append(next(unsent))
+            elif kind is Recv:
+                assert isinstance(item, Recv)
+                number = next(arriving[item.device])
+                message = self.messages[number]
+                assert message is item.message or message == item.message, f"device {device} expects {item.message}, {message} is sent"
+                kinds.append(_RECV)
+                numbers.append(number)
+            else:
+                assert not isinstance(item, Compute | Send | Recv)
+                known = self._collective_of.get(item.collective)
+                if known is None:
+                    known = self._collective_of[item.collective] = len(self.collectives)
+                    self.collectives.append(item.collective)
+                kinds.append(_START if kind is Start else _AWAIT)
+                numbers.append(known)
+        self.kinds.append(kinds)
+        self.numbers.append(numbers)
+        self.computes.append(computes)
+
+    @cached_property
+    def updates(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each update, its U's: pairs of a program and the number of the slot among its slots."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for program, computes in enumerate(self.computes):
+            for position, item in enumerate(computes):
+                if item.ops[0].kind is OpKind.UPDATE:
+                    found.setdefault(item.ops[0].index, []).append((program, position))
+        return tuple(tuple(found[update]) for update in sorted(found))
+
+    def run(self, cost: Cost) -> Timing:
+        """When everything happens with these costs."""
+        run = _Run(self, cost)
+        run.run()
+        return Timing(self, cost, run.starts, run.ends, run.waits, run.left_s, run.arrival_s)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When the slots of an order start and end.
+
+    Attributes:
+        order: what was timed.
+        cost: with what.
+        starts: for each program the start of each of its slots.
+        ends: likewise their ends.
+        waits: for each program: message or -1, collective or -1, start, end.
+        left_s: for each message when it came onto its links.
+        arrival_s: for each message when it was there.
+    """
+
+    order: Numbered
+    cost: Cost
+    starts: list[list[float]]
+    ends: list[list[float]]
+    waits: list[list[tuple[int, int, float, float]]]
+    left_s: list[float]
+    arrival_s: list[float]
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """Seconds until the last slot ends."""
+        return max((row[-1] for row in self.ends if row), default=0.0)
+
+    @cached_property
+    def update_ends_s(self) -> tuple[float, ...]:
+        """For each update, when its last U ended; all of it where there is none."""
+        ends = self.ends
+        return tuple(max(ends[at][position] for at, position in places) for places in self.order.updates) or (self.makespan_s,)
+
+    @property
+    def update_s(self) -> float:
+        """Seconds per update, as `Trace.update_s`."""
+        ends = self.update_ends_s
+        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0]
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """For each program, the seconds in which its device computed."""
+        return tuple(sum(ends) - sum(starts) for starts, ends in zip(self.starts, self.ends, strict=True))
+
+    def trace(self, *, name: str, num_updates: int = 1, with_memory: bool = True) -> Trace:
+        """The same as spans."""
+        spans: list[Span] = []
+        order, make = self.order, Span._make
+        names = list(map(str, order.messages))
+        for program, items, starts, ends, waits in zip(order.programs, order.computes, self.starts, self.ends, self.waits, strict=True):
+            device = program.device
+            spans += map(make, zip(repeat(device), repeat(SpanKind.COMPUTE), map(str, items), starts, ends, repeat(0)))  # noqa: B905  # endless
+            for message, collective, start, end in waits:
+                if message >= 0:
+                    spans.append(Span(device, SpanKind.RECV, names[message], start, end, self._bytes[order.message_classes[message]]))
+                else:
+                    met = order.collectives[collective]
+                    spans.append(Span(device, SpanKind.COLLECTIVE, str(met), start, end, self.cost.collective_bytes(met)))
+        targets = [target for _, target, _ in order.transfers]
+        for known, text, left, arrival in zip(order.message_classes, names, self.left_s, self.arrival_s, strict=True):
+            if arrival > left:
+                spans.append(make((targets[known], SpanKind.TRANSFER, text, left, arrival, self._bytes[known])))
+        return Trace(name, Source.SIMULATED, self.cost.devices, num_updates, tuple(spans), self.memory if with_memory else ())
+
+    @cached_property
+    def _bytes(self) -> list[int]:
+        return [self.cost.message_bytes(message) for _, _, message in self.order.transfers]
+
+    @cached_property
+    def memory(self) -> tuple[tuple[tuple[float, int], ...], ...]:
+        """For each device, steps (seconds, bytes held from then on)."""
+        found: list[tuple[tuple[float, int], ...]] = [
+            ((0.0, self.cost.standing_bytes(device)),) for device in range(len(self.cost.devices))
+        ]
+        for at, program in enumerate(self.order.programs):
+            found[program.device] = tuple(self._memory(at, program.device))
+        return tuple(found)
+
+    @cached_property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """For each device, the most bytes held."""
+        return tuple(max(held for _, held in steps) for steps in self.memory)
+
+    def _memory(self, at: int, device: int) -> list[tuple[float, int]]:
+        order, step = self.order, self.cost.memory_step_bytes
+        steps = {}
+        for number, (owner, item) in enumerate(order.classes):
+            if owner == device:
+                parts = [step(device, op, rows[1] - rows[0]) for op, rows in zip(item.ops, item.rows, strict=True)]
+                steps[number] = (sum(taken for taken, _ in parts), sum(freed for _, freed in parts))
+        held = self.cost.standing_bytes(device)
+        curve = [(0.0, held)]
+        slots = (number for kind, number in zip(order.kinds[at], order.numbers[at], strict=True) if kind == _COMPUTE)
+        for number, start, end in zip(slots, self.starts[at], self.ends[at], strict=True):
+            taken, freed = steps[number]
+            if taken:
+                curve.append((start, held := held + taken))
+            if freed:
+                curve.append((end, held := held - freed))
+        return curve
 
 
 @dataclass
@@ -72,141 +276,163 @@ class _Cores:
         return self.since_s + max(self.active[0][0] - self.work, 0.0) / self.rate()
 
 
-class _Simulation:
-    def __init__(self, programs: Sequence[DeviceProgram], cost: Cost) -> None:
-        self.programs = {program.device: program for program in programs}
+class _Run:
+    """One run over numbered programs.
+
+    The heap holds for each device that can go on the time from which it can, and for each group of devices that share
+    cores the time at which the first of them is done. A device that waits for what has not been sent is in no heap.
+    """
+
+    def __init__(self, order: Numbered, cost: Cost) -> None:
+        self.order = order
         self.cost = cost
-        self.spans: list[Span] = []
-        self.memory: list[list[tuple[float, int]]] = [[(0.0, cost.standing_bytes(device))] for device in range(len(cost.devices))]
-        self.heads = dict.fromkeys(self.programs, 0)
-        self.waiting: dict[int, tuple[Message | Collective, float]] = {}
-        self.computing: dict[int, float] = {}
-        self.arrived: set[tuple[int, Message]] = set()
-        self.ended: set[Collective] = set()
-        self.started: dict[Collective, int] = {}
+        num_programs = len(order.programs)
+        self.starts: list[list[float]] = [[] for _ in range(num_programs)]
+        self.ends: list[list[float]] = [[] for _ in range(num_programs)]
+        self.waits: list[list[tuple[int, int, float, float]]] = [[] for _ in range(num_programs)]
+        self.left_s = [_UNKNOWN] * len(order.messages)
+        self.arrival_s = [_UNKNOWN] * len(order.messages)
+        self.durations_s = [
+            cost.compute_s(device, item.ops, tuple(rows[1] - rows[0] for rows in item.rows)) for device, item in order.classes
+        ]
+        self.links = [_Link(cost, source, target, message) for source, target, message in order.transfers]
         self.free_s: dict[str, float] = {}
-        self.cores = {device: cores for shared in cost.shared_compute for cores in [_Cores(shared)] for device in shared.devices}
-        self.events: list[tuple[float, int, _Event, object]] = []
+        program_of = {program.device: at for at, program in enumerate(order.programs)}
+        self.groups = [_Cores(shared) for shared in cost.shared_compute]
+        self.group_of = {program_of[device]: group for group in self.groups for device in group.shared.devices if device in program_of}
+        self.heads = [0] * num_programs
+        self.since_s = [0.0] * num_programs
+        self.message_waiter = [-1] * len(order.messages)
+        self.num_started = [0] * len(order.collectives)
+        self.collective_end_s = [_UNKNOWN] * len(order.collectives)
+        self.collective_waiters: list[list[int]] = [[] for _ in order.collectives]
+        # Time, a number that keeps simultaneous events in the order in which they were caused, program, epoch of its cores.
+        self.heap: list[tuple[float, int, int, int]] = []
         self.sequence = 0
 
-    def at(self, time_s: float, event: _Event, what: object) -> None:
-        # The sequence number keeps simultaneous events in the order in which they were caused.
+    def push(self, time_s: float, program: int, epoch: int = 0) -> None:
         self.sequence += 1
-        heapq.heappush(self.events, (time_s, self.sequence, event, what))
+        heapq.heappush(self.heap, (time_s, self.sequence, program, epoch))
 
     def run(self) -> None:
-        for device in self.programs:
-            self.at(0.0, _Event.RESUME, device)
-        while self.events:
-            now_s, _, event, what = heapq.heappop(self.events)
-            match event, what:
-                case _Event.RESUME, int(device):
-                    self.finish(device, now_s)
-                    self.proceed(device, now_s)
-                case _Event.ARRIVAL, (int(device), Message() as message):
-                    if device in self.waiting and self.waiting[device][0] == message:
-                        self.wake(device, now_s)
-                    else:
-                        self.arrived.add((device, message))
-                case _Event.COLLECTIVE_END, Collective() as collective:
-                    self.ended.add(collective)
-                    for device in collective.devices:
-                        if device in self.waiting and self.waiting[device][0] == collective:
-                            self.wake(device, now_s)
-                case _Event.CORES, (_Cores() as cores, int(epoch)):
-                    if cores.epoch == epoch:
-                        self.cores_done(cores, now_s)
-        stuck = [device for device, program in self.programs.items() if self.heads[device] < len(program.items)]
+        for program in range(len(self.heads)):
+            self.push(0.0, program)
+        while self.heap:
+            now_s, _, program, epoch = heapq.heappop(self.heap)
+            if program < 0:
+                group = self.groups[-1 - program]
+                if group.epoch != epoch:
+                    continue
+                group.advance(now_s)
+                _, program = heapq.heappop(group.active)
+                self.plan(group)
+                self.ends[program].append(now_s)
+            self.proceed(program, now_s)
+        stuck = [program.device for program, head in zip(self.order.programs, self.heads, strict=True) if head < len(program.items)]
         assert not stuck, f"devices {stuck} wait for ever; validate the schedule before it is lowered"
 
-    def wake(self, device: int, now_s: float) -> None:
-        """Ends the wait of a device and lets it go on."""
-        awaited, since_s = self.waiting.pop(device)
-        if now_s > since_s:
-            if isinstance(awaited, Message):
-                kind, size = SpanKind.RECV, self.cost.message_bytes(awaited)
-            else:
-                kind, size = SpanKind.COLLECTIVE, self.cost.collective_bytes(awaited)
-            self.spans.append(Span(device, kind, str(awaited), since_s, now_s, size))
-        self.heads[device] += 1
-        self.proceed(device, now_s)
-
-    def proceed(self, device: int, now_s: float) -> None:
-        """Runs items until the device computes or waits, or its program ends."""
-        program = self.programs[device]
-        while self.heads[device] < len(program.items):
-            item = program.items[self.heads[device]]
-            if isinstance(item, Compute):
-                self.compute(device, item, program.rows[1] - program.rows[0], now_s)
-                return
-            if isinstance(item, Send):
-                self.send(device, item, now_s)
-            elif isinstance(item, Recv):
-                if (device, item.message) not in self.arrived:
-                    self.waiting[device] = (item.message, now_s)
+    def proceed(self, program: int, now_s: float) -> None:  # noqa: PLR0912, PLR0915  # one loop: a call an item would double its time
+        """Runs the items of a program until it must wait, or until something else happens before it goes on."""
+        kinds, numbers = self.order.kinds[program], self.order.numbers[program]
+        starts, ends, arrival_s, heap, durations_s = self.starts[program], self.ends[program], self.arrival_s, self.heap, self.durations_s
+        overheads = self.cost.overheads
+        recv_s, send_s = overheads.recv_s, overheads.send_s
+        shared = self.group_of.get(program)
+        head, length = self.heads[program], len(kinds)
+        while head < length:
+            kind, number = kinds[head], numbers[head]
+            head += 1
+            if kind == _COMPUTE:
+                starts.append(now_s)
+                duration_s = durations_s[number]
+                if shared is not None and duration_s:
+                    self.heads[program] = head
+                    shared.advance(now_s)
+                    heapq.heappush(shared.active, (shared.work + duration_s, program))
+                    self.plan(shared)
                     return
-                self.arrived.remove((device, item.message))
-            elif isinstance(item, Start):
-                self.start(item.collective, now_s)
-            elif item.collective not in self.ended:
-                self.waiting[device] = (item.collective, now_s)
-                return
-            self.heads[device] += 1
+                now_s += duration_s
+                ends.append(now_s)
+                if not duration_s:
+                    continue
+            elif kind == _RECV:
+                arrival = arrival_s[number]
+                if arrival == _UNKNOWN:
+                    self.message_waiter[number] = program
+                    self.since_s[program] = now_s
+                    break
+                if arrival > now_s:
+                    self.waits[program].append((number, -1, now_s, arrival))
+                    now_s = arrival
+                elif not recv_s:
+                    continue
+                now_s += recv_s
+            elif kind == _SEND:
+                self.send(number, now_s)
+                if not send_s:
+                    continue
+                now_s += send_s
+            elif kind == _START:
+                self.start(number, now_s)
+                continue
+            else:
+                end_s = self.collective_end_s[number]
+                if end_s == _UNKNOWN:
+                    self.collective_waiters[number].append(program)
+                    self.since_s[program] = now_s
+                    break
+                if end_s <= now_s:
+                    continue
+                self.waits[program].append((-1, number, now_s, end_s))
+                now_s = end_s
+            # Time has passed: what comes earlier elsewhere comes first.
+            if heap and heap[0][0] <= now_s:
+                self.push(now_s, program)
+                break
+        self.heads[program] = head
 
-    def compute(self, device: int, item: Compute, share: float, now_s: float) -> None:
-        duration_s = self.cost.compute_s(device, item.ops, share)
-        self.computing[device] = now_s
-        self.hold(device, now_s, sum(self.cost.memory_step_bytes(device, op, share)[0] for op in item.ops))
-        cores = self.cores.get(device)
-        if cores is None or not duration_s:
-            self.at(now_s + duration_s, _Event.RESUME, device)
+    def plan(self, group: _Cores) -> None:
+        """Enters the time at which the first of the devices that share cores is done."""
+        group.epoch += 1
+        if group.active:
+            self.push(group.next_end_s(), -1 - self.groups.index(group), group.epoch)
+
+    def send(self, number: int, now_s: float) -> None:
+        link = self.links[self.order.message_classes[number]]
+        start_s = now_s
+        if link.resources:
+            for resource, _ in link.resources:
+                start_s = max(start_s, self.free_s.get(resource, 0.0))
+            for resource, busy_s in link.resources:
+                self.free_s[resource] = start_s + busy_s
+        self.left_s[number] = start_s
+        arrival = self.arrival_s[number] = start_s + link.transfer_s
+        program = self.message_waiter[number]
+        if program >= 0:
+            since_s = self.since_s[program]
+            if arrival > since_s:
+                self.waits[program].append((number, -1, since_s, arrival))
+            self.push(arrival + self.cost.overheads.recv_s, program)
+
+    def start(self, number: int, now_s: float) -> None:
+        collective = self.order.collectives[number]
+        self.num_started[number] += 1
+        if self.num_started[number] < len(collective.devices):
             return
-        cores.advance(now_s)
-        heapq.heappush(cores.active, (cores.work + duration_s, device))
-        self.plan_cores(cores)
+        end_s = self.collective_end_s[number] = now_s + self.cost.collective_s(collective)
+        for program in self.collective_waiters[number]:
+            since_s = self.since_s[program]
+            if end_s > since_s:
+                self.waits[program].append((-1, number, since_s, end_s))
+            self.push(end_s, program)
 
-    def plan_cores(self, cores: _Cores) -> None:
-        cores.epoch += 1
-        if cores.active:
-            self.at(cores.next_end_s(), _Event.CORES, (cores, cores.epoch))
 
-    def cores_done(self, cores: _Cores, now_s: float) -> None:
-        cores.advance(now_s)
-        _, device = heapq.heappop(cores.active)
-        self.plan_cores(cores)
-        self.finish(device, now_s)
-        self.proceed(device, now_s)
+class _Link:
+    """What the messages of one class meet: seconds until they are there, and for which they occupy each resource."""
 
-    def finish(self, device: int, now_s: float) -> None:
-        """Ends the slot that the device computes, if it does."""
-        since_s = self.computing.pop(device, None)
-        if since_s is None:
-            return
-        program = self.programs[device]
-        item = program.items[self.heads[device]]
-        assert isinstance(item, Compute)
-        self.heads[device] += 1
-        self.spans.append(Span(device, SpanKind.COMPUTE, str(item), since_s, now_s))
-        share = program.rows[1] - program.rows[0]
-        self.hold(device, now_s, -sum(self.cost.memory_step_bytes(device, op, share)[1] for op in item.ops))
+    __slots__ = ("resources", "transfer_s")
 
-    def hold(self, device: int, now_s: float, more_bytes: int) -> None:
-        if more_bytes:
-            self.memory[device].append((now_s, self.memory[device][-1][1] + more_bytes))
-
-    def send(self, device: int, item: Send, now_s: float) -> None:
-        path = self.cost.path(device, item.device)
-        size = self.cost.message_bytes(item.message)
-        start_s = max((self.free_s.get(resource, 0.0) for resource, _ in path.resources), default=now_s)
-        start_s = max(start_s, now_s)
-        for resource, bandwidth in path.resources:
-            self.free_s[resource] = start_s + size / bandwidth
-        arrival_s = start_s + size / path.bandwidth_bytes_per_s + path.latency_s
-        if arrival_s > start_s:
-            self.spans.append(Span(item.device, SpanKind.TRANSFER, str(item.message), start_s, arrival_s, size))
-        self.at(arrival_s, _Event.ARRIVAL, (item.device, item.message))
-
-    def start(self, collective: Collective, now_s: float) -> None:
-        self.started[collective] = self.started.get(collective, 0) + 1
-        if self.started[collective] == len(collective.devices):
-            self.at(now_s + self.cost.collective_s(collective), _Event.COLLECTIVE_END, collective)
+    def __init__(self, cost: Cost, source: int, target: int, message: Message) -> None:
+        path, size = cost.path(source, target), cost.message_bytes(message)
+        self.transfer_s = size / path.bandwidth_bytes_per_s + path.latency_s
+        self.resources = tuple((resource, size / bandwidth) for resource, bandwidth in path.resources)

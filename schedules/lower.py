@@ -23,7 +23,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from raypipe.errors import PlanError
-from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, UpdateScope, ops_of, reads
+from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, ops_of, reads
 from raypipe.schedules.passes import add_reductions
 
 
@@ -99,10 +99,17 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """One slot: Ops that run, together if there are several, and the version of the weights each uses."""
+    """One slot.
+
+    Attributes:
+        ops: what runs, together if there are several.
+        versions: of the weights that each Op uses.
+        rows: of the microbatch that each Op works on, as in `Message`; an update's are the device's.
+    """
 
     ops: tuple[Op, ...]
     versions: tuple[int, ...]
+    rows: tuple[tuple[float, float], ...]
 
     def __str__(self) -> str:
         return str(self.ops[0]) if len(self.ops) == 1 else "(" + ";".join(map(str, self.ops)) + ")"
@@ -223,16 +230,24 @@ class _Lowering:
         self.placement = placement
         self.rows = [dict(placement.rows(worker)) for worker in range(schedule.num_workers)]
         self.collectives = _Collectives(schedule, placement)
+        self.made: dict[tuple[int, Op], list[tuple[Message, int]]] = {}
 
     def programs(self) -> tuple[DeviceProgram, ...]:
         """The programs, by device."""
         channels = self._channels()
         found = [
-            DeviceProgram(device, worker, rows, tuple(self._items(worker, device, channels)))
+            DeviceProgram(device, worker, rows, tuple(self._items(worker, device, channels.get(device, {}))))
             for worker, devices in enumerate(self.rows)
             for device, rows in devices.items()
         ]
         return tuple(sorted(found, key=lambda program: program.device))
+
+    def _rows(self, op: Op, share: tuple[float, float]) -> tuple[float, float]:
+        """The rows of the microbatch on which an Op works at a device with this share: part p of P has rows (p-1)/P to p/P."""
+        if not op.part:
+            return share
+        num_parts = len(self.schedule.find(op._replace(part=0)))
+        return (op.part - 1 + share[0]) / num_parts, (op.part - 1 + share[1]) / num_parts
 
     def _messages_made(self, op: Op, device: int) -> Iterator[tuple[Message, int]]:
         """What a device sends after an Op, and to which device."""
@@ -243,13 +258,16 @@ class _Lowering:
             direction, targets = Direction.GRADIENT, graph.predecessors[op.stage]
         else:
             return
-        worker = self.schedule.worker(op)
-        first, end = self.rows[worker][device]
+        workers = self.schedule.pipelines[op.pipeline]
+        worker = workers[op.stage]
+        first, end = self._rows(op, self.rows[worker][device])
         for target in targets:
-            other = self.schedule.pipelines[op.pipeline][target]
+            other = workers[target]
             if other == worker:
                 continue
-            for peer, (peer_first, peer_end) in self.rows[other].items():
+            for peer, share in self.rows[other].items():
+                # Both ends divide a microbatch alike, or the message carries all that its maker has.
+                peer_first, peer_end = self._rows(op, share) if op.part else share
                 rows = (max(first, peer_first), min(end, peer_end))
                 if rows[0] < rows[1]:
                     yield Message(direction, op.stage, target, op.index, op.pipeline, op.part, rows), peer
@@ -261,39 +279,45 @@ class _Lowering:
             for device in self.rows[worker]:
                 for slot in program:
                     for op in ops_of(slot):
-                        for message, peer in self._messages_made(op, device):
-                            channels.setdefault(peer, {}).setdefault(device, []).append(message)
+                        made = list(self._messages_made(op, device))
+                        if made:
+                            self.made[device, op] = made
+                            for message, peer in made:
+                                channels.setdefault(peer, {}).setdefault(device, []).append(message)
         return channels
 
-    def _items(self, worker: int, device: int, channels: dict[int, dict[int, list[Message]]]) -> Iterator[Item]:
-        incoming = channels.get(device, {})
+    def _items(self, worker: int, device: int, incoming: dict[int, list[Message]]) -> list[Item]:
         # Where each awaited message stands on its channel, by what the Op that needs it can tell of it.
-        awaited: dict[tuple[Direction, int, int, int, int], list[tuple[int, int]]] = {}
+        awaited: _Awaited = {}
         for peer, messages in incoming.items():
             for position, message in enumerate(messages):
                 key = (message.direction, message.source, message.target, message.index, message.pipeline)
                 awaited.setdefault(key, []).append((peer, position))
         taken = dict.fromkeys(incoming, 0)
+        share = self.rows[worker][device]
+        items: list[Item] = []
         for slot in self.schedule.programs[worker]:
-            yield from self._recvs(slot, incoming, awaited, taken)
-            yield from self.collectives.before(slot)
-            computed = tuple(op for op in ops_of(slot) if op.kind not in {OpKind.REDUCE, OpKind.PUBLISH})
+            ops = ops_of(slot)
+            self._recvs(ops, incoming, awaited, taken, items)
+            meets = not self.collectives.concerned.isdisjoint(ops)
+            if meets:
+                items += self.collectives.before(ops)
+            computed = tuple(op for op in ops if op.kind not in _NOT_COMPUTED) if meets else ops
             if computed:
-                yield Compute(computed, tuple(reads(self.schedule, op) for op in computed))
+                versions = tuple([reads(self.schedule, op) for op in computed])
+                items.append(Compute(computed, versions, tuple([self._rows(op, share) for op in computed])))
             for op in computed:
-                for message, peer in self._messages_made(op, device):
-                    yield Send(message, peer)
-            yield from self.collectives.behind(slot)
+                items += [Send(message, peer) for message, peer in self.made.get((device, op), ())]
+            if meets:
+                items += self.collectives.behind(ops)
+        return items
 
     def _recvs(
-        self,
-        slot: Slot,
-        incoming: dict[int, list[Message]],
-        awaited: dict[tuple[Direction, int, int, int, int], list[tuple[int, int]]],
-        taken: dict[int, int],
-    ) -> Iterator[Recv]:
+        self, ops: tuple[Op, ...], incoming: dict[int, list[Message]], awaited: _Awaited, taken: dict[int, int], items: list[Item]
+    ) -> None:
+        """Adds the Recvs that stand before a slot."""
         graph = self.schedule.graph
-        for op in ops_of(slot):
+        for op in ops:
             if op.kind is OpKind.FORWARD:
                 direction, sources = Direction.ACTIVATION, graph.predecessors[op.stage]
             elif op.kind.gives_input_gradient:
@@ -302,12 +326,17 @@ class _Lowering:
                 continue
             for source in sources:
                 for peer, position in awaited.get((direction, source, op.stage, op.index, op.pipeline), ()):
-                    message = incoming[peer][position]
-                    if op.part and message.part and message.part != op.part:
+                    messages = incoming[peer]
+                    if op.part and messages[position].part not in {0, op.part}:
                         continue
-                    for earlier in incoming[peer][taken[peer] : position + 1]:
-                        yield Recv(earlier, peer)
+                    items += [Recv(earlier, peer) for earlier in messages[taken[peer] : position + 1]]
                     taken[peer] = max(taken[peer], position + 1)
+
+
+_Awaited = dict[tuple[Direction, int, int, int, int], list[tuple[int, int]]]
+"""By direction, source, target, microbatch and pipeline: the peers that send it, and its place on their channels."""
+
+_NOT_COMPUTED = frozenset({OpKind.REDUCE, OpKind.PUBLISH})
 
 
 class _Collectives:
@@ -391,10 +420,16 @@ class _Collectives:
                 self.starts.setdefault(last, []).append(collective)
             self.awaits.setdefault(update_op, []).append(collective)
 
-    def before(self, slot: Slot) -> Iterator[Item]:
+    @cached_property
+    def concerned(self) -> frozenset[Op]:
+        """The Ops beside which something is started or awaited, and the G and P, which are nothing else."""
+        named = (op for op in self.schedule.places if op.kind in _NOT_COMPUTED)
+        return frozenset({*self.starts, *self.awaits, *self.late_starts, *named})
+
+    def before(self, ops: tuple[Op, ...]) -> Iterator[Item]:
         """What is awaited before a slot."""
         joining = {CollectiveKind.NORM, CollectiveKind.TIED}
-        for op in ops_of(slot):
+        for op in ops:
             awaited = [
                 collective
                 for collective in self.awaits.get(op, ())
@@ -404,9 +439,9 @@ class _Collectives:
             yield from (Start(collective) for collective in self.late_starts.get(op, ()) if len(collective.devices) > 1)
             yield from (Await(collective) for collective in awaited if collective.kind in joining)
 
-    def behind(self, slot: Slot) -> Iterator[Item]:
+    def behind(self, ops: tuple[Op, ...]) -> Iterator[Item]:
         """What is started behind a slot, and awaited at once where the slot publishes weights."""
-        for op in ops_of(slot):
+        for op in ops:
             yield from (Start(collective) for collective in self.starts.get(op, ()) if len(collective.devices) > 1)
             if op.kind is OpKind.PUBLISH:
                 published = (collective for collective in self.awaits.get(op, ()) if collective.kind is CollectiveKind.WEIGHTS)

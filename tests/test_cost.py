@@ -61,8 +61,8 @@ def test_input_and_weight_gradient_take_together_what_the_backward_takes() -> No
 
 
 def test_a_share_of_the_rows_takes_its_share_of_the_time_and_an_update_all_of_it() -> None:
-    assert cost().compute_s(0, (Op(OpKind.FORWARD, 0, 0),), 0.25) == 0.75
-    assert cost().compute_s(0, (Op(OpKind.UPDATE, 0, 0),), 0.25) == 0.5
+    assert cost().compute_s(0, (Op(OpKind.FORWARD, 0, 0),), (0.25,)) == 0.75
+    assert cost().compute_s(0, (Op(OpKind.UPDATE, 0, 0),), (0.25,)) == 0.5
 
 
 def test_ops_that_overlap_take_their_sum_unless_told_otherwise() -> None:
