@@ -56,7 +56,11 @@ def backward_full(
     Returns:
         For each input a gradient of its shape, or None if it takes none (integers) or none reaches it.
     """
-    roots = _roots(outputs, output_gradients)
+    roots = [
+        (output, gradient)
+        for output, gradient in zip(outputs, output_gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     leaves = [*wanted, *(parameter for parameter in parameters if parameter.requires_grad)]
     if not roots or not leaves:
@@ -64,7 +68,7 @@ def backward_full(
     gradients_before = [tensor.grad for tensor in wanted]
     for tensor in wanted:
         tensor.grad = None
-    torch.autograd.backward([root.edge for root in roots], [root.gradient for root in roots], inputs=leaves)
+    torch.autograd.backward([output for output, _ in roots], [gradient for _, gradient in roots], inputs=leaves)
     gradients = tuple(tensor.grad if tensor.requires_grad else None for tensor in inputs)
     for tensor, gradient in zip(wanted, gradients_before, strict=True):
         tensor.grad = gradient

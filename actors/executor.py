@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from raypipe.schedules.lower import (
     Compute,
     DeviceProgram,
     Direction,
+    Item,
     Message,
     Placement,
     Recv,
@@ -102,13 +104,25 @@ class Job:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Each item in text: for spans, status and faults, made once for all windows."""
-        return tuple(str(item) if isinstance(item, Compute) else "" for item in self.program.items)
+        """Each item that takes time in text: for spans, status and faults, made once for all windows."""
+        return tuple(_name(item) for item in self.program.items)
 
     @cached_property
     def rows(self) -> frozenset[Rows]:
         """The different rows of a microbatch that Ops of this device work on."""
         return frozenset(rows for item in self.program.items if isinstance(item, Compute) for rows in item.rows)
+
+
+def _name(item: Item) -> str:
+    match item:
+        case Compute():
+            return str(item)
+        case Recv():
+            return str(item.message)
+        case Await():
+            return str(item.collective)
+        case _:
+            return ""
 
 
 def jobs(schedule: Schedule, placement: Placement | None = None) -> tuple[Job, ...]:
@@ -182,13 +196,57 @@ class Window:
 
 
 @dataclass
+class SpanLog:
+    """The spans of a device as columns of numbers: they reach the driver in a small part of the time that objects take.
+
+    Attributes:
+        positions: of the items that took time.
+        starts_s: seconds since the device began.
+        ends_s: likewise.
+        sizes_bytes: of what was received or summed.
+    """
+
+    positions: array[int] = field(default_factory=lambda: array("Q"))
+    starts_s: array[float] = field(default_factory=lambda: array("d"))
+    ends_s: array[float] = field(default_factory=lambda: array("d"))
+    sizes_bytes: array[int] = field(default_factory=lambda: array("Q"))
+
+    def add(self, position: int, start_s: float, end_s: float, size_bytes: int) -> None:
+        """Notes one."""
+        self.positions.append(position)
+        self.starts_s.append(start_s)
+        self.ends_s.append(end_s)
+        self.sizes_bytes.append(size_bytes)
+
+    def spans(self, job: Job, *, shift_s: float = 0.0) -> list[Span]:
+        """The spans of a job's window, that much later."""
+        items, names, device = job.program.items, job.names, job.program.device
+        return [
+            Span(device, _SPAN_KINDS[type(items[position])], names[position], start_s + shift_s, end_s + shift_s, size)
+            for position, start_s, end_s, size in zip(self.positions, self.starts_s, self.ends_s, self.sizes_bytes, strict=True)
+        ]
+
+    def seconds(self, job: Job, kind: SpanKind) -> float:
+        """The seconds of all spans of a kind."""
+        items = job.program.items
+        return sum(
+            end_s - start_s
+            for position, start_s, end_s in zip(self.positions, self.starts_s, self.ends_s, strict=True)
+            if _SPAN_KINDS[type(items[position])] is kind
+        )
+
+
+_SPAN_KINDS: dict[type[Item], SpanKind] = {Compute: SpanKind.COMPUTE, Recv: SpanKind.RECV, Await: SpanKind.COLLECTIVE}
+
+
+@dataclass
 class WindowReport:
     """What a device did in a window.
 
     Attributes:
         device: its number.
         began_s: when its first item began, by the clock that `time.time` reads.
-        spans: seconds since then.
+        log: of its spans, in seconds since then.
         losses: by microbatch of the window, the mean over the rows of this device.
         num_rows: by microbatch, the rows of it that these losses are of.
         norms: by update of the window, the gradient norm: over all stages where the update's scope is global, else over the
@@ -198,7 +256,7 @@ class WindowReport:
 
     device: int
     began_s: float
-    spans: list[Span] = field(default_factory=list)
+    log: SpanLog = field(default_factory=SpanLog)
     losses: dict[int, float] = field(default_factory=dict)
     num_rows: dict[int, int] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
@@ -213,7 +271,14 @@ class _Saved:
     inputs: dict[int, tuple[Tensor, ...]]
     outputs: Outputs
     pivot: tuple[Tensor, ...]
-    loss: Tensor | None
+    loss: _ScaledLoss | None
+
+
+class _ScaledLoss(NamedTuple):
+    """A loss and the weight of its rows in the loss of the update."""
+
+    value: Tensor
+    weight: float
 
 
 class Executor:
@@ -356,6 +421,7 @@ class _Run:
         self.deferred: dict[tuple[int, int, int], tuple[int, PendingWeightGradient]] = {}
         self.pending: dict[Collective, Pending] = {}
         self.losses: dict[int, list[tuple[int, Tensor]]] = {}
+        self.loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
     def run(self) -> WindowReport:
         handlers = {Compute: self._compute, Send: self._send, Recv: self._recv, Start: self._start, Await: self._await}
@@ -370,9 +436,8 @@ class _Run:
             self.report.losses[index] = sum(rows * float(loss) for rows, loss in parts) / self.report.num_rows[index]
         return self.report
 
-    def _span(self, kind: SpanKind, name: str, since: float, size: int = 0) -> None:
-        now = time.perf_counter()
-        self.report.spans.append(Span(self.executor.device, kind, name, since - self.origin, now - self.origin, size))
+    def _span(self, position: int, since: float, size: int = 0) -> None:
+        self.report.log.add(position, since - self.origin, time.perf_counter() - self.origin, size)
 
     # Computation
 
@@ -395,7 +460,7 @@ class _Run:
                     self._update(op, position)
                 case _:
                     raise AssertionError(f"no such computation: {op}")
-        self._span(SpanKind.COMPUTE, name, since)
+        self._span(position, since)
         self.executor.doing = f"waiting to go on after {name}"
         if not self.job.forward_only:
             for op, version in zip(item.ops, item.versions, strict=True):
@@ -419,8 +484,8 @@ class _Run:
         draw = Draw(self._microbatch(op), row_range(rows, self.num_rows)[0])
         outputs = weights.run(version, self._by_layer(op.stage, inputs), batch, draw)
         has_leaves = any(tensor.requires_grad for tensors in inputs.values() for tensor in tensors)
-        pivot = () if has_leaves else weights.module.first_outputs
-        weights.module.first_outputs = ()
+        pivot = () if has_leaves else weights.module.first[0]
+        weights.module.first[0] = ()
         loss = self._loss(op, outputs, batch, rows) if op.stage in self.job.graph.sinks else None
         if not self.job.forward_only:
             self.saved[op.stage, op.index, op.part] = _Saved(version, inputs, outputs, pivot, loss)
@@ -444,7 +509,7 @@ class _Run:
                 first += len(specs)
         return found
 
-    def _loss(self, op: Op, outputs: Outputs, batch: Batch, rows: Rows) -> Tensor:
+    def _loss(self, op: Op, outputs: Outputs, batch: Batch, rows: Rows) -> _ScaledLoss:
         output = outputs[len(self.executor.model.layers) - 1]
         if len(output) != 1:
             raise ConfigError(f"the model's last layer gives {len(output)} tensors; the loss takes one")
@@ -455,7 +520,7 @@ class _Run:
             raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}; expected a scalar, the mean over the rows")
         first, end = row_range(rows, self.num_rows)
         self.losses.setdefault(op.index, []).append((end - first, loss.detach()))
-        return loss * ((end - first) / self.num_rows / self.job.num_microbatches)
+        return _ScaledLoss(loss, (end - first) / self.num_rows / self.job.num_microbatches)
 
     def _backward(self, op: Op, rows: Rows) -> None:
         weights = self.executor.held[op.stage]
@@ -480,7 +545,11 @@ class _Run:
     def _roots(self, op: Op, saved: _Saved) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where the backward of a stage begins: its loss, or the outputs with the sums of what their consumers sent back."""
         if saved.loss is not None:
-            return [saved.loss], [torch.ones_like(saved.loss)]
+            # The weight is the gradient that the backward begins with: one node of the graph less than a product.
+            key = (saved.loss.weight, saved.loss.value.dtype, saved.loss.value.device)
+            if key not in self.loss_gradients:
+                self.loss_gradients[key] = torch.full_like(saved.loss.value, saved.loss.weight)
+            return [saved.loss.value], [self.loss_gradients[key]]
         sums: dict[tuple[int, int], Tensor] = {}
         for target in self.job.graph.successors[op.stage]:
             received = iter(self._take((Direction.GRADIENT, target, op.stage, op.index, op.pipeline, op.part)))
@@ -548,12 +617,11 @@ class _Run:
             tensors = tuple(tensor[first:end] for tensor in tensors)
         self.executor.transport.send(item.message, item.device, tensors)
 
-    def _recv(self, item: Recv, _: int) -> None:
-        self.executor.doing = f"waiting for {item.message} from device {item.device}"
+    def _recv(self, item: Recv, position: int) -> None:
+        self.executor.doing = f"waiting for {self.job.names[position]} from device {item.device}"
         since = time.perf_counter()
         tensors = self.executor.transport.recv(item.message, item.device)
-        size = sum(tensor.nbytes for tensor in tensors)
-        self._span(SpanKind.RECV, str(item.message), since, size)
+        self._span(position, since, sum(tensor.nbytes for tensor in tensors))
         self.inbox.setdefault(message_key(item.message), []).append((item.message.rows, tensors))
 
     # Collectives
@@ -570,12 +638,12 @@ class _Run:
             tensor = weights.flat() if weights.newest > collective.update else torch.zeros_like(weights.flat())
         self.pending[collective] = self.executor.transport.start(collective, tensor)
 
-    def _await(self, item: Await, _: int) -> None:
+    def _await(self, item: Await, position: int) -> None:
         collective = item.collective
         self.executor.doing = f"waiting for {collective} with devices {', '.join(map(str, collective.devices))}"
         since = time.perf_counter()
         total = self.pending.pop(collective).wait()
-        self._span(SpanKind.COLLECTIVE, str(collective), since, total.nbytes)
+        self._span(position, since, total.nbytes)
         if collective.kind is CollectiveKind.NORM:
             self.report.norms[collective.update] = math.sqrt(total)
             return

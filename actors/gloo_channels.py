@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import zlib
@@ -16,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
+from raypipe.actors.channels import CLOSED_BY_PEER, ChannelError
+from raypipe.actors.meeting import limit
 from raypipe.actors.transport import Expected, TensorSpec
+from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.lower import Message
 
 UNLIMITED = timedelta(days=10)
@@ -37,9 +39,25 @@ class Group(Protocol):
         """Begins to combine the one tensor of each rank."""
 
 
-def limit(seconds: float) -> timedelta:
-    """A limit as gloo understands it: whole milliseconds, not sooner than asked for, and never 0, which means for ever."""
-    return timedelta(milliseconds=max(1, math.ceil(1000 * seconds)))
+def cause(error: RuntimeError) -> str:
+    """What an error of gloo means."""
+    text = str(error).splitlines()[0]
+    if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "caused pair closure")):
+        return CLOSED_BY_PEER
+    return f"gloo failed: {text}"
+
+
+def failure(error: RuntimeError, *, waited_s: float | None = None) -> ChannelError:
+    """What an error of gloo means to us.
+
+    Args:
+        error: gloo's.
+        waited_s: the limit that gloo was told, if it is over; gloo does not say that this was why.
+    """
+    if waited_s is not None:
+        problem = f"nothing came within {waited_s:g} s; the peer is stuck, or sent another message or shape"
+        return ChannelError(problem, kind=TransportTimeoutError)
+    return ChannelError(cause(error))
 
 
 def _tags(number: int, message: Message, specs: Sequence[TensorSpec]) -> list[int]:
@@ -76,8 +94,11 @@ class Incoming:
     def open(self, messages: Sequence[Expected]) -> None:
         """Posts the first receives of a window."""
         self.later.extend(messages)
-        for _ in range(self.ahead):
-            self._post()
+        try:
+            for _ in range(self.ahead):
+                self._post()
+        except RuntimeError as error:
+            raise failure(error) from error
 
     def _post(self) -> None:
         if not self.later:
@@ -91,13 +112,21 @@ class Incoming:
         self.number += 1
 
     def recv(self, timeout_s: float) -> tuple[Tensor, ...]:
-        """Waits for the next message."""
-        self._post()  # before the wait: posting takes 20 us, which pass while the message travels
-        tensors, works = self.posted.popleft()
+        """See `IncomingChannel`."""
         deadline_s = time.monotonic() + timeout_s
-        for work in works:
-            work.wait(limit(deadline_s - time.monotonic()))
+        try:
+            self._post()  # before the wait: posting takes 20 us, which pass while the message travels
+            tensors, works = self.posted.popleft()
+            for work in works:
+                work.wait(limit(deadline_s - time.monotonic()))
+        except RuntimeError as error:
+            raise failure(error, waited_s=timeout_s if time.monotonic() >= deadline_s else None) from error
         return tensors
+
+    def close(self) -> None:
+        """See `IncomingChannel`."""
+        self.later.clear()
+        self.posted.clear()
 
 
 class Outgoing:
@@ -115,7 +144,7 @@ class Outgoing:
         self.group = group
         self.number = 0
         self.sent: deque[tuple[Message, Work]] = deque()
-        self.error: RuntimeError | None = None
+        self.error: ChannelError | None = None
         self._condition = threading.Condition()
         self._in_window = False
         self._flushing = False
@@ -130,15 +159,18 @@ class Outgoing:
             self._condition.notify_all()
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Begins to send a message."""
+        """See `OutgoingChannel`."""
         specs = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors] or [_NOTHING]
         carried = [_on_the_wire(tensor) for tensor in tensors] or [_on_the_wire(torch.empty(0))]
-        for tensor, tag in zip(carried, _tags(self.number, message, specs), strict=True):
-            self.sent.append((message, self.group.send([tensor], 1, tag)))  # the Work keeps the tensor
+        try:
+            for tensor, tag in zip(carried, _tags(self.number, message, specs), strict=True):
+                self.sent.append((message, self.group.send([tensor], 1, tag)))  # the Work keeps the tensor
+        except RuntimeError as error:
+            raise failure(error) from error
         self.number += 1
 
     def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
-        """Waits until all has left, and ends the window; returns the first message that did not leave, if there is one."""
+        """See `OutgoingChannel`."""
 
         def ended() -> bool:
             return not self.sent or self.error is not None or aborted.is_set()
@@ -158,12 +190,12 @@ class Outgoing:
             return left[0][0] if left else None
 
     def wake(self) -> None:
-        """Lets `flush` see that it was aborted."""
+        """See `OutgoingChannel`."""
         with self._condition:
             self._condition.notify_all()
 
-    def stop(self) -> None:
-        """Ends the thread; the connection is shut down before, so that it does not wait in gloo."""
+    def close(self) -> None:
+        """See `OutgoingChannel`. The connection is shut down, so the thread does not wait in gloo."""
         with self._condition:
             self._stopped = True
             self._condition.notify_all()
@@ -180,7 +212,7 @@ class Outgoing:
             try:
                 self._reap()
             except RuntimeError as error:
-                self.error = error
+                self.error = failure(error)
                 self.wake()
                 return
 

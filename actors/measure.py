@@ -114,7 +114,7 @@ class _Layer:
         _, backward_s = _timed(lambda: backward_full(roots, [torch.ones_like(root) for root in roots], leaves, self.parameters))
         self._clear()
         roots, leaves, _, _ = self._forward()
-        pivot = () if any(leaf.requires_grad for leaf in leaves) else self.module.first_outputs
+        pivot = () if any(leaf.requires_grad for leaf in leaves) else self.module.first[0]
         _, deferred = backward_input(roots, [torch.ones_like(root) for root in roots], leaves, self.parameters, pivot=pivot)
         _, weight_grad_s = _timed(deferred.run)
         return forward_s, backward_s, weight_grad_s, saved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Gauge
 
-from raypipe.actors.executor import WindowReport
+from raypipe.actors.executor import Job, WindowReport
 from raypipe.trace import SpanKind
 
 _TAGS = ("run", "device", "stages")
@@ -28,23 +28,17 @@ class StageMetrics:
         for metric in (self._busy, self._wait, self._bubble, self._received):
             metric.set_default_tags(tags)
 
-    def record(self, report: WindowReport) -> None:
+    def record(self, report: WindowReport, job: Job) -> None:
         """Adds a window."""
-        busy = wait = received = last = 0.0
-        for span in report.spans:
-            seconds = span.end_s - span.start_s
-            last = max(last, span.end_s)
-            if span.kind is SpanKind.COMPUTE:
-                busy += seconds
-            else:
-                wait += seconds
-                received += span.bytes
+        log = report.log
+        busy = log.seconds(job, SpanKind.COMPUTE)
+        wait = log.seconds(job, SpanKind.RECV) + log.seconds(job, SpanKind.COLLECTIVE)
         # Counters refuse zero.
-        for counter, amount in ((self._busy, busy), (self._wait, wait), (self._received, received)):
+        for counter, amount in ((self._busy, busy), (self._wait, wait), (self._received, float(sum(log.sizes_bytes)))):
             if amount > 0:
                 counter.inc(amount)
-        if last > 0:
-            self._bubble.set(1 - busy / last)
+        if log.ends_s:
+            self._bubble.set(1 - busy / max(log.ends_s))
 
 
 class RunMetrics:

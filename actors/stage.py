@@ -12,13 +12,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from raypipe.actors import shm
 from raypipe.actors.checkpoint import layer_file, load_layer
 from raypipe.actors.executor import BatchSource, EdgeSpecs, Executor, Job, Window, WindowReport
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.gloo import GlooTransport, host_store
 from raypipe.actors.held import StageModule, Weights, output_specs
 from raypipe.actors.measure import LayerMeasurement, measure_layers
+from raypipe.actors.meeting import host_store
 from raypipe.actors.metrics import StageMetrics
+from raypipe.actors.processes import ProcessTransport
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import OptimizerConfig
 from raypipe.cut import Cut
@@ -62,6 +64,7 @@ class Whereabouts:
         hostname: of the node.
         pid: of the process.
         num_cores: that the process may use.
+        shares_memory: whether messages within the node can go through shared memory.
     """
 
     node_id: str
@@ -69,6 +72,7 @@ class Whereabouts:
     hostname: str
     pid: int
     num_cores: int
+    shares_memory: bool
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,7 @@ class ConnectOrder:
     Attributes:
         names: of all devices.
         channels: the ordered pairs of devices that exchange messages.
+        shared: those of them that go through shared memory; the others go over gloo.
         groups: the members of each collective.
         host: of the store where all meet.
         port: of the store.
@@ -115,6 +120,7 @@ class ConnectOrder:
 
     names: tuple[str, ...]
     channels: tuple[tuple[int, int], ...]
+    shared: frozenset[tuple[int, int]]
     groups: tuple[tuple[int, ...], ...]
     host: str
     port: int
@@ -154,7 +160,7 @@ class StageActor:
         self._in_window = False
         self._abort_reason: str | None = None
         self._store: object = None
-        self._transport: GlooTransport | None = None
+        self._transport: ProcessTransport | None = None
         self._executor: Executor | None = None
         self._order: BuildOrder | None = None
         self._model: Model | None = None
@@ -177,6 +183,7 @@ class StageActor:
             hostname=os.uname().nodename,
             pid=os.getpid(),
             num_cores=len(os.sched_getaffinity(0)),
+            shares_memory=shm.available(),
         )
 
     # Control: answered while the other methods compute
@@ -263,10 +270,11 @@ class StageActor:
         assert self._order is not None, "build comes before connect"
         assert self._model is not None, "build comes before connect"
         self._begin("connecting")
-        self._transport = GlooTransport(
+        self._transport = ProcessTransport(
             self.identity.device,
             names=order.names,
             channels=order.channels,
+            shared=order.shared,
             groups=order.groups,
             store=(order.host, order.port),
             prefix=order.prefix,
@@ -322,7 +330,7 @@ class StageActor:
         finally:
             self._in_window = False
         self._doing, self._since = f"waiting for work after window {window.number}", time.monotonic()
-        self._metrics.record(report)
+        self._metrics.record(report, self._jobs[name])
         return report
 
     def _failure(self, error: Exception) -> StageFailedError:
@@ -366,4 +374,4 @@ def adamw(config: OptimizerConfig, weights: list[torch.nn.Parameter]) -> torch.o
     matrices = [weight for weight in weights if weight.dim() >= 2]
     vectors = [weight for weight in weights if weight.dim() < 2]
     groups = [{"params": group, "weight_decay": decay} for group, decay in ((matrices, config.weight_decay), (vectors, 0.0)) if group]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True)

@@ -10,15 +10,22 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
 from typing import Any, ClassVar
 
-from raypipe import codec
+from raypipe import codec, own_schedules
 from raypipe.errors import ConfigError
-from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Size, UpdateScope
 from raypipe.tree import yaml_text, yaml_tree
 
 FORMAT = "raypipe.train/1"
+
+
+def calibration_file() -> Path:
+    """Where `raypipe calibrate` writes, and predictions look for, what running costs on this machine."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(folder, "raypipe", f"calibration-{os.uname().nodename}.json")
 
 
 def _at_least(owner: object, least: int, *names: str) -> None:
@@ -68,12 +75,15 @@ class ScheduleConfig:
     """In which order the stages work.
 
     Attributes:
-        name: as `raypipe schedules` lists them.
+        name: as `raypipe schedules` lists them, or one's own: a file (.csv or .json, relative to the working directory), or
+            `module:function` or `path/to/file.py:function`.
         num_microbatches: of one update, over all pipelines.
         microbatch_size: rows of a microbatch.
         num_chunks: stages a device, for the schedules that take several; left out for the schedule's own number.
         num_pipelines: layings of the model, for the schedules that have several; 0 lets the schedule choose.
         update_scope: what an update waits for; left out for the schedule's own default.
+        max_in_flight: the most stage activations that a device may hold, for the schedules that are searched for; left out for their
+            own limit.
         updates_per_window: updates between two drains; evaluation and checkpoints happen between windows.
     """
 
@@ -85,12 +95,15 @@ class ScheduleConfig:
     num_chunks: int | None = None
     num_pipelines: int = 0
     update_scope: UpdateScope | None = None
+    max_in_flight: float | None = None
     updates_per_window: int = 10
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_microbatches", "microbatch_size", "updates_per_window")
         if self.num_chunks is not None:
             _at_least(self, 1, "num_chunks")
+        if self.max_in_flight is not None:
+            _at_least(self, 1, "max_in_flight")
         _at_least(self, 0, "num_pipelines")
 
     def size(self, *, num_devices: int, num_updates: int) -> Size:
@@ -99,9 +112,10 @@ class ScheduleConfig:
             num_devices=num_devices,
             num_microbatches=self.num_microbatches,
             num_updates=num_updates,
-            num_chunks=self.num_chunks or catalogue.family(self.name).default_chunks,
+            num_chunks=self.num_chunks or own_schedules.family(self.name).default_chunks,
             num_pipelines=self.num_pipelines,
             update_scope=self.update_scope,
+            max_in_flight=self.max_in_flight,
         )
 
 
@@ -147,6 +161,17 @@ class OptimizerConfig:
         return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * (1 + math.cos(math.pi * progress)) / 2
 
 
+class Transport(StrEnum):
+    """What carries the messages between stages."""
+
+    AUTO = "auto"
+    """Shared memory between devices of one Ray node, gloo between nodes."""
+    SHM = "shm"
+    """Shared memory; refused if devices of different nodes exchange messages."""
+    GLOO = "gloo"
+    """Gloo, over TCP, also within a node."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
     """On what: stage actors on CPU slots.
@@ -158,6 +183,8 @@ class ScalingConfig:
         topology: a `raypipe.topology/1` file for predictions, whose first devices stand for the run's in order; left out for one
             made of the nodes' cores and assumed links.
         layers_per_stage: the cut, one number a stage; left out for the best cut by measured layer times.
+        transport: what carries the messages between stages; sums over several devices always go over gloo.
+        calibration: a `raypipe.calibration/1` file for predictions; left out for what `raypipe calibrate` wrote on this machine.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -167,6 +194,8 @@ class ScalingConfig:
     threads_per_device: int = 1
     topology: str | None = None
     layers_per_stage: tuple[int, ...] | None = None
+    transport: Transport = Transport.AUTO
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_devices", "threads_per_device")

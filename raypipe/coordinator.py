@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NoReturn
 
 import ray
@@ -25,11 +26,11 @@ from raypipe.actors.launch import Slot, launch
 from raypipe.actors.measure import LayerMeasurement
 from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, ModelFunction, Status, Whereabouts
 from raypipe.actors.transport import TensorSpec
-from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
+from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig, Transport
 from raypipe.cut import Cut
-from raypipe.errors import AbortedError, RaypipeError, RunError, StageFailedError, TransportError, TransportTimeoutError
+from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError, TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Recv, Start
-from raypipe.trace import Source, Span, Trace
+from raypipe.trace import Source, Trace
 
 _LOG = logging.getLogger("raypipe.coordinator")
 _GRACE_S = 3.0
@@ -79,13 +80,67 @@ class WindowResult:
 
     Attributes:
         reports: by device.
-        trace: the spans of all, each node's by its own clock.
         wall_s: seconds as the driver saw them.
+        name: of the run.
+        device_names: by number.
+        num_updates: of the window.
+        jobs: of the devices.
     """
 
     reports: tuple[WindowReport, ...]
-    trace: Trace
     wall_s: float
+    name: str
+    device_names: tuple[str, ...]
+    num_updates: int
+    jobs: tuple[Job, ...]
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The spans of all since the first of them began.
+
+        Clocks of different nodes are taken as they are; devices of one node share theirs.
+        """
+        origin = min(report.began_s for report in self.reports)
+        spans = tuple(
+            span
+            for report, job in zip(self.reports, self.jobs, strict=True)
+            for span in report.log.spans(job, shift_s=report.began_s - origin)
+        )
+        return Trace(self.name, Source.MEASURED, self.device_names, self.num_updates, spans)
+
+
+Channel = tuple[int, int]
+"""Two devices: who sends, and who receives."""
+
+
+def shared_channels(
+    channels: Iterable[Channel], *, places: Sequence[Whereabouts], names: Sequence[str], transport: Transport
+) -> frozenset[Channel]:
+    """The channels that go through shared memory.
+
+    Only what Ray calls one node counts as one: two nodes with one host name may be containers that share nothing.
+
+    Args:
+        channels: all of the run.
+        places: of the devices.
+        names: of the devices, for messages.
+        transport: what was asked for.
+
+    Raises:
+        ConfigError: shared memory was asked for, and some cannot use it; names them.
+    """
+    if transport is Transport.GLOO:
+        return frozenset()
+    shared: set[Channel] = set()
+    for source, target in channels:
+        ends = (places[source], places[target])
+        if ends[0].node_id == ends[1].node_id and all(end.shares_memory for end in ends):
+            shared.add((source, target))
+        elif transport is Transport.SHM:
+            nodes = " and ".join(f"{names[device]} on node {places[device].node_id[:8]}" for device in (source, target))
+            problem = "exchange messages" if ends[0].node_id != ends[1].node_id else "cannot share memory, for which they need Linux"
+            raise ConfigError(f"scaling.transport: shm: devices {nodes} {problem}; choose auto or gloo, or fewer devices, all on one node")
+    return frozenset(shared)
 
 
 class Coordinator:
@@ -95,7 +150,7 @@ class Coordinator:
         run: its name, unique in the cluster.
         slots: the place of each device.
         stages: the stages of each device.
-        scaling: resources of each actor.
+        scaling: resources of each actor, and what carries their messages.
         cluster: timeouts.
 
     Used as a context manager it ends the actors, whatever happens.
@@ -107,10 +162,14 @@ class Coordinator:
         self.run = run
         self.slots = tuple(slots)
         self.stages = tuple(stages)
+        self.transport = scaling.transport
         self.cluster = cluster
         self.state: State = Launched()
         self.places: tuple[Whereabouts, ...] = ()
+        self.channels: tuple[Channel, ...] = ()
+        self.shared: frozenset[Channel] = frozenset()
         self._windows: Counter[str] = Counter()
+        self._jobs: dict[str, tuple[Job, ...]] = {}
         self._epoch = 0
         self._actors = launch(slots, stages=stages, run=run, scaling=scaling)
 
@@ -128,6 +187,12 @@ class Coordinator:
     def device_names(self) -> tuple[str, ...]:
         """The names of the devices by number."""
         return tuple(slot.name for slot in self.slots)
+
+    @property
+    def channel_text(self) -> str:
+        """How many channels go which way."""
+        counts = {"through shared memory": len(self.shared), "over gloo": len(self.channels) - len(self.shared)}
+        return ", ".join(f"{count} channels {way}" for way, count in counts.items() if count)
 
     # Setting up
 
@@ -181,9 +246,14 @@ class Coordinator:
         Args:
             jobs: by name, the job of each device.
             cut: the layers of all stages.
+
+        Raises:
+            ConfigError: not all channels can go through shared memory, as they should.
         """
+        self._jobs = {name: tuple(of_devices) for name, of_devices in jobs.items()}
         items = [(job.program.device, item) for of_devices in jobs.values() for job in of_devices for item in job.program.items]
-        channels = sorted({(item.device, device) for device, item in items if isinstance(item, Recv)})
+        self.channels = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)}))
+        self.shared = shared_channels(self.channels, places=self.places, names=self.device_names, transport=self.transport)
         groups = sorted({item.collective.devices for _, item in items if isinstance(item, Start)})
         specs = self._edge_specs(cut)
         host = self.places[0].ip
@@ -191,7 +261,8 @@ class Coordinator:
         port = self._gather({0: self._actors[0].host_store.remote(host=host, timeout_s=timeout_s)}, "opening the store")[0]
         order = ConnectOrder(
             names=self.device_names,
-            channels=tuple(channels),
+            channels=self.channels,
+            shared=self.shared,
             groups=tuple(groups),
             host=host,
             port=port,
@@ -254,7 +325,7 @@ class Coordinator:
         self._windows[job] += 1
         self._move(Connected(self._epoch))
         ordered = tuple(reports[device] for device in sorted(reports))
-        return WindowResult(ordered, _merge(self.run, self.device_names, ordered, num_updates), wall_s)
+        return WindowResult(ordered, wall_s, self.run, self.device_names, num_updates, self._jobs[job])
 
     def save(self, folder: str) -> None:
         """Lets every actor write its layers into a folder."""
@@ -405,18 +476,3 @@ def _rank(failure: RaypipeError) -> int:
     if isinstance(failure, AbortedError):
         return 3
     return 2 if isinstance(failure, TransportError) else 1
-
-
-def _merge(name: str, devices: tuple[str, ...], reports: Sequence[WindowReport], num_updates: int) -> Trace:
-    """The spans of all devices since the first of them began.
-
-    Clocks of different nodes are taken as they are; devices of one node share theirs.
-    """
-    origin = min(report.began_s for report in reports)
-    spans = tuple(
-        Span(span.device, span.kind, span.name, span.start_s + shift, span.end_s + shift, span.bytes)
-        for report in reports
-        for shift in [report.began_s - origin]
-        for span in report.spans
-    )
-    return Trace(name, Source.MEASURED, devices, num_updates, spans)

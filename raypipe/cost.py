@@ -6,6 +6,7 @@ point-to-point traffic, the size of a tied weight's sum, and the time that a dev
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from raypipe.plan import Plan
 from raypipe.schedules.ir import Op, OpKind, Schedule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message
 from raypipe.schedules.validate import facts
-from raypipe.topology import Path
+from raypipe.topology import Overheads, Path
 
 
 @dataclass(frozen=True)
@@ -56,21 +57,6 @@ class SharedCompute:
 
 
 @dataclass(frozen=True)
-class Overheads:
-    """What running costs beyond computing and carrying: seconds of a device.
-
-    Attributes:
-        op_s: of each Op but U.
-        send_s: of handing over a message.
-        recv_s: of taking a message that is there.
-    """
-
-    op_s: float = 0.0
-    send_s: float = 0.0
-    recv_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Cost:
     """Seconds and bytes of everything in lowered programs.
 
@@ -93,7 +79,7 @@ class Cost:
     shared_compute: tuple[SharedCompute, ...] = ()
     weight_versions: Mapping[int, float] = field(default_factory=dict)
     together: Callable[[tuple[float, ...]], float] = sum
-    overheads: Overheads = Overheads()
+    overheads: Overheads = field(default_factory=Overheads)
 
     def compute_s(self, device: int, ops: tuple[Op, ...], shares: tuple[float, ...] = ()) -> float:
         """Seconds of one slot on a device, if it computes alone.
@@ -107,7 +93,20 @@ class Cost:
             self._op_s(self.stages[device, op.stage], op.kind, share) for op, share in zip(ops, shares or (1.0,) * len(ops), strict=True)
         )
         own_s = times[0] if len(times) == 1 else self.together(times)
-        return own_s + self.overheads.op_s * sum(op.kind is not OpKind.UPDATE for op in ops)
+        return own_s + math.fsum(self._overhead_s(op.kind) for op in ops)
+
+    def _overhead_s(self, kind: OpKind) -> float:
+        match kind:
+            case OpKind.FORWARD | OpKind.RECOMPUTE:
+                return self.overheads.forward_s
+            case OpKind.BACKWARD:
+                return self.overheads.backward_s
+            case OpKind.INPUT_GRADIENT:
+                return self.overheads.input_grad_s
+            case OpKind.WEIGHT_GRADIENT:
+                return self.overheads.weight_grad_s
+            case _:
+                return 0.0
 
     @staticmethod
     def _op_s(stage: StageCost, kind: OpKind, share: float) -> float:
@@ -225,6 +224,7 @@ def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = 3.0) -> Cos
         path=lambda source, target: plan.topology.path(names[source], names[target]),
         shared_compute=tuple(shared),
         weight_versions=_weight_versions(plan),
+        overheads=plan.topology.overheads or Overheads(),
     )
 
 

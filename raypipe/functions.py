@@ -16,29 +16,45 @@ from raypipe.model import Model
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function that `module:function` or `file.py:function` names.
+    """The function that `module:function` or `file.py:function` names, as `model.function` of a configuration does.
 
     Raises:
         ConfigError: there is no such module, file or function, or importing it failed.
     """
-    module_name, colon, function_name = name.rpartition(":")
-    if not colon or not module_name or not function_name:
-        raise ConfigError(f"model.function {name!r}: expected module:function, such as raypipe.models.gpt:gpt, or file.py:function")
+    found = named(name, what="model.function", such_as="raypipe.models.gpt:gpt")
+    if not callable(found):
+        raise ConfigError(f"model.function {name!r}: expected a function, got {type(found).__name__}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def named(name: str, *, what: str, such_as: str) -> object:
+    """The function, or whatever else, that `module:name` or `file.py:name` names; a file is relative to the working directory.
+
+    Args:
+        name: the name.
+        what: what it is needed for; messages begin with it.
+        such_as: an example for messages.
+
+    Raises:
+        ConfigError: there is no such module, file or name in it, or importing it failed.
+    """
+    module_name, colon, attribute = name.rpartition(":")
+    if not colon or not module_name or not attribute:
+        raise ConfigError(f"{what} {name!r}: expected module:function, such as {such_as}, or file.py:function")
     try:
         module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except FileNotFoundError:
-        raise ConfigError(f"model.function {name!r}: there is no file {module_name!r} in {os.getcwd()}; check the path") from None
+        raise ConfigError(f"{what} {name!r}: there is no file {module_name!r} in {os.getcwd()}; check the path") from None
     except ModuleNotFoundError as error:
         remedy = "check the name, that it is installed, or name its file: path/to/file.py:function"
-        raise ConfigError(f"model.function {name!r}: no module {error.name!r}; {remedy}") from None
+        raise ConfigError(f"{what} {name!r}: no module {error.name!r}; {remedy}") from None
     except Exception as error:
-        raise ConfigError(f"model.function {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
+        raise ConfigError(f"{what} {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"model.function {name!r}: {module_name} has no function {function_name!r}{suggestion(function_name, known)}")
-    found: Callable[..., Any] = function
-    return found
+        raise ConfigError(f"{what} {name!r}: {module_name} has no function {attribute!r}{suggestion(attribute, known)}")
+    return getattr(module, attribute)
 
 
 def _load_file(path: str) -> ModuleType:

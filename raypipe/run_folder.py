@@ -7,7 +7,7 @@ runs/gpt/
     metrics.jsonl        one line an update or evaluation
     trace.json           the measured window nearest the median; predicted.json the same window, simulated
     trace.perfetto.json  both, for https://ui.perfetto.dev
-    timeline.svg         both, drawn
+    timeline.html        both, as a page to zoom in; timeline.svg two updates of them
     sample.txt           generated text
     checkpoints/update-000100/
 """

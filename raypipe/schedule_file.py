@@ -1,15 +1,21 @@
-"""A schedule as a file, `raypipe.schedule/1`: its programs as text, such as `2F5`, one list a worker."""
+"""A schedule as a file: its programs as text, such as `2F5`, one list a worker.
+
+`raypipe.schedule/1` (JSON) holds all of a schedule. A CSV holds the programs alone, one row a worker: enough for a synchronous
+schedule of a chain of stages, whose workers, microbatches and updates the Ops themselves tell.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import ClassVar
 
 from raypipe import codec
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Schedule, StageGraph, UpdateScope, WeightRule
-from raypipe.schedules.text import parse_slot
+from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, StageGraph, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.text import from_csv, parse_slot
 from raypipe.schedules.validate import validate
 
 FORMAT = "raypipe.schedule/1"
@@ -84,6 +90,70 @@ def load_schedule(path: str | os.PathLike[str]) -> Schedule:
         return content.schedule()
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error.problem}", error.grid) from None
+
+
+def load_csv(path: str | os.PathLike[str]) -> Schedule:
+    """The validated schedule of one chain of stages whose programs a CSV file holds, named after the file.
+
+    Without Us, as torch writes it, it is one update, and each worker ends with the U of each stage that it holds. Blank lines at
+    the end are no workers.
+
+    Raises:
+        FormatError: the file cannot be read.
+        ScheduleError: its order cannot run.
+    """
+    name = os.fspath(path)
+    programs = from_csv(codec.read_text(path).rstrip("\r\n"), path=name)
+    try:
+        schedule = _of_programs(programs, name=PurePath(name).stem)
+        validate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error.problem}", error.grid) from None
+    return schedule
+
+
+def _of_programs(programs: tuple[tuple[Slot, ...], ...], *, name: str) -> Schedule:
+    """The synchronous schedule that has these programs; what is too large for them is refused, the rest is for the validator."""
+    where: dict[tuple[int, int], int] = {}
+    for worker, program in enumerate(programs):
+        for slot in program:
+            for op in ops_of(slot):
+                where.setdefault((op.pipeline, op.stage), worker)
+    ops = [op for program in programs for slot in program for op in ops_of(slot)]
+    num_stages = max(stage for _, stage in where) + 1
+    layings = range(max(pipeline for pipeline, _ in where) + 1)
+    # What is too large for its programs cannot be complete, and would take as long as it is large to find out.
+    if missing := next(((laying, stage) for laying in layings for stage in range(num_stages) if (laying, stage) not in where), None):
+        raise ScheduleError(f"no worker has an Op of stage {missing[1]} of pipeline {missing[0]}")
+    num_microbatches = max((op.index for op in ops if not op.kind.per_update), default=0) + 1
+    num_updates = max((op.index for op in ops if op.kind is OpKind.UPDATE), default=0) + 1
+    if num_microbatches % num_updates:
+        raise ScheduleError(f"{num_microbatches} microbatches cannot be shared by {num_updates} updates")
+    has_gradients = any(op.kind.gives_input_gradient for op in ops)
+    has_updates = any(op.kind is OpKind.UPDATE for op in ops)
+    return Schedule(
+        name=name,
+        graph=StageGraph.chain(num_stages),
+        pipelines=tuple(tuple(where[laying, stage] for stage in range(num_stages)) for laying in layings),
+        programs=programs if has_updates or not has_gradients else _with_updates(programs, where),
+        num_microbatches=num_microbatches // num_updates,
+        num_updates=num_updates,
+    )
+
+
+def _with_updates(programs: tuple[tuple[Slot, ...], ...], where: Mapping[tuple[int, int], int]) -> tuple[tuple[Slot, ...], ...]:
+    holders: dict[tuple[int, int], int] = {}
+    for (pipeline, stage), worker in sorted(where.items()):
+        holders.setdefault((worker, stage), pipeline)
+    return tuple(
+        (*program, *(Op(OpKind.UPDATE, stage, 0, pipeline) for (at, stage), pipeline in sorted(holders.items()) if at == worker))
+        for worker, program in enumerate(programs)
+    )
+
+
+def load_order(path: str | os.PathLike[str]) -> Schedule:
+    """The validated schedule that a CSV or JSON file holds, told apart by their names; errors as of `load_csv`."""
+    return load_csv(path) if os.fspath(path).endswith(".csv") else load_schedule(path)
 
 
 def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:

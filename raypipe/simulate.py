@@ -204,7 +204,7 @@ class Timing:
         names = list(map(str, order.messages))
         for program, items, starts, ends, waits in zip(order.programs, order.computes, self.starts, self.ends, self.waits, strict=True):
             device = program.device
-            spans += map(make, zip(repeat(device), repeat(SpanKind.COMPUTE), map(str, items), starts, ends, repeat(0)))  # noqa: B905  # endless
+            spans += map(make, zip(repeat(device), repeat(SpanKind.COMPUTE), map(str, items), starts, ends, repeat(0)))
             for message, collective, start, end in waits:
                 if message >= 0:
                     spans.append(Span(device, SpanKind.RECV, names[message], start, end, self._bytes[order.message_classes[message]]))

@@ -167,6 +167,32 @@ class Path:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Overheads:
+    """What running costs a device beyond computing and carrying; as `raypipe calibrate` measures it.
+
+    Attributes:
+        forward_s: seconds of F and R besides their computation.
+        backward_s: of B.
+        input_grad_s: of I.
+        weight_grad_s: of W.
+        send_s: of handing over a message.
+        recv_s: of taking a message that is there.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    send_s: float = 0.0
+    recv_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        codec.require_amounts(self, "forward_s", "backward_s", "input_grad_s", "weight_grad_s", "send_s", "recv_s")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterTopology:
     """Nodes, their devices and what joins them.
 
@@ -176,6 +202,7 @@ class ClusterTopology:
         links: between nodes or devices.
         shared_links: bottlenecks on top of the links.
         default_link: for pairs that no other link joins; None: such pairs cannot talk.
+        overheads: of every device; None: not known, none are predicted.
 
     Raises:
         FormatError: a name is used twice or unknown, or two links serve the same pair.
@@ -188,6 +215,7 @@ class ClusterTopology:
     links: tuple[Link, ...] = ()
     shared_links: tuple[SharedLink, ...] = ()
     default_link: NodeLink | None = None
+    overheads: Overheads | None = None
 
     def __post_init__(self) -> None:
         if not self.devices:

@@ -5,6 +5,8 @@ Predicted and measured are compared by subtraction: both are a `Trace` over the 
 
 from __future__ import annotations
 
+import functools
+import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,11 +17,15 @@ from typing import Any, ClassVar, NamedTuple
 from raypipe import codec
 from raypipe.errors import FormatError, ScheduleError
 from raypipe.schedules.ir import Op, OpKind
+from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
 from raypipe.schedules.text import parse_op
 
 FORMAT = "raypipe.trace/1"
 
 _MOST_SECONDS = 1e12
+
+_MESSAGE = re.compile(r"(activation|gradient) (\d{1,9})->(\d{1,9}) of microbatch (\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
+_COLLECTIVE = re.compile(r"(\w+)(?: of (?:stage|tie) (\d{1,9}))? for update (\d{1,9})", re.ASCII)
 
 
 class SpanKind(StrEnum):
@@ -268,6 +274,7 @@ def _clipped(steps: tuple[tuple[float, int], ...], since: float, until: float) -
     return (*((0.0, bytes_held) for bytes_held in held), *inside)
 
 
+@functools.lru_cache(maxsize=1 << 17)  # many figures and drawings read the same names
 def ops_named(name: str) -> tuple[Op, ...]:
     """The Ops that the name of a computing span writes.
 
@@ -275,6 +282,22 @@ def ops_named(name: str) -> tuple[Op, ...]:
         ScheduleError: it is no Op.
     """
     return tuple(parse_op(part) for part in name.strip("()").split(";"))
+
+
+def message_named(name: str) -> Message | None:
+    """The message that the name of a receiving or transferring span writes, or None; pipeline and rows are not written."""
+    if (match := _MESSAGE.fullmatch(name)) is None:
+        return None
+    direction, source, target, index, part = match.groups()
+    return Message(Direction(direction), int(source), int(target), int(index), part=int(part or 0))
+
+
+def collective_named(name: str) -> Collective | None:
+    """The collective that the name of a span writes, or None; part and members are not written."""
+    match = _COLLECTIVE.fullmatch(name)
+    if match is None or match[1] not in list(CollectiveKind):
+        return None
+    return Collective(CollectiveKind(match[1]), int(match[2] or 0), int(match[3]), 0, ())
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from raypipe.actors.batches import FixedBatch, TokenSource
@@ -25,24 +26,39 @@ from raypipe.actors.faults import FaultScript
 from raypipe.actors.launch import find_slots
 from raypipe.actors.metrics import RunMetrics
 from raypipe.actors.stage import BatchFunction, BuildOrder
+from raypipe.calibration import Calibration, TransportCosts
 from raypipe.comparison import Figure, compare, median_window
-from raypipe.config import ClusterConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, TrainConfig
+from raypipe.config import (
+    ClusterConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScalingConfig,
+    ScheduleConfig,
+    TrainConfig,
+    Transport,
+    calibration_file,
+)
 from raypipe.coordinator import Coordinator, WindowResult
+from raypipe.cost import plan_cost
 from raypipe.cut import Cut
 from raypipe.data.tokens import TokenDataset
 from raypipe.errors import ConfigError, PlanError
 from raypipe.functions import make_model, name_of
 from raypipe.model import Model
+from raypipe.own_schedules import build
 from raypipe.plan import Plan, Predicted, make_plan
 from raypipe.planner.balance import balanced_cut
 from raypipe.profiler import model_profile
 from raypipe.ray_session import session
 from raypipe.run_folder import RunFolder, versions
 from raypipe.sample import NUM_BYTES, generate
-from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule
+from raypipe.schedule_file import ScheduleFile
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageTimes
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
+from raypipe.show.page import draw_page
 from raypipe.show.svg import draw_traces
 from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink
@@ -210,6 +226,17 @@ class Trainer:
         return _Fit(self, listener or Silent(), resume=resume).run()
 
 
+def _stage_times(plan: Plan) -> tuple[tuple[StageTimes, ...], float]:
+    """What a schedule that is searched for is given: how long the plan's stages take, and the slowest message between two of them."""
+    cost = plan_cost(plan)
+    workers = plan.order.pipelines[0]
+    kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
+    times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(workers))
+    ends = [(workers[source], workers[target], num_bytes) for (source, target), num_bytes in cost.edge_bytes.items()]
+    messages = [(cost.path(source, target), num_bytes) for source, target, num_bytes in ends if source != target]
+    return times, max((path.latency_s + num_bytes / path.bandwidth_bytes_per_s for path, num_bytes in messages), default=0.0)
+
+
 class _Fit:
     """One call of `Trainer.fit`."""
 
@@ -235,10 +262,12 @@ class _Fit:
         self.traces: dict[int, deque[Trace]] = {}
         self.figures: dict[str, float] = {}
 
-    def _schedule(self, num_updates: int) -> Schedule:
+    def _schedule(self, num_updates: int, *, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0) -> Schedule:
         size = self.config.schedule.size(num_devices=self.config.scaling.num_devices, num_updates=num_updates)
-        schedule = build(self.config.schedule.name, size)
+        schedule = build(self.config.schedule.name, dataclasses.replace(size, times=times, latency_s=latency_s))
         validate(schedule)
+        if schedule.forward_only:
+            raise ConfigError(f"schedule.name {self.config.schedule.name!r}: this order holds no backward; it cannot train")
         return schedule
 
     def _check_sizes(self) -> None:
@@ -355,6 +384,8 @@ class _Fit:
             coordinator.load(self.resumed.path)
             self.listener.notice(f"resumed from {self.resumed.path} at update {self.first_update}")
         coordinator.connect(self._jobs(), self.plan.cut)
+        if coordinator.channels:
+            self.listener.notice(f"messages between devices: {coordinator.channel_text}")
         predicted = self.plan.predicted
         assert predicted is not None, "the trainer's plan is simulated"
         self.listener.notice(
@@ -392,6 +423,7 @@ class _Fit:
             devices=tuple(device.name for device in topology.devices),
             microbatch_size=size,
         )
+        plan = self._searched(plan)
         self.predicted = simulate_plan(plan)
         figures = Predicted(
             update_s=self.predicted.update_s,
@@ -400,6 +432,16 @@ class _Fit:
             peak_memory_bytes=self.predicted.peak_memory_bytes,
         )
         return dataclasses.replace(plan, predicted=figures)
+
+    def _searched(self, plan: Plan) -> Plan:
+        """The plan with an order for the times of its stages, where the schedule is one that is searched for."""
+        times, latency_s = _stage_times(plan)
+        least = min(self.schedules)
+        if self._schedule(least, times=times, latency_s=latency_s) == self.schedules[least]:
+            return plan
+        self.schedules = {size: self._schedule(size, times=times, latency_s=latency_s) for size in self.schedules}
+        self.schedule = self.schedules[max(self.schedules)]
+        return dataclasses.replace(plan, order=ScheduleFile.of(dataclasses.replace(self.schedule, graph=plan.cut.graph)))
 
     def _topology(self) -> ClusterTopology:
         """The devices in use, with the links of the file, or those of one machine."""
@@ -411,18 +453,31 @@ class _Fit:
                     "add devices to it or lower scaling.num_devices"
                 )
             return topology
+        costs = self._calibrated()
         nodes: dict[str, list[Device]] = {}
         cores: dict[str, int] = {}
         for slot, place in zip(self.coordinator.slots, self.coordinator.places, strict=True):
             nodes.setdefault(slot.node, []).append(Device(slot.name, "cpu"))
             cores[slot.node] = max(place.num_cores // self.config.scaling.threads_per_device, 1)
         return ClusterTopology(
-            name="measured cores, assumed links",
+            name="measured cores, calibrated links" if costs else "measured cores, assumed links",
             nodes=tuple(
-                Node(name=f"node-{node}", devices=tuple(devices), link=_LOOPBACK, cores=cores[node]) for node, devices in nodes.items()
+                Node(name=f"node-{node}", devices=tuple(devices), link=costs.link if costs else _LOOPBACK, cores=cores[node])
+                for node, devices in nodes.items()
             ),
             default_link=_ETHERNET,
+            overheads=costs.overheads if costs else None,
         )
+
+    def _calibrated(self) -> TransportCosts | None:
+        """What running costs on this machine, if that was measured."""
+        given = self.config.scaling.calibration
+        path = Path(given) if given else calibration_file()
+        if not given and not path.exists():
+            self.listener.notice("what an Op and a message cost on this machine is not known: `raypipe calibrate` improves predictions")
+            return None
+        shared = self.config.scaling.transport is not Transport.GLOO
+        return Calibration.load(path).of("shm" if shared else "gloo")
 
     def _jobs(self) -> dict[str, tuple[Job, ...]]:
         # The generators know chains; the model's own edges between the stages replace theirs.
@@ -554,6 +609,7 @@ class _Fit:
         middle = max(window.num_updates // 2 - 1, 0)
         shown = [trace.of_updates(middle, min(middle + 2, trace.num_updates)) for trace in (self.predicted, window)]
         self.folder.file("timeline.svg").write_text(draw_traces(shown), encoding="utf-8")
+        self.folder.file("timeline.html").write_text(draw_page((self.predicted, window)), encoding="utf-8")
         figures = compare(self.predicted, measured)
         self.folder.write_json("comparison.json", [dataclasses.asdict(figure) | {"error": figure.error} for figure in figures])
         return Result(

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from raypipe.errors import ScheduleError, UnknownNameError
-from raypipe.schedules import gpipe, interleaved, one_f_one_b, zero_bubble
+from raypipe.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_auto, zero_bubble_v
 from raypipe.schedules.family import Family
 from raypipe.schedules.ir import Schedule, Size
 
-FAMILIES: tuple[Family, ...] = (gpipe.FAMILY, one_f_one_b.FAMILY, interleaved.FAMILY, zero_bubble.FAMILY_H1, zero_bubble.FAMILY_H2)
+FAMILIES: tuple[Family, ...] = (
+    gpipe.FAMILY,
+    one_f_one_b.FAMILY,
+    interleaved.FAMILY,
+    zero_bubble.FAMILY_H1,
+    zero_bubble.FAMILY_H2,
+    zero_bubble_v.FAMILY,
+    zero_bubble_auto.FAMILY,
+    chimera.FAMILY,
+    chimera.FAMILY_DOUBLING,
+    chimera.FAMILY_HALVING,
+    dualpipe.FAMILY,
+    dualpipe.FAMILY_V,
+)
 
 
 def family(name: str) -> Family:
@@ -29,7 +42,11 @@ def build(name: str, size: Size) -> Schedule:
         UnknownNameError: no schedule has that name.
         ScheduleError: the size is one that the schedule cannot take.
     """
-    found = family(name)
+    return of_size(family(name), size)
+
+
+def of_size(found: Family, size: Size) -> Schedule:
+    """The schedule of a family, bundled or not; errors as of `build`."""
     for what in ("num_devices", "num_microbatches", "num_updates", "num_chunks"):
         if (number := getattr(size, what)) < 1:
             raise ScheduleError(f"{what} must be at least 1, got {number}")

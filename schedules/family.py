@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, StageTimes, UpdateScope
+from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Size, Slot, StageGraph, StageTimes, Together, UpdateScope, ops_of
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,13 @@ class Family:
         build: the generator; raises ScheduleError for sizes it cannot take, saying what would work.
         title: what it is, in a few words.
         paper: author, year and where to find it.
-        bubble: idle time per device or its share, as a formula over D devices, M microbatches, V chunks and stage times.
+        bubble: idle time per device or its share, as a formula over D devices, M microbatches, V chunks, P pipelines and stage
+            times; F&B is the time of a forward and a backward that overlap.
         memory: stage activations held, as a formula over the same and the stage s.
         mismatch: weight versions between forward and backward of a microbatch.
         delay: updates between the weights of a forward and those its gradient changes.
-        makespan_s: the time of one update with equal stages and no latency, or `None` where the formula does not hold.
+        makespan_s: the time of one update with equal stages and no latency, where Ops that overlap take as long as one after
+            the other; `None` where the formula does not hold.
         peak_in_flight: the bound on the activations that a worker holds.
         default_chunks: stages a device where none are asked for.
     """
@@ -40,36 +42,61 @@ class Family:
     default_chunks: int = 1
 
 
-def synchronous(name: str, size: Size, *, workers: Sequence[int], one_update: Sequence[Sequence[Op]]) -> Schedule:
+def synchronous(name: str, size: Size, *, workers: Sequence[int], one_update: Sequence[Sequence[Slot]]) -> Schedule:
     """A synchronous schedule of one pipeline: the same order for each update, with the updates of a worker's stages behind it.
 
     Args:
         name: of the schedule.
         size: for how many microbatches and updates.
         workers: the worker of each stage of the chain.
-        one_update: for each worker, the Ops of update 0.
+        one_update: for each worker, the slots of update 0.
     """
-    stages = [[stage for stage, at in enumerate(workers) if at == worker] for worker in range(size.num_devices)]
+    return synchronous_pipelines(name, size, pipelines=[workers], one_update=one_update)
+
+
+def synchronous_pipelines(name: str, size: Size, *, pipelines: Sequence[Sequence[int]], one_update: Sequence[Sequence[Slot]]) -> Schedule:
+    """The same for several pipelines: each worker ends an update with a U for every copy of a stage that it holds.
+
+    Args:
+        name: of the schedule.
+        size: for how many microbatches and updates.
+        pipelines: for each laying of the chain, the worker of each stage.
+        one_update: for each worker, the slots of update 0.
+    """
+    holders: dict[Holder, int] = {}
+    for pipeline, workers in enumerate(pipelines):
+        for stage, worker in enumerate(workers):
+            holders.setdefault(Holder(worker, stage), pipeline)
+    updates = [
+        [Op(OpKind.UPDATE, holder.stage, 0, holders[holder]) for holder in sorted(holders) if holder.worker == worker]
+        for worker in range(size.num_devices)
+    ]
     programs = tuple(
         tuple(
-            op
+            slot
             for update in range(size.num_updates)
-            for op in (
-                *(op._replace(index=op.index + update * size.num_microbatches) for op in ops),
-                *(Op(OpKind.UPDATE, stage, update) for stage in stages[worker]),
+            for slot in (
+                *(_later(slot, update * size.num_microbatches) for slot in slots),
+                *(_later(op, update) for op in updates[worker]),
             )
         )
-        for worker, ops in enumerate(one_update)
+        for worker, slots in enumerate(one_update)
     )
     return Schedule(
         name=name,
-        graph=StageGraph.chain(len(workers)),
-        pipelines=(tuple(workers),),
+        graph=StageGraph.chain(len(pipelines[0])),
+        pipelines=tuple(map(tuple, pipelines)),
         programs=programs,
         num_microbatches=size.num_microbatches,
         num_updates=size.num_updates,
         update_scope=size.update_scope or UpdateScope.GLOBAL,
     )
+
+
+def _later(slot: Slot, by: int) -> Slot:
+    """The slot with all indices larger by a number."""
+    moved = tuple(op._replace(index=op.index + by) for op in ops_of(slot))
+    return Together(moved) if isinstance(slot, Together) else moved[0]
 
 
 def require_one_chunk(name: str, size: Size) -> None:
@@ -90,3 +117,14 @@ def require_one_pipeline(name: str, size: Size) -> None:
     """
     if size.num_pipelines not in {0, 1}:
         raise ScheduleError(f"{name} has one pipeline, got {size.num_pipelines}; leave --pipelines out")
+
+
+def require_even_devices(name: str, size: Size) -> None:
+    """Refuses an odd number of devices for a schedule of pipelines in opposite directions.
+
+    Raises:
+        ScheduleError: `num_devices` is odd.
+    """
+    if size.num_devices % 2:
+        near = " or ".join(f"--devices {number}" for number in (size.num_devices - 1, size.num_devices + 1) if number)
+        raise ScheduleError(f"{name} has pipelines in opposite directions on an even number of devices, got {size.num_devices}; use {near}")

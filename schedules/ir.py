@@ -440,16 +440,16 @@ def _gradient_ready(schedule: Schedule, holder: Holder, update: int) -> list[Op]
 
 
 def _scope(schedule: Schedule, holder: Holder) -> Sequence[Holder]:
-    """The other copies whose gradients an update of this one waits for."""
+    """One copy of each other stage whose gradients an update of this one waits for; those of all its replicas go with it."""
     match schedule.update_scope:
         case UpdateScope.STAGE:
             stages: set[int] = set()
         case UpdateScope.TIED:
             stages = {stage for tie in schedule.graph.ties if holder.stage in tie for stage in tie}
         case UpdateScope.GLOBAL:
-            return [other for other in schedule.holders if other != holder]
+            stages = set(range(schedule.num_stages))
     stages.discard(holder.stage)
-    return [other for other in schedule.holders if other.stage in stages]
+    return [schedule.replicas[stage][0] for stage in sorted(stages)]
 
 
 @dataclass(frozen=True)
@@ -478,6 +478,7 @@ class Size:
         times: of each stage, or one for all of them, for the schedules that are searched for; F = I = W = 1 where there are none.
         latency_s: seconds of every dependency between devices, likewise.
         max_in_flight: the most stage activations that a worker may hold, likewise; `None` for the schedule's own limit.
+        weight_grad_share: of an activation, what a worker keeps from I to W, likewise; 1 for all of it, as raypipe's executor does.
     """
 
     num_devices: int
@@ -489,3 +490,4 @@ class Size:
     times: tuple[StageTimes, ...] = ()
     latency_s: float = 0.0
     max_in_flight: float | None = None
+    weight_grad_share: float = 1.0

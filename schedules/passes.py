@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, Together, ops_of
 
@@ -11,7 +12,8 @@ from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, Together, ops_of
 def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
     """The schedule with a G right behind the last gradient of each update, where a stage has replicas.
 
-    A copy that no microbatch of an update passes through takes part all the same, before its worker's first U of that update.
+    A copy that no microbatch of an update passes through takes part all the same, before its worker's first U or P of that
+    update. Where workers would reduce their stages in orders that do not fit together, some G stand later, but before it too.
 
     Args:
         schedule: one that has no G yet is given them; one that has keeps its own.
@@ -19,26 +21,91 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     """
     if schedule.forward_only or any(op.kind is OpKind.REDUCE for op in schedule.places):
         return schedule
-    first_update: dict[tuple[int, int], Op] = {}
+    latest: dict[tuple[int, int], int] = {}
     for op, place in schedule.ops():
-        if op.kind is OpKind.UPDATE:
-            first_update.setdefault((place.worker, op.index), op)
-    added: dict[Op, list[Op]] = {}
+        if op.kind in {OpKind.UPDATE, OpKind.PUBLISH}:
+            latest.setdefault((place.worker, op.index), place.position)
+    added: list[list[tuple[int, Op]]] = [[] for _ in schedule.programs]
     for holder, pipeline in schedule.holders.items():
         if len(schedule.replicas[holder.stage]) == 1 and holder.worker not in replicated_workers:
             continue
         for update in range(schedule.num_updates):
-            beside = [*schedule.gradient_ops(holder, update)[-1:], first_update.get((holder.worker, update))]
-            if beside[0]:
-                added.setdefault(beside[0], []).append(Op(OpKind.REDUCE, holder.stage, update, pipeline))
-    programs = tuple(tuple(item for slot in program for item in _with_added(slot, added)) for program in schedule.programs)
+            position = latest.get((holder.worker, update))
+            if gradients := schedule.gradient_ops(holder, update):
+                position = schedule.places[gradients[-1]].position + 1
+            if position is not None:
+                added[holder.worker].append((position, Op(OpKind.REDUCE, holder.stage, update, pipeline)))
+    eager = [sorted(reductions, key=itemgetter(0)) for reductions in added]
+    placed = _in_one_order(eager, latest)
+    programs = tuple(_with_added(program, reductions) for program, reductions in zip(schedule.programs, placed, strict=True))
     return replace(schedule, programs=programs)
 
 
-def _with_added(slot: Slot, added: Mapping[Op, list[Op]]) -> list[Slot]:
-    """A slot with what is added behind its gradients and before its updates."""
-    before = [new for op in ops_of(slot) if op.kind is OpKind.UPDATE for new in added.get(op, ())]
-    return [*before, slot, *(new for op in ops_of(slot) if op.kind is not OpKind.UPDATE for new in added.get(op, ()))]
+def _with_added(program: Sequence[Slot], added: Sequence[tuple[int, Op]]) -> tuple[Slot, ...]:
+    """A program with Ops before the slots at some positions, ascending."""
+    slots: list[Slot] = []
+    done = 0
+    for position, op in added:
+        slots += [*program[done:position], op]
+        done = position
+    return (*slots, *program[done:])
+
+
+def _in_one_order(eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int], int]) -> Sequence[Sequence[tuple[int, Op]]]:
+    """The reductions of each worker with their positions, some of them later so that all workers meet in one order.
+
+    Args:
+        eager: for each worker, the reductions in the order of their earliest positions.
+        latest: by worker and update, the position to stay before; where it would have to be passed, all stay where they are.
+    """
+    rank = {reduction: number for number, reduction in enumerate(_common_order([[_meeting(op) for _, op in row] for row in eager]))}
+    placed: list[list[tuple[int, Op]]] = []
+    for worker, row in enumerate(eager):
+        at = 0
+        placed.append([])
+        for position, op in sorted(row, key=lambda reduction: rank[_meeting(reduction[1])]):
+            at = max(at, position)
+            if at > max(position, latest.get((worker, op.index), at)):
+                return eager
+            placed[-1].append((at, op))
+    return placed
+
+
+def _meeting(reduction: Op) -> tuple[int, int]:
+    """What the G of all copies of a stage have in common: stage and update."""
+    return reduction.stage, reduction.index
+
+
+def _common_order(queues: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """All members of some queues in one order: that of the queues, but for a member that has to pass others to resolve a circle.
+
+    Of those at the head of any queue, it is the one that has the fewest before it in all.
+    """
+    positions: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for number, queue in enumerate(queues):
+        for position, member in enumerate(queue):
+            positions.setdefault(member, []).append((number, position))
+    blocked = {member: sum(position > 0 for _, position in found) for member, found in positions.items()}
+    ready = [member for member in positions if not blocked[member]]
+    heads = [0] * len(queues)
+    order: dict[tuple[int, int], None] = {}
+    while len(order) < len(positions):
+        if not ready:
+            waiting = {queue[head] for queue, head in zip(queues, heads, strict=True) if head < len(queue)}
+            ready.append(min(waiting, key=lambda member: (sum(max(at - heads[number], 0) for number, at in positions[member]), member)))
+        order[member := ready.pop()] = None
+        for number, _ in positions[member]:
+            queue, head = queues[number], heads[number]
+            if queue[head] != member:
+                continue
+            while head < len(queue) and queue[head] in order:
+                head += 1
+            heads[number] = head
+            if head < len(queue):
+                blocked[queue[head]] -= 1
+                if not blocked[queue[head]]:
+                    ready.append(queue[head])
+    return list(order)
 
 
 def evaluation(schedule: Schedule, *, num_microbatches: int) -> Schedule:
@@ -67,6 +134,24 @@ def evaluation(schedule: Schedule, *, num_microbatches: int) -> Schedule:
         num_updates=1,
         loss_group_size=1,
     )
+
+
+def repeated(schedule: Schedule, *, num_updates: int) -> Schedule:
+    """The order of one update again and again, each worker's next update directly behind its last.
+
+    Args:
+        schedule: of one update.
+        num_updates: how often.
+    """
+    assert schedule.num_updates == 1, "an order of several updates may overlap them"
+
+    def later(slot: Slot, update: int) -> Slot:
+        by = {True: update, False: update * schedule.num_microbatches}
+        moved = tuple(op._replace(index=op.index + by[op.kind.per_update]) for op in ops_of(slot))
+        return Together(moved) if isinstance(slot, Together) else moved[0]
+
+    programs = tuple(tuple(later(slot, update) for update in range(num_updates) for slot in program) for program in schedule.programs)
+    return replace(schedule, programs=programs, num_updates=num_updates)
 
 
 def merge_split_backwards(schedule: Schedule) -> Schedule:

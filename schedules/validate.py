@@ -162,6 +162,7 @@ def _check_microbatch(schedule: Schedule, microbatch: int, stage: int, pipeline:
 
     if not find(OpKind.FORWARD):
         raise missing(OpKind.FORWARD)
+    _check_parts(schedule, [find(kind) for kind in OpKind if not kind.per_update])
     if schedule.forward_only:
         return
     full, inputs, weights = find(OpKind.BACKWARD), find(OpKind.INPUT_GRADIENT), find(OpKind.WEIGHT_GRADIENT)
@@ -172,6 +173,17 @@ def _check_microbatch(schedule: Schedule, microbatch: int, stage: int, pipeline:
         raise missing(OpKind.INPUT_GRADIENT if weights else OpKind.BACKWARD)
     if inputs and not weights:
         raise missing(OpKind.WEIGHT_GRADIENT)
+
+
+def _check_parts(schedule: Schedule, found: Sequence[list[Op]]) -> None:
+    """The parts of what is divided count from 1 without a gap, and all that a stage does with a microbatch is divided alike."""
+    divided = [sorted(ops, key=lambda op: op.part) for ops in found if ops and ops[0].part]
+    most = max(map(len, divided), default=0)
+    for ops in divided:
+        if [op.part for op in ops] != list(range(1, max(most, 2) + 1)):
+            have = ", ".join(map(str, ops))
+            problem = f"{have}: the parts of what is divided are 1, 2 and so on, and as many for each kind of Op at a stage"
+            raise _refuse(schedule, f"{problem}; here {max(most, 2)} are needed", *(schedule.places[op] for op in ops))
 
 
 def _check_local_order(schedule: Schedule) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hypothesis import assume
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Size, Slot, StageGraph, UpdateScope, WeightRule
+from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Size, Slot, StageGraph, Together, UpdateScope, WeightRule, ops_of
 from raypipe.schedules.validate import validate
 from tests.schedules import handwritten
 
@@ -28,24 +28,53 @@ HANDWRITTEN: Mapping[str, Callable[[], Schedule]] = {
 }
 
 
+CHUNKS: Mapping[str, tuple[int, ...]] = {"interleaved": (1, 2, 3), "dualpipe-v": (2,), "zb-v": (2,)}
+"""Numbers of stages a device that a family takes, where that is not 1; none that is larger than 3."""
+
+CHIMERAS = ("chimera", "chimera-doubling", "chimera-halving")
+BIDIRECTIONAL = (*CHIMERAS, "dualpipe")
+DIVIDED = ("chimera-halving",)
+
+
+def pipelines(name: str, num_devices: int) -> tuple[int, ...]:
+    """The numbers of pipelines that a family takes on some devices, its own first."""
+    if name in CHIMERAS:
+        return tuple(number for number in range(2, num_devices + 1, 2) if num_devices % number == 0)
+    return (2,) if name in BIDIRECTIONAL else (1,)
+
+
+def num_pipelines(name: str, size: Size) -> int:
+    """How many pipelines a schedule of an accepted size has."""
+    return size.num_pipelines or pipelines(name, size.num_devices)[0]
+
+
 def takes(name: str, size: Size) -> bool:
     """Whether a family should accept a size, as its documentation says."""
-    return name == "interleaved" or size.num_chunks == 1
+    if name in BIDIRECTIONAL and size.num_devices % 2:
+        return False
+    return size.num_chunks in CHUNKS.get(name, (1,)) and size.num_pipelines in {0, *pipelines(name, size.num_devices)}
+
+
+def near(name: str, num_devices: int, num_microbatches: int, num_updates: int = 1) -> Size:
+    """A size that the family accepts: with a device more where it wants an even number of them, and the stages of its own choice."""
+    if name in BIDIRECTIONAL:
+        num_devices += num_devices % 2
+    return Size(num_devices, num_microbatches, num_updates, catalogue.family(name).default_chunks)
 
 
 @st.composite
 def sizes(draw: st.DrawFn, name: str, *, max_devices: int = 8, max_microbatches: int = 20, max_updates: int = 3) -> Size:
     """A size that the family accepts."""
-    size = Size(
-        num_devices=draw(st.integers(1, max_devices)),
+    step = 2 if name in BIDIRECTIONAL else 1
+    num_devices = step * draw(st.integers(1, max_devices // step))
+    return Size(
+        num_devices=num_devices,
         num_microbatches=draw(st.integers(1, max_microbatches)),
         num_updates=draw(st.integers(1, max_updates)),
-        num_chunks=draw(st.integers(1, 3)) if name == "interleaved" else 1,
+        num_chunks=draw(st.sampled_from(CHUNKS.get(name, (1,)))),
+        num_pipelines=draw(st.sampled_from((0, *pipelines(name, num_devices)))),
         update_scope=draw(st.sampled_from([None, *UpdateScope])),
     )
-    if not takes(name, size):
-        size = replace(size, num_microbatches=max(1, size.num_microbatches // size.num_devices) * size.num_devices)
-    return size
 
 
 @st.composite
@@ -232,32 +261,40 @@ class Edit:
     ops: tuple[Op, ...]
 
 
+def without(programs: Sequence[Sequence[Slot]], op: Op) -> list[list[Slot]]:
+    """The programs without an Op; what shared a slot with it stays there."""
+    found: list[list[Slot]] = []
+    for program in programs:
+        found.append([])
+        for slot in program:
+            rest = tuple(other for other in ops_of(slot) if other != op)
+            if rest:
+                found[-1].append(Together(rest) if len(rest) > 1 else rest[0])
+    return found
+
+
 @st.composite
 def edits(draw: st.DrawFn, schedule: Schedule) -> Edit:
-    """The schedule with one Op dropped, doubled, moved or swapped with another, anywhere."""
-    programs = [list(program) for program in schedule.programs]
-    worker = draw(st.sampled_from([worker for worker, program in enumerate(programs) if program]))
-    position = draw(st.integers(0, len(programs[worker]) - 1))
-    slot = programs[worker][position]
-    assert isinstance(slot, Op)
-    ops: tuple[Op, ...] = (slot,)
+    """The schedule with one Op dropped, doubled, moved or swapped with another, anywhere; moved Ops have slots of their own."""
+    worker = draw(st.sampled_from([worker for worker, program in enumerate(schedule.programs) if program]))
+    op = draw(st.sampled_from([op for slot in schedule.programs[worker] for op in ops_of(slot)]))
+    ops: tuple[Op, ...] = (op,)
     what = draw(st.sampled_from(["drop", "double", "move", "move to another worker", "swap"]))
+    programs = [list(program) for program in schedule.programs] if what in {"double", "swap"} else without(schedule.programs, op)
     match what:
         case "drop":
-            del programs[worker][position]
-        case "double":
-            programs[worker].insert(draw(st.integers(0, len(programs[worker]))), slot)
-        case "move":
-            del programs[worker][position]
-            programs[worker].insert(draw(st.integers(0, len(programs[worker]))), slot)
+            pass
+        case "double" | "move":
+            programs[worker].insert(draw(st.integers(0, len(programs[worker]))), op)
         case "move to another worker":
-            del programs[worker][position]
             target = draw(st.integers(0, len(programs) - 1))
-            programs[target].insert(draw(st.integers(0, len(programs[target]))), slot)
+            programs[target].insert(draw(st.integers(0, len(programs[target]))), op)
         case _:
-            other = draw(st.integers(0, len(programs[worker]) - 1))
-            swapped = programs[worker][other]
-            assert isinstance(swapped, Op)
-            programs[worker][position], programs[worker][other] = swapped, slot
-            ops = (slot, swapped)
+            other = draw(st.sampled_from([op for slot in programs[worker] for op in ops_of(slot)]))
+            swapped = {op: other, other: op}
+            programs[worker] = [
+                Together(tuple(swapped.get(op, op) for op in slot.ops)) if isinstance(slot, Together) else swapped.get(slot, slot)
+                for slot in programs[worker]
+            ]
+            ops = (op, other)
     return Edit(what, replace(schedule, programs=tuple(map(tuple, programs))), ops)

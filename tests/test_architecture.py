@@ -23,12 +23,12 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("schedules",),
     ("tree",),
     ("codec",),
-    ("config", "cut", "data", "functions", "model", "profile", "schedule_file", "topology"),
+    ("config", "cut", "data", "functions", "model", "own_schedules", "profile", "schedule_file", "topology"),
     ("cost", "plan", "trace"),
-    ("comparison", "planner", "policies", "show", "simulate"),
+    ("bounds", "calibration", "comparison", "idle", "planner", "policies", "show", "simulate"),
     ("actors", "models"),
     ("coordinator", "prober", "profiler", "ray_session", "run_folder", "sample"),
-    ("trainer",),
+    ("calibrator", "trainer"),
     ("cli", "__main__"),
 )
 TIER_OF = {unit: tier for tier, units in enumerate(TIERS) for unit in units}

@@ -233,6 +233,14 @@ def test_schedule_prints_every_figure_of_the_contract(run: Run, name: str) -> No
         ("interleaved", ("--chunks", "2"), 57, 48, [11, 9, 7, 5]),
         ("zb-h1", ("--microbatches", "12"), 39, 36, [4, 4, 4, 4]),
         ("zb-h2", ("--microbatches", "12"), 39, 36, [7, 7, 7, 7]),
+        ("zb-v", ("--microbatches", "12"), 75, 72, [8, 8, 8, 8]),
+        ("zb-auto", ("--microbatches", "12", "--max-in-flight", "5"), 39, 36, [5, 5, 5, 5]),
+        ("chimera", (), 30, 24, [3, 4, 4, 3]),
+        ("chimera", ("--pipelines", "4"), 24, 24, [4, 4, 4, 4]),
+        ("chimera-doubling", (), 28, 24, [7, 8, 8, 7]),
+        ("chimera-halving", (), 26, 24, [4, 4, 4, 4]),
+        ("dualpipe", (), 26, 24, [5, 5, 5, 5]),
+        ("dualpipe-v", (), 54, 48, [9, 9, 9, 9]),
     ],
 )
 def test_schedule_reproduces_the_anchors(
@@ -262,6 +270,15 @@ def test_schedule_reproduces_the_bubbles_of_the_zero_bubble_paper(run: Run, name
         times = ("--forward", forward, "--backward", input_grad + weight_grad, "--weight-grad", weight_grad, "--latency", latency)
         figures = run("schedule", name, "--devices", devices, "--microbatches", microbatches, *times, "--json").document
         assert round(figures["bubble_ratio"], 4) == expected
+
+
+def test_schedule_searches_with_the_times_and_the_limit_of_the_options(run: Run) -> None:
+    """ZB-2p of the same paper."""
+    times = ("--forward", 18.522, "--backward", 18.086 + 9.337, "--weight-grad", 9.337, "--latency", 0.601, "--update-scope", "stage")
+    limit = ("--max-in-flight", 16, "--weight-grad-share", 0.5)
+    figures = run("schedule", "zb-auto", "--devices", 8, "--microbatches", 24, *times, *limit, "--json").document
+    assert round(figures["bubble_ratio"], 4) == 0.0433
+    assert run("schedule", "zb-auto", "--devices", 8, "--microbatches", 24, *times, "--json").document["bubble_ratio"] > 0.1
 
 
 def test_the_steady_time_tells_the_scopes_apart(run: Run) -> None:
@@ -303,9 +320,16 @@ def test_weight_gradients_take_half_of_the_backward_unless_told_otherwise(run: R
         (("--pipelines", "2"), "1f1b has one pipeline"),
         (("--devices", str(10**30)), "'--devices'"),
         (("--devices", "5000"), "5000 stages are too many to simulate; use at most 1024"),
+        (
+            ("--devices", "64", "--pipelines", "64"),
+            "64 pipelines of 64 stages are 4096 copies of a stage, too many to simulate; use at most 1024",
+        ),
         (("--microbatches", "1000000"), "4 stages with 1000000 microbatches for 9 updates"),
         (("--format", "pdf"), "'--format'"),
-        (("-o", "drawing.pdf"), "drawing.pdf: cannot tell the format from the name; let it end with .txt or .csv or .json or .svg"),
+        (
+            ("-o", "drawing.pdf"),
+            "drawing.pdf: cannot tell the format from the name; let it end with .txt or .csv or .json or .svg or .html",
+        ),
         (("-o", "/missing/drawing.svg"), "/missing/drawing.svg: cannot be written"),
         (("--json", "--format", "csv"), "--json and --format both write to stdout"),
     ],
@@ -326,7 +350,7 @@ def test_schedule_writes_csv_that_can_be_read_back(run: Run) -> None:
 
 def test_schedule_takes_the_format_from_the_name_of_the_file(run: Run, tmp_path: Path) -> None:
     command = ("schedule", "1f1b", "--devices", 2, "--microbatches", 3)
-    for suffix in ("txt", "csv", "json", "svg"):
+    for suffix in ("txt", "csv", "json", "svg", "html"):
         ran = run(*command, "-o", tmp_path / f"out.{suffix}")
         assert ran == Ran(0, "", "")
     assert (tmp_path / "out.txt").read_text().startswith("1f1b: 2 devices")
@@ -454,6 +478,27 @@ def test_show_writes_svg(run: Run, files: dict[str, Path], tmp_path: Path, kind:
     assert (tmp_path / "out.svg").read_text().startswith("<svg ")
 
 
+@pytest.mark.parametrize("kind", ["plan", "schedule", "csv", "trace"])
+def test_show_writes_a_page(run: Run, files: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    assert run("show", files[kind], "-o", tmp_path / "out.html") == Ran(0, "", "")
+    assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("kind", ["plan", "trace"])
+def test_show_tells_where_the_time_goes(run: Run, files: dict[str, Path], kind: str) -> None:
+    out = run("show", files[kind]).out
+    assert "of each device went" in out
+    assert "waits for" in out
+    assert "They trace back to" in out
+    document = run("show", files[kind], "--json").document
+    idle = document["idle"]
+    for device in range(2):
+        times = [row[device] for table in ("compute_s", "causes_s") for row in idle[table].values()]
+        assert sum(times) == pytest.approx(document["makespan_s"])
+    assert {(wait["device"], wait["for"]) for wait in idle["waits"]} == {(0, 1), (1, 0)}
+    assert {"to", "device", "sender", "wait_s"} == set(idle["traced_back"][0])
+
+
 def test_show_compares_two_traces(run: Run, files: dict[str, Path], tmp_path: Path) -> None:
     ClusterTopology.uniform(2, latency_s=0.5).save(tmp_path / "slow.yaml")
     run("simulate", files["plan"], "--topology", tmp_path / "slow.yaml", "-o", tmp_path / "slow.json")
@@ -467,7 +512,8 @@ def test_show_compares_two_traces(run: Run, files: dict[str, Path], tmp_path: Pa
     assert update["name"] == "update time"
     assert [update["first"], update["second"]] == [trace["update_s"] for trace in document["traces"]]
     assert update["error"] == pytest.approx(update["first"] / update["second"] - 1)
-    assert run("show", files["trace"], tmp_path / "slow.json", "-o", tmp_path / "both.svg") == Ran(0, "", "")
+    for name in ("both.svg", "both.html"):
+        assert run("show", files["trace"], tmp_path / "slow.json", "-o", tmp_path / name) == Ran(0, "", "")
 
 
 def test_show_reads_the_csv_that_torch_writes(run: Run, tmp_path: Path) -> None:
@@ -501,9 +547,9 @@ def test_show_refuses_a_csv_whose_order_cannot_run(run: Run, tmp_path: Path, tex
 
 
 def test_show_refuses_what_it_cannot_draw(run: Run, files: dict[str, Path], tmp_path: Path) -> None:
-    html = tmp_path / "out.html"
-    assert "write an SVG file" in refused(run("show", files["trace"], "-o", html))
-    assert "let it end with .svg" in refused(run("show", files["trace"], "-o", tmp_path / "out.png"))
+    assert "a topology has none; write an SVG file" in refused(run("show", files["topology"], "-o", tmp_path / "out.html"))
+    assert "a profile has none; leave -o out" in refused(run("show", files["profile"], "-o", tmp_path / "out.html"))
+    assert "let it end with .svg or .html" in refused(run("show", files["trace"], "-o", tmp_path / "out.png"))
     assert "3 files; show one, or two traces" in refused(run("show", *[files["trace"]] * 3))
     assert "where both are traces" in refused(run("show", files["trace"], files["plan"]))
     assert "drawn to the terminal only" in refused(run("show", files["profile"], "-o", tmp_path / "out.svg"))
@@ -596,8 +642,13 @@ def test_spoiled_files_are_read_or_refused_with_one_message(run: Run, files: dic
     chance = random.Random(f"{kind} {seed}")
     content = files[kind].read_bytes()
     path = files[kind].with_stem("spoiled")
-    svg = path.with_suffix(".svg")
-    commands_to_try: list[tuple[object, ...]] = [("show", path), ("show", path, "--json"), ("show", path, "-o", svg)]
+    svg, page = path.with_suffix(".svg"), path.with_suffix(".html")
+    commands_to_try: list[tuple[object, ...]] = [
+        ("show", path),
+        ("show", path, "--json"),
+        ("show", path, "-o", svg),
+        ("show", path, "-o", page),
+    ]
     commands_to_try += [("show", files["trace"], path)]
     commands_to_try += [("simulate", path, "--json")] if kind == "plan" else []
     commands_to_try += [("simulate", files["plan"], "--topology", path)] if kind == "topology" else []

@@ -27,6 +27,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "random.parquet").write_bytes(bytes(range(256)) * 20)
     (folder / "broken.py").write_text("import no_such_module_of_mine\n")
     (folder / "model.py").write_text("def raises(): raise ValueError('too narrow')\n")
+    (folder / "forwards.csv").write_text("\n".join(",".join(f"{stage}F{microbatch}" for microbatch in range(8)) for stage in range(4)))
+    (folder / "order.py").write_text("def returns_none(size): pass\n")
     path = folder / "config.yaml"
     path.write_text(CONFIG.format(tokens=folder / "tokens.parquet", runs=folder / "runs"))
     return path
@@ -36,6 +38,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("override", "message"),
     [
         ("schedule.name=zb-h9", "no schedule is called 'zb-h9'; did you mean"),
+        ("schedule.name={folder}/none.csv", "none.csv: there is no such file"),
+        ("schedule.name=examples/own_schedule.py", "name the function in it"),
+        ("schedule.name={folder}/forwards.csv", "this order holds no backward; it cannot train"),
+        (
+            "schedule.name={folder}/order.py:returns_none",
+            "order.py:returns_none' returned NoneType, expected a raypipe.schedules.ir.Schedule",
+        ),
         ("schedul.name=1f1b", "schedul: unknown key; did you mean 'schedule'"),
         ("schedule.num_microbatches=0", "schedule.num_microbatches: expected at least 1, got 0"),
         ("schedule.num_chunks=2", "1f1b holds one stage a device"),

@@ -124,7 +124,9 @@ def test_the_shares_of_a_worker_sum_to_one() -> None:
 
 @pytest.mark.parametrize("name", [family.name for family in catalogue.FAMILIES])
 def test_a_saved_plan_is_read_back_as_it_was(tmp_path: Path, name: str) -> None:
-    made = replace(plan(name), predicted=Predicted(update_s=1.5, bubble_ratio=0.25, device_bubble_ratios=(0.1,), peak_memory_bytes=(7,)))
+    schedule = catalogue.build(name, strategies.near(name, 3, 4, 2))
+    made = plan(cut=balanced_cut(PROFILE, schedule.num_stages), schedule=schedule)
+    made = replace(made, predicted=Predicted(update_s=1.5, bubble_ratio=0.25, device_bubble_ratios=(0.1,), peak_memory_bytes=(7,)))
     made.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == made

@@ -24,7 +24,7 @@ from raypipe.show import amounts, differences, tables
 from raypipe.show.grid import timed_grid
 from raypipe.show.labels import Labels
 from raypipe.show.network import draw_topology
-from raypipe.show.palette import COLOURS, NAMES
+from raypipe.show.palette import COLOURS, NAMES, colour
 from raypipe.show.svg import draw_traces
 from raypipe.simulate import simulate
 from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
@@ -41,8 +41,8 @@ def traced(schedule: Schedule, *, latency_s: float = 0.0, saved_bytes: int = 0, 
     return replace(trace, source=source)
 
 
-def family(name: str, devices: int, microbatches: int, updates: int = 1, chunks: int = 1) -> Schedule:
-    return catalogue.build(name, Size(devices, microbatches, updates, chunks))
+def family(name: str, devices: int, microbatches: int, updates: int = 1, chunks: int = 1, pipelines: int = 0) -> Schedule:
+    return catalogue.build(name, Size(devices, microbatches, updates, chunks, pipelines))
 
 
 # Amounts
@@ -326,6 +326,47 @@ def test_names_cannot_break_out_of_a_drawing() -> None:
 def test_the_same_trace_gives_the_same_drawing() -> None:
     trace = traced(family("zb-h1", 3, 5), latency_s=0.25)
     assert draw_traces([trace]) == draw_traces([trace])
+
+
+def test_pipelines_are_told_apart_by_label_and_colour() -> None:
+    trace = traced(family("chimera", 4, 4))
+    drawn = timed_grid(trace, width=120)
+    assert "F0-- F2--" in drawn.plain
+    assert "F1@1 B1@1" in drawn.plain
+    assert "lighter: pipeline 1" in drawn.plain
+    assert "lighter" not in timed_grid(traced(family("1f1b", 4, 4)), width=120).plain
+    assert "lighter: pipelines 1, 3" in timed_grid(traced(family("chimera", 4, 4, pipelines=4)), width=120).plain
+    colours = {drawn.plain[span.start : span.end].strip("- "): str(span.style) for span in drawn.spans}
+    assert colours["F0"] == f"black on {colour(OpKind.FORWARD)}"
+    assert colours["F1@1"] == f"black on {colour(OpKind.FORWARD, 1)}"
+    assert colour(OpKind.FORWARD) != colour(OpKind.FORWARD, 1) != colour(OpKind.BACKWARD, 1)
+    root = parsed(draw_traces([trace]))
+    assert [len(boxes(root, kind)) for kind in ("F", "B", "odd")] == [16, 16, 16]
+    assert "lighter: pipeline 1" in words(root)
+
+
+def test_ops_that_overlap_keep_their_own_colours() -> None:
+    drawn = timed_grid(traced(family("dualpipe", 2, 4)), width=120)
+    found = [(drawn.plain[span.start : span.end].strip(), str(span.style)[-7:]) for span in drawn.spans]
+    first = next(at for at, (text, _) in enumerate(found) if text.startswith("&"))
+    assert [text for text, _ in found[first - 1 : first + 1]] == ["F3@1", "&B0-------"]
+    assert [shown for _, shown in found[first - 1 : first + 1]] == [colour(OpKind.FORWARD, 1), colour(OpKind.BACKWARD)]
+
+
+def test_ops_that_share_a_slot_and_a_kind_share_a_label() -> None:
+    doubled, halved = (rows(timed_grid(traced(family(name, 2, 4)), width=200).plain) for name in ("chimera-doubling", "chimera-halving"))
+    assert doubled[0].startswith("F0+2-- F1+3@1 B1@1-- ")
+    # All the parts of a microbatch are the microbatch.
+    assert halved[0].startswith("F0---- F1@1-- B1.1@1 B0.1-- B1.2@1 ")
+    root = parsed(draw_traces([traced(family("chimera-doubling", 2, 4))]))
+    assert {"F0+2", "F1+3@1", "B1@1"} <= set(words(root))
+
+
+def test_kinds_that_overlap_are_shown_where_their_labels_do_not_fit() -> None:
+    for num_microbatches, shown in ((40, "F&B"), (60, "FB"), (400, "F")):
+        drawn = timed_grid(traced(family("dualpipe", 8, num_microbatches)), width=100).plain
+        assert "Ops are too short for their label" in drawn
+        assert shown in rows(drawn)[0]
 
 
 def test_labels_read_each_name() -> None:

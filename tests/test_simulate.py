@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,10 +17,10 @@ from raypipe.profile import ModelProfile
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, UpdateScope, WeightRule, dependencies, ops_of
 from raypipe.schedules.lower import Placement, lower
-from raypipe.schedules.passes import evaluation
+from raypipe.schedules.passes import add_reductions, evaluation
 from raypipe.schedules.validate import facts, validate
-from raypipe.simulate import simulate, simulate_plan
-from raypipe.topology import ClusterTopology, Link, Node, NodeLink, Path, SharedLink
+from raypipe.simulate import Numbered, simulate, simulate_plan
+from raypipe.topology import ClusterTopology, Link, Node, NodeLink, Overheads, Path, SharedLink
 from raypipe.topology import Device as TopologyDevice
 from raypipe.trace import Source, SpanKind, Trace
 from tests import strategies
@@ -118,7 +118,11 @@ def test_asynchronous_1f1b_pays_for_a_global_norm() -> None:
 
 
 def earliest_end_s(schedule: Schedule, cost: Cost, latency_s: float) -> float:
-    """The longest path through program order and dependencies; those between workers take the latency."""
+    """The longest path through program order and dependencies.
+
+    Those between workers take the latency, and those on the sum of r copies 2 (r-1) times that: once round a ring and back.
+    """
+    schedule = add_reductions(schedule)
     ends: dict[Op, float] = {}
     heads = [0] * schedule.num_workers
     free_s = [0.0] * schedule.num_workers
@@ -128,17 +132,39 @@ def earliest_end_s(schedule: Schedule, cost: Cost, latency_s: float) -> float:
         for worker, program in enumerate(schedule.programs):
             while heads[worker] < len(program):
                 ops = ops_of(program[heads[worker]])
-                needed = {other for op in ops for other in dependencies(schedule, op)} - set(ops)
+                needed = {other for op in ops for other in (*dependencies(schedule, op), *before_joined_sums(schedule, op))} - set(ops)
                 if not needed <= ends.keys():
                     break
-                delay = {other: latency_s if schedule.worker(other) != worker else 0.0 for other in needed}
-                start_s = max((ends[other] + delay[other] for other in needed), default=0.0)
-                free_s[worker] = max(start_s, free_s[worker]) + cost.compute_s(worker, ops)
+                hops = {
+                    other: 2 * (len(schedule.replicas[other.stage]) - 1)
+                    if other.kind is OpKind.REDUCE
+                    else int(schedule.worker(other) != worker)
+                    for other in needed
+                }
+                start_s = max((ends[other] + hops[other] * latency_s for other in needed), default=0.0)
+                shares = tuple(1 / len(schedule.find(op._replace(part=0))) for op in ops)
+                free_s[worker] = max(start_s, free_s[worker]) + cost.compute_s(worker, ops, shares)
                 ends |= dict.fromkeys(ops, free_s[worker])
                 heads[worker] += 1
                 moved = True
     assert heads == [len(program) for program in schedule.programs]
     return max(ends.values())
+
+
+def before_joined_sums(schedule: Schedule, op: Op) -> Iterator[Op]:
+    """What an update waits for besides where norms or ties are made of sums over copies: these start at each worker's first U of them."""
+    if op.kind is not OpKind.UPDATE or schedule.update_scope is UpdateScope.STAGE:
+        return
+    everything = tuple(range(schedule.num_stages))
+    for stages in [everything] if schedule.update_scope is UpdateScope.GLOBAL else schedule.graph.ties:
+        for program in schedule.programs if op.stage in stages else ():
+            at: dict[OpKind, list[int]] = {OpKind.REDUCE: [], OpKind.UPDATE: []}
+            for position, slot in enumerate(program):
+                for other in ops_of(slot):
+                    if other.kind in at and other.index == op.index and other.stage in stages:
+                        at[other.kind].append(position)
+            if at[OpKind.REDUCE] and at[OpKind.UPDATE] and at[OpKind.UPDATE][0]:
+                yield from ops_of(program[at[OpKind.UPDATE][0] - 1])
 
 
 @st.composite
@@ -209,7 +235,8 @@ def test_every_op_of_the_schedule_runs_once_on_its_worker_in_order(data: st.Data
         computed = [str(slot) for slot in program if not any(op.kind is OpKind.REDUCE for op in ops_of(slot))]
         assert [name for name in computed if name in set(ran)] == ran
     names = [span.name for span in trace.spans if span.kind is SpanKind.COMPUTE]
-    assert sorted(names) == sorted(str(op) for op, _ in schedule.ops() if op.kind is not OpKind.REDUCE)
+    slots = [slot for program in schedule.programs for slot in program]
+    assert sorted(names) == sorted(str(slot) for slot in slots if not any(op.kind is OpKind.REDUCE for op in ops_of(slot)))
 
 
 @given(st.data())
@@ -461,3 +488,49 @@ def test_a_plan_is_simulated_with_its_own_costs() -> None:
     # (M + D - 1)(F + B) with two layers a stage.
     assert trace.update_s == (4 + 1) * (2 + 4)
     assert trace == simulate(lower(plan.schedule, plan.placement), plan_cost(plan), name="small", num_updates=2)
+
+
+# Divided microbatches
+
+
+def test_halves_take_half_the_time_each_and_carry_half_the_bytes() -> None:
+    whole = build("1f1b", 3, 6)
+    divided = handwritten.halved(whole)
+    validate(divided)
+    costs = [
+        replace(equal_stages(schedule), edge_bytes={(0, 1): 100, (1, 2): 60}, path=lambda _a, _b: Path(0.25))
+        for schedule in (whole, divided)
+    ]
+    traces = [run(schedule, cost) for schedule, cost in zip((whole, divided), costs, strict=True)]
+    assert [trace.busy_s for trace in traces] == [(18,) * 3] * 2
+    carried = [[span.bytes for span in trace.spans if span.kind is SpanKind.TRANSFER] for trace in traces]
+    assert sum(carried[0]) == sum(carried[1]) == 2 * 6 * 160
+    assert set(carried[1]) == {50, 30}
+    # The first half of a backward leaves sooner than the whole.
+    assert traces[1].makespan_s < traces[0].makespan_s
+
+
+@given(st.integers(1, 4), st.integers(1, 6))
+def test_one_order_is_timed_with_one_cost_after_the_other(num_devices: int, num_microbatches: int) -> None:
+    schedule = build("zb-h1", num_devices, num_microbatches, num_updates=2)
+    programs = lower(schedule)
+    order = Numbered(programs)
+    for factor in (1.0, 2.0, 0.5):
+        cost = equal_stages(schedule, forward_s=factor, backward_s=2.5 * factor, weight_grad_s=factor, latency_s=0.25 * factor)
+        timing, trace = order.run(cost), simulate(programs, cost, name="", num_updates=2)
+        assert timing.makespan_s == trace.makespan_s
+        assert timing.update_ends_s == trace.update_ends_s
+        assert timing.busy_s == trace.busy_s
+        assert timing.peak_memory_bytes == trace.peak_memory_bytes
+
+
+def test_devices_pay_for_each_op_and_message() -> None:
+    schedule = build("gpipe", 2, 2)
+    overheads = Overheads(forward_s=0.125, backward_s=0.25, send_s=0.5, recv_s=1.0)
+    computed = times(run(schedule, replace(equal_stages(schedule), overheads=overheads)))
+    # Device 1 takes the first message when it comes and the second, which was there, behind its first F.
+    assert computed[0, "0F0"] == [0, 1.125]
+    assert computed[0, "0F1"] == [1.625, 2.75]
+    assert computed[1, "1F0"] == [2.125, 3.25]
+    assert computed[1, "1F1"] == [4.25, 5.375]
+    assert computed[1, "1B0"][1] - computed[1, "1B0"][0] == 2.25

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raypipe import codec
 from raypipe.errors import FormatError, PlanError
-from raypipe.topology import FORMAT, ClusterTopology, Device, Link, Node, NodeLink, Path, SharedLink
+from raypipe.topology import FORMAT, ClusterTopology, Device, Link, Node, NodeLink, Overheads, Path, SharedLink
 from raypipe.tree import yaml_text, yaml_tree
 
 CONFIGS = FilePath(__file__).parents[1] / "cluster_configs"
@@ -127,7 +127,7 @@ def test_a_topology_survives_pickle_without_its_caches_and_can_be_a_key() -> Non
     again = pickle.loads(pickle.dumps(topology))
     assert {topology: 1}[again] == 1
     assert again.path("a0", "c1") == path
-    assert set(topology.__getstate__()) == {"name", "nodes", "links", "shared_links", "default_link"}
+    assert set(topology.__getstate__()) == {"name", "nodes", "links", "shared_links", "default_link", "overheads"}
 
 
 def test_devices_are_counted_in_the_order_of_the_file_and_found_by_name() -> None:
@@ -313,3 +313,11 @@ def test_the_laptop_has_four_devices_on_two_cores() -> None:
     topology = ClusterTopology.load(CONFIGS / "laptop.yaml")
     assert (topology.num_devices, topology.nodes[0].cores) == (4, 2)
     assert topology.path("cpu0", "cpu1") == Path(100e-6, 3e9, (("cpu0->cpu1", 3e9),))
+
+
+def test_overheads_go_through_the_file_and_cannot_be_negative(tmp_path: FilePath) -> None:
+    found = dataclasses.replace(ClusterTopology.uniform(2), overheads=Overheads(forward_s=1e-4, send_s=2e-5))
+    found.save(tmp_path / "lab.yaml")
+    assert ClusterTopology.load(tmp_path / "lab.yaml") == found
+    with pytest.raises(FormatError, match="recv_s"):
+        Overheads(recv_s=-1.0)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from raypipe.errors import InputError
+from raypipe.idle import IDLE, Division
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.validate import facts
 from raypipe.trace import Trace
@@ -59,6 +60,20 @@ def trace_figures(trace: Trace) -> dict[str, Any]:
         "wait_s": list(trace.wait_s),
         "span_s": list(trace.span_s),
         "peak_memory_bytes": list(trace.peak_memory_bytes),
+    }
+
+
+def idle_figures(division: Division) -> dict[str, Any]:
+    """Where the time of each device went; for each device the seconds of computing and of all causes sum to the makespan."""
+    kinds = sorted({kind for row in division.compute_s for kind in row})
+    return {
+        "compute_s": {kind: [row.get(kind, 0.0) for row in division.compute_s] for kind in kinds},
+        "causes_s": {str(cause): [row.get(cause, 0.0) for row in division.by_cause_s] for cause in IDLE},
+        "waits": [{"device": wait.device, "for": wait.peer, "wait_s": wait.wait_s} for wait in division.waits],
+        "traced_back": [
+            {"to": str(culprit.root), "device": culprit.device, "sender": culprit.sender, "wait_s": culprit.wait_s}
+            for culprit in division.culprits
+        ],
     }
 
 

@@ -11,15 +11,16 @@ from typing import Any
 import click
 from rich.console import Console
 
-from raypipe import codec, schedule_file
+from raypipe import codec, own_schedules, schedule_file
 from raypipe.cli.figures import schedule_figures
 from raypipe.cli.options import COUNT, SECONDS, example, json_option, output_suffix
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.cost import equal_stages
-from raypipe.errors import InputError
+from raypipe.errors import InputError, ScheduleError
 from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, Size, UpdateScope
+from raypipe.schedules.family import Family
+from raypipe.schedules.ir import Schedule, Size, StageTimes, UpdateScope
 from raypipe.schedules.lower import lower
 from raypipe.schedules.text import to_csv, to_torch_csv
 from raypipe.schedules.validate import validate
@@ -43,9 +44,16 @@ class ScheduleFormat(StrEnum):
     TORCH_CSV = "torch-csv"
     JSON = "json"
     SVG = "svg"
+    HTML = "html"
 
 
-_FORMATS = {"txt": ScheduleFormat.GRID, "csv": ScheduleFormat.CSV, "json": ScheduleFormat.JSON, "svg": ScheduleFormat.SVG}
+_FORMATS = {
+    "txt": ScheduleFormat.GRID,
+    "csv": ScheduleFormat.CSV,
+    "json": ScheduleFormat.JSON,
+    "svg": ScheduleFormat.SVG,
+    "html": ScheduleFormat.HTML,
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,22 @@ class StageSeconds:
     backward_s: float = 2.0
     weight_grad_s: float = 1.0
     latency_s: float = 0.0
+
+    @property
+    def searched(self) -> StageTimes:
+        """What a schedule that is searched for is given."""
+        return StageTimes(self.forward_s, self.backward_s - self.weight_grad_s, self.weight_grad_s)
+
+
+def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | None, latency_s: float) -> StageSeconds:
+    """The times of the options; the weight gradient takes half of the backward where it is left out.
+
+    Raises:
+        InputError: it takes more than the backward, of which it is a part.
+    """
+    if weight_grad_s is not None and weight_grad_s > backward_s:
+        raise InputError(f"--weight-grad {weight_grad_s:g} is more than --backward {backward_s:g}, of which it is a part")
+    return StageSeconds(forward_s, backward_s, backward_s / 2 if weight_grad_s is None else weight_grad_s, latency_s)
 
 
 def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
@@ -94,10 +118,20 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
 @click.option("--backward", type=SECONDS, default=2.0, show_default=True, help="Seconds of its full backward.")
 @click.option("--weight-grad", type=SECONDS, help="Seconds of that for the weight gradient.  [default: half of it]")
 @click.option("--latency", type=SECONDS, default=0.0, show_default=True, help="Seconds between devices: a pure delay.")
+@click.option("--max-in-flight", type=float, help="Most stage activations a device may hold, for schedules that are searched for.")
+@click.option(
+    "--weight-grad-share",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Share of an activation that is kept from I to W, for schedules that are searched for.",
+)
 @click.option(
     "--format", "format_name", type=click.Choice([str(choice) for choice in ScheduleFormat]), help="What to write.  [default: grid]"
 )
-@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write it; .csv, .json, .svg and .txt name the format.")
+@click.option(
+    "-o", "--output", type=click.Path(), metavar="FILE", help="Where to write it; .csv, .json, .svg, .html and .txt name the format."
+)
 @json_option
 def schedule(
     name: str,
@@ -112,32 +146,38 @@ def schedule(
     backward: float,
     weight_grad: float | None,
     latency: float,
+    max_in_flight: float | None,
+    weight_grad_share: float,
     format_name: str | None,
     output: str | None,
     as_json: bool,
 ) -> None:
     """Build, validate and simulate the schedule NAME with equal stages.
 
-    Times are per stage: with two chunks a device has two stages of these times. `raypipe schedules` lists the names.
+    Times are per stage: with two chunks a device has two stages of these times. `raypipe schedules` lists the names; a schedule of
+    your own is named by its file, order.csv or order.json, or by its function, file.py:function or module:function.
     """
     if as_json and format_name and not output:
         raise click.UsageError("--json and --format both write to stdout; give --format a file with -o, or leave one of them out")
+    family = own_schedules.family(name)
+    times = stage_seconds(forward, backward, weight_grad, latency)
     size = Size(
         num_devices=devices,
         num_microbatches=microbatches,
         num_updates=updates,
-        num_chunks=chunks or catalogue.family(name).default_chunks,
+        num_chunks=chunks or family.default_chunks,
         num_pipelines=pipelines or 0,
         update_scope=UpdateScope(update_scope) if update_scope else None,
+        times=(times.searched,),
+        latency_s=times.latency_s,
+        max_in_flight=max_in_flight,
+        weight_grad_share=weight_grad_share,
     )
-    times = StageSeconds(forward, backward, backward / 2 if weight_grad is None else weight_grad, latency)
-    if times.weight_grad_s > backward:
-        raise InputError(f"--weight-grad {weight_grad:g} is more than --backward {backward:g}, of which it is a part")
-    _refuse_large(size)
-    built = catalogue.build(name, size)
+    refuse_large(size)
+    built = catalogue.of_size(family, size)
     validate(built)
     trace = simulated(built, times)
-    figures = _figures(built, size, trace, times)
+    figures = _figures(family, built, size, trace, times)
     if output:
         wanted = ScheduleFormat(format_name) if format_name else _FORMATS[output_suffix(output, *_FORMATS)]
         codec.write_text(output, text_of(wanted, built, trace, figures))
@@ -151,7 +191,7 @@ def schedule(
             click.echo(text_of(wanted, built, trace, figures), nl=False)
 
 
-def _long_window(size: Size) -> Size:
+def long_window(size: Size) -> Size:
     """The same for 9 updates at least, and for so many that a quarter of them fills the pipeline twice where updates overlap.
 
     With the scope `global`, the default of all schedules with a flush, each update takes as long as the first.
@@ -162,11 +202,21 @@ def _long_window(size: Size) -> Size:
     return replace(size, num_updates=num_updates)
 
 
-def _refuse_large(size: Size) -> None:
-    num_stages, num_updates = size.num_devices * size.num_chunks, _long_window(size).num_updates
+def refuse_large(size: Size) -> None:
+    """Refuses what would take minutes to simulate.
+
+    Raises:
+        InputError: names the most.
+    """
+    num_stages, num_updates = size.num_devices * size.num_chunks, long_window(size).num_updates
     if num_stages > _MOST_STAGES:
         raise InputError(f"{num_stages} stages are too many to simulate; use at most {_MOST_STAGES}")
-    # Three Ops a stage and microbatch at most: F, I and W.
+    if (num_copies := num_stages * size.num_pipelines) > _MOST_STAGES:
+        raise InputError(
+            f"{size.num_pipelines} pipelines of {num_stages} stages are {num_copies} copies of a stage, too many to simulate; "
+            f"use at most {_MOST_STAGES}"
+        )
+    # Three Ops a stage and microbatch at most: F, I and W; halves of a microbatch are done in four.
     num_ops = 3 * num_stages * size.num_microbatches * num_updates
     if num_ops > _MOST_OPS:
         raise InputError(
@@ -175,9 +225,12 @@ def _refuse_large(size: Size) -> None:
         )
 
 
-def _figures(schedule: Schedule, size: Size, trace: Trace, times: StageSeconds) -> dict[str, Any]:
-    longer = _long_window(size)
-    steady = trace if longer == size else simulated(catalogue.build(schedule.name, longer), times)
+def _figures(family: Family, schedule: Schedule, size: Size, trace: Trace, times: StageSeconds) -> dict[str, Any]:
+    longer = long_window(size)
+    try:
+        steady = trace if longer == size else simulated(catalogue.of_size(family, longer), times)
+    except ScheduleError:  # an order that is written for this window alone
+        steady = trace
     return schedule_figures(schedule, trace, steady_update_s=steady.steady_update_s)
 
 
@@ -194,6 +247,10 @@ def text_of(wanted: ScheduleFormat, schedule: Schedule, trace: Trace, figures: M
             from raypipe.show.svg import draw_traces  # noqa: PLC0415  # slow to load, and the grid does without
 
             return draw_traces([trace])
+        case ScheduleFormat.HTML:
+            from raypipe.show.page import draw_page  # noqa: PLC0415  # likewise
+
+            return draw_page([trace])
         case ScheduleFormat.GRID:
             with (paper := plain_console()).capture() as capture:
                 print_schedule(paper, schedule, trace, figures)

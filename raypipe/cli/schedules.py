@@ -1,27 +1,94 @@
-"""`raypipe schedules`: what there is to choose from."""
+"""`raypipe schedules`: what there is to choose from, by name or side by side at one size."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import StrEnum
+
 import click
 
-from raypipe.cli.options import example, json_option
+from raypipe import own_schedules
+from raypipe.cli.options import COUNT, SECONDS, example, json_option
+from raypipe.cli.schedule import StageSeconds, stage_seconds
 from raypipe.cli.screen import console, plain_console, print_json
-from raypipe.schedules.catalogue import FAMILIES
+from raypipe.cli.zoo import survey
+from raypipe.schedules.ir import Size
+from raypipe.show.amounts import counted, seconds
 from raypipe.show.tables import table
+from raypipe.show.zoo import LEGEND, zoo_tables
 
 _COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")
 _WIDTH = 240
 
 
-@click.command(epilog=example("raypipe schedules"))
-@json_option
-def schedules(*, as_json: bool) -> None:
-    """List the schedules by name.
+class _Sort(StrEnum):
+    MAKESPAN = "makespan"
+    CATALOGUE = "catalogue"
 
-    Bubble, memory, mismatch and delay are formulas over D devices, M microbatches, V chunks, the device s, and the seconds
-    F, B, I and W of a stage.
+
+@click.command(epilog=example("raypipe schedules", "raypipe schedules --devices 8 --microbatches 32"))
+@click.option("--devices", type=COUNT, help="Compare all of them on so many devices.")
+@click.option("--microbatches", type=COUNT, help="With so many microbatches of one update.")
+@click.option("--updates", type=COUNT, help="Updates of the window.  [default: 1]")
+@click.option("--chunks", type=COUNT, help="Stages a device, for schedules that have several.  [default: the schedule's own]")
+@click.option("--forward", type=SECONDS, help="Seconds of a device's share of the model, forward.  [default: 1]")
+@click.option("--backward", type=SECONDS, help="Seconds of its full backward.  [default: 2]")
+@click.option("--weight-grad", type=SECONDS, help="Seconds of that for the weight gradient.  [default: half of it]")
+@click.option("--latency", type=SECONDS, help="Seconds between devices: a pure delay.  [default: 0]")
+@click.option("--sort", type=click.Choice([str(choice) for choice in _Sort]), help="The order of rows.  [default: makespan]")
+@json_option
+def schedules(
+    *,
+    devices: int | None,
+    microbatches: int | None,
+    updates: int | None,
+    chunks: int | None,
+    forward: float | None,
+    backward: float | None,
+    weight_grad: float | None,
+    latency: float | None,
+    sort: str | None,
+    as_json: bool,
+) -> None:
+    """List the schedules by name, or compare all of them at one size.
+
+    Bubble, memory, mismatch and delay are formulas over D devices, M microbatches, V chunks, P pipelines, the device s, and the
+    seconds F, B, I and W of a stage, with F&B for a forward and a backward that overlap.
+
+    With --devices and --microbatches each is built, validated and simulated on the same model: times are those of a device's share
+    of it, and a schedule with two stages a device has stages of half these times.
     """
-    rows = [{column: str(getattr(family, column)) for column in _COLUMNS} for family in FAMILIES]
+    if devices is None or microbatches is None:
+        given: dict[str, object] = {"--devices": devices, "--microbatches": microbatches, "--updates": updates, "--chunks": chunks}
+        given |= {"--forward": forward, "--backward": backward, "--weight-grad": weight_grad, "--latency": latency, "--sort": sort}
+        _refuse_without_size(given)
+        _list(as_json=as_json)
+        return
+    default = StageSeconds()
+    times = stage_seconds(
+        default.forward_s if forward is None else forward,
+        default.backward_s if backward is None else backward,
+        weight_grad,
+        default.latency_s if latency is None else latency,
+    )
+    size = Size(num_devices=devices, num_microbatches=microbatches, num_updates=updates or 1)
+    _compare(size, times, num_chunks=chunks, sort=_Sort(sort or _Sort.MAKESPAN), as_json=as_json)
+
+
+def _refuse_without_size(given: Mapping[str, object]) -> None:
+    """Refuses options that say how to compare where the size is not given, or only half of it.
+
+    Raises:
+        UsageError: names what is missing.
+    """
+    options = [name for name, value in given.items() if value is not None]
+    if options:
+        missing = " and ".join(name for name in ("--devices", "--microbatches") if name not in options)
+        raise click.UsageError(f"{options[0]} needs {missing}: all schedules are then compared at that size")
+
+
+def _list(*, as_json: bool) -> None:
+    rows = [{column: str(getattr(family, column)) for column in _COLUMNS} for family in own_schedules.families()]
     if as_json:
         print_json(rows)
         return
@@ -29,3 +96,38 @@ def schedules(*, as_json: bool) -> None:
     terminal = console()
     # A line each, so that others can search it; only a terminal breaks what it cannot show.
     (terminal if terminal.is_terminal else plain_console(_WIDTH)).print(shown)
+
+
+def _compare(size: Size, times: StageSeconds, *, num_chunks: int | None, sort: _Sort, as_json: bool) -> None:
+    zoo = survey(own_schedules.families(), size, times, num_chunks=num_chunks)
+    rows = sorted(zoo.figures, key=lambda figures: figures["makespan_s"]) if sort is _Sort.MAKESPAN else list(zoo.figures)
+    if as_json:
+        print_json({
+            "num_devices": size.num_devices,
+            "num_microbatches": size.num_microbatches,
+            "num_updates": size.num_updates,
+            "schedules": rows,
+            "refused": [{"schedule": name, "reason": reason} for name, reason in zoo.refused],
+        })
+        return
+    screen = console()
+    screen.print(
+        f"{counted(size.num_devices, 'device')}, {counted(size.num_microbatches, 'microbatch')} an update, "
+        f"{counted(size.num_updates, 'update')}",
+        style="bold",
+        soft_wrap=True,
+    )
+    screen.print(
+        f"a device's share of the model: forward {seconds(times.forward_s)}, backward {seconds(times.backward_s)}, of which "
+        f"weight gradient {seconds(times.weight_grad_s)}; latency {seconds(times.latency_s)}",
+        soft_wrap=True,
+    )
+    for line in LEGEND:
+        screen.print(line, soft_wrap=True)
+    for shown in zoo_tables(rows, width=screen.width) if rows else ():
+        screen.print()
+        screen.print(shown)
+    if zoo.refused:
+        screen.print()
+        for name, reason in zoo.refused:
+            screen.print(f"{name} is left out: {reason}", markup=False, soft_wrap=True)

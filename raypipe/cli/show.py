@@ -10,20 +10,22 @@ import click
 from rich.console import Console
 
 from raypipe import codec
-from raypipe.cli.figures import schedule_figures, trace_figures
+from raypipe.cli.figures import idle_figures, schedule_figures, trace_figures
 from raypipe.cli.files import Content, load
 from raypipe.cli.options import example, json_option, output_suffix
 from raypipe.cli.schedule import StageSeconds, print_schedule, simulated
 from raypipe.cli.screen import console, print_json
 from raypipe.cli.simulate import plan_figures
 from raypipe.errors import InputError
+from raypipe.idle import divide
 from raypipe.plan import Plan
 from raypipe.profile import ModelProfile
 from raypipe.schedules.ir import Schedule
 from raypipe.show import differences
 from raypipe.show.amounts import ratio, seconds
+from raypipe.show.causes import findings
 from raypipe.show.grid import timed_grid
-from raypipe.show.tables import link_table, node_table, plan_table, profile_table, table, trace_table
+from raypipe.show.tables import idle_table, link_table, node_table, plan_table, profile_table, table, trace_table
 from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology
 from raypipe.trace import Trace
@@ -37,40 +39,44 @@ class _Drawing:
         figures: the document of `--json`.
         text: draws to a console.
         svg: gives the text of an SVG file.
+        html: gives the text of an HTML page.
     """
 
     figures: dict[str, Any]
     text: Callable[[Console], None]
     svg: Callable[[], str]
+    html: Callable[[], str]
 
 
 @click.command(
     epilog=example(
         "raypipe show schedule.csv",
         "raypipe show cluster_configs/laptop.yaml -o laptop.svg",
-        "raypipe show predicted.json measured.json -o both.svg",
+        "raypipe show trace.json -o trace.html",
+        "raypipe show predicted.json measured.json -o both.html",
     )
 )
 @click.argument("files", nargs=-1, required=True, metavar="FILE [FILE]", type=click.Path())
-@click.option("-o", "--output", type=click.Path(), metavar="OUT.svg", help="Write an SVG file instead of drawing to the terminal.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(),
+    metavar="OUT",
+    help="Write a file instead of drawing to the terminal: .html is a page to zoom and hover over, .svg a picture.",
+)
 @json_option
 def show(files: tuple[str, ...], *, output: str | None, as_json: bool) -> None:
     """Draw a schedule, plan, topology, profile or trace; two traces one above the other, with their differences.
 
     Schedules, which have no times, are drawn with F = 1 s and B = 2 s.
     """
-    if output and output.lower().endswith((".html", ".htm")):
-        raise InputError(
-            f"{output}: raypipe does not write HTML; write an SVG file (-o {output.rpartition('.')[0]}.svg), which browsers show"
-        )
-    if output:
-        output_suffix(output, "svg")
+    suffix = output_suffix(output, "svg", "html") if output else ""
     if len(files) > 2:
         raise click.UsageError(f"{len(files)} files; show one, or two traces")
     contents = [load(path) for path in files]
     drawing = _of_pair(files, contents) if len(files) == 2 else _of_one(contents[0])
     if output:
-        codec.write_text(output, drawing.svg())
+        codec.write_text(output, drawing.html() if suffix == "html" else drawing.svg())
     if as_json:
         print_json(drawing.figures)
     elif not output:
@@ -84,6 +90,22 @@ def _svg_of(*traces: Trace) -> Callable[[], str]:
         return draw_traces(traces)
 
     return draw
+
+
+def _html_of(*traces: Trace) -> Callable[[], str]:
+    def draw() -> str:
+        from raypipe.show.page import draw_page  # noqa: PLC0415  # likewise
+
+        return draw_page(traces)
+
+    return draw
+
+
+def _no_page_of(what: str) -> Callable[[], str]:
+    def refuse() -> str:
+        raise InputError(f"a page shows times, and {what} has none; {'write an SVG file' if what == 'a topology' else 'leave -o out'}")
+
+    return refuse
 
 
 def _of_one(content: Content) -> _Drawing:
@@ -103,7 +125,7 @@ def _of_one(content: Content) -> _Drawing:
 def _of_schedule(schedule: Schedule) -> _Drawing:
     trace = simulated(schedule, StageSeconds())
     figures = schedule_figures(schedule, trace, steady_update_s=trace.steady_update_s)
-    return _Drawing(figures, lambda screen: print_schedule(screen, schedule, trace, figures), _svg_of(trace))
+    return _Drawing(figures, lambda screen: print_schedule(screen, schedule, trace, figures), _svg_of(trace), _html_of(trace))
 
 
 def _of_plan(plan: Plan) -> _Drawing:
@@ -115,11 +137,13 @@ def _of_plan(plan: Plan) -> _Drawing:
         screen.print()
         _print_trace(screen, trace)
 
-    return _Drawing(plan_figures(plan, trace), text, _svg_of(trace))
+    figures = {**plan_figures(plan, trace), "idle": idle_figures(divide(trace))}
+    return _Drawing(figures, text, _svg_of(trace), _html_of(trace))
 
 
 def _of_trace(trace: Trace) -> _Drawing:
-    return _Drawing(trace_figures(trace), lambda screen: _print_trace(screen, trace), _svg_of(trace))
+    figures = {**trace_figures(trace), "idle": idle_figures(divide(trace))}
+    return _Drawing(figures, lambda screen: _print_trace(screen, trace), _svg_of(trace), _html_of(trace))
 
 
 def _print_trace(screen: Console, trace: Trace, *, end_s: float = 0.0) -> None:
@@ -129,6 +153,11 @@ def _print_trace(screen: Console, trace: Trace, *, end_s: float = 0.0) -> None:
     screen.print()
     screen.print(trace_table(trace))
     screen.print(f"\nupdate {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}")
+    division = divide(trace)
+    screen.print(f"\nwhere the {seconds(trace.makespan_s)} of each device went", style="bold")
+    screen.print(idle_table(division))
+    for sentence in findings(division):
+        screen.print(f"\n{sentence}", markup=False)
 
 
 def _of_topology(topology: ClusterTopology) -> _Drawing:
@@ -152,7 +181,7 @@ def _of_topology(topology: ClusterTopology) -> _Drawing:
 
         return draw_topology(topology)
 
-    return _Drawing(figures, text, svg)
+    return _Drawing(figures, text, svg, _no_page_of("a topology"))
 
 
 def _of_profile(profile: ModelProfile) -> _Drawing:
@@ -174,7 +203,7 @@ def _of_profile(profile: ModelProfile) -> _Drawing:
     def svg() -> str:
         raise InputError("a profile is drawn to the terminal only; leave -o out")
 
-    return _Drawing(figures, text, svg)
+    return _Drawing(figures, text, svg, _no_page_of("a profile"))
 
 
 def _of_pair(files: tuple[str, ...], contents: list[Content]) -> _Drawing:
@@ -195,10 +224,10 @@ def _of_pair(files: tuple[str, ...], contents: list[Content]) -> _Drawing:
         screen.print(table(differences.header(first, second), differences.rows(compared)))
 
     figures = {
-        "traces": [trace_figures(trace) for trace in traces],
+        "traces": [{**trace_figures(trace), "idle": idle_figures(divide(trace))} for trace in traces],
         "differences": [
             {"name": figure.name, "unit": figure.unit, "first": figure.predicted, "second": figure.measured, "error": figure.error}
             for figure in compared
         ],
     }
-    return _Drawing(figures, text, _svg_of(*traces))
+    return _Drawing(figures, text, _svg_of(*traces), _html_of(*traces))

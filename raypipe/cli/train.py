@@ -121,7 +121,7 @@ def _show(result: trainer.Result, console: Console) -> None:
     console.print(f"{losses}, {result.metrics['tokens_per_s']:,.0f} tokens/s", highlight=False)
     console.print("Everything is in the run folder:", highlight=False)
     for name, what in (
-        ("timeline.svg", "the drawn timeline, predicted above measured"),
+        ("timeline.html", "the timeline to zoom in, predicted above measured; timeline.svg beside it"),
         ("trace.perfetto.json", "the same for https://ui.perfetto.dev"),
         ("metrics.jsonl", "loss, gradient norm, speed of every update"),
         ("config.yaml", "every value, defaults included; versions.json beside it"),

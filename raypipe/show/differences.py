@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from raypipe.comparison import Figure
 from raypipe.show.amounts import ratio, seconds
-from raypipe.trace import Source, Trace
+from raypipe.trace import Source, SpanKind, Trace, ops_named
 
 _WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.MEASURED: "measured"}
 
@@ -33,6 +36,51 @@ def differences(first: Trace, second: Trace) -> list[Figure]:
             figure(f"{name}: bubble", "ratio", (first.device_bubble_ratios[device], second.device_bubble_ratios[device])),
         ]
     return found
+
+
+class OpDifference(NamedTuple):
+    """How long Ops take in two traces.
+
+    Attributes:
+        device: its number.
+        name: of the Op or Ops that run together; for several of one kind and stage, kind and stage.
+        num_ops: how many there are in both traces.
+        first_s: the median in the first trace.
+        second_s: the median in the second.
+    """
+
+    device: int
+    name: str
+    num_ops: int
+    first_s: float
+    second_s: float
+
+    @property
+    def difference_s(self) -> float:
+        """Second less first."""
+        return self.second_s - self.first_s
+
+
+def op_differences(first: Trace, second: Trace) -> list[OpDifference]:
+    """The Ops that both traces have on the same device, the largest difference first."""
+    ours, theirs = (
+        {(span.device, span.name): span.end_s - span.start_s for span in trace.spans if span.kind is SpanKind.COMPUTE}
+        for trace in (first, second)
+    )
+    found = [OpDifference(*op, 1, duration_s, theirs[op]) for op, duration_s in ours.items() if op in theirs]
+    return sorted(found, key=lambda op: -abs(op.difference_s))
+
+
+def kind_differences(ops: Sequence[OpDifference]) -> list[OpDifference]:
+    """The same by device, kind and stage, the largest difference first."""
+    groups: dict[tuple[int, str], list[OpDifference]] = defaultdict(list)
+    for op in ops:
+        groups[op.device, "&".join(f"{part.kind} of stage {part.stage}" for part in ops_named(op.name))].append(op)
+    found = [
+        OpDifference(*key, len(group), statistics.median(op.first_s for op in group), statistics.median(op.second_s for op in group))
+        for key, group in groups.items()
+    ]
+    return sorted(found, key=lambda op: -abs(op.difference_s))
 
 
 def names(first: Trace, second: Trace) -> tuple[str, str]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from raypipe.schedules.ir import Op
 from raypipe.show.amounts import number, seconds, ticks, time_unit
-from raypipe.show.labels import Labels
-from raypipe.show.palette import COLOURS, NAMES
+from raypipe.show.labels import Labels, Piece
+from raypipe.show.palette import NAMES, colour, pipeline_words
 from raypipe.trace import Span, SpanKind, Trace
 
 _MOST_ROWS = 48
@@ -87,17 +88,27 @@ class _Line:
                 self.hidden += 1
                 continue
             self.text.append("." * (first - at), style="dim")
-            self.text.append(self._cell(labels.text(span), end - first), style=f"black on {COLOURS[labels.ops(span)[0].kind]}")
+            for text, op in self._cell(labels.pieces(span), end - first):
+                self.text.append(text, style=f"black on {colour(op.kind, op.pipeline)}")
             at = end
         self.text.append("." * (scale.column(end_s) - at), style="dim")
 
-    def _cell(self, label: str, width: int) -> str:
-        if len(label) > width:
+    def _cell(self, pieces: Sequence[Piece], width: int) -> Iterator[tuple[str, Op]]:
+        """The text of a cell in parts, each with an Op for its colour."""
+        texts = _joined([piece.text for piece in pieces])
+        if sum(map(len, texts)) > width:
             self.unlabelled += 1
-            # The kind alone, without stage and index.
-            label = next(letter for letter in label if letter.isalpha())
-        # The blank keeps apart what colour does not.
-        return label if len(label) == width else label + "-" * (width - len(label) - 1) + " "
+            # The kinds alone, without stage and index; of Ops that overlap the first one's where there is no more room.
+            kinds = [str(piece.ops[0].kind) for piece in pieces]
+            texts = next((short for short in (_joined(kinds), kinds) if sum(map(len, short)) <= width), kinds[:1])
+        rest = width - sum(map(len, texts))
+        if rest:  # the blank keeps apart what colour does not
+            texts[-1] += "-" * (rest - 1) + " "
+        return ((text, piece.ops[0]) for text, piece in zip(texts, pieces, strict=False))
+
+
+def _joined(texts: list[str]) -> list[str]:
+    return [*texts[:1], *(f"&{text}" for text in texts[1:])]
 
 
 def _scale(rows: Sequence[Sequence[Span]], labels: Labels, *, makespan_s: float, columns: int) -> _Scale:
@@ -147,7 +158,8 @@ def _ruler(scale: _Scale, makespan_s: float, start: int) -> str:
 
 
 def _notes(trace: Trace, lines: Sequence[_Line], labels: Labels, scale: _Scale) -> Iterator[str]:
-    yield ", ".join(f"{kind} {NAMES[kind]}" for kind in labels.kinds) + ", . waiting"
+    words = (*(f"{kind} {NAMES[kind]}" for kind in labels.kinds), ". waiting", pipeline_words(labels.num_pipelines))
+    yield ", ".join(filter(None, words))
     if unlabelled := sum(line.unlabelled for line in lines):
         column = seconds(1 / scale.columns_per_s)
         yield f"{unlabelled} Ops are too short for their label at {column} a column; an SVG shows more (-o FILE.svg)"

@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.trace import Span, SpanKind, Trace, ops_named
 
 
+class Piece(NamedTuple):
+    """Ops of a slot that share a label.
+
+    Attributes:
+        ops: neighbours of one kind, stage and pipeline.
+        text: such as `F3`, `F3@1` for pipeline 1, `F0+2` for two microbatches, `F0.1` for a part of one.
+    """
+
+    ops: tuple[Op, ...]
+    text: str
+
+
 class Labels:
-    """Short names for the Ops of some traces: with the stage only where a device holds several.
+    """Short names for the Ops of some traces: with the stage only where a device holds several of one pipeline.
 
     Attributes:
         with_stage: whether they name it.
         kinds: those of the Ops that take time.
+        num_pipelines: of these Ops.
     """
 
     def __init__(self, *traces: Trace) -> None:
         # A window repeats few names often on each device (once each) and across traces; reading them once is enough.
         self._ops: dict[str, tuple[Op, ...]] = {}
+        self._pieces: dict[str, tuple[Piece, ...]] = {}
         seen: set[OpKind] = set()
-        held: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        held: dict[tuple[int, int, int], set[int]] = {}
+        self._num_parts: dict[tuple[OpKind, int, int, int], int] = {}
         for number, trace in enumerate(traces):
             for span in trace.spans:
                 if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s:
-                    seen.update(op.kind for op in self.ops(span))
-                    held.setdefault((number, span.device), set()).update((op.stage, op.pipeline) for op in self.ops(span))
+                    for op in self.ops(span):
+                        seen.add(op.kind)
+                        held.setdefault((number, span.device, op.pipeline), set()).add(op.stage)
+                        if op.part:
+                            self._num_parts[op[:4]] = max(self._num_parts.get(op[:4], 0), op.part)
         self.with_stage = any(len(stages) > 1 for stages in held.values())
         self.kinds = tuple(kind for kind in OpKind if kind in seen)
+        self.num_pipelines = max((pipeline + 1 for _, _, pipeline in held), default=1)
 
     def ops(self, span: Span) -> tuple[Op, ...]:
         """The Ops of a computing span."""
@@ -33,6 +55,21 @@ class Labels:
             self._ops[span.name] = ops_named(span.name)
         return self._ops[span.name]
 
+    def pieces(self, span: Span) -> tuple[Piece, ...]:
+        """The labels of a computing span."""
+        if span.name not in self._pieces:
+            alike = itertools.groupby(self.ops(span), key=lambda op: (op.kind, op.stage, op.pipeline))
+            self._pieces[span.name] = tuple(self._piece(tuple(ops)) for _, ops in alike)
+        return self._pieces[span.name]
+
+    def _piece(self, ops: tuple[Op, ...]) -> Piece:
+        kind, stage, index, pipeline, _ = ops[0]
+        if len({op.index for op in ops}) == 1 and len(ops) == self._num_parts.get(ops[0][:4]):
+            work = str(index)  # all its parts
+        else:
+            work = "+".join(f"{op.index}.{op.part}" if op.part else str(op.index) for op in ops)
+        return Piece(ops, f"{stage if self.with_stage else ''}{kind}{work}{f'@{pipeline}' if pipeline else ''}")
+
     def text(self, span: Span) -> str:
         """Such as `F3`, `0F3` where devices hold several stages, `F3&B1` where Ops overlap."""
-        return "&".join(str(op) if self.with_stage else str(op)[len(str(op.stage)) :] for op in self.ops(span))
+        return "&".join(piece.text for piece in self.pieces(span))

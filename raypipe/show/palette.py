@@ -32,3 +32,19 @@ NAMES: Mapping[OpKind, str] = {
     OpKind.PUBLISH: "publication",
     OpKind.EXCHANGE: "exchange",
 }
+
+_LIGHTER = 0.5
+
+
+def colour(kind: OpKind, pipeline: int = 0) -> str:
+    """The colour of a kind, lighter for the pipelines of odd numbers: those that run the other way in bidirectional schedules."""
+    if pipeline % 2 == 0:
+        return COLOURS[kind]
+    channels = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * _LIGHTER):02x}" for channel in channels)
+
+
+def pipeline_words(num_pipelines: int) -> str:
+    """What a legend says of the lighter colours; nothing where there are none."""
+    odd = [str(pipeline) for pipeline in range(1, num_pipelines, 2)]
+    return f"lighter: {'pipeline' if len(odd) == 1 else 'pipelines'} {', '.join(odd)}" if odd else ""

@@ -20,7 +20,7 @@ import svg
 from raypipe.show.amounts import number, ratio, seconds, size, ticks, time_unit
 from raypipe.show.differences import differences, header, names, rows
 from raypipe.show.labels import Labels
-from raypipe.show.palette import COLOURS, NAMES
+from raypipe.show.palette import COLOURS, NAMES, colour, pipeline_words
 from raypipe.show.paper import MARGIN, WIDTH, document, escape, place, safe_text
 from raypipe.trace import Span, SpanKind, Trace
 
@@ -44,7 +44,8 @@ _MOST_DIFFERENCES = 40
 _STYLE = (
     ".l{font-size:10px;text-anchor:middle}.s{font-size:8px;text-anchor:middle}.row{fill:#f4f4f4}.grid{stroke:#ddd}"
     ".box{stroke:#fff;stroke-width:.6}.recv{fill:url(#hatch)}.all{fill:url(#cross)}.move{fill:#35507a;fill-opacity:.55}"
-    ".held{fill:#e8e0f3;stroke:#8a6fb5;stroke-width:.8}" + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in COLOURS.items())
+    ".held{fill:#e8e0f3;stroke:#8a6fb5;stroke-width:.8}"
+    + "".join(f".{kind}{{fill:{colour(kind)}}}.{kind}.odd{{fill:{colour(kind, 1)}}}" for kind in COLOURS)
 )
 
 
@@ -112,7 +113,9 @@ class _Drawing:
 
     def legend(self) -> None:
         kinds = {span.kind for trace in self.traces for span in trace.spans}
-        entries = [((str(kind),), f"{kind} {NAMES[kind]}") for kind in self.labels.kinds]
+        entries: list[tuple[tuple[str, ...], str]] = [((str(kind),), f"{kind} {NAMES[kind]}") for kind in self.labels.kinds]
+        if lighter := pipeline_words(self.labels.num_pipelines):
+            entries.append(((str(self.labels.kinds[0]), "odd"), lighter))
         entries += [(("recv",), "waits for a message")] if SpanKind.RECV in kinds else []
         entries += [(("all",), "waits for a collective")] if SpanKind.COLLECTIVE in kinds else []
         entries += [(("move",), "message under way")] if self.shows_transfers else []
@@ -142,7 +145,8 @@ class _Drawing:
         return _LABEL_FORMS[0]
 
     def texts(self, form: _LabelForm, span: Span) -> list[str]:
-        return [str(op.index) for op in self.labels.ops(span)] if form.index_only else self.labels.text(span).split("&")
+        pieces = self.labels.pieces(span)
+        return ["+".join(dict.fromkeys(str(op.index) for op in piece.ops)) if form.index_only else piece.text for piece in pieces]
 
     def fits(self, form: _LabelForm, text: str, span: Span) -> bool:
         return len(text) * form.letter_pixels + 1.5 <= self.x(span.end_s) - self.x(span.start_s)
@@ -209,14 +213,13 @@ class _Drawing:
             classes = ["recv" if span.kind is SpanKind.RECV else "all"]
             yield svg.Rect(x=place(x), y=place(y), width=_wide(width), height=_ROW, class_=classes, elements=[title])
             return
-        ops = self.labels.ops(span)
-        height = _ROW / len(ops)
-        small = len(ops) > 1 or self.form.letter_pixels == _SMALL_LETTER
-        for position, (op, label) in enumerate(zip(ops, self.texts(self.form, span), strict=True)):
-            top = y + position * height
-            yield svg.Rect(
-                x=place(x), y=place(top), width=_wide(width), height=place(height), class_=["box", str(op.kind)], elements=[title]
-            )
+        pieces = self.labels.pieces(span)
+        height = _ROW / len(pieces)
+        small = len(pieces) > 1 or self.form.letter_pixels == _SMALL_LETTER
+        for position, (piece, label) in enumerate(zip(pieces, self.texts(self.form, span), strict=True)):
+            top, op = y + position * height, piece.ops[0]
+            classes = ["box", str(op.kind), *(["odd"] if op.pipeline % 2 else [])]
+            yield svg.Rect(x=place(x), y=place(top), width=_wide(width), height=place(height), class_=classes, elements=[title])
             if self.fits(self.form, label, span):
                 yield safe_text(label, x + width / 2, top + height / 2 + (3 if small else 3.6), "s" if small else "l")
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from raypipe.cost import plan_cost
+from raypipe.idle import Cause, Division
 from raypipe.plan import Plan
 from raypipe.profile import ModelProfile
 from raypipe.schedules.ir import Schedule
@@ -72,6 +73,39 @@ def trace_table(trace: Trace, memory_bytes: Sequence[int | None] = ()) -> Table:
             limit = memory_bytes[device] if memory_bytes else None
             rows[device].append(size(peak) + (f" of {size(limit)}" if limit is not None else ""))
     return table(columns, rows)
+
+
+_IDLE_COLUMNS: Mapping[str, frozenset[Cause]] = {
+    "computing": frozenset({Cause.COMPUTE}),
+    "warm-up": frozenset({Cause.WARM_UP}),
+    "activation": frozenset({Cause.ACTIVATION}),
+    "gradient": frozenset({Cause.GRADIENT}),
+    "collective": frozenset({Cause.COLLECTIVE}),
+    "transfer": frozenset(cause for cause in Cause if cause.is_transfer),
+    "overhead": frozenset({Cause.OVERHEAD}),
+    "drain": frozenset({Cause.DRAIN}),
+}
+
+
+def idle_table(division: Division) -> Table:
+    """Where the time of each device went, in shares of the window; causes that do not occur are left out.
+
+    `activation`, `gradient` and `collective` are waits for what others had not finished, `transfer` for what was on its way. The last
+    column names the device that this one waited for most.
+    """
+    whole_s = division.trace.makespan_s or 1.0
+    columns = {
+        name: [sum(row.get(cause, 0.0) for cause in causes) / whole_s for row in division.by_cause_s]
+        for name, causes in _IDLE_COLUMNS.items()
+    }
+    kept = {name: shares for name, shares in columns.items() if name == "computing" or any(share >= 0.0005 for share in shares)}
+    longest = [division.peer_most_waited_for(device) for device in range(len(division.pieces))]
+    names = division.trace.devices
+    rows = (
+        (name, *(ratio(shares[device]) for shares in kept.values()), names[wait.peer] if wait else "-")
+        for device, (name, wait) in enumerate(zip(names, longest, strict=True))
+    )
+    return table(("device", *kept, "waits for"), rows)
 
 
 def plan_table(plan: Plan) -> Table:

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from raypipe.actors.executor import jobs, mean_losses, norms_of
+from raypipe.actors.batches import FixedBatch
+from raypipe.actors.executor import BatchSource, jobs, mean_losses, norms_of
 from raypipe.actors.local import LocalPipeline
 from raypipe.cut import Cut
 from raypipe.errors import PlanError, ScheduleError
@@ -14,14 +15,14 @@ from raypipe.model import Model
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.models.towers import two_towers
-from raypipe.schedules.catalogue import build
+from raypipe.schedules.catalogue import FAMILIES, build
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, UpdateScope, WeightRule, dependencies
-from raypipe.schedules.lower import Placement
+from raypipe.schedules.lower import Placement, Recv
 from raypipe.schedules.passes import add_reductions, evaluation
 from raypipe.schedules.validate import facts, validate
 from raypipe.trace import SpanKind
 from tests.actors.oracles import HandPipeline, RandomRows, Trained, gradients_unsplit, largest_difference, layers_of, train_unsplit
-from tests.schedules.handwritten import async_one_f_one_b, opposite_pipelines, pipedream, pipedream_2bw, two_branches
+from tests.schedules.handwritten import async_one_f_one_b, halved, opposite_pipelines, pipedream, pipedream_2bw, two_branches
 
 LEARNING_RATE = 1e-2
 MAX_GRAD_NORM = 0.5
@@ -46,7 +47,7 @@ def unsplit() -> dict[torch.dtype, Trained]:
     }
 
 
-def pipeline(model: Model, schedule: Schedule, cut: Cut, batches: RandomRows, placement: Placement | None = None) -> LocalPipeline:
+def pipeline(model: Model, schedule: Schedule, cut: Cut, batches: BatchSource, placement: Placement | None = None) -> LocalPipeline:
     validate(schedule)
     return LocalPipeline(
         model,
@@ -70,10 +71,20 @@ SCHEDULES = [
     pytest.param("interleaved", 4, 2, id="interleaved"),
     pytest.param("zb-h1", 4, 1, id="zb-h1"),
     pytest.param("zb-h2", 4, 1, id="zb-h2"),
+    pytest.param("zb-v", 4, 2, id="zb-v"),
+    pytest.param("zb-auto", 4, 1, id="zb-auto"),
     pytest.param("1f1b", 8, 1, id="1f1b-more-stages-than-microbatches"),
     pytest.param("zb-h2", 8, 1, id="zb-h2-more-stages-than-microbatches"),
     pytest.param("interleaved", 2, 4, id="interleaved-4-chunks"),
     pytest.param("1f1b", 1, 1, id="one-stage"),
+    pytest.param("zb-v", 4, 2, id="zb-v"),
+    pytest.param("zb-v", 2, 2, id="zb-v-two-devices"),
+    pytest.param("zb-auto", 4, 1, id="zb-auto"),
+    pytest.param("chimera", 4, 1, id="chimera"),
+    pytest.param("chimera-doubling", 4, 1, id="chimera-doubling"),
+    pytest.param("chimera-halving", 4, 1, id="chimera-halving"),
+    pytest.param("dualpipe", 2, 1, id="dualpipe"),
+    pytest.param("dualpipe-v", 2, 2, id="dualpipe-v"),
 ]
 
 
@@ -89,7 +100,10 @@ def test_twenty_updates_in_float64_equal_the_unsplit_model(
     expected = unsplit[torch.float64]
     assert losses == pytest.approx(expected.losses, abs=1e-10)
     for index, copies in layers_of(run).items():
-        assert [largest_difference(copy, expected.layers[index]) < 1e-10 for copy in copies] == [True]
+        assert len(copies) == len(schedule.pipelines)
+        assert largest_difference(copies[0], expected.layers[index]) < 1e-10
+        # Replicas stay equal to the last bit.
+        assert all(torch.equal(one, other) for copy in copies[1:] for one, other in zip(copies[0], copy, strict=True))
 
 
 @pytest.mark.parametrize(("name", "devices", "chunks"), SCHEDULES)
@@ -100,6 +114,17 @@ def test_twenty_updates_in_float32_equal_the_unsplit_model(
     schedule = build(name, Size(devices, NUM_MICROBATCHES, 4, chunks))
     run = pipeline(model, schedule, Cut.equal(8, schedule.num_stages, model.edges()), RandomRows(dtype=torch.float32))
     assert losses_of(run, NUM_UPDATES // 4) == pytest.approx(unsplit[torch.float32].losses, abs=FLOAT32_TOLERANCE)
+
+
+def test_every_bundled_schedule_is_trained_here() -> None:
+    assert {str(case.values[0]) for case in SCHEDULES} == {family.name for family in FAMILIES}
+
+
+def test_four_pipelines_equal_the_unsplit_model(unsplit: dict[torch.dtype, Trained]) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = build("chimera", Size(4, NUM_MICROBATCHES, 5, num_pipelines=4))
+    run = pipeline(model, schedule, Cut.equal(8, 4, model.edges()), RandomRows())
+    assert losses_of(run, NUM_UPDATES // 5) == pytest.approx(unsplit[torch.float64].losses, abs=1e-10)
 
 
 def test_two_pipelines_in_opposite_directions_equal_the_unsplit_model_and_their_replicas_each_other(
@@ -206,6 +231,36 @@ def test_a_replicated_stage_equals_the_unsplit_model(unsplit: dict[torch.dtype, 
     assert len(mean_losses(reports, num_microbatches=3)) == 1
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("shares", [((1.0,), (1.0,), (1.0,)), ((0.5, 0.5), (1.0,), (1 / 3, 2 / 3))], ids=["one-device-each", "replicated"])
+def test_halves_of_microbatches_equal_the_unsplit_model(
+    unsplit: dict[torch.dtype, Trained], name: str, shares: tuple[tuple[float, ...], ...]
+) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = halved(build(name, Size(3, NUM_MICROBATCHES, 2)))
+    devices = iter(range(10))
+    placement = Placement(tuple(tuple((next(devices), share) for share in worker) for worker in shares))
+    run = pipeline(model, schedule, Cut.equal(8, 3, model.edges()), RandomRows(), placement)
+    assert losses_of(run, 5) == pytest.approx(unsplit[torch.float64].losses[:10], abs=1e-10)
+
+
+def test_a_microbatch_that_is_not_divided_alike_everywhere_is_refused() -> None:
+    schedule = build("1f1b", Size(2, 2))
+    programs = (schedule.programs[0], halved(schedule).programs[1])
+    divided = dataclasses.replace(schedule, programs=programs)
+    validate(divided)
+    with pytest.raises(ScheduleError, match=r"worker 1, position 0: 1F0\.1 is one of 2, other Ops of microbatch 0 of 1"):
+        jobs(divided)
+
+
+def test_a_half_without_a_row_is_refused() -> None:
+    model = mlp(num_layers=4, dtype="float64")
+    one_row = FixedBatch(RandomRows().batch(0, (0.0, 0.1)))
+    run = pipeline(model, halved(build("1f1b", Size(2, 2))), Cut.equal(4, 2, model.edges()), one_row)
+    with pytest.raises(PlanError, match="does not divide microbatches"):
+        run.run_window()
+
+
 def test_a_share_without_a_row_is_refused() -> None:
     model = mlp(num_layers=4, dtype="float64")
     placement = Placement((((0, 0.95), (1, 0.05)), ((2, 1.0),)))
@@ -281,7 +336,7 @@ def test_the_small_gpt_gives_the_same_first_losses_whatever_the_cut() -> None:
     found = []
     for sizes in ([6], [3, 3], [1, 5], [4, 2], [2, 2, 1, 1], [1, 1, 1, 3]):
         schedule = build("1f1b", Size(len(sizes), NUM_MICROBATCHES, 3))
-        run = pipeline(model, schedule, Cut.of_sizes(sizes, model.edges()), batches)  # type: ignore[arg-type]
+        run = pipeline(model, schedule, Cut.of_sizes(sizes, model.edges()), batches)
         found.append(losses_of(run, 1))
     for losses in found[1:]:
         assert losses == pytest.approx(found[0], abs=1e-10)
@@ -312,9 +367,16 @@ def test_the_spans_of_a_device_are_its_program_in_order() -> None:
     model = mlp(num_layers=4, dtype="float64")
     schedule = build("zb-h1", Size(4, NUM_MICROBATCHES, 2))
     run = pipeline(model, schedule, Cut.equal(4, 4, model.edges()), RandomRows())
-    for report, program in zip(run.run_window(), schedule.programs, strict=True):
-        assert [span.name for span in report.spans if span.kind is SpanKind.COMPUTE] == list(map(str, program))
-        assert all(span.start_s <= span.end_s for span in report.spans)
+    for report, job, program in zip(run.run_window(), run.jobs, schedule.programs, strict=True):
+        spans = report.log.spans(job)
+        assert [span.name for span in spans if span.kind is SpanKind.COMPUTE] == list(map(str, program))
+        assert [span.name for span in spans if span.kind is SpanKind.RECV] == [
+            str(item.message) for item in job.program.items if isinstance(item, Recv)
+        ]
+        assert all(span.start_s <= span.end_s for span in spans)
+        assert sum(span.end_s - span.start_s for span in spans if span.kind is SpanKind.RECV) == pytest.approx(
+            report.log.seconds(job, SpanKind.RECV)
+        )
 
 
 def test_an_order_that_cannot_be_run_yet_is_refused_and_named() -> None:

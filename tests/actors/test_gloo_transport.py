@@ -1,8 +1,7 @@
-"""Transports by gloo: several in this process, one a thread, and one in each of several processes where some fail."""
+"""Channels over gloo: several ends in this process, one a thread, and one in each of several processes where some fail."""
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -11,23 +10,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from raypipe.actors.gloo import GlooTransport, host_store
+from raypipe.actors.meeting import host_store
+from raypipe.actors.processes import ProcessTransport
 from raypipe.actors.sockets import connections, interface_of
 from raypipe.actors.transport import Pending
 from raypipe.errors import AbortedError, InputError, TransportError, TransportTimeoutError
+from tests.actors.process_ends import INTERFACE, Make, Peers
 from tests.actors.transport_contract import (
     ALL,
-    GROUPS,
-    NAMES,
     PAIR,
     Connect,
     TransportContract,
@@ -40,59 +37,11 @@ from tests.actors.transport_contract import (
     together,
 )
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
 
-
-@pytest.fixture(autouse=True)
-def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(INTERFACE, "lo")
-
-
-Make = Callable[..., GlooTransport]
-"""Makes the unconnected end of a device of `num_devices`; settings of GlooTransport may be given."""
-
-
-@pytest.fixture(scope="module")
-def store_port() -> Iterator[int]:
-    store, port = host_store("127.0.0.1", timeout_s=20.0)
-    yield port
-    del store
-
-
-_runs = itertools.count()
-
-
-def settings(device: int, *, num_devices: int, run: int, port: int, **changed: Any) -> dict[str, Any]:
-    devices = range(num_devices)
-    return {
-        "device": device,
-        "names": NAMES,
-        "channels": list(itertools.permutations(devices, 2)),
-        "groups": [members for members in GROUPS if max(members) < num_devices],
-        "store": ("127.0.0.1", port),
-        "prefix": f"{run}/0",
-        "timeout_s": 20.0,
-    } | changed
-
-
-@pytest.fixture
-def make(store_port: int) -> Iterator[Make]:
-    made: list[GlooTransport] = []
-    run = next(_runs)
-
-    def one(device: int, num_devices: int = 2, **changed: Any) -> GlooTransport:
-        made.append(GlooTransport(**settings(device, num_devices=num_devices, run=run, port=store_port, **changed)))
-        return made[-1]
-
-    yield one
-    for transport in made:
-        transport.close()
-
-
-class TestGlooTransport(TransportContract):
+class TestChannelsOverGloo(TransportContract):
     @pytest.fixture
     def connect(self, make: Make) -> Connect:
-        def connected(num_devices: int = 2, *, timeout_s: float = 20.0) -> Sequence[GlooTransport]:
+        def connected(num_devices: int = 2, *, timeout_s: float = 20.0) -> Sequence[ProcessTransport]:
             ends = [make(device, num_devices, timeout_s=timeout_s, connect_timeout_s=20.0) for device in range(num_devices)]
             together(*(end.connect for end in ends))
             return ends
@@ -106,7 +55,7 @@ class TestGlooTransport(TransportContract):
 def test_a_device_that_does_not_come_is_named(make: Make) -> None:
     first, second = make(0, 3, connect_timeout_s=0.3), make(1, 3, connect_timeout_s=0.3)
 
-    def fails(end: GlooTransport) -> None:
+    def fails(end: ProcessTransport) -> None:
         with pytest.raises(TransportTimeoutError, match=r"connecting with device gamma: it did not come within 0\.3 s"):
             end.connect()
 
@@ -199,10 +148,10 @@ def test_an_address_that_no_interface_has_is_refused_with_those_there_are() -> N
 
 def test_the_interface_of_the_address_is_used_unless_the_user_chose_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(INTERFACE)
-    make(0, 1, host_ip="127.0.0.1").connect()
-    assert os.environ[INTERFACE] == "lo"
-    make(0, 1, host_ip="192.0.2.1", prefix="chosen").connect()
-    assert os.environ[INTERFACE] == "lo"
+    make(0, 1, host_ip="192.0.2.1", prefix="alone").connect()  # needs none
+    for number, host_ip in enumerate(("127.0.0.1", "192.0.2.1")):
+        together(*(make(device, host_ip=host_ip, prefix=f"chosen/{number}").connect for device in PAIR))
+        assert os.environ[INTERFACE] == "lo"
 
 
 # Errors in one process
@@ -316,45 +265,14 @@ def test_abort_ends_the_wait_for_a_store_that_hangs(make: Make) -> None:
         port.join_thread()
 
 
-Peers = Callable[..., tuple[GlooTransport, list[BaseProcess]]]
-"""Connects device 0 of this process with the others, each in a process that does nothing once connected."""
-
-
-def _connect_and_hang(arguments: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    transport = GlooTransport(**arguments)
-    transport.connect()
-    transport.open_window({})
-    threading.Event().wait(50.0)
-
-
-@pytest.fixture
-def peers(make: Make, store_port: int) -> Iterator[Peers]:
-    context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = []
-
-    def start(num_devices: int = 2, **changed: Any) -> tuple[GlooTransport, list[BaseProcess]]:
-        mine = make(0, num_devices, connect_timeout_s=40.0, **changed)
-        for device in range(1, num_devices):
-            other = settings(device, num_devices=num_devices, run=0, port=store_port, prefix=mine.prefix, connect_timeout_s=40.0)
-            process = context.Process(target=_connect_and_hang, args=(other,), daemon=True)
-            process.start()
-            processes.append(process)
-        mine.connect()
-        return mine, processes
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.join()
-        process.close()
-
-
 LEAVES_WITHOUT_CLOSE = """
 import torch
-from tests.actors.test_gloo_transport import *
+from raypipe.actors.meeting import host_store
+from raypipe.actors.processes import ProcessTransport
+from tests.actors.process_ends import settings
+from tests.actors.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)
-first, second = [GlooTransport(**settings(device, num_devices=2, run=0, port=port)) for device in PAIR]
+first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port)) for device in PAIR]
 together(first.connect, second.connect)
 first.open_window({1: [announced(gradient(0), torch.ones(2))]})
 first.send(activation(0), 1, [torch.ones(2)])
@@ -370,16 +288,16 @@ def test_a_process_ends_without_close() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-def waiting_for_a_message(mine: GlooTransport) -> Callable[[], object]:
+def waiting_for_a_message(mine: ProcessTransport) -> Callable[[], object]:
     return lambda: mine.recv(gradient(0), 1)
 
 
-def waiting_for_a_sum(mine: GlooTransport) -> Callable[[], object]:
+def waiting_for_a_sum(mine: ProcessTransport) -> Callable[[], object]:
     pending: Pending = mine.start(gradients(PAIR), torch.ones(3))
     return pending.wait
 
 
-def waiting_for_a_send(mine: GlooTransport) -> Callable[[], object]:
+def waiting_for_a_send(mine: ProcessTransport) -> Callable[[], object]:
     mine.send(activation(0), 1, [torch.ones(MANY)])
     return mine.close_window
 
@@ -389,7 +307,7 @@ WAITS = [waiting_for_a_message, waiting_for_a_sum, waiting_for_a_send]
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_peer_that_is_killed_ends_the_wait_for_it(peers: Peers, wait: Callable[[GlooTransport], Callable[[], object]]) -> None:
+def test_a_peer_that_is_killed_ends_the_wait_for_it(peers: Peers, wait: Callable[[ProcessTransport], Callable[[], object]]) -> None:
     mine, (peer,) = peers()
     mine.open_window({1: [announced(gradient(0), torch.ones(2))]})
     act = wait(mine)
@@ -401,7 +319,7 @@ def test_a_peer_that_is_killed_ends_the_wait_for_it(peers: Peers, wait: Callable
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_abort_ends_the_wait_for_a_peer_that_hangs(peers: Peers, wait: Callable[[GlooTransport], Callable[[], object]]) -> None:
+def test_abort_ends_the_wait_for_a_peer_that_hangs(peers: Peers, wait: Callable[[ProcessTransport], Callable[[], object]]) -> None:
     mine, (peer,) = peers()
     assert peer.pid is not None
     os.kill(peer.pid, signal.SIGSTOP)

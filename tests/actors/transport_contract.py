@@ -96,7 +96,7 @@ VIEWS: dict[str, Tensor] = {
 
 
 class TransportContract:
-    """The tests that local and gloo pass alike."""
+    """The tests that all transports pass alike."""
 
     @pytest.fixture
     def connect(self) -> Iterator[Connect]:

@@ -1,8 +1,9 @@
-"""Training on real Ray actors that talk through gloo."""
+"""Training on real Ray actors, which talk through shared memory unless a test says otherwise."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.request
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from raypipe.actors.checkpoint import Checkpoint
 from raypipe.actors.faults import FaultKind, FaultScript
-from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
+from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Transport
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError, StageFailedError
 from raypipe.models.mlp import mlp
@@ -44,6 +45,7 @@ def trainer(
     checkpoint_every: int = 0,
     faults: FaultScript | None = None,
     message_timeout_s: float = 60.0,
+    transport: Transport = Transport.AUTO,
 ) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
@@ -60,7 +62,7 @@ def trainer(
             weight_decay=0.01,
             max_grad_norm=MAX_GRAD_NORM,
         ),
-        scaling_config=ScalingConfig(num_devices=devices),
+        scaling_config=ScalingConfig(num_devices=devices, transport=transport),
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=num_updates, checkpoint_every=checkpoint_every),
         faults=faults,
@@ -83,7 +85,16 @@ def unsplit() -> Trained:
 
 @pytest.mark.parametrize(
     ("schedule", "devices", "chunks"),
-    [("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved", 4, 2), ("zb-h1", 4, 1), ("zb-h2", 4, 1), ("1f1b", 1, 1)],
+    [
+        ("gpipe", 4, 1),
+        ("1f1b", 4, 1),
+        ("interleaved", 4, 2),
+        ("zb-h1", 4, 1),
+        ("zb-h2", 4, 1),
+        ("zb-v", 4, 2),
+        ("zb-auto", 4, 1),
+        ("1f1b", 1, 1),
+    ],
 )
 def test_twenty_updates_on_ray_actors_equal_the_unsplit_model(
     tmp_path: Path, unsplit: Trained, schedule: str, devices: int, chunks: int
@@ -94,6 +105,30 @@ def test_twenty_updates_on_ray_actors_equal_the_unsplit_model(
         saved = result.checkpoint.load_layer(index)
         assert torch.allclose(saved["linear.weight"], weights[0], rtol=0, atol=1e-10)
         assert torch.allclose(saved["linear.bias"], weights[1], rtol=0, atol=1e-10)
+
+
+class Notices:
+    """Keeps what a run says."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.texts.append(text)
+
+    def progress(self, progress: Progress) -> None:
+        assert progress.update
+
+
+def test_shared_memory_and_gloo_give_the_same_losses_to_the_last_bit(tmp_path: Path) -> None:
+    files = set(os.listdir("/dev/shm"))
+    losses = {}
+    for transport, way in ((Transport.SHM, "through shared memory"), (Transport.GLOO, "over gloo")):
+        notices = Notices()
+        losses[transport] = trainer(tmp_path, num_updates=8, transport=transport).fit(listener=notices).losses
+        assert f"messages between devices: 6 channels {way}" in notices.texts
+    assert losses[Transport.SHM] == losses[Transport.GLOO]
+    assert {file for file in set(os.listdir("/dev/shm")) - files if "raypipe" in file} == set()
 
 
 def test_a_run_resumes_at_another_number_of_stages_as_if_it_had_never_stopped(tmp_path: Path, unsplit: Trained) -> None:
@@ -205,6 +240,7 @@ def test_the_folder_of_a_run_holds_what_is_needed_to_know_it(tmp_path: Path, tok
     assert Plan.load(folder / "plan.json").predicted is not None
     assert json.loads((folder / "trace.perfetto.json").read_text())["traceEvents"]
     assert (folder / "timeline.svg").read_text().startswith("<svg")
+    assert (folder / "timeline.html").read_text().startswith("<!doctype html>")
     assert {"torch", "ray", "python"} <= json.loads((folder / "versions.json").read_text()).keys()
     assert "seed: 0" in (folder / "config.yaml").read_text()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -214,11 +250,12 @@ def test_the_folder_of_a_run_holds_what_is_needed_to_know_it(tmp_path: Path, tok
     assert {figure.name for figure in result.figures} >= {"update time", "bubble"}
 
 
-def test_a_killed_actor_ends_the_run_within_seconds_and_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", [Transport.SHM, Transport.GLOO])
+def test_a_killed_actor_ends_the_run_within_seconds_and_is_named(tmp_path: Path, transport: Transport) -> None:
     faults = FaultScript().fail_at(device=2, op="2B1", kind=FaultKind.KILL)
     since = time.monotonic()
     with pytest.raises(StageFailedError, match=r"stage 2 .*device .*/2, node .*its process died") as caught:
-        trainer(tmp_path, faults=faults).fit()
+        trainer(tmp_path, faults=faults, transport=transport).fit()
     assert time.monotonic() - since < 40
     assert caught.value.stages == "2"
 

@@ -6,8 +6,9 @@ Two pipelines in opposite directions, a stage graph with branches, and asynchron
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, WeightRule
+from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, StageGraph, Together, UpdateScope, WeightRule
 
 
 def opposite_pipelines(num_devices: int = 4) -> Schedule:
@@ -147,3 +148,17 @@ def _one_f_one_b(count: int, *, warm_up: int) -> Iterable[tuple[OpKind, int]]:
             yield OpKind.FORWARD, step
         if step >= lead:
             yield OpKind.BACKWARD, step - lead
+
+
+def halved(schedule: Schedule) -> Schedule:
+    """The schedule with each microbatch divided into two halves of its rows, forwards in one slot, backwards one by one."""
+
+    def parts(slot: Slot) -> list[Slot]:
+        assert isinstance(slot, Op)
+        if slot.kind.per_update:
+            return [slot]
+        halves = slot._replace(part=1), slot._replace(part=2)
+        return [Together(halves)] if slot.kind is OpKind.FORWARD else list(halves)
+
+    programs = tuple(tuple(part for slot in program for part in parts(slot)) for program in schedule.programs)
+    return replace(schedule, programs=programs)

@@ -246,8 +246,8 @@ class Timing:
         return max(end for _, end in mine) - min(start for start, _ in mine)
 
     def busy_s(self, worker: int) -> float:
-        """Seconds that a worker computes."""
-        return sum(end - start for op, (start, end) in self.spans.items() if self.workers[op] == worker)
+        """Seconds that a worker computes; Ops of a slot have one span."""
+        return sum(end - start for start, end in {span for op, span in self.spans.items() if self.workers[op] == worker})
 
     def idle_s(self, worker: int) -> float:
         """Seconds that a worker waits between its first start and its last end."""
@@ -281,11 +281,15 @@ def durations(forward_s: float, input_grad_s: float, weight_grad_s: float) -> Ca
 
 
 def asap(schedule: Schedule, duration_s: Callable[[Op], float], latency_s: float = 0.0) -> Timing:
-    """Times of an order in which each worker starts its next Op as soon as it can.
+    """Times of an order in which each worker starts its next slot as soon as it can.
 
-    Knows F, B, I, W and U of unreplicated stages; latency is a pure delay on every dependency between workers.
+    Knows F, B, I, W and U. A part of P takes 1/P of its whole, a slot as long as its Ops one after the other; copies of a stage
+    wait for each other's gradients, whose sum takes no time. Latency is a pure delay on every dependency between workers.
     """
     workers = {op: place.worker for op, place in schedule.ops()}
+    divided: dict[tuple[OpKind, int, int, int], list[Op]] = {}
+    for op in workers:
+        divided.setdefault(op[:4], []).append(op)
     spans: dict[Op, tuple[float, float]] = {}
     heads = [0] * schedule.num_workers
     free_s = [0.0] * schedule.num_workers
@@ -294,14 +298,14 @@ def asap(schedule: Schedule, duration_s: Callable[[Op], float], latency_s: float
         moved = False
         for worker, program in enumerate(schedule.programs):
             while heads[worker] < len(program):
-                (op,) = ops_of(program[heads[worker]])
-                needs = _needs(schedule, op, workers)
+                ops = ops_of(program[heads[worker]])
+                needs = [need for op in ops for need in _needs(schedule, op, divided)]
                 if any(need not in spans for need in needs):
                     break
                 ready_s = [spans[need][1] + (latency_s if workers[need] != worker else 0.0) for need in needs]
                 start_s = max([free_s[worker], *ready_s])
-                free_s[worker] = start_s + duration_s(op)
-                spans[op] = (start_s, free_s[worker])
+                free_s[worker] = start_s + sum(duration_s(op) / len(divided[op[:4]]) for op in ops)
+                spans |= dict.fromkeys(ops, (start_s, free_s[worker]))
                 heads[worker] += 1
                 moved = True
     if len(spans) != len(workers):
@@ -309,9 +313,14 @@ def asap(schedule: Schedule, duration_s: Callable[[Op], float], latency_s: float
     return Timing(spans, workers)
 
 
-def _needs(schedule: Schedule, op: Op, known: Mapping[Op, int]) -> list[Op]:
+def _needs(schedule: Schedule, op: Op, divided: Mapping[tuple[OpKind, int, int, int], Sequence[Op]]) -> list[Op]:
     def there(kinds: Sequence[OpKind], stages: Sequence[int]) -> list[Op]:
-        return [other for stage in stages for kind in kinds if (other := op._replace(kind=kind, stage=stage)) in known]
+        found: list[Op] = []
+        for stage in stages:
+            for kind in kinds:
+                made = divided.get((kind, stage, op.index, op.pipeline), ())
+                found += [one for one in made if one.part == op.part] or made
+        return found
 
     match op.kind:
         case OpKind.FORWARD:
@@ -327,7 +336,11 @@ def _needs(schedule: Schedule, op: Op, known: Mapping[Op, int]) -> list[Op]:
                 UpdateScope.GLOBAL: list(range(schedule.num_stages)),
             }[schedule.update_scope]
             first = op.index * schedule.num_microbatches
-            indices = range(first, first + schedule.num_microbatches)
             return [
-                Op(kind, stage, index) for stage in stages for index in indices for kind in GRADIENTS if Op(kind, stage, index) in known
+                one
+                for kind in GRADIENTS
+                for stage in stages
+                for index in range(first, first + schedule.num_microbatches)
+                for pipeline in range(len(schedule.pipelines))
+                for one in divided.get((kind, stage, index, pipeline), ())
             ]

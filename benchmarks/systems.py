@@ -1,0 +1,351 @@
+"""The same work for raypipe and for torch.distributed.pipelining, each held ready over many windows.
+
+    raypipe         Ray actors; messages as raypipe chooses by itself: shared memory on one node
+    raypipe-gloo    Ray actors; all messages by gloo
+    torch           plain processes and gloo, torch's own schedules
+
+Both run a window of updates when they are told to, and the clock of the driver counts from telling to the last answer.
+Layers, first weights, rows, loss and optimizer are the same; no update waits for other stages, no gradient is clipped.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+
+from raypipe import ClusterConfig, Model, OptimizerConfig, ScalingConfig
+from raypipe.actors.executor import jobs, norms_of
+from raypipe.actors.held import build_layer
+from raypipe.actors.launch import find_slots
+from raypipe.actors.stage import BatchFunction, BuildOrder, adamw
+from raypipe.calibration import Calibration
+from raypipe.config import Transport
+from raypipe.coordinator import Coordinator
+from raypipe.cost import Cost, StageCost
+from raypipe.cut import Cut
+from raypipe.schedules.catalogue import build, family
+from raypipe.schedules.ir import Schedule, Size, UpdateScope
+from raypipe.schedules.lower import lower
+from raypipe.simulate import Numbered
+from raypipe.topology import Path
+
+SYSTEMS = {"raypipe": Transport.AUTO, "raypipe-gloo": Transport.GLOO, "torch": None}
+"""The systems by name, with raypipe's transport."""
+
+TORCH_SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zb-v": ScheduleZBVZeroBubble,
+}
+_PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What both systems do in every window.
+
+    Attributes:
+        schedule: as raypipe's catalogue names it.
+        num_devices: processes.
+        num_microbatches: of an update.
+        microbatch_size: rows of a microbatch.
+        num_updates: of a window.
+        model: makes the model: a chain of layers, of which the first takes the one field of the batch that is not `targets`.
+        batches: opens the rows of a split.
+        layers_per_stage: the cut.
+        learning_rate: of AdamW, the same for all updates.
+    """
+
+    schedule: str
+    num_devices: int
+    num_microbatches: int
+    microbatch_size: int
+    num_updates: int
+    model: Callable[[], Model]
+    batches: BatchFunction
+    layers_per_stage: tuple[int, ...]
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """AdamW's figures."""
+        rate = self.learning_rate
+        return OptimizerConfig(learning_rate=rate, final_learning_rate=rate, warmup_updates=0, max_grad_norm=None)
+
+    @property
+    def size(self) -> Size:
+        """What the generator of the schedule is asked for."""
+        chunks = family(self.schedule).default_chunks
+        return Size(self.num_devices, self.num_microbatches, self.num_updates, num_chunks=chunks, update_scope=UpdateScope.STAGE)
+
+    @cached_property
+    def order(self) -> Schedule:
+        """The schedule as raypipe orders it."""
+        return build(self.schedule, self.size)
+
+    @property
+    def stages(self) -> list[tuple[int, ...]]:
+        """The stages of each device."""
+        workers = self.order.pipelines[0]
+        return [tuple(stage for stage, at in enumerate(workers) if at == device) for device in range(self.num_devices)]
+
+    @property
+    def cut(self) -> Cut:
+        """The layers of all stages."""
+        return Cut.of_sizes(self.layers_per_stage, self.model().edges())
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a system did.
+
+    Attributes:
+        seconds: that the driver waited.
+        losses: of each microbatch.
+        norm: of the last update's gradient over all weights.
+    """
+
+    seconds: float
+    losses: list[float]
+    norm: float
+
+
+class System(Protocol):
+    """Something that does the work."""
+
+    def run_window(self) -> Window:
+        """Runs the next window."""
+
+    def stand_still(self, still: bool) -> None:
+        """Keeps it from using the machine while another one is measured, or lets it go on."""
+
+    def close(self) -> None:
+        """Ends its processes."""
+
+
+def start(name: str, work: Work) -> System:
+    """Starts a system of this name."""
+    transport = SYSTEMS[name]
+    return TorchSystem(work) if transport is None else RaypipeSystem(work, transport=transport)
+
+
+class RaypipeSystem:
+    """Stage actors on the connected Ray cluster, driven as the trainer drives them, without its reports and files.
+
+    Args:
+        work: what to do.
+        transport: what carries the messages.
+    """
+
+    def __init__(self, work: Work, *, transport: Transport) -> None:
+        self.work = work
+        self.done = 0
+        scaling = ScalingConfig(num_devices=work.num_devices, transport=transport)
+        name = f"benchmark-{transport}-{time.time_ns():x}"
+        self.coordinator = Coordinator(run=name, slots=find_slots(scaling), stages=work.stages, scaling=scaling, cluster=ClusterConfig())
+        self.coordinator.wait_until_up()
+        self.transport = "gloo" if transport is Transport.GLOO else "shm"
+        (self.measured,) = self.coordinator.measure(work.model, work.batches, optimizer=work.optimizer, seed=work.seed, num_devices=1)
+        self.coordinator.build(
+            BuildOrder(
+                model=work.model,
+                batches=work.batches,
+                cut=work.cut,
+                weight_rule=work.order.weight_rule,
+                optimizer=work.optimizer,
+                num_rows=work.microbatch_size,
+                num_updates=1,
+                seed=work.seed,
+            )
+        )
+        self.coordinator.connect({"train": jobs(work.order)}, work.cut)
+
+    def run_window(self) -> Window:
+        """Runs the next window."""
+        since = time.perf_counter()
+        result = self.coordinator.run_window("train", num_updates=self.work.num_updates, first_update=self.done)
+        seconds = time.perf_counter() - since
+        self.done += self.work.num_updates
+        by_microbatch = {index: loss for report in result.reports for index, loss in report.losses.items()}
+        norms = norms_of(result.reports, scope=UpdateScope.STAGE)
+        return Window(seconds, [loss for _, loss in sorted(by_microbatch.items())], norms[self.work.num_updates - 1])
+
+    def predicted_s(self, calibration: Calibration) -> float:
+        """Seconds per update: the layers as measured on an actor, the order, and what a calibration says of Ops and messages."""
+        costs = calibration.of(self.transport)
+        link = Path(costs.link.latency_s, costs.link.bandwidth_bytes_per_s or math.inf)
+        stages = [
+            StageCost(
+                forward_s=sum(self.measured[layer].forward_s for layer in layers),
+                backward_s=sum(self.measured[layer].backward_s for layer in layers),
+                weight_grad_s=sum(self.measured[layer].weight_grad_s for layer in layers),
+                update_s=sum(self.measured[layer].update_s for layer in layers),
+            )
+            for layers in self.work.cut.stages
+        ]
+        edge_bytes = {edge: sum(self.measured[layer].output_bytes for layer in layers) for edge, layers in self.work.cut.crossing.items()}
+        cost = Cost(
+            devices=self.coordinator.device_names,
+            stages={(device, stage): stages[stage] for device, held in enumerate(self.work.stages) for stage in held},
+            edge_bytes=edge_bytes,
+            path=lambda _source, _target: link,
+            overheads=costs.overheads,
+        )
+        return Numbered(lower(self.work.order)).run(cost).makespan_s / self.work.num_updates
+
+    def stand_still(self, still: bool) -> None:
+        """Stops the actors' processes while another system is measured, or lets them go on.
+
+        Idle actors wake hundreds of times a second; that would be a burden on whoever is measured beside them.
+        """
+        for place in self.coordinator.places:
+            os.kill(place.pid, signal.SIGSTOP if still else signal.SIGCONT)
+
+    def close(self) -> None:
+        """Ends the actors."""
+        self.stand_still(False)
+        self.coordinator.close()
+
+
+class TorchSystem:
+    """Processes that run torch's schedule and wait at pipes between windows.
+
+    Attributes:
+        order: the Ops of each rank as torch orders them, for the schedules with several stages a rank; else empty.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.resources = ExitStack()
+        folder = self.resources.enter_context(tempfile.TemporaryDirectory())
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(work.num_devices):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(work, rank, f"file://{folder}/store", there), daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+        orders = [self._answer(rank) for rank in range(work.num_devices)]
+        self.order: list[list[str]] = orders[0]
+
+    def _answer(self, rank: int) -> Any:
+        if not self.pipes[rank].poll(_PATIENCE_S):
+            raise TimeoutError(f"torch's rank {rank} did not answer within {_PATIENCE_S:g} s")
+        return self.pipes[rank].recv()
+
+    def run_window(self) -> Window:
+        """Runs the next window."""
+        since = time.perf_counter()
+        for pipe in self.pipes:
+            pipe.send(True)
+        shares = [self._answer(rank) for rank in range(self.work.num_devices)]
+        seconds = time.perf_counter() - since
+        return Window(seconds, [loss for share in shares for loss in share.losses], sum(share.squared_norm for share in shares) ** 0.5)
+
+    def stand_still(self, still: bool) -> None:
+        """Does nothing: these processes sleep at their pipes."""
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+        self.resources.close()
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank answers."""
+
+    losses: list[float]
+    squared_norm: float
+
+
+def _serve(work: Work, rank: int, store: str, pipe: Connection) -> None:
+    """The life of one of torch's processes: it works when told, and ends when the driver closes the pipe."""
+    torch.set_num_threads(1)
+    patience = timedelta(seconds=_PATIENCE_S)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=work.num_devices, timeout=patience)
+    process = _Rank(work, rank)
+    pipe.send(process.order)
+    try:
+        while pipe.recv():
+            pipe.send(process.run())
+    except EOFError:
+        return
+
+
+class _Rank:
+    """One of torch's ranks: its stages, their optimizers, and the schedule."""
+
+    def __init__(self, work: Work, rank: int) -> None:
+        self.work = work
+        self.model = work.model()
+        self.done = 0
+        cut = work.cut
+        modules = {stage: self._module(cut.stages[stage]) for stage in work.stages[rank]}
+        self.weights = [weight for module in modules.values() for weight in module.parameters()]
+        self.optimizers = [adamw(work.optimizer, list(module.parameters())) for module in modules.values()]
+        num_stages = len(cut.stages)
+        self.first, self.last = 0 in modules, num_stages - 1 in modules
+        self.source = work.batches("train")
+        stages = [PipelineStage(module, stage, num_stages, torch.device("cpu")) for stage, module in modules.items()]
+        several = num_stages > work.num_devices
+        self.schedule = TORCH_SCHEDULES[work.schedule](stages if several else stages[0], work.num_microbatches, loss_fn=self._loss)
+        rows = self.schedule.pipeline_order if several else {}
+        self.order = [[str(action) for action in rows[rank] if action is not None] for rank in sorted(rows)]
+
+    def _module(self, layers: tuple[int, ...]) -> nn.Module:
+        return nn.Sequential(*(build_layer(self.model.layers[layer], index=layer, seed=self.work.seed) for layer in layers))
+
+    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.model.loss(output, {"targets": targets})
+
+    def run(self) -> _Share:
+        """Runs a window."""
+        found: list[Tensor] = []
+        for _ in range(self.work.num_updates):
+            losses: list[Tensor] = []
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            inputs, targets = self._rows()
+            self.schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            found += [loss.detach() for loss in losses]
+            self.done += 1
+        squared_norm = sum(float(weight.grad.square().sum()) for weight in self.weights if weight.grad is not None)
+        return _Share([float(loss) for loss in found], squared_norm)
+
+    def _rows(self) -> tuple[list[Tensor], Tensor | None]:
+        """The rows of an update, as the first stage and the loss take them."""
+        if not self.first and not self.last:
+            return [], None
+        first = self.done * self.work.num_microbatches
+        batches = [self.source.batch(microbatch, (0.0, 1.0)) for microbatch in range(first, first + self.work.num_microbatches)]
+        (field,) = batches[0].keys() - {"targets"}
+        inputs = [torch.cat([batch[field] for batch in batches])] if self.first else []
+        return inputs, torch.cat([batch["targets"] for batch in batches]) if self.last else None

@@ -1,0 +1,176 @@
+"""What a message costs between two processes of one host: through shared memory, and over gloo on the loopback interface.
+
+    python benchmarks/transport.py [--rounds 9] [--messages 100] [--sizes 65536 4194304] [--gap-ms 5] [--json FILE]
+
+*one way*: from the call of send to the end of recv in a process that waits for it, with a gap between the messages in which both
+sleep, as stages do that wait for each other. *send*: that call alone. *recv, data there*: a message that came long ago.
+Both transports run in every round, in turn; printed are medians over the rounds of each round's median and 95th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+
+import torch
+from rounds import Summary, in_rounds, print_table, write_json
+
+from raypipe.actors.meeting import host_store
+from raypipe.actors.processes import ProcessTransport
+from raypipe.actors.transport import Expected, TensorSpec
+from raypipe.schedules.lower import Direction, Message
+
+TIMEOUT_S = 60.0
+NUM_READY = 4
+"""Messages that wait for their receiver: as many as gloo takes before they are asked for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table."""
+
+    transport: str
+    num_bytes: int
+
+    def message(self, index: int) -> Message:
+        """The message of a number."""
+        return Message(Direction.ACTIVATION, 0, 1, index)
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The payload, and the time at which it was sent."""
+        return TensorSpec((self.num_bytes // 4,), torch.float32), TensorSpec((), torch.float64)
+
+
+def connected(device: int, port: int) -> dict[str, ProcessTransport]:
+    """This process's ends."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ends = {
+        name: ProcessTransport(
+            device,
+            names=("sender", "receiver"),
+            channels=[(0, 1)],
+            shared=[(0, 1)] if name == "shm" else [],
+            groups=[],
+            store=("127.0.0.1", port),
+            prefix=name,
+            timeout_s=TIMEOUT_S,
+        )
+        for name in ("shm", "gloo")
+    }
+    for end in ends.values():
+        end.connect()
+    return ends
+
+
+def receive(port: int, orders: Connection) -> None:
+    """The other process: takes windows of messages as it is told, and answers with the seconds that it measured."""
+    ends = connected(1, port)
+    orders.send(None)
+    while (order := orders.recv()) is not None:
+        case, num_messages, is_late = order
+        end = ends[case.transport]
+        end.open_window({0: [Expected(case.message(index), case.specs) for index in range(num_messages)]})
+        orders.send(None)
+        if is_late:
+            orders.recv()
+            time.sleep(0.1)
+        seconds: list[float] = []
+        for index in range(num_messages):
+            since_s = time.perf_counter()
+            _, sent_s = end.recv(case.message(index), 0)
+            now_s = time.perf_counter()
+            seconds.append(now_s - (since_s if is_late else float(sent_s)))
+        end.close_window()
+        orders.send(seconds)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a window of messages took, in seconds by message."""
+
+    one_way: Sequence[float]
+    send: Sequence[float]
+    ready: Sequence[float]
+
+
+def run(case: Case, *, end: ProcessTransport, orders: Connection, num_messages: int, gap_s: float) -> Window:
+    """Sends a window with gaps, and some that wait for their receiver."""
+
+    def window(count: int, *, pause_s: float, is_late: bool) -> tuple[list[float], list[float]]:
+        payload = torch.ones(case.num_bytes // 4)
+        orders.send((case, count, is_late))
+        orders.recv()
+        end.open_window({})
+        calls: list[float] = []
+        for index in range(count):
+            time.sleep(pause_s)
+            # The clock is the system's monotonic one, which all processes share.
+            since_s = time.perf_counter()
+            end.send(case.message(index), 1, [payload, torch.tensor(since_s, dtype=torch.float64)])
+            calls.append(time.perf_counter() - since_s)
+        if is_late:
+            orders.send(None)
+        end.close_window()
+        measured: list[float] = orders.recv()
+        return measured, calls
+
+    one_way, calls = window(num_messages, pause_s=gap_s, is_late=False)
+    ready = [seconds for _ in range(max(num_messages // 10, 1)) for seconds in window(NUM_READY, pause_s=0.0, is_late=True)[0]]
+    return Window(one_way, calls, ready)
+
+
+def main() -> None:
+    """Runs the rounds and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--messages", type=int, default=100)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64 << 10, 4 << 20])
+    parser.add_argument("--gap-ms", type=float, default=5.0)
+    parser.add_argument("--json", default=None)
+    arguments = parser.parse_args()
+    store, port = host_store("127.0.0.1", timeout_s=TIMEOUT_S)
+    context = multiprocessing.get_context("spawn")
+    orders, theirs = context.Pipe()
+    process = context.Process(target=receive, args=(port, theirs), daemon=True)
+    process.start()
+    ends = connected(0, port)
+    orders.recv()
+    candidates: dict[Case, Callable[[], Window]] = {}
+    for size in arguments.sizes:
+        for name, end in ends.items():
+            case = Case(name, size)
+            candidates[case] = partial(run, case, end=end, orders=orders, num_messages=arguments.messages, gap_s=arguments.gap_ms / 1e3)
+            candidates[case]()  # connections, memory and caches
+    found = in_rounds(candidates, num_rounds=arguments.rounds)
+    orders.send(None)
+    process.join()
+    for end in ends.values():
+        end.close()
+    del store
+    rows: list[dict[str, str]] = []
+    results: list[dict[str, object]] = []
+    for case, windows in found.items():
+        figures = {
+            "one way p50": Summary.of([statistics.median(window.one_way) for window in windows]),
+            "one way p95": Summary.of([statistics.quantiles(window.one_way, n=20)[-1] for window in windows]),
+            "send p50": Summary.of([statistics.median(window.send) for window in windows]),
+            "recv, data there p50": Summary.of([statistics.median(window.ready) for window in windows]),
+        }
+        texts = {f"{name}, us": f"{1e6 * figure.median:.0f} +-{1e6 * figure.spread:.0f}" for name, figure in figures.items()}
+        rows.append({"transport": case.transport, "KB": f"{case.num_bytes / 1024:g}"} | texts)
+        results.append({"transport": case.transport, "num_bytes": case.num_bytes} | figures)
+    print_table(f"one message between two processes, {arguments.gap_ms:g} ms apart", rows)
+    write_json(arguments.json, results)
+
+
+if __name__ == "__main__":
+    main()

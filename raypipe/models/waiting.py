@@ -1,0 +1,87 @@
+"""A chain of layers that wait instead of computing: what a run costs besides computation shows, and a few cores serve many stages."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from raypipe.model import Layer, Model
+from raypipe.models.arguments import check_positive
+
+if TYPE_CHECKING:
+    from raypipe.model import Batch
+
+
+def waiting(
+    *, num_layers: int = 4, width: int = 64, forward_s: float = 0.005, input_grad_s: float = 0.005, weight_grad_s: float = 0.005
+) -> Model:
+    """Returns layers `entry`, `wait-0`, `wait-1`, ... that pass [B, width] of float32 on; the loss is the mean of the output.
+
+    Batch field: `inputs`, [B, width]. The entry adds a weight and waits for nothing, so that the first waiting layer has an input
+    gradient to wait for as the others have. The gradient of each weight is the mean's: 1 / width.
+
+    Raises:
+        ConfigError: a size is less than 1.
+    """
+    check_positive(num_layers=num_layers, width=width)
+    layers = [Layer("entry", partial(Entry, width), inputs=(), batch=("inputs",))]
+    build = partial(Waiting, width, forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
+    layers += [Layer(f"wait-{number}", build) for number in range(num_layers)]
+    return Model(tuple(layers), mean)
+
+
+def mean(output: Tensor, _: Batch) -> Tensor:
+    """Returns the mean of the output."""
+    return output.mean()
+
+
+class _WaitInBackward(torch.autograd.Function):
+    """The identity, whose backward takes a while."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, wait_s: float) -> Tensor:
+        ctx.wait_s = wait_s  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.wait_s)  # type: ignore[attr-defined]
+        return gradients[0], None
+
+
+class Entry(nn.Module):
+    """Adds a weight to the rows: [B, width]."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x + weight."""
+        return x + self.weight
+
+
+class Waiting(nn.Module):
+    """Adds a weight to the rows, [B, width], and waits in its forward, its input gradient and its weight gradient.
+
+    The wait of the weight gradient lies on the weight's own branch of the graph, the other on that of the input.
+    """
+
+    def __init__(self, width: int, *, forward_s: float, input_grad_s: float, weight_grad_s: float) -> None:
+        super().__init__()
+        self.forward_s = forward_s
+        self.input_grad_s = input_grad_s
+        self.weight_grad_s = weight_grad_s
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x + weight."""
+        time.sleep(self.forward_s)
+        passed: Tensor = _WaitInBackward.apply(x, self.input_grad_s)  # type: ignore[no-untyped-call]
+        added: Tensor = _WaitInBackward.apply(self.weight, self.weight_grad_s)  # type: ignore[no-untyped-call]
+        return passed + added

@@ -1,0 +1,78 @@
+"""The causes of idle time in words, the same in the terminal and on pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from raypipe.idle import Cause, Culprit, Division, Root
+from raypipe.show.amounts import counted, ratio
+
+NAMES: Mapping[Cause, str] = {
+    Cause.COMPUTE: "computing",
+    Cause.WARM_UP: "warm-up",
+    Cause.ACTIVATION: "activation: sender computes",
+    Cause.ACTIVATION_TRANSFER: "activation: on its way",
+    Cause.GRADIENT: "gradient: sender computes",
+    Cause.GRADIENT_TRANSFER: "gradient: on its way",
+    Cause.COLLECTIVE: "collective: others compute",
+    Cause.COLLECTIVE_TRANSFER: "collective: on its way",
+    Cause.OVERHEAD: "overhead",
+    Cause.DRAIN: "drain",
+}
+
+MEANINGS: Mapping[Cause, str] = {
+    Cause.COMPUTE: "an Op runs",
+    Cause.WARM_UP: "its first Op has not begun",
+    Cause.ACTIVATION: "it waits for an activation whose sender has not finished",
+    Cause.ACTIVATION_TRANSFER: "it waits for an activation that is on its way",
+    Cause.GRADIENT: "it waits for a gradient whose sender has not finished",
+    Cause.GRADIENT_TRANSFER: "it waits for a gradient that is on its way",
+    Cause.COLLECTIVE: "it waits for a norm or sum to which another device has not brought its part",
+    Cause.COLLECTIVE_TRANSFER: "it waits for a norm or sum to which all have brought their parts",
+    Cause.OVERHEAD: "no span explains it: the framework, or the machine",
+    Cause.DRAIN: "it is done and others are not",
+}
+
+_MOST_CULPRITS = 3
+_LEAST_SHARE = 0.05
+
+
+def device_words(division: Division, device: int) -> str:
+    """A device and its stages, such as `device 2 (stage 2)` or `gpu1 (stages 1 and 5)`."""
+    name, stages = division.trace.devices[device], list(map(str, division.stages[device]))
+    words = f"device {name}" if name.isdigit() else name
+    if not stages:
+        return words
+    if len(stages) > 4:
+        return f"{words} ({counted(len(stages), 'stage')})"
+    listed = " and ".join(part for part in (", ".join(stages[:-1]), stages[-1]) if part)
+    return f"{words} (stage{'s' if len(stages) > 1 else ''} {listed})"
+
+
+def culprit_words(division: Division, culprit: Culprit) -> str:
+    """What waits trace back to."""
+    names = division.trace.devices
+    match culprit.root, culprit.device, culprit.sender:
+        case Root.WORK, int(device), _:
+            return f"{device_words(division, device)} at work"
+        case Root.MESSAGE, int(device), int(sender):
+            return f"messages on their way from {names[sender]} to {names[device]}"
+        case Root.MESSAGE, int(device), None:
+            return f"messages on their way to {names[device]}"
+        case _:
+            return "collectives on their way"
+
+
+def findings(division: Division) -> Iterator[str]:
+    """Sentences that say which device holds the others up; none where no device waits for another."""
+    total_s = sum(culprit.wait_s for culprit in division.culprits)
+    if not total_s:
+        return
+    named = [
+        f"{culprit_words(division, culprit)}, {ratio(culprit.wait_s / total_s)}"
+        for culprit in division.culprits[:_MOST_CULPRITS]
+        if culprit.wait_s / total_s >= _LEAST_SHARE
+    ]
+    found = f"They trace back to {'; '.join(named)}." if named else "No device or link holds up the others much more than any other."
+    share = total_s / (division.trace.makespan_s * len(division.trace.devices))
+    yield f"Waits between warm-up and drain take {ratio(share)} of all device time. {found}"

@@ -1,0 +1,129 @@
+"""What the timeline of a page shows, as JSON.
+
+Columns, not objects, and whole ticks, not seconds: a device's pieces follow each other without gap, so their lengths say where they
+are. A trace of 200,000 spans takes some four megabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from raypipe.idle import Cause, Division
+from raypipe.schedules.ir import OpKind
+from raypipe.schedules.lower import Direction
+from raypipe.show import palette
+from raypipe.show.causes import MEANINGS, NAMES, device_words
+from raypipe.show.labels import Labels
+from raypipe.show.view import View, has_memory
+from raypipe.trace import SpanKind, Trace, message_named
+
+_DIGITS = 9
+"""Times are drawn to so many digits of the whole window."""
+
+
+def page_data(views: Sequence[View]) -> str:
+    """All that the timeline shows, as JSON that ends no element it stands in."""
+    labels = Labels(*(view.trace for view in views))
+    content = {
+        "with_stage": labels.with_stage,
+        "kinds": {
+            str(kind): {"name": palette.NAMES[kind], "colour": palette.colour(kind), "odd": palette.colour(kind, 1)} for kind in OpKind
+        },
+        "causes": [{"key": str(cause), "name": NAMES[cause], "meaning": MEANINGS[cause]} for cause in Cause],
+        "traces": [_trace_data(view) for view in views],
+    }
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _trace_data(view: View) -> dict[str, Any]:
+    trace, division = view.trace, view.division
+    ticks = _Ticks(trace)
+    incoming: list[list[tuple[int, int, str, int]]] = [[] for _ in trace.devices]
+    for span in trace.spans:
+        if span.kind is SpanKind.TRANSFER:
+            start = ticks.of(span.start_s)
+            incoming[span.device].append((start, ticks.of(span.end_s) - start, _short(span.name), span.bytes))
+    return {
+        "word": view.word,
+        "name": trace.name,
+        "tick_s": ticks.tick_s,
+        "end": ticks.of(trace.makespan_s),
+        "updates": [ticks.of(end_s) for end_s in trace.update_ends_s],
+        "devices": list(trace.devices),
+        "words": [device_words(division, device) for device in range(len(trace.devices))],
+        "bubbles": [round(bubble, 6) for bubble in trace.device_bubble_ratios],
+        "rows": [_row_data(division, device, ticks) for device in range(len(trace.devices))],
+        "messages": [_message_data(sorted(row)) for row in incoming],
+        "memory": [_memory_data(steps, ticks) for steps in trace.memory] if has_memory(trace) else [],
+    }
+
+
+class _Ticks:
+    """Times in whole ticks: the longest unit of which all times are multiples, to nine digits of the window."""
+
+    def __init__(self, trace: Trace) -> None:
+        whole_s = trace.makespan_s
+        exponent = math.floor(math.log10(whole_s)) - _DIGITS + 1 if whole_s > 0 else 0
+        self._fine_s = 10.0 ** max(exponent, -300)
+        self._factor = 1
+        times = {time_s for span in trace.spans for time_s in (span.start_s, span.end_s)}
+        times.update(at_s for steps in trace.memory for at_s, _ in steps)
+        self._factor = math.gcd(*map(self.of, times)) or 1
+        self.tick_s = self._fine_s * self._factor
+
+    def of(self, time_s: float) -> int:
+        """A time in ticks; what lies before the window counts as its begin."""
+        return round(max(time_s, 0.0) / self._fine_s) // self._factor
+
+
+def _row_data(division: Division, device: int, ticks: _Ticks) -> dict[str, Any]:
+    """The pieces of a device: lengths, causes as letters, names; peers and bytes of those that wait."""
+    codes = {cause: chr(ord("a") + position) for position, cause in enumerate(Cause)}
+    lengths, causes, written, peers, sizes = [], [], [], [], []
+    at = 0
+    for piece in division.pieces[device]:
+        end = ticks.of(piece.end_s)
+        if end <= at:  # shorter than can be drawn
+            continue
+        lengths.append(end - at)
+        causes.append(codes[piece.cause])
+        written.append(piece.name if piece.cause is Cause.COMPUTE else _short(piece.name))
+        if piece.cause is not Cause.COMPUTE:
+            peers.append(-1 if piece.peer is None else piece.peer)
+            sizes.append(piece.bytes)
+        at = end
+    return {"length": lengths, "cause": "".join(causes), "name": written, "peer": peers, "bytes": _column(sizes)}
+
+
+def _message_data(messages: Sequence[tuple[int, int, str, int]]) -> dict[str, Any]:
+    starts = [message[0] for message in messages]
+    steps = [start - before for start, before in zip(starts, [0, *starts], strict=False)]
+    return {
+        "step": steps,
+        "length": [message[1] for message in messages],
+        "name": [message[2] for message in messages],
+        "bytes": _column([message[3] for message in messages]),
+    }
+
+
+def _memory_data(steps: Sequence[tuple[float, int]], ticks: _Ticks) -> dict[str, Any]:
+    times = [ticks.of(at_s) for at_s, _ in steps]
+    return {"step": [time - before for time, before in zip(times, [0, *times], strict=False)], "bytes": [held for _, held in steps]}
+
+
+def _column(values: list[int]) -> list[int] | int:
+    """A column, as one value where all are equal."""
+    return values[0] if values and len(set(values)) == 1 else values
+
+
+def _short(name: str) -> str:
+    """The name of a message in few letters, `A0>1:3` for an activation; any other name as it is, behind a blank."""
+    message = message_named(name)
+    if message is None or str(message) != name:
+        return f" {name}" if name else ""
+    letter = "A" if message.direction is Direction.ACTIVATION else "G"
+    return f"{letter}{message.source}>{message.target}:{message.index}" + (f".{message.part}" if message.part else "")

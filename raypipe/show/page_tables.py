@@ -1,0 +1,151 @@
+"""The tables of a page, as HTML: where time goes, how long the same Ops take in two traces, and who waits for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from raypipe.show.amounts import counted, ratio, seconds, time_unit
+from raypipe.show.causes import MEANINGS, device_words
+from raypipe.show.differences import kind_differences, op_differences
+from raypipe.show.paper import escape
+from raypipe.show.view import CAUSES, View, part_s, part_words, parts_of
+
+_OPEN_ROWS = 24
+_MOST_OPS = 12
+_LEAST_CHANGE = 1e-9
+_MOST_KINDS = 24
+_MOST_WAITS = 12
+
+
+def idle_table(views: Sequence[View]) -> Iterator[str]:
+    """A row for each device and trace: seconds of every kind of Op and every cause that occurs; of two traces the differences."""
+    is_pair = len(views) == 2
+    unit = _Unit.of(max(view.trace.makespan_s for view in views))
+    parts = parts_of(views)
+    lines = []
+    for device in range(max(len(view.trace.devices) for view in views)):
+        present = [view for view in views if device < len(view.trace.devices)]
+        for view in present:
+            texts = [device_words(view.division, device) if view is present[0] else "", *([view.word] if is_pair else [])]
+            whole_s = 0.0 if is_pair else view.trace.makespan_s
+            cells = [unit.cell(part_s(view, device, part), whole_s=whole_s) for part in parts]
+            lines.append(_row(texts, [*cells, ratio(view.trace.device_bubble_ratios[device])], first=view is present[0]))
+        if len(present) == 2:
+            deltas = [unit.cell(part_s(views[1], device, part) - part_s(views[0], device, part), sign="+") for part in parts]
+            bubble = views[1].trace.device_bubble_ratios[device] - views[0].trace.device_bubble_ratios[device]
+            lines.append(_row(["", "difference"], [*deltas, f"{100 * bubble:+.1f} points"], first=False, soft=True))
+    head = ["device", *(["trace"] if is_pair else []), *(part_words(part) for part in parts), "bubble"]
+    hints = {part_words(part): MEANINGS[CAUSES[part]] for part in parts if part in CAUSES}
+    more = f"; the difference is {views[1].word} less {views[0].word}" if is_pair else ", and its share of the window"
+    caption = f"Time of each device in {unit.name}{more}"
+    yield from _folded(caption, head, lines, hints, num_text=len(views), is_open=len(lines) <= _OPEN_ROWS)
+
+
+_NONE = '<span class="none">-</span>'
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """How the times of a table are written: in one unit, with one number of decimals."""
+
+    name: str
+    size_s: float
+    decimals: int
+
+    @classmethod
+    def of(cls, longest_s: float) -> _Unit:
+        name, size_s = time_unit(longest_s)
+        return cls(name, size_s, 3 if longest_s < 10 * size_s else 2 if longest_s < 100 * size_s else 1)
+
+    def cell(self, value_s: float, *, sign: str = "", whole_s: float = 0.0) -> str:
+        """A time as HTML, with its share of a whole if there is one."""
+        if not value_s:
+            return _NONE
+        value, least = value_s / self.size_s, 10.0**-self.decimals
+        if abs(value) < least / 2:
+            return _NONE if sign else f"&lt;{least:g}"
+        share = f" <small>{ratio(value_s / whole_s)}</small>" if whole_s else ""
+        return f"{value:{sign}.{self.decimals}f}{share}"
+
+
+def _row(texts: Sequence[str], cells: Sequence[str], *, first: bool = True, soft: bool = False) -> str:
+    """A row of a table.
+
+    Args:
+        texts: what is to be escaped.
+        cells: numbers as HTML.
+        first: whether a line stands above it.
+        soft: whether it is of less weight.
+    """
+    classes = " ".join(name for name, wanted in (("first", first), ("soft", soft)) if wanted)
+    heads = "".join(f'<th scope="row">{escape(text)}</th>' for text in texts)
+    return f'<tr class="{classes}">{heads}{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+
+
+def _table(caption: str, head: Sequence[str], lines: Iterable[str], *, num_text: int = 1) -> str:
+    heads = "".join(f'<th scope="col"{" class=text" if at < num_text else ""}>{escape(name)}</th>' for at, name in enumerate(head))
+    body = "\n".join(lines)
+    content = f"<caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody>"
+    return f'<div class="wide"><table>{content}</table></div>'
+
+
+def _folded(
+    caption: str, head: Sequence[str], lines: Sequence[str], hints: dict[str, str], *, num_text: int, is_open: bool
+) -> Iterator[str]:
+    """A table that can be folded, and what its columns mean."""
+    yield f"<details{' open' if is_open else ''}><summary>{escape(caption)}</summary>"
+    yield _table(caption, head, lines, num_text=num_text)
+    if hints:
+        yield '<p class="soft meanings">' + ". ".join(f"<b>{escape(name)}</b>: {escape(hint)}" for name, hint in hints.items()) + ".</p>"
+    yield "</details>"
+
+
+def comparison_tables(first: View, second: View) -> Iterator[str]:
+    """How long the same Ops take in two traces."""
+    ops = op_differences(first.trace, second.trace)
+    differing = [op for op in ops if abs(op.difference_s) > _LEAST_CHANGE * max(op.first_s, op.second_s)]
+    if not ops:
+        return
+    count = f"Of {counted(len(ops), 'Op')} that both traces have, {len(differing) or 'none'} took longer in one than in the other."
+    yield f'<section><h2>Op by Op</h2><p class="soft">{count}</p><div class="columns">'
+    tables = (("Medians by device, kind and stage", kind_differences(differing), _MOST_KINDS), ("Single Ops", differing, _MOST_OPS))
+    for caption, found, most in tables if differing else ():
+        lines = [
+            _row(
+                [device_words(first.division, op.device), op.name],
+                [seconds(op.first_s), seconds(op.second_s), *_changed(op.first_s, op.second_s)],
+            )
+            for op in found[:most]
+        ]
+        if len(found) > most:
+            lines.append(_row([f"({len(found) - most} more)"], [""] * 5))
+        yield _table(caption, ["device", "Op", first.word, second.word, "difference", ""], lines, num_text=2)
+    yield "</div></section>"
+
+
+def _changed(first_s: float, second_s: float) -> tuple[str, str]:
+    difference_s = second_s - first_s
+    relative = f"{difference_s / first_s:+.1%}" if first_s else ""
+    return (f"{'+' if difference_s >= 0 else ''}{seconds(difference_s)}", relative)
+
+
+def wait_tables(views: Sequence[View]) -> Iterator[str]:
+    """Who waited for whom."""
+    if not any(view.division.waits for view in views):
+        return
+    yield '<section><h2>Who waits for whom</h2><p class="soft">Between warm-up and drain, the longest first.</p><div class="columns">'
+    for view in views:
+        division = view.division
+        whole_s = view.trace.makespan_s
+        lines = [
+            _row(
+                [device_words(division, wait.device), device_words(division, wait.peer)],
+                [seconds(wait.wait_s), ratio(wait.wait_s / whole_s)],
+            )
+            for wait in division.waits[:_MOST_WAITS]
+        ]
+        if len(division.waits) > _MOST_WAITS:
+            lines.append(_row([f"({len(division.waits) - _MOST_WAITS} more)"], [""] * 3))
+        yield _table(view.word, ["device", "waits for", "in all", "of the window"], lines, num_text=2)
+    yield "</div></section>"

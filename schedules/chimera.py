@@ -1,0 +1,199 @@
+"""Chimera: pipelines in opposite directions fill each other's bubbles (Li and Hoefler, SC 2021, arXiv 2107.06925, section 3).
+
+P pipelines of D stages lie on the same D devices; P is even and divides D. Half of them run down, pipeline 2q with stage s on
+device 2qD/P + s (mod D); half of them run up, pipeline 2q+1 with stage s on the device opposite to that. Each device holds P
+stages. Microbatch m passes through pipeline m mod P. Four devices, two pipelines, F = B (even microbatches run down):
+
+    worker 0   F0 F2 .  F1 B1 F3 B3 B0 .  B2
+    worker 1   .  F0 F1 F2 F3 B1 B0 B3 B2
+    worker 2   .  F1 F0 F3 F2 B0 B1 B2 B3
+    worker 3   F1 F3 .  F0 B0 F2 B2 B1 .  B3
+
+This is a unit: D/P forward slots of each pipeline on each device, and as many backward slots. The k-th of a pipeline has its F
+of stage s in slot 2k+s and its B in slot 2k+2D-1-s. The stages that a device holds of pipelines down differ from those of
+pipelines up by odd numbers and among themselves by multiples of 2D/P, and the backwards of one direction begin where the
+forwards of the other end: no two Ops meet in a slot. A worker runs its Ops in the order of their slots, however long they take.
+
+More than D microbatches need several units. There are three ways to put them together (section 3.5):
+
+chimera           one unit after the other, 2D slots apart. While B takes longer than F, there are bubbles between them.
+chimera-doubling  a forward slot runs two microbatches, so that it takes as long as a B where B = 2F (slots of 2F):
+
+    worker 0   F0+2 F4+6 .    F1+3 B1   F5+7 B3   B0   B5   B2   B7   B4   .    B6
+    worker 1   .    F0+2 F1+3 F4+6 F5+7 B1   B0   B3   B2   B5   B4   B7   B6
+    worker 2   .    F1+3 F0+2 F5+7 F4+6 B0   B1   B2   B3   B4   B5   B6   B7
+    worker 3   F1+3 F5+7 .    F0+2 B0   F4+6 B2   B1   B4   B3   B6   B5   .    B7
+
+chimera-halving   a backward slot runs half the rows of a microbatch, so that it takes as long as an F where B = 2F (slots of F):
+
+    worker 0   F0   F2   .    F1   B1.1 F3   B1.2 B0.1 B3.1 B0.2 B3.2 B2.1 .    B2.2
+    worker 1   .    F0   F1   F2   F3   B1.1 B0.1 B1.2 B0.2 B3.1 B2.1 B3.2 B2.2
+    worker 2   .    F1   F0   F3   F2   B0.1 B1.1 B0.2 B1.2 B2.1 B3.1 B2.2 B3.2
+    worker 3   F1   F3   .    F0   B0.1 F2   B0.2 B1.1 B2.1 B1.2 B2.2 B3.1 .    B3.2
+
+In these two a unit has twice as many backward slots as forward slots: the second half of them D slots behind the first, on
+every device right where that ends. The next unit begins 3D slots behind this one, and its forwards fit behind these backwards
+as the backwards of the other direction do.
+
+With f and b the times of a forward and of a backward slot, K whole units (M/D, with doubled forwards M/2D) leave each device
+idle for
+
+    (2D/P - 2) (max(f, b) + (K - 1) |f - b|)
+
+With two pipelines and B = 2F these are (D-2)(2F + (K-1)F) in chimera, (D-2) 2F in chimera-doubling and (D-2) F in
+chimera-halving, where 1F1B has (D-1) 3F; with D pipelines there are no bubbles at all. Activations held: at most D, 2D where
+forwards are doubled; D/P - 1 less on a device where a pipeline starts, half of that less where backwards are halved.
+
+A number of microbatches that makes no whole unit leaves out the last ones; pipelines differ by one microbatch at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+
+from raypipe.errors import ScheduleError
+from raypipe.schedules.family import Family, require_even_devices, require_one_chunk, synchronous_pipelines
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, StageTimes, Together
+
+_DEFAULT_PIPELINES = 2
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a schedule of this file divides its work.
+
+    Attributes:
+        name: of the schedule.
+        width: pieces of work in a forward slot; a backward slot has one.
+        num_parts: pieces of a microbatch.
+    """
+
+    name: str
+    width: int
+    num_parts: int
+
+
+_DIRECT = _Form("chimera", width=1, num_parts=1)
+_DOUBLING = _Form("chimera-doubling", width=2, num_parts=1)
+_HALVING = _Form("chimera-halving", width=2, num_parts=2)
+
+
+def chimera(size: Size) -> Schedule:
+    """Units of D microbatches, one directly behind the other."""
+    return _build(_DIRECT, size)
+
+
+def chimera_doubling(size: Size) -> Schedule:
+    """Forwards of two microbatches in a slot, backwards of one."""
+    return _build(_DOUBLING, size)
+
+
+def chimera_halving(size: Size) -> Schedule:
+    """Forwards of a microbatch in a slot, backwards of half of one."""
+    return _build(_HALVING, size)
+
+
+def _build(form: _Form, size: Size) -> Schedule:
+    pipelines = _pipelines(form.name, size)
+    placed: list[list[tuple[int, Slot]]] = [[] for _ in range(size.num_devices)]
+    for pipeline, workers in enumerate(pipelines):
+        for stage, worker in enumerate(workers):
+            placed[worker] += _slots(form, size, pipeline, len(pipelines), stage)
+    one_update = [[slot for _, slot in sorted(mine, key=itemgetter(0))] for mine in placed]
+    return synchronous_pipelines(form.name, size, pipelines=pipelines, one_update=one_update)
+
+
+def _pipelines(name: str, size: Size) -> list[list[int]]:
+    """The worker of each stage, for each pipeline."""
+    require_one_chunk(name, size)
+    require_even_devices(name, size)
+    depth, count = size.num_devices, size.num_pipelines or _DEFAULT_PIPELINES
+    possible = [number for number in range(2, depth + 1, 2) if depth % number == 0]
+    if count not in possible:
+        choices = " or ".join(f"--pipelines {number}" for number in possible)
+        raise ScheduleError(f"{name} needs an even number of pipelines that divides the {depth} devices, got {count}; use {choices}")
+    down = [[(2 * pair * depth // count + stage) % depth for stage in range(depth)] for pair in range(count // 2)]
+    return [laying for workers in down for laying in (workers, [depth - 1 - worker for worker in workers])]
+
+
+def _slots(form: _Form, size: Size, pipeline: int, num_pipelines: int, stage: int) -> Iterator[tuple[int, Slot]]:
+    """What a stage does for a pipeline in one update, each with the number of its slot."""
+    depth, turns = size.num_devices, size.num_devices // num_pipelines
+    parts = range(1, form.num_parts + 1) if form.num_parts > 1 else (0,)
+    pieces = [(microbatch, part) for microbatch in range(pipeline, size.num_microbatches, num_pipelines) for part in parts]
+    for number, (microbatch, part) in enumerate(pieces):
+        unit, within = divmod(number, form.width * turns)
+        start = unit * (form.width + 1) * depth
+        if within % form.width == 0:
+            forwards = tuple(Op(OpKind.FORWARD, stage, at, pipeline, of) for at, of in pieces[number : number + form.width])
+            yield start + 2 * (within // form.width) + stage, Together(forwards) if len(forwards) > 1 else forwards[0]
+        later, turn = divmod(within, turns)
+        yield start + (later + 2) * depth - 1 + 2 * turn - stage, Op(OpKind.BACKWARD, stage, microbatch, pipeline, part)
+
+
+def _makespan_s(form: _Form, size: Size, times: StageTimes) -> float | None:
+    """M(F + B) and the idle time, for whole units."""
+    num_units, rest = divmod(size.num_microbatches, size.num_devices * form.width // form.num_parts)
+    if rest:
+        return None
+    backward_s = times.input_grad_s + times.weight_grad_s
+    forward_slot_s, backward_slot_s = times.forward_s * form.width / form.num_parts, backward_s / form.num_parts
+    idle_slots = _between(size) - 2
+    idle_s = idle_slots * (max(forward_slot_s, backward_slot_s) + (num_units - 1) * abs(forward_slot_s - backward_slot_s))
+    return size.num_microbatches * (times.forward_s + backward_s) + idle_s
+
+
+def _peak_in_flight(form: _Form, size: Size, worker: int) -> int:
+    """The least where a pipeline starts, one piece more with each device from there, the most in the middle between two starts."""
+    between = _between(size)
+    distance = min(worker % between, between - 1 - worker % between)
+    pieces = form.width * size.num_devices - (between // 2 - 1) + distance
+    return min(math.ceil(pieces / form.num_parts), size.num_microbatches)
+
+
+def _between(size: Size) -> int:
+    """Devices from the start of one pipeline to the start of the next in the same direction."""
+    return 2 * size.num_devices // (size.num_pipelines or _DEFAULT_PIPELINES)
+
+
+FAMILY = Family(
+    name="chimera",
+    build=chimera,
+    title="pipelines in opposite directions fill each other's bubbles",
+    paper="Li and Hoefler, SC 2021, arXiv 2107.06925",
+    bubble="(2D/P-2)(B+(M/D-1)(B-F)) idle",
+    memory="[D-D/P+1, D]",
+    mismatch="0",
+    delay="0",
+    makespan_s=lambda size, times: _makespan_s(_DIRECT, size, times),
+    peak_in_flight=lambda size, worker: _peak_in_flight(_DIRECT, size, worker),
+)
+
+FAMILY_DOUBLING = Family(
+    name="chimera-doubling",
+    build=chimera_doubling,
+    title="chimera with forwards of two microbatches at once",
+    paper="Li and Hoefler, SC 2021, arXiv 2107.06925",
+    bubble="(2D/P-2)2F idle if B = 2F",
+    memory="[2D-D/P+1, 2D]",
+    mismatch="0",
+    delay="0",
+    makespan_s=lambda size, times: _makespan_s(_DOUBLING, size, times),
+    peak_in_flight=lambda size, worker: _peak_in_flight(_DOUBLING, size, worker),
+)
+
+FAMILY_HALVING = Family(
+    name="chimera-halving",
+    build=chimera_halving,
+    title="chimera with backwards of half a microbatch at a time",
+    paper="Li and Hoefler, SC 2021, arXiv 2107.06925",
+    bubble="(2D/P-2)F idle if B = 2F",
+    memory="[D-(D/P-1)/2, D]",
+    mismatch="0",
+    delay="0",
+    makespan_s=lambda size, times: _makespan_s(_HALVING, size, times),
+    peak_in_flight=lambda size, worker: _peak_in_flight(_HALVING, size, worker),
+)

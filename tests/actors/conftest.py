@@ -1,0 +1,66 @@
+"""What tests of transports between processes share."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+
+from raypipe.actors.meeting import host_store
+from raypipe.actors.processes import ProcessTransport
+from tests.actors.process_ends import INTERFACE, Make, Peers, connect_and_hang, settings
+
+_runs = itertools.count()
+
+
+@pytest.fixture
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INTERFACE, "lo")
+
+
+@pytest.fixture(scope="module")
+def store_port() -> Iterator[int]:
+    store, port = host_store("127.0.0.1", timeout_s=20.0)
+    yield port
+    del store
+
+
+@pytest.fixture
+def make(store_port: int, loopback: None) -> Iterator[Make]:
+    made: list[ProcessTransport] = []
+    run = next(_runs)
+
+    def one(device: int, num_devices: int = 2, **changed: Any) -> ProcessTransport:
+        made.append(ProcessTransport(**settings(device, num_devices=num_devices, run=run, port=store_port, **changed)))
+        return made[-1]
+
+    yield one
+    for transport in made:
+        transport.close()
+
+
+@pytest.fixture
+def peers(make: Make, store_port: int) -> Iterator[Peers]:
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = []
+
+    def start(num_devices: int = 2, **changed: Any) -> tuple[ProcessTransport, list[BaseProcess]]:
+        mine = make(0, num_devices, connect_timeout_s=40.0, **changed)
+        common = {key: value for key, value in changed.items() if key in {"shared", "groups"}}
+        for device in range(1, num_devices):
+            other = settings(device, num_devices=num_devices, run=0, port=store_port, prefix=mine.prefix, connect_timeout_s=40.0, **common)
+            process = context.Process(target=connect_and_hang, args=(other,), daemon=True)
+            process.start()
+            processes.append(process)
+        mine.connect()
+        return mine, processes
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+        process.close()
