@@ -20,7 +20,8 @@ demo: $(INSTALLED) $(DEMO_DATA)  ## trains a small GPT on the source of Python's
 	$(BIN)/raypipe train examples/gpt_python_stdlib.yaml
 
 test: $(INSTALLED)  ## runs the tests; needs no GPU
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --ignore=tests/actors --ignore=tests/cluster
+	$(BIN)/pytest tests/actors tests/cluster
 
 check: $(INSTALLED)  ## checks style, format and types
 	$(BIN)/ruff check .

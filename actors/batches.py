@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from raypipe.actors.executor import BatchSource, row_range
+from raypipe.actors.executor import BatchSource
+from raypipe.actors.job import row_range
 from raypipe.data.tokens import TokenDataset
 from raypipe.model import Batch
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from raypipe.actors.transport import Expected
+from raypipe.actors.transport import Expected, TensorSpec
 from raypipe.errors import TransportError
 from raypipe.schedules.lower import Message
 
@@ -29,18 +29,63 @@ class ChannelError(Exception):
         self.kind = kind
 
 
+P = TypeVar("P")
+
+_MAX_LISTS = 8
+
+
+class Prepared(Generic[P]):
+    """What a channel made of the lists of messages that its windows brought, so that a list that comes again costs nothing.
+
+    Args:
+        prepare: what is made of one message.
+    """
+
+    def __init__(self, prepare: Callable[[Expected], P]) -> None:
+        self._prepare = prepare
+        self._lists: dict[int, tuple[Sequence[Expected], list[P]]] = {}
+
+    def of(self, messages: Sequence[Expected]) -> list[P]:
+        """What was made of each message; the same list each time, not to be changed."""
+        known = self._lists.get(id(messages))
+        if known is None:  # none with this identity is another one: those that are known live on here
+            if len(self._lists) == _MAX_LISTS:
+                del self._lists[next(iter(self._lists))]
+            known = self._lists[id(messages)] = messages, [self._prepare(message) for message in messages]
+        return known[1]
+
+
+def check_tensors(expected: Expected, tensors: Sequence[Tensor]) -> None:
+    """Nothing, if a message that was announced consists of tensors like these.
+
+    Raises:
+        ChannelError: it does not.
+    """
+    if len(tensors) == len(expected.tensors):
+        for tensor, spec in zip(tensors, expected.tensors, strict=True):
+            if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
+                break
+        else:
+            return
+    got = Expected(expected.message, tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+    raise ChannelError(f"it was announced as {expected}, and not as {got}")
+
+
 class IncomingChannel(Protocol):
     """The receiving end of a channel."""
 
     def open(self, messages: Sequence[Expected]) -> None:
         """Begins a window that will bring these messages."""
 
-    def recv(self, timeout_s: float) -> tuple[Tensor, ...]:
-        """Waits for the next message.
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
+        """Waits for the next message, which is this one.
 
         Raises:
             ChannelError: it did not come, or is not as announced.
         """
+
+    def end(self) -> list[Expected]:
+        """Ends the window; returns the messages that were announced and not received."""
 
     def close(self) -> None:
         """Gives back what it holds; its lines were cut before."""
@@ -49,18 +94,21 @@ class IncomingChannel(Protocol):
 class OutgoingChannel(Protocol):
     """The sending end of a channel."""
 
-    def open(self) -> None:
-        """Begins a window."""
+    def open(self, messages: Sequence[Expected]) -> None:
+        """Begins a window in which these messages will be sent."""
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Begins to send a message.
+        """Begins to send the next message, which is this one.
 
         Raises:
-            ChannelError: it, or one before it, cannot be delivered.
+            ChannelError: it, or one before it, cannot be delivered, or is not as announced.
         """
 
+    def end(self) -> list[Expected]:
+        """Ends the window; returns the messages that were announced and not sent."""
+
     def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
-        """Waits until all has left, and ends the window; returns the first message that did not leave, if there is one.
+        """Waits until all that was sent has left; returns the first message that did not leave, if there is one.
 
         Args:
             timeout_s: for each message.

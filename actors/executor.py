@@ -1,9 +1,10 @@
-"""Runs any lowered program on one device. Knows neither Ray nor the name of any schedule.
+"""Runs any job on one device. Knows neither Ray nor the name of any schedule.
 
-The executor walks the items of a `DeviceProgram`. Tensors in flight lie in dicts by stage and microbatch, which are empty
-between windows:
+The executor walks the steps that `wiring` makes of a device's program. Tensors in flight lie in dicts by stage and microbatch,
+which are empty between windows:
 
     inbox      messages received, or made on this device for another of its stages, not yet used
+    outbox     what the Ops of this step have made for other devices
     saved      what a forward left for its backward
     deferred   what an input gradient left for its weight gradient
 """
@@ -12,12 +13,10 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,30 +24,15 @@ from torch import Tensor
 from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input
 from raypipe.actors.faults import FaultScript
 from raypipe.actors.held import Draw, Outputs, Weights
-from raypipe.actors.transport import Expected, Pending, TensorSpec, Transport
+from raypipe.actors.job import Job, MessageKey, Rows
+from raypipe.actors.report import WindowReport
+from raypipe.actors.transport import Pending, Transport
+from raypipe.actors.wiring import Awaiting, Computing, EdgeSpecs, Given, Receiving, Starting, Step, WiredOp, Wirer, Wiring, takes_gradient
 from raypipe.cut import Cut
-from raypipe.errors import AbortedError, ConfigError, PlanError, ScheduleError
+from raypipe.errors import AbortedError, ConfigError
 from raypipe.model import Batch, Model
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope
-from raypipe.schedules.lower import (
-    Await,
-    Collective,
-    CollectiveKind,
-    Compute,
-    DeviceProgram,
-    Direction,
-    Item,
-    Message,
-    Placement,
-    Recv,
-    Send,
-    Start,
-    lower,
-)
-from raypipe.trace import Span, SpanKind
-
-EdgeSpecs = Mapping[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]
-"""For each edge (source, target) of the stage graph and each layer that crosses it, its tensors for a whole microbatch."""
+from raypipe.schedules.ir import Op, OpKind, UpdateScope
+from raypipe.schedules.lower import Collective, CollectiveKind
 
 
 class BatchSource(Protocol):
@@ -61,112 +45,6 @@ class BatchSource(Protocol):
             microbatch: counted from the beginning of training, or of the evaluation.
             rows: the share of its rows, from 0 to 1.
         """
-
-
-Rows = tuple[float, float]
-"""First row and end of a microbatch, in shares of it."""
-
-MessageKey = tuple[Direction, int, int, int, int, int]
-"""Direction, source stage, target stage, microbatch, pipeline and part: what one Op gives another stage, whatever rows travel where."""
-
-
-def message_key(message: Message) -> MessageKey:
-    """The key of a message."""
-    return (message.direction, message.source, message.target, message.index, message.pipeline, message.part)
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one device does in every window of a schedule.
-
-    Attributes:
-        program: the items.
-        graph: which stage feeds which.
-        num_microbatches: of one update.
-        num_updates: of the window.
-        update_scope: whose gradients the norm of an update counts.
-        forward_only: whether it evaluates.
-        norm_stages: the stages whose norm this device brings, so that replicas count once.
-    """
-
-    program: DeviceProgram
-    graph: StageGraph
-    num_microbatches: int
-    num_updates: int
-    update_scope: UpdateScope
-    forward_only: bool
-    norm_stages: frozenset[int]
-
-    @cached_property
-    def num_sends(self) -> Counter[MessageKey]:
-        """How many Sends carry each message; none where the stage that needs it is on the same device."""
-        return Counter(message_key(item.message) for item in self.program.items if isinstance(item, Send))
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Each item that takes time in text: for spans, status and faults, made once for all windows."""
-        return tuple(_name(item) for item in self.program.items)
-
-    @cached_property
-    def rows(self) -> frozenset[Rows]:
-        """The different rows of a microbatch that Ops of this device work on."""
-        return frozenset(rows for item in self.program.items if isinstance(item, Compute) for rows in item.rows)
-
-
-def _name(item: Item) -> str:
-    match item:
-        case Compute():
-            return str(item)
-        case Recv():
-            return str(item.message)
-        case Await():
-            return str(item.collective)
-        case _:
-            return ""
-
-
-def jobs(schedule: Schedule, placement: Placement | None = None) -> tuple[Job, ...]:
-    """The jobs of all devices of a valid schedule.
-
-    Raises:
-        ScheduleError: it asks for what the executor does not do: recomputation, shared weights, losses coupled over
-            microbatches, or a microbatch that is not divided alike by all that is done with it.
-    """
-    placement = placement or Placement.one_each(schedule.num_workers)
-    num_parts: dict[int, int] = {}
-    for op, place in schedule.ops():
-        where = f"worker {place.worker}, position {place.position}"
-        if op.kind in {OpKind.EXCHANGE, OpKind.RECOMPUTE}:
-            raise ScheduleError(f"{where}: {op} can be simulated but not yet run")
-        if not op.kind.per_update:
-            found_parts = len(schedule.find(op._replace(part=0)))
-            if num_parts.setdefault(op.index, found_parts) != found_parts:
-                raise ScheduleError(
-                    f"{where}: {op} is one of {found_parts}, other Ops of microbatch {op.index} of {num_parts[op.index]}; to be run, "
-                    "a microbatch must be divided alike by all stages, forward and backward"
-                )
-        elif op.part:
-            raise ScheduleError(f"{where}: {op} can be simulated but not yet run; leave the part out")
-    if schedule.graph.ties:
-        raise ScheduleError(f"stages {schedule.graph.ties[0]} share a weight: this can be simulated but not yet run")
-    if schedule.loss_group_size != 1:
-        raise ScheduleError(f"loss_group_size {schedule.loss_group_size} can be simulated but not yet run; use 1")
-    found: list[Job] = []
-    for program in lower(schedule, placement):
-        first = placement.workers[program.worker][0][0] == program.device
-        norm_stages = frozenset(holders[0].stage for holders in schedule.replicas if first and holders[0].worker == program.worker)
-        found.append(
-            Job(
-                program=program,
-                graph=schedule.graph,
-                num_microbatches=schedule.num_microbatches,
-                num_updates=schedule.num_updates,
-                update_scope=schedule.update_scope,
-                forward_only=schedule.forward_only,
-                norm_stages=norm_stages,
-            )
-        )
-    return tuple(found)
 
 
 class LearningRate(Protocol):
@@ -195,90 +73,23 @@ class Window:
     num_rows: int | None = None
 
 
-@dataclass
-class SpanLog:
-    """The spans of a device as columns of numbers: they reach the driver in a small part of the time that objects take.
-
-    Attributes:
-        positions: of the items that took time.
-        starts_s: seconds since the device began.
-        ends_s: likewise.
-        sizes_bytes: of what was received or summed.
-    """
-
-    positions: array[int] = field(default_factory=lambda: array("Q"))
-    starts_s: array[float] = field(default_factory=lambda: array("d"))
-    ends_s: array[float] = field(default_factory=lambda: array("d"))
-    sizes_bytes: array[int] = field(default_factory=lambda: array("Q"))
-
-    def add(self, position: int, start_s: float, end_s: float, size_bytes: int) -> None:
-        """Notes one."""
-        self.positions.append(position)
-        self.starts_s.append(start_s)
-        self.ends_s.append(end_s)
-        self.sizes_bytes.append(size_bytes)
-
-    def spans(self, job: Job, *, shift_s: float = 0.0) -> list[Span]:
-        """The spans of a job's window, that much later."""
-        items, names, device = job.program.items, job.names, job.program.device
-        return [
-            Span(device, _SPAN_KINDS[type(items[position])], names[position], start_s + shift_s, end_s + shift_s, size)
-            for position, start_s, end_s, size in zip(self.positions, self.starts_s, self.ends_s, self.sizes_bytes, strict=True)
-        ]
-
-    def seconds(self, job: Job, kind: SpanKind) -> float:
-        """The seconds of all spans of a kind."""
-        items = job.program.items
-        return sum(
-            end_s - start_s
-            for position, start_s, end_s in zip(self.positions, self.starts_s, self.ends_s, strict=True)
-            if _SPAN_KINDS[type(items[position])] is kind
-        )
-
-
-_SPAN_KINDS: dict[type[Item], SpanKind] = {Compute: SpanKind.COMPUTE, Recv: SpanKind.RECV, Await: SpanKind.COLLECTIVE}
-
-
-@dataclass
-class WindowReport:
-    """What a device did in a window.
-
-    Attributes:
-        device: its number.
-        began_s: when its first item began, by the clock that `time.time` reads.
-        log: of its spans, in seconds since then.
-        losses: by microbatch of the window, the mean over the rows of this device.
-        num_rows: by microbatch, the rows of it that these losses are of.
-        norms: by update of the window, the gradient norm: over all stages where the update's scope is global, else over the
-            stages that count here.
-        outputs: by microbatch, if they were asked for.
-    """
-
-    device: int
-    began_s: float
-    log: SpanLog = field(default_factory=SpanLog)
-    losses: dict[int, float] = field(default_factory=dict)
-    num_rows: dict[int, int] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass
+@dataclass(slots=True)
 class _Saved:
-    """What a forward leaves for its backward."""
+    """What a forward leaves for its backward.
+
+    Attributes:
+        version: of the weights that it used.
+        inputs: from each stage before it.
+        outputs: by layer.
+        pivot: see `backward_input`.
+        loss: where it is taken.
+    """
 
     version: int
-    inputs: dict[int, tuple[Tensor, ...]]
+    inputs: list[tuple[Tensor, ...]]
     outputs: Outputs
     pivot: tuple[Tensor, ...]
-    loss: _ScaledLoss | None
-
-
-class _ScaledLoss(NamedTuple):
-    """A loss and the weight of its rows in the loss of the update."""
-
-    value: Tensor
-    weight: float
+    loss: Tensor | None
 
 
 class Executor:
@@ -313,10 +124,10 @@ class Executor:
     ) -> None:
         self.device = device
         self.model = model
-        self.cut = cut
         self.held = held
         self.transport = transport
-        self.edge_specs = edge_specs
+        self.wirer = Wirer(cut, held, edge_specs)
+        self._wirings: dict[tuple[int, int], tuple[Job, Wiring]] = {}
         self.num_rows = num_rows
         self.learning_rate = learning_rate
         self.max_grad_norm = max_grad_norm
@@ -331,19 +142,13 @@ class Executor:
             TransportError: a message did not pass.
             AbortedError: `abort` was called.
         """
-        num_rows = window.num_rows or self.num_rows
-        for rows in job.rows:
-            if row_range(rows, num_rows)[0] == row_range(rows, num_rows)[1]:
-                raise PlanError(
-                    f"device {self.device} works on the share {rows} of a microbatch of {num_rows} rows, which is none; "
-                    "use larger microbatches, fewer replicas, or a schedule that does not divide microbatches"
-                )
-        self.transport.open_window(self._expect(job, num_rows))
+        wiring = self._wiring(job, window.num_rows or self.num_rows)
+        self.transport.open_window(wiring.incoming, wiring.outgoing)
         for weights in self.held.values():
             weights.module.train(not job.forward_only)
             weights.begin_window()
         self.doing = "waiting to begin"
-        run = _Run(self, job, window)
+        run = _Run(self, job, window, wiring.steps)
         with torch.set_grad_enabled(not job.forward_only):
             report = run.run()
         self.doing = "waiting for the last messages to leave"
@@ -358,208 +163,164 @@ class Executor:
         self.abort_reason = reason
         self.transport.abort(reason)
 
-    def message_specs(self, message: Message, num_rows: int) -> tuple[TensorSpec, ...]:
-        """The tensors of a message: the edge's, or those of their gradients, for its share of a microbatch of so many rows."""
-        edge = (min(message.source, message.target), max(message.source, message.target))
-        specs = tuple(spec for layer in self.edge_specs[edge] for spec in layer)
-        if message.direction is Direction.GRADIENT:
-            specs = tuple(spec for spec in specs if takes_gradient(spec.dtype))
-        first, end = row_range(message.rows, num_rows)
-        return tuple(TensorSpec((end - first, *spec.shape[1:]), spec.dtype) for spec in specs)
-
-    def _expect(self, job: Job, num_rows: int) -> dict[int, list[Expected]]:
-        expected: dict[int, list[Expected]] = {}
-        for item in job.program.items:
-            if isinstance(item, Recv):
-                expected.setdefault(item.device, []).append(Expected(item.message, self.message_specs(item.message, num_rows)))
-        return expected
-
-
-def norms_of(reports: Sequence[WindowReport], *, scope: UpdateScope) -> dict[int, float]:
-    """The gradient norm over all stages by update, from what the devices know of it."""
-    known: dict[int, list[float]] = {}
-    for report in reports:
-        for update, norm in report.norms.items():
-            known.setdefault(update, []).append(norm)
-    return {update: norms[0] if scope is UpdateScope.GLOBAL else math.hypot(*norms) for update, norms in known.items()}
-
-
-def mean_losses(reports: Sequence[WindowReport], *, num_microbatches: int) -> list[float]:
-    """The loss of each update: the mean over the rows of its microbatches."""
-    sums: dict[int, tuple[float, int]] = {}
-    for report in reports:
-        for index, loss in report.losses.items():
-            total, rows = sums.get(index, (0.0, 0))
-            sums[index] = (total + loss * report.num_rows[index], rows + report.num_rows[index])
-    means = [total / rows for _, (total, rows) in sorted(sums.items())]
-    return [sum(means[first : first + num_microbatches]) / num_microbatches for first in range(0, len(means), num_microbatches)]
-
-
-def row_range(rows: tuple[float, float], num_rows: int) -> tuple[int, int]:
-    """First row and end of a share of the rows of a microbatch; neighbouring shares meet without gap or overlap."""
-    return round(rows[0] * num_rows), round(rows[1] * num_rows)
-
-
-def takes_gradient(dtype: torch.dtype) -> bool:
-    """Whether tensors of a dtype can have a gradient."""
-    return dtype.is_floating_point or dtype.is_complex
+    def _wiring(self, job: Job, num_rows: int) -> Wiring:
+        """The wiring of a job, worked out when it is first asked for."""
+        key = (id(job), num_rows)
+        if key not in self._wirings:
+            # With the job, whose number nothing else may get.
+            self._wirings[key] = (job, self.wirer.wire(job, num_rows))
+        return self._wirings[key][1]
 
 
 class _Run:
     """One window on one device."""
 
-    def __init__(self, executor: Executor, job: Job, window: Window) -> None:
+    def __init__(self, executor: Executor, job: Job, window: Window, steps: Sequence[Step]) -> None:
         self.executor = executor
         self.job = job
         self.window = window
-        self.num_rows = window.num_rows or executor.num_rows
+        self.steps = steps
+        self.training = not job.forward_only
+        self.first_microbatch = window.first_update * job.num_microbatches
+        self.faults = executor.faults if executor.faults.faults else None
         self.report = WindowReport(executor.device, time.time())
         self.origin = time.perf_counter()
         self.inbox: dict[MessageKey, list[tuple[Rows, tuple[Tensor, ...]]]] = {}
-        self.outbox: dict[MessageKey, tuple[int, Rows, tuple[Tensor, ...]]] = {}
+        self.outbox: dict[MessageKey, tuple[Tensor, ...]] = {}
         self.saved: dict[tuple[int, int, int], _Saved] = {}
         self.deferred: dict[tuple[int, int, int], tuple[int, PendingWeightGradient]] = {}
         self.pending: dict[Collective, Pending] = {}
         self.losses: dict[int, list[tuple[int, Tensor]]] = {}
-        self.loss_gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        self.loss_gradients: dict[float, Tensor] = {}
 
     def run(self) -> WindowReport:
-        handlers = {Compute: self._compute, Send: self._send, Recv: self._recv, Start: self._start, Await: self._await}
-        for position, item in enumerate(self.job.program.items):
-            if self.executor.abort_reason is not None:
-                raise AbortedError(self.executor.abort_reason)
-            handlers[type(item)](item, position)  # type: ignore[operator]
+        handlers = {Computing: self._compute, Receiving: self._receive, Starting: self._start, Awaiting: self._await}
+        executor = self.executor
+        for step in self.steps:
+            if executor.abort_reason is not None:
+                raise AbortedError(executor.abort_reason)
+            handlers[type(step)](step)  # type: ignore[operator]
         for name in ("inbox", "outbox", "saved", "deferred", "pending"):
-            assert not getattr(self, name), f"device {self.executor.device}: {name} holds {list(getattr(self, name))} after the window"
+            assert not getattr(self, name), f"device {executor.device}: {name} holds {list(getattr(self, name))} after the window"
         for index, parts in self.losses.items():
             self.report.num_rows[index] = sum(rows for rows, _ in parts)
             self.report.losses[index] = sum(rows * float(loss) for rows, loss in parts) / self.report.num_rows[index]
         return self.report
 
-    def _span(self, position: int, since: float, size: int = 0) -> None:
-        self.report.log.add(position, since - self.origin, time.perf_counter() - self.origin, size)
-
     # Computation
 
-    def _compute(self, item: Compute, position: int) -> None:
-        name = self.job.names[position]
-        self.executor.doing = name
+    def _compute(self, step: Computing) -> None:
+        executor = self.executor
+        executor.doing = step.name
         since = time.perf_counter()
-        self.executor.faults.strike(device=self.executor.device, op=name, window=self.window.number)
-        for op, version, rows in zip(item.ops, item.versions, item.rows, strict=True):
-            match op.kind:
+        if self.faults is not None:
+            self.faults.strike(device=executor.device, op=step.name, window=self.window.number)
+        for wired in step.ops:
+            match wired.kind:
                 case OpKind.FORWARD:
-                    self._forward(op, version, rows)
+                    self._forward(wired)
                 case OpKind.BACKWARD | OpKind.INPUT_GRADIENT:
-                    self._backward(op, rows)
+                    self._backward(wired)
                 case OpKind.WEIGHT_GRADIENT:
-                    used, gradient = self.deferred.pop((op.stage, op.index, op.part))
-                    self.executor.held[op.stage].bind(used, self._update_of(op))
+                    used, gradient = self.deferred.pop(wired.key)
+                    wired.weights.bind(used, wired.update)
                     gradient.run()
                 case OpKind.UPDATE:
-                    self._update(op, position)
+                    self._update(wired.op, step.position)
                 case _:
-                    raise AssertionError(f"no such computation: {op}")
-        self._span(position, since)
-        self.executor.doing = f"waiting to go on after {name}"
-        if not self.job.forward_only:
-            for op, version in zip(item.ops, item.versions, strict=True):
-                if self.job.program.last_reads[op.stage, version] == position:
-                    self.executor.held[op.stage].release(version)
+                    raise AssertionError(f"no such computation: {wired.op}")
+        until = time.perf_counter()
+        # Messages first: others may wait for them.
+        for sending in step.sends:
+            tensors = self.outbox[sending.key]
+            if sending.rows is not None:
+                first, end = sending.rows
+                tensors = tuple(tensor[first:end] for tensor in tensors)
+            executor.transport.send(sending.message, sending.device, tensors)
+        self.outbox.clear()
+        self.report.log.add(step.position, since - self.origin, until - self.origin, 0)
+        executor.doing = step.after
+        for weights, version in step.releases:
+            weights.release(version)
 
-    def _update_of(self, op: Op) -> int:
-        return op.index // self.job.num_microbatches
+    def _forward(self, wired: WiredOp) -> None:
+        inputs: list[tuple[Tensor, ...]] = []
+        by_layer: Outputs = {}
+        has_leaves = False
+        for taken in wired.taken:
+            tensors = self._take(taken.key)
+            if self.training:
+                for tensor in tensors:
+                    if takes_gradient(tensor.dtype):
+                        tensor.requires_grad_()
+                        has_leaves = True
+            inputs.append(tensors)
+            for layer, first, end in taken.layers:
+                by_layer[layer] = tensors[first:end]
+        microbatch = self.first_microbatch + wired.op.index
+        batch = self.window.batches.batch(microbatch, wired.rows) if wired.takes_batch else {}
+        weights = wired.weights
+        outputs = weights.run(wired.version, by_layer, batch, Draw(microbatch, wired.first_row))
+        first_outputs = weights.module.first
+        pivot = () if has_leaves else first_outputs[0]
+        first_outputs[0] = ()
+        loss = self._loss(wired, outputs, batch) if wired.takes_loss else None
+        if self.training:
+            self.saved[wired.key] = _Saved(wired.version, inputs, outputs, pivot, loss)
+        for given in wired.given:
+            self._give(given, wired.rows, tuple([tensor.detach() for layer in given.layers for tensor in outputs[layer]]))
 
-    def _microbatch(self, op: Op) -> int:
-        """The microbatch's number since the beginning of training."""
-        return self.window.first_update * self.job.num_microbatches + op.index
-
-    def _forward(self, op: Op, version: int, rows: Rows) -> None:
-        weights = self.executor.held[op.stage]
-        inputs: dict[int, tuple[Tensor, ...]] = {}
-        for source in self.job.graph.predecessors[op.stage]:
-            tensors = self._take((Direction.ACTIVATION, source, op.stage, op.index, op.pipeline, op.part))
-            inputs[source] = tuple(_leaf(tensor) for tensor in tensors) if not self.job.forward_only else tensors
-        batch = self._batch(op, rows)
-        draw = Draw(self._microbatch(op), row_range(rows, self.num_rows)[0])
-        outputs = weights.run(version, self._by_layer(op.stage, inputs), batch, draw)
-        has_leaves = any(tensor.requires_grad for tensors in inputs.values() for tensor in tensors)
-        pivot = () if has_leaves else weights.module.first[0]
-        weights.module.first[0] = ()
-        loss = self._loss(op, outputs, batch, rows) if op.stage in self.job.graph.sinks else None
-        if not self.job.forward_only:
-            self.saved[op.stage, op.index, op.part] = _Saved(version, inputs, outputs, pivot, loss)
-        for target in self.job.graph.successors[op.stage]:
-            layers = self.executor.cut.crossing[op.stage, target]
-            message = tuple(tensor.detach() for layer in layers for tensor in outputs[layer])
-            self._give((Direction.ACTIVATION, op.stage, target, op.index, op.pipeline, op.part), rows, message)
-
-    def _batch(self, op: Op, rows: Rows) -> Batch:
-        needed = op.stage in self.job.graph.sinks or self.executor.held[op.stage].module.takes_batch
-        return self.window.batches.batch(self._microbatch(op), rows) if needed else {}
-
-    def _by_layer(self, stage: int, inputs: Mapping[int, tuple[Tensor, ...]]) -> Outputs:
-        """The tensors of the messages from other stages, sorted to the layers that made them."""
-        found: Outputs = {}
-        for source, tensors in inputs.items():
-            layers = self.executor.cut.crossing[source, stage]
-            first = 0
-            for layer, specs in zip(layers, self.executor.edge_specs[source, stage], strict=True):
-                found[layer] = tensors[first : first + len(specs)]
-                first += len(specs)
-        return found
-
-    def _loss(self, op: Op, outputs: Outputs, batch: Batch, rows: Rows) -> _ScaledLoss:
-        output = outputs[len(self.executor.model.layers) - 1]
+    def _loss(self, wired: WiredOp, outputs: Outputs, batch: Batch) -> Tensor:
+        model = self.executor.model
+        output = outputs[len(model.layers) - 1]
         if len(output) != 1:
             raise ConfigError(f"the model's last layer gives {len(output)} tensors; the loss takes one")
         if self.window.keep_outputs:
-            self.report.outputs[op.index] = output[0].detach()
-        loss = self.executor.model.loss(output[0], batch)
+            self.report.outputs[wired.op.index] = output[0].detach()
+        loss = model.loss(output[0], batch)
         if loss.dim():
             raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}; expected a scalar, the mean over the rows")
-        first, end = row_range(rows, self.num_rows)
-        self.losses.setdefault(op.index, []).append((end - first, loss.detach()))
-        return _ScaledLoss(loss, (end - first) / self.num_rows / self.job.num_microbatches)
+        self.losses.setdefault(wired.op.index, []).append((wired.num_rows, loss.detach()))
+        return loss
 
-    def _backward(self, op: Op, rows: Rows) -> None:
-        weights = self.executor.held[op.stage]
-        saved = self.saved.pop((op.stage, op.index, op.part))
-        outputs, gradients = self._roots(op, saved)
-        parameters = weights.bind(saved.version, self._update_of(op))
-        leaves = [tensor for tensors in saved.inputs.values() for tensor in tensors]
-        if op.kind is OpKind.BACKWARD:
+    def _backward(self, wired: WiredOp) -> None:
+        saved = self.saved.pop(wired.key)
+        outputs, gradients = self._roots(wired, saved)
+        parameters = wired.weights.bind(saved.version, wired.update)
+        leaves = [tensor for tensors in saved.inputs for tensor in tensors]
+        if wired.kind is OpKind.BACKWARD:
             found = backward_full(outputs, gradients, leaves, parameters)
         else:
             found, deferred = backward_input(outputs, gradients, leaves, parameters, pivot=saved.pivot)
-            self.deferred[op.stage, op.index, op.part] = (saved.version, deferred)
+            self.deferred[wired.key] = (saved.version, deferred)
         position = 0
-        for source, tensors in saved.inputs.items():
-            pairs = list(zip(tensors, found[position : position + len(tensors)], strict=True))
-            position += len(tensors)
-            message = tuple(
+        for given, tensors in zip(wired.given, saved.inputs, strict=True):
+            end = position + len(tensors)
+            pairs = zip(tensors, found[position:end], strict=True)
+            position = end
+            message = tuple([
                 torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in pairs if takes_gradient(tensor.dtype)
-            )
-            self._give((Direction.GRADIENT, op.stage, source, op.index, op.pipeline, op.part), rows, message)
+            ])
+            self._give(given, wired.rows, message)
 
-    def _roots(self, op: Op, saved: _Saved) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _roots(self, wired: WiredOp, saved: _Saved) -> tuple[list[Tensor], list[Tensor | None]]:
         """Where the backward of a stage begins: its loss, or the outputs with the sums of what their consumers sent back."""
         if saved.loss is not None:
             # The weight is the gradient that the backward begins with: one node of the graph less than a product.
-            key = (saved.loss.weight, saved.loss.value.dtype, saved.loss.value.device)
-            if key not in self.loss_gradients:
-                self.loss_gradients[key] = torch.full_like(saved.loss.value, saved.loss.weight)
-            return [saved.loss.value], [self.loss_gradients[key]]
+            gradient = self.loss_gradients.get(wired.loss_weight)
+            if gradient is None:
+                gradient = self.loss_gradients[wired.loss_weight] = torch.full_like(saved.loss, wired.loss_weight)
+            return [saved.loss], [gradient]
         sums: dict[tuple[int, int], Tensor] = {}
-        for target in self.job.graph.successors[op.stage]:
-            received = iter(self._take((Direction.GRADIENT, target, op.stage, op.index, op.pipeline, op.part)))
-            for layer in self.executor.cut.crossing[op.stage, target]:
+        for taken in wired.taken:
+            received = iter(self._take(taken.key))
+            for layer, _, _ in taken.layers:
                 for number, tensor in enumerate(saved.outputs[layer]):
                     if takes_gradient(tensor.dtype):
-                        gradient = next(received)
-                        sums[layer, number] = sums[layer, number] + gradient if (layer, number) in sums else gradient
-        wanted = [key for key in sums if saved.outputs[key[0]][key[1]].requires_grad]
-        return [saved.outputs[layer][number] for layer, number in wanted], [sums[key] for key in wanted]
+                        gradient, at = next(received), (layer, number)
+                        sums[at] = sums[at] + gradient if at in sums else gradient
+        wanted = [at for at in sums if saved.outputs[at[0]][at[1]].requires_grad]
+        return [saved.outputs[layer][number] for layer, number in wanted], [sums[at] for at in wanted]
 
     def _update(self, op: Op, position: int) -> None:
         executor, weights = self.executor, self.executor.held[op.stage]
@@ -590,44 +351,36 @@ class _Run:
 
     # Messages
 
-    def _give(self, key: MessageKey, rows: Rows, tensors: tuple[Tensor, ...]) -> None:
-        """Puts a stage's result where its consumer finds it: on this device, or for the Sends that follow."""
-        num_sends = self.job.num_sends[key]
-        if num_sends:
-            self.outbox[key] = (num_sends, rows, tensors)
+    def _give(self, given: Given, rows: Rows, tensors: tuple[Tensor, ...]) -> None:
+        """Puts a stage's result where its consumer finds it: on this device, or for the Sends of this step."""
+        if given.here:
+            self.inbox[given.key] = [(rows, tensors)]
         else:
-            self.inbox[key] = [(rows, tensors)]
+            self.outbox[given.key] = tensors
 
     def _take(self, key: MessageKey) -> tuple[Tensor, ...]:
         """The tensors of a message, put together from its rows if they came in several."""
         pieces = self.inbox.pop(key)
         if len(pieces) == 1:
             return pieces[0][1]
-        pieces.sort(key=lambda piece: piece[0])
+        pieces.sort(key=itemgetter(0))
         return tuple(torch.cat(parts) for parts in zip(*(tensors for _, tensors in pieces), strict=True))
 
-    def _send(self, item: Send, _: int) -> None:
-        key = message_key(item.message)
-        num_left, rows, tensors = self.outbox.pop(key)
-        if num_left > 1:
-            self.outbox[key] = (num_left - 1, rows, tensors)
-        if item.message.rows != rows:
-            start = row_range(rows, self.num_rows)[0]
-            first, end = (row - start for row in row_range(item.message.rows, self.num_rows))
-            tensors = tuple(tensor[first:end] for tensor in tensors)
-        self.executor.transport.send(item.message, item.device, tensors)
-
-    def _recv(self, item: Recv, position: int) -> None:
-        self.executor.doing = f"waiting for {self.job.names[position]} from device {item.device}"
+    def _receive(self, step: Receiving) -> None:
+        executor = self.executor
+        executor.doing = step.doing
         since = time.perf_counter()
-        tensors = self.executor.transport.recv(item.message, item.device)
-        self._span(position, since, sum(tensor.nbytes for tensor in tensors))
-        self.inbox.setdefault(message_key(item.message), []).append((item.message.rows, tensors))
+        tensors = executor.transport.recv(step.message, step.device)
+        self.report.log.add(step.position, since - self.origin, time.perf_counter() - self.origin, step.num_bytes)
+        piece = (step.message.rows, tensors)
+        pieces = self.inbox.setdefault(step.key, [piece])
+        if pieces[0] is not piece:
+            pieces.append(piece)
 
     # Collectives
 
-    def _start(self, item: Start, _: int) -> None:
-        collective = item.collective
+    def _start(self, step: Starting) -> None:
+        collective = step.collective
         if collective.kind is CollectiveKind.NORM:
             tensor = self._own_squared_norm(collective.update).reshape(1)
         elif collective.kind is CollectiveKind.GRADIENTS:
@@ -638,12 +391,12 @@ class _Run:
             tensor = weights.flat() if weights.newest > collective.update else torch.zeros_like(weights.flat())
         self.pending[collective] = self.executor.transport.start(collective, tensor)
 
-    def _await(self, item: Await, position: int) -> None:
-        collective = item.collective
-        self.executor.doing = f"waiting for {collective} with devices {', '.join(map(str, collective.devices))}"
+    def _await(self, step: Awaiting) -> None:
+        collective = step.collective
+        self.executor.doing = step.doing
         since = time.perf_counter()
         total = self.pending.pop(collective).wait()
-        self._span(position, since, total.nbytes)
+        self.report.log.add(step.position, since - self.origin, time.perf_counter() - self.origin, total.nbytes)
         if collective.kind is CollectiveKind.NORM:
             self.report.norms[collective.update] = math.sqrt(total)
             return
@@ -652,8 +405,3 @@ class _Run:
             weights.set_flat_gradients(collective.update, total)
         elif weights.newest <= collective.update:
             weights.receive(collective.update, total)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """The tensor as a leaf that collects a gradient, where it can have one."""
-    return tensor.detach().requires_grad_(takes_gradient(tensor.dtype))

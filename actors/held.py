@@ -101,6 +101,7 @@ class StageModule(nn.Module):
         last = len(model.layers) - 1
         self.kept = tuple(sorted(leaving | ({last} if last in self.indices else set())))
         self.layers = nn.ModuleDict({str(index): build_layer(model.layers[index], index=index, seed=seed) for index in self.indices})
+        self.steps = [(index, self.layers[str(index)], self.inputs[index], self.specs[index].batch) for index in self.indices]
         self.takes_batch = any(spec.batch for spec in self.specs.values())
         self.random: dict[int, bool] = {}
         # The first layer's outputs of the last forward. In a list: setting an attribute of a module takes microseconds.
@@ -115,17 +116,14 @@ class StageModule(nn.Module):
             draw: for randomness.
         """
         values = dict(inputs)
-        for index in self.indices:
-            spec = self.specs[index]
-            arguments = [tensor for source in self.inputs[index] for tensor in values[source]]
-            arguments += [batch[field] for field in spec.batch]
-            values[index] = self._run(index, arguments, draw)
-            if index == self.indices[0]:
-                self.first[0] = values[index]
+        for index, module, sources, fields in self.steps:
+            arguments = [tensor for source in sources for tensor in values[source]]
+            arguments += [batch[field] for field in fields]
+            values[index] = self._run(index, module, arguments, draw)
+        self.first[0] = values[self.indices[0]]
         return {index: values[index] for index in self.kept}
 
-    def _run(self, index: int, arguments: list[Tensor], draw: Draw) -> tuple[Tensor, ...]:
-        module = self.layers[str(index)]
+    def _run(self, index: int, module: nn.Module, arguments: list[Tensor], draw: Draw) -> tuple[Tensor, ...]:
         if self.training and self.random.get(index, True):
             # Not known to be free of randomness: seed it, alone in the process, and learn whether it drew.
             with _BUILDING:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from raypipe.actors.executor import BatchSource, Executor, Job, LearningRate, Window, WindowReport, jobs
+from raypipe.actors.executor import BatchSource, Executor, LearningRate, Window
 from raypipe.actors.faults import FaultScript
 from raypipe.actors.held import Optimizer, StageModule, Weights, edge_specs, output_specs
+from raypipe.actors.job import Job, jobs
+from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import LocalNetwork, TensorSpec
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Gauge
 
-from raypipe.actors.executor import Job, WindowReport
+from raypipe.actors.job import Job
+from raypipe.actors.report import WindowReport
 from raypipe.trace import SpanKind
 
 _TAGS = ("run", "device", "stages")

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from raypipe.actors import gloo, gloo_channels, shm, shm_channels
 from raypipe.actors.channels import ChannelError, IncomingChannel, OutgoingChannel
 from raypipe.actors.gloo_channels import Group
 from raypipe.actors.meeting import Lines, Meeting
-from raypipe.actors.transport import Expected, Ledger, Pending
+from raypipe.actors.transport import Expected, Ledger, Pending, left_over
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Collective, Message
 
@@ -97,6 +98,7 @@ class ProcessTransport:
         try:
             self._connect()
             self._dead = None
+            self._lines.check()  # `abort`, in another thread, says so there before it sets `_dead`
         except BaseException as error:
             self._dead = "it could not connect"
             self.close()
@@ -137,33 +139,37 @@ class ProcessTransport:
             if sends:
                 self._outgoing[target] = shm_channels.Outgoing(line, name=name)
             else:
-                self._incoming[source] = shm_channels.Incoming(line)
+                self._incoming[source] = shm_channels.Incoming(line, timeout_s=self.timeout_s)
             self._lines.add([line])
         else:
             group = gloo.make_group(meeting, kind, members)
             if sends:
                 self._outgoing[target] = gloo_channels.Outgoing(group, name=name)
             else:
-                self._incoming[source] = gloo_channels.Incoming(group, ahead=self.receives_ahead)
+                self._incoming[source] = gloo_channels.Incoming(group, ahead=self.receives_ahead, timeout_s=self.timeout_s)
 
     # A window
 
-    def open_window(self, expected: Mapping[int, Sequence[Expected]]) -> None:
+    def open_window(self, incoming: Mapping[int, Sequence[Expected]], outgoing: Mapping[int, Sequence[Expected]]) -> None:
         """See `Transport`."""
-        self._check_usable()
-        self._ledger.open(expected)
-        for peer, messages in expected.items():
+        if self._dead is not None:
+            self._refuse()
+        for peer, messages in incoming.items():
             if messages:
                 try:
                     self._incoming[peer].open(messages)
                 except ChannelError as error:
                     raise self._failure(error, messages[0].message, peer) from error
-        for channel in self._outgoing.values():
-            channel.open()
+        for peer, messages in outgoing.items():
+            if messages:
+                self._outgoing[peer].open(messages)
+
+    # Between stages that sleep, caches are cold, and every line of the next two costs several times what it does in a loop.
 
     def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
         """See `Transport`."""
-        self._check_usable_for(message, peer)
+        if self._dead is not None:
+            self._refuse(message, peer)
         try:
             self._outgoing[peer].send(message, tensors)
         except ChannelError as error:
@@ -171,19 +177,17 @@ class ProcessTransport:
 
     def recv(self, message: Message, peer: int) -> tuple[Tensor, ...]:
         """See `Transport`."""
-        self._check_usable_for(message, peer)
+        if self._dead is not None:
+            self._refuse(message, peer)
         try:
-            self._ledger.take(message, peer)
-            return self._incoming[peer].recv(self.timeout_s)
-        except TransportError as error:
-            self._dead = str(error)
-            raise
+            return self._incoming[peer].recv(message)
         except ChannelError as error:
             raise self._failure(error, message, peer) from error
 
     def start(self, collective: Collective, tensor: Tensor) -> Pending:
         """See `Transport`."""
-        self._check_usable_for(collective)
+        if self._dead is not None:
+            self._refuse(collective)
         try:
             total = gloo.Sum(self._groups[collective.devices], tensor)
         except ChannelError as error:
@@ -192,7 +196,8 @@ class ProcessTransport:
         return _Pending(self, collective, total)
 
     def _finish(self, collective: Collective, total: gloo.Sum) -> None:
-        self._check_usable_for(collective)
+        if self._dead is not None:
+            self._refuse(collective)
         try:
             total.wait(self.timeout_s)
         except ChannelError as error:
@@ -201,13 +206,19 @@ class ProcessTransport:
 
     def close_window(self) -> None:
         """See `Transport`."""
-        self._check_usable()
+        if self._dead is not None:
+            self._refuse()
         for peer, channel in self._outgoing.items():
             unsent = channel.flush(self.timeout_s, self._lines.aborted)
             self._lines.check()
             if unsent is not None:
                 problem = f"it was not taken within {self.timeout_s:g} s; the peer is stuck, or expects another message or shape"
                 raise self._failure(channel.error or ChannelError(problem, kind=TransportTimeoutError), unsent, peer)
+        left = [("taken", peer, incoming.end()) for peer, incoming in self._incoming.items()]
+        left += [("sent", peer, outgoing.end()) for peer, outgoing in self._outgoing.items()]
+        for done, peer, messages in left:
+            if messages:
+                raise self._failure(ChannelError(left_over(done, len(messages))), messages[0].message, peer)
         try:
             self._ledger.close()
         except TransportError as error:
@@ -219,6 +230,7 @@ class ProcessTransport:
     def abort(self, reason: str) -> None:
         """See `Transport`. The peers find their connections closed. `connect` ends, too."""
         self._lines.abort(reason)
+        self._dead = self._dead or "it was aborted"
         for channel in list(self._outgoing.values()):
             channel.wake()
 
@@ -231,20 +243,18 @@ class ProcessTransport:
 
     # Errors
 
-    # No context manager: between stages that sleep, one costs 10 us for each message.
+    def _refuse(self, what: Message | Collective | None = None, peer: int | None = None) -> NoReturn:
+        """Says that this transport is out of use.
 
-    def _check_usable(self) -> None:
+        Raises:
+            AbortedError: that was the reason.
+            TransportError: something else was.
+        """
         self._lines.check()
-        if self._dead is not None:
-            raise TransportError(self.names[self.device], "any", "a window", self._out_of_use())
-
-    def _check_usable_for(self, what: Message | Collective, peer: int | None = None) -> None:
-        self._lines.check()
-        if self._dead is not None:
-            raise self._error(ChannelError(self._out_of_use()), what, peer)
-
-    def _out_of_use(self) -> str:
-        return f"this transport is out of use ({self._dead})"
+        problem = f"this transport is out of use ({self._dead})"
+        if what is None:
+            raise TransportError(self.names[self.device], "any", "a window", problem)
+        raise self._error(ChannelError(problem), what, peer)
 
     def _failure(self, error: ChannelError, what: Message | Collective, peer: int | None = None) -> TransportError:
         """Says of what and with whom an error is, and that this transport may not be used any more.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import math
 import mmap
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,9 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raypipe.actors.channels import ChannelError
-from raypipe.actors.shm import Line
-from raypipe.actors.transport import Expected, TensorSpec
+from raypipe.actors.channels import ChannelError, Prepared, check_tensors
+from raypipe.actors.shm import NEW_RING, PACKET_BYTES, Line
+from raypipe.actors.transport import NO_MORE, Expected, not_next
 from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.lower import Message
 
@@ -28,45 +29,42 @@ _RING_BYTES = 64 << 20
 
 _PAGE_BYTES = 4096
 _ALIGNMENT_BYTES = 64
-_TEXT_RESERVE_BYTES = 256
-"""Room for texts that are longer than that of the message for which a ring is made."""
+_READY_BYTES = 4 << 20
+"""For so many bytes of a window's messages there is memory when it begins; for the others when they are asked for."""
+_memmove = ctypes.memmove
 
 
 class Description:
-    """All that an end believes of a message, in text.
+    """All that an end believes of a message.
 
     Args:
-        message: what it is.
-        specs: of its tensors.
+        expected: the message as it was announced.
+
+    Attributes:
+        packet: that in text, as it is compared.
+        places: of its tensors in a slot: shape, dtype, first byte and number of bytes.
+        is_real: whether no tensor is complex, and so none a view that stands for the conjugate.
     """
 
-    def __init__(self, message: Message, specs: tuple[TensorSpec, ...]) -> None:
-        self.message = message
-        self.specs = specs
-        *self.offsets, self.num_bytes = _offsets(specs)
-        self.layout = ", ".join(map(str, specs))
-        whole = message.pipeline == 0 and message.rows == (0.0, 1.0)
-        more = "" if whole else f", rows {message.rows} of pipeline {message.pipeline}"
-        self.text = f"{message} ({self.layout or 'no tensors'}){more}".encode()
-        self.needed_bytes = self.num_bytes + len(self.text)
+    __slots__ = ("expected", "is_real", "message", "num_bytes", "packet", "places", "text")
 
-    def matches(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it describes tensors like these."""
-        if len(tensors) != len(self.specs):
-            return False
-        return all(tensor.shape == spec.shape and tensor.dtype == spec.dtype for tensor, spec in zip(tensors, self.specs, strict=True))
-
-
-def _offsets(specs: Sequence[TensorSpec]) -> list[int]:
-    """Where each tensor begins in a slot, and where the last one ends."""
-    offsets = [0]
-    for spec in specs:
-        offsets.append(_rounded(offsets[-1] + _num_bytes(spec), _ALIGNMENT_BYTES))
-    return offsets
-
-
-def _num_bytes(spec: TensorSpec) -> int:
-    return math.prod(spec.shape) * spec.dtype.itemsize
+    def __init__(self, expected: Expected) -> None:
+        self.expected = expected
+        self.message = expected.message
+        self.places: list[tuple[tuple[int, ...], torch.dtype, int, int]] = []
+        self.is_real = not any(spec.dtype.is_complex for spec in expected.tensors)
+        self.num_bytes = 0
+        for spec in expected.tensors:
+            size = math.prod(spec.shape) * spec.dtype.itemsize
+            self.places.append((spec.shape, spec.dtype, self.num_bytes, size))
+            self.num_bytes = _rounded(self.num_bytes + size, _ALIGNMENT_BYTES)
+        whole = self.message.pipeline == 0 and self.message.rows == (0.0, 1.0)
+        more = "" if whole else f", rows {self.message.rows} of pipeline {self.message.pipeline}"
+        self.text = f"{expected}{more}"
+        self.packet = self.text.encode()
+        if len(self.packet) > PACKET_BYTES:
+            digest = f"... {hashlib.blake2b(self.packet, digest_size=16).hexdigest()}".encode()
+            self.packet = self.packet[: PACKET_BYTES - len(digest)] + digest
 
 
 def _rounded(size: int, unit: int) -> int:
@@ -90,36 +88,19 @@ class Ring:
         self.credit = max(1, self.num_slots // 4)
         self._bytes = mmap.mmap(descriptor, self.num_slots * slot_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._memory = torch.frombuffer(self._bytes, dtype=torch.uint8)
-        self._views: dict[tuple[int, str], tuple[Tensor, ...]] = {}
+        start = self._memory.data_ptr()
+        self.addresses = [start + slot * slot_bytes for slot in range(self.num_slots)]
 
     def close(self) -> None:
         """Gives the memory back, at once unless a tensor in it is still in use, which can be in the traceback of an error only."""
-        self._views.clear()
         del self._memory
         with suppress(BufferError):
             self._bytes.close()
 
-    def tensors(self, number: int, description: Description) -> tuple[Tensor, ...]:
-        """The tensors in the slot of a message."""
-        slot = (number - self.first) % self.num_slots
-        views = self._views.get((slot, description.layout))
-        if views is None:
-            start = slot * self.slot_bytes
-            views = self._views[slot, description.layout] = tuple(
-                self._memory[start + offset : start + offset + _num_bytes(spec)].view(spec.dtype).view(spec.shape)
-                for spec, offset in zip(description.specs, description.offsets, strict=True)
-            )
-        return views
-
-    def write_text(self, number: int, text: bytes) -> None:
-        """Puts a text into the slot of a message."""
-        end = ((number - self.first) % self.num_slots + 1) * self.slot_bytes
-        self._bytes[end - len(text) : end] = text
-
-    def text(self, number: int, length: int) -> bytes:
-        """The text in the slot of a message."""
-        end = ((number - self.first) % self.num_slots + 1) * self.slot_bytes
-        return self._bytes[end - length : end]
+    def tensor(self, address: int, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> Tensor:
+        """The tensor at an address."""
+        start = address - self.addresses[0]
+        return self._memory[start : start + num_bytes].view(dtype).view(shape)
 
 
 def num_slots(slot_bytes: int) -> int:
@@ -127,76 +108,120 @@ def num_slots(slot_bytes: int) -> int:
     return min(MAX_SLOTS, max(_MIN_SLOTS, _RING_BYTES // slot_bytes))
 
 
+Arrival = tuple[Description, tuple[Tensor, ...] | None, list[int] | None]
+"""A message to come, and the memory for it: its tensors, and where they are."""
+
+
+def _memory_for(description: Description) -> tuple[tuple[Tensor, ...], list[int]]:
+    tensors = tuple([torch.empty(shape, dtype=dtype) for shape, dtype, _, _ in description.places])
+    return tensors, [tensor.data_ptr() for tensor in tensors]
+
+
 class Incoming:
     """The receiving end of a channel.
 
     Args:
         line: to the sender.
+        timeout_s: for each message.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, *, timeout_s: float) -> None:
+        line.limit(timeout_s)
         self.line = line
+        self.timeout_s = timeout_s
+        self._read = line.end.recv
         self._number = 0
         self._unsaid = 0
         self._ring: Ring | None = None
-        self._described: dict[Message, Description] = {}
-        self._expected: deque[Description] = deque()
+        self._prepared = Prepared(Description)
+        self._left: list[Arrival] = []
+        """The last is the next."""
 
     def open(self, messages: Sequence[Expected]) -> None:
         """See `IncomingChannel`."""
-        for expected in messages:
-            description = self._described.get(expected.message)
-            if description is None or description.specs != expected.tensors:
-                description = self._described[expected.message] = Description(expected.message, expected.tensors)
-            self._expected.append(description)
+        assert not self._left, "the last window was not closed"
+        num_bytes = 0
+        for description in self._prepared.of(messages):
+            num_bytes += description.num_bytes
+            if num_bytes <= _READY_BYTES:
+                self._left.append((description, *_memory_for(description)))
+            else:
+                self._left.append((description, None, None))
+        self._left.reverse()
 
-    def recv(self, timeout_s: float) -> tuple[Tensor, ...]:
+    def recv(self, message: Message) -> tuple[Tensor, ...]:
         """See `IncomingChannel`."""
-        expected = self._expected.popleft()
-        ring, text = self._next(timeout_s)
-        if text != expected.text:
-            raise ChannelError(f"expected {expected.text.decode()}, got {text.decode()}")
-        tensors = tuple(tensor.clone() for tensor in ring.tensors(self._number, expected))
+        if not self._left:
+            raise ChannelError(NO_MORE)
+        description, tensors, addresses = self._left.pop()
+        if description.message is not message and description.message != message:
+            raise ChannelError(not_next(description.expected))
+        if tensors is None or addresses is None:
+            tensors, addresses = _memory_for(description)
+        try:
+            packet = self._read(PACKET_BYTES)
+        except ConnectionResetError:
+            packet = b""
+        except BlockingIOError:
+            raise self._too_late() from None
+        if packet != description.packet:
+            self._understand(packet, description)
+        ring = self._ring
+        assert ring is not None, "a ring comes before its messages"
+        start = ring.addresses[(self._number - ring.first) % ring.num_slots]
+        for address, (_, _, offset, num_bytes) in zip(addresses, description.places, strict=True):
+            _memmove(address, start + offset, num_bytes)
         self._number += 1
         self._unsaid += 1
         if self._unsaid >= ring.credit:
             self._unsaid = 0
             with suppress(ChannelError):  # the sender is gone; its messages were sent nevertheless
-                self.line.write(self._number)
+                self.line.write_number(self._number)
         return tensors
 
-    def _next(self, timeout_s: float) -> tuple[Ring, bytes]:
-        """The ring in which the next message is, and its text."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            read = self.line.read()
-            if read is None:
-                if not self.line.wait(deadline_s - time.monotonic()):
-                    raise ChannelError(f"it did not come within {timeout_s:g} s; the peer is stuck", kind=TransportTimeoutError)
-                continue
-            size, descriptor = read  # of the text, or of the slots of a new ring
-            if descriptor is None:
-                assert self._ring is not None, "a ring comes before its messages"
-                return self._ring, self._ring.text(self._number, size)
-            self._forget_ring()
-            try:
-                self._ring = Ring(descriptor, slot_bytes=size, first=self._number)
-            finally:
-                os.close(descriptor)
+    def _too_late(self) -> ChannelError:
+        return ChannelError(f"it did not come within {self.timeout_s:g} s; the peer is stuck", kind=TransportTimeoutError)
+
+    def _understand(self, packet: bytes, description: Description) -> None:
+        """Returns once the packet of a message came, after another one or none; takes new rings that come before it.
+
+        Raises:
+            ChannelError: it did not.
+        """
+        try:
+            packet = packet or self.line.read()
+            while packet == NEW_RING:
+                slot_bytes, descriptor = self.line.read_file()
+                self._forget_ring()
+                try:
+                    self._ring = Ring(descriptor, slot_bytes=slot_bytes, first=self._number)
+                finally:
+                    os.close(descriptor)
+                packet = self.line.read()
+        except BlockingIOError:
+            raise self._too_late() from None
+        if packet != description.packet:
+            raise ChannelError(f"expected {description.text}, got {packet.decode(errors='replace')}")
 
     def _forget_ring(self) -> None:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
 
+    def end(self) -> list[Expected]:
+        """See `IncomingChannel`."""
+        left = [description.expected for description, _, _ in reversed(self._left)]
+        self._left.clear()
+        return left
+
     def close(self) -> None:
         """See `IncomingChannel`."""
         self.line.close()
-        self._expected.clear()
+        self._left.clear()
         self._forget_ring()
 
 
-Outbound = tuple[Description, tuple[Tensor, ...]]
+Outbound = tuple[Description, Sequence[Tensor]]
 """A message to be put into the ring."""
 
 
@@ -212,62 +237,81 @@ class Outgoing:
         self.line = line
         self.name = name
         self.error: ChannelError | None = None
+        """See `OutgoingChannel`."""
         self._number = 0
-        self._num_taken = 0
+        self._end = 0
+        """The first number for which no slot is known to be free."""
         self._ring: Ring | None = None
-        self._described: dict[Message, Description] = {}
+        self._prepared = Prepared(Description)
+        self._left: list[Description] = []
+        """The last is the next."""
         self._condition = threading.Condition()
         self._waiting: deque[Outbound] = deque()
         self._mover: threading.Thread | None = None
         self._moving = False
+        """While it is not set, the ring and all that counts its messages belong to the thread that sends."""
 
-    def open(self) -> None:
+    def open(self, messages: Sequence[Expected]) -> None:
         """See `OutgoingChannel`."""
+        assert not self._left, "the last window was not closed"
+        self._left = self._prepared.of(messages)[::-1]
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """See `OutgoingChannel`."""
-        description = self._described.get(message)
-        if description is None or not description.matches(tensors):
-            specs = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-            description = self._described[message] = Description(message, specs)
-        outbound = (description, tuple(tensor.detach() if tensor.requires_grad else tensor for tensor in tensors))
+        if not self._left:
+            raise ChannelError(NO_MORE)
+        description = self._left.pop()
+        if description.message is not message and description.message != message:
+            raise ChannelError(not_next(description.expected))
+        if self._moving or not self._place(description, tensors):
+            self._defer(description, tensors)
+
+    def _defer(self, description: Description, tensors: Sequence[Tensor]) -> None:
+        """Leaves a message to the mover, unless it is no longer needed."""
+        check_tensors(description.expected, tensors)
         with self._condition:
             if self.error is not None:
                 raise self.error
-            if self._waiting or not self._place(outbound):
-                self._waiting.append(outbound)
+            if self._waiting or not self._place(description, tensors):
+                self._waiting.append((description, [tensor.detach() for tensor in tensors]))
                 if not self._moving:
                     self._moving = True
                     self._mover = threading.Thread(target=self._move, name=self.name, daemon=True)
                     self._mover.start()
 
-    def _place(self, outbound: Outbound) -> bool:
+    def _place(self, description: Description, tensors: Sequence[Tensor]) -> bool:
         """Puts a message into a free slot and says so; returns whether there was one."""
-        description, tensors = outbound
         ring = self._ring
-        if ring is None or description.needed_bytes > ring.slot_bytes:
-            ring = self._ring = self._make_ring(description.needed_bytes)
-        elif not self._has_free_slot(ring):
+        if ring is None or description.num_bytes > ring.slot_bytes:
+            ring = self._make_ring(description.num_bytes)
+        elif self._number >= self._end and not self._find_free_slot(ring):
             return False
-        for place, tensor in zip(ring.tensors(self._number, description), tensors, strict=True):
-            place.copy_(tensor)
-        ring.write_text(self._number, description.text)
-        self.line.write(len(description.text))
+        places, is_real = description.places, description.is_real
+        if len(tensors) != len(places):
+            check_tensors(description.expected, tensors)
+        start = ring.addresses[(self._number - ring.first) % ring.num_slots]
+        for tensor, (shape, dtype, offset, num_bytes) in zip(tensors, places, strict=True):
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                check_tensors(description.expected, tensors)
+            if is_real and tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg():
+                _memmove(start + offset, tensor.data_ptr(), num_bytes)
+            else:
+                ring.tensor(start + offset, shape, dtype, num_bytes).copy_(tensor.detach())
+        self.line.write(description.packet)
         self._number += 1
         return True
 
-    def _has_free_slot(self, ring: Ring) -> bool:
-        # What was taken may be of a former ring.
-        while self._number - max(self._num_taken, ring.first) >= ring.num_slots:
-            read = self.line.read()
-            if read is None:
+    def _find_free_slot(self, ring: Ring) -> bool:
+        while self._number >= self._end:
+            taken = self.line.read_number()
+            if taken is None:
                 return False
-            self._num_taken, _ = read
+            self._end = max(taken, ring.first) + ring.num_slots  # what was taken may be of a former ring
         return True
 
     def _make_ring(self, size: int) -> Ring:
         """The ring that follows, for messages of a size; the receiver is told."""
-        slot_bytes = _rounded(size + _TEXT_RESERVE_BYTES, _PAGE_BYTES)
+        slot_bytes = _rounded(max(size, 1), _PAGE_BYTES)
         if self._ring is not None:
             # Growing so fast, it stays at a few rings, even if none of their messages is ever taken.
             slot_bytes = max(slot_bytes, 2 * self._ring.slot_bytes)
@@ -275,13 +319,16 @@ class Outgoing:
         descriptor = os.memfd_create("raypipe")
         try:
             os.posix_fallocate(descriptor, 0, num_slots(slot_bytes) * slot_bytes)
-            self.line.write(slot_bytes, descriptor)
-            return Ring(descriptor, slot_bytes=slot_bytes, first=self._number)
+            self.line.write(NEW_RING)
+            self.line.write_file(slot_bytes, descriptor)
+            ring = self._ring = Ring(descriptor, slot_bytes=slot_bytes, first=self._number)
         except OSError as error:
             problem = f"no shared memory for {num_slots(slot_bytes)} messages of {slot_bytes} bytes ({error.strerror})"
             raise ChannelError(f"{problem}; set scaling.transport to gloo") from error
         finally:
             os.close(descriptor)
+        self._end = ring.first + ring.num_slots
+        return ring
 
     def _forget_ring(self) -> None:
         if self._ring is not None:
@@ -293,7 +340,7 @@ class Outgoing:
         try:
             while True:
                 with self._condition:
-                    while self._waiting and self._place(self._waiting[0]):
+                    while self._waiting and self._place(*self._waiting[0]):
                         self._waiting.popleft()
                         self._condition.notify_all()
                     if not self._waiting:
@@ -314,11 +361,19 @@ class Outgoing:
         def moved(left: int) -> bool:
             return ended() or len(self._waiting) < left
 
+        if not self._moving:
+            return None
         with self._condition:
             # The limit is for each message, not for all of them.
             while not ended() and self._condition.wait_for(partial(moved, len(self._waiting)), timeout_s):
                 pass
             return self._waiting[0][0].message if self._waiting else None
+
+    def end(self) -> list[Expected]:
+        """See `OutgoingChannel`."""
+        left = [description.expected for description in reversed(self._left)]
+        self._left.clear()
+        return left
 
     def wake(self) -> None:
         """See `OutgoingChannel`."""
@@ -330,5 +385,6 @@ class Outgoing:
         if self._mover is not None:
             self._mover.join()
         self.line.close()
+        self._left.clear()
         self._waiting.clear()
         self._forget_ring()

@@ -14,14 +14,17 @@ from safetensors.torch import save_file
 
 from raypipe.actors import shm
 from raypipe.actors.checkpoint import layer_file, load_layer
-from raypipe.actors.executor import BatchSource, EdgeSpecs, Executor, Job, Window, WindowReport
+from raypipe.actors.executor import BatchSource, Executor, Window
 from raypipe.actors.faults import FaultScript
 from raypipe.actors.held import StageModule, Weights, output_specs
+from raypipe.actors.job import Job
 from raypipe.actors.measure import LayerMeasurement, measure_layers
 from raypipe.actors.meeting import host_store
 from raypipe.actors.metrics import StageMetrics
 from raypipe.actors.processes import ProcessTransport
+from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import TensorSpec
+from raypipe.actors.wiring import EdgeSpecs
 from raypipe.config import OptimizerConfig
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError

@@ -35,7 +35,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Expected:
-    """A message that a channel will bring: what it is and the tensors it consists of."""
+    """A message that a channel will carry: what it is and the tensors it consists of."""
 
     message: Message
     tensors: tuple[TensorSpec, ...]
@@ -54,11 +54,23 @@ class Pending(Protocol):
 class Transport(Protocol):
     """One device's end of all its channels and collectives."""
 
-    def open_window(self, expected: Mapping[int, Sequence[Expected]]) -> None:
-        """Begins a window: for each peer, all messages that it will send, in its order. Receives are posted from here on."""
+    def open_window(self, incoming: Mapping[int, Sequence[Expected]], outgoing: Mapping[int, Sequence[Expected]]) -> None:
+        """Begins a window. Receives are posted from here on.
+
+        What repeats costs least if the same lists are given again: each is prepared once, and known by its identity.
+
+        Args:
+            incoming: for each peer, all messages that it will send, in the order of the channel; the lists must not change.
+            outgoing: for each peer, all messages that will be sent to it, likewise.
+        """
 
     def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
-        """Hands a message to the channel towards `peer` and returns at once; the tensors must not change any more."""
+        """Hands a message to the channel towards `peer` and returns at once; the tensors must not change any more.
+
+        Raises:
+            TransportError: the peer is gone, or another message was announced.
+            AbortedError: `abort` was called.
+        """
 
     def recv(self, message: Message, peer: int) -> tuple[Tensor, ...]:
         """Waits for the next message from `peer`, which is `message`.
@@ -114,9 +126,9 @@ class Ledger:
         """
         queue = self.messages.get(peer)
         if not queue:
-            raise self.error(message, peer, "no more messages were announced for this window")
-        if queue[0].message != message:
-            raise self.error(message, peer, f"the next one announced on this channel is {queue[0]}")
+            raise self.error(message, peer, NO_MORE)
+        if queue[0].message is not message and queue[0].message != message:
+            raise self.error(message, peer, not_next(queue[0]))
         return queue.popleft()
 
     def close(self) -> None:
@@ -129,8 +141,7 @@ class Ledger:
         collectives, self.collectives = self.collectives, []
         for peer, queue in messages.items():
             if queue:
-                rest = f", nor were the {len(queue) - 1} behind it" if len(queue) > 1 else ""
-                raise self.error(queue[0].message, peer, f"it was never taken in this window{rest}")
+                raise self.error(queue[0].message, peer, left_over("taken", len(queue)))
         for collective in collectives:
             raise self.collective_error(collective, "it was started and never awaited in this window")
 
@@ -142,6 +153,19 @@ class Ledger:
         """The error about a collective with all its other members."""
         others = ", ".join(self.names[member] for member in collective.devices if member != self.device)
         return kind(self.names[self.device], others, str(collective), problem)
+
+
+NO_MORE = "no more messages were announced for this window"
+
+
+def not_next(announced: Expected) -> str:
+    """The problem of a message that is not the next one."""
+    return f"the next one announced on this channel is {announced}"
+
+
+def left_over(done: str, count: int) -> str:
+    """The problem of the first of so many messages with which nothing was done in their window."""
+    return f"it was never {done} in this window" + (f", nor were the {count - 1} behind it" if count > 1 else "")
 
 
 def summing_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -264,10 +288,10 @@ class LocalTransport:
         self.num_meetings: Counter[tuple[int, ...]] = Counter()
         self.closed = False
 
-    def open_window(self, expected: Mapping[int, Sequence[Expected]]) -> None:
-        """See `Transport`."""
+    def open_window(self, incoming: Mapping[int, Sequence[Expected]], outgoing: Mapping[int, Sequence[Expected]]) -> None:
+        """See `Transport`. What is sent is compared with what the receiver expects, and not with `outgoing`."""
         self.inbox.check()
-        self.ledger.open(expected)
+        self.ledger.open(incoming)
 
     def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
         """See `Transport`."""

@@ -30,9 +30,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from raypipe import ClusterConfig, Model, OptimizerConfig, ScalingConfig
-from raypipe.actors.executor import jobs, norms_of
 from raypipe.actors.held import build_layer
+from raypipe.actors.job import jobs
 from raypipe.actors.launch import find_slots
+from raypipe.actors.report import norms_of
 from raypipe.actors.stage import BatchFunction, BuildOrder, adamw
 from raypipe.calibration import Calibration
 from raypipe.config import Transport

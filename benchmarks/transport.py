@@ -3,7 +3,7 @@
     python benchmarks/transport.py [--rounds 9] [--messages 100] [--sizes 65536 4194304] [--gap-ms 5] [--json FILE]
 
 *one way*: from the call of send to the end of recv in a process that waits for it, with a gap between the messages in which both
-sleep, as stages do that wait for each other. *send*: that call alone. *recv, data there*: a message that came long ago.
+sleep, as stages do that wait for each other. *send*: that call alone. *recv, data there*: a message that came long ago, after a gap.
 Both transports run in every round, in turn; printed are medians over the rounds of each round's median and 95th percentile.
 """
 
@@ -45,8 +45,21 @@ class Case:
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The payload, and the time at which it was sent."""
-        return TensorSpec((self.num_bytes // 4,), torch.float32), TensorSpec((), torch.float64)
+        """The payload."""
+        return (TensorSpec((self.num_bytes // 4,), torch.float32),)
+
+
+class Lists:
+    """The messages of windows, the same lists each time, as an executor gives them."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Case, int], list[Expected]] = {}
+
+    def of(self, case: Case, count: int) -> list[Expected]:
+        """The list of so many messages."""
+        if (case, count) not in self.known:
+            self.known[case, count] = [Expected(case.message(index), case.specs) for index in range(count)]
+        return self.known[case, count]
 
 
 def connected(device: int, port: int) -> dict[str, ProcessTransport]:
@@ -72,25 +85,28 @@ def connected(device: int, port: int) -> dict[str, ProcessTransport]:
 
 
 def receive(port: int, orders: Connection) -> None:
-    """The other process: takes windows of messages as it is told, and answers with the seconds that it measured."""
+    """The other process: takes windows of messages as it is told, and answers when each call of recv began and ended."""
     ends = connected(1, port)
+    lists = Lists()
     orders.send(None)
     while (order := orders.recv()) is not None:
-        case, num_messages, is_late = order
+        case, num_messages, is_late, gap_s = order
         end = ends[case.transport]
-        end.open_window({0: [Expected(case.message(index), case.specs) for index in range(num_messages)]})
+        announced = lists.of(case, num_messages)
+        end.open_window({0: announced}, {})
         orders.send(None)
         if is_late:
             orders.recv()
             time.sleep(0.1)
-        seconds: list[float] = []
-        for index in range(num_messages):
+        calls: list[tuple[float, float]] = []
+        for expected in announced:
+            if is_late:
+                time.sleep(gap_s)
             since_s = time.perf_counter()
-            _, sent_s = end.recv(case.message(index), 0)
-            now_s = time.perf_counter()
-            seconds.append(now_s - (since_s if is_late else float(sent_s)))
+            end.recv(expected.message, 0)
+            calls.append((since_s, time.perf_counter()))
         end.close_window()
-        orders.send(seconds)
+        orders.send(calls)
 
 
 @dataclass(frozen=True)
@@ -102,30 +118,31 @@ class Window:
     ready: Sequence[float]
 
 
-def run(case: Case, *, end: ProcessTransport, orders: Connection, num_messages: int, gap_s: float) -> Window:
+def run(case: Case, *, end: ProcessTransport, orders: Connection, lists: Lists, num_messages: int, gap_s: float) -> Window:
     """Sends a window with gaps, and some that wait for their receiver."""
 
-    def window(count: int, *, pause_s: float, is_late: bool) -> tuple[list[float], list[float]]:
-        payload = torch.ones(case.num_bytes // 4)
-        orders.send((case, count, is_late))
+    def window(count: int, *, pause_s: float, is_late: bool) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+        tensors = [torch.ones(case.num_bytes // 4)]
+        orders.send((case, count, is_late, gap_s))
         orders.recv()
-        end.open_window({})
-        calls: list[float] = []
-        for index in range(count):
+        announced = lists.of(case, count)
+        end.open_window({}, {1: announced})
+        calls: list[tuple[float, float]] = []
+        for expected in announced:
             time.sleep(pause_s)
-            # The clock is the system's monotonic one, which all processes share.
             since_s = time.perf_counter()
-            end.send(case.message(index), 1, [payload, torch.tensor(since_s, dtype=torch.float64)])
-            calls.append(time.perf_counter() - since_s)
+            end.send(expected.message, 1, tensors)
+            calls.append((since_s, time.perf_counter()))
         if is_late:
             orders.send(None)
         end.close_window()
-        measured: list[float] = orders.recv()
-        return measured, calls
+        return calls, orders.recv()
 
-    one_way, calls = window(num_messages, pause_s=gap_s, is_late=False)
-    ready = [seconds for _ in range(max(num_messages // 10, 1)) for seconds in window(NUM_READY, pause_s=0.0, is_late=True)[0]]
-    return Window(one_way, calls, ready)
+    sent, received = window(num_messages, pause_s=gap_s, is_late=False)
+    # The clock is the system's monotonic one, which all processes share.
+    one_way = [end_s - since_s for (since_s, _), (_, end_s) in zip(sent, received, strict=True)]
+    late = [call for _ in range(max(num_messages // 10, 1)) for call in window(NUM_READY, pause_s=0.0, is_late=True)[1]]
+    return Window(one_way, [end_s - since_s for since_s, end_s in sent], [end_s - since_s for since_s, end_s in late])
 
 
 def main() -> None:
@@ -144,11 +161,14 @@ def main() -> None:
     process.start()
     ends = connected(0, port)
     orders.recv()
+    lists = Lists()
     candidates: dict[Case, Callable[[], Window]] = {}
     for size in arguments.sizes:
         for name, end in ends.items():
             case = Case(name, size)
-            candidates[case] = partial(run, case, end=end, orders=orders, num_messages=arguments.messages, gap_s=arguments.gap_ms / 1e3)
+            candidates[case] = partial(
+                run, case, end=end, orders=orders, lists=lists, num_messages=arguments.messages, gap_s=arguments.gap_ms / 1e3
+            )
             candidates[case]()  # connections, memory and caches
     found = in_rounds(candidates, num_rounds=arguments.rounds)
     orders.send(None)

@@ -108,14 +108,16 @@ class Observations:
 
     Attributes:
         beyond: of an Op of a kind, beyond its nominal time.
-        gaps: from the end of a span to the begin of the next, by the number of Sends between.
-        taken: pairs (age, seconds): of taking a message whose maker had ended so long before.
+        gaps: from the end of a span to the begin of the next, with nothing between.
+        sent: by bytes: the same with one Send between.
+        taken: by bytes, pairs (age, seconds): of taking a message whose maker had ended so long before.
         carried: by bytes, of messages that were waited for: from the end of the Op that made one until it was taken.
     """
 
     beyond: defaultdict[OpKind, list[float]] = field(default_factory=lambda: defaultdict(list))
-    gaps: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    taken: list[tuple[float, float]] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    sent: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    taken: defaultdict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     carried: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, programs: Sequence[DeviceProgram], trace: Trace, cost: Cost) -> None:
@@ -128,10 +130,14 @@ class Observations:
         """
         walks = {program.device: list(_walk(program, trace.by_device[program.device])) for program in programs}
         made_s = {message: step.span.end_s for walk in walks.values() for step in walk for message in step.sent}
+        sizes = {step.item.message: step.span.bytes for walk in walks.values() for step in walk if isinstance(step.item, Recv)}
         for device, walk in walks.items():
             for before, after in itertools.pairwise(walk):
-                if not before.started:
-                    self.gaps[len(before.sent)].append(after.span.start_s - before.span.end_s)
+                gap_s = after.span.start_s - before.span.end_s
+                if not before.started and len(before.sent) == 1:
+                    self.sent[sizes[before.sent[0]]].append(gap_s)
+                elif not before.started and not before.sent:
+                    self.gaps.append(gap_s)
             for step in walk:
                 self._note(device, step, made_s, cost)
 
@@ -146,25 +152,31 @@ class Observations:
             if left_s > span.start_s:
                 self.carried[span.bytes].append(span.end_s - left_s)
             else:
-                self.taken.append((span.start_s - left_s, span.end_s - span.start_s))
+                self.taken[span.bytes].append((span.start_s - left_s, span.end_s - span.start_s))
 
     def costs(self) -> TransportCosts:
         """What explains them."""
-        gap_s = _middle_mean(self.gaps[0])
+        gap_s = _middle_mean(self.gaps)
+        send_s, send_s_per_byte = _line({size: _middle_mean(seconds) - gap_s for size, seconds in self.sent.items()})
         # A message that was made twice as long ago as one travels was there.
         settled_s = 2 * max(map(_middle_mean, self.carried.values()), default=0.0)
-        take_s = _middle_mean([took_s for age_s, took_s in self.taken if age_s > settled_s])
+        settled = {size: [took_s for age_s, took_s in pairs if age_s > settled_s] for size, pairs in self.taken.items()}
+        take_s, take_s_per_byte = _line({size: _middle_mean(seconds) for size, seconds in settled.items() if seconds})
         beyond = {kind: max(_middle_mean(seconds) + gap_s, 0.0) for kind, seconds in self.beyond.items()}
         overheads = Overheads(
             forward_s=beyond.get(OpKind.FORWARD, 0.0),
             backward_s=beyond.get(OpKind.BACKWARD, 0.0),
             input_grad_s=beyond.get(OpKind.INPUT_GRADIENT, 0.0),
             weight_grad_s=beyond.get(OpKind.WEIGHT_GRADIENT, 0.0),
-            send_s=max(_middle_mean(self.gaps[1]) - gap_s, 0.0),
+            send_s=send_s,
+            send_s_per_byte=send_s_per_byte,
             recv_s=take_s + gap_s,
+            recv_s_per_byte=take_s_per_byte,
         )
+        took_s = {size: _middle_mean(seconds) - take_s - take_s_per_byte * size for size, seconds in self.carried.items()}
+        latency_s, s_per_byte = _line(took_s)
         return TransportCosts(
-            overheads=overheads, link=_link({size: _middle_mean(took_s) - take_s for size, took_s in self.carried.items()})
+            overheads=overheads, link=NodeLink(latency_s=latency_s, bandwidth_bytes_per_s=1 / s_per_byte if s_per_byte else None)
         )
 
 
@@ -194,13 +206,11 @@ def _middle_mean(seconds: Sequence[float]) -> float:
     return statistics.fmean(ordered[cut : len(ordered) - cut]) if ordered else 0.0
 
 
-def _link(took_s: Mapping[int, float]) -> NodeLink:
-    """Latency and bandwidth through the smallest and the largest message."""
+def _line(took_s: Mapping[int, float]) -> tuple[float, float]:
+    """Seconds of nothing and of each byte, through the smallest and the largest message; neither is negative."""
     sizes = sorted(took_s)
     if not sizes:
-        return NodeLink(latency_s=0.0)
+        return 0.0, 0.0
     small, large = sizes[0], sizes[-1]
-    slope = (took_s[large] - took_s[small]) / (large - small) if large > small else 0.0
-    if slope <= 0:
-        return NodeLink(latency_s=max(took_s[small], 0.0))
-    return NodeLink(latency_s=max(took_s[small] - small * slope, 0.0), bandwidth_bytes_per_s=1 / slope)
+    slope = max((took_s[large] - took_s[small]) / (large - small), 0.0) if large > small else 0.0
+    return max(took_s[small] - small * slope, 0.0), slope

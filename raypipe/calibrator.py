@@ -15,7 +15,8 @@ from functools import partial
 import torch
 
 from raypipe.actors.batches import FixedBatch
-from raypipe.actors.executor import BatchSource, jobs
+from raypipe.actors.executor import BatchSource
+from raypipe.actors.job import jobs
 from raypipe.actors.launch import find_slots
 from raypipe.actors.stage import BuildOrder
 from raypipe.calibration import Calibration, Observations, TransportCosts

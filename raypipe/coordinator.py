@@ -20,10 +20,12 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raypipe.actors.executor import BatchSource, Job, WindowReport
+from raypipe.actors.executor import BatchSource
 from raypipe.actors.held import edge_specs
+from raypipe.actors.job import Job
 from raypipe.actors.launch import Slot, launch
 from raypipe.actors.measure import LayerMeasurement
+from raypipe.actors.report import WindowReport
 from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, ModelFunction, Status, Whereabouts
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig, Transport

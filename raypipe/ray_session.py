@@ -52,6 +52,8 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
         # A place more than actors: the driver's own tasks must not wait for one.
         num_cpus = max(os.cpu_count() or 1, int(num_devices * cpus_per_device) + 1)
         options |= {"num_cpus": num_cpus, "include_dashboard": cluster.dashboard, "address": "local"}
+        # Ray lets its workers give way to everything else on the machine; a cluster of one's own is there for the stages.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     else:
         options["address"] = address
     try:

@@ -335,8 +335,7 @@ class _Run:
         """Runs the items of a program until it must wait, or until something else happens before it goes on."""
         kinds, numbers = self.order.kinds[program], self.order.numbers[program]
         starts, ends, arrival_s, heap, durations_s = self.starts[program], self.ends[program], self.arrival_s, self.heap, self.durations_s
-        overheads = self.cost.overheads
-        recv_s, send_s = overheads.recv_s, overheads.send_s
+        links, classes = self.links, self.order.message_classes
         shared = self.group_of.get(program)
         head, length = self.heads[program], len(kinds)
         while head < length:
@@ -364,11 +363,14 @@ class _Run:
                 if arrival > now_s:
                     self.waits[program].append((number, -1, now_s, arrival))
                     now_s = arrival
-                elif not recv_s:
+                    now_s += links[classes[number]].recv_s
+                elif recv_s := links[classes[number]].recv_s:
+                    now_s += recv_s
+                else:
                     continue
-                now_s += recv_s
             elif kind == _SEND:
                 self.send(number, now_s)
+                send_s = links[classes[number]].send_s
                 if not send_s:
                     continue
                 now_s += send_s
@@ -412,7 +414,7 @@ class _Run:
             since_s = self.since_s[program]
             if arrival > since_s:
                 self.waits[program].append((number, -1, since_s, arrival))
-            self.push(arrival + self.cost.overheads.recv_s, program)
+            self.push(arrival + link.recv_s, program)
 
     def start(self, number: int, now_s: float) -> None:
         collective = self.order.collectives[number]
@@ -428,11 +430,14 @@ class _Run:
 
 
 class _Link:
-    """What the messages of one class meet: seconds until they are there, and for which they occupy each resource."""
+    """What the messages of one class meet: seconds until they are there, for which they occupy each resource, and for which the devices."""
 
-    __slots__ = ("resources", "transfer_s")
+    __slots__ = ("recv_s", "resources", "send_s", "transfer_s")
 
     def __init__(self, cost: Cost, source: int, target: int, message: Message) -> None:
         path, size = cost.path(source, target), cost.message_bytes(message)
         self.transfer_s = size / path.bandwidth_bytes_per_s + path.latency_s
         self.resources = tuple((resource, size / bandwidth) for resource, bandwidth in path.resources)
+        overheads = cost.overheads
+        self.send_s = overheads.send_s + overheads.send_s_per_byte * size
+        self.recv_s = overheads.recv_s + overheads.recv_s_per_byte * size

@@ -176,7 +176,9 @@ class Overheads:
         input_grad_s: of I.
         weight_grad_s: of W.
         send_s: of handing over a message.
+        send_s_per_byte: of it, besides.
         recv_s: of taking a message that is there.
+        recv_s_per_byte: of it, besides.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -186,10 +188,12 @@ class Overheads:
     input_grad_s: float = 0.0
     weight_grad_s: float = 0.0
     send_s: float = 0.0
+    send_s_per_byte: float = 0.0
     recv_s: float = 0.0
+    recv_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        codec.require_amounts(self, "forward_s", "backward_s", "input_grad_s", "weight_grad_s", "send_s", "recv_s")
+        codec.require_amounts(self, *(field.name for field in fields(self)))
 
 
 @dataclass(frozen=True, kw_only=True)

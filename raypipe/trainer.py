@@ -21,10 +21,11 @@ from typing import Any, Protocol
 
 from raypipe.actors.batches import FixedBatch, TokenSource
 from raypipe.actors.checkpoint import Checkpoint, CheckpointIndex
-from raypipe.actors.executor import Job, jobs, mean_losses, norms_of
 from raypipe.actors.faults import FaultScript
+from raypipe.actors.job import Job, jobs
 from raypipe.actors.launch import find_slots
 from raypipe.actors.metrics import RunMetrics
+from raypipe.actors.report import mean_losses, norms_of
 from raypipe.actors.stage import BatchFunction, BuildOrder
 from raypipe.calibration import Calibration, TransportCosts
 from raypipe.comparison import Figure, compare, median_window

@@ -19,6 +19,7 @@ from raypipe.trace import Source, Span, SpanKind, Trace
 
 BEYOND = {OpKind.FORWARD: 0.125, OpKind.BACKWARD: 0.25, OpKind.INPUT_GRADIENT: 0.375, OpKind.WEIGHT_GRADIENT: 0.0625}
 GAP_S, SEND_S, TAKE_S, CARRY_S = 0.01, 0.02, 0.005, 0.5
+SEND_S_PER_BYTE, TAKE_S_PER_BYTE = 2e-6, 1e-6
 
 
 def played(programs: Sequence[DeviceProgram], cost: Cost, size_bytes: int = 0, carry_s: float = CARRY_S) -> Trace:
@@ -46,10 +47,10 @@ def played(programs: Sequence[DeviceProgram], cost: Cost, size_bytes: int = 0, c
                     case Send():
                         # Carried while it is handed over: the time of travel counts from the end of the Op.
                         arrivals[item.message] = ends[device] + carry_s
-                        clocks[device] = now_s + SEND_S
+                        clocks[device] = now_s + SEND_S + SEND_S_PER_BYTE * size_bytes
                     case Recv():
                         start_s = now_s + GAP_S
-                        clocks[device] = max(start_s, arrivals[item.message]) + TAKE_S
+                        clocks[device] = max(start_s, arrivals[item.message]) + TAKE_S + TAKE_S_PER_BYTE * size_bytes
                         spans.append(Span(device, SpanKind.RECV, str(item.message), start_s, clocks[device], size_bytes))
                 heads[device] += 1
                 moved = True
@@ -76,7 +77,9 @@ def test_planted_costs_are_found() -> None:
     assert found.overheads.input_grad_s == pytest.approx(0.375 + GAP_S)
     assert found.overheads.weight_grad_s == pytest.approx(0.0625 + GAP_S)
     assert found.overheads.send_s == pytest.approx(SEND_S)
+    assert found.overheads.send_s_per_byte == pytest.approx(SEND_S_PER_BYTE)
     assert found.overheads.recv_s == pytest.approx(TAKE_S + GAP_S)
+    assert found.overheads.recv_s_per_byte == pytest.approx(TAKE_S_PER_BYTE)
     assert found.link.bandwidth_bytes_per_s == pytest.approx(4000 / 0.25)
     assert found.link.latency_s == pytest.approx(CARRY_S - 0.25 / 4)
 

@@ -526,8 +526,8 @@ def test_one_order_is_timed_with_one_cost_after_the_other(num_devices: int, num_
 
 def test_devices_pay_for_each_op_and_message() -> None:
     schedule = build("gpipe", 2, 2)
-    overheads = Overheads(forward_s=0.125, backward_s=0.25, send_s=0.5, recv_s=1.0)
-    computed = times(run(schedule, replace(equal_stages(schedule), overheads=overheads)))
+    overheads = Overheads(forward_s=0.125, backward_s=0.25, send_s=0.25, send_s_per_byte=0.0625, recv_s=0.5, recv_s_per_byte=0.125)
+    computed = times(run(schedule, replace(equal_stages(schedule), edge_bytes={(0, 1): 4}, overheads=overheads)))
     # Device 1 takes the first message when it comes and the second, which was there, behind its first F.
     assert computed[0, "0F0"] == [0, 1.125]
     assert computed[0, "0F1"] == [1.625, 2.75]

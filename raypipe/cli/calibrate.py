@@ -54,3 +54,4 @@ def calibrate(*, output: str | None, address: str | None, as_json: bool) -> None
 
 
 _COLUMNS = {"forward_s": "F", "backward_s": "B", "input_grad_s": "I", "weight_grad_s": "W", "send_s": "send", "recv_s": "recv"}
+"""The overheads of Ops and messages; what messages cost by their bytes is in the file."""

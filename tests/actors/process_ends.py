@@ -46,5 +46,5 @@ def connect_and_hang(arguments: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     transport = ProcessTransport(**arguments)
     transport.connect()
-    transport.open_window({})
+    transport.open_window({}, {})
     threading.Event().wait(50.0)

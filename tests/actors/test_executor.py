@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from raypipe.actors.batches import FixedBatch
-from raypipe.actors.executor import BatchSource, jobs, mean_losses, norms_of
+from raypipe.actors.executor import BatchSource
+from raypipe.actors.job import jobs
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.report import mean_losses, norms_of
 from raypipe.cut import Cut
 from raypipe.errors import PlanError, ScheduleError
 from raypipe.model import Model

@@ -33,6 +33,7 @@ from tests.actors.transport_contract import (
     becomes_true,
     gradient,
     gradients,
+    open_both,
     seconds_until_raised,
     together,
 )
@@ -86,7 +87,7 @@ def test_abort_before_connect_is_not_forgotten(make: Make) -> None:
 
 def test_a_transport_that_is_not_connected_says_so(make: Make) -> None:
     with pytest.raises(TransportError, match="it is not connected: call connect"):
-        make(0).open_window({})
+        make(0).open_window({}, {})
 
 
 def test_a_transport_that_could_not_connect_is_out_of_use(make: Make) -> None:
@@ -94,13 +95,13 @@ def test_a_transport_that_could_not_connect_is_out_of_use(make: Make) -> None:
     with pytest.raises(TransportTimeoutError):
         end.connect()
     with pytest.raises(TransportError, match="out of use"):
-        end.open_window({})
+        end.open_window({}, {})
 
 
 def test_a_device_alone_connects_at_once(make: Make) -> None:
     end = make(0, 1, groups=[(0,)])
     end.connect()
-    end.open_window({})
+    end.open_window({}, {})
     end.close_window()
 
 
@@ -109,8 +110,7 @@ def test_a_run_goes_on_when_the_store_is_gone(make: Make) -> None:
     ends = [make(device, store=("127.0.0.1", port)) for device in PAIR]
     together(*(end.connect for end in ends))
     del store
-    ends[1].open_window({0: [announced(activation(0), torch.tensor(0))]})
-    ends[0].open_window({})
+    open_both(ends[0], ends[1], [announced(activation(0), torch.tensor(0))])
     ends[0].send(activation(0), 1, [torch.tensor(5)])
     assert int(ends[1].recv(activation(0), 0)[0]) == 5
     pending = [end.start(gradients(PAIR), torch.ones(1)) for end in ends]
@@ -160,7 +160,7 @@ def test_the_interface_of_the_address_is_used_unless_the_user_chose_one(make: Ma
 def test_after_a_timeout_the_transport_is_out_of_use(make: Make) -> None:
     ends = [make(device, timeout_s=0.2, connect_timeout_s=20.0) for device in PAIR]
     together(*(end.connect for end in ends))
-    ends[1].open_window({0: [announced(activation(index), torch.ones(2)) for index in range(2)]})
+    ends[1].open_window({0: [announced(activation(index), torch.ones(2)) for index in range(2)]}, {})
     with pytest.raises(TransportTimeoutError):
         ends[1].recv(activation(0), 0)
     with pytest.raises(TransportError, match=r"microbatch 1 .* out of use \(device beta: activation 0->1 of microbatch 0 .* within 0.2 s"):
@@ -172,7 +172,7 @@ def test_after_a_timeout_the_transport_is_out_of_use(make: Make) -> None:
 def test_a_message_that_the_peer_does_not_take_is_an_error_at_the_end_of_the_window(make: Make) -> None:
     ends = [make(device, timeout_s=0.3, connect_timeout_s=20.0) for device in PAIR]
     together(*(end.connect for end in ends))
-    ends[0].open_window({})
+    ends[0].open_window({}, {1: [announced(activation(3), torch.ones(2))]})
     ends[0].send(activation(3), 1, [torch.ones(2)])
     with pytest.raises(
         TransportTimeoutError, match=r"device alpha: activation 0->1 of microbatch 3 with device beta: it was not taken .* 0\.3 s"
@@ -183,7 +183,7 @@ def test_a_message_that_the_peer_does_not_take_is_an_error_at_the_end_of_the_win
 def test_the_limit_at_the_end_of_a_window_is_for_each_message(make: Make) -> None:
     ends = [make(device, timeout_s=0.5, connect_timeout_s=20.0, receives_ahead=1) for device in PAIR]
     together(*(end.connect for end in ends))
-    ends[1].open_window({0: [announced(activation(index), torch.ones(2)) for index in range(8)]})
+    open_both(ends[0], ends[1], [announced(activation(index), torch.ones(2)) for index in range(8)])
 
     def slow_receiver() -> None:
         for index in range(8):
@@ -192,7 +192,6 @@ def test_the_limit_at_the_end_of_a_window_is_for_each_message(make: Make) -> Non
         ends[1].close_window()
 
     def sender() -> None:
-        ends[0].open_window({})
         for index in range(8):
             ends[0].send(activation(index), 1, [torch.ones(2)])
         ends[0].close_window()
@@ -203,8 +202,7 @@ def test_the_limit_at_the_end_of_a_window_is_for_each_message(make: Make) -> Non
 def test_what_has_left_is_still_received_when_the_sender_has_closed_its_end(make: Make) -> None:
     ends = [make(device) for device in PAIR]
     together(*(end.connect for end in ends))
-    ends[1].open_window({0: [announced(activation(index), torch.ones(1000)) for index in range(4)]})
-    ends[0].open_window({})
+    open_both(ends[0], ends[1], [announced(activation(index), torch.ones(1000)) for index in range(4)])
     for index in range(4):
         ends[0].send(activation(index), 1, [torch.full((1000,), float(index))])
     ends[0].close_window()
@@ -215,7 +213,7 @@ def test_what_has_left_is_still_received_when_the_sender_has_closed_its_end(make
 def test_abort_ends_the_wait_for_what_has_not_left(make: Make) -> None:
     ends = [make(device) for device in PAIR]
     together(*(end.connect for end in ends))
-    ends[0].open_window({})
+    ends[0].open_window({}, {1: [announced(activation(0), torch.ones(2))]})
     ends[0].send(activation(0), 1, [torch.ones(2)])
     assert seconds_until_raised(AbortedError, ends[0].close_window, match="^enough$", when=lambda: ends[0].abort("enough")) < 1.0
 
@@ -274,7 +272,7 @@ from tests.actors.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)
 first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port)) for device in PAIR]
 together(first.connect, second.connect)
-first.open_window({1: [announced(gradient(0), torch.ones(2))]})
+first.open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: [announced(activation(0), torch.ones(2))]})
 first.send(activation(0), 1, [torch.ones(2)])
 first.start(gradients(PAIR), torch.ones(2))
 """
@@ -309,7 +307,7 @@ WAITS = [waiting_for_a_message, waiting_for_a_sum, waiting_for_a_send]
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_peer_that_is_killed_ends_the_wait_for_it(peers: Peers, wait: Callable[[ProcessTransport], Callable[[], object]]) -> None:
     mine, (peer,) = peers()
-    mine.open_window({1: [announced(gradient(0), torch.ones(2))]})
+    mine.open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: [announced(activation(0), torch.ones(MANY))]})
     act = wait(mine)
     assert (
         seconds_until_raised(TransportError, act, match="device alpha: .* with device beta: connection closed by peer", when=peer.kill)
@@ -323,7 +321,7 @@ def test_abort_ends_the_wait_for_a_peer_that_hangs(peers: Peers, wait: Callable[
     mine, (peer,) = peers()
     assert peer.pid is not None
     os.kill(peer.pid, signal.SIGSTOP)
-    mine.open_window({1: [announced(gradient(0), torch.ones(2))]})
+    mine.open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: [announced(activation(0), torch.ones(MANY))]})
     act = wait(mine)
     assert seconds_until_raised(AbortedError, act, match="^enough$", when=lambda: mine.abort("enough")) < 1.0
     began_s = time.monotonic()
@@ -336,7 +334,7 @@ def test_close_does_not_wait_for_a_peer_that_hangs(peers: Peers) -> None:
     mine, (peer,) = peers()
     assert peer.pid is not None
     os.kill(peer.pid, signal.SIGSTOP)
-    mine.open_window({1: [announced(gradient(0), torch.ones(2))]})
+    mine.open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: [announced(activation(0), torch.ones(MANY))]})
     mine.send(activation(0), 1, [torch.ones(MANY)])
     mine.start(gradients(PAIR), torch.ones(MANY))
     began_s = time.monotonic()

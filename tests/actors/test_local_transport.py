@@ -29,7 +29,7 @@ class TestLocalTransport(TransportContract):
 
 def test_devices_are_called_by_their_numbers_without_names() -> None:
     receiver = LocalNetwork(2, timeout_s=0.01).transport(1)
-    receiver.open_window({0: [announced(activation(0), torch.ones(1))]})
+    receiver.open_window({0: [announced(activation(0), torch.ones(1))]}, {})
     with pytest.raises(TransportTimeoutError, match=r"device 1: .* with device 0: "):
         receiver.recv(activation(0), 0)
 
@@ -37,7 +37,7 @@ def test_devices_are_called_by_their_numbers_without_names() -> None:
 def test_both_what_was_expected_and_what_came_are_named() -> None:
     network = LocalNetwork(2, timeout_s=1.0)
     sender, receiver = network.transport(0), network.transport(1)
-    receiver.open_window({0: [announced(activation(0), torch.ones(2, 3))]})
+    receiver.open_window({0: [announced(activation(0), torch.ones(2, 3))]}, {})
     sender.send(activation(1), 1, [torch.arange(4), torch.tensor(True)])
     with pytest.raises(
         TransportError,
@@ -49,7 +49,7 @@ def test_both_what_was_expected_and_what_came_are_named() -> None:
 def test_a_message_does_not_change_when_the_sender_changes_the_tensor() -> None:
     network = LocalNetwork(2, timeout_s=1.0)
     sender, receiver = network.transport(0), network.transport(1)
-    receiver.open_window({0: [announced(activation(0), torch.ones(2))]})
+    receiver.open_window({0: [announced(activation(0), torch.ones(2))]}, {})
     tensor = torch.ones(2)
     sender.send(activation(0), 1, [tensor])
     tensor.zero_()
@@ -81,7 +81,7 @@ def test_abort_of_one_device_leaves_the_others_alone() -> None:
     network = LocalNetwork(3, timeout_s=1.0)
     ends = [network.transport(device) for device in ALL]
     ends[2].abort("enough")
-    ends[1].open_window({0: [announced(activation(0), torch.tensor(0))]})
+    ends[1].open_window({0: [announced(activation(0), torch.tensor(0))]}, {})
     ends[0].send(activation(0), 1, [torch.tensor(5)])
     assert int(ends[1].recv(activation(0), 0)[0]) == 5
 
@@ -89,7 +89,7 @@ def test_abort_of_one_device_leaves_the_others_alone() -> None:
 def test_what_was_sent_before_the_end_was_closed_is_still_received() -> None:
     network = LocalNetwork(2, timeout_s=1.0)
     sender, receiver = network.transport(0), network.transport(1)
-    receiver.open_window({0: [announced(activation(index), torch.tensor(0)) for index in range(2)]})
+    receiver.open_window({0: [announced(activation(index), torch.tensor(0)) for index in range(2)]}, {})
     sender.send(activation(0), 1, [torch.tensor(5)])
     sender.close()
     assert int(receiver.recv(activation(0), 0)[0]) == 5

@@ -35,6 +35,7 @@ from tests.actors.transport_contract import (
     becomes_true,
     gradient,
     gradients,
+    open_both,
     seconds_until_raised,
     together,
 )
@@ -124,7 +125,7 @@ def test_a_device_that_only_shares_memory_has_nothing_of_gloo(pair: Pair, monkey
     monkeypatch.delenv(INTERFACE)
     monkeypatch.setattr(gloo, "make_group", None)
     for end in pair():
-        end.open_window({})
+        end.open_window({}, {})
         end.close_window()
     assert INTERFACE not in os.environ
     assert not threads()
@@ -160,8 +161,7 @@ def test_ends_that_cannot_reach_each_other_say_what_to_do(make: Make, monkeypatc
 def test_connecting_again_leaves_no_descriptor_and_no_memory(pair: Pair) -> None:
     def cycle() -> None:
         ends = pair()
-        ends[1].open_window({0: [announced(activation(0), torch.ones(9))]})
-        ends[0].open_window({})
+        open_both(ends[0], ends[1], [announced(activation(0), torch.ones(9))])
         sent(ends[0], [torch.ones(9)])
         received(ends[1], 1)
         assert mappings()
@@ -184,8 +184,7 @@ def test_more_messages_than_slots_neither_wait_nor_change_their_order(pair: Pair
     sender, receiver = pair()
     tensors = [torch.full((1000,), float(index)) for index in range(MANY)]
     for _ in range(3):
-        receiver.open_window({0: [announced(activation(index), tensor) for index, tensor in enumerate(tensors)]})
-        sender.open_window({})
+        open_both(sender, receiver, [announced(activation(index), tensor) for index, tensor in enumerate(tensors)])
         sent(sender, tensors)
         assert threads() == ["raypipe sends 0->1"]
         for got, tensor in zip(received(receiver, MANY), tensors, strict=True):
@@ -196,15 +195,17 @@ def test_more_messages_than_slots_neither_wait_nor_change_their_order(pair: Pair
 
 def test_what_found_no_slot_leaves_while_the_sender_waits_for_something_that_needs_it(pair: Pair) -> None:
     ends = pair()
+    activations = [announced(activation(index), torch.tensor(0.0)) for index in range(MANY)]
+    gradients = [announced(gradient(0), torch.tensor(0.0))]
 
     def sends_first() -> None:
-        ends[0].open_window({1: [announced(gradient(0), torch.tensor(0.0))]})
+        ends[0].open_window({1: gradients}, {1: activations})
         sent(ends[0], [torch.tensor(float(index)) for index in range(MANY)])
         assert float(ends[0].recv(gradient(0), 1)[0]) == MANY - 1
         ends[0].close_window()
 
     def answers_the_last() -> None:
-        ends[1].open_window({0: [announced(activation(index), torch.tensor(0.0)) for index in range(MANY)]})
+        ends[1].open_window({0: activations}, {0: gradients})
         ends[1].send(gradient(0), 0, [received(ends[1], MANY)[-1]])
         ends[1].close_window()
 
@@ -216,8 +217,7 @@ def test_messages_of_any_sizes_follow_each_other(pair: Pair) -> None:
     sizes = [1, 100_000, 0, 7, 20, BIG, 3, 2 * BIG, *[5] * MAX_SLOTS, 100_000]
     tensors = [torch.full((size,), float(size)) for size in sizes]
     for read_late in (True, False):
-        receiver.open_window({0: [announced(activation(index), tensor) for index, tensor in enumerate(tensors)]})
-        sender.open_window({})
+        open_both(sender, receiver, [announced(activation(index), tensor) for index, tensor in enumerate(tensors)])
 
         def read() -> None:
             for got, tensor in zip(received(receiver, len(sizes)), tensors, strict=True):
@@ -234,8 +234,7 @@ def test_messages_of_any_sizes_follow_each_other(pair: Pair) -> None:
 def test_a_thousand_messages_each_larger_than_the_last_make_few_rings(pair: Pair) -> None:
     sender, receiver = pair()
     tensors = [torch.ones(100 * index) for index in range(1000)]
-    receiver.open_window({0: [announced(activation(index), tensor) for index, tensor in enumerate(tensors)]})
-    sender.open_window({})
+    open_both(sender, receiver, [announced(activation(index), tensor) for index, tensor in enumerate(tensors)])
     before = len(mappings())
     sent(sender, tensors)
     assert len(mappings()) <= before + 2
@@ -246,8 +245,7 @@ def test_a_thousand_messages_each_larger_than_the_last_make_few_rings(pair: Pair
 
 def test_tensors_that_were_received_do_not_change_when_their_slot_is_used_again(pair: Pair) -> None:
     sender, receiver = pair()
-    receiver.open_window({0: [announced(activation(index), torch.tensor(0)) for index in range(MANY)]})
-    sender.open_window({})
+    open_both(sender, receiver, [announced(activation(index), torch.tensor(0)) for index in range(MANY)])
     sent(sender, [torch.tensor(index) for index in range(MANY)])
     assert [int(tensor) for tensor in received(receiver, MANY)] == list(range(MANY))
     together(sender.close_window, receiver.close_window)
@@ -260,11 +258,84 @@ def test_a_message_of_other_rows_or_another_pipeline_is_refused(pair: Pair) -> N
         Message(Direction.ACTIVATION, 0, 1, 0, part=1),
     ):
         sender, receiver = pair()
-        receiver.open_window({0: [announced(activation(0), torch.ones(2))]})
-        sender.open_window({})
+        receiver.open_window({0: [announced(activation(0), torch.ones(2))]}, {})
+        sender.open_window({}, {1: [announced(message, torch.ones(2))]})
         sender.send(message, 1, [torch.ones(2)])
         with pytest.raises(TransportError, match=r"expected activation 0->1 of microbatch 0 \(float32\[2\]\), got activation 0->1"):
             receiver.recv(activation(0), 0)
+
+
+@pytest.mark.parametrize("shared", [all_channels(2), []], ids=["shm", "gloo"])
+@pytest.mark.parametrize(
+    ("message", "tensors", "problem"),
+    [
+        (activation(1), [torch.ones(2)], r"activation 0->1 of microbatch 1 with device beta: the next one announced .* microbatch 0 \("),
+        (
+            activation(0),
+            [torch.ones(3)],
+            r"microbatch 0 with device beta: it was announced as .*float32\[2\]\), and not as .*float32\[3\]\)",
+        ),
+        (activation(0), [torch.ones(2).double()], r"announced as .*float32\[2\]\), and not as .*float64\[2\]\)"),
+        (activation(0), [torch.ones(2)] * 2, r"announced as .*float32\[2\]\), and not as .*float32\[2\], float32\[2\]\)"),
+        (activation(0), [], r"announced as .*float32\[2\]\), and not as .*no tensors\)"),
+    ],
+    ids=["microbatch", "shape", "dtype", "more", "fewer"],
+)
+def test_what_was_not_announced_is_not_sent(
+    make: Make, shared: list[tuple[int, int]], message: Message, tensors: list[Tensor], problem: str
+) -> None:
+    ends = [make(device, shared=shared, groups=[]) for device in PAIR]
+    together(*(end.connect for end in ends))
+    ends[0].open_window({}, {1: [announced(activation(0), torch.ones(2))]})
+    with pytest.raises(TransportError, match=problem):
+        ends[0].send(message, 1, tensors)
+    with pytest.raises(TransportError, match="out of use"):
+        ends[0].close_window()
+
+
+@pytest.mark.parametrize("shared", [all_channels(2), []], ids=["shm", "gloo"])
+def test_what_is_announced_is_sent_in_its_window_and_nothing_else(make: Make, shared: list[tuple[int, int]]) -> None:
+    ends = [make(device, shared=shared, groups=[]) for device in PAIR]
+    together(*(end.connect for end in ends))
+    ends[0].open_window({}, {1: [announced(activation(index), torch.ones(2)) for index in range(3)]})
+    ends[1].open_window({0: [announced(activation(index), torch.ones(2)) for index in range(3)]}, {})
+    sent(ends[0], [torch.ones(2)])
+    received(ends[1], 1)
+    with pytest.raises(TransportError, match=r"microbatch 1 with device beta: it was never sent in this window, nor were the 1 behind it"):
+        ends[0].close_window()
+    with pytest.raises(TransportError, match=r"microbatch 0 with device alpha: no more messages were announced"):
+        ends[1].send(gradient(0), 0, [torch.ones(2)])
+
+
+def test_messages_with_long_descriptions_are_told_apart(pair: Pair) -> None:
+    sender, receiver = pair()
+    many = [torch.full((2,), float(index)) for index in range(200)]
+    open_both(sender, receiver, [announced(activation(index), *many) for index in range(2)])
+    sender.send(activation(0), 1, many)
+    for got, tensor in zip(receiver.recv(activation(0), 0), many, strict=True):
+        assert torch.equal(got, tensor)
+    sender.send(activation(1), 1, many)
+    receiver.recv(activation(1), 0)
+    together(sender.close_window, receiver.close_window)
+    receiver.open_window({0: [announced(activation(0), *many)]}, {})
+    many[-1] = torch.ones(3)
+    sender.open_window({}, {1: [announced(activation(0), *many)]})
+    sender.send(activation(0), 1, many)
+    with pytest.raises(TransportError, match=r"expected activation 0->1 of microbatch 0 .*, got activation 0->1 of microbatch 0 "):
+        receiver.recv(activation(0), 0)
+
+
+def test_views_that_stand_for_other_numbers_are_sent_as_what_they_stand_for(pair: Pair) -> None:
+    sender, receiver = pair()
+    number = torch.tensor([1 + 2j, 3 - 4j])
+    tensors = [number.conj(), number.conj().imag, torch.ones(3, 4).t(), torch.ones(3, requires_grad=True)]
+    assert tensors[0].is_conj()
+    assert tensors[1].is_neg()
+    open_both(sender, receiver, [announced(activation(0), *tensors)])
+    sender.send(activation(0), 1, tensors)
+    for got, tensor in zip(receiver.recv(activation(0), 0), tensors, strict=True):
+        assert torch.equal(got, tensor)
+    together(sender.close_window, receiver.close_window)
 
 
 NO_MEMORY = """
@@ -278,7 +349,7 @@ from tests.actors.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)
 ends = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, shared=all_channels(2), groups=[])) for device in PAIR]
 together(*(end.connect for end in ends))
-ends[0].open_window({})
+ends[0].open_window({}, {1: [announced(activation(0), torch.ones(MEGABYTE // 4))]})
 resource.setrlimit(resource.RLIMIT_FSIZE, (MEGABYTE, MEGABYTE))
 with pytest.raises(TransportError, match="no shared memory for 16 messages of .* bytes .File too large.; set scaling.transport to gloo"):
     ends[0].send(activation(0), 1, [torch.ones(MEGABYTE // 4)])
@@ -303,7 +374,7 @@ def test_where_memory_lacks_the_send_says_so() -> None:
 
 def test_after_a_timeout_the_transport_is_out_of_use(pair: Pair) -> None:
     _, receiver = pair(timeout_s=0.2)
-    receiver.open_window({0: [announced(activation(index), torch.ones(2)) for index in range(2)]})
+    receiver.open_window({0: [announced(activation(index), torch.ones(2)) for index in range(2)]}, {})
     with pytest.raises(TransportTimeoutError, match=r"microbatch 0 with device alpha: it did not come within 0\.2 s"):
         receiver.recv(activation(0), 0)
     with pytest.raises(TransportError, match=r"microbatch 1 .* out of use .* within 0\.2 s"):
@@ -313,8 +384,10 @@ def test_after_a_timeout_the_transport_is_out_of_use(pair: Pair) -> None:
 def test_what_has_left_is_still_received_when_the_sender_has_closed_its_end(pair: Pair) -> None:
     sender, receiver = pair()
     count = MAX_SLOTS
-    receiver.open_window({0: [announced(activation(index), torch.tensor(0)) for index in range(count + 1)]})
-    sender.open_window({})
+    receiver.open_window(
+        {0: [announced(activation(index), torch.tensor(0)) for index in range(count + 1)]}, {0: [announced(gradient(0), torch.ones(1))]}
+    )
+    sender.open_window({}, {1: [announced(activation(index), torch.tensor(0)) for index in range(count)]})
     receiver.send(gradient(0), 0, [torch.ones(1)])  # never read: the sender's socket then ends as reset
     sent(sender, [torch.tensor(index) for index in range(count)])
     sender.close_window()
@@ -326,7 +399,7 @@ def test_what_has_left_is_still_received_when_the_sender_has_closed_its_end(pair
 
 def test_messages_that_are_never_taken_are_an_error_at_the_end_of_the_window_if_they_found_no_slot(pair: Pair) -> None:
     sender, _ = pair(timeout_s=0.3)
-    sender.open_window({})
+    sender.open_window({}, {1: [announced(activation(index), torch.ones(2)) for index in range(MAX_SLOTS + 2)]})
     sent(sender, [torch.ones(2)] * (MAX_SLOTS + 2))
     with pytest.raises(
         TransportTimeoutError, match=rf"microbatch {MAX_SLOTS} with device beta: it was not taken within 0\.3 s; the peer is stuck"
@@ -337,7 +410,7 @@ def test_messages_that_are_never_taken_are_an_error_at_the_end_of_the_window_if_
 def test_the_limit_at_the_end_of_a_window_is_for_each_message(pair: Pair) -> None:
     ends = pair(timeout_s=0.5)
     count = MAX_SLOTS + 8
-    ends[1].open_window({0: [announced(activation(index), torch.ones(2)) for index in range(count)]})
+    open_both(ends[0], ends[1], [announced(activation(index), torch.ones(2)) for index in range(count)])
 
     def slow_receiver() -> None:
         for index in range(count):
@@ -346,7 +419,6 @@ def test_the_limit_at_the_end_of_a_window_is_for_each_message(pair: Pair) -> Non
         ends[1].close_window()
 
     def sender() -> None:
-        ends[0].open_window({})
         sent(ends[0], [torch.ones(2)] * count)
         ends[0].close_window()
 
@@ -365,6 +437,7 @@ def waiting_for_a_slot(mine: ProcessTransport) -> Callable[[], object]:
     return mine.close_window
 
 
+PAIRS_OF_ONES = [announced(activation(index), torch.ones(2)) for index in range(MANY)]
 WAITS = [waiting_for_a_message, waiting_for_a_slot]
 SHARED = {"shared": all_channels(2), "groups": []}
 
@@ -372,7 +445,7 @@ SHARED = {"shared": all_channels(2), "groups": []}
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_peer_that_is_killed_is_noticed_at_once(peers: Peers, wait: Callable[[ProcessTransport], Callable[[], object]]) -> None:
     mine, (peer,) = peers(**SHARED)
-    mine.open_window({1: [announced(gradient(0), torch.ones(2))]})
+    mine.open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: PAIRS_OF_ONES})
     act = wait(mine)
     wait_s = seconds_until_raised(
         TransportError, act, match=r"device alpha: .* with device beta: connection closed by peer", when=peer.kill
@@ -384,12 +457,12 @@ def test_a_peer_that_is_killed_is_noticed_at_once(peers: Peers, wait: Callable[[
 
 def test_sending_to_a_peer_that_was_killed_is_an_error(peers: Peers) -> None:
     mine, (peer,) = peers(**SHARED)
-    mine.open_window({})
+    mine.open_window({}, {1: PAIRS_OF_ONES})
     sent(mine, [torch.ones(2)])
     peer.kill()
     peer.join()
     with pytest.raises(TransportError, match=r"device alpha: .* with device beta: connection closed by peer"):
-        sent(mine, [torch.ones(2)])
+        mine.send(activation(1), 1, [torch.ones(2)])
 
 
 @pytest.mark.parametrize("wait", WAITS)
@@ -398,7 +471,7 @@ def test_abort_ends_the_wait_for_a_peer_that_hangs(peers: Peers, wait: Callable[
     mine, (peer,) = peers(**SHARED)
     assert peer.pid is not None
     os.kill(peer.pid, signal.SIGSTOP)
-    mine.open_window({1: [announced(gradient(0), torch.ones(2))]})
+    mine.open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: PAIRS_OF_ONES})
     act = wait(mine)
     assert seconds_until_raised(AbortedError, act, match="^enough$", when=lambda: mine.abort("enough")) < 1.0
     began_s = time.monotonic()
@@ -411,7 +484,7 @@ def test_abort_ends_the_wait_for_a_peer_that_hangs(peers: Peers, wait: Callable[
 def test_the_peers_of_an_aborted_device_find_their_connections_closed(peers: Peers, make: Make) -> None:
     ends = [make(device, 3, prefix="cascade/0", shared=all_channels(3), groups=[]) for device in ALL]
     together(*(end.connect for end in ends))
-    ends[0].open_window({1: [announced(activation(0, source=1, target=0), torch.ones(2))]})
+    ends[0].open_window({1: [announced(activation(0, source=1, target=0), torch.ones(2))]}, {})
     wait_s = seconds_until_raised(
         TransportError,
         lambda: ends[0].recv(activation(0, source=1, target=0), 1),
@@ -437,7 +510,8 @@ from tests.actors.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)
 ends = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, shared=all_channels(2), groups=[])) for device in PAIR]
 together(*(end.connect for end in ends))
-ends[0].open_window({1: [announced(gradient(0), torch.ones(2))]})
+messages = [announced(activation(index), torch.ones(2)) for index in range(50)]
+ends[0].open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: messages})
 for index in range(50):
     ends[0].send(activation(index), 1, [torch.ones(2)])
 """

@@ -46,6 +46,12 @@ def gradients(members: tuple[int, ...], *, update: int = 0) -> Collective:
     return Collective(CollectiveKind.GRADIENTS, 3, update, 0, members)
 
 
+def open_both(sender: Transport, receiver: Transport, messages: Sequence[Expected]) -> None:
+    """Begins a window in which device 0 sends device 1 these messages."""
+    receiver.open_window({0: messages}, {})
+    sender.open_window({}, {1: messages})
+
+
 def together(*parts: Callable[[], Any]) -> list[Any]:
     """What the parts return, each run in a thread of its own."""
     with ThreadPoolExecutor(len(parts)) as pool:
@@ -109,8 +115,7 @@ class TransportContract:
     def test_a_tensor_arrives_as_it_was_sent(self, connect: Connect, what: str) -> None:
         sender, receiver = connect()
         tensor = VIEWS[what]
-        receiver.open_window({0: [announced(activation(0), tensor)]})
-        sender.open_window({})
+        open_both(sender, receiver, [announced(activation(0), tensor)])
         sender.send(activation(0), 1, [tensor])
         (got,) = receiver.recv(activation(0), 0)
         assert got.dtype == tensor.dtype
@@ -122,8 +127,7 @@ class TransportContract:
     def test_a_message_has_any_number_of_tensors(self, connect: Connect) -> None:
         sender, receiver = connect()
         several = (torch.ones(2), torch.arange(3), torch.empty(0), torch.tensor(4.0))
-        receiver.open_window({0: [announced(activation(0), *several), announced(activation(1)), announced(activation(2), torch.ones(1))]})
-        sender.open_window({})
+        open_both(sender, receiver, [announced(activation(0), *several), announced(activation(1)), announced(activation(2), torch.ones(1))])
         sender.send(activation(0), 1, several)
         sender.send(activation(1), 1, [])
         sender.send(activation(2), 1, [torch.ones(1)])
@@ -135,14 +139,13 @@ class TransportContract:
 
     def test_a_message_without_bytes_is_still_waited_for(self, connect: Connect) -> None:
         _, receiver = connect(timeout_s=0.2)
-        receiver.open_window({0: [announced(activation(0))]})
+        receiver.open_window({0: [announced(activation(0))]}, {})
         with pytest.raises(TransportTimeoutError):
             receiver.recv(activation(0), 0)
 
     def test_a_thousand_messages_are_sent_before_one_is_read(self, connect: Connect) -> None:
         sender, receiver = connect()
-        receiver.open_window({0: [announced(activation(index), torch.empty(8)) for index in range(1000)]})
-        sender.open_window({})
+        open_both(sender, receiver, [announced(activation(index), torch.empty(8)) for index in range(1000)])
         for index in range(1000):
             sender.send(activation(index), 1, [torch.full((8,), float(index))])
         for index in range(1000):
@@ -151,18 +154,18 @@ class TransportContract:
 
     def test_messages_are_sent_before_the_receiver_opens_its_window(self, connect: Connect) -> None:
         sender, receiver = connect()
-        sender.open_window({})
+        messages = [announced(activation(index), torch.tensor(0)) for index in range(10)]
+        sender.open_window({}, {1: messages})
         for index in range(10):
             sender.send(activation(index), 1, [torch.tensor(index)])
-        receiver.open_window({0: [announced(activation(index), torch.tensor(0)) for index in range(10)]})
+        receiver.open_window({0: messages}, {})
         assert [int(receiver.recv(activation(index), 0)[0]) for index in range(10)] == list(range(10))
         together(sender.close_window, receiver.close_window)
 
     def test_a_message_of_64_megabytes_arrives(self, connect: Connect) -> None:
         sender, receiver = connect()
         big = torch.arange(16 * MEGABYTE, dtype=torch.float32)
-        receiver.open_window({0: [announced(activation(0), big)]})
-        sender.open_window({})
+        open_both(sender, receiver, [announced(activation(0), big)])
         sender.send(activation(0), 1, [big])
         assert torch.equal(receiver.recv(activation(0), 0)[0], big)
         together(sender.close_window, receiver.close_window)
@@ -170,8 +173,10 @@ class TransportContract:
     def test_two_devices_that_both_send_first_do_not_block_each_other(self, connect: Connect) -> None:
         ends = connect()
         big = torch.arange(4 * MEGABYTE, dtype=torch.float32)
-        ends[0].open_window({1: [announced(gradient(index), big) for index in range(3)]})
-        ends[1].open_window({0: [announced(activation(index), big) for index in range(3)]})
+        activations = [announced(activation(index), big) for index in range(3)]
+        gradients = [announced(gradient(index), big) for index in range(3)]
+        ends[0].open_window({1: gradients}, {1: activations})
+        ends[1].open_window({0: activations}, {0: gradients})
         for index in range(3):
             ends[0].send(activation(index), 1, [big])
             ends[1].send(gradient(index), 0, [big])
@@ -182,9 +187,10 @@ class TransportContract:
 
     def test_channels_do_not_wait_for_each_other(self, connect: Connect) -> None:
         ends = connect(3)
-        ends[2].open_window({peer: [announced(activation(0, source=peer, target=2), torch.tensor(0))] for peer in PAIR})
-        for end in ends[:2]:
-            end.open_window({})
+        messages = {peer: [announced(activation(0, source=peer, target=2), torch.tensor(0))] for peer in PAIR}
+        ends[2].open_window(messages, {})
+        for peer in PAIR:
+            ends[peer].open_window({}, {2: messages[peer]})
         ends[1].send(activation(0, source=1, target=2), 2, [torch.tensor(11)])
         assert int(ends[2].recv(activation(0, source=1, target=2), 1)[0]) == 11
         ends[0].send(activation(0, source=0, target=2), 2, [torch.tensor(10)])
@@ -194,8 +200,7 @@ class TransportContract:
     def test_the_receiver_may_change_what_it_got(self, connect: Connect) -> None:
         sender, receiver = connect()
         tensor = torch.ones(4)
-        receiver.open_window({0: [announced(activation(0), tensor)]})
-        sender.open_window({})
+        open_both(sender, receiver, [announced(activation(0), tensor)])
         sender.send(activation(0), 1, [tensor])
         receiver.recv(activation(0), 0)[0].zero_()
         assert tensor.tolist() == [1.0] * 4
@@ -203,10 +208,14 @@ class TransportContract:
 
     def test_windows_follow_each_other(self, connect: Connect) -> None:
         ends = connect()
+        # Some windows bring the lists of a former one, and some new ones.
+        activations = [[announced(activation(index), torch.tensor(0)) for index in range(5)] for _ in range(12)]
+        gradients = [[announced(gradient(index), torch.tensor(0)) for index in range(5)] for _ in range(12)]
+        turns = [*range(12), *[0, 11] * 4]
 
         def first() -> None:
-            for window in range(20):
-                ends[0].open_window({1: [announced(gradient(index), torch.tensor(0)) for index in range(5)]})
+            for window, turn in enumerate(turns):
+                ends[0].open_window({1: gradients[turn]}, {1: activations[turn]})
                 for index in range(5):
                     ends[0].send(activation(index), 1, [torch.tensor(100 * window + index)])
                 for index in range(5):
@@ -214,8 +223,8 @@ class TransportContract:
                 ends[0].close_window()
 
         def second() -> None:
-            for _ in range(20):
-                ends[1].open_window({0: [announced(activation(index), torch.tensor(0)) for index in range(5)]})
+            for turn in turns:
+                ends[1].open_window({0: activations[turn]}, {0: gradients[turn]})
                 for index in range(5):
                     ends[1].send(gradient(index), 0, [-ends[1].recv(activation(index), 0)[0]])
                 ends[1].close_window()
@@ -224,8 +233,7 @@ class TransportContract:
 
     def test_a_sent_tensor_is_dropped_once_it_has_left(self, connect: Connect) -> None:
         sender, receiver = connect()
-        receiver.open_window({0: [announced(activation(index), torch.empty(1000)) for index in range(20)]})
-        sender.open_window({})
+        open_both(sender, receiver, [announced(activation(index), torch.empty(1000)) for index in range(20)])
         references = []
         for index in range(20):
             tensor = torch.ones(1000)
@@ -241,7 +249,7 @@ class TransportContract:
 
     def test_a_message_that_is_not_the_next_is_refused(self, connect: Connect) -> None:
         _, receiver = connect()
-        receiver.open_window({0: [announced(activation(0), torch.ones(2)), announced(activation(1), torch.ones(2))]})
+        receiver.open_window({0: [announced(activation(0), torch.ones(2)), announced(activation(1), torch.ones(2))]}, {})
         with pytest.raises(
             TransportError, match=r"device beta: activation 0->1 of microbatch 1 with device alpha: the next .* microbatch 0"
         ):
@@ -249,7 +257,7 @@ class TransportContract:
 
     def test_a_message_that_was_not_announced_is_refused(self, connect: Connect) -> None:
         _, receiver = connect()
-        receiver.open_window({})
+        receiver.open_window({}, {})
         with pytest.raises(TransportError, match="microbatch 7 with device alpha: no more messages were announced"):
             receiver.recv(activation(7), 0)
 
@@ -269,16 +277,15 @@ class TransportContract:
         self, connect: Connect, message: Message, tensors: list[Tensor]
     ) -> None:
         sender, receiver = connect(timeout_s=0.3)
-        receiver.open_window({0: [announced(activation(0), torch.empty(4))]})
-        sender.open_window({})
+        receiver.open_window({0: [announced(activation(0), torch.empty(4))]}, {})
+        sender.open_window({}, {1: [announced(message, *tensors)]})
         sender.send(message, 1, tensors)
         with pytest.raises(TransportError, match="microbatch 0 with device alpha: "):
             receiver.recv(activation(0), 0)
 
     def test_a_message_that_is_never_taken_is_an_error_at_the_end_of_the_window(self, connect: Connect) -> None:
         sender, receiver = connect()
-        receiver.open_window({0: [announced(activation(index), torch.ones(2)) for index in range(3)]})
-        sender.open_window({})
+        open_both(sender, receiver, [announced(activation(index), torch.ones(2)) for index in range(3)])
         for index in range(3):
             sender.send(activation(index), 1, [torch.ones(2)])
         receiver.recv(activation(0), 0)
@@ -288,7 +295,7 @@ class TransportContract:
     def test_a_collective_that_is_never_awaited_is_an_error_at_the_end_of_the_window(self, connect: Connect) -> None:
         ends = connect()
         for end in ends:
-            end.open_window({})
+            end.open_window({}, {})
         pending = [end.start(gradients(PAIR), torch.ones(2)) for end in ends]
         pending[0].wait()
         ends[0].close_window()
@@ -302,7 +309,7 @@ class TransportContract:
         ends = connect(3)
 
         def device(number: int) -> dict[tuple[int, ...], list[float]]:
-            ends[number].open_window({})
+            ends[number].open_window({}, {})
             mine = [members for members in GROUPS if number in members]
             tensors = {members: torch.full((5,), 10**number, dtype=dtype) for members in mine}
             pending = {members: ends[number].start(gradients(members), tensors[members]) for members in mine}
@@ -345,8 +352,7 @@ class TransportContract:
 
     def test_collectives_and_messages_pass_each_other(self, connect: Connect) -> None:
         ends = connect()
-        ends[1].open_window({0: [announced(activation(index), torch.tensor(0)) for index in range(10)]})
-        ends[0].open_window({})
+        open_both(ends[0], ends[1], [announced(activation(index), torch.tensor(0)) for index in range(10)])
         early = ends[1].start(gradients(PAIR), torch.ones(3))
         for index in range(10):
             ends[0].send(activation(index), 1, [torch.tensor(index)])
@@ -365,7 +371,7 @@ class TransportContract:
 
     def test_a_message_that_does_not_come_in_time_names_the_peer(self, connect: Connect) -> None:
         _, receiver = connect(timeout_s=0.3)
-        receiver.open_window({0: [announced(activation(5), torch.ones(2))]})
+        receiver.open_window({0: [announced(activation(5), torch.ones(2))]}, {})
         with pytest.raises(
             TransportTimeoutError, match=r"device beta: activation 0->1 of microbatch 5 with device alpha: .* within 0\.3 s"
         ):
@@ -381,8 +387,7 @@ class TransportContract:
 
     def test_a_peer_that_closes_its_end_is_noticed_by_who_waits_for_a_message(self, connect: Connect) -> None:
         sender, receiver = connect()
-        receiver.open_window({0: [announced(activation(0), torch.ones(2))]})
-        sender.open_window({})
+        open_both(sender, receiver, [announced(activation(0), torch.ones(2))])
         wait_s = seconds_until_raised(
             TransportError, lambda: receiver.recv(activation(0), 0), match="device beta: .* with device alpha: .*closed", when=sender.close
         )
@@ -400,7 +405,7 @@ class TransportContract:
 
     def test_abort_ends_the_wait_for_a_message(self, connect: Connect) -> None:
         _, receiver = connect()
-        receiver.open_window({0: [announced(activation(0), torch.ones(2))]})
+        receiver.open_window({0: [announced(activation(0), torch.ones(2))]}, {})
         wait_s = seconds_until_raised(
             AbortedError,
             lambda: receiver.recv(activation(0), 0),
@@ -417,12 +422,12 @@ class TransportContract:
 
     def test_after_abort_nothing_starts_and_the_first_reason_stays(self, connect: Connect) -> None:
         ends = connect()
-        ends[1].open_window({0: [announced(activation(0), torch.ones(2))]})
+        ends[1].open_window({0: [announced(activation(0), torch.ones(2))]}, {})
         pending = ends[1].start(gradients(PAIR), torch.ones(2))
         ends[1].abort("the first")
         ends[1].abort("the second")
         for act in (
-            lambda: ends[1].open_window({}),
+            lambda: ends[1].open_window({}, {}),
             lambda: ends[1].send(gradient(0), 0, [torch.ones(2)]),
             lambda: ends[1].recv(activation(0), 0),
             lambda: ends[1].start(gradients(PAIR), torch.ones(2)),
@@ -437,8 +442,7 @@ class TransportContract:
     def test_close_leaves_no_thread_and_can_be_repeated(self, connect: Connect) -> None:
         before = set(threading.enumerate())
         ends = connect(3)
-        ends[1].open_window({0: [announced(activation(0), torch.ones(2))]})
-        ends[0].open_window({})
+        open_both(ends[0], ends[1], [announced(activation(0), torch.ones(2))])
         ends[0].send(activation(0), 1, [torch.ones(2)])
         ends[0].start(gradients(ALL), torch.ones(2))
         for end in (*ends, *ends):
@@ -448,7 +452,7 @@ class TransportContract:
     def test_close_after_abort_leaves_no_thread(self, connect: Connect) -> None:
         before = set(threading.enumerate())
         for end in connect():
-            end.open_window({})
+            end.open_window({}, {})
             end.abort("enough")
             end.close()
         assert set(threading.enumerate()) <= before

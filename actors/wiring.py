@@ -1,0 +1,335 @@
+"""What the items of a job mean on one device, worked out once for all its windows.
+
+Between two stages that wait, caches are cold, and every lookup costs several times what it does in a loop. So what an Op takes
+and gives, under which names and in which layers' places, its rows and its weights are looked up before the first window. An Op's
+Sends follow it at once: they belong to its step, and nothing is noted or given back before its messages are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from raypipe.actors.held import Weights
+from raypipe.actors.job import Job, MessageKey, Rows, message_key, row_range
+from raypipe.actors.transport import Expected, TensorSpec
+from raypipe.cut import Cut
+from raypipe.errors import PlanError
+from raypipe.schedules.ir import Op, OpKind
+from raypipe.schedules.lower import Await, Collective, Compute, Direction, Message, Recv, Send, Start
+
+EdgeSpecs = Mapping[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]
+"""For each edge (source, target) of the stage graph and each layer that crosses it, its tensors for a whole microbatch."""
+
+
+def takes_gradient(dtype: torch.dtype) -> bool:
+    """Whether tensors of a dtype can have a gradient."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an Op takes from another stage.
+
+    Attributes:
+        key: of the message.
+        layers: for each layer that crosses the edge, its first tensor in the message and the end.
+    """
+
+    key: MessageKey
+    layers: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What an Op gives another stage.
+
+    Attributes:
+        key: of the message.
+        layers: whose tensors it consists of.
+        here: whether that stage is on this device: nothing is sent.
+    """
+
+    key: MessageKey
+    layers: tuple[int, ...]
+    here: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WiredOp:
+    """An Op and all that it needs to run.
+
+    Attributes:
+        op: which.
+        kind: of it.
+        key: stage, microbatch and part.
+        version: of the weights that it uses.
+        update: that it works for.
+        rows: of the microbatch, in shares.
+        first_row: of them.
+        num_rows: how many they are.
+        loss_weight: of their mean loss in the loss of the update.
+        weights: of its stage.
+        takes_loss: whether the loss is taken at its stage.
+        takes_batch: whether it needs the batch.
+        taken: from other stages: activations for a forward, gradients for a backward.
+        given: to other stages, in the order in which a backward finds the inputs of its forward.
+    """
+
+    op: Op
+    kind: OpKind
+    key: tuple[int, int, int]
+    version: int
+    update: int
+    rows: Rows
+    first_row: int
+    num_rows: int
+    loss_weight: float
+    weights: Weights
+    takes_loss: bool
+    takes_batch: bool
+    taken: tuple[Taken, ...]
+    given: tuple[Given, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A message that leaves.
+
+    Attributes:
+        message: which.
+        device: to which it goes.
+        key: of what the Op gives.
+        rows: first row and end of these in what the Op gives, or `None` for all.
+    """
+
+    message: Message
+    device: int
+    key: MessageKey
+    rows: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """A slot, and the messages that leave right behind it.
+
+    Attributes:
+        position: of its item.
+        name: of the slot.
+        after: what is being done behind it, in words.
+        ops: in order.
+        sends: in order.
+        releases: versions of weights that nothing reads after it.
+    """
+
+    position: int
+    name: str
+    after: str
+    ops: tuple[WiredOp, ...]
+    sends: tuple[Sending, ...]
+    releases: tuple[tuple[Weights, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """A message that is taken.
+
+    Attributes:
+        position: of its item.
+        doing: what is being done, in words.
+        message: which.
+        device: from which it comes.
+        key: of what the other Op gave.
+        num_bytes: of its tensors.
+    """
+
+    position: int
+    doing: str
+    message: Message
+    device: int
+    key: MessageKey
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """A collective that begins."""
+
+    collective: Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Awaiting:
+    """A collective whose end is waited for.
+
+    Attributes:
+        position: of its item.
+        doing: what is being done, in words.
+        collective: which.
+    """
+
+    position: int
+    doing: str
+    collective: Collective
+
+
+Step = Computing | Receiving | Starting | Awaiting
+
+Announced = dict[int, list[Expected]]
+"""By peer, the messages of a channel in order."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """A job on one device, for microbatches of so many rows.
+
+    Attributes:
+        steps: in order.
+        incoming: what will come.
+        outgoing: what will leave.
+    """
+
+    steps: tuple[Step, ...]
+    incoming: Announced = field(repr=False)
+    outgoing: Announced = field(repr=False)
+
+
+class Wirer:
+    """Works out the wirings of one device.
+
+    Args:
+        cut: the layers of all stages.
+        held: the weights of the stages that this device holds.
+        edge_specs: what travels along each edge of the stage graph.
+    """
+
+    def __init__(self, cut: Cut, held: Mapping[int, Weights], edge_specs: EdgeSpecs) -> None:
+        self.cut = cut
+        self.held = held
+        self.edge_specs = edge_specs
+
+    def wire(self, job: Job, num_rows: int) -> Wiring:
+        """The wiring of a job.
+
+        Raises:
+            PlanError: an Op has no rows.
+        """
+        for rows in job.rows:
+            if row_range(rows, num_rows)[0] == row_range(rows, num_rows)[1]:
+                raise PlanError(
+                    f"device {job.program.device} works on the share {rows} of a microbatch of {num_rows} rows, which is none; "
+                    "use larger microbatches, fewer replicas, or a schedule that does not divide microbatches"
+                )
+        incoming: Announced = {}
+        outgoing: Announced = {}
+        for item in job.program.items:
+            if isinstance(item, Recv | Send):
+                announced = incoming if isinstance(item, Recv) else outgoing
+                announced.setdefault(item.device, []).append(Expected(item.message, self._specs(item.message, num_rows)))
+        return Wiring(tuple(self._steps(job, num_rows)), incoming, outgoing)
+
+    def _specs(self, message: Message, num_rows: int) -> tuple[TensorSpec, ...]:
+        """The tensors of a message: the edge's, or those of their gradients, for its share of a microbatch."""
+        edge = (min(message.source, message.target), max(message.source, message.target))
+        specs = tuple(spec for layer in self.edge_specs[edge] for spec in layer)
+        if message.direction is Direction.GRADIENT:
+            specs = tuple(spec for spec in specs if takes_gradient(spec.dtype))
+        first, end = row_range(message.rows, num_rows)
+        return tuple(TensorSpec((end - first, *spec.shape[1:]), spec.dtype) for spec in specs)
+
+    def _steps(self, job: Job, num_rows: int) -> Iterator[Step]:
+        items = job.program.items
+        for position, item in enumerate(items):
+            match item:
+                case Compute():
+                    end = position + 1
+                    while end < len(items) and isinstance(items[end], Send):
+                        end += 1
+                    yield self._computing(
+                        job, position, item, [send for send in items[position + 1 : end] if isinstance(send, Send)], num_rows
+                    )
+                case Recv():
+                    num_bytes = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in self._specs(item.message, num_rows))
+                    doing = f"waiting for {job.names[position]} from device {item.device}"
+                    yield Receiving(position, doing, item.message, item.device, message_key(item.message), num_bytes)
+                case Start():
+                    yield Starting(item.collective)
+                case Await():
+                    others = ", ".join(map(str, item.collective.devices))
+                    yield Awaiting(position, f"waiting for {item.collective} with devices {others}", item.collective)
+                case Send():
+                    pass  # part of the step of its Op
+
+    def _computing(self, job: Job, position: int, item: Compute, sends: list[Send], num_rows: int) -> Computing:
+        ops = tuple(
+            self._op(job, op, version, rows, num_rows) for op, version, rows in zip(item.ops, item.versions, item.rows, strict=True)
+        )
+        rows_of = {given.key: wired.rows for wired in ops for given in wired.given}
+        releases = tuple(
+            (self.held[op.stage], version)
+            for op, version in zip(item.ops, item.versions, strict=True)
+            if not job.forward_only and job.program.last_reads[op.stage, version] == position
+        )
+        return Computing(
+            position=position,
+            name=job.names[position],
+            after=f"waiting to go on after {job.names[position]}",
+            ops=ops,
+            sends=tuple(_sending(send, rows_of[message_key(send.message)], num_rows) for send in sends),
+            releases=releases,
+        )
+
+    def _op(self, job: Job, op: Op, version: int, rows: Rows, num_rows: int) -> WiredOp:
+        first, end = row_range(rows, num_rows)
+        weights, graph = self.held[op.stage], job.graph
+        sources = [] if op.kind.per_update else [(source, (source, op.stage)) for source in graph.predecessors[op.stage]]
+        targets = [] if op.kind.per_update else [(target, (op.stage, target)) for target in graph.successors[op.stage]]
+        taken: tuple[Taken, ...] = ()
+        given: tuple[Given, ...] = ()
+        if op.kind is OpKind.FORWARD:
+            taken = tuple(self._taken(Direction.ACTIVATION, op, *source) for source in sources)
+            given = tuple(self._given(job, Direction.ACTIVATION, op, *target) for target in targets)
+        elif op.kind.gives_input_gradient:
+            taken = tuple(self._taken(Direction.GRADIENT, op, *target) for target in targets)
+            given = tuple(self._given(job, Direction.GRADIENT, op, *source) for source in sources)
+        takes_loss = op.stage in graph.sinks
+        return WiredOp(
+            op=op,
+            kind=op.kind,
+            key=(op.stage, op.index, op.part),
+            version=version,
+            update=op.index if op.kind.per_update else op.index // job.num_microbatches,
+            rows=rows,
+            first_row=first,
+            num_rows=end - first,
+            loss_weight=(end - first) / num_rows / job.num_microbatches,
+            weights=weights,
+            takes_loss=takes_loss,
+            takes_batch=takes_loss or weights.module.takes_batch,
+            taken=taken,
+            given=given,
+        )
+
+    def _taken(self, direction: Direction, op: Op, other: int, edge: tuple[int, int]) -> Taken:
+        layers: list[tuple[int, int, int]] = []
+        first = 0
+        for layer, specs in zip(self.cut.crossing[edge], self.edge_specs[edge], strict=True):
+            layers.append((layer, first, first + len(specs)))
+            first += len(specs)
+        return Taken((direction, other, op.stage, op.index, op.pipeline, op.part), tuple(layers))
+
+    def _given(self, job: Job, direction: Direction, op: Op, other: int, edge: tuple[int, int]) -> Given:
+        key = (direction, op.stage, other, op.index, op.pipeline, op.part)
+        return Given(key, self.cut.crossing[edge], here=not job.num_sends[key])
+
+
+def _sending(send: Send, rows: Rows, num_rows: int) -> Sending:
+    message = send.message
+    within = None
+    if message.rows != rows:
+        start = row_range(rows, num_rows)[0]
+        first, end = row_range(message.rows, num_rows)
+        within = (first - start, end - start)
+    return Sending(message, send.device, message_key(message), within)
