@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from raypipe.simulate import simulate
 
 NUM_ROWS = 256
 """Of WIDTH float32 numbers: 64 KB."""
+SETTLE_S = 10.0
+"""A Ray that was just started is busy with itself for a while."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +219,7 @@ def main() -> None:
     try:
         calibration = Calibration.load(arguments.calibration)
         with session(ClusterConfig(dashboard=False, log_to_driver=False), num_devices=num_places, cpus_per_device=1.0):
+            time.sleep(SETTLE_S)
             for case in cases:
                 results.append(measure(case, arguments.systems, calibration, num_rounds=arguments.rounds))
                 print(", ".join(f"{name} {value}" for name, value in row(results[-1]).items()), file=sys.stderr)

@@ -20,7 +20,7 @@ from raypipe.show.amounts import seconds
 def calibrate(*, output: str | None, address: str | None, as_json: bool) -> None:
     """Measure what each Op and each message costs on this machine besides computing and carrying.
 
-    Stages that wait instead of computing run for some twenty seconds; keep the machine quiet meanwhile. Predictions of training
+    Stages that wait instead of computing run for less than a minute; keep the machine quiet meanwhile. Predictions of training
     runs on this machine use the result from then on.
     """
     from raypipe.calibrator import TRANSPORTS, calibrate  # noqa: PLC0415  # loads ray and torch
