@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -69,6 +70,17 @@ def check_tensors(expected: Expected, tensors: Sequence[Tensor]) -> None:
             return
     got = Expected(expected.message, tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors))
     raise ChannelError(f"it was announced as {expected}, and not as {got}")
+
+
+def wait_until_empty(condition: threading.Condition, queue: Sized, *, given_up: Callable[[], bool], timeout_s: float) -> None:
+    """Waits until a queue is empty or given up, or has not become shorter for so long. The condition is held, and tells of changes."""
+
+    def moved(left: int) -> bool:
+        return len(queue) < left or given_up()
+
+    while queue_left := len(queue):
+        if given_up() or not condition.wait_for(partial(moved, queue_left), timeout_s):
+            return
 
 
 class IncomingChannel(Protocol):

@@ -8,14 +8,13 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
-from raypipe.actors.channels import CLOSED_BY_PEER, ChannelError, Prepared, check_tensors
+from raypipe.actors.channels import CLOSED_BY_PEER, ChannelError, Prepared, check_tensors, wait_until_empty
 from raypipe.actors.meeting import limit
 from raypipe.actors.transport import NO_MORE, Expected, TensorSpec, not_next
 from raypipe.errors import TransportTimeoutError
@@ -221,19 +220,14 @@ class Outgoing:
     def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
         """See `OutgoingChannel`."""
 
-        def ended() -> bool:
-            return not self.sent or self.error is not None or aborted.is_set()
-
-        def moved(left: int) -> bool:
-            return ended() or len(self.sent) < left
+        def given_up() -> bool:
+            return self.error is not None or aborted.is_set()
 
         with self._condition:
-            if not ended():
+            if self.sent:
                 self._flushing = True
                 self._condition.notify_all()
-            # The limit is for each message, not for all of them.
-            while not ended() and self._condition.wait_for(partial(moved, len(self.sent)), timeout_s):
-                pass
+            wait_until_empty(self._condition, self.sent, given_up=given_up, timeout_s=timeout_s)
             self._flushing = self._in_window = False
             left = self.sent.copy()  # at once: the thread may go on
             return left[0][0] if left else None

@@ -11,12 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from raypipe.actors.channels import ChannelError, Prepared, check_tensors
+from raypipe.actors.channels import ChannelError, Prepared, check_tensors, wait_until_empty
 from raypipe.actors.shm import NEW_RING, PACKET_BYTES, Line
 from raypipe.actors.transport import NO_MORE, Expected, not_next
 from raypipe.errors import TransportTimeoutError
@@ -354,19 +353,14 @@ class Outgoing:
 
     def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
         """See `OutgoingChannel`."""
-
-        def ended() -> bool:
-            return not self._waiting or self.error is not None or aborted.is_set()
-
-        def moved(left: int) -> bool:
-            return ended() or len(self._waiting) < left
-
         if not self._moving:
             return None
+
+        def given_up() -> bool:
+            return self.error is not None or aborted.is_set()
+
         with self._condition:
-            # The limit is for each message, not for all of them.
-            while not ended() and self._condition.wait_for(partial(moved, len(self._waiting)), timeout_s):
-                pass
+            wait_until_empty(self._condition, self._waiting, given_up=given_up, timeout_s=timeout_s)
             return self._waiting[0][0].message if self._waiting else None
 
     def end(self) -> list[Expected]:
