@@ -12,6 +12,7 @@ which are empty between windows:
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from raypipe.actors.held import Draw, Outputs, Weights
 from raypipe.actors.job import Job, MessageKey, Rows
 from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import Pending, Transport
-from raypipe.actors.wiring import Awaiting, Computing, EdgeSpecs, Given, Receiving, Starting, Step, WiredOp, Wirer, Wiring, takes_gradient
+from raypipe.actors.wiring import Awaiting, Computing, EdgeSpecs, Given, Receiving, Starting, Step, WiredOp, Wirer, Wiring
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError, ConfigError
 from raypipe.model import Batch, Model
@@ -79,14 +80,14 @@ class _Saved:
 
     Attributes:
         version: of the weights that it used.
-        inputs: from each stage before it.
+        inputs: from the stages before it.
         outputs: by layer.
         pivot: see `backward_input`.
         loss: where it is taken.
     """
 
     version: int
-    inputs: list[tuple[Tensor, ...]]
+    inputs: list[Tensor]
     outputs: Outputs
     pivot: tuple[Tensor, ...]
     loss: Tensor | None
@@ -238,23 +239,25 @@ class _Run:
                 tensors = tuple(tensor[first:end] for tensor in tensors)
             executor.transport.send(sending.message, sending.device, tensors)
         self.outbox.clear()
+        if step.sends:
+            # The receiver may have been woken on this core, where it would wait until this process sleeps, up to 0.4 ms behind an update.
+            os.sched_yield()
         self.report.log.add(step.position, since - self.origin, until - self.origin, 0)
         executor.doing = step.after
         for weights, version in step.releases:
             weights.release(version)
 
     def _forward(self, wired: WiredOp) -> None:
-        inputs: list[tuple[Tensor, ...]] = []
+        inputs: list[Tensor] = []
         by_layer: Outputs = {}
         has_leaves = False
-        for taken in wired.taken:
+        for taken in wired.activations:
             tensors = self._take(taken.key)
             if self.training:
-                for tensor in tensors:
-                    if takes_gradient(tensor.dtype):
-                        tensor.requires_grad_()
-                        has_leaves = True
-            inputs.append(tensors)
+                for number in taken.leaves:
+                    tensors[number].requires_grad_()
+                    has_leaves = True
+            inputs += tensors
             for layer, first, end in taken.layers:
                 by_layer[layer] = tensors[first:end]
         microbatch = self.first_microbatch + wired.op.index
@@ -268,7 +271,7 @@ class _Run:
         if self.training:
             self.saved[wired.key] = _Saved(wired.version, inputs, outputs, pivot, loss)
         for given in wired.given:
-            self._give(given, wired.rows, tuple([tensor.detach() for layer in given.layers for tensor in outputs[layer]]))
+            self._give(given, wired.rows, tuple([tensor for layer in given.layers for tensor in outputs[layer]]))
 
     def _loss(self, wired: WiredOp, outputs: Outputs, batch: Batch) -> Tensor:
         model = self.executor.model
@@ -287,23 +290,20 @@ class _Run:
         saved = self.saved.pop(wired.key)
         outputs, gradients = self._roots(wired, saved)
         parameters = wired.weights.bind(saved.version, wired.update)
-        leaves = [tensor for tensors in saved.inputs for tensor in tensors]
+        inputs = saved.inputs
         if wired.kind is OpKind.BACKWARD:
-            found = backward_full(outputs, gradients, leaves, parameters)
+            found = backward_full(outputs, gradients, inputs, parameters)
         else:
-            found, deferred = backward_input(outputs, gradients, leaves, parameters, pivot=saved.pivot)
+            found, deferred = backward_input(outputs, gradients, inputs, parameters, pivot=saved.pivot)
             self.deferred[wired.key] = (saved.version, deferred)
-        position = 0
-        for given, tensors in zip(wired.given, saved.inputs, strict=True):
-            end = position + len(tensors)
-            pairs = zip(tensors, found[position:end], strict=True)
-            position = end
-            message = tuple([
-                torch.zeros_like(tensor) if gradient is None else gradient for tensor, gradient in pairs if takes_gradient(tensor.dtype)
-            ])
-            self._give(given, wired.rows, message)
+        for given in wired.given:
+            message: list[Tensor] = []
+            for number in given.leaves:
+                gradient = found[number]
+                message.append(torch.zeros_like(inputs[number]) if gradient is None else gradient)
+            self._give(given, wired.rows, tuple(message))
 
-    def _roots(self, wired: WiredOp, saved: _Saved) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _roots(self, wired: WiredOp, saved: _Saved) -> tuple[list[Tensor], list[Tensor]]:
         """Where the backward of a stage begins: its loss, or the outputs with the sums of what their consumers sent back."""
         if saved.loss is not None:
             # The weight is the gradient that the backward begins with: one node of the graph less than a product.
@@ -312,15 +312,10 @@ class _Run:
                 gradient = self.loss_gradients[wired.loss_weight] = torch.full_like(saved.loss, wired.loss_weight)
             return [saved.loss], [gradient]
         sums: dict[tuple[int, int], Tensor] = {}
-        for taken in wired.taken:
-            received = iter(self._take(taken.key))
-            for layer, _, _ in taken.layers:
-                for number, tensor in enumerate(saved.outputs[layer]):
-                    if takes_gradient(tensor.dtype):
-                        gradient, at = next(received), (layer, number)
-                        sums[at] = sums[at] + gradient if at in sums else gradient
-        wanted = [at for at in sums if saved.outputs[at[0]][at[1]].requires_grad]
-        return [saved.outputs[layer][number] for layer, number in wanted], [sums[at] for at in wanted]
+        for taken in wired.gradients:
+            for at, gradient in zip(taken.roots, self._take(taken.key), strict=True):
+                sums[at] = sums[at] + gradient if at in sums else gradient
+        return [saved.outputs[layer][number] for layer, number in sums], list(sums.values())
 
     def _update(self, op: Op, position: int) -> None:
         executor, weights = self.executor, self.executor.held[op.stage]
@@ -354,7 +349,7 @@ class _Run:
     def _give(self, given: Given, rows: Rows, tensors: tuple[Tensor, ...]) -> None:
         """Puts a stage's result where its consumer finds it: on this device, or for the Sends of this step."""
         if given.here:
-            self.inbox[given.key] = [(rows, tensors)]
+            self.inbox[given.key] = [(rows, tuple([tensor.detach() for tensor in tensors]))]
         else:
             self.outbox[given.key] = tensors
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,8 @@ class StageModule(nn.Module):
         self.layers = nn.ModuleDict({str(index): build_layer(model.layers[index], index=index, seed=seed) for index in self.indices})
         self.steps = [(index, self.layers[str(index)], self.inputs[index], self.specs[index].batch) for index in self.indices]
         self.takes_batch = any(spec.batch for spec in self.specs.values())
-        self.random: dict[int, bool] = {}
+        self.random = dict.fromkeys(self.indices, False)
+        """The layers that may draw random numbers, and whether they did."""
         # The first layer's outputs of the last forward. In a list: setting an attribute of a module takes microseconds.
         self.first: list[tuple[Tensor, ...]] = [()]
 
@@ -116,24 +117,26 @@ class StageModule(nn.Module):
             draw: for randomness.
         """
         values = dict(inputs)
+        maybe_random = self.random if self.training else ()
         for index, module, sources, fields in self.steps:
             arguments = [tensor for source in sources for tensor in values[source]]
-            arguments += [batch[field] for field in fields]
-            values[index] = self._run(index, module, arguments, draw)
+            for field in fields:
+                arguments.append(batch[field])
+            result = self._run_seeded(index, module, arguments, draw) if index in maybe_random else module(*arguments)
+            values[index] = result if isinstance(result, tuple) else (result,)
         self.first[0] = values[self.indices[0]]
         return {index: values[index] for index in self.kept}
 
-    def _run(self, index: int, module: nn.Module, arguments: list[Tensor], draw: Draw) -> tuple[Tensor, ...]:
-        if self.training and self.random.get(index, True):
-            # Not known to be free of randomness: seed it, alone in the process, and learn whether it drew.
-            with _BUILDING:
-                torch.manual_seed(layer_seed(self.seed, index, draw))
-                before = torch.get_rng_state()
-                result = module(*arguments)
-                self.random[index] = self.random.get(index, False) or not torch.equal(before, torch.get_rng_state())
-        else:
+    def _run_seeded(self, index: int, module: nn.Module, arguments: list[Tensor], draw: Draw) -> Any:
+        """Runs a layer not known to be free of randomness: seeds it, alone in the process, and learns whether it draws."""
+        with _BUILDING:
+            torch.manual_seed(layer_seed(self.seed, index, draw))
+            before = torch.get_rng_state()
             result = module(*arguments)
-        return result if isinstance(result, tuple) else (result,)
+            self.random[index] = self.random[index] or not torch.equal(before, torch.get_rng_state())
+            if not self.random[index]:
+                del self.random[index]
+            return result
 
 
 @dataclass
@@ -150,26 +153,25 @@ class Weights:
         module: the stage.
         optimizer: makes the optimizer.
         rule: how a backward finds its weights.
+
+    Attributes:
+        versioned: whether Ops compute with a version's own tensors rather than with the module's.
     """
 
     def __init__(self, module: StageModule, *, optimizer: Optimizer, rule: WeightRule) -> None:
         self.module = module
-        self.rule = rule
+        self.versioned = rule in {WeightRule.STASH, WeightRule.DOUBLE_BUFFER}
         self.names = [name for name, weight in module.named_parameters() if weight.requires_grad]
         own = dict(module.named_parameters())
         self.masters = [nn.Parameter(own[name].data) for name in self.names]
         self.optimizer = optimizer(self.masters) if self.masters else None
         self.newest = 0
-        self._versions = {0: _Version({name: own[name] for name in self.names})}
+        self._own: list[Tensor] = [own[name] for name in self.names]
+        self._versions = {0: _Version(dict(zip(self.names, self._own, strict=True)))}
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._bound: tuple[int, int] | None = None
         if self.versioned:
             self._versions[0] = _Version(self._leaves())
-
-    @property
-    def versioned(self) -> bool:
-        """Whether Ops compute with a version's own tensors rather than with the module's."""
-        return self.rule in {WeightRule.STASH, WeightRule.DOUBLE_BUFFER}
 
     @property
     def num_versions(self) -> int:
@@ -190,14 +192,13 @@ class Weights:
     def run(self, version: int, inputs: Outputs, batch: Batch, draw: Draw) -> Outputs:
         """The stage's forward with one version of its weights."""
         if not self.versioned:
-            result: Outputs = self.module(inputs, batch, draw)
-            return result
+            return self.module.forward(inputs, batch, draw)  # nobody hooks into a stage's module: its call would only take time
         outputs: Outputs = torch.func.functional_call(self.module, self._versions[version].leaves, (inputs, batch, draw))
         return outputs
 
     def parameters(self, version: int) -> list[Tensor]:
         """The tensors that a forward with this version computed with."""
-        return list(self._versions[version if self.versioned else next(iter(self._versions))].leaves.values())
+        return list(self._versions[version].leaves.values()) if self.versioned else self._own
 
     def bind(self, version: int, update: int) -> list[Tensor]:
         """Makes the `.grad` of a version's tensors the gradient buffer of an update; returns these tensors."""

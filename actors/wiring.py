@@ -30,16 +30,31 @@ def takes_gradient(dtype: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What an Op takes from another stage.
+class Activations:
+    """What a forward takes from another stage.
 
     Attributes:
         key: of the message.
         layers: for each layer that crosses the edge, its first tensor in the message and the end.
+        leaves: the numbers of the tensors that take a gradient.
     """
 
     key: MessageKey
     layers: tuple[tuple[int, int, int], ...]
+    leaves: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What a backward takes from another stage.
+
+    Attributes:
+        key: of the message.
+        roots: for each of its tensors, the layer of this stage, and which of the layer's outputs it is the gradient of.
+    """
+
+    key: MessageKey
+    roots: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +63,14 @@ class Given:
 
     Attributes:
         key: of the message.
-        layers: whose tensors it consists of.
+        layers: whose tensors an activation consists of.
+        leaves: which of the stage's inputs, counted over all its edges, a gradient consists of the gradients of.
         here: whether that stage is on this device: nothing is sent.
     """
 
     key: MessageKey
     layers: tuple[int, ...]
+    leaves: tuple[int, ...]
     here: bool
 
 
@@ -74,8 +91,9 @@ class WiredOp:
         weights: of its stage.
         takes_loss: whether the loss is taken at its stage.
         takes_batch: whether it needs the batch.
-        taken: from other stages: activations for a forward, gradients for a backward.
-        given: to other stages, in the order in which a backward finds the inputs of its forward.
+        activations: that a forward takes.
+        gradients: that a backward takes.
+        given: to other stages.
     """
 
     op: Op
@@ -90,7 +108,8 @@ class WiredOp:
     weights: Weights
     takes_loss: bool
     takes_batch: bool
-    taken: tuple[Taken, ...]
+    activations: tuple[Activations, ...]
+    gradients: tuple[Gradients, ...]
     given: tuple[Given, ...]
 
 
@@ -233,9 +252,9 @@ class Wirer:
     def _specs(self, message: Message, num_rows: int) -> tuple[TensorSpec, ...]:
         """The tensors of a message: the edge's, or those of their gradients, for its share of a microbatch."""
         edge = (min(message.source, message.target), max(message.source, message.target))
-        specs = tuple(spec for layer in self.edge_specs[edge] for spec in layer)
+        specs = self._flat_specs(edge)
         if message.direction is Direction.GRADIENT:
-            specs = tuple(spec for spec in specs if takes_gradient(spec.dtype))
+            specs = [spec for spec in specs if takes_gradient(spec.dtype)]
         first, end = row_range(message.rows, num_rows)
         return tuple(TensorSpec((end - first, *spec.shape[1:]), spec.dtype) for spec in specs)
 
@@ -286,14 +305,20 @@ class Wirer:
         weights, graph = self.held[op.stage], job.graph
         sources = [] if op.kind.per_update else [(source, (source, op.stage)) for source in graph.predecessors[op.stage]]
         targets = [] if op.kind.per_update else [(target, (op.stage, target)) for target in graph.successors[op.stage]]
-        taken: tuple[Taken, ...] = ()
-        given: tuple[Given, ...] = ()
+        activations: tuple[Activations, ...] = ()
+        gradients: tuple[Gradients, ...] = ()
+        given: list[Given] = []
         if op.kind is OpKind.FORWARD:
-            taken = tuple(self._taken(Direction.ACTIVATION, op, *source) for source in sources)
-            given = tuple(self._given(job, Direction.ACTIVATION, op, *target) for target in targets)
+            activations = tuple(self._activations(op, *source) for source in sources)
+            given = [self._given(job, Direction.ACTIVATION, op, target, self.cut.crossing[edge], ()) for target, edge in targets]
         elif op.kind.gives_input_gradient:
-            taken = tuple(self._taken(Direction.GRADIENT, op, *target) for target in targets)
-            given = tuple(self._given(job, Direction.GRADIENT, op, *source) for source in sources)
+            gradients = tuple(self._gradients(op, *target) for target in targets)
+            num_inputs = 0
+            for source, edge in sources:
+                specs = self._flat_specs(edge)
+                leaves = tuple(num_inputs + number for number, spec in enumerate(specs) if takes_gradient(spec.dtype))
+                given.append(self._given(job, Direction.GRADIENT, op, source, (), leaves))
+                num_inputs += len(specs)
         takes_loss = op.stage in graph.sinks
         return WiredOp(
             op=op,
@@ -308,21 +333,31 @@ class Wirer:
             weights=weights,
             takes_loss=takes_loss,
             takes_batch=takes_loss or weights.module.takes_batch,
-            taken=taken,
-            given=given,
+            activations=activations,
+            gradients=gradients,
+            given=tuple(given),
         )
 
-    def _taken(self, direction: Direction, op: Op, other: int, edge: tuple[int, int]) -> Taken:
+    def _flat_specs(self, edge: tuple[int, int]) -> list[TensorSpec]:
+        return [spec for specs in self.edge_specs[edge] for spec in specs]
+
+    def _activations(self, op: Op, source: int, edge: tuple[int, int]) -> Activations:
         layers: list[tuple[int, int, int]] = []
         first = 0
         for layer, specs in zip(self.cut.crossing[edge], self.edge_specs[edge], strict=True):
             layers.append((layer, first, first + len(specs)))
             first += len(specs)
-        return Taken((direction, other, op.stage, op.index, op.pipeline, op.part), tuple(layers))
+        leaves = tuple(number for number, spec in enumerate(self._flat_specs(edge)) if takes_gradient(spec.dtype))
+        return Activations((Direction.ACTIVATION, source, op.stage, op.index, op.pipeline, op.part), tuple(layers), leaves)
 
-    def _given(self, job: Job, direction: Direction, op: Op, other: int, edge: tuple[int, int]) -> Given:
+    def _gradients(self, op: Op, target: int, edge: tuple[int, int]) -> Gradients:
+        layers = zip(self.cut.crossing[edge], self.edge_specs[edge], strict=True)
+        roots = tuple((layer, number) for layer, specs in layers for number, spec in enumerate(specs) if takes_gradient(spec.dtype))
+        return Gradients((Direction.GRADIENT, target, op.stage, op.index, op.pipeline, op.part), roots)
+
+    def _given(self, job: Job, direction: Direction, op: Op, other: int, layers: tuple[int, ...], leaves: tuple[int, ...]) -> Given:
         key = (direction, op.stage, other, op.index, op.pipeline, op.part)
-        return Given(key, self.cut.crossing[edge], here=not job.num_sends[key])
+        return Given(key, layers, leaves, here=not job.num_sends[key])
 
 
 def _sending(send: Send, rows: Rows, num_rows: int) -> Sending:

@@ -69,7 +69,7 @@ class Entry(nn.Module):
 class Waiting(nn.Module):
     """Adds a weight to the rows, [B, width], and waits in its forward, its input gradient and its weight gradient.
 
-    The wait of the weight gradient lies on the weight's own branch of the graph, the other on that of the input.
+    The wait of the input gradient lies on the input's branch of the graph, the other in a hook of the weight.
     """
 
     def __init__(self, width: int, *, forward_s: float, input_grad_s: float, weight_grad_s: float) -> None:
@@ -83,5 +83,10 @@ class Waiting(nn.Module):
         """Returns x + weight."""
         time.sleep(self.forward_s)
         passed: Tensor = _WaitInBackward.apply(x, self.input_grad_s)  # type: ignore[no-untyped-call]
-        added: Tensor = _WaitInBackward.apply(self.weight, self.weight_grad_s)  # type: ignore[no-untyped-call]
-        return passed + added
+        weight = self.weight
+        if not weight._backward_hooks:  # once for each tensor that holds a version of the weight
+            weight.register_hook(self._wait)  # type: ignore[no-untyped-call]
+        return passed + weight
+
+    def _wait(self, _: Tensor) -> None:
+        time.sleep(self.weight_grad_s)
