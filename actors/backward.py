@@ -40,6 +40,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+_ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
+"""What `torch.autograd.backward` calls behind checks in Python, which take 45 us where caches are cold; the engine has checks of its own.
+It is not public: where a torch is without it, the public way is taken."""
+
 
 def backward_full(
     outputs: Sequence[Tensor], output_gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
@@ -65,9 +69,10 @@ def backward_full(
     leaves = [tensor for tensor in (*inputs, *parameters) if tensor.requires_grad]
     if not roots or not leaves:
         return (None,) * len(inputs)
-    # What `torch.autograd.backward` calls, without its checks in Python, which take 45 us where caches are cold; the engine has its own.
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(tuple(roots), tuple(given), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
+    if _ENGINE is not None:
+        _ENGINE.run_backward(tuple(roots), tuple(given), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
+    else:
+        torch.autograd.backward(roots, given, inputs=leaves)
     gradients = tuple([tensor.grad for tensor in inputs])
     for tensor in inputs:
         tensor.grad = None

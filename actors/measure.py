@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ class LayerMeasurement:
 
     Attributes:
         name: of the layer.
-        forward_s: median seconds of the forward.
+        forward_s: seconds of the forward; all times are lower quartiles.
         backward_s: of the full backward.
         weight_grad_s: of the weight gradient, where the backward is split.
         output_bytes: of what it passes on.
@@ -57,7 +57,7 @@ def measure_layers(
         batch: one microbatch.
         optimizer: makes the optimizer of a layer.
         seed: of the weights.
-        repeats: timed runs of each layer; medians are taken.
+        repeats: timed runs of each layer.
         warm_up: runs before them.
     """
     cut = Cut(tuple((layer,) for layer in range(len(model.layers))), model.edges())
@@ -96,26 +96,27 @@ class _Layer:
                 updates.append(update_s)
         sums = sorted(forward + backward for forward, backward in zip(forwards, backwards, strict=True))
         quartiles = statistics.quantiles(sums, n=4) if len(sums) > 1 else [sums[0]] * 3
-        backward_s = statistics.median(backwards)
+        backward_s = _undisturbed(backwards)
         return LayerMeasurement(
             name=self.model.layers[self.index].name,
-            forward_s=statistics.median(forwards),
+            forward_s=_undisturbed(forwards),
             backward_s=backward_s,
-            weight_grad_s=min(statistics.median(weight_grads), backward_s),
+            weight_grad_s=min(_undisturbed(weight_grads), backward_s),
             output_bytes=sum(_spec_bytes(spec) for spec in self.output_specs),
             saved_bytes=saved,
             parameter_bytes=sum(weight.nbytes for weight in self.module.parameters()),
-            update_s=statistics.median(updates),
+            update_s=_undisturbed(updates),
             spread=(quartiles[2] - quartiles[0]) / 2 / quartiles[1],
         )
 
     def _once(self) -> tuple[float, float, float, int]:
         roots, leaves, forward_s, saved = self._forward()
-        _, backward_s = _timed(lambda: backward_full(roots, [torch.ones_like(root) for root in roots], leaves, self.parameters))
+        gradients = [torch.ones_like(root) for root in roots]
+        _, backward_s = _timed(lambda: backward_full(roots, gradients, leaves, self.parameters))
         self._clear()
         roots, leaves, _, _ = self._forward()
         pivot = () if any(leaf.requires_grad for leaf in leaves) else self.module.first[0]
-        _, deferred = backward_input(roots, [torch.ones_like(root) for root in roots], leaves, self.parameters, pivot=pivot)
+        _, deferred = backward_input(roots, gradients, leaves, self.parameters, pivot=pivot)
         _, weight_grad_s = _timed(deferred.run)
         return forward_s, backward_s, weight_grad_s, saved
 
@@ -155,6 +156,11 @@ class _Layer:
     def _clear(self) -> None:
         for weight in self.parameters:
             weight.grad = None
+
+
+def _undisturbed(seconds: Sequence[float]) -> float:
+    """The lower quartile: what disturbs a measurement only ever adds to it, and often to more than half of a few repeats."""
+    return statistics.quantiles(seconds, n=4)[0] if len(seconds) > 1 else seconds[0]
 
 
 def _timed(what: Callable[[], T]) -> tuple[T, float]:

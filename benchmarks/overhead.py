@@ -8,13 +8,16 @@ A forward waits once, a backward twice (input gradient, weight gradient), on the
 With several stages a device each of them waits as long. A window is `--updates` updates in a row, as the driver sees it: from
 telling all processes to the last answer. Printed are medians over the rounds, with half the distance of the quartiles, over the
 ideal: raypipe's order, simulated with the nominal waits and nothing else; and over what raypipe predicts from its measure of the
-layers and the machine's calibration (`raypipe calibrate`, which runs another order, other sizes and other waits). The ideal of
+layers and the machine's calibration (`raypipe calibrate`, which runs another order, other sizes and other waits). *layers* is what
+would be left if Ops and messages cost nothing: raypipe's order with the layers as measured on an idle machine, over the ideal. Most of
+it are waits that end late. The ideal of
 ZB-V in torch's order is that of another order: its first stage computes both gradients in W.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -83,6 +86,7 @@ class Measured:
         case: which.
         ideal_s: of raypipe's order, by simulation with the nominal waits.
         torch_ideal_s: likewise of torch's order.
+        layers_s: raypipe's order by its own measure of the layers, and nothing else.
         predicted_s: for each of raypipe's, by its own measure of the layers and the machine's calibration.
         update_s: of each system.
     """
@@ -90,6 +94,7 @@ class Measured:
     case: Case
     ideal_s: float
     torch_ideal_s: float
+    layers_s: float
     predicted_s: dict[str, float]
     update_s: dict[str, Summary]
 
@@ -153,11 +158,14 @@ def measure(case: Case, names: Sequence[str], calibration: Calibration, *, num_r
         in_rounds(runs, num_rounds=1)
         seconds = in_rounds(runs, num_rounds=num_rounds)
         orders = [system.order for system in systems.values() if isinstance(system, TorchSystem)]
-        predicted_s = {name: system.predicted_s(calibration) for name, system in systems.items() if isinstance(system, RaypipeSystem)}
+        ours = {name: system for name, system in systems.items() if isinstance(system, RaypipeSystem)}
+        predicted_s = {name: system.predicted_s(calibration) for name, system in ours.items()}
+        layers_s = statistics.fmean(system.predicted_s(None) for system in ours.values()) if ours else math.nan
     return Measured(
         case=case,
         ideal_s=simulated_s(case, case.work.order),
         torch_ideal_s=torch_simulated_s(case, orders[0] if orders else ()),
+        layers_s=layers_s,
         predicted_s=predicted_s,
         update_s={name: Summary.of(values) for name, values in seconds.items()},
     )
@@ -169,6 +177,7 @@ def row(measured: Measured) -> dict[str, str]:
     medians = {name: summary.median for name, summary in measured.update_s.items()}
     found = {"schedule": case.schedule, "devices": f"{case.num_devices}", "microbatches": f"{case.num_microbatches}"}
     found |= {"ideal ms": f"{1e3 * ideal_s:.1f}", "torch's ms": f"{1e3 * measured.torch_ideal_s:.1f}"}
+    found["layers"] = f"{measured.layers_s / ideal_s:.3f}"
     for name, summary in measured.update_s.items():
         found[name] = f"{summary.median / ideal_s:.3f} +-{summary.spread / ideal_s:.3f}"
     found |= {f"{name} / predicted": f"{medians[name] / seconds:.3f}" for name, seconds in measured.predicted_s.items()}
@@ -181,7 +190,9 @@ def means(results: Sequence[Measured]) -> dict[str, float]:
     """Geometric means over all cases: of each system over the ideal, and of raypipe over the others."""
     names = list(results[0].update_s)
     medians = {name: [result.update_s[name].median for result in results] for name in names}
-    against = {f"{name} / ideal": (medians[name], [result.ideal_s for result in results]) for name in names}
+    ideals = [result.ideal_s for result in results]
+    against = {"layers / ideal": ([result.layers_s for result in results], ideals)}
+    against |= {f"{name} / ideal": (medians[name], ideals) for name in names}
     if "torch" in names:
         against["torch / its order's ideal"] = (medians["torch"], [result.torch_ideal_s for result in results])
     for name in results[0].predicted_s:

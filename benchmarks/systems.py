@@ -38,13 +38,14 @@ from raypipe.actors.stage import BatchFunction, BuildOrder, adamw
 from raypipe.calibration import Calibration
 from raypipe.config import Transport
 from raypipe.coordinator import Coordinator
-from raypipe.cost import Cost, StageCost
+from raypipe.cost import Cost
 from raypipe.cut import Cut
+from raypipe.profiler import stage_costs
 from raypipe.schedules.catalogue import build, family
 from raypipe.schedules.ir import Schedule, Size, UpdateScope
 from raypipe.schedules.lower import lower
 from raypipe.simulate import Numbered
-from raypipe.topology import Path
+from raypipe.topology import Overheads, Path
 
 SYSTEMS = {"raypipe": Transport.AUTO, "raypipe-gloo": Transport.GLOO, "torch": None}
 """The systems by name, with raypipe's transport."""
@@ -189,26 +190,24 @@ class RaypipeSystem:
         norms = norms_of(result.reports, scope=UpdateScope.STAGE)
         return Window(seconds, [loss for _, loss in sorted(by_microbatch.items())], norms[self.work.num_updates - 1])
 
-    def predicted_s(self, calibration: Calibration) -> float:
-        """Seconds per update: the layers as measured on an actor, the order, and what a calibration says of Ops and messages."""
-        costs = calibration.of(self.transport)
-        link = Path(costs.link.latency_s, costs.link.bandwidth_bytes_per_s or math.inf)
-        stages = [
-            StageCost(
-                forward_s=sum(self.measured[layer].forward_s for layer in layers),
-                backward_s=sum(self.measured[layer].backward_s for layer in layers),
-                weight_grad_s=sum(self.measured[layer].weight_grad_s for layer in layers),
-                update_s=sum(self.measured[layer].update_s for layer in layers),
-            )
-            for layers in self.work.cut.stages
-        ]
+    def predicted_s(self, calibration: Calibration | None) -> float:
+        """Seconds per update: the layers as measured on an actor, the order, and what a calibration says of Ops and messages.
+
+        Args:
+            calibration: `None` for Ops and messages that cost nothing.
+        """
+        overheads, link = Overheads(), Path()
+        if calibration is not None:
+            costs = calibration.of(self.transport)
+            overheads, link = costs.overheads, Path(costs.link.latency_s, costs.link.bandwidth_bytes_per_s or math.inf)
+        stages = stage_costs(self.measured, self.work.cut)
         edge_bytes = {edge: sum(self.measured[layer].output_bytes for layer in layers) for edge, layers in self.work.cut.crossing.items()}
         cost = Cost(
             devices=self.coordinator.device_names,
             stages={(device, stage): stages[stage] for device, held in enumerate(self.work.stages) for stage in held},
             edge_bytes=edge_bytes,
             path=lambda _source, _target: link,
-            overheads=costs.overheads,
+            overheads=overheads,
         )
         return Numbered(lower(self.work.order)).run(cost).makespan_s / self.work.num_updates
 

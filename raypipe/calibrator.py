@@ -22,9 +22,10 @@ from raypipe.actors.stage import BuildOrder
 from raypipe.calibration import Calibration, Observations, TransportCosts
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig, Transport
 from raypipe.coordinator import Coordinator
-from raypipe.cost import Cost, StageCost
+from raypipe.cost import Cost
 from raypipe.cut import Cut
 from raypipe.models.waiting import waiting
+from raypipe.profiler import stage_costs
 from raypipe.ray_session import session
 from raypipe.run_folder import versions
 from raypipe.schedules.catalogue import build
@@ -108,17 +109,9 @@ def _observe(observations: Observations, cluster: ClusterConfig, transport: Tran
         )
         programs = jobs(schedule)
         coordinator.connect({"train": programs}, cut)
-        stages = {
-            stage: StageCost(
-                forward_s=sum(measured[layer].forward_s for layer in layers),
-                backward_s=sum(measured[layer].backward_s for layer in layers),
-                weight_grad_s=sum(measured[layer].weight_grad_s for layer in layers),
-            )
-            for stage, layers in enumerate(cut.stages)
-        }
         cost = Cost(
             devices=coordinator.device_names,
-            stages={(stage, stage): of_stage for stage, of_stage in stages.items()},
+            stages={(stage, stage): of_stage for stage, of_stage in enumerate(stage_costs(measured, cut))},
             edge_bytes={},
             path=lambda _source, _target: Path(),
         )

@@ -1,4 +1,4 @@
-"""From measured layers to a `ModelProfile`."""
+"""From measured layers to a `ModelProfile`, or to the costs of a cut's stages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from raypipe.actors.measure import LayerMeasurement
+from raypipe.cost import StageCost
+from raypipe.cut import Cut
 from raypipe.model import Model
 from raypipe.profile import LayerProfile, ModelProfile, NamedEdge
 
@@ -38,3 +40,16 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
     if edges != chain:
         named = tuple(NamedEdge(producer=layers[source].name, consumer=layers[target].name) for source, target in edges)
     return ModelProfile(name=name, microbatch_size=microbatch_size, layers=layers, named_edges=named)
+
+
+def stage_costs(measured: Sequence[LayerMeasurement], cut: Cut) -> list[StageCost]:
+    """What the stages of a cut cost in seconds, from the layers of the model as they were measured on one device."""
+    return [
+        StageCost(
+            forward_s=sum(measured[layer].forward_s for layer in layers),
+            backward_s=sum(measured[layer].backward_s for layer in layers),
+            weight_grad_s=sum(measured[layer].weight_grad_s for layer in layers),
+            update_s=sum(measured[layer].update_s for layer in layers),
+        )
+        for layers in cut.stages
+    ]

@@ -84,8 +84,8 @@ class Waiting(nn.Module):
         time.sleep(self.forward_s)
         passed: Tensor = _WaitInBackward.apply(x, self.input_grad_s)  # type: ignore[no-untyped-call]
         weight = self.weight
-        if not weight._backward_hooks:  # once for each tensor that holds a version of the weight
-            weight.register_hook(self._wait)  # type: ignore[no-untyped-call]
+        if not hasattr(weight, "waits"):  # once for each tensor that holds a version of the weight
+            weight.waits = weight.register_hook(self._wait)  # type: ignore[no-untyped-call, attr-defined]
         return passed + weight
 
     def _wait(self, _: Tensor) -> None:

@@ -570,6 +570,13 @@ def test_an_input_given_twice_gets_its_gradient_twice() -> None:
     assert_same(backward_input(outputs_of(module, (x,)), output_gradients, (x, x), parameters)[0], expected * 2)
 
 
+def test_a_torch_without_its_engine_at_hand_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = Block(), floats()
+    output_gradients, expected = plain_backward(module, inputs)
+    monkeypatch.setattr("raypipe.actors.backward._ENGINE", None)
+    assert_same(backward_full(outputs_of(module, inputs), output_gradients, inputs, list(module.parameters())), expected)
+
+
 def test_inputs_are_left_without_a_grad() -> None:
     module, (x,) = Block(), floats()
     output_gradients, expected = plain_backward(module, (x,))
