@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raypipe.cut import Cut
 from raypipe.plan import Plan
+from raypipe.profile import ModelProfile
 from raypipe.schedules.ir import Op, OpKind, Schedule
-from raypipe.schedules.lower import Collective, CollectiveKind, Message
+from raypipe.schedules.lower import Collective, CollectiveKind, Message, Placement
 from raypipe.schedules.validate import facts
-from raypipe.topology import Overheads, Path
+from raypipe.topology import ClusterTopology, Device, Overheads, Path
+
+STATE_BYTES_PER_PARAMETER_BYTE = 3.0
+"""Of gradients and optimizer state: AdamW in the precision of the weights."""
 
 
 @dataclass(frozen=True)
@@ -188,44 +193,90 @@ def equal_stages(
     )
 
 
-def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = 3.0) -> Cost:
+def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE) -> Cost:
     """The cost of a plan on its own topology.
 
     Args:
         plan: what runs where.
-        state_bytes_per_parameter_byte: gradients and optimizer state; 3 for AdamW in the precision of the weights.
+        state_bytes_per_parameter_byte: gradients and optimizer state.
     """
-    names = plan.devices
-    number = {name: position for position, name in enumerate(names)}
-    scale = plan.microbatch_size / plan.profile.microbatch_size
+    return layout_cost(
+        profile=plan.profile,
+        topology=plan.topology,
+        cut=plan.cut,
+        pipelines=plan.order.pipelines,
+        placement=plan.placement,
+        devices=plan.devices,
+        microbatch_size=plan.microbatch_size,
+        weight_versions=_weight_versions(plan),
+        state_bytes_per_parameter_byte=state_bytes_per_parameter_byte,
+    )
+
+
+def layout_cost(
+    *,
+    profile: ModelProfile,
+    topology: ClusterTopology,
+    cut: Cut,
+    pipelines: Sequence[Sequence[int]],
+    placement: Placement,
+    devices: tuple[str, ...],
+    microbatch_size: int,
+    weight_versions: Mapping[int, float] | None = None,
+    state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE,
+) -> Cost:
+    """The cost of stages laid onto devices, whatever the order.
+
+    Args:
+        profile: what layers cost.
+        topology: devices and links.
+        cut: the layers of each stage.
+        pipelines: for each laying, the worker of each stage.
+        placement: the devices of each worker, by number.
+        devices: their names, by number.
+        microbatch_size: rows of a microbatch.
+        weight_versions: as of `Cost`.
+        state_bytes_per_parameter_byte: gradients and optimizer state.
+    """
+    number = {name: position for position, name in enumerate(devices)}
+    scale = microbatch_size / profile.microbatch_size
     stages: dict[tuple[int, int], StageCost] = {}
-    for workers in plan.order.pipelines:
+    for workers in pipelines:
         for stage, worker in enumerate(workers):
-            for device, _ in plan.placement.workers[worker]:
-                stages[device, stage] = _stage_cost(plan, plan.cut.stages[stage], names[device], scale, state_bytes_per_parameter_byte)
-    layer_bytes = {(edge.producer, edge.consumer): edge.bytes for edge in plan.profile.edges()}
-    edge_bytes: dict[tuple[int, int], int] = {}
-    for ends, layers in plan.cut.crossing.items():
-        # A layer's output crosses once, however many layers of the target take it.
-        widest = (
-            max(layer_bytes.get((layer, consumer), 0) for consumer in plan.cut.stages[ends[1]] if (layer, consumer) in layer_bytes)
-            for layer in layers
-        )
-        edge_bytes[ends] = round(sum(widest) * scale)
+            for device, _ in placement.workers[worker]:
+                found = topology.device(devices[device])
+                stages[device, stage] = _stage_cost(profile, cut.stages[stage], found, scale, state_bytes_per_parameter_byte)
     shared = []
-    for node in plan.topology.nodes:
+    for node in topology.nodes:
+        if node.cores is None:
+            continue
         members = tuple(number[device.name] for device in node.devices if device.name in number)
-        if node.cores is not None and len(members) > node.cores:
+        if len(members) > node.cores:
             shared.append(SharedCompute(members, node.cores))
     return Cost(
-        devices=names,
+        devices=devices,
         stages=stages,
-        edge_bytes=edge_bytes,
-        path=lambda source, target: plan.topology.path(names[source], names[target]),
+        edge_bytes={ends: round(num_bytes * scale) for ends, num_bytes in crossing_bytes(profile, cut).items()},
+        path=lambda source, target: topology.path(devices[source], devices[target]),
         shared_compute=tuple(shared),
-        weight_versions=_weight_versions(plan),
-        overheads=plan.topology.overheads or Overheads(),
+        weight_versions=weight_versions or {},
+        overheads=topology.overheads or Overheads(),
     )
+
+
+def crossing_bytes(profile: ModelProfile, cut: Cut) -> dict[tuple[int, int], int]:
+    """Bytes that cross each edge of the stage graph for a microbatch as profiled.
+
+    A layer's output crosses once, however many layers of the target take it.
+    """
+    widest: dict[tuple[int, int], dict[int, int]] = {}
+    stage_of = cut.stage_of
+    for producer, consumer, num_bytes in profile.edges():
+        ends = (stage_of[producer], stage_of[consumer])
+        if ends[0] != ends[1]:
+            of_layers = widest.setdefault(ends, {})
+            of_layers[producer] = max(of_layers.get(producer, 0), num_bytes)
+    return {ends: sum(of_layers.values()) for ends, of_layers in widest.items()}
 
 
 def _weight_versions(plan: Plan) -> dict[int, float]:
@@ -240,17 +291,18 @@ def _weight_versions(plan: Plan) -> dict[int, float]:
     }
 
 
-def _stage_cost(plan: Plan, layers: tuple[int, ...], device: str, scale: float, state_bytes_per_parameter_byte: float) -> StageCost:
-    found = plan.topology.device(device)
-    times = plan.profile.for_kind(found.kind)
-    profiles = [plan.profile.layers[layer] for layer in layers]
+def _stage_cost(
+    profile: ModelProfile, layers: tuple[int, ...], device: Device, scale: float, state_bytes_per_parameter_byte: float
+) -> StageCost:
+    times = profile.for_kind(device.kind)
+    profiles = [profile.layers[layer] for layer in layers]
     parameter_bytes = sum(layer.parameter_bytes for layer in profiles)
-    factor = scale / found.speed
+    factor = scale / device.speed
     return StageCost(
         forward_s=sum(times[layer].forward_s for layer in layers) * factor,
         backward_s=sum(times[layer].backward_s for layer in layers) * factor,
         weight_grad_s=sum(times[layer].weight_grad_s for layer in layers) * factor,
-        update_s=sum(layer.update_s or 0.0 for layer in profiles) / found.speed,
+        update_s=sum(layer.update_s or 0.0 for layer in profiles) / device.speed,
         saved_bytes=round(sum(layer.saved_bytes for layer in profiles) * scale),
         weight_grad_saved_bytes=round(
             sum(layer.saved_bytes if layer.weight_grad_saved_bytes is None else layer.weight_grad_saved_bytes for layer in profiles) * scale

@@ -48,6 +48,8 @@ class Predicted:
         bubble_ratio: 1 - mean busy / longest span.
         device_bubble_ratios: the same for each device, in the order of the plan's devices.
         peak_memory_bytes: likewise.
+        lower_bound_s: seconds that an update takes at least with any plan of this profile, topology and number of microbatches;
+            `None` where none was worked out.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -56,6 +58,12 @@ class Predicted:
     bubble_ratio: float
     device_bubble_ratios: tuple[float, ...] = ()
     peak_memory_bytes: tuple[int, ...] = ()
+    lower_bound_s: float | None = None
+
+    @property
+    def optimality_gap(self) -> float | None:
+        """How much longer than the bound it takes, as a part of it: 0.1 for a tenth."""
+        return None if not self.lower_bound_s else self.update_s / self.lower_bound_s - 1
 
 
 @dataclass(frozen=True, kw_only=True)

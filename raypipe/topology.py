@@ -262,9 +262,11 @@ class ClusterTopology:
         Raises:
             PlanError: no device is called so, or nothing joins the two.
         """
-        path = self._paths.get((source, target))
+        one, other = self._known_as.get(source), self._known_as.get(target)
+        key = (one[0], other[0]) if one and other and one[1] != other[1] else (source, target)
+        path = self._paths.get(key)
         if path is None:
-            path = self._paths[source, target] = self._find_path(source, target)
+            path = self._paths[key] = self._find_path(source, target)
         return path
 
     @cached_property
@@ -374,6 +376,13 @@ class ClusterTopology:
             for pair in shared.members:
                 by_pair.setdefault(pair, []).append(shared)
         return by_pair
+
+    @cached_property
+    def _known_as(self) -> dict[str, tuple[str, str]]:
+        """For each device: what stands for it on the way to other nodes, itself where links name it, else its node; and its node."""
+        named = {name for link in self.links for name in (link.source, link.target)}
+        named |= {name for shared in self.shared_links for member in shared.members for name in member}
+        return {device: (device if device in named else node.name, node.name) for device, (_, node) in self._locations.items()}
 
     @cached_property
     def _paths(self) -> dict[tuple[str, str], Path]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from raypipe.errors import ScheduleError, UnknownNameError
-from raypipe.schedules import chimera, dualpipe, gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_auto, zero_bubble_v
+from raypipe.schedules import chimera, dualpipe, gpipe, interleaved, list_order, one_f_one_b, zero_bubble, zero_bubble_auto, zero_bubble_v
 from raypipe.schedules.family import Family
 from raypipe.schedules.ir import Schedule, Size
 
 FAMILIES: tuple[Family, ...] = (
     gpipe.FAMILY,
     one_f_one_b.FAMILY,
+    list_order.FAMILY,
     interleaved.FAMILY,
     zero_bubble.FAMILY_H1,
     zero_bubble.FAMILY_H2,

@@ -17,6 +17,7 @@ the validator already knows the Op to depend on, and an order that cannot deadlo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -202,12 +203,11 @@ class Placement:
 
     def rows(self, worker: int) -> Iterator[tuple[int, tuple[float, float]]]:
         """Each device of a worker with its range of the rows."""
-        first = 0.0
         members = self.workers[worker]
-        for position, (device, share) in enumerate(members):
-            end = 1.0 if position == len(members) - 1 else first + share
-            yield device, (first, end)
-            first = end
+        # Rounded, so that equal borders of two workers are equal however their shares add up.
+        borders = [round(math.fsum(share for _, share in members[:position]), 12) for position in range(len(members))]
+        for (device, _), rows in zip(members, zip(borders, [*borders[1:], 1.0], strict=True), strict=True):
+            yield device, rows
 
 
 def lower(schedule: Schedule, placement: Placement | None = None) -> tuple[DeviceProgram, ...]:
@@ -231,6 +231,7 @@ class _Lowering:
         self.rows = [dict(placement.rows(worker)) for worker in range(schedule.num_workers)]
         self.collectives = _Collectives(schedule, placement)
         self.made: dict[tuple[int, Op], list[tuple[Message, int]]] = {}
+        self.overlaps: dict[tuple[int, int, int, int, int], list[tuple[tuple[float, float], int]]] = {}
 
     def programs(self) -> tuple[DeviceProgram, ...]:
         """The programs, by device."""
@@ -260,17 +261,27 @@ class _Lowering:
             return
         workers = self.schedule.pipelines[op.pipeline]
         worker = workers[op.stage]
-        first, end = self._rows(op, self.rows[worker][device])
         for target in targets:
             other = workers[target]
-            if other == worker:
-                continue
+            if other != worker:
+                for rows, peer in self._peers(op, worker, device, other):
+                    yield Message(direction, op.stage, target, op.index, op.pipeline, op.part, rows), peer
+
+    def _peers(self, op: Op, worker: int, device: int, other: int) -> list[tuple[tuple[float, float], int]]:
+        """The devices of another worker that an Op's rows at a device concern, and which rows."""
+        num_parts = len(self.schedule.find(op._replace(part=0))) if op.part else 1
+        key = (worker, device, other, op.part, num_parts)
+        found = self.overlaps.get(key)
+        if found is None:
+            first, end = self._rows(op, self.rows[worker][device])
+            found = self.overlaps[key] = []
             for peer, share in self.rows[other].items():
                 # Both ends divide a microbatch alike, or the message carries all that its maker has.
-                peer_first, peer_end = self._rows(op, share) if op.part else share
+                peer_first, peer_end = self._rows(op, share)
                 rows = (max(first, peer_first), min(end, peer_end))
                 if rows[0] < rows[1]:
-                    yield Message(direction, op.stage, target, op.index, op.pipeline, op.part, rows), peer
+                    found.append((rows, peer))
+        return found
 
     def _channels(self) -> dict[int, dict[int, list[Message]]]:
         """For each device and each one that sends to it, the messages in the sender's order."""

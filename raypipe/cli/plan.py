@@ -1,0 +1,172 @@
+"""`raypipe plan`: chooses where a model is cut, what runs where, and in which order."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+from rich.table import Table
+
+from raypipe.cli.options import COUNT, example, json_option
+from raypipe.cli.screen import console, print_json
+from raypipe.errors import InputError
+from raypipe.plan import Plan
+from raypipe.planner.planners import AUTO, PLANNERS, make
+from raypipe.planner.problem import Problem
+from raypipe.planner.search import Budget
+from raypipe.profile import ModelProfile
+from raypipe.show.amounts import counted, ratio, seconds, size
+from raypipe.show.tables import table
+from raypipe.topology import ClusterTopology
+
+
+@click.command(
+    epilog=example(
+        "raypipe plan --profile profile.json --topology topology.yaml --microbatches 16 -o plan.json",
+        "raypipe plan --profile profile.json --topology topology.yaml --microbatches 16 --compare",
+    )
+)
+@click.option("--profile", required=True, type=click.Path(), metavar="FILE", help="What the model's layers cost (`raypipe profile`).")
+@click.option("--topology", required=True, type=click.Path(), metavar="FILE", help="The cluster (`raypipe probe`).")
+@click.option("--microbatches", required=True, type=COUNT, help="Of one update.")
+@click.option("--microbatch-size", type=COUNT, help="Rows of a microbatch.  [default: the profile's]")
+@click.option("--planner", default="raypipe", show_default=True, help=f"One of {', '.join(planner.name for planner in PLANNERS)}.")
+@click.option("--schedule", default=AUTO, show_default=True, help="Name of the order of Ops, or auto to choose.")
+@click.option("--effort", type=click.FloatRange(0.01, 100), default=1.0, show_default=True, help="How hard to search, over the usual.")
+@click.option("--compare", is_flag=True, help="Show what every planner finds, too.")
+@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the plan.")
+@json_option
+def plan(
+    *,
+    profile: str,
+    topology: str,
+    microbatches: int,
+    microbatch_size: int | None,
+    planner: str,
+    schedule: str,
+    effort: float,
+    compare: bool,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Choose stages, replication, devices and schedule for a model on a cluster, and say how far from optimal that may be."""
+    model = ModelProfile.load(profile)
+    problem = Problem(model, ClusterTopology.load(topology), microbatches, microbatch_size or model.microbatch_size)
+    budget = Budget.usual(problem.num_devices, effort=effort)
+    began_s = time.perf_counter()
+    found = make(problem, name=planner, schedule=schedule, budget=budget)
+    took_s = time.perf_counter() - began_s
+    if output:
+        found.save(output)
+    figures = plan_figures(found) | {"planning_s": took_s}
+    others = _others(problem, budget, besides=planner) if compare else {}
+    if compare:
+        figures["compared"] = {
+            name: {"schedule": other.order.name, "update_s": _update_s(other)} if isinstance(other, Plan) else {"error": other}
+            for name, other in others.items()
+        }
+    if as_json:
+        print_json(figures)
+        return
+    _print(found, figures, others)
+    if output:
+        console().print(f"\nwritten to {output}", soft_wrap=True, markup=False)
+
+
+def plan_figures(found: Plan) -> dict[str, Any]:
+    """What a plan is and promises; the keys are a contract."""
+    predicted = found.predicted
+    assert predicted is not None, "a planner simulates its plan"
+    rows = found.order.num_microbatches * found.microbatch_size
+    return {
+        "planner": found.planner,
+        "schedule": found.order.name,
+        "num_stages": len(found.stages),
+        "stages": [
+            {
+                "layers": list(layers),
+                "devices": [[replica.device for replica in found.workers[workers[stage]]] for workers in found.order.pipelines],
+                "shares": [[replica.share for replica in found.workers[workers[stage]]] for workers in found.order.pipelines],
+            }
+            for stage, layers in enumerate(found.stages)
+        ],
+        "num_devices": len(found.devices),
+        "idle_devices": [device.name for device in found.topology.devices if device.name not in found.devices],
+        "num_microbatches": found.order.num_microbatches,
+        "microbatch_size": found.microbatch_size,
+        "update_s": predicted.update_s,
+        "lower_bound_s": predicted.lower_bound_s,
+        "optimality_gap": predicted.optimality_gap,
+        "samples_per_s": rows / predicted.update_s if predicted.update_s else None,
+        "bubble_ratio": predicted.bubble_ratio,
+        "peak_memory_bytes": list(predicted.peak_memory_bytes),
+    }
+
+
+def _update_s(found: Plan) -> float:
+    assert found.predicted is not None, "a planner simulates its plan"
+    return found.predicted.update_s
+
+
+def _others(problem: Problem, budget: Budget, *, besides: str) -> dict[str, Plan | str]:
+    """What the other planners find, or why they do not."""
+    found: dict[str, Plan | str] = {}
+    for other in PLANNERS:
+        if other.name != besides:
+            try:
+                found[other.name] = make(problem, name=other.name, budget=budget)
+            except InputError as error:
+                found[other.name] = str(error)
+    return found
+
+
+def _print(found: Plan, figures: dict[str, Any], others: dict[str, Plan | str]) -> None:
+    screen = console()
+    screen.print(
+        f"{found.name} on {found.topology.name}: {counted(len(found.stages), 'stage')} on {counted(len(found.devices), 'device')}, "
+        f"schedule {found.order.name}",
+        style="bold",
+        markup=False,
+    )
+    screen.print(_stage_table(found))
+    if figures["idle_devices"]:
+        screen.print(f"\nidle: {', '.join(figures['idle_devices'])}", markup=False)
+    screen.print(
+        f"\nupdate {seconds(figures['update_s'])}, {figures['samples_per_s']:.4g} samples/s, bubble {ratio(figures['bubble_ratio'])}; "
+        f"no plan takes less than {seconds(figures['lower_bound_s'])} (gap {ratio(figures['optimality_gap'])}); "
+        f"planned in {seconds(figures['planning_s'])}",
+        markup=False,
+    )
+    if others:
+        rows = [
+            (name, other.order.name, seconds(_update_s(other)), f"{_update_s(other) / figures['update_s']:.3f}")
+            if isinstance(other, Plan)
+            else (name, "none", "", "")
+            for name, other in others.items()
+        ]
+        screen.print()
+        screen.print(table(("planner", "schedule", "update", "over this plan's"), rows, left=2))
+        for name, other in others.items():
+            if isinstance(other, str):
+                screen.print(f"{name}: {other}", style="dim", markup=False)
+
+
+def _stage_table(found: Plan) -> Table:
+    """A row a stage and pipeline."""
+    predicted = found.predicted
+    assert predicted is not None, "a planner simulates its plan"
+    number = {name: position for position, name in enumerate(found.devices)}
+    rows = []
+    for stage, layers in enumerate(found.stages):
+        for pipeline, workers in enumerate(found.order.pipelines):
+            worker = workers[stage]
+            devices = found.workers[worker]
+            peak = max(predicted.peak_memory_bytes[number[replica.device]] for replica in devices)
+            named = f"{layers[0]} .. {layers[-1]} ({len(layers)})" if len(layers) > 1 else layers[0]
+            where = " ".join(replica.device if len(devices) == 1 else f"{replica.device}:{replica.share:.3g}" for replica in devices)
+            rows.append((str(stage), str(pipeline), named, where, size(peak)))
+    several = len(found.order.pipelines) > 1
+    columns = ("stage", "pipeline", "layers", "devices (share of the rows)", "peak memory")
+    keep = [position for position in range(5) if several or position != 1]
+    return table([columns[at] for at in keep], ([row[at] for at in keep] for row in rows), left=len(keep) - 1)

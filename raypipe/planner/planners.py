@@ -1,0 +1,191 @@
+"""The planners by name, and `make`: from a problem to a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from raypipe.errors import PlanError, UnknownNameError
+from raypipe.own_schedules import family
+from raypipe.plan import Plan
+from raypipe.planner import baselines, chunks
+from raypipe.planner.bound import plan_bound
+from raypipe.planner.canonical import canonical, renumbered
+from raypipe.planner.layout import Judge, Judged, Layout
+from raypipe.planner.partition import MOST_UNITS
+from raypipe.planner.problem import Problem
+from raypipe.planner.search import Budget, Search, better
+from raypipe.show.amounts import size
+
+AUTO = "auto"
+ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
+"""Orders of one stage a worker, among which `auto` chooses besides those of several."""
+_MARGIN = 1.02
+_SLACK = 1.25
+"""By how much orders that split the backward may be faster than estimated."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A planner.
+
+    Attributes:
+        name: as the command line knows it.
+        title: what it is, in a few words.
+        layouts: the layouts that it proposes, of which the fastest that fits is taken; `None` for the search.
+    """
+
+    name: str
+    title: str
+    layouts: Callable[[Judge], Iterator[Layout]] | None
+
+
+PLANNERS: tuple[Planner, ...] = (
+    Planner("raypipe", "exact programs over several device orders, annealing, simulation; any schedule", None),
+    Planner("spp", "SPP as reconstructed: minimum cuts, dynamic program, list order (Luo et al., INFOCOM 2022)", baselines.spp),
+    Planner("data-parallel", "the whole model on every device", baselines.data_parallel),
+    Planner("gpipe-equal", "equally many layers a device, in the given order, GPipe", partial(baselines.equal_stages, "gpipe")),
+    Planner("1f1b-equal", "equally many layers a device, in the given order, 1F1B", partial(baselines.equal_stages, "1f1b")),
+    Planner("pipedream", "PipeDream's planner, with a flush (Narayanan et al., SOSP 2019)", baselines.pipedream),
+    Planner("dapple", "DAPPLE's planner (Fan et al., PPoPP 2021)", baselines.dapple),
+    Planner("metis", "for unequal devices, in the manner of Metis (Um et al., ATC 2024)", baselines.metis),
+)
+
+
+def planner(name: str) -> Planner:
+    """The planner of that name.
+
+    Raises:
+        UnknownNameError: lists the names there are.
+    """
+    for found in PLANNERS:
+        if found.name == name:
+            return found
+    raise UnknownNameError("planner", name, [known.name for known in PLANNERS])
+
+
+def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Plan:
+    """The best plan that a planner finds, simulated.
+
+    Args:
+        problem: what is planned.
+        name: of the planner.
+        schedule: the order of Ops; `auto` to choose. Planners other than raypipe's bring their own order for `auto`.
+        budget: how hard raypipe's own searches.
+
+    Raises:
+        UnknownNameError: no planner or schedule is called so.
+        PlanError: nothing fits into memory, or the planner has nothing for this problem.
+    """
+    judge = Judge(problem)
+    found = solve(judge, name=name, schedule=schedule, budget=budget)
+    return judge.plan(found, planner=name, lower_bound_s=plan_bound(problem).update_s)
+
+
+def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Judged:
+    """The layout of that plan; arguments and errors as of `make`."""
+    chosen = planner(name)
+    if schedule != AUTO:
+        family(schedule)
+    problem = judge.problem
+    check_memory(problem)
+    if chosen.layouts is None:
+        found = _canonically_searched(judge, schedule, budget or Budget.usual(problem.num_devices))
+    else:
+        found = None
+        for layout in chosen.layouts(judge):
+            found = better(found, judge.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
+    if found is None:
+        raise PlanError(
+            f"planner {name!r} has no plan with schedule {schedule!r} for {problem.num_layers} layers, {problem.num_devices} devices and "
+            f"{problem.num_microbatches} microbatches of {problem.microbatch_size} rows; try another schedule, or more layers or rows"
+        )
+    if found.missing_bytes:
+        raise PlanError(
+            f"the best plan of planner {name!r} lacks {size(round(found.missing_bytes))} of memory on its fullest device ({found.layout}); "
+            "use smaller or more microbatches, more devices, or another planner"
+        )
+    return found
+
+
+def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged | None:
+    """The search on devices in an order that does not depend on their names, so that equal clusters get equal plans."""
+    sorted_problem, numbers = canonical(judge.problem)
+    found = _searched(Judge(sorted_problem, numbered=judge.numbered), schedule, budget)
+    return None if found is None else judge.simulate(renumbered(found.layout, numbers))
+
+
+def _searched(judge: Judge, schedule: str, budget: Budget) -> Judged | None:
+    """The search over orders of one stage a worker, then every other order on the workers of what it found."""
+    several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
+    single = ("1f1b", "list") if several else (schedule,)
+    problem = judge.problem
+    several_units = problem.num_devices > MOST_UNITS
+    proposed = [layout for other in PLANNERS if other.layouts and not several_units for layout in other.layouts(judge)]
+    search = Search(judge, single, budget, proposed)
+    best = search.run()
+    if not several:
+        return best
+    tops = search.best_layouts(max(budget.num_simulations // 30, 1))
+    others: Judged | None = None
+    if schedule == AUTO:
+        for order in ONE_STAGE_ORDERS:
+            found: Judged | None = None
+            for top in search.best_layouts(max(budget.num_simulations // 8, 1)):
+                found = better(found, judge.simulate(replace(top, order=order, max_in_flight=None)))
+            if found is not None:
+                others = better(others, search.improved([found], budget.num_simulations // 4 - 1, slack=_SLACK))
+    for order in several:
+        for top in tops:
+            for layout in chunks.layouts(judge, top.workers, order):
+                others = better(others, _climbed(judge, judge.simulate(layout), most_steps=budget.num_simulations // 30))
+    if schedule != AUTO or best is None or others is None:
+        return others if schedule != AUTO else best or others
+    # What divides backwards or stages costs more than it says here: it must be ahead by more than predictions are wrong.
+    return others if (others.missing_bytes, others.update_s * _MARGIN) < best.rank else best
+
+
+def _climbed(judge: Judge, judged: Judged | None, *, most_steps: int) -> Judged | None:
+    """Moves single layers as long as the simulator finds it better."""
+    for _ in range(most_steps):
+        if judged is None:
+            return None
+        tried: list[Judged | None] = [judge.simulate(layout) for layout in chunks.neighbours(judged.layout)]
+        best = judged
+        for candidate in tried:
+            best = better(best, candidate) or best
+        if best is judged:
+            return judged
+        judged = best
+    return judged
+
+
+def check_memory(problem: Problem) -> None:
+    """Refuses a model whose layers cannot lie on the devices, whatever the plan.
+
+    Raises:
+        PlanError: names the layer that fits nowhere, or says how much all of them need and how much there is.
+    """
+    per_byte = 1 + problem.state_bytes_per_parameter_byte
+    largest = max(problem.memory_bytes)
+    if largest == math.inf:
+        return
+    saved_per_row = [layer.saved_bytes / problem.profile.microbatch_size for layer in problem.profile.layers]
+    for layer, of_row in zip(problem.profile.layers, saved_per_row, strict=True):
+        # At least one row of one microbatch.
+        needed = layer.parameter_bytes * per_byte + of_row
+        if needed > largest:
+            raise PlanError(
+                f"layer {layer.name!r} needs {size(round(needed))} for weights, gradients, optimizer state and one row; the largest device "
+                f"of {problem.topology.name!r} has {size(round(largest))}, {size(round(needed - largest))} too little; "
+                "divide the layer or use larger devices"
+            )
+    needed = float(problem.parameter_prefix[-1]) * per_byte
+    total = math.fsum(problem.memory_bytes)
+    if needed > total:
+        raise PlanError(
+            f"weights, gradients and optimizer state of {problem.profile.name!r} need {size(round(needed))}, all devices of "
+            f"{problem.topology.name!r} together have {size(round(total))}, {size(round(needed - total))} too little; add devices"
+        )

@@ -1,0 +1,260 @@
+"""What is planned: a model, a cluster and the size of an update, as arrays that planners can reason about.
+
+Layers are cut between consecutive ones in the profile's order; position l is the cut before layer l, so a stage is a pair
+(first, end) of positions. Devices are numbers in the order of the topology. Seconds and bytes are of one whole microbatch of
+`microbatch_size` rows unless something else is said.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from raypipe.cost import STATE_BYTES_PER_PARAMETER_BYTE
+from raypipe.errors import PlanError
+from raypipe.profile import ModelProfile
+from raypipe.topology import ClusterTopology, Overheads, Path
+
+Floats = npt.NDArray[np.float64]
+Group = tuple[int, ...]
+"""The devices of one worker, in the order in which they divide the rows and stand in the ring of their sums."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model to be laid onto a cluster.
+
+    Attributes:
+        profile: what layers cost.
+        topology: devices and links.
+        num_microbatches: of one update.
+        microbatch_size: rows of a microbatch.
+        state_bytes_per_parameter_byte: gradients and optimizer state.
+
+    Raises:
+        PlanError: a count is below 1.
+    """
+
+    profile: ModelProfile
+    topology: ClusterTopology
+    num_microbatches: int
+    microbatch_size: int
+    state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE
+    _rows: dict[Group, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("num_microbatches", "microbatch_size"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.profile.num_layers
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The devices' names."""
+        return tuple(device.name for device in self.topology.devices)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the cluster."""
+        return len(self.names)
+
+    @cached_property
+    def node_of(self) -> tuple[int, ...]:
+        """The number of each device's node."""
+        return tuple(number for number, node in enumerate(self.topology.nodes) for _ in node.devices)
+
+    @cached_property
+    def overheads_s(self) -> tuple[float, float]:
+        """Seconds that every forward and every backward takes besides, with the message that it takes and the one that it hands over."""
+        found = self.topology.overheads or Overheads()
+        messages_s = found.send_s + found.recv_s
+        return found.forward_s + messages_s, found.backward_s + messages_s
+
+    # Layers
+
+    @property
+    def scale(self) -> float:
+        """Rows of a microbatch over those of the profiled one."""
+        return self.microbatch_size / self.profile.microbatch_size
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of device for which layers take different times."""
+        measured = sorted({device.kind for device in self.topology.devices} & self.profile.device_kinds.keys())
+        others = any(device.kind not in self.profile.device_kinds for device in self.topology.devices)
+        return (*measured, *([""] if others else []))
+
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """The number of each device's kind in `kinds`."""
+        number = {kind: position for position, kind in enumerate(self.kinds)}
+        return tuple(number.get(device.kind, number.get("", 0)) for device in self.topology.devices)
+
+    @cached_property
+    def prefix_s(self) -> Floats:
+        """Seconds of all layers before each position at speed 1: [kind, (F, I, W), position]."""
+        found = np.zeros((len(self.kinds), 3, self.num_layers + 1))
+        for number, kind in enumerate(self.kinds):
+            for layer, times in enumerate(self.profile.for_kind(kind)):
+                of_layer = (times.forward_s, times.backward_s - times.weight_grad_s, times.weight_grad_s)
+                found[number, :, layer + 1] = found[number, :, layer] + np.array(of_layer) * self.scale
+        return found
+
+    @cached_property
+    def parameter_prefix(self) -> Floats:
+        """Parameter bytes of all layers before each position."""
+        return np.concatenate(([0.0], np.cumsum([float(layer.parameter_bytes) for layer in self.profile.layers])))
+
+    @cached_property
+    def saved_prefix(self) -> Floats:
+        """Bytes that all layers before each position save for one microbatch."""
+        return np.concatenate(([0.0], np.cumsum([layer.saved_bytes * self.scale for layer in self.profile.layers])))
+
+    @cached_property
+    def crossing_bytes(self) -> Floats:
+        """Bytes that cross each position: outputs of layers before it that layers behind it take, each once."""
+        last_use: dict[int, tuple[int, int]] = {}
+        for producer, consumer, num_bytes in self.profile.edges():
+            last, most = last_use.get(producer, (consumer, 0))
+            last_use[producer] = (max(last, consumer), max(most, num_bytes))
+        found = np.zeros(self.num_layers + 1)
+        for producer, (last, num_bytes) in last_use.items():
+            found[producer + 1 : last + 1] += num_bytes * self.scale
+        return found
+
+    # Devices
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """Of each device while all of its node compute; devices that share too few cores slow each other."""
+        found: list[float] = []
+        for node in self.topology.nodes:
+            part = 1.0 if node.cores is None else min(1.0, node.cores / len(node.devices))
+            found += [device.speed * part for device in node.devices]
+        return tuple(found)
+
+    @cached_property
+    def powers(self) -> tuple[float, ...]:
+        """Of each device, microbatches of the whole model a second: its speed on this model."""
+        whole_s = self.prefix_s[:, :, -1].sum(axis=1)
+        most = float(whole_s.max())
+        return tuple(
+            speed / float(whole_s[kind]) * most if whole_s[kind] else speed for speed, kind in zip(self.speeds, self.kind_of, strict=True)
+        )
+
+    @cached_property
+    def memory_bytes(self) -> tuple[float, ...]:
+        """Of each device; infinite where there is no limit."""
+        return tuple(math.inf if device.memory_bytes is None else float(device.memory_bytes) for device in self.topology.devices)
+
+    def path(self, source: int, target: int) -> Path:
+        """What a transfer between two devices passes through."""
+        return self.topology.path(self.names[source], self.names[target])
+
+    @cached_property
+    def bandwidth(self) -> Floats:
+        """Bytes per second of each ordered pair; infinite on the diagonal and where nothing limits."""
+        return self._pairs[0]
+
+    @cached_property
+    def latency_s(self) -> Floats:
+        """Seconds until the first byte of each ordered pair; 0 on the diagonal."""
+        return self._pairs[1]
+
+    @cached_property
+    def block_of(self) -> npt.NDArray[np.int32]:
+        """The number in `blocks` of each ordered pair of devices; -1 on the diagonal."""
+        found = np.full((self.num_devices, self.num_devices), -1, dtype=np.int32)
+        for number, block in enumerate(self.blocks):
+            found[np.ix_(*block)] = number
+        np.fill_diagonal(found, -1)
+        return found
+
+    @cached_property
+    def _pairs(self) -> tuple[Floats, Floats]:
+        bandwidth = np.full((self.num_devices, self.num_devices), math.inf)
+        latency_s = np.zeros((self.num_devices, self.num_devices))
+        for sources, targets in self.blocks:
+            path = self.path(sources[0], targets[-1])
+            block = np.ix_(sources, targets)
+            bandwidth[block] = path.bandwidth_bytes_per_s
+            latency_s[block] = path.latency_s
+        np.fill_diagonal(bandwidth, math.inf)
+        np.fill_diagonal(latency_s, 0.0)
+        return bandwidth, latency_s
+
+    @cached_property
+    def blocks(self) -> list[tuple[Group, Group]]:
+        """Sets of ordered pairs (any of the first, any of the second) with equal paths: those of two nodes, if links name nodes alone."""
+        members: list[list[int]] = [[] for _ in self.topology.nodes]
+        for device, node in enumerate(self.node_of):
+            members[node].append(device)
+        devices = set(self.names)
+        named = {name for link in self.topology.links for name in (link.source, link.target)}
+        named |= {name for shared in self.topology.shared_links for pair in shared.members for name in pair}
+        if named & devices:
+            return [((a,), (b,)) for a in range(self.num_devices) for b in range(self.num_devices) if a != b]
+        blocks = [(tuple(one), tuple(other)) for one in members for other in members if one and other]
+        return [(one, other) for one, other in blocks if one != other or len(one) > 1]
+
+    # Workers
+
+    def rows(self, group: Sequence[int]) -> tuple[int, ...] | None:
+        """The rows of a microbatch that each device of a worker takes; `None` where there are more devices than rows.
+
+        Whole rows, at least one each, so divided that the slowest takes as short as can be (the next row goes to the device
+        that would be done with it first).
+        """
+        key = tuple(group)
+        if key not in self._rows:
+            self._rows[key] = self._divided([self.powers[device] for device in key])
+        return self._rows[key]
+
+    def _divided(self, powers: Sequence[float]) -> tuple[int, ...] | None:
+        if len(powers) > self.microbatch_size:
+            return None
+        total = math.fsum(powers)
+        # The whole rows of a fair part are everyone's in the best division, too: only the rest is handed out one by one.
+        rows = [max(int(self.microbatch_size * power / total), 1) for power in powers]
+        while sum(rows) > self.microbatch_size:
+            last = max((position for position, of_device in enumerate(rows) if of_device > 1), key=lambda at: rows[at] / powers[at])
+            rows[last] -= 1
+        queue = [((of_device + 1) / power, position) for position, (of_device, power) in enumerate(zip(rows, powers, strict=True))]
+        heapq.heapify(queue)
+        for _ in range(self.microbatch_size - sum(rows)):
+            _, position = heapq.heappop(queue)
+            rows[position] += 1
+            heapq.heappush(queue, ((rows[position] + 1) / powers[position], position))
+        return tuple(rows)
+
+    def factors(self, group: Group) -> dict[int, float] | None:
+        """For each kind among a worker's devices, by how much its slowest device stretches a whole microbatch at speed 1."""
+        rows = self.rows(group)
+        if rows is None:
+            return None
+        found: dict[int, float] = {}
+        for device, of_device in zip(group, rows, strict=True):
+            kind = self.kind_of[device]
+            found[kind] = max(found.get(kind, 0.0), of_device / self.microbatch_size / self.speeds[device])
+        return found
+
+    def sum_s(self, group: Sequence[int], parameter_bytes: float | Floats) -> float | Floats:
+        """Seconds in which a worker's devices sum gradients, as `Cost.collective_s` has it."""
+        size = len(group)
+        if size == 1:
+            return parameter_bytes * 0.0
+        slowest: float | Floats = 0.0
+        ring = {(self.latency_s[ends], self.bandwidth[ends]) for ends in zip(group, (*group[1:], group[0]), strict=True)}
+        for latency_s, bandwidth in ring:  # Mostly few different ones.
+            slowest = np.maximum(slowest, latency_s + parameter_bytes / size / bandwidth)
+        return 2 * (size - 1) * slowest

@@ -1,0 +1,142 @@
+"""All planners behind one interface: what they find, what they refuse, and that raypipe's is never behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raypipe.errors import PlanError, UnknownNameError
+from raypipe.planner.bound import plan_bound
+from raypipe.planner.layout import Judge
+from raypipe.planner.planners import PLANNERS, make, solve
+from raypipe.planner.problem import Problem
+from raypipe.planner.search import Budget
+from raypipe.profile import LayerProfile, ModelProfile
+from raypipe.simulate import simulate_plan
+from raypipe.topology import ClusterTopology, Device, Node, NodeLink
+from tests.planner.instances import islands, random_problem
+
+SMALL = Budget(2000, 60)
+OTHERS = tuple(planner.name for planner in PLANNERS if planner.name != "raypipe")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_never_behind_another_planner(seed: int) -> None:
+    problem = random_problem(seed, num_devices=4 + seed % 3, num_layers=7, num_microbatches=8, one_way=seed % 2 == 1)
+    own_s = solve(Judge(problem), budget=SMALL).update_s
+    for name in OTHERS:
+        assert own_s <= solve(Judge(problem), name=name).update_s * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize("name", [planner.name for planner in PLANNERS])
+def test_a_plan_is_whole_and_promises_what_its_simulation_says(name: str) -> None:
+    problem = islands((2, 2), num_layers=6)
+    plan = make(problem, name=name, budget=SMALL)
+    assert plan.planner == name
+    assert [layer for stage in plan.stages for layer in stage] == [layer.name for layer in problem.profile.layers]
+    assert plan.predicted is not None
+    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).update_s)
+    bound_s = plan_bound(problem).update_s
+    assert plan.predicted.lower_bound_s == pytest.approx(bound_s)
+    assert bound_s <= plan.predicted.update_s
+    for worker in plan.workers:
+        assert sum(replica.share for replica in worker) == pytest.approx(1.0)
+        for replica in worker:
+            assert replica.share * problem.microbatch_size == pytest.approx(round(replica.share * problem.microbatch_size))
+
+
+def test_one_device_gives_one_stage() -> None:
+    problem = random_problem(1, num_devices=1, num_layers=5)
+    for planner in PLANNERS:
+        plan = make(problem, name=planner.name, budget=SMALL)
+        assert (len(plan.stages), len(plan.devices)) == (1, 1)
+
+
+def test_a_slow_device_behind_a_slow_link_stays_idle() -> None:
+    profile = ModelProfile.uniform(8, output_bytes=1000, parameter_bytes=1000, microbatch_size=8)
+    link = NodeLink(latency_s=0.0, bandwidth_bytes_per_s=1e5)
+    nodes = (
+        Node(name="fast", devices=tuple(Device(f"fast/{number}", "gpu") for number in range(4)), link=link),
+        Node(name="slow", devices=(Device("slow/0", "gpu", speed=0.01),)),
+    )
+    topology = ClusterTopology(name="lab", nodes=nodes, default_link=NodeLink(latency_s=0.0, bandwidth_bytes_per_s=100.0))
+    plan = make(Problem(profile, topology, 8, 8), budget=SMALL)
+    assert "slow/0" not in plan.devices
+    assert len(plan.devices) == 4
+
+
+def test_a_device_of_half_the_speed_gets_half_the_work() -> None:
+    profile = ModelProfile.uniform(9, output_bytes=1, microbatch_size=2)
+    nodes = tuple(Node(name=name, devices=(Device(f"{name}/0", "gpu", speed=speed),)) for name, speed in (("new", 1.0), ("old", 0.5)))
+    topology = ClusterTopology(name="pair", nodes=nodes, default_link=NodeLink(latency_s=0.0, bandwidth_bytes_per_s=1e9))
+    plan = make(Problem(profile, topology, 32, 2), schedule="1f1b", budget=SMALL)
+    layers = {worker[0].device: len(plan.stages[stage]) for stage, worker in enumerate(plan.workers)}
+    assert layers == {"new/0": 6, "old/0": 3}
+
+
+def test_memory_is_kept_where_activations_in_flight_decide() -> None:
+    problem = random_problem(4, num_devices=4, num_layers=8)
+    roomy = make(problem, budget=SMALL)
+    assert roomy.predicted is not None
+    limit = round(0.8 * max(roomy.predicted.peak_memory_bytes))
+    tight = make(random_problem(4, num_devices=4, num_layers=8, memory_bytes=limit), budget=SMALL)
+    assert tight.predicted is not None
+    assert max(tight.predicted.peak_memory_bytes) <= limit
+    assert tight.predicted.update_s >= roomy.predicted.update_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-v", "chimera"])
+def test_an_order_that_is_asked_for_is_used(schedule: str) -> None:
+    plan = make(islands((4,), num_layers=8), schedule=schedule, budget=SMALL)
+    assert plan.order.name == schedule
+
+
+# What is refused
+
+
+def test_a_layer_that_fits_nowhere_is_named_with_what_is_missing() -> None:
+    layers = [
+        LayerProfile(
+            name=name, forward_s=1.0, backward_s=2.0, weight_grad_s=1.0, output_bytes=10, saved_bytes=10, parameter_bytes=num_bytes
+        )
+        for name, num_bytes in (("small", 10), ("embedding", 1000))
+    ]
+    topology = ClusterTopology.uniform(3, memory_bytes=2000)
+    problem = Problem(ModelProfile(name="m", microbatch_size=1, layers=tuple(layers)), topology, 4, 1)
+    with pytest.raises(PlanError, match=r"layer 'embedding' needs .* the largest device of 'uniform' has .* too little; divide the layer"):
+        make(problem)
+
+
+def test_a_model_larger_than_all_devices_is_refused_saying_by_how_much() -> None:
+    profile = ModelProfile.uniform(10, parameter_bytes=100, microbatch_size=1)
+    problem = Problem(profile, ClusterTopology.uniform(2, memory_bytes=1000), 4, 1)
+    with pytest.raises(PlanError, match=r"together have .* too little; add devices"):
+        make(problem)
+
+
+def test_what_fits_apart_but_not_together_says_where_memory_is_short() -> None:
+    profile = ModelProfile.uniform(4, parameter_bytes=100, saved_bytes=3000, microbatch_size=8)
+    problem = Problem(profile, ClusterTopology.uniform(4, memory_bytes=2600), 8, 8)
+    with pytest.raises(PlanError, match=r"lacks .* of memory on its fullest device .*; use smaller or more microbatches"):
+        make(problem, name="1f1b-equal")
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    problem = islands((2,))
+    with pytest.raises(UnknownNameError, match="did you mean 'dapple'"):
+        make(problem, name="daple")
+    with pytest.raises(UnknownNameError, match="did you mean 'zb-h1'"):
+        make(problem, schedule="zbh1")
+
+
+def test_counts_below_one_are_refused() -> None:
+    problem = islands((2,))
+    with pytest.raises(PlanError, match="num_microbatches must be at least 1, got 0"):
+        replace(problem, num_microbatches=0)
+
+
+def test_an_order_that_no_number_of_workers_suits_is_refused() -> None:
+    problem = random_problem(1, num_devices=1, num_layers=2)
+    with pytest.raises(PlanError, match=r"no plan with schedule 'dualpipe' for 2 layers, 1 device"):
+        make(problem, schedule="dualpipe", budget=SMALL)

@@ -1,0 +1,107 @@
+"""`raypipe plan`: what it prints and writes, and what it says of bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raypipe.cli.plan import plan_figures
+from raypipe.plan import Plan
+from raypipe.profile import ModelProfile
+from raypipe.topology import ClusterTopology
+from tests.test_cli import Run, refused, run
+
+__all__ = ["run"]
+
+KEYS = {
+    *("planner", "schedule", "num_stages", "stages", "num_devices", "idle_devices", "num_microbatches", "microbatch_size", "update_s"),
+    *("lower_bound_s", "optimality_gap", "samples_per_s", "bubble_ratio", "peak_memory_bytes", "planning_s"),
+}
+QUICK = ("--effort", 0.05)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> tuple[object, ...]:
+    """The arguments that name a small model and a cluster of two nodes with two devices each."""
+    profile, topology = tmp_path / "profile.json", tmp_path / "topology.yaml"
+    ModelProfile.uniform(
+        8, forward_s=0.01, backward_s=0.02, output_bytes=1000, saved_bytes=500, parameter_bytes=2000, microbatch_size=4
+    ).save(profile)
+    ClusterTopology.uniform(4, latency_s=0.001, bandwidth_bytes_per_s=1e6, memory_bytes=10**6, devices_per_node=2).save(topology)
+    return ("--profile", profile, "--topology", topology)
+
+
+def test_the_plan_that_is_written_is_the_one_that_is_shown(run: Run, inputs: tuple[object, ...], tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    figures = run("plan", *inputs, "--microbatches", 8, *QUICK, "-o", written, "--json").document
+    assert set(figures) == KEYS
+    plan = Plan.load(written)
+    assert plan_figures(plan) | {"planning_s": figures["planning_s"]} == figures
+    assert figures["lower_bound_s"] <= figures["update_s"]
+    assert figures["optimality_gap"] == pytest.approx(figures["update_s"] / figures["lower_bound_s"] - 1)
+    simulated = run("simulate", written, "--json").document
+    assert simulated["update_s"] == pytest.approx(figures["update_s"])
+
+
+def test_a_person_sees_stages_devices_memory_and_the_gap(run: Run, inputs: tuple[object, ...]) -> None:
+    ran = run("plan", *inputs, "--microbatches", 8, *QUICK)
+    assert ran.code == 0
+    for word in ("stage", "layers", "devices (share of the rows)", "peak memory", "no plan takes less than", "gap", "samples/s"):
+        assert word in ran.out
+
+
+def test_all_planners_are_compared(run: Run, inputs: tuple[object, ...]) -> None:
+    figures = run("plan", *inputs, "--microbatches", 8, *QUICK, "--compare", "--json").document
+    assert set(figures["compared"]) == {"spp", "data-parallel", "gpipe-equal", "1f1b-equal", "pipedream", "dapple", "metis"}
+    assert all(other["update_s"] >= figures["update_s"] * (1 - 1e-9) for other in figures["compared"].values() if "update_s" in other)
+    shown = run("plan", *inputs, "--microbatches", 8, *QUICK, "--compare").out
+    assert "over this plan's" in shown
+
+
+def test_one_device_gives_a_plan_of_one_stage(run: Run, inputs: tuple[object, ...], tmp_path: Path) -> None:
+    alone = tmp_path / "alone.yaml"
+    ClusterTopology.uniform(1).save(alone)
+    figures = run("plan", *inputs[:2], "--topology", alone, "--microbatches", 4, "--json").document
+    assert (figures["num_stages"], figures["num_devices"], figures["idle_devices"]) == (1, 1, [])
+
+
+def test_layers_that_fit_nowhere_are_named(run: Run, inputs: tuple[object, ...], tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    ClusterTopology.uniform(4, memory_bytes=3000).save(small)
+    message = refused(run("plan", *inputs[:2], "--topology", small, "--microbatches", 4))
+    assert "layer 'layer0' needs" in message
+    assert "too little" in message
+
+
+def test_a_malformed_topology_is_refused_at_its_place(run: Run, inputs: tuple[object, ...], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(Path(str(inputs[3])).read_text().replace("latency_s: 0.001", "latency_s: -1"))
+    message = refused(run("plan", *inputs[:2], "--topology", broken, "--microbatches", 4))
+    assert "broken.yaml" in message
+    assert "latency_s" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--microbatches", 0), "microbatches"),
+        (("--microbatches", 4, "--planner", "rapipe"), "did you mean 'raypipe'"),
+        (("--microbatches", 4, "--schedule", "1f2b"), "did you mean '1f1b'"),
+        (("--microbatches", 4, "--effort", 0), "effort"),
+    ],
+)
+def test_wrong_arguments_are_refused(run: Run, inputs: tuple[object, ...], arguments: tuple[object, ...], said: str) -> None:
+    assert said in refused(run("plan", *inputs, *arguments))
+
+
+def test_a_missing_profile_is_named(run: Run, inputs: tuple[object, ...]) -> None:
+    assert "nowhere.json" in refused(run("plan", "--profile", "nowhere.json", *inputs[2:], "--microbatches", 4))
+
+
+def test_a_plan_can_be_read_by_others(run: Run, inputs: tuple[object, ...], tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    assert run("plan", *inputs, "--microbatches", 4, *QUICK, "-o", written).code == 0
+    assert json.loads(written.read_text())["format"] == "raypipe.plan/1"
+    assert run("show", written).code == 0
