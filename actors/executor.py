@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Protocol
 
@@ -222,6 +222,8 @@ class _Run:
                     self._forward(wired)
                 case OpKind.BACKWARD | OpKind.INPUT_GRADIENT:
                     self._backward(wired)
+                case OpKind.RECOMPUTE:
+                    self._recompute(wired)
                 case OpKind.WEIGHT_GRADIENT:
                     used, gradient = self.deferred.pop(wired.key)
                     wired.weights.bind(used, wired.update)
@@ -248,12 +250,39 @@ class _Run:
             weights.release(version)
 
     def _forward(self, wired: WiredOp) -> None:
+        messages = [self._take(taken.key) for taken in wired.activations]
+        if wired.recomputed:
+            with torch.no_grad():
+                found = self._layers(wired, messages, with_gradients=False)
+            # The inputs alone are kept: they are what the stages before hold anyway, or next to nothing beside what layers save.
+            self.saved[wired.key] = replace(found, outputs={}, pivot=(), loss=None)
+        else:
+            found = self._layers(wired, messages, with_gradients=self.training)
+            if self.training:
+                self.saved[wired.key] = found
+        if found.loss is not None:
+            self.losses.setdefault(wired.op.index, []).append((wired.num_rows, found.loss.detach()))
+        for given in wired.given:
+            self._give(given, wired.rows, tuple([tensor for layer in given.layers for tensor in found.outputs[layer]]))
+
+    def _recompute(self, wired: WiredOp) -> None:
+        """Runs a forward again, with the weights, rows and random numbers that it had, for the backward that follows."""
+        inputs = self.saved[wired.key].inputs
+        messages: list[tuple[Tensor, ...]] = []
+        first = 0
+        for taken in wired.activations:
+            end = first + taken.layers[-1][2]
+            messages.append(tuple(inputs[first:end]))
+            first = end
+        self.saved[wired.key] = self._layers(wired, messages, with_gradients=True)
+
+    def _layers(self, wired: WiredOp, messages: Sequence[tuple[Tensor, ...]], *, with_gradients: bool) -> _Saved:
+        """Runs a stage's layers over what other stages sent."""
         inputs: list[Tensor] = []
         by_layer: Outputs = {}
         has_leaves = False
-        for taken in wired.activations:
-            tensors = self._take(taken.key)
-            if self.training:
+        for taken, tensors in zip(wired.activations, messages, strict=True):
+            if with_gradients:
                 for number in taken.leaves:
                     tensors[number].requires_grad_()
                     has_leaves = True
@@ -268,10 +297,7 @@ class _Run:
         pivot = () if has_leaves else first_outputs[0]
         first_outputs[0] = ()
         loss = self._loss(wired, outputs, batch) if wired.takes_loss else None
-        if self.training:
-            self.saved[wired.key] = _Saved(wired.version, inputs, outputs, pivot, loss)
-        for given in wired.given:
-            self._give(given, wired.rows, tuple([tensor for layer in given.layers for tensor in outputs[layer]]))
+        return _Saved(wired.version, inputs, outputs, pivot, loss)
 
     def _loss(self, wired: WiredOp, outputs: Outputs, batch: Batch) -> Tensor:
         model = self.executor.model
@@ -283,7 +309,6 @@ class _Run:
         loss = model.loss(output[0], batch)
         if loss.dim():
             raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}; expected a scalar, the mean over the rows")
-        self.losses.setdefault(wired.op.index, []).append((wired.num_rows, loss.detach()))
         return loss
 
     def _backward(self, wired: WiredOp) -> None:

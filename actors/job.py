@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import OpKind, Schedule, StageGraph, UpdateScope
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope
 from raypipe.schedules.lower import Await, Compute, DeviceProgram, Direction, Item, Message, Placement, Recv, Send, lower
 
 Rows = tuple[float, float]
@@ -60,6 +60,12 @@ class Job:
         return tuple(_name(item) for item in self.program.items)
 
     @cached_property
+    def recomputations(self) -> frozenset[Op]:
+        """The Ops that run a forward again."""
+        computed = (op for item in self.program.items if isinstance(item, Compute) for op in item.ops)
+        return frozenset(op for op in computed if op.kind is OpKind.RECOMPUTE)
+
+    @cached_property
     def rows(self) -> frozenset[Rows]:
         """The different rows of a microbatch that Ops of this device work on."""
         return frozenset(rows for item in self.program.items if isinstance(item, Compute) for rows in item.rows)
@@ -81,14 +87,14 @@ def jobs(schedule: Schedule, placement: Placement | None = None) -> tuple[Job, .
     """The jobs of all devices of a valid schedule.
 
     Raises:
-        ScheduleError: it asks for what the executor does not do: recomputation, shared weights, losses coupled over
-            microbatches, or a microbatch that is not divided alike by all that is done with it.
+        ScheduleError: it asks for what the executor does not do: shared weights, losses coupled over microbatches, or a
+            microbatch that is not divided alike by all that is done with it.
     """
     placement = placement or Placement.one_each(schedule.num_workers)
     num_parts: dict[int, int] = {}
     for op, place in schedule.ops():
         where = f"worker {place.worker}, position {place.position}"
-        if op.kind in {OpKind.EXCHANGE, OpKind.RECOMPUTE}:
+        if op.kind is OpKind.EXCHANGE:
             raise ScheduleError(f"{where}: {op} can be simulated but not yet run")
         if not op.kind.per_update:
             found_parts = len(schedule.find(op._replace(part=0)))

@@ -91,6 +91,7 @@ class WiredOp:
         weights: of its stage.
         takes_loss: whether the loss is taken at its stage.
         takes_batch: whether it needs the batch.
+        recomputed: whether a forward is run again before its backward, and keeps its inputs alone until then.
         activations: that a forward takes.
         gradients: that a backward takes.
         given: to other stages.
@@ -108,6 +109,7 @@ class WiredOp:
     weights: Weights
     takes_loss: bool
     takes_batch: bool
+    recomputed: bool
     activations: tuple[Activations, ...]
     gradients: tuple[Gradients, ...]
     given: tuple[Given, ...]
@@ -308,8 +310,9 @@ class Wirer:
         activations: tuple[Activations, ...] = ()
         gradients: tuple[Gradients, ...] = ()
         given: list[Given] = []
-        if op.kind is OpKind.FORWARD:
+        if op.kind in {OpKind.FORWARD, OpKind.RECOMPUTE}:
             activations = tuple(self._activations(op, *source) for source in sources)
+        if op.kind is OpKind.FORWARD:
             given = [self._given(job, Direction.ACTIVATION, op, target, self.cut.crossing[edge], ()) for target, edge in targets]
         elif op.kind.gives_input_gradient:
             gradients = tuple(self._gradients(op, *target) for target in targets)
@@ -333,6 +336,7 @@ class Wirer:
             weights=weights,
             takes_loss=takes_loss,
             takes_batch=takes_loss or weights.module.takes_batch,
+            recomputed=op.kind is OpKind.FORWARD and op._replace(kind=OpKind.RECOMPUTE) in job.recomputations,
             activations=activations,
             gradients=gradients,
             given=tuple(given),

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from raypipe.cut import Cut
 from raypipe.plan import Plan
 from raypipe.profile import ModelProfile
 from raypipe.schedules.ir import Op, OpKind, Schedule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message, Placement
+from raypipe.schedules.passes import recomputed_stages
 from raypipe.schedules.validate import facts
 from raypipe.topology import ClusterTopology, Device, Overheads, Path
 
@@ -36,6 +37,7 @@ class StageCost:
         weight_grad_saved_bytes: of these, held on until the end of W.
         parameter_bytes: one version of the weights.
         state_bytes: gradients and optimizer state, held throughout.
+        kept_bytes: of the saved ones, held from F to R where the forward is run again; `None` where it is not.
     """
 
     forward_s: float
@@ -46,6 +48,7 @@ class StageCost:
     weight_grad_saved_bytes: int = 0
     parameter_bytes: int = 0
     state_bytes: int = 0
+    kept_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,9 @@ class Cost:
     def memory_step_bytes(self, device: int, op: Op, share: float = 1.0) -> tuple[int, int]:
         """Bytes that an Op takes at its start and frees at its end."""
         stage = self.stages[device, op.stage]
+        if stage.kept_bytes is not None and op.kind in {OpKind.FORWARD, OpKind.RECOMPUTE}:
+            kept = round(min(stage.kept_bytes, stage.saved_bytes) * share)
+            return (kept if op.kind is OpKind.FORWARD else round(stage.saved_bytes * share) - kept), 0
         match op.kind:
             case OpKind.FORWARD:
                 return round(stage.saved_bytes * share), 0
@@ -209,6 +215,7 @@ def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = STATE_BYTES
         devices=plan.devices,
         microbatch_size=plan.microbatch_size,
         weight_versions=_weight_versions(plan),
+        recomputed=recomputed_stages(plan.schedule),
         state_bytes_per_parameter_byte=state_bytes_per_parameter_byte,
     )
 
@@ -224,6 +231,7 @@ def layout_cost(
     microbatch_size: int,
     weight_versions: Mapping[int, float] | None = None,
     state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE,
+    recomputed: Collection[int] = (),
 ) -> Cost:
     """The cost of stages laid onto devices, whatever the order.
 
@@ -237,15 +245,21 @@ def layout_cost(
         microbatch_size: rows of a microbatch.
         weight_versions: as of `Cost`.
         state_bytes_per_parameter_byte: gradients and optimizer state.
+        recomputed: stages whose forwards are run again, so that until then only their inputs are kept.
     """
     number = {name: position for position, name in enumerate(devices)}
     scale = microbatch_size / profile.microbatch_size
+    edge_bytes = {ends: round(num_bytes * scale) for ends, num_bytes in crossing_bytes(profile, cut).items()}
     stages: dict[tuple[int, int], StageCost] = {}
     for workers in pipelines:
         for stage, worker in enumerate(workers):
             for device, _ in placement.workers[worker]:
                 found = topology.device(devices[device])
-                stages[device, stage] = _stage_cost(profile, cut.stages[stage], found, scale, state_bytes_per_parameter_byte)
+                of_stage = _stage_cost(profile, cut.stages[stage], found, scale, state_bytes_per_parameter_byte)
+                if stage in recomputed:
+                    inputs = sum(num_bytes for (_, target), num_bytes in edge_bytes.items() if target == stage)
+                    of_stage = replace(of_stage, kept_bytes=inputs)
+                stages[device, stage] = of_stage
     shared = []
     for node in topology.nodes:
         if node.cores is None:
@@ -256,7 +270,7 @@ def layout_cost(
     return Cost(
         devices=devices,
         stages=stages,
-        edge_bytes={ends: round(num_bytes * scale) for ends, num_bytes in crossing_bytes(profile, cut).items()},
+        edge_bytes=edge_bytes,
         path=lambda source, target: topology.path(devices[source], devices[target]),
         shared_compute=tuple(shared),
         weight_versions=weight_versions or {},

@@ -154,6 +154,39 @@ def repeated(schedule: Schedule, *, num_updates: int) -> Schedule:
     return replace(schedule, programs=programs, num_updates=num_updates)
 
 
+def one_of_repeated(schedule: Schedule) -> Schedule | None:
+    """The order of one update of which `repeated` makes this one; `None` where its updates overlap or differ."""
+    programs: list[tuple[Slot, ...]] = []
+    for program in schedule.programs:
+        end = 0
+        while end < len(program) and all(schedule.update(op) == 0 for op in ops_of(program[end])):
+            end += 1
+        programs.append(program[:end])
+    one = replace(schedule, programs=tuple(programs), num_updates=1)
+    return one if repeated(one, num_updates=schedule.num_updates).programs == schedule.programs else None
+
+
+def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """The schedule in which some stages keep their inputs alone and run each forward again right before its backward (R).
+
+    R stands before the message that brings the gradient is awaited, so that it may fill that wait (Chen et al., 2016, arXiv 1604.06174,
+    for whole stages).
+    """
+    programs: list[tuple[Slot, ...]] = []
+    for program in schedule.programs:
+        slots: list[Slot] = []
+        for slot in program:
+            slots += [op._replace(kind=OpKind.RECOMPUTE) for op in ops_of(slot) if op.kind.gives_input_gradient and op.stage in stages]
+            slots.append(slot)
+        programs.append(tuple(slots))
+    return replace(schedule, programs=tuple(programs))
+
+
+def recomputed_stages(schedule: Schedule) -> tuple[int, ...]:
+    """The stages that some forward is run again of."""
+    return tuple(sorted({op.stage for op, _ in schedule.ops() if op.kind is OpKind.RECOMPUTE}))
+
+
 def merge_split_backwards(schedule: Schedule) -> Schedule:
     """The schedule with each W that directly follows its own I merged with it into B, which costs less than the two apart."""
     programs: list[tuple[Slot, ...]] = []

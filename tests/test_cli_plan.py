@@ -17,7 +17,7 @@ __all__ = ["run"]
 
 KEYS = {
     *("planner", "schedule", "num_stages", "stages", "num_devices", "idle_devices", "num_microbatches", "microbatch_size", "update_s"),
-    *("lower_bound_s", "optimality_gap", "samples_per_s", "bubble_ratio", "peak_memory_bytes", "planning_s"),
+    *("recomputed_stages", "lower_bound_s", "optimality_gap", "samples_per_s", "bubble_ratio", "peak_memory_bytes", "planning_s"),
 }
 QUICK = ("--effort", 0.05)
 
@@ -65,6 +65,27 @@ def test_one_device_gives_a_plan_of_one_stage(run: Run, inputs: tuple[object, ..
     ClusterTopology.uniform(1).save(alone)
     figures = run("plan", *inputs[:2], "--topology", alone, "--microbatches", 4, "--json").document
     assert (figures["num_stages"], figures["num_devices"], figures["idle_devices"]) == (1, 1, [])
+
+
+def test_where_memory_is_short_forwards_run_again_unless_that_is_forbidden(run: Run, inputs: tuple[object, ...], tmp_path: Path) -> None:
+    tight, wide = tmp_path / "tight.yaml", tmp_path / "wide.json"
+    ModelProfile.uniform(8, forward_s=0.01, backward_s=0.02, output_bytes=100, saved_bytes=5000, parameter_bytes=2000).save(wide)
+    # Two layers' weights and state, and what they save for two of eight microbatches.
+    ClusterTopology.uniform(4, memory_bytes=36_000, latency_s=0.001, bandwidth_bytes_per_s=1e6).save(tight)
+    arguments = ("plan", "--profile", wide, "--topology", tight, "--microbatches", 8, "--schedule", "gpipe", *QUICK)
+    figures = run(*arguments, "--json").document
+    assert figures["recomputed_stages"]
+    assert max(figures["peak_memory_bytes"]) <= 36_000
+    assert "run forwards again, to fit into memory" in run(*arguments).out
+    assert "of memory on its fullest device" in refused(run(*arguments, "--no-recompute"))
+
+
+def test_how_to_divide_a_batch_is_chosen_too(run: Run, inputs: tuple[object, ...]) -> None:
+    figures = run("plan", *inputs, "--batch-size", 32, *QUICK, "--json").document
+    assert figures["num_microbatches"] * figures["microbatch_size"] == 32
+    assert figures["num_microbatches"] > 1
+    for arguments in ((), ("--batch-size", 32, "--microbatches", 4), ("--batch-size", 32, "--microbatch-size", 4)):
+        assert "give either --microbatches" in refused(run("plan", *inputs, *arguments))
 
 
 def test_layers_that_fit_nowhere_are_named(run: Run, inputs: tuple[object, ...], tmp_path: Path) -> None:

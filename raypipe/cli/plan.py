@@ -12,10 +12,11 @@ from raypipe.cli.options import COUNT, example, json_option
 from raypipe.cli.screen import console, print_json
 from raypipe.errors import InputError
 from raypipe.plan import Plan
-from raypipe.planner.planners import AUTO, PLANNERS, make
+from raypipe.planner.planners import AUTO, PLANNERS, best_division, make
 from raypipe.planner.problem import Problem
 from raypipe.planner.search import Budget
 from raypipe.profile import ModelProfile
+from raypipe.schedules.passes import recomputed_stages
 from raypipe.show.amounts import counted, ratio, seconds, size
 from raypipe.show.tables import table
 from raypipe.topology import ClusterTopology
@@ -25,14 +26,17 @@ from raypipe.topology import ClusterTopology
     epilog=example(
         "raypipe plan --profile profile.json --topology topology.yaml --microbatches 16 -o plan.json",
         "raypipe plan --profile profile.json --topology topology.yaml --microbatches 16 --compare",
+        "raypipe plan --profile profile.json --topology topology.yaml --batch-size 512 -o plan.json",
     )
 )
 @click.option("--profile", required=True, type=click.Path(), metavar="FILE", help="What the model's layers cost (`raypipe profile`).")
 @click.option("--topology", required=True, type=click.Path(), metavar="FILE", help="The cluster (`raypipe probe`).")
-@click.option("--microbatches", required=True, type=COUNT, help="Of one update.")
+@click.option("--microbatches", type=COUNT, help="Of one update.")
 @click.option("--microbatch-size", type=COUNT, help="Rows of a microbatch.  [default: the profile's]")
+@click.option("--batch-size", type=COUNT, help="Rows of an update, instead of --microbatches: how to divide them is chosen, too.")
 @click.option("--planner", default="raypipe", show_default=True, help=f"One of {', '.join(planner.name for planner in PLANNERS)}.")
 @click.option("--schedule", default=AUTO, show_default=True, help="Name of the order of Ops, or auto to choose.")
+@click.option("--recompute/--no-recompute", default=True, show_default=True, help="Whether forwards may run again where memory is short.")
 @click.option("--effort", type=click.FloatRange(0.01, 100), default=1.0, show_default=True, help="How hard to search, over the usual.")
 @click.option("--compare", is_flag=True, help="Show what every planner finds, too.")
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the plan.")
@@ -41,10 +45,12 @@ def plan(
     *,
     profile: str,
     topology: str,
-    microbatches: int,
+    microbatches: int | None,
     microbatch_size: int | None,
+    batch_size: int | None,
     planner: str,
     schedule: str,
+    recompute: bool,
     effort: float,
     compare: bool,
     output: str | None,
@@ -52,9 +58,14 @@ def plan(
 ) -> None:
     """Choose stages, replication, devices and schedule for a model on a cluster, and say how far from optimal that may be."""
     model = ModelProfile.load(profile)
-    problem = Problem(model, ClusterTopology.load(topology), microbatches, microbatch_size or model.microbatch_size)
+    if (batch_size is None) == (microbatches is None) or (batch_size is not None and microbatch_size is not None):
+        raise click.UsageError("give either --microbatches, with --microbatch-size if it is not the profile's, or --batch-size")
+    num_rows = batch_size or microbatch_size or model.microbatch_size
+    problem = Problem(model, ClusterTopology.load(topology), microbatches or 1, num_rows, recompute=recompute)
     budget = Budget.usual(problem.num_devices, effort=effort)
     began_s = time.perf_counter()
+    if batch_size is not None:
+        problem = best_division(problem, name=planner, schedule=schedule, budget=budget)
     found = make(problem, name=planner, schedule=schedule, budget=budget)
     took_s = time.perf_counter() - began_s
     if output:
@@ -91,6 +102,7 @@ def plan_figures(found: Plan) -> dict[str, Any]:
             }
             for stage, layers in enumerate(found.stages)
         ],
+        "recomputed_stages": list(recomputed_stages(found.schedule)),
         "num_devices": len(found.devices),
         "idle_devices": [device.name for device in found.topology.devices if device.name not in found.devices],
         "num_microbatches": found.order.num_microbatches,
@@ -125,11 +137,13 @@ def _print(found: Plan, figures: dict[str, Any], others: dict[str, Plan | str]) 
     screen = console()
     screen.print(
         f"{found.name} on {found.topology.name}: {counted(len(found.stages), 'stage')} on {counted(len(found.devices), 'device')}, "
-        f"schedule {found.order.name}",
+        f"schedule {found.order.name}, {counted(found.order.num_microbatches, 'microbatch')} of {counted(found.microbatch_size, 'row')}",
         style="bold",
         markup=False,
     )
     screen.print(_stage_table(found))
+    if figures["recomputed_stages"]:
+        screen.print(f"\nrun forwards again, to fit into memory: stages {', '.join(map(str, figures['recomputed_stages']))}", markup=False)
     if figures["idle_devices"]:
         screen.print(f"\nidle: {', '.join(figures['idle_devices'])}", markup=False)
     screen.print(

@@ -26,6 +26,7 @@ from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules import list_order
 from raypipe.schedules.ir import Schedule, Size, StageGraph
 from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.passes import recompute
 from raypipe.simulate import Numbered, Timing
 
 
@@ -38,12 +39,14 @@ class Layout:
         workers: the devices of each worker.
         order: name of the schedule.
         max_in_flight: most activations that a device may hold, for the orders that take a limit.
+        recomputed: the stages whose forwards are run again; `None` for those that do not fit otherwise.
     """
 
     cuts: tuple[int, ...]
     workers: tuple[Group, ...]
     order: str = "1f1b"
     max_in_flight: int | None = None
+    recomputed: tuple[int, ...] | None = None
 
     @property
     def num_stages(self) -> int:
@@ -52,7 +55,8 @@ class Layout:
 
     def __str__(self) -> str:
         sizes = [end - first for first, end in zip(self.cuts, self.cuts[1:], strict=False)]
-        return f"{self.order}: layers {sizes} on devices {[list(group) for group in self.workers]}"
+        again = f", forwards of stages {list(self.recomputed)} twice" if self.recomputed else ""
+        return f"{self.order}: layers {sizes} on devices {[list(group) for group in self.workers]}{again}"
 
 
 class Channel(NamedTuple):
@@ -157,19 +161,41 @@ class Judge:
 
     def missing_bytes(self, layout: Layout) -> float:
         """Estimated bytes of memory that are missing on the device that lacks most, for orders of one stage a worker."""
+        again = self.recomputed(layout)
+        return max(self._missing_bytes(layout, stage, recomputed=stage in again) for stage in range(layout.num_stages))
+
+    def recomputed(self, layout: Layout) -> tuple[int, ...]:
+        """The stages whose forwards are run again: where that is left open, those that are estimated not to fit otherwise."""
+        if layout.recomputed is not None:
+            return layout.recomputed
+        if not self.problem.recompute or not self._limited:
+            return ()
+        return tuple(stage for stage in range(layout.num_stages) if self._missing_bytes(layout, stage, recomputed=False) > 0)
+
+    @cached_property
+    def _limited(self) -> bool:
+        return min(self.problem.memory_bytes) < math.inf
+
+    def _missing_bytes(self, layout: Layout, stage: int, *, recomputed: bool) -> float:
         problem, most = self.problem, 0.0
-        for stage, (group, first, end) in enumerate(zip(layout.workers, layout.cuts, layout.cuts[1:], strict=False)):
-            standing = (problem.parameter_prefix[end] - problem.parameter_prefix[first]) * (1 + problem.state_bytes_per_parameter_byte)
-            saved = (problem.saved_prefix[end] - problem.saved_prefix[first]) * in_flight(layout, stage, problem.num_microbatches)
-            for device, rows in zip(group, problem.rows(group) or (math.inf,) * len(group), strict=True):
-                most = max(most, standing + saved * rows / problem.microbatch_size - problem.memory_bytes[device])
-        return most
+        group, first, end = layout.workers[stage], layout.cuts[stage], layout.cuts[stage + 1]
+        standing = (problem.parameter_prefix[end] - problem.parameter_prefix[first]) * (1 + problem.state_bytes_per_parameter_byte)
+        held = in_flight(layout, stage, problem.num_microbatches)
+        saved = problem.saved_prefix[end] - problem.saved_prefix[first]
+        kept = min(problem.crossing_bytes[first], saved) if recomputed else saved
+        needed = kept * (held - 1) + saved
+        for device, rows in zip(group, problem.rows(group) or (math.inf,) * len(group), strict=True):
+            most = max(most, standing + needed * rows / problem.microbatch_size - problem.memory_bytes[device])
+        return float(most)
 
     def estimate_s(self, layout: Layout) -> float:
         """Seconds of one update, for orders of one pipeline and one stage a worker that do not split the backward."""
         problem, workers, cuts = self.problem, layout.workers, layout.cuts
         num_microbatches, num_stages = problem.num_microbatches, layout.num_stages
         stages = [self.stage(group, cuts[n], cuts[n + 1]) for n, group in enumerate(workers)]
+        for n in self.recomputed(layout):
+            forward_s, backward_s, sum_s = stages[n]
+            stages[n] = (forward_s, backward_s + forward_s, sum_s)
         # Of each channel: seconds that it is taken by a message, and until the message is there.
         there: list[tuple[float, float]] = []
         back: list[tuple[float, float]] = []
@@ -208,13 +234,23 @@ class Judge:
         return longest
 
     def simulate(self, layout: Layout) -> Judged | None:
-        """What the simulator says; `None` where the order cannot take so many workers, stages or microbatches."""
+        """What the simulator says; `None` where the order cannot take so many workers, stages or microbatches.
+
+        Where it is left open which forwards are run again and the estimate of what fits was wrong, or there is none: all of them.
+        """
+        found = self._simulate(replace(layout, recomputed=self.recomputed(layout) if layout.num_stages == len(layout.workers) else ()))
+        if found is None or not found.missing_bytes or layout.recomputed is not None or not self.problem.recompute:
+            return found
+        again = self._simulate(replace(layout, recomputed=tuple(range(layout.num_stages))))
+        return again if again is not None and again.rank < found.rank else found
+
+    def _simulate(self, layout: Layout) -> Judged | None:
         problem = self.problem
         shares = self.shares(layout)
         if shares is None:
             return None
         cut = self.cut(layout)
-        key = (layout.order, layout.max_in_flight, layout.num_stages, cut.graph, shares)
+        key = (layout.order, layout.max_in_flight, layout.num_stages, layout.recomputed, cut.graph, shares)
         if key not in self.numbered:
             placement = _placement(shares)
             try:
@@ -235,6 +271,7 @@ class Judge:
             devices=self.devices(layout),
             microbatch_size=problem.microbatch_size,
             state_bytes_per_parameter_byte=problem.state_bytes_per_parameter_byte,
+            recomputed=layout.recomputed or (),
         )
         self.num_simulated += 1
         timing = numbered.run(cost)
@@ -283,7 +320,9 @@ class Judge:
         schedule = build(layout.order, size)
         if schedule.num_stages != layout.num_stages:
             raise ScheduleError(f"{layout.order} has {schedule.num_stages} stages on {num_workers} workers, not {layout.num_stages}")
-        return schedule if cut.graph == StageGraph.chain(layout.num_stages) else replace(schedule, graph=cut.graph)
+        if cut.graph != StageGraph.chain(layout.num_stages):
+            schedule = replace(schedule, graph=cut.graph)
+        return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
 
     def plan(self, judged: Judged, *, planner: str, lower_bound_s: float) -> Plan:
         """The plan of a simulated layout."""

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,8 @@ from raypipe.planner.problem import Floats, Group
 
 MOST_UNITS = 32
 """Up to so many devices the dynamic program is exact; beyond them, runs of devices are used as one."""
+Run = tuple[int, int]
+"""Units i..j-1."""
 Stages = NDArray[np.int_]
 """For each first layer, the largest end of a stage."""
 
@@ -58,7 +61,7 @@ class Partition:
     order: tuple[int, ...]
     half_duplex: bool = False
     most_units: int = MOST_UNITS
-    _fitting: dict[tuple[int, int, int], Stages] = field(default_factory=dict, repr=False)
+    _fitting: dict[tuple[int, int, int, bool], Stages] = field(default_factory=dict, repr=False)
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
@@ -101,8 +104,22 @@ class Partition:
         return self.order[self.borders[i] : self.borders[j]]
 
     @cached_property
-    def _stages(self) -> dict[tuple[int, int], tuple[Floats, Floats]]:
+    def _stages(self) -> dict[Run, tuple[Floats, Floats]]:
         """For each run of units: seconds of a microbatch, and of an update with its sums, by [first layer, end]."""
+        return {run: found[:2] for run, found in self._times.items()}
+
+    @cached_property
+    def _stages_again(self) -> dict[Run, tuple[Floats, Floats]]:
+        """The same with forwards that are run twice."""
+        num_microbatches = self.judge.problem.num_microbatches
+        return {
+            run: (microbatch_s + forward_s, update_s + num_microbatches * forward_s)
+            for run, (microbatch_s, update_s, forward_s) in self._times.items()
+        }
+
+    @cached_property
+    def _times(self) -> dict[Run, tuple[Floats, Floats, Floats]]:
+        """Of each run of units also the seconds of a forward."""
         problem = self.judge.problem
         size = problem.num_layers + 1
         forward = problem.prefix_s[:, 0, None, :] - problem.prefix_s[:, 0, :, None]
@@ -118,15 +135,15 @@ class Partition:
                 factors = problem.factors(group)
                 if factors is None:
                     break
-                microbatch_s = np.max([forward[kind] * factor for kind, factor in factors.items()], axis=0)
-                microbatch_s = microbatch_s + np.max([backward[kind] * factor for kind, factor in factors.items()], axis=0) + fixed_s
+                forward_s = np.max([forward[kind] * factor for kind, factor in factors.items()], axis=0)
+                microbatch_s = forward_s + np.max([backward[kind] * factor for kind, factor in factors.items()], axis=0) + fixed_s
                 update_s = problem.num_microbatches * microbatch_s + problem.sum_s(group, parameter_bytes)
                 microbatch_s[empty] = update_s[empty] = math.inf
-                found[i, j] = (microbatch_s, update_s)
+                found[i, j] = (microbatch_s, update_s, forward_s)
         return found
 
     @cached_property
-    def _channels(self) -> dict[tuple[int, int], tuple[Floats, Floats]]:
+    def _channels(self) -> dict[Run, tuple[Floats, Floats]]:
         """For a run of units i..j-1: seconds of a microbatch, and of an update, to the runs j..l-1, by [l, position of the cut]."""
         problem = self.judge.problem
         found = {}
@@ -153,23 +170,25 @@ class Partition:
         everything += problem.saved_prefix[-1] * problem.num_microbatches
         return any(problem.memory_bytes[device] < everything for device in self.order)
 
-    def _fits(self, i: int, j: int, held: int) -> Stages:
+    def _fits(self, i: int, j: int, held: int, *, recomputed: bool) -> Stages:
         """How far a stage may reach that fits into the memory of the units i..j-1 with so many activations in flight."""
-        found = self._fitting.get((i, j, held))
+        found = self._fitting.get((i, j, held, recomputed))
         if found is None:
             problem = self.judge.problem
             group = self.group(i, j)
             standing = np.subtract.outer(problem.parameter_prefix, problem.parameter_prefix) * -(1 + problem.state_bytes_per_parameter_byte)
-            saved = np.subtract.outer(problem.saved_prefix, problem.saved_prefix) * -held
+            saved = -np.subtract.outer(problem.saved_prefix, problem.saved_prefix)
+            kept = np.minimum(problem.crossing_bytes[:, None], saved) if recomputed else saved
+            needed = kept * (held - 1) + saved
             fits = np.ones_like(standing, dtype=bool)
             rows = problem.rows(group)
             assert rows is not None
             for of_device, limit in sorted({
                 (of_device, problem.memory_bytes[device]) for device, of_device in zip(group, rows, strict=True)
             }):
-                fits &= standing + saved * (of_device / problem.microbatch_size) <= limit
+                fits &= standing + needed * (of_device / problem.microbatch_size) <= limit
             # What is longer needs more.
-            found = self._fitting[i, j, held] = fits.sum(axis=1) - 1
+            found = self._fitting[i, j, held, recomputed] = fits.sum(axis=1) - 1
         return found
 
     # The two programs
@@ -188,11 +207,12 @@ class Partition:
 
         One plan where memory does not matter; else one for each number of stages.
         """
-        stages, channels = (
-            {run: np.where(update_s <= limit_s, own_s, math.inf) for run, (own_s, update_s) in found.items()}
-            for found in (self._stages, self._channels)
-        )
-        return self._solve((stages, channels), schedule, np.add, by_level=self.limited)
+
+        def within(found: dict[Run, tuple[Floats, Floats]]) -> dict[Run, Floats]:
+            return {run: np.where(update_s <= limit_s, own_s, math.inf) for run, (own_s, update_s) in found.items()}
+
+        again = within(self._stages_again) if self._may_recompute else None
+        return self._solve(_Costs(within(self._stages), again, within(self._channels)), schedule, np.add, by_level=self.limited)
 
     def least_limit_s(self, schedule: str = "1f1b") -> float:
         """The workload of the busiest stage or channel in the best plan of any number of stages; infinite where none fits."""
@@ -200,14 +220,22 @@ class Partition:
         return min((one.value_s for one in found), default=math.inf)
 
     @cached_property
-    def _updates(self) -> tuple[dict[tuple[int, int], Floats], dict[tuple[int, int], Floats]]:
-        """Seconds of an update of stages and of channels."""
-        stages = {run: update_s for run, (_, update_s) in self._stages.items()}
-        return stages, {run: update_s for run, (_, update_s) in self._channels.items()}
+    def _updates(self) -> _Costs:
+        """Seconds of an update."""
+
+        def of_update(found: dict[Run, tuple[Floats, Floats]]) -> dict[Run, Floats]:
+            return {run: update_s for run, (_, update_s) in found.items()}
+
+        again = of_update(self._stages_again) if self._may_recompute else None
+        return _Costs(of_update(self._stages), again, of_update(self._channels))
+
+    @property
+    def _may_recompute(self) -> bool:
+        return self.limited and self.judge.problem.recompute
 
     def _solve(
         self,
-        costs: tuple[dict[tuple[int, int], Floats], dict[tuple[int, int], Floats]],
+        costs: _Costs,
         schedule: str,
         join: Callable[[Floats, Floats], Floats],
         *,
@@ -220,7 +248,7 @@ class Partition:
         """
         problem = self.judge.problem
         num_layers, num_units = problem.num_layers, self.num_units
-        stages, channels = costs
+        stages, again, channels = costs
         runs = sorted(stages, reverse=True)
         layers = np.arange(num_layers + 1)
         found: list[Bottleneck] = []
@@ -241,7 +269,11 @@ class Partition:
                 rest[num_layers] = 0.0 if ends else math.inf
                 values = join(stages[i, j], rest[None, :])
                 if by_level and self.limited:
-                    values = np.where(layers <= self._fits(i, j, held)[:, None], values, math.inf)
+                    values = np.where(layers <= self._fits(i, j, held, recomputed=False)[:, None], values, math.inf)
+                    if again is not None:
+                        twice = join(again[i, j], rest[None, :])
+                        fits = layers <= self._fits(i, j, held, recomputed=True)[:, None]
+                        values = np.where(fits, np.minimum(values, twice), values)
                 cut = values.argmin(axis=1)
                 now.best[i, j] = values[layers, cut]
                 now.cut[i, j] = cut
@@ -266,6 +298,20 @@ class Partition:
                 return Layout(tuple(cuts), tuple(workers), schedule)
             i, j, layer = j, following, end
             level -= by_level
+
+
+class _Costs(NamedTuple):
+    """What the programs add up or take the largest of, by run of units.
+
+    Attributes:
+        stages: by [first layer, end].
+        again: the same where forwards are run twice; `None` where none is.
+        channels: by [end of the next run, position of the cut].
+    """
+
+    stages: dict[Run, Floats]
+    again: dict[Run, Floats] | None
+    channels: dict[Run, Floats]
 
 
 class _Level:

@@ -22,6 +22,7 @@ from raypipe.show.amounts import size
 AUTO = "auto"
 ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
 """Orders of one stage a worker, among which `auto` chooses besides those of several."""
+_MOST_DIVISIONS = 8
 _MARGIN = 1.02
 _SLACK = 1.25
 """By how much orders that split the backward may be faster than estimated."""
@@ -82,6 +83,52 @@ def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budge
     judge = Judge(problem)
     found = solve(judge, name=name, schedule=schedule, budget=budget)
     return judge.plan(found, planner=name, lower_bound_s=plan_bound(problem).update_s)
+
+
+def divided(batch_size: int, *, most: int = _MOST_DIVISIONS) -> list[tuple[int, int]]:
+    """Ways to divide the rows of an update into equal microbatches: (microbatches, rows of each), the fewest microbatches first.
+
+    Args:
+        batch_size: rows of an update.
+        most: of several near to each other some are left out, so that no more than these remain.
+    """
+    ways = [(count, batch_size // count) for count in range(1, batch_size + 1) if batch_size % count == 0]
+    if len(ways) <= most:
+        return ways
+    return [ways[round(at * (len(ways) - 1) / (most - 1))] for at in range(most)]
+
+
+def best_division(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Problem:
+    """The problem with its rows divided into as many microbatches as a quick search finds best.
+
+    Rows are taken to cost alike in microbatches of any size, besides the topology's overheads for each.
+
+    Args:
+        problem: its microbatches times their rows are the rows of an update.
+        name: of the planner.
+        schedule: as of `make`.
+        budget: of the whole search; a fifth of it is spent on each way to divide.
+
+    Raises:
+        PlanError: none of them has a plan; says what is wrong with the last.
+    """
+    budget = budget or Budget.usual(problem.num_devices)
+    quick = replace(budget, num_estimates=max(budget.num_estimates // 5, 1), num_simulations=max(budget.num_simulations // 5, 4))
+    best: tuple[tuple[float, float], Problem] | None = None
+    failure: PlanError | None = None
+    for num_microbatches, microbatch_size in divided(problem.num_microbatches * problem.microbatch_size):
+        candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size, _rows={})
+        try:
+            found = solve(Judge(candidate), name=name, schedule=schedule, budget=quick)
+        except PlanError as error:
+            failure = error
+            continue
+        if best is None or found.rank < best[0]:
+            best = (found.rank, candidate)
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best[1]
 
 
 def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Judged:

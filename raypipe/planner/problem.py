@@ -36,6 +36,7 @@ class Problem:
         num_microbatches: of one update.
         microbatch_size: rows of a microbatch.
         state_bytes_per_parameter_byte: gradients and optimizer state.
+        recompute: whether forwards may be run again where memory is short.
 
     Raises:
         PlanError: a count is below 1.
@@ -46,6 +47,7 @@ class Problem:
     num_microbatches: int
     microbatch_size: int
     state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE
+    recompute: bool = True
     _rows: dict[Group, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from raypipe.models.towers import two_towers
 from raypipe.schedules.catalogue import FAMILIES, build
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, UpdateScope, WeightRule, dependencies
 from raypipe.schedules.lower import Placement, Recv
-from raypipe.schedules.passes import add_reductions, evaluation
+from raypipe.schedules.passes import add_reductions, evaluation, recompute, recomputed_stages
 from raypipe.schedules.validate import facts, validate
 from raypipe.trace import SpanKind
 from tests.actors.oracles import HandPipeline, RandomRows, Trained, gradients_unsplit, largest_difference, layers_of, train_unsplit
@@ -70,6 +72,7 @@ def losses_of(run: LocalPipeline, num_windows: int, num_microbatches: int = NUM_
 SCHEDULES = [
     pytest.param("gpipe", 4, 1, id="gpipe"),
     pytest.param("1f1b", 4, 1, id="1f1b"),
+    pytest.param("list", 4, 1, id="list"),
     pytest.param("interleaved", 4, 2, id="interleaved"),
     pytest.param("zb-h1", 4, 1, id="zb-h1"),
     pytest.param("zb-h2", 4, 1, id="zb-h2"),
@@ -244,6 +247,77 @@ def test_halves_of_microbatches_equal_the_unsplit_model(
     placement = Placement(tuple(tuple((next(devices), share) for share in worker) for worker in shares))
     run = pipeline(model, schedule, Cut.equal(8, 3, model.edges()), RandomRows(), placement)
     assert losses_of(run, 5) == pytest.approx(unsplit[torch.float64].losses[:10], abs=1e-10)
+
+
+@pytest.mark.parametrize("stages", [(0, 1, 2, 3, 4, 5, 6, 7), (1, 2)], ids=["all", "some"])
+@pytest.mark.parametrize(
+    ("name", "devices", "chunks"),
+    [("gpipe", 4, 1), ("1f1b", 4, 1), ("list", 4, 1), ("zb-h1", 4, 1), ("interleaved", 4, 2), ("chimera", 4, 1), ("dualpipe-v", 2, 2)],
+)
+def test_stages_whose_forwards_run_again_equal_the_unsplit_model(
+    unsplit: dict[torch.dtype, Trained], name: str, devices: int, chunks: int, stages: tuple[int, ...]
+) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = recompute(build(name, Size(devices, NUM_MICROBATCHES, 2, chunks)), stages)
+    assert set(recomputed_stages(schedule)) == set(stages) & set(range(schedule.num_stages))
+    run = pipeline(model, schedule, Cut.equal(8, schedule.num_stages, model.edges()), RandomRows())
+    assert losses_of(run, 5) == pytest.approx(unsplit[torch.float64].losses[:10], abs=1e-10)
+
+
+def test_a_forward_that_runs_again_drops_out_what_it_dropped_before() -> None:
+    model = gpt(num_layers=4, d_model=32, num_heads=2, sequence_length=16, dropout=0.3, dtype="float64")
+    found = []
+    for stages in ((), (0, 1, 2)):
+        schedule = recompute(build("1f1b", Size(3, NUM_MICROBATCHES, 3)), stages)
+        run = pipeline(model, schedule, Cut.of_sizes([2, 2, 2], model.edges()), _Tokens())
+        found.append(losses_of(run, 2))
+    assert found[0] == found[1]
+
+
+def test_a_replicated_stage_whose_forward_runs_again_equals_the_unsplit_model(unsplit: dict[torch.dtype, Trained]) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = recompute(build("1f1b", Size(2, NUM_MICROBATCHES, 2)), (0, 1))
+    placement = Placement((((0, 1 / 3), (1, 2 / 3)), ((2, 1.0),)))
+    run = pipeline(model, schedule, Cut.equal(8, 2, model.edges()), RandomRows(), placement)
+    assert losses_of(run, 5) == pytest.approx(unsplit[torch.float64].losses[:10], abs=1e-10)
+
+
+def test_until_a_forward_runs_again_nothing_of_it_is_kept_but_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    peaks = []
+    for stages in ((), (0,)):
+        run = pipeline(model, recompute(build("gpipe", Size(1, NUM_MICROBATCHES)), stages), Cut.equal(8, 1, model.edges()), RandomRows())
+        (on_device,) = run.executors
+        held, run_layers = _Held(), on_device.run
+
+        def counted(*arguments: Any, held: _Held = held, run_layers: Callable[..., Any] = run_layers) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(held.keep, lambda kept: kept.tensor):
+                return run_layers(*arguments)
+
+        monkeypatch.setattr(on_device, "run", counted)
+        run.run_window()
+        peaks.append(held.peak)
+    assert peaks[0] == NUM_MICROBATCHES * peaks[1] > 0
+
+
+class _Held:
+    """Counts the numbers that autograd keeps, and the most at one time."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def keep(self, tensor: torch.Tensor) -> _Kept:
+        return _Kept(self, tensor)
+
+
+class _Kept:
+    def __init__(self, held: _Held, tensor: torch.Tensor) -> None:
+        self.held, self.tensor = held, tensor
+        held.now += tensor.numel()
+        held.peak = max(held.peak, held.now)
+
+    def __del__(self) -> None:
+        self.held.now -= self.tensor.numel()
 
 
 def test_a_microbatch_that_is_not_divided_alike_everywhere_is_refused() -> None:

@@ -25,7 +25,7 @@ from tests.planner.instances import all_plans, random_problem
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "planning_optima.json"
 _MARGIN = 0.85
-_CASES = {4: (100, (4, 5, 6)), 5: (60, (4, 5, 6)), 6: (30, (4, 5)), 7: (10, (3,)), 8: (5, (3,))}
+_CASES = {4: (100, (4, 5, 6)), 5: (60, (4, 5, 6)), 6: (30, (4, 5)), 7: (10, (3,)), 8: (5, (2, 3))}
 """By number of devices: how many cases, and numbers of layers."""
 
 

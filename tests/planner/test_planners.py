@@ -9,12 +9,12 @@ import pytest
 from raypipe.errors import PlanError, UnknownNameError
 from raypipe.planner.bound import plan_bound
 from raypipe.planner.layout import Judge
-from raypipe.planner.planners import PLANNERS, make, solve
+from raypipe.planner.planners import PLANNERS, best_division, divided, make, solve
 from raypipe.planner.problem import Problem
 from raypipe.planner.search import Budget
 from raypipe.profile import LayerProfile, ModelProfile
 from raypipe.simulate import simulate_plan
-from raypipe.topology import ClusterTopology, Device, Node, NodeLink
+from raypipe.topology import ClusterTopology, Device, Node, NodeLink, Overheads
 from tests.planner.instances import islands, random_problem
 
 SMALL = Budget(2000, 60)
@@ -90,6 +90,33 @@ def test_memory_is_kept_where_activations_in_flight_decide() -> None:
 def test_an_order_that_is_asked_for_is_used(schedule: str) -> None:
     plan = make(islands((4,), num_layers=8), schedule=schedule, budget=SMALL)
     assert plan.order.name == schedule
+
+
+def test_rows_are_divided_into_as_many_microbatches_as_pay() -> None:
+    problem = islands((4,), num_layers=8)
+    whole = replace(problem, num_microbatches=1, microbatch_size=32, _rows={})
+    chosen = best_division(whole, schedule="1f1b", budget=SMALL)
+    assert chosen.num_microbatches * chosen.microbatch_size == 32
+    own_s = solve(Judge(chosen), schedule="1f1b", budget=SMALL).update_s
+    for num_microbatches, microbatch_size in divided(32):
+        other = replace(whole, num_microbatches=num_microbatches, microbatch_size=microbatch_size, _rows={})
+        assert own_s <= solve(Judge(other), schedule="1f1b", budget=SMALL).update_s * 1.001
+
+
+def test_what_a_microbatch_costs_besides_makes_them_larger() -> None:
+    problem = islands((4,), num_layers=8)
+    whole = replace(problem, num_microbatches=1, microbatch_size=32, _rows={})
+    slow = replace(problem.topology, overheads=Overheads(forward_s=5.0, backward_s=5.0))
+    cheap, dear = (best_division(replace(whole, topology=topology, _rows={}), budget=SMALL) for topology in (problem.topology, slow))
+    assert dear.num_microbatches <= cheap.num_microbatches
+
+
+def test_few_ways_to_divide_rows_are_all_tried_and_of_many_some() -> None:
+    assert divided(12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    assert divided(7) == [(1, 7), (7, 1)]
+    many = divided(720720)
+    assert len(many) == 8
+    assert (many[0], many[-1]) == ((1, 720720), (720720, 1))
 
 
 # What is refused

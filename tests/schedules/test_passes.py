@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypipe.cut import Cut
+from raypipe.plan import make_plan
+from raypipe.profile import ModelProfile
+from raypipe.schedules import catalogue
+from raypipe.schedules.ir import OpKind, Schedule, Size, Together, WeightRule, ops_of
+from raypipe.schedules.passes import one_of_repeated, recompute, recomputed_stages, repeated
+from raypipe.schedules.validate import facts, validate
+from raypipe.simulate import simulate_plan
+from raypipe.topology import ClusterTopology
+from tests.schedules import handwritten
+from tests.strategies import FAMILY_NAMES, near
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+@given(num_devices=st.integers(1, 5), num_microbatches=st.integers(1, 6), num_updates=st.integers(1, 3))
+def test_an_order_of_one_update_repeated_is_what_the_generator_gives_for_several(
+    name: str, num_devices: int, num_microbatches: int, num_updates: int
+) -> None:
+    one = catalogue.build(name, near(name, num_devices, num_microbatches))
+    several = catalogue.build(name, near(name, num_devices, num_microbatches, num_updates))
+    assert several.weight_rule is WeightRule.FLUSH
+    assert repeated(one, num_updates=num_updates) == several
+    assert one_of_repeated(several) == one
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: handwritten.two_branches(4), id="branches"),
+        pytest.param(handwritten.opposite_pipelines, id="two-pipelines"),
+        pytest.param(lambda: handwritten.halved(catalogue.build("1f1b", near("1f1b", 3, 4))), id="halves"),
+        pytest.param(lambda: catalogue.build("dualpipe", near("dualpipe", 4, 8)), id="slots-of-two"),
+    ],
+)
+def test_an_order_stays_valid_when_it_is_repeated_and_holds_no_more(make: Callable[[], Schedule]) -> None:
+    one = make()
+    several = repeated(one, num_updates=3)
+    validate(several)
+    assert facts(several).peak_in_flight == facts(one).peak_in_flight
+    assert facts(several).max_mismatch == facts(several).max_delay == 0
+
+
+def test_ops_that_overlap_still_do() -> None:
+    one = catalogue.build("dualpipe", near("dualpipe", 4, 8))
+    count = sum(isinstance(slot, Together) for program in one.programs for slot in program)
+    several = repeated(one, num_updates=2)
+    assert count
+    assert sum(isinstance(slot, Together) for program in several.programs for slot in program) == 2 * count
+
+
+@pytest.mark.parametrize("schedule", [handwritten.pipedream_2bw(3, 4, 3), handwritten.async_one_f_one_b(3, 2, 4)], ids=["2bw", "live"])
+def test_updates_that_overlap_are_no_update_repeated(schedule: Schedule) -> None:
+    assert one_of_repeated(schedule) is None
+
+
+def test_updates_that_differ_are_no_update_repeated() -> None:
+    one_f_one_b, gpipe = (catalogue.build(name, near(name, 2, 4, 2)) for name in ("1f1b", "gpipe"))
+    halves = [len(program) // 2 for program in gpipe.programs]
+    programs = tuple(first[:half] + second[half:] for first, second, half in zip(one_f_one_b.programs, gpipe.programs, halves, strict=True))
+    mixed = replace(gpipe, programs=programs)
+    validate(mixed)
+    assert one_of_repeated(mixed) is None
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_forward_that_runs_again_does_so_right_before_its_backward(name: str) -> None:
+    one = catalogue.build(name, near(name, 4, 8))
+    again = recompute(one, range(one.num_stages))
+    validate(again)
+    assert recomputed_stages(one) == ()
+    assert recomputed_stages(again) == tuple(range(one.num_stages))
+    for program in again.programs:
+        slots = [ops_of(slot) for slot in program]
+        for slot, following in itertools.pairwise(slots):
+            if slot[0].kind is OpKind.RECOMPUTE:
+                assert any(op.kind.gives_input_gradient and op.stage == slot[0].stage and op.index == slot[0].index for op in following)
+
+
+def test_recomputation_trades_time_for_memory() -> None:
+    one = catalogue.build("gpipe", Size(2, 6))
+    profile = ModelProfile.uniform(4, output_bytes=10, saved_bytes=100)
+    found = []
+    for schedule in (one, recompute(one, (0, 1)), recompute(one, (1,))):
+        plan = make_plan(
+            name="m",
+            planner="test",
+            cut=Cut.equal(4, 2, ((0, 1), (1, 2), (2, 3))),
+            schedule=schedule,
+            profile=profile,
+            topology=ClusterTopology.uniform(2),
+            devices=("device0", "device1"),
+            microbatch_size=1,
+        )
+        timing = simulate_plan(plan)
+        found.append((timing.update_s, *timing.peak_memory_bytes))
+    (all_s, *all_bytes), (again_s, *again_bytes), (some_s, *some_bytes) = found
+    assert all_bytes == [6 * 200, 6 * 200]
+    assert again_bytes == [200, 6 * 10 + 200 - 10]  # The first stage's input is the batch.
+    assert some_bytes == [all_bytes[0], again_bytes[1]]
+    assert all_s < some_s <= again_s  # The first stage runs its forward again while it would wait.
