@@ -9,7 +9,7 @@ DEMO_DATA := data/python-stdlib.parquet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test check wheel-test clean
+.PHONY: help install demo test cluster-test check wheel-test clean
 
 help:  ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,8 +20,11 @@ demo: $(INSTALLED) $(DEMO_DATA)  ## trains a small GPT on the source of Python's
 	$(BIN)/raypipe train examples/gpt_python_stdlib.yaml
 
 test: $(INSTALLED)  ## runs the tests; needs no GPU
-	$(BIN)/pytest -n auto --ignore=tests/actors --ignore=tests/cluster
+	$(BIN)/pytest -n auto --ignore=tests/actors --ignore=tests/cluster --ignore=tests/multinode
 	$(BIN)/pytest tests/actors tests/cluster
+
+cluster-test: $(INSTALLED)  ## runs the tests that need several nodes, in network namespaces; needs root and iproute2, else skips
+	$(BIN)/pytest tests/multinode
 
 check: $(INSTALLED)  ## checks style, format and types
 	$(BIN)/ruff check .

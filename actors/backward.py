@@ -158,6 +158,11 @@ class PendingWeightGradient:
         _accumulate_early(self._early)
         self._early.clear()
 
+    def gradients(self) -> list[Tensor]:
+        """The gradients that are held until `run`: those that arrived at the cuts, and those computed early."""
+        roots = [root for each in self._passes for root in each.all_roots()]
+        return [*(root.gradient for root in roots), *(gradient for _, gradient in self._early)]
+
 
 def _accumulate_early(early: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Adds gradients that I computed to the `.grad` of their parameters, with torch's own rules and hooks for accumulation."""
@@ -232,9 +237,13 @@ class _Pass:
     taps: list[_Tap] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
 
+    def all_roots(self) -> list[_Root]:
+        """Where it starts: at outputs, and at nodes that I ran."""
+        return [*self.roots, *(root for tap in self.taps for root in tap.roots())]
+
     def run(self) -> None:
         """Accumulates into `.grad` of the parameters and takes the hooks off."""
-        roots = [*self.roots, *(root for tap in self.taps for root in tap.roots())]
+        roots = self.all_roots()
         if roots and self.parameters:
             torch.autograd.backward([root.edge for root in roots], [root.gradient for root in roots], inputs=self.parameters)
         for tap in self.taps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -14,6 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.actors.stage import Identity, StageActor
 from raypipe.config import ScalingConfig
 from raypipe.errors import PlanError
+from raypipe.placement import NODE_LABEL, ClusterNode, is_gpu, locate
+from raypipe.plan import Plan
 
 CONTROL_THREADS = 2
 """For `status` and `abort`, which must be answered while an actor computes."""
@@ -28,12 +30,14 @@ class Slot:
     Attributes:
         node_id: Ray's name for the node.
         node: its address, for messages.
-        name: of the device: the node's address and a number.
+        name: of the device: as the plan says, else the node's address and a number.
+        num_gpus: that the actor reserves.
     """
 
     node_id: str
     node: str
     name: str
+    num_gpus: float = 0.0
 
 
 def find_slots(scaling: ScalingConfig) -> list[Slot]:
@@ -66,6 +70,53 @@ def find_slots(scaling: ScalingConfig) -> list[Slot]:
     return slots[: scaling.num_devices]
 
 
+def planned_slots(plan: Plan, scaling: ScalingConfig, *, local: bool = False, stand_ins: bool = False) -> list[Slot]:
+    """The places of a plan's devices on the nodes of the connected cluster, by device number.
+
+    Args:
+        plan: names nodes and devices.
+        scaling: CPUs of each device.
+        local: whether the cluster is one node that was started for this run: the only node of a plan's devices then stands for it.
+        stand_ins: whether CPU slots may stand for devices of all kinds.
+
+    Raises:
+        PlanError: the cluster is not the one that the plan was made for; says what changed.
+    """
+    nodes = cluster_nodes()
+    names = {plan.topology.node_of(device).name for device in plan.devices}
+    if local and len(names) == 1:
+        nodes = [replace(node, label=next(iter(names))) for node in nodes]
+    places = locate(plan.topology, plan.devices, nodes, cpus_per_device=scaling.cpus_per_device, stand_ins=stand_ins)
+    _wait_until_free(len(places) * scaling.cpus_per_device)
+    return [
+        Slot(node.node_id, node.address, device, 1.0 if is_gpu(plan.topology.device(device)) and not stand_ins else 0.0)
+        for device, node in places.items()
+    ]
+
+
+def cluster_nodes() -> list[ClusterNode]:
+    """The nodes of the connected cluster, with those that it has lost."""
+    found: list[ClusterNode] = []
+    for node in ray.nodes():
+        resources, labels = node.get("Resources", {}), node.get("Labels") or {}
+        kinds = {name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")}
+        if kind := labels.get("ray.io/accelerator-type"):
+            kinds.add(kind)
+        found.append(
+            ClusterNode(
+                node_id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                hostname=node.get("NodeManagerHostname", ""),
+                label=labels.get(NODE_LABEL, ""),
+                alive=node["Alive"],
+                num_cpus=resources.get("CPU", 0.0),
+                num_gpus=resources.get("GPU", 0.0),
+                accelerators=tuple(sorted(kinds)),
+            )
+        )
+    return found
+
+
 def _wait_until_free(num_cpus: float) -> None:
     """Waits a little for CPUs that an earlier run is just giving back.
 
@@ -96,6 +147,7 @@ def launch(slots: Sequence[Slot], *, stages: Sequence[tuple[int, ...]], run: str
         actor = actor_class.options(
             name=f"{run}: stage {identity.stage_text} on device {slot.name}",
             num_cpus=scaling.cpus_per_device,
+            num_gpus=slot.num_gpus,
             scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node_id, soft=False),
         )
         handles.append(actor.remote(identity, num_threads=scaling.threads_per_device))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -31,6 +32,8 @@ class LayerMeasurement:
         weight_grad_s: of the weight gradient, where the backward is split.
         output_bytes: of what it passes on.
         saved_bytes: of what autograd keeps for the backward, weights left out.
+        weight_grad_saved_bytes: of what is kept from the input gradient to the weight gradient, where the backward is split:
+            what autograd still holds, and the gradients that the weight gradient starts from.
         parameter_bytes: of its weights.
         update_s: seconds of the optimizer's step over its weights.
         spread: half the distance between the quartiles of the forward's and backward's sum, over its median.
@@ -42,14 +45,33 @@ class LayerMeasurement:
     weight_grad_s: float
     output_bytes: int
     saved_bytes: int
+    weight_grad_saved_bytes: int
     parameter_bytes: int
     update_s: float
     spread: float
 
 
-def measure_layers(
-    model: Model, batch: Batch, *, optimizer: Optimizer, seed: int, repeats: int = 7, warm_up: int = 2
-) -> list[LayerMeasurement]:
+@dataclass(frozen=True)
+class Effort:
+    """How often layers are measured.
+
+    Attributes:
+        repeats: timed runs of each layer in a pass.
+        warm_up: runs before them.
+        passes: over all layers. What disturbs a machine often lasts longer than all repeats of a layer, but hardly meets it again
+            in the next pass.
+    """
+
+    repeats: int = 7
+    warm_up: int = 2
+    passes: int = 1
+
+
+USUAL_EFFORT = Effort()
+"""A second or so for a small model: as much as may go before every run."""
+
+
+def measure_layers(model: Model, batch: Batch, *, optimizer: Optimizer, seed: int, effort: Effort = USUAL_EFFORT) -> list[LayerMeasurement]:
     """Measures every layer in order.
 
     Args:
@@ -57,18 +79,46 @@ def measure_layers(
         batch: one microbatch.
         optimizer: makes the optimizer of a layer.
         seed: of the weights.
-        repeats: timed runs of each layer.
-        warm_up: runs before them.
+        effort: how often.
     """
     cut = Cut(tuple((layer,) for layer in range(len(model.layers))), model.edges())
     num_rows = len(next(iter(batch.values())))
-    made: dict[int, tuple[TensorSpec, ...]] = {}
+    samples = [_Samples() for _ in model.layers]
     found: list[LayerMeasurement] = []
-    for index in range(len(model.layers)):
-        module = StageModule(model, cut, index, seed=seed)
-        made |= output_specs(module, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)
-        found.append(_Layer(model, module, made, batch, optimizer).measure(repeats=repeats, warm_up=warm_up))
+    for _ in range(effort.passes):
+        made: dict[int, tuple[TensorSpec, ...]] = {}
+        found.clear()
+        for index in range(len(model.layers)):
+            module = StageModule(model, cut, index, seed=seed)
+            made |= output_specs(module, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)
+            found.append(_Layer(model, module, made, batch, optimizer).measure(samples[index], effort))
     return found
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The seconds that one layer took, by run."""
+
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    weight_grad_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles of forward and backward together, over their median."""
+        sums = [forward_s + backward_s for forward_s, backward_s in zip(self.forward_s, self.backward_s, strict=True)]
+        quartiles = statistics.quantiles(sums, n=4, method="inclusive") if len(sums) > 1 else sums * 3
+        return (quartiles[2] - quartiles[0]) / 2 / quartiles[1] if quartiles[1] else 0.0
+
+
+class _Saved:
+    """A tensor that autograd keeps. It is the only one to keep this object, which so ends when autograd lets go of the tensor."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
 
 
 class _Layer:
@@ -84,56 +134,79 @@ class _Layer:
         self.parameters = [weight for weight in module.parameters() if weight.requires_grad]
         self.optimizer = optimizer(self.parameters) if self.parameters else None
 
-    def measure(self, *, repeats: int, warm_up: int) -> LayerMeasurement:
-        forwards, backwards, weight_grads, updates, saved = [], [], [], [], 0
-        for repeat in range(warm_up + repeats):
-            forward_s, backward_s, weight_grad_s, saved = self._once()
-            update_s = self._update()
-            if repeat >= warm_up:
-                forwards.append(forward_s)
-                backwards.append(backward_s)
-                weight_grads.append(weight_grad_s)
-                updates.append(update_s)
-        sums = sorted(forward + backward for forward, backward in zip(forwards, backwards, strict=True))
-        quartiles = statistics.quantiles(sums, n=4) if len(sums) > 1 else [sums[0]] * 3
-        backward_s = _undisturbed(backwards)
+    def measure(self, samples: _Samples, effort: Effort) -> LayerMeasurement:
+        """What the layer costs by all samples, to which it adds those of a pass."""
+        saved_bytes, weight_grad_saved_bytes = self._sizes()
+        for repeat in range(effort.warm_up + effort.repeats):
+            self._once(samples if repeat >= effort.warm_up else _Samples())
+        backward_s = _undisturbed(samples.backward_s)
         return LayerMeasurement(
             name=self.model.layers[self.index].name,
-            forward_s=_undisturbed(forwards),
+            forward_s=_undisturbed(samples.forward_s),
             backward_s=backward_s,
-            weight_grad_s=min(_undisturbed(weight_grads), backward_s),
+            weight_grad_s=min(_undisturbed(samples.weight_grad_s), backward_s),
             output_bytes=sum(_spec_bytes(spec) for spec in self.output_specs),
-            saved_bytes=saved,
+            saved_bytes=saved_bytes,
+            weight_grad_saved_bytes=weight_grad_saved_bytes,
             parameter_bytes=sum(weight.nbytes for weight in self.module.parameters()),
-            update_s=_undisturbed(updates),
-            spread=(quartiles[2] - quartiles[0]) / 2 / quartiles[1],
+            update_s=_undisturbed(samples.update_s),
+            spread=samples.spread,
         )
 
-    def _once(self) -> tuple[float, float, float, int]:
-        roots, leaves, forward_s, saved = self._forward()
+    def _once(self, samples: _Samples) -> None:
+        """Runs the layer with the whole backward, then with the backward split, and its update; notes the seconds."""
+        self._forward()  # as in a stage at work, where the caches know the layer
+        (roots, leaves), forward_s = self._forward()
         gradients = [torch.ones_like(root) for root in roots]
         _, backward_s = _timed(lambda: backward_full(roots, gradients, leaves, self.parameters))
         self._clear()
-        roots, leaves, _, _ = self._forward()
-        pivot = () if any(leaf.requires_grad for leaf in leaves) else self.module.first[0]
-        _, deferred = backward_input(roots, gradients, leaves, self.parameters, pivot=pivot)
+        (roots, leaves), _ = self._forward()
+        _, deferred = backward_input(roots, gradients, leaves, self.parameters, pivot=self._pivot(leaves))
         _, weight_grad_s = _timed(deferred.run)
-        return forward_s, backward_s, weight_grad_s, saved
+        samples.forward_s.append(forward_s)
+        samples.backward_s.append(backward_s)
+        samples.weight_grad_s.append(weight_grad_s)
+        samples.update_s.append(self._update())
 
-    def _forward(self) -> tuple[list[Tensor], list[Tensor], float, int]:
-        """The roots of the backward, the input leaves, the seconds of the forward and the bytes saved for the backward."""
+    def _sizes(self) -> tuple[int, int]:
+        """The bytes kept from forward to backward, and from the input gradient to the weight gradient."""
+        alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
+
+        def pack(tensor: Tensor) -> _Saved:
+            # With its way back to the graph, what an operator gives and keeps would keep the operator, and that it.
+            saved = _Saved(tensor.detach())
+            alive.add(saved)
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            (roots, leaves), _ = self._forward()
+        saved_bytes = self._storage_bytes(saved.tensor for saved in alive)
+        gradients = [torch.ones_like(root) for root in roots]
+        _, deferred = backward_input(roots, gradients, leaves, self.parameters, pivot=self._pivot(leaves))
+        # What the graph above the weights' gradients holds ends with the last reference to the outputs.
+        del roots
+        self.module.first[0] = ()
+        weight_grad_saved_bytes = self._storage_bytes([*(saved.tensor for saved in alive), *deferred.gradients()])
+        deferred.run()
+        self._clear()
+        return saved_bytes, weight_grad_saved_bytes
+
+    def _storage_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """The memory that tensors lie in, that of the weights left out."""
+        own = {weight.untyped_storage().data_ptr() for weight in self.module.parameters()}
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}.values())
+
+    def _pivot(self, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Where the input gradient ends, if no input takes one."""
+        return () if any(leaf.requires_grad for leaf in leaves) else self.module.first[0]
+
+    def _forward(self) -> tuple[tuple[list[Tensor], list[Tensor]], float]:
+        """The roots of the backward and the input leaves, and the seconds of the forward."""
         inputs = {
             source: tuple(torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(spec.dtype.is_floating_point) for spec in specs)
             for source, specs in self.specs.items()
         }
-        own = {weight.data_ptr() for weight in self.module.parameters()}
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
 
         def forward() -> list[Tensor]:
             outputs = self.module(inputs, self.batch, Draw(0))[self.index]
@@ -141,11 +214,8 @@ class _Layer:
                 return [self.model.loss(outputs[0], self.batch)]
             return [tensor for tensor in outputs if tensor.requires_grad]
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            roots = forward()
-        size = sum(saved.values())
         roots, forward_s = _timed(forward)
-        return roots, [leaf for tensors in inputs.values() for leaf in tensors], forward_s, size
+        return (roots, [leaf for tensors in inputs.values() for leaf in tensors]), forward_s
 
     def _update(self) -> float:
         """Steps the optimizer with the gradients that are there, and clears them."""
@@ -159,8 +229,11 @@ class _Layer:
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile: what disturbs a measurement only ever adds to it, and often to more than half of a few repeats."""
-    return statistics.quantiles(seconds, n=4)[0] if len(seconds) > 1 else seconds[0]
+    """The lower quartile: what disturbs a measurement only ever adds to it, and often to more than half of a few repeats.
+
+    Never less than the least: of few repeats, quartiles of what they were drawn from would be guessed beyond them.
+    """
+    return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 
 def _timed(what: Callable[[], T]) -> tuple[T, float]:

@@ -6,6 +6,7 @@ from ray.util.metrics import Counter, Gauge
 
 from raypipe.actors.job import Job
 from raypipe.actors.report import WindowReport
+from raypipe.network.estimate import NetworkEstimate
 from raypipe.trace import SpanKind
 
 _TAGS = ("run", "device", "stages")
@@ -66,3 +67,28 @@ class RunMetrics:
     def record(self, name: str, value: float) -> None:
         """Sets one figure."""
         self._gauges[name].set(value)
+
+
+class LinkMetrics:
+    """The current estimates of the links between nodes, from the driver.
+
+    Args:
+        run: the run's name.
+    """
+
+    def __init__(self, *, run: str) -> None:
+        tags = ("run", "source", "target")
+        self._bandwidth = Gauge("raypipe_link_bandwidth_bytes_per_s", description="What the link carries, as last seen", tag_keys=tags)
+        self._age = Gauge("raypipe_link_age_seconds", description="Since the link was last seen", tag_keys=tags)
+        self._changes = Gauge("raypipe_link_changes", description="Step changes of the link so far", tag_keys=tags)
+        for gauge in (self._bandwidth, self._age, self._changes):
+            gauge.set_default_tags({"run": run})
+
+    def record(self, network: NetworkEstimate, *, now_s: float) -> None:
+        """Sets the figures of all links."""
+        for pair, link in network.links.items():
+            tags = dict(zip(("source", "target"), pair, strict=True))
+            if link.bandwidth_bytes_per_s is not None:
+                self._bandwidth.set(link.bandwidth_bytes_per_s, tags)
+            self._age.set(network.age_s(pair, now_s=now_s), tags)
+            self._changes.set(link.num_changes, tags)

@@ -129,7 +129,8 @@ class ProcessTransport:
 
     def _make(self, meeting: Meeting, kind: _Kind, members: tuple[int, ...]) -> None:
         if kind is _Kind.GROUP:
-            self._groups[members] = gloo.make_group(meeting, kind, members)
+            # Gloo's sums go round from each rank to the one before it; they are to go from each member to the next, as `Cost` has it.
+            self._groups[members] = gloo.make_group(meeting, kind, members[::-1])
             return
         source, target = members
         sends = self.device == source

@@ -18,9 +18,10 @@ from raypipe.actors.executor import BatchSource, Executor, Window
 from raypipe.actors.faults import FaultScript
 from raypipe.actors.held import StageModule, Weights, output_specs
 from raypipe.actors.job import Job
-from raypipe.actors.measure import LayerMeasurement, measure_layers
+from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers
 from raypipe.actors.meeting import host_store
 from raypipe.actors.metrics import StageMetrics
+from raypipe.actors.probe import Flow, Links, MeetOrder, Readings
 from raypipe.actors.processes import ProcessTransport
 from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import TensorSpec
@@ -68,6 +69,7 @@ class Whereabouts:
         pid: of the process.
         num_cores: that the process may use.
         shares_memory: whether messages within the node can go through shared memory.
+        gpus: the UUIDs of the GPUs that it was given.
     """
 
     node_id: str
@@ -76,6 +78,24 @@ class Whereabouts:
     pid: int
     num_cores: int
     shares_memory: bool
+    gpus: tuple[str, ...] = ()
+
+
+StageOptimizer = Callable[[int, list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of a stage, given by number, from its weights."""
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """How large a layer's weights are.
+
+    Attributes:
+        num_parameters: numbers.
+        parameter_bytes: bytes.
+    """
+
+    num_parameters: int
+    parameter_bytes: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +112,7 @@ class BuildOrder:
         num_updates: of the run, for the learning rate.
         seed: of weights and randomness.
         faults: what is to go wrong.
+        make_optimizer: instead of AdamW.
     """
 
     model: ModelFunction
@@ -103,6 +124,7 @@ class BuildOrder:
     num_updates: int
     seed: int
     faults: FaultScript = field(default_factory=FaultScript)
+    make_optimizer: StageOptimizer | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +174,7 @@ class Status:
 class StageActor:
     """One device's stages.
 
-    Methods run one at a time, but for `status` and `abort`, which Ray gives a thread of their own.
+    Methods run one at a time, but for `status`, `read_clock` and `abort`, which Ray gives threads of their own.
     """
 
     def __init__(self, identity: Identity, *, num_threads: int) -> None:
@@ -170,6 +192,7 @@ class StageActor:
         self._weights: dict[int, Weights] = {}
         self._sources: dict[str, BatchSource] = {}
         self._jobs: dict[str, Job] = {}
+        self._links = Links(identity.device)
         self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
 
     def __repr__(self) -> str:
@@ -187,6 +210,7 @@ class StageActor:
             pid=os.getpid(),
             num_cores=len(os.sched_getaffinity(0)),
             shares_memory=shm.available(),
+            gpus=_gpus() if context.get_accelerator_ids().get("GPU") else (),
         )
 
     # Control: answered while the other methods compute
@@ -197,6 +221,10 @@ class StageActor:
         computes = bool(doing) and not doing.startswith("waiting")
         since_s = time.monotonic() - self._since
         return Status(self.identity.device, f"{self._doing}, {doing}" if doing else self._doing, since_s, computes)
+
+    def read_clock(self) -> float:
+        """The time by this node's clock, which windows begin by."""
+        return time.time()
 
     def abort(self, reason: str) -> None:
         """Ends what this actor does, within a second."""
@@ -214,10 +242,13 @@ class StageActor:
         if self._abort_reason is not None:
             raise AbortedError(self._abort_reason)
 
-    def measure(self, model: ModelFunction, batches: BatchFunction, *, optimizer: OptimizerConfig, seed: int) -> list[LayerMeasurement]:
+    def measure(
+        self, model: ModelFunction, batches: BatchFunction, *, optimizer: OptimizerConfig, seed: int, effort: Effort = USUAL_EFFORT
+    ) -> list[LayerMeasurement]:
         """Measures every layer of the model on this device."""
         self._begin("measuring layers")
-        return measure_layers(model(), self._source(batches, "train").batch(0, (0.0, 1.0)), optimizer=partial(adamw, optimizer), seed=seed)
+        batch = self._source(batches, "train").batch(0, (0.0, 1.0))
+        return measure_layers(model(), batch, optimizer=partial(adamw, optimizer), seed=seed, effort=effort)
 
     def _source(self, batches: BatchFunction, split: str) -> BatchSource:
         """The rows of a split, opened once."""
@@ -241,15 +272,20 @@ class StageActor:
                 "choose a path that all nodes share"
             ) from None
 
-    def build(self, order: BuildOrder) -> int:
-        """Builds the layers of this device's stages; returns how many numbers their weights have."""
+    def build(self, order: BuildOrder) -> dict[int, LayerSize]:
+        """Builds the layers of this device's stages; returns the size of each."""
         self._begin("building layers")
         self._order = order
         self._model = order.model()
         for stage in self.identity.stages:
             module = StageModule(self._model, order.cut, stage, seed=order.seed)
-            self._weights[stage] = Weights(module, optimizer=partial(adamw, order.optimizer), rule=order.weight_rule)
-        return sum(weight.numel() for weights in self._weights.values() for weight in weights.module.parameters())
+            make = partial(order.make_optimizer, stage) if order.make_optimizer else partial(adamw, order.optimizer)
+            self._weights[stage] = Weights(module, optimizer=make, rule=order.weight_rule)
+        return {
+            int(index): LayerSize(sum(weight.numel() for weight in layer.parameters()), sum(weight.nbytes for weight in layer.parameters()))
+            for weights in self._weights.values()
+            for index, layer in weights.module.layers.items()
+        }
 
     def output_specs(self, stage: int, made: Mapping[int, tuple[TensorSpec, ...]]) -> dict[int, tuple[TensorSpec, ...]]:
         """What a stage gives, from what the stages before it give."""
@@ -299,6 +335,16 @@ class StageActor:
             max_grad_norm=optimizer.max_grad_norm,
             faults=self._order.faults,
         )
+
+    def probe_link(self, order: MeetOrder, flow: Flow, *, host_ip: str) -> Readings:
+        """Takes part in measuring a link, over a channel of its own; returns what this end noted.
+
+        Raises:
+            TransportError: the other end did not come, or a message did not pass.
+        """
+        self._begin(f"probing a link with device {order.names[self.identity.device == order.source]}")
+        self._links.meet([order], host_ip=host_ip)
+        return self._links.run([flow])[0]
 
     def load_jobs(self, jobs: dict[str, Job]) -> None:
         """Takes the programs that windows will name."""
@@ -370,6 +416,11 @@ class StageActor:
         for weights in self._weights.values():
             layers = {index: load_layer(folder, index, self._model.layers[index].name) for index in weights.module.indices}
             weights.load_state(layers)
+
+
+def _gpus() -> tuple[str, ...]:
+    """The UUIDs of the GPUs that this process sees."""
+    return tuple(str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count()))
 
 
 def adamw(config: OptimizerConfig, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

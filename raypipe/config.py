@@ -185,6 +185,8 @@ class ScalingConfig:
         layers_per_stage: the cut, one number a stage; left out for the best cut by measured layer times.
         transport: what carries the messages between stages; sums over several devices always go over gloo.
         calibration: a `raypipe.calibration/1` file for predictions; left out for what `raypipe calibrate` wrote on this machine.
+        measure_layers: whether the layers are measured also where a plan brings its profile; predictions are then made of what is
+            measured, the plan stays.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -196,6 +198,7 @@ class ScalingConfig:
     layers_per_stage: tuple[int, ...] | None = None
     transport: Transport = Transport.AUTO
     calibration: str | None = None
+    measure_layers: bool = False
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_devices", "threads_per_device")
@@ -268,7 +271,19 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """All of a run."""
+    """All of a run.
+
+    Attributes:
+        model: which.
+        data: which tokens.
+        schedule: in which order the stages work.
+        optimizer: AdamW and its learning rate.
+        scaling: on what.
+        cluster: which Ray cluster.
+        run: how long, and where its results go.
+        plan: a `raypipe.plan/1` file: stages, devices, schedule, microbatches and their size are then the plan's. Keys of `schedule` and
+            `scaling` that it decides may be left out; a value that is neither the default nor the plan's is refused.
+    """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
@@ -279,6 +294,7 @@ class TrainConfig:
     scaling: ScalingConfig = ScalingConfig()
     cluster: ClusterConfig = ClusterConfig()
     run: RunConfig = RunConfig()
+    plan: str | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> TrainConfig:

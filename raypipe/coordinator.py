@@ -24,20 +24,31 @@ from raypipe.actors.executor import BatchSource
 from raypipe.actors.held import edge_specs
 from raypipe.actors.job import Job
 from raypipe.actors.launch import Slot, launch
-from raypipe.actors.measure import LayerMeasurement
+from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement
+from raypipe.actors.probe import Flow, MeetOrder
 from raypipe.actors.report import WindowReport
-from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, ModelFunction, Status, Whereabouts
+from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, LayerSize, ModelFunction, Status, Whereabouts
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig, Transport
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError, TransportError, TransportTimeoutError
+from raypipe.network.clocks import Exchange, offset
+from raypipe.network.estimate import NetworkEstimate
+from raypipe.network.transfers import DeviceLog
 from raypipe.schedules.lower import Recv, Start
+from raypipe.topology import ClusterTopology
 from raypipe.trace import Source, Trace
+from raypipe.watch import PATTERN, NetworkWatch
 
 _LOG = logging.getLogger("raypipe.coordinator")
 _GRACE_S = 3.0
 """After the first failure, how long to listen for one that explains it: a dead neighbour is seen by its peers first."""
 _POLL_S = 5.0
+_NUM_CLOCK_READINGS = 15
+"""Of each node; the quickest of them counts."""
+_LINK_CONNECT_S = 5.0
+_LINK_MESSAGE_S = 2.0
+"""A link that takes longer is not worth a window's wait."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,7 @@ class WindowResult:
         device_names: by number.
         num_updates: of the window.
         jobs: of the devices.
+        clock_offsets_s: by how much the clock of each device's node is ahead of the driver's; empty where all have one clock.
     """
 
     reports: tuple[WindowReport, ...]
@@ -95,18 +107,22 @@ class WindowResult:
     device_names: tuple[str, ...]
     num_updates: int
     jobs: tuple[Job, ...]
+    clock_offsets_s: tuple[float, ...] = ()
+
+    @property
+    def began_s(self) -> tuple[float, ...]:
+        """When each device began, by the driver's clock."""
+        offsets_s = self.clock_offsets_s or (0.0,) * len(self.reports)
+        return tuple(report.began_s - ahead_s for report, ahead_s in zip(self.reports, offsets_s, strict=True))
 
     @cached_property
     def trace(self) -> Trace:
-        """The spans of all since the first of them began.
-
-        Clocks of different nodes are taken as they are; devices of one node share theirs.
-        """
-        origin = min(report.began_s for report in self.reports)
+        """The spans of all since the first of them began, by one clock."""
+        origin = min(self.began_s)
         spans = tuple(
             span
-            for report, job in zip(self.reports, self.jobs, strict=True)
-            for span in report.log.spans(job, shift_s=report.began_s - origin)
+            for report, job, began_s in zip(self.reports, self.jobs, self.began_s, strict=True)
+            for span in report.log.spans(job, shift_s=began_s - origin)
         )
         return Trace(self.name, Source.MEASURED, self.device_names, self.num_updates, spans)
 
@@ -145,6 +161,29 @@ def shared_channels(
     return frozenset(shared)
 
 
+def check_places(slots: Sequence[Slot], places: Sequence[Whereabouts]) -> None:
+    """Checks that every actor is where it was meant to be: its node, a process of its own, and a GPU of its own where it has one.
+
+    Raises:
+        RunError: names the first device that is elsewhere.
+    """
+    processes: dict[tuple[str, int], str] = {}
+    gpus: dict[str, str] = {}
+    for slot, place in zip(slots, places, strict=True):
+        if slot.node_id != place.node_id:
+            raise RunError(
+                f"device {slot.name} was to be on node {slot.node_id[:8]}, but is on {place.node_id[:8]} ({place.ip}); try again"
+            )
+        other = processes.setdefault((place.node_id, place.pid), slot.name)
+        if other != slot.name:
+            raise RunError(f"devices {other} and {slot.name} share the process {place.pid} on {place.ip}; try again")
+        if slot.num_gpus and not place.gpus:
+            raise RunError(f"device {slot.name} was given no GPU that torch can see on {place.ip}; look at the driver there")
+        for gpu in place.gpus:
+            if gpus.setdefault(gpu, slot.name) != slot.name:
+                raise RunError(f"devices {gpus[gpu]} and {slot.name} were both given the GPU {gpu} on {place.ip}; see who else uses it")
+
+
 class Coordinator:
     """The stage actors of one run.
 
@@ -173,6 +212,10 @@ class Coordinator:
         self._windows: Counter[str] = Counter()
         self._jobs: dict[str, tuple[Job, ...]] = {}
         self._epoch = 0
+        self.clock_offsets_s: tuple[float, ...] = ()
+        self._watch = NetworkWatch(run=run, nodes=[slot.node for slot in slots], now_s=time.time())
+        self._store: tuple[str, int] = ("", 0)
+        self._num_links_probed = 0
         self._actors = launch(slots, stages=stages, run=run, scaling=scaling)
 
     def __enter__(self) -> Coordinator:
@@ -206,15 +249,19 @@ class Coordinator:
         """
         calls = {device: actor.whereabouts.remote() for device, actor in enumerate(self._actors)}
         self.places = tuple(self._gather(calls, "starting", timeout_s=self.cluster.start_timeout_s).values())
+        check_places(self.slots, self.places)
         for device, (slot, place) in enumerate(zip(self.slots, self.places, strict=True)):
-            if slot.node_id != place.node_id:
-                raise RunError(
-                    f"device {slot.name} was to be on node {slot.node_id[:8]}, but is on {place.node_id[:8]} ({place.ip}); try again"
-                )
             _LOG.debug("device %d (%s): stages %s, pid %d on %s", device, slot.name, self.stages[device], place.pid, place.hostname)
 
     def measure(
-        self, model: ModelFunction, batches: BatchFunction, *, optimizer: OptimizerConfig, seed: int, num_devices: int
+        self,
+        model: ModelFunction,
+        batches: BatchFunction,
+        *,
+        optimizer: OptimizerConfig,
+        seed: int,
+        num_devices: int,
+        effort: Effort = USUAL_EFFORT,
     ) -> list[list[LayerMeasurement]]:
         """The costs of the model's layers, measured on the first devices at the same time.
 
@@ -224,9 +271,13 @@ class Coordinator:
             optimizer: AdamW's figures.
             seed: of the weights.
             num_devices: how many measure; on the CPU as many as there are cores, which slow each other as they do in training.
+            effort: how often.
         """
         actors = self._actors[:num_devices]
-        calls = {device: actor.measure.remote(model, batches, optimizer=optimizer, seed=seed) for device, actor in enumerate(actors)}
+        calls = {
+            device: actor.measure.remote(model, batches, optimizer=optimizer, seed=seed, effort=effort)
+            for device, actor in enumerate(actors)
+        }
         return list(self._gather(calls, "measuring layers").values())
 
     def check_storage(self, folder: str) -> None:
@@ -237,10 +288,15 @@ class Coordinator:
         """
         self._gather({device: actor.check_storage.remote(folder) for device, actor in enumerate(self._actors)}, "checking the storage")
 
-    def build(self, order: BuildOrder) -> int:
-        """Builds the stages on their actors; returns how many numbers the weights of all devices have."""
-        counts = self._gather({device: actor.build.remote(order) for device, actor in enumerate(self._actors)}, "building layers")
-        return sum(counts.values())
+    def build(self, order: BuildOrder | Sequence[BuildOrder]) -> dict[int, LayerSize]:
+        """Builds the stages on their actors; returns the size of each layer.
+
+        Args:
+            order: for all devices, or one for each.
+        """
+        orders = [order] * len(self._actors) if isinstance(order, BuildOrder) else order
+        calls = {device: actor.build.remote(own) for device, (actor, own) in enumerate(zip(self._actors, orders, strict=True))}
+        return {layer: size for sizes in self._gather(calls, "building layers").values() for layer, size in sizes.items()}
 
     def connect(self, jobs: Mapping[str, Sequence[Job]], cut: Cut) -> None:
         """Connects the actors and gives them their programs.
@@ -261,6 +317,7 @@ class Coordinator:
         host = self.places[0].ip
         timeout_s = self.cluster.start_timeout_s
         port = self._gather({0: self._actors[0].host_store.remote(host=host, timeout_s=timeout_s)}, "opening the store")[0]
+        self._store = (host, port)
         order = ConnectOrder(
             names=self.device_names,
             channels=self.channels,
@@ -285,7 +342,26 @@ class Coordinator:
             for device, actor in enumerate(self._actors)
         }
         self._gather(loads, "taking programs")
+        self.clock_offsets_s = self._read_clocks()
         self._move(Connected(self._epoch))
+
+    def _read_clocks(self) -> tuple[float, ...]:
+        """By how much the clock of each device's node is ahead of the driver's; nothing where all devices are on one node."""
+        nodes = [place.node_id for place in self.places]
+        if len(set(nodes)) == 1:
+            return ()
+        firsts = {node: nodes.index(node) for node in nodes}
+        exchanges: dict[str, list[Exchange]] = {node: [] for node in firsts}
+        for _ in range(_NUM_CLOCK_READINGS):
+            for node, device in firsts.items():
+                asked_s = time.time()
+                ref = self._actors[device].read_clock.options(concurrency_group="control").remote()
+                read_s = self._gather({device: ref}, "reading the clocks", timeout_s=self.cluster.silence_timeout_s)[device]
+                exchanges[node].append(Exchange(asked_s, read_s, read_s, time.time()))
+        found = {node: offset(of_node) for node, of_node in exchanges.items()}
+        for node, clock in found.items():
+            _LOG.debug("the clock of node %s is ahead by %.6f s, at most %.6f s off", node[:8], clock.offset_s, clock.residual_s)
+        return tuple(found[node].offset_s for node in nodes)
 
     def _edge_specs(self, cut: Cut) -> dict[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]:
         """What travels along each edge: asked stage by stage, in topological order."""
@@ -327,7 +403,53 @@ class Coordinator:
         self._windows[job] += 1
         self._move(Connected(self._epoch))
         ordered = tuple(reports[device] for device in sorted(reports))
-        return WindowResult(ordered, wall_s, self.run, self.device_names, num_updates, self._jobs[job])
+        result = WindowResult(ordered, wall_s, self.run, self.device_names, num_updates, self._jobs[job], self.clock_offsets_s)
+        if self._watch.estimate.links:
+            self._watch_links(result)
+        return result
+
+    # The network
+
+    @property
+    def network(self) -> NetworkEstimate:
+        """What the links between the run's nodes carry now, by the nodes' addresses; see docs/probing.md."""
+        return self._watch.estimate
+
+    def seed_network(self, topology: ClusterTopology) -> None:
+        """Lets the estimates of the links begin with those of a plan's topology."""
+        self._watch.seed(topology, self.device_names, now_s=time.time())
+
+    def _watch_links(self, result: WindowResult) -> None:
+        """Learns from a window what the links carry, and probes one that has not been seen for long."""
+        nodes = [slot.node for slot in self.slots]
+        columns = zip(nodes, result.jobs, result.reports, result.began_s, strict=True)
+        logs = [DeviceLog(node, job.program, report.log, began_s) for node, job, report, began_s in columns]
+        self._watch.observe(logs, now_s=time.time())
+        if (pair := self._watch.due(now_s=time.time())) is not None:
+            self.probe_link(*pair)
+
+    def probe_link(self, source_node: str, target_node: str) -> None:
+        """Measures the link between two nodes, given by their addresses; takes a tenth of a second, and never fails the run."""
+        source, target = self._watch.devices((source_node, target_node))
+        self._num_links_probed += 1
+        order = MeetOrder(
+            source=source,
+            target=target,
+            names=(self.device_names[source], self.device_names[target]),
+            shared=False,
+            store=self._store,
+            prefix=f"{self.run}/{self._epoch}/link {source}-{target}, probe {self._num_links_probed}",
+            connect_timeout_s=_LINK_CONNECT_S,
+            timeout_s=_LINK_MESSAGE_S,
+        )
+        flow = Flow(source, target, PATTERN)
+        refs = [self._actors[device].probe_link.remote(order, flow, host_ip=self.places[device].ip) for device in (source, target)]
+        try:
+            readings, _ = ray.get(refs, timeout=_LINK_CONNECT_S + 10 * _LINK_MESSAGE_S)
+        except RayError as error:  # what is wrong will show where the run needs the link
+            self._watch.failed((source_node, target_node), self._translate(error, source, "probing a link"), now_s=time.time())
+            return
+        self._watch.probed((source_node, target_node), readings, now_s=time.time())
 
     def save(self, folder: str) -> None:
         """Lets every actor write its layers into a folder."""

@@ -135,7 +135,8 @@ class Cost:
     def message_bytes(self, message: Message) -> int:
         """Bytes of a message."""
         edge = (min(message.source, message.target), max(message.source, message.target))
-        return round(self.edge_bytes.get(edge, 0) * (message.rows[1] - message.rows[0]))
+        # Part of a byte is one; what lies below a millionth is the rounding of shares.
+        return math.ceil(self.edge_bytes.get(edge, 0) * (message.rows[1] - message.rows[0]) - 1e-6)
 
     def collective_bytes(self, collective: Collective) -> int:
         """Bytes that each member brings."""
@@ -249,7 +250,7 @@ def layout_cost(
     """
     number = {name: position for position, name in enumerate(devices)}
     scale = microbatch_size / profile.microbatch_size
-    edge_bytes = {ends: round(num_bytes * scale) for ends, num_bytes in crossing_bytes(profile, cut).items()}
+    edge_bytes = {ends: math.ceil(num_bytes * scale - 1e-6) for ends, num_bytes in crossing_bytes(profile, cut).items()}
     stages: dict[tuple[int, int], StageCost] = {}
     for workers in pipelines:
         for stage, worker in enumerate(workers):

@@ -16,18 +16,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from raypipe.actors.batches import FixedBatch, TokenSource
 from raypipe.actors.checkpoint import Checkpoint, CheckpointIndex
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.job import Job, jobs
-from raypipe.actors.launch import find_slots
 from raypipe.actors.metrics import RunMetrics
 from raypipe.actors.report import mean_losses, norms_of
 from raypipe.actors.stage import BatchFunction, BuildOrder
-from raypipe.calibration import Calibration, TransportCosts
+from raypipe.arrangement import Named, Planned, with_plan
 from raypipe.comparison import Figure, compare, median_window
 from raypipe.config import (
     ClusterConfig,
@@ -38,37 +35,21 @@ from raypipe.config import (
     ScalingConfig,
     ScheduleConfig,
     TrainConfig,
-    Transport,
-    calibration_file,
 )
 from raypipe.coordinator import Coordinator, WindowResult
-from raypipe.cost import plan_cost
-from raypipe.cut import Cut
 from raypipe.data.tokens import TokenDataset
-from raypipe.errors import ConfigError, PlanError
+from raypipe.errors import ConfigError
 from raypipe.functions import make_model, name_of
 from raypipe.model import Model
-from raypipe.own_schedules import build
-from raypipe.plan import Plan, Predicted, make_plan
-from raypipe.planner.balance import balanced_cut
+from raypipe.plan import Plan
+from raypipe.profile import ModelProfile
 from raypipe.profiler import model_profile
 from raypipe.ray_session import session
 from raypipe.run_folder import RunFolder, versions
 from raypipe.sample import NUM_BYTES, generate
-from raypipe.schedule_file import ScheduleFile
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageTimes
-from raypipe.schedules.passes import evaluation
-from raypipe.schedules.validate import validate
 from raypipe.show.page import draw_page
 from raypipe.show.svg import draw_traces
-from raypipe.simulate import simulate_plan
-from raypipe.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.trace import Trace
-
-_LOOPBACK = NodeLink(bandwidth_bytes_per_s=3e9, latency_s=1e-4)
-_ETHERNET = NodeLink(bandwidth_bytes_per_s=1.25e9, latency_s=2e-4)
-"""What predictions assume of links that no topology file describes: gloo over loopback, and 10 Gbit/s between nodes."""
-
 
 _WINDOWS_KEPT = 50
 """Traces of the last windows, for the comparison with what was predicted."""
@@ -158,6 +139,7 @@ class Trainer:
         scaling_config: on what.
         cluster_config: which Ray cluster.
         run_config: how long, and where its results go.
+        plan: a `raypipe.plan/1` file, which then decides about stages, devices, schedule, microbatches and their size.
         faults: what is to go wrong, for drills.
 
     Example:
@@ -176,11 +158,12 @@ class Trainer:
         scaling_config: ScalingConfig | None = None,
         cluster_config: ClusterConfig | None = None,
         run_config: RunConfig | None = None,
+        plan: str | None = None,
         faults: FaultScript | None = None,
     ) -> None:
         self.model_function = model
         self.faults = faults or FaultScript()
-        self.config = TrainConfig(
+        config = TrainConfig(
             model=ModelConfig(function=name_of(model), options=dict(model_options or {})),
             data=data_config or DataConfig(path=""),
             schedule=schedule_config or ScheduleConfig(),
@@ -188,7 +171,10 @@ class Trainer:
             scaling=scaling_config or ScalingConfig(),
             cluster=cluster_config or ClusterConfig(),
             run=run_config or RunConfig(),
+            plan=plan,
         )
+        self.plan = Plan.load(plan) if plan is not None else None
+        self.config = with_plan(config, self.plan) if self.plan is not None else config
         if (data_config is None) == (batches is None):
             raise ConfigError("give the trainer either data_config or batches")
         self.batches: BatchFunction = batches or TokenSource(
@@ -211,6 +197,7 @@ class Trainer:
             scaling_config=config.scaling,
             cluster_config=config.cluster,
             run_config=config.run,
+            plan=config.plan,
         )
 
     def fit(self, *, listener: Listener | None = None, resume: bool = False) -> Result:
@@ -225,17 +212,6 @@ class Trainer:
             RunError: something failed while running; the checkpoints written so far stay.
         """
         return _Fit(self, listener or Silent(), resume=resume).run()
-
-
-def _stage_times(plan: Plan) -> tuple[tuple[StageTimes, ...], float]:
-    """What a schedule that is searched for is given: how long the plan's stages take, and the slowest message between two of them."""
-    cost = plan_cost(plan)
-    workers = plan.order.pipelines[0]
-    kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
-    times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(workers))
-    ends = [(workers[source], workers[target], num_bytes) for (source, target), num_bytes in cost.edge_bytes.items()]
-    messages = [(cost.path(source, target), num_bytes) for source, target, num_bytes in ends if source != target]
-    return times, max((path.latency_s + num_bytes / path.bandwidth_bytes_per_s for path, num_bytes in messages), default=0.0)
 
 
 class _Fit:
@@ -253,9 +229,13 @@ class _Fit:
         folder = RunFolder.latest(run.storage_path, run.name) if resume else None
         self.resumed = self._resumed(folder) if folder else None
         self.first_update = self.resumed.index.update if self.resumed else 0
-        self.schedules = {size: self._schedule(size) for size in sorted({size for _, size in self._windows(self.first_update)})}
-        self.schedule = self.schedules[max(self.schedules)]
-        self._check_sizes()
+        sizes = {size for _, size in self._windows(self.first_update)}
+        self.arrangement = (
+            Named(self.config, self.model, window_sizes=sizes)
+            if trainer.plan is None
+            else Planned(trainer.plan, self.config, self.model, window_sizes=sizes)
+        )
+        self._check_tokens()
         self.folder = folder or RunFolder.create(run.storage_path, run.name)
         self._write_folder()
         self.losses: list[float] = []
@@ -263,36 +243,17 @@ class _Fit:
         self.traces: dict[int, deque[Trace]] = {}
         self.figures: dict[str, float] = {}
 
-    def _schedule(self, num_updates: int, *, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0) -> Schedule:
-        size = self.config.schedule.size(num_devices=self.config.scaling.num_devices, num_updates=num_updates)
-        schedule = build(self.config.schedule.name, dataclasses.replace(size, times=times, latency_s=latency_s))
-        validate(schedule)
-        if schedule.forward_only:
-            raise ConfigError(f"schedule.name {self.config.schedule.name!r}: this order holds no backward; it cannot train")
-        return schedule
-
-    def _check_sizes(self) -> None:
-        """What can be refused before anything is started."""
-        num_layers, num_stages = len(self.model.layers), self.schedule.num_stages
-        if num_stages > num_layers:
-            raise PlanError(
-                f"the schedule {self.schedule.name!r} on {self.schedule.num_workers} devices has {num_stages} stages, "
-                f"the model only {num_layers} layers; lower scaling.num_devices or schedule.num_chunks"
+    def _check_tokens(self) -> None:
+        """What can be refused of the data before anything is started."""
+        if not self.reads_tokens:
+            return
+        data = self.config.data
+        for split in ("train", "validation") if data.num_validation_microbatches else ("train",):
+            tokens = TokenDataset(data.path, sequence_length=data.sequence_length, seed=0, split=split)
+        if self.config.run.sample_bytes and tokens.vocabulary_size != NUM_BYTES:
+            raise ConfigError(
+                f"run.sample_bytes needs tokens that are bytes, {data.path} has {tokens.vocabulary_size} different ones; set it to 0"
             )
-        sizes = self.config.scaling.layers_per_stage
-        if sizes is not None and (len(sizes) != num_stages or sum(sizes) != num_layers):
-            raise PlanError(
-                f"scaling.layers_per_stage {list(sizes)} does not give {num_layers} layers to {num_stages} stages; "
-                f"it needs {num_stages} numbers with the sum {num_layers}"
-            )
-        if self.reads_tokens:
-            data = self.config.data
-            for split in ("train", "validation") if data.num_validation_microbatches else ("train",):
-                tokens = TokenDataset(data.path, sequence_length=data.sequence_length, seed=0, split=split)
-            if self.config.run.sample_bytes and tokens.vocabulary_size != NUM_BYTES:
-                raise ConfigError(
-                    f"run.sample_bytes needs tokens that are bytes, {data.path} has {tokens.vocabulary_size} different ones; set it to 0"
-                )
 
     def _resumed(self, folder: RunFolder) -> Checkpoint:
         """The checkpoint to go on from.
@@ -340,17 +301,16 @@ class _Fit:
         """Launches, plans, trains and reports."""
         config = self.config
         self.listener.notice(f"run folder: {self.folder.path}")
-        with session(config.cluster, num_devices=config.scaling.num_devices, cpus_per_device=config.scaling.cpus_per_device) as cluster:
+        num_places = self.arrangement.num_places
+        with session(config.cluster, num_devices=num_places, cpus_per_device=config.scaling.cpus_per_device) as cluster:
             if cluster.dashboard_url:
                 self.listener.notice(f"Ray dashboard: {cluster.dashboard_url} (if it asks for a token: ray get-auth-token)")
             self.metrics = RunMetrics(run=self.folder.path.name)
-            slots = find_slots(config.scaling)
-            stages = [
-                tuple(sorted({stage for workers in self.schedule.pipelines for stage, at in enumerate(workers) if at == worker}))
-                for worker in range(self.schedule.num_workers)
-            ]
+            slots = self.arrangement.find_slots(local=cluster.local)
             name = f"{self.folder.path.name}-{time.time_ns() // 1_000_000:x}"
-            with Coordinator(run=name, slots=slots, stages=stages, scaling=config.scaling, cluster=config.cluster) as coordinator:
+            with Coordinator(
+                run=name, slots=slots, stages=self.arrangement.stages, scaling=config.scaling, cluster=config.cluster
+            ) as coordinator:
                 self.coordinator = coordinator
                 self._prepare()
                 if self.config.data.num_validation_microbatches:
@@ -366,14 +326,16 @@ class _Fit:
         coordinator = self.coordinator
         coordinator.wait_until_up()
         coordinator.check_storage(str(self.folder.path))
-        self.plan = self._plan()
-        self.plan.save(self.folder.file("plan.json"))
-        num_parameters = coordinator.build(
+        arrangement = self.arrangement
+        arrangement.settle(coordinator, name=self.folder.path.name, measure=self._measure, notice=self.listener.notice)
+        plan, schedule = arrangement.plan, arrangement.schedule
+        plan.save(self.folder.file("plan.json"))
+        sizes = coordinator.build(
             BuildOrder(
                 model=self.model_function,
                 batches=self.batches,
-                cut=self.plan.cut,
-                weight_rule=self.schedule.weight_rule,
+                cut=arrangement.cut,
+                weight_rule=schedule.weight_rule,
                 optimizer=self.config.optimizer,
                 num_rows=self.config.schedule.microbatch_size,
                 num_updates=self.config.run.num_updates,
@@ -381,124 +343,42 @@ class _Fit:
                 faults=self.faults,
             )
         )
+        arrangement.check_layers(sizes)
         if self.resumed is not None:
             coordinator.load(self.resumed.path)
             self.listener.notice(f"resumed from {self.resumed.path} at update {self.first_update}")
-        coordinator.connect(self._jobs(), self.plan.cut)
+        coordinator.connect(arrangement.jobs(), arrangement.cut)
         if coordinator.channels:
             self.listener.notice(f"messages between devices: {coordinator.channel_text}")
-        predicted = self.plan.predicted
+        predicted = plan.predicted
         assert predicted is not None, "the trainer's plan is simulated"
         self.listener.notice(
-            f"{num_parameters / 1e6:.2f} M parameters in {self.schedule.num_stages} stages "
-            f"({', '.join(str(len(layers)) for layers in self.plan.cut.stages)} layers) on {self.schedule.num_workers} devices, "
-            f"schedule {self.schedule.name}; predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}"
+            f"{sum(size.num_parameters for size in sizes.values()) / 1e6:.2f} M parameters in {schedule.num_stages} stages "
+            f"({', '.join(str(len(layers)) for layers in arrangement.cut.stages)} layers) on {len(coordinator.slots)} devices, "
+            f"schedule {schedule.name}; predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}"
         )
 
-    def _plan(self) -> Plan:
-        size = self.config.schedule.microbatch_size
-        scaling = self.config.scaling
-        num_measuring = max(self.coordinator.places[0].num_cores // scaling.threads_per_device, 1)
+    def _measure(self, num_devices: int) -> ModelProfile:
+        """What the model's layers cost on the first devices, all at the same time."""
         measured = self.coordinator.measure(
             self.model_function,
             self.batches,
             optimizer=self.config.optimizer,
             seed=self.config.run.seed,
-            num_devices=num_measuring,
+            num_devices=num_devices,
         )
         layers = [layer for of_device in measured for layer in of_device]
         seconds = [layer.forward_s + layer.backward_s for layer in layers]
         spread = sum(layer.spread * took for layer, took in zip(layers, seconds, strict=True)) / sum(seconds)
         self.listener.notice(f"layer times measured to within +-{spread:.0%}")
-        profile = model_profile(measured, self.model, name=self.config.model.function, microbatch_size=size)
-        sizes = scaling.layers_per_stage
-        cut = balanced_cut(profile, self.schedule.num_stages) if sizes is None else Cut.of_sizes(sizes, self.model.edges())
-        topology = self._topology()
-        plan = make_plan(
-            name=self.folder.path.name,
-            planner="given" if sizes is not None else "balanced",
-            cut=cut,
-            schedule=dataclasses.replace(self.schedule, graph=cut.graph),
-            profile=profile,
-            topology=topology,
-            devices=tuple(device.name for device in topology.devices),
-            microbatch_size=size,
-        )
-        plan = self._searched(plan)
-        self.predicted = simulate_plan(plan)
-        figures = Predicted(
-            update_s=self.predicted.update_s,
-            bubble_ratio=self.predicted.bubble_ratio,
-            device_bubble_ratios=self.predicted.device_bubble_ratios,
-            peak_memory_bytes=self.predicted.peak_memory_bytes,
-        )
-        return dataclasses.replace(plan, predicted=figures)
-
-    def _searched(self, plan: Plan) -> Plan:
-        """The plan with an order for the times of its stages, where the schedule is one that is searched for."""
-        times, latency_s = _stage_times(plan)
-        least = min(self.schedules)
-        if self._schedule(least, times=times, latency_s=latency_s) == self.schedules[least]:
-            return plan
-        self.schedules = {size: self._schedule(size, times=times, latency_s=latency_s) for size in self.schedules}
-        self.schedule = self.schedules[max(self.schedules)]
-        return dataclasses.replace(plan, order=ScheduleFile.of(dataclasses.replace(self.schedule, graph=plan.cut.graph)))
-
-    def _topology(self) -> ClusterTopology:
-        """The devices in use, with the links of the file, or those of one machine."""
-        if self.config.scaling.topology is not None:
-            topology = ClusterTopology.load(self.config.scaling.topology)
-            if topology.num_devices < self.schedule.num_workers:
-                raise PlanError(
-                    f"the run needs {self.schedule.num_workers} devices, {self.config.scaling.topology} has {topology.num_devices}; "
-                    "add devices to it or lower scaling.num_devices"
-                )
-            return topology
-        costs = self._calibrated()
-        nodes: dict[str, list[Device]] = {}
-        cores: dict[str, int] = {}
-        for slot, place in zip(self.coordinator.slots, self.coordinator.places, strict=True):
-            nodes.setdefault(slot.node, []).append(Device(slot.name, "cpu"))
-            cores[slot.node] = max(place.num_cores // self.config.scaling.threads_per_device, 1)
-        return ClusterTopology(
-            name="measured cores, calibrated links" if costs else "measured cores, assumed links",
-            nodes=tuple(
-                Node(name=f"node-{node}", devices=tuple(devices), link=costs.link if costs else _LOOPBACK, cores=cores[node])
-                for node, devices in nodes.items()
-            ),
-            default_link=_ETHERNET,
-            overheads=costs.overheads if costs else None,
-        )
-
-    def _calibrated(self) -> TransportCosts | None:
-        """What running costs on this machine, if that was measured."""
-        given = self.config.scaling.calibration
-        path = Path(given) if given else calibration_file()
-        if not given and not path.exists():
-            self.listener.notice("what an Op and a message cost on this machine is not known: `raypipe calibrate` improves predictions")
-            return None
-        shared = self.config.scaling.transport is not Transport.GLOO
-        return Calibration.load(path).of("shm" if shared else "gloo")
-
-    def _jobs(self) -> dict[str, tuple[Job, ...]]:
-        # The generators know chains; the model's own edges between the stages replace theirs.
-        graph = self.plan.cut.graph
-        for size, schedule in self.schedules.items():
-            self.schedules[size] = dataclasses.replace(schedule, graph=graph)
-            validate(self.schedules[size])
-        found = {f"train-{size}": jobs(schedule) for size, schedule in self.schedules.items()}
-        forward = dataclasses.replace(self.schedule, graph=graph)
-        if self.config.data.num_validation_microbatches:
-            found["evaluate"] = jobs(evaluation(forward, num_microbatches=self.config.data.num_validation_microbatches))
-        found["predict"] = jobs(evaluation(forward, num_microbatches=1))
-        return found
+        return model_profile(measured, self.model, name=self.config.model.function, microbatch_size=self.config.schedule.microbatch_size)
 
     # Windows
 
     def _train(self, first: int, size: int) -> None:
         result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=first)
         losses = mean_losses(result.reports, num_microbatches=self.config.schedule.num_microbatches)
-        norms = norms_of(result.reports, scope=self.schedule.update_scope)
+        norms = norms_of(result.reports, scope=self.arrangement.schedule.update_scope)
         self.losses += losses
         self.traces.setdefault(size, deque(maxlen=_WINDOWS_KEPT)).append(result.trace)
         update_s = result.wall_s / size
@@ -581,10 +461,13 @@ class _Fit:
             return ""
         import torch  # noqa: PLC0415  # the driver needs it for this alone
 
+        num_rows = self.arrangement.num_sample_rows
+
         def logits_of(tokens: torch.Tensor) -> torch.Tensor:
-            batch = FixedBatch({"tokens": tokens, "targets": tokens})
-            result: WindowResult = self.coordinator.run_on("predict", batch, num_rows=1)
-            return next(report.outputs[0] for report in result.reports if report.outputs)
+            # Where several devices share the rows, each must have one: all are the same.
+            rows = tokens.expand(num_rows, -1)
+            result: WindowResult = self.coordinator.run_on("predict", FixedBatch({"tokens": rows, "targets": rows}), num_rows=num_rows)
+            return next(report.outputs[0] for report in result.reports if report.outputs)[:1]
 
         text = generate(
             logits_of,
@@ -599,19 +482,20 @@ class _Fit:
     # After the last window
 
     def _report(self, sample: str) -> Result:
-        windows = list(self.traces[self.schedule.num_updates])
+        predicted = self.arrangement.predicted
+        windows = list(self.traces[self.arrangement.schedule.num_updates])
         # The first window has connections, caches and memory to warm up.
         measured = windows[1:] or windows
         window = median_window(measured)
         window.save(self.folder.file("trace.json"))
-        self.predicted.save(self.folder.file("predicted.json"))
-        self.folder.write_json("trace.perfetto.json", {"traceEvents": self.predicted.to_chrome() + window.to_chrome()})
+        predicted.save(self.folder.file("predicted.json"))
+        self.folder.write_json("trace.perfetto.json", {"traceEvents": predicted.to_chrome() + window.to_chrome()})
         # Two updates from the middle: few enough to read the Ops.
         middle = max(window.num_updates // 2 - 1, 0)
-        shown = [trace.of_updates(middle, min(middle + 2, trace.num_updates)) for trace in (self.predicted, window)]
+        shown = [trace.of_updates(middle, min(middle + 2, trace.num_updates)) for trace in (predicted, window)]
         self.folder.file("timeline.svg").write_text(draw_traces(shown), encoding="utf-8")
-        self.folder.file("timeline.html").write_text(draw_page((self.predicted, window)), encoding="utf-8")
-        figures = compare(self.predicted, measured)
+        self.folder.file("timeline.html").write_text(draw_page((predicted, window)), encoding="utf-8")
+        figures = compare(predicted, measured)
         self.folder.write_json("comparison.json", [dataclasses.asdict(figure) | {"error": figure.error} for figure in figures])
         return Result(
             path=str(self.folder.path),
@@ -619,7 +503,7 @@ class _Fit:
             losses=self.losses,
             validation_losses=self.validation_losses,
             checkpoint=self.checkpoint,
-            plan=self.plan,
+            plan=self.arrangement.plan,
             figures=figures,
             sample=sample,
         )

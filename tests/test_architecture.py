@@ -24,11 +24,12 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("tree",),
     ("codec",),
     ("config", "cut", "data", "functions", "model", "own_schedules", "profile", "schedule_file", "topology"),
-    ("cost", "plan", "trace"),
-    ("bounds", "calibration", "comparison", "idle", "planner", "policies", "show", "simulate"),
+    ("cost", "linearize", "pipedream", "plan", "trace"),
+    ("bounds", "calibration", "comparison", "idle", "network", "placement", "planner", "policies", "show", "simulate"),
     ("actors", "models"),
-    ("coordinator", "prober", "profiler", "ray_session", "run_folder", "sample"),
-    ("calibrator", "trainer"),
+    ("coordinator", "prober", "profiler", "ray_session", "run_folder", "sample", "watch"),
+    ("arrangement", "calibrator", "rehearsal"),
+    ("trainer",),
     ("cli", "__main__"),
 )
 TIER_OF = {unit: tier for tier, units in enumerate(TIERS) for unit in units}
@@ -40,7 +41,7 @@ HEAVY = {"ray", "torch", "cupy"}
 FIRST_HEAVY_TIER = TIER_OF["actors"]
 
 # Distributions that are not called like the module they hold. Pydantic requires pydantic_core in the one version that fits it.
-DISTRIBUTION_OF = {"cupy": "cupy-cuda12x", "pydantic_core": "pydantic", "svg": "svg.py", "yaml": "pyyaml"}
+DISTRIBUTION_OF = {"cupy": "cupy-cuda12x", "pydantic_core": "pydantic", "pynvml": "nvidia-ml-py", "svg": "svg.py", "yaml": "pyyaml"}
 
 SYS_PATH_EDITS = {f"sys.path.{method}" for method in ("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort")}
 

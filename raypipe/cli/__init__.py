@@ -15,7 +15,7 @@ import click
 from raypipe import __version__
 from raypipe.errors import InputError, RaypipeError, suggestion
 
-COMMANDS = ("schedule", "schedules", "plan", "simulate", "train", "show", "calibrate", "data")
+COMMANDS = ("schedule", "schedules", "probe", "profile", "plan", "simulate", "rehearse", "train", "show", "calibrate", "data")
 """In the order of the help; command NAME is `raypipe.cli.NAME:NAME`."""
 
 EXIT_FAILURE = 1

@@ -11,12 +11,12 @@ import click
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import console as stdout_console
 from raypipe.config import TrainConfig
 from raypipe.interrupts import put_off
+from raypipe.show.tables import comparison_table
 
 if TYPE_CHECKING:
     from raypipe import trainer
@@ -64,7 +64,12 @@ class _Screen:
         )
 
 
-@click.command(epilog=example("raypipe train examples/gpt_python_stdlib.yaml --set run.num_updates=50"))
+@click.command(
+    epilog=example(
+        "raypipe train examples/gpt_python_stdlib.yaml --set run.num_updates=50",
+        "raypipe train examples/gpt_python_stdlib.yaml --set plan=plan.json",
+    )
+)
 @click.argument("config", type=click.Path())
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value, such as schedule.name=zb-h1. Repeatable.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint of the newest run of this name.")
@@ -108,13 +113,7 @@ def _show(result: trainer.Result, console: Console) -> None:
     if result.sample:
         console.rule("generated text")
         console.print(result.sample, markup=False, highlight=False)
-    table = Table(title="predicted against measured", title_justify="left")
-    for name in ("figure", "predicted", "measured", "spread", "error"):
-        table.add_column(name, justify="left" if name == "figure" else "right", no_wrap=True)
-    for figure in result.figures:
-        error = f"{figure.error:+.1%}" + ("" if figure.unit == "s" else " points")
-        table.add_row(figure.name, *(_amount(figure.unit, value) for value in (figure.predicted, figure.measured, figure.spread)), error)
-    console.print(table)
+    console.print(comparison_table(result.figures, title="predicted against measured"))
     losses = f"training loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
     if result.validation_losses:
         losses += f", validation loss {result.validation_losses[0][1]:.3f} -> {result.validation_losses[-1][1]:.3f}"
@@ -128,7 +127,3 @@ def _show(result: trainer.Result, console: Console) -> None:
     ):
         console.print(f"  {result.path}/{name}  {what}", highlight=False, soft_wrap=True)
     console.print(f"  {result.checkpoint.path}  the checkpoint", highlight=False, soft_wrap=True)
-
-
-def _amount(unit: str, value: float) -> str:
-    return f"{value:.4f} s" if unit == "s" else f"{value:.1%}"

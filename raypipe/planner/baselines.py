@@ -62,7 +62,8 @@ class _Uniform:
     @cached_property
     def work_s(self) -> Floats:
         """Seconds of a microbatch by [first layer, end], on a device of mean power."""
-        prefix = self.problem.prefix_s.sum(axis=1).mean(axis=0) / float(np.mean(self.problem.speeds))
+        problem = self.problem
+        prefix = problem.prefix_s.sum(axis=1)[list(problem.kind_of)].mean(axis=0) / float(np.mean(problem.speeds))
         found: Floats = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
         return found
 
@@ -81,13 +82,15 @@ class _Uniform:
         return [devices for devices in found if devices]
 
     def bandwidth(self, *, within: bool) -> float:
-        """Mean of the pairs within nodes, or between them; infinite where there is none."""
+        """Mean of the pairs within nodes, or between them; of all where there is none; infinite where nothing limits them."""
         problem = self.problem
-        same = np.array([[one == other for other in problem.node_of] for one in problem.node_of])
-        np.fill_diagonal(same, not within)
-        found = problem.bandwidth[same if within else ~same]
-        found = found[np.isfinite(found)]
-        return float(found.mean()) if found.size else math.inf
+        same = np.equal.outer(problem.node_of, problem.node_of)
+        others = ~np.eye(problem.num_devices, dtype=bool)
+        for pairs in ((same if within else ~same) & others, others):
+            found = problem.bandwidth[pairs]
+            if found.size:
+                return float(found.mean())
+        return math.inf
 
 
 def pipedream(judge: Judge) -> Iterator[Layout]:
@@ -360,5 +363,6 @@ def _metis_s(judge: Judge, workers: Sequence[Group], cuts: Sequence[int], within
         num_bytes = float(problem.parameter_prefix[end] - problem.parameter_prefix[first])
         sums.append(2 * (len(group) - 1) / len(group) * num_bytes / bandwidth)
         if stage:
-            transfers.append(2 * float(problem.crossing_bytes[first]) / between / len(group))
+            crosses = problem.node_of[workers[stage - 1][-1]] != problem.node_of[group[0]]
+            transfers.append(2 * float(problem.crossing_bytes[first]) / (between if crosses else within) / len(group))
     return max([*stages, *transfers]) * (problem.num_microbatches - 1) + math.fsum(stages) + math.fsum(transfers) + max(sums)

@@ -25,10 +25,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.bounds import lower_bound, pieces_of
+from raypipe.bounds import Piece, lower_bound, pieces_of
 from raypipe.planner.problem import Floats, Group, Problem
 
 _MOST_BORDERS = 64
@@ -76,7 +77,6 @@ class _Bounds:
         times = np.diff(problem.prefix_s.sum(axis=1), axis=1)
         self.alone = np.array([device.speed for device in problem.topology.devices])
         """Speeds while nobody else of the node computes."""
-        self.together = self._together()
         self.device_s = times[np.array(problem.kind_of)]
         """Seconds of each layer for a microbatch at speed 1: [device, layer]."""
         # A sum of two devices over the best link: two steps of half the bytes each.
@@ -85,25 +85,31 @@ class _Bounds:
         self.best_latency_s = float(problem.latency_s[off_diagonal].min(initial=math.inf))
         self.layer_bytes = np.diff(problem.parameter_prefix)
 
-    def _together(self) -> Floats:
-        """Parts of what a node's devices can do at once, which sum to what its cores allow."""
-        found: list[float] = []
-        for node in self.problem.topology.nodes:
-            speeds = [device.speed for device in node.devices]
-            if node.cores is not None and node.cores < len(speeds):
-                speeds = [max(speeds) * node.cores / len(speeds)] * len(speeds)
-            found += speeds
-        return np.array(found)
-
     def _work_s(self, devices: Group) -> float:
-        """All work on some devices: a dual solution, prices y_l <= z_d x the seconds of layer l on device d, with z summing to 1."""
+        """All work on some devices: a dual solution, prices y_l <= z_d x the seconds of layer l on device d, with z summing to 1.
+
+        Devices that share too few cores count as that many of the best of them, layer by layer.
+        """
         if not devices:
             return math.inf
-        chosen = list(devices)
-        powers = self.together[chosen] / np.maximum(self.device_s[chosen].sum(axis=1), 1e-300)
-        prices = powers / powers.sum()
-        layers_s = (prices[:, None] * self.device_s[chosen] / self.together[chosen][:, None]).min(axis=0)
-        return float(layers_s.sum()) * self.num_microbatches
+        members: dict[int, list[int]] = {}
+        for device in devices:
+            members.setdefault(self.problem.node_of[device], []).append(device)
+        rows: list[Floats] = []
+        counts: list[float] = []
+        for node, of_node in members.items():
+            own_s = self.device_s[of_node] / self.alone[of_node, None]
+            cores = self.problem.topology.nodes[node].cores
+            if cores is None or cores >= len(of_node):
+                rows += list(own_s)
+                counts += [1.0] * len(of_node)
+            else:
+                rows.append(own_s.min(axis=0))
+                counts.append(float(cores))
+        times = np.array(rows)
+        powers = 1 / np.maximum(times.sum(axis=1), 1e-300)
+        prices = powers / (np.array(counts) * powers).sum()
+        return float((prices[:, None] * times).min(axis=0).sum()) * self.num_microbatches
 
     def work_s(self) -> float:
         return self._work_s(tuple(range(self.problem.num_devices)))
@@ -114,12 +120,11 @@ class _Bounds:
 
     def copies_s(self) -> float:
         problem = self.problem
-        fastest = self.device_s.min(axis=0)
-        pieces = pieces_of(problem.profile, microbatch_size=problem.microbatch_size)
-        shrunk = fastest / np.maximum([piece.microbatch_s for piece in pieces], 1e-300)
+        # Of each part of the work what the kind that is best at it takes.
+        parts = np.diff(problem.prefix_s, axis=2).min(axis=0)
         pieces = tuple(
-            type(piece)(piece.forward_s * part, piece.input_grad_s * part, piece.weight_grad_s * part, 0.0, piece.sources)
-            for piece, part in zip(pieces, np.minimum(shrunk, 1.0).tolist(), strict=True)
+            Piece(forward_s, input_grad_s, weight_grad_s, 0.0, piece.sources)
+            for piece, (forward_s, input_grad_s, weight_grad_s) in zip(pieces_of(problem.profile), parts.T.tolist(), strict=True)
         )
         single_s = lower_bound(pieces, num_microbatches=self.num_microbatches, speeds=tuple(self.alone.tolist())).update_s
         with_copies_s = max(self.work_s(), min(self._sum_s(float(num_bytes)) for num_bytes in self.layer_bytes))
@@ -160,6 +165,8 @@ class _Bounds:
 
     def _across_s(self, side: Group) -> float:
         problem = self.problem
+        if not self._connected():
+            return 0.0  # What has nothing to do with each other may stay on either side.
         inside = np.zeros(problem.num_devices, dtype=bool)
         inside[list(side)] = True
         others = tuple(np.flatnonzero(~inside).tolist())
@@ -177,6 +184,13 @@ class _Bounds:
             alone_s = self._work_s(devices)
             ways.append(alone_s if carried_s == math.inf else alone_s * carried_s / max(alone_s + carried_s, 1e-300))
         return min(ways)
+
+    def _connected(self) -> bool:
+        """Whether all layers hang together."""
+        graph: nx.Graph[int] = nx.Graph()
+        graph.add_nodes_from(range(self.problem.num_layers))
+        graph.add_edges_from((edge.producer, edge.consumer) for edge in self.problem.profile.edges())
+        return nx.is_connected(graph)
 
     def _capacity(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
         """Bytes per second of all wires from one side to the other."""

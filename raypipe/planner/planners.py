@@ -23,6 +23,7 @@ AUTO = "auto"
 ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
 """Orders of one stage a worker, among which `auto` chooses besides those of several."""
 _MOST_DIVISIONS = 8
+_MICROBATCHES_A_DEVICE = 16
 _MARGIN = 1.02
 _SLACK = 1.25
 """By how much orders that split the backward may be faster than estimated."""
@@ -36,19 +37,21 @@ class Planner:
         name: as the command line knows it.
         title: what it is, in a few words.
         layouts: the layouts that it proposes, of which the fastest that fits is taken; `None` for the search.
+        quick: whether that takes little time for any number of devices.
     """
 
     name: str
     title: str
     layouts: Callable[[Judge], Iterator[Layout]] | None
+    quick: bool = False
 
 
 PLANNERS: tuple[Planner, ...] = (
     Planner("raypipe", "exact programs over several device orders, annealing, simulation; any schedule", None),
     Planner("spp", "SPP as reconstructed: minimum cuts, dynamic program, list order (Luo et al., INFOCOM 2022)", baselines.spp),
-    Planner("data-parallel", "the whole model on every device", baselines.data_parallel),
-    Planner("gpipe-equal", "equally many layers a device, in the given order, GPipe", partial(baselines.equal_stages, "gpipe")),
-    Planner("1f1b-equal", "equally many layers a device, in the given order, 1F1B", partial(baselines.equal_stages, "1f1b")),
+    Planner("data-parallel", "the whole model on every device", baselines.data_parallel, quick=True),
+    Planner("gpipe-equal", "equally many layers a device, in the given order, GPipe", partial(baselines.equal_stages, "gpipe"), quick=True),
+    Planner("1f1b-equal", "equally many layers a device, in the given order, 1F1B", partial(baselines.equal_stages, "1f1b"), quick=True),
     Planner("pipedream", "PipeDream's planner, with a flush (Narayanan et al., SOSP 2019)", baselines.pipedream),
     Planner("dapple", "DAPPLE's planner (Fan et al., PPoPP 2021)", baselines.dapple),
     Planner("metis", "for unequal devices, in the manner of Metis (Um et al., ATC 2024)", baselines.metis),
@@ -85,14 +88,17 @@ def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budge
     return judge.plan(found, planner=name, lower_bound_s=plan_bound(problem).update_s)
 
 
-def divided(batch_size: int, *, most: int = _MOST_DIVISIONS) -> list[tuple[int, int]]:
+def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISIONS) -> list[tuple[int, int]]:
     """Ways to divide the rows of an update into equal microbatches: (microbatches, rows of each), the fewest microbatches first.
 
     Args:
         batch_size: rows of an update.
+        most_microbatches: beyond so many, a bubble is small and each costs something besides.
         most: of several near to each other some are left out, so that no more than these remain.
     """
-    ways = [(count, batch_size // count) for count in range(1, batch_size + 1) if batch_size % count == 0]
+    small = [count for count in range(1, math.isqrt(batch_size) + 1) if batch_size % count == 0]
+    counts = sorted({*small, *(batch_size // count for count in small)})
+    ways = [(count, batch_size // count) for count in counts if count <= most_microbatches]
     if len(ways) <= most:
         return ways
     return [ways[round(at * (len(ways) - 1) / (most - 1))] for at in range(most)]
@@ -116,7 +122,8 @@ def best_division(problem: Problem, *, name: str = "raypipe", schedule: str = AU
     quick = replace(budget, num_estimates=max(budget.num_estimates // 5, 1), num_simulations=max(budget.num_simulations // 5, 4))
     best: tuple[tuple[float, float], Problem] | None = None
     failure: PlanError | None = None
-    for num_microbatches, microbatch_size in divided(problem.num_microbatches * problem.microbatch_size):
+    batch_size = problem.num_microbatches * problem.microbatch_size
+    for num_microbatches, microbatch_size in divided(batch_size, most_microbatches=_MICROBATCHES_A_DEVICE * problem.num_devices):
         candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size, _rows={})
         try:
             found = solve(Judge(candidate), name=name, schedule=schedule, budget=quick)
@@ -141,9 +148,7 @@ def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: 
     if chosen.layouts is None:
         found = _canonically_searched(judge, schedule, budget or Budget.usual(problem.num_devices))
     else:
-        found = None
-        for layout in chosen.layouts(judge):
-            found = better(found, judge.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
+        found = _best_of(chosen.layouts, judge, schedule)
     if found is None:
         raise PlanError(
             f"planner {name!r} has no plan with schedule {schedule!r} for {problem.num_layers} layers, {problem.num_devices} devices and "
@@ -157,21 +162,42 @@ def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: 
     return found
 
 
+def _best_of(layouts: Callable[[Judge], Iterator[Layout]], judge: Judge, schedule: str) -> Judged | None:
+    """The best of what a planner proposes."""
+    found: Judged | None = None
+    for layout in layouts(judge):
+        found = better(found, judge.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
+    return found
+
+
 def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged | None:
-    """The search on devices in an order that does not depend on their names, so that equal clusters get equal plans."""
-    sorted_problem, numbers = canonical(judge.problem)
-    found = _searched(Judge(sorted_problem, numbered=judge.numbered), schedule, budget)
-    return None if found is None else judge.simulate(renumbered(found.layout, numbers))
+    """The search on devices in an order that does not depend on their names, so that equal clusters get equal plans.
+
+    What the other planners propose, for devices as they are listed, is where it begins, too, and has its say in the end. Beyond the
+    devices that are taken one by one, of the quick ones alone.
+    """
+    problem = judge.problem
+    sorted_problem, numbers = canonical(problem)
+    others = [
+        _best_of(other.layouts, judge, schedule)
+        for other in PLANNERS
+        if other.layouts and (other.quick or problem.num_devices <= MOST_UNITS)
+    ]
+    proposed = [other for other in others if other is not None]
+    position = sorted(range(problem.num_devices), key=lambda device: numbers[device])
+    begin = [renumbered(other.layout, tuple(position)) for other in proposed]
+    found = _searched(Judge(sorted_problem, numbered=judge.numbered), schedule, budget, begin)
+    best = None if found is None else judge.simulate(renumbered(found.layout, numbers))
+    for other in proposed:
+        best = better(best, other)
+    return best
 
 
-def _searched(judge: Judge, schedule: str, budget: Budget) -> Judged | None:
+def _searched(judge: Judge, schedule: str, budget: Budget, begin: list[Layout]) -> Judged | None:
     """The search over orders of one stage a worker, then every other order on the workers of what it found."""
     several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
     single = ("1f1b", "list") if several else (schedule,)
-    problem = judge.problem
-    several_units = problem.num_devices > MOST_UNITS
-    proposed = [layout for other in PLANNERS if other.layouts and not several_units for layout in other.layouts(judge)]
-    search = Search(judge, single, budget, proposed)
+    search = Search(judge, single, budget, begin)
     best = search.run()
     if not several:
         return best

@@ -141,7 +141,7 @@ class Problem:
         """Of each device while all of its node compute; devices that share too few cores slow each other."""
         found: list[float] = []
         for node in self.topology.nodes:
-            part = 1.0 if node.cores is None else min(1.0, node.cores / len(node.devices))
+            part = 1.0 if node.cores is None or not node.devices else min(1.0, node.cores / len(node.devices))
             found += [device.speed * part for device in node.devices]
         return tuple(found)
 

@@ -26,6 +26,8 @@ _FEW_LIMITS = 4
 """Of these limits, every so many where there are more devices than the dynamic program takes one by one."""
 _ORDERS_OF_MANY = ("rdo", "tree")
 """Orders of the devices that are tried there."""
+_TEMPERATURE = 0.05
+"""By how much worse a change may be on average at first."""
 _POOL = 6
 """Simulated layouts around which the search goes on."""
 
@@ -67,7 +69,7 @@ class Search:
         judge: of the problem.
         schedules: names of orders of one stage a worker that may be chosen.
         budget: how hard.
-        others: layouts of other planners to begin with, too.
+        others: layouts of other planners to begin with, too; simulated besides the budget.
     """
 
     judge: Judge
@@ -132,7 +134,7 @@ class Search:
         current, current_s = start, self.estimate_s(start)
         best, best_s = current, current_s
         for step in range(num_steps):
-            temperature = 0.05 * (1 - step / num_steps) ** 2
+            temperature = _TEMPERATURE * (1 - step / num_steps) ** 2
             changed = self.changed(current, rng)
             if changed is None:
                 continue
@@ -191,6 +193,30 @@ class Search:
             taker.insert(rng.randrange(len(taker) + 1), device)
         return replace(layout, workers=_groups(workers)) if all(map(self.problem.rows, workers)) else None
 
+    def _place_device(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """A device, idle or not, to where in a worker's ring it is estimated best."""
+        device = rng.randrange(self.problem.num_devices)
+        workers = [[other for other in group if other != device] for group in layout.workers]
+        taker = rng.randrange(len(workers))
+        if not all(group or number == taker for number, group in enumerate(workers)):
+            return None
+        ways = []
+        for at in range(len(workers[taker]) + 1):
+            placed = [*workers[taker][:at], device, *workers[taker][at:]]
+            ways.append(replace(layout, workers=_groups([*workers[:taker], placed, *workers[taker + 1 :]])))
+        ways = [way for way in ways if way != layout and self.problem.rows(way.workers[taker])]
+        return min(ways, key=self.estimate_s, default=None)
+
+    def _turn_ring(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Some consecutive devices of a worker, the other way round."""
+        worker = rng.randrange(layout.num_stages)
+        group = layout.workers[worker]
+        if len(group) < 3:
+            return None
+        one, other = sorted(rng.sample(range(len(group) + 1), 2))
+        turned = (*group[:one], *group[one:other][::-1], *group[other:])
+        return replace(layout, workers=(*layout.workers[:worker], turned, *layout.workers[worker + 1 :]))
+
     def _split_stage(self, layout: Layout, rng: random.Random) -> Layout | None:
         """A stage becomes two, the second on some of its devices or on an idle one."""
         at = rng.randrange(layout.num_stages)
@@ -234,6 +260,10 @@ class Search:
         one, other = sorted(rng.sample(range(layout.num_stages + 1), 2))
         return replace(layout, workers=(*layout.workers[:one], *layout.workers[one:other][::-1], *layout.workers[other:]))
 
+    def _mirror(self, layout: Layout, _: random.Random) -> Layout:
+        """The whole pipeline the other way round, with as many layers on each worker as far as they last."""
+        return replace(layout, cuts=tuple(self.problem.num_layers - cut for cut in reversed(layout.cuts)), workers=layout.workers[::-1])
+
     def _move_worker(self, layout: Layout, rng: random.Random) -> Layout | None:
         """A worker to another place in the pipeline."""
         workers = list(layout.workers)
@@ -256,11 +286,13 @@ class Search:
         found: dict[Layout, Judged] = {}
         ranked = sorted(self._estimates, key=lambda layout: (self._estimates[layout], str(layout)))
         most = self.budget.num_simulations // 2
-        for layout in (*self.others, *ranked[:most]):
-            for schedule in self.schedules:
-                variant = layout if layout.order == schedule else replace(layout, order=schedule, max_in_flight=None)
-                if variant not in found and len(found) < most and (judged := self.judge.simulate(variant)) is not None:
-                    found[variant] = judged
+        variants = [layout for layout in self.others if layout.order in self.schedules]
+        most += len(variants)
+        for layout in ranked[:most]:
+            variants += [layout if layout.order == order else replace(layout, order=order, max_in_flight=None) for order in self.schedules]
+        for variant in variants:
+            if variant not in found and len(found) < most and (judged := self.judge.simulate(variant)) is not None:
+                found[variant] = judged
         if not found:
             return None
         return self.improved(found.values(), self.budget.num_simulations - len(found))
@@ -296,13 +328,16 @@ _CHANGES = (
     Search._shift_cut,
     Search._swap_devices,
     Search._move_device,
+    Search._place_device,
+    Search._turn_ring,
     Search._split_stage,
     Search._join_stages,
     Search._turn_workers,
+    Search._mirror,
     Search._move_worker,
     Search._change_order,
 )
-_WEIGHTS = (4, 4, 3, 1, 1, 1, 1, 0.5)
+_WEIGHTS = (4, 4, 3, 1.5, 1, 1, 1, 1, 0.5, 1, 0.5)
 
 
 def _groups(workers: Sequence[Sequence[int]]) -> tuple[Group, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from raypipe.comparison import Figure
 from raypipe.cost import plan_cost
 from raypipe.idle import Cause, Division
 from raypipe.plan import Plan
@@ -53,6 +54,27 @@ def schedule_table(schedule: Schedule, trace: Trace, figures: Mapping[str, Any])
         ),
         left=2,
     )
+
+
+def comparison_table(figures: Iterable[Figure], *, measured: str = "measured", title: str | None = None) -> Table:
+    """Predicted against measured.
+
+    Args:
+        figures: a row each.
+        measured: the word for it.
+        title: of the table.
+    """
+    found = Table(title=title, title_justify="left")
+    for name in ("figure", "predicted", measured, "spread", "error"):
+        found.add_column(name, justify="left" if name == "figure" else "right", no_wrap=True)
+    for figure in figures:
+        in_seconds = figure.unit == "s"
+        values = (figure.predicted, figure.measured, figure.spread)
+        error = ratio(figure.error) if figure.error < 0 else f"+{ratio(figure.error)}"
+        found.add_row(
+            figure.name, *(f"{value:.4f} s" if in_seconds else ratio(value) for value in values), error + ("" if in_seconds else " points")
+        )
+    return found
 
 
 def trace_table(trace: Trace, memory_bytes: Sequence[int | None] = ()) -> Table:

@@ -13,6 +13,8 @@ from raypipe.profile import LayerProfile, ModelProfile
 from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink
 
 NUM_ROWS = 12
+MB = 1_000_000
+"""So large that the parts of a tensor are whole bytes, or as good as that."""
 
 
 def random_problem(
@@ -25,7 +27,7 @@ def random_problem(
     one_way: bool = False,
     speeds: tuple[float, ...] = (1.0, 1.0, 0.5),
 ) -> Problem:
-    """A chain of unequal layers, and a node for each device, all of them linked with bandwidths of 1, 10 or 25."""
+    """A chain of unequal layers, and a node for each device, all of them linked with bandwidths of 1, 10 or 25 MB/s."""
     rng = random.Random(seed)
     layers = []
     for index in range(num_layers):
@@ -36,9 +38,9 @@ def random_problem(
                 forward_s=forward_s,
                 backward_s=2 * forward_s,
                 weight_grad_s=forward_s,
-                output_bytes=rng.choice((1, 4, 10)),
-                saved_bytes=3,
-                parameter_bytes=rng.choice((1, 20, 100)),
+                output_bytes=rng.choice((1, 4, 10)) * MB,
+                saved_bytes=3 * MB,
+                parameter_bytes=rng.choice((1, 20, 100)) * MB,
             )
         )
     nodes = tuple(
@@ -50,7 +52,7 @@ def random_problem(
         Link(
             source=f"node{one}",
             target=f"node{other}",
-            bandwidth_bytes_per_s=rng.choice((1.0, 10.0, 25.0)),
+            bandwidth_bytes_per_s=rng.choice((1.0, 10.0, 25.0)) * MB,
             latency_s=0.01,
             one_way=one_way,
         )

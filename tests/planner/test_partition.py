@@ -8,7 +8,7 @@ import pytest
 from raypipe.planner.layout import Judge, Layout
 from raypipe.planner.partition import Partition
 from raypipe.planner.problem import Problem
-from tests.planner.instances import contiguous_plans, islands, random_problem
+from tests.planner.instances import MB, contiguous_plans, islands, random_problem
 
 
 def bottleneck_s(judge: Judge, layout: Layout, *, half_duplex: bool) -> float:
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_no_stage(seed: int, schedule: str, again: bool) ->
     num_devices, num_layers = 2 + seed % 4, 4 + seed % 4
     problem = random_problem(seed, num_devices=num_devices, num_layers=num_layers)
     needed = float(problem.parameter_prefix[-1]) * (1 + problem.state_bytes_per_parameter_byte)
-    problem = random_problem(seed, num_devices=num_devices, num_layers=num_layers, memory_bytes=round(0.7 * needed) + 20)
+    problem = random_problem(seed, num_devices=num_devices, num_layers=num_layers, memory_bytes=round(0.7 * needed) + 20 * MB)
     problem = replace(problem, recompute=again)
     judge = Judge(problem)
     order = tuple(range(num_devices))

@@ -1,0 +1,177 @@
+"""What planners make of models and networks: seconds of an update of each plan, simulated, over that of raypipe's.
+
+    python benchmarks/planning.py [--models NAME ...] [--topologies NAME ...] [--microbatches 16] [--json FILE]
+
+Every plan is simulated on the true topology by the same simulator, with the model's own order where a planner brings one. *best* is
+the fastest of the other planners' plans, *best / raypipe* above 1 says that raypipe's is faster; *raypipe / bound* is how far it may be
+from the optimum of all plans. A dash: nothing the planner proposes fits into memory. Device memory is 16 GB for the measured models
+(V100, as they were) and 80 GB for the computed ones (A100). Random topologies are seeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+from models import models
+from rounds import print_table, write_json
+
+from raypipe.errors import PlanError
+from raypipe.planner.bound import plan_bound
+from raypipe.planner.layout import Judge
+from raypipe.planner.planners import PLANNERS, solve
+from raypipe.planner.problem import Problem
+from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+
+OWN = "raypipe"
+HARD = ("two islands", "star", "random 1", "random 2", "random 3")
+"""Where raypipe must be ahead in the geometric mean."""
+LATENCY_S = 20e-6
+PAPER = 2.57
+"""What SPP gains at most over other designs, by its abstract: 157 %."""
+_MEASURED = ("vgg16", "resnet50", "gnmt", "inception_v3")
+
+
+def node(name: str, count: int, memory_bytes: int, *, speed: float = 1.0, bandwidth: float | None = None) -> Node:
+    devices = tuple(Device(f"{name}/{position}", "gpu", memory_bytes, speed) for position in range(count))
+    link = NodeLink(bandwidth_bytes_per_s=bandwidth, latency_s=LATENCY_S) if bandwidth else None
+    return Node(name=name, devices=devices, link=link)
+
+
+def flat(memory_bytes: int) -> ClusterTopology:
+    """Eight devices on one PCIe switch."""
+    return ClusterTopology(name="flat", nodes=(node("a", 8, memory_bytes, bandwidth=10e9),))
+
+
+def two_islands(memory_bytes: int) -> ClusterTopology:
+    """Two nodes of four with NVLink, 10 Gbit/s between them."""
+    nodes = tuple(node(name, 4, memory_bytes, bandwidth=50e9) for name in "ab")
+    return ClusterTopology(name="two islands", nodes=nodes, default_link=NodeLink(bandwidth_bytes_per_s=1.25e9, latency_s=5e-5))
+
+
+def star(memory_bytes: int) -> ClusterTopology:
+    """Eight nodes at a switch, all with 10 Gbit/s but one with 1 Gbit/s; a node's transfers share its port."""
+    names = [f"n{number}" for number in range(8)]
+    shared = []
+    for number, name in enumerate(names):
+        others = [other for other in names if other != name]
+        bandwidth = 0.125e9 if number == 3 else 1.25e9
+        shared.append(SharedLink(name=f"{name}/out", bandwidth_bytes_per_s=bandwidth, members=tuple((name, other) for other in others)))
+        shared.append(SharedLink(name=f"{name}/in", bandwidth_bytes_per_s=bandwidth, members=tuple((other, name) for other in others)))
+    return ClusterTopology(
+        name="star",
+        nodes=tuple(node(name, 1, memory_bytes) for name in names),
+        default_link=NodeLink(latency_s=5e-5),
+        shared_links=tuple(shared),
+    )
+
+
+def scattered(seed: int, memory_bytes: int) -> ClusterTopology:
+    """Eight nodes, each pair with a link of its own between 1 and 100 Gbit/s."""
+    rng = random.Random(seed)
+    links = tuple(
+        Link(source=f"n{one}", target=f"n{other}", bandwidth_bytes_per_s=10 ** rng.uniform(8.1, 10.1), latency_s=5e-5)
+        for one, other in combinations(range(8), 2)
+    )
+    return ClusterTopology(name=f"random {seed}", nodes=tuple(node(f"n{number}", 1, memory_bytes) for number in range(8)), links=links)
+
+
+def mixed(memory_bytes: int) -> ClusterTopology:
+    """Two fast devices, four of half and two of a third of the speed, in three nodes with 25 Gbit/s between them."""
+    nodes = [
+        node(name, count, memory_bytes, speed=speed, bandwidth=10e9)
+        for name, count, speed in (("new", 2, 1.0), ("old", 4, 0.5), ("oldest", 2, 0.33))
+    ]
+    return ClusterTopology(name="mixed", nodes=tuple(nodes), default_link=NodeLink(bandwidth_bytes_per_s=3.1e9, latency_s=5e-5))
+
+
+TOPOLOGIES: dict[str, Callable[[int], ClusterTopology]] = {
+    "flat": flat,
+    "two islands": two_islands,
+    "star": star,
+    **{f"random {seed}": partial(scattered, seed) for seed in (1, 2, 3)},
+    "mixed": mixed,
+}
+
+
+def compare(problem: Problem) -> dict[str, Any]:
+    """The update times of all planners."""
+    times: dict[str, float | None] = {}
+    schedule, took_s = "", 0.0
+    for planner in PLANNERS:
+        began_s = time.perf_counter()
+        try:
+            found = solve(Judge(problem), name=planner.name)
+            times[planner.name] = found.update_s
+        except PlanError:
+            times[planner.name] = None
+            continue
+        if planner.name == OWN:
+            schedule, took_s = str(found.layout), time.perf_counter() - began_s
+    bound = plan_bound(problem)
+    others = {name: value for name, value in times.items() if name != OWN and value is not None}
+    best = min(others, key=lambda name: others[name]) if others else ""
+    return {"times": times, "plan": schedule, "planning_s": took_s, "bound_s": bound.update_s, "binding": bound.binding, "best": best}
+
+
+def summarise(results: list[dict[str, Any]], topologies: list[str]) -> None:
+    """Prints by topology how far ahead of the best other planner raypipe's is, and where it gains most over any."""
+    for place in [*topologies, "all of " + ", ".join(HARD)]:
+        chosen = HARD if place.startswith("all of") else (place,)
+        ratios = [found["times"][found["best"]] / found["times"][OWN] for found in results if found["best"] and found["topology"] in chosen]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            print(f"{place}: best / raypipe: geometric mean {mean:.3f}, least {min(ratios):.3f}, most {max(ratios):.3f}")
+    for planner in PLANNERS:
+        gains = [
+            (found["times"][planner.name] / found["times"][OWN], found["model"], found["topology"])
+            for found in results
+            if found["times"][planner.name] is not None
+        ]
+        if gains and planner.name != OWN:
+            most, model, topology = max(gains)
+            print(
+                f"{planner.name} / raypipe: most {most:.2f} ({model} on {topology}); "
+                f"at least the paper's 2.57 in {sum(gain >= 2.57 for gain, *_ in gains)} of {len(gains)}"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = models()
+    parser.add_argument("--models", nargs="+", choices=list(known), default=list(known))
+    parser.add_argument("--topologies", nargs="+", choices=list(TOPOLOGIES), default=list(TOPOLOGIES))
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--json", help="file for all values")
+    options = parser.parse_args()
+    rows, results = [], []
+    for name in options.models:
+        for place in options.topologies:
+            profile = known[name]
+            topology = TOPOLOGIES[place](16_000_000_000 if name in _MEASURED else 80_000_000_000)
+            found = compare(Problem(profile, topology, options.microbatches, profile.microbatch_size))
+            results.append({"model": name, "topology": place, **found})
+            times = found["times"]
+            own_s = times[OWN]
+            best_s = times[found["best"]] if found["best"] else math.nan
+            rows.append(
+                {"model": name, "topology": place, "raypipe s": f"{own_s:.4f}", "schedule": found["plan"].split(":")[0]}
+                | {other: "-" if value is None else f"{value / own_s:.2f}" for other, value in times.items() if other != OWN}
+                | {"best / raypipe": f"{best_s / own_s:.3f}", "raypipe / bound": f"{own_s / found['bound_s']:.2f}"}
+                | {"planned s": f"{found['planning_s']:.1f}"}
+            )
+            print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
+    print_table(f"Update time over raypipe's, {options.microbatches} microbatches, simulated", rows)
+    summarise(results, options.topologies)
+    write_json(options.json, results)
+
+
+if __name__ == "__main__":
+    main()

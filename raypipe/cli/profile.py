@@ -1,0 +1,291 @@
+"""`raypipe profile`: what the layers of a model cost, measured or read from a profile of PipeDream's."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from raypipe.cli.options import COUNT, example, json_option, output_suffix
+from raypipe.cli.screen import console, print_json
+from raypipe.config import TrainConfig
+from raypipe.errors import InputError
+from raypipe.interrupts import put_off
+from raypipe.linearize import Chain, linearize
+from raypipe.pipedream import WEIGHT_GRAD_SHARE, read_pipedream
+from raypipe.profile import LayerTimes, ModelProfile
+from raypipe.show.amounts import counted, ratio, seconds, size
+from raypipe.show.tables import table
+
+if TYPE_CHECKING:
+    from raypipe.profiler import Measured
+
+_LARGE_SPREAD = 0.1
+_LARGE_SHARE = 0.01
+"""Layers that take less of the model's time may vary as they like."""
+
+_MEASURING = ("overrides", "device_kinds", "address", "repeats", "passes", "at_once")
+_READING = ("microbatch_size", "weight_grad_share", "name")
+"""Options that only a measurement, or only a file of PipeDream's, has a use for."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a profile was made of.
+
+    Attributes:
+        profile: to be written.
+        chain: if the profile is one that stands for a DAG.
+        kinds: the measurements by kind of device; none of a profile that was read.
+        spreads: for each of them, those of the profile's layers.
+        warnings: for the user.
+    """
+
+    profile: ModelProfile
+    chain: Chain | None
+    kinds: tuple[Measured, ...] = ()
+    spreads: tuple[tuple[float, ...], ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@click.command(
+    epilog=example(
+        "raypipe profile examples/gpt_python_stdlib.yaml -o profile.json",
+        "raypipe profile config.yaml --device-kinds cpu-fast=10.0.0.1,cpu-slow=10.0.0.3 -o profile.json",
+        "raypipe profile --from-pipedream vgg16.graph.txt --microbatch-size 128 --chain -o profile.json",
+    )
+)
+@click.argument("config", required=False, type=click.Path())
+@click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="The profile to write (.json).")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value of CONFIG. Repeatable.")
+@click.option(
+    "--device-kinds",
+    metavar="KIND[=NODE],...",
+    help="Measure a device of each kind, on the node with this label, address or host name; the first is the model's own.  "
+    "[default: the cluster's first device stands for all]",
+)
+@click.option("--address", metavar="A", help="Of a running Ray cluster.  [default: cluster.address of CONFIG, RAY_ADDRESS, or a local one]")
+@click.option("--repeats", type=click.IntRange(2, 10**6), default=7, show_default=True, help="Timed runs of a layer in a pass.")
+@click.option("--passes", type=click.IntRange(1, 10**6), default=3, show_default=True, help="Passes over all layers.")
+@click.option(
+    "--at-once",
+    type=COUNT,
+    default=1,
+    show_default=True,
+    help="Devices of a node that measure together and slow each other as in training.",
+)
+@click.option("--from-pipedream", type=click.Path(), metavar="FILE", help="Read PipeDream's graph.txt instead of measuring.")
+@click.option("--microbatch-size", type=COUNT, help="Rows of the microbatch behind that file, which does not tell.")
+@click.option(
+    "--weight-grad-share",
+    type=click.FloatRange(0, 1),
+    default=WEIGHT_GRAD_SHARE,
+    show_default=True,
+    help="Weight gradient's share of a backward in that file, of operators with weights.",
+)
+@click.option("--name", help="Of the profile made of that file.  [default: the file's]")
+@click.option("--chain", is_flag=True, help="Merge branches: write a chain of layers between cut points.")
+@click.option("--max-crossing", type=COUNT, default=1, show_default=True, help="Tensors that may cross a cut point of --chain.")
+@json_option
+@click.pass_context
+def profile(
+    context: click.Context,
+    *,
+    config: str | None,
+    output: str,
+    overrides: tuple[str, ...],
+    device_kinds: str | None,
+    address: str | None,
+    repeats: int,
+    passes: int,
+    at_once: int,
+    from_pipedream: str | None,
+    microbatch_size: int | None,
+    weight_grad_share: float,
+    name: str | None,
+    chain: bool,
+    max_crossing: int,
+    as_json: bool,
+) -> None:
+    """Measure what each layer of a model costs: times, and bytes passed on, kept and held as weights.
+
+    CONFIG is the YAML file of a training run. A device of its Ray cluster builds one layer after the other and runs it with a
+    microbatch, so that no device needs to hold the model. A profile of PipeDream's is read with --from-pipedream.
+    """
+    _check_options(context, config, from_pipedream, microbatch_size)
+    output_suffix(output, "json")
+    if not Path(output).absolute().parent.is_dir():
+        raise InputError(f"{output}: its folder does not exist; make it first")
+    most = max_crossing if chain else None
+    if from_pipedream is not None:
+        assert microbatch_size is not None, "checked with the options"
+        read = read_pipedream(from_pipedream, microbatch_size=microbatch_size, weight_grad_share=weight_grad_share, name=name)
+        found = _found(read, most)
+    else:
+        assert config is not None, "checked with the options"
+        loaded = _configured(config, overrides, address, as_json=as_json)
+        found = _measured(loaded, device_kinds, repeats=repeats, passes=passes, at_once=at_once, max_tensors=most)
+    found.profile.save(output)
+    if as_json:
+        print_json(_document(found, output))
+    else:
+        _show(found, output)
+    for warning in found.warnings:
+        click.echo(f"warning: {warning}", err=True)
+
+
+def _check_options(context: click.Context, config: str | None, from_pipedream: str | None, microbatch_size: int | None) -> None:
+    """Refuses options that have nothing to do with what is asked for.
+
+    Raises:
+        UsageError: names them.
+    """
+    if (config is None) == (from_pipedream is None):
+        raise click.UsageError("give either CONFIG, to measure its model, or --from-pipedream FILE", context)
+    if from_pipedream is not None and microbatch_size is None:
+        raise click.UsageError("--from-pipedream needs --microbatch-size: the file does not tell the rows of its microbatch", context)
+    unused = {*(_MEASURING if config is None else _READING), *(() if context.params["chain"] else ("max_crossing",))}
+    given = [
+        max(parameter.opts, key=len)
+        for parameter in context.command.params
+        if parameter.name in unused and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if given:
+        of_what = "--chain" if given == ["--max-crossing"] else "a measurement" if config is None else "--from-pipedream"
+        raise click.UsageError(f"{', '.join(given)} can be used with {of_what} only", context)
+
+
+def _configured(config: str, overrides: Sequence[str], address: str | None, *, as_json: bool) -> TrainConfig:
+    loaded = TrainConfig.load(config, overrides=overrides)
+    cluster = dataclasses.replace(loaded.cluster, dashboard=False)
+    if address is not None:
+        cluster = dataclasses.replace(cluster, address=address)
+    if as_json:  # what actors print would come between
+        cluster = dataclasses.replace(cluster, log_to_driver=False)
+    return dataclasses.replace(loaded, cluster=cluster)
+
+
+def _found(profile: ModelProfile, max_tensors: int | None, kinds: tuple[Measured, ...] = (), warnings: tuple[str, ...] = ()) -> _Found:
+    """A profile as it is, or its chain if it is to have one."""
+    if max_tensors is None:
+        return _Found(profile, None, kinds, tuple(kind.spreads for kind in kinds), warnings)
+    chain = linearize(profile, max_tensors=max_tensors)
+    return _Found(chain.profile, chain, kinds, tuple(kind.merged_spreads(chain.members) for kind in kinds), warnings)
+
+
+def _measured(config: TrainConfig, device_kinds: str | None, *, repeats: int, passes: int, at_once: int, max_tensors: int | None) -> _Found:
+    with put_off():
+        from raypipe.actors.measure import Effort  # noqa: PLC0415  # loads torch: not before the configuration is known to be good
+        from raypipe.profiler import DeviceKind, profile_model  # noqa: PLC0415
+
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    screen = Console(stderr=True)
+    kinds = [DeviceKind.of(text.strip()) for text in device_kinds.split(",")] if device_kinds else []
+    profiled = profile_model(
+        config,
+        kinds=kinds,
+        effort=Effort(repeats=repeats, passes=passes),
+        num_at_once=at_once,
+        notice=lambda text: screen.print(text, highlight=False, soft_wrap=True),
+    )
+    warnings = [warning for kind in profiled.kinds if (warning := _warning(kind, profiled.profile, repeats=repeats, passes=passes))]
+    return _found(profiled.profile, max_tensors, profiled.kinds, tuple(warnings))
+
+
+def _warning(measured: Measured, profile: ModelProfile, *, repeats: int, passes: int) -> str:
+    """What to do about layers whose times vary much; empty if none does."""
+    took = [times.forward_s + times.backward_s for times in measured.times]
+    restless = [
+        (layer.name, spread)
+        for layer, spread, took_s in zip(profile.layers, measured.spreads, took, strict=True)
+        if spread > _LARGE_SPREAD and took_s >= _LARGE_SHARE * sum(took)
+    ]
+    if not restless:
+        return ""
+    worst, spread = max(restless, key=lambda pair: pair[1])
+    return (
+        f"on {measured.device} ({measured.kind}) the times of {counted(len(restless), 'layer')} vary by more than {_LARGE_SPREAD:.0%}, "
+        f"most those of {worst!r}: by {spread:.0%} each way. Something else is at work there: end it and measure again, "
+        f"or take more runs (--repeats, now {repeats}; --passes, now {passes})"
+    )
+
+
+# Showing
+
+
+def _times_of(times: LayerTimes, spread: float | None) -> dict[str, Any]:
+    return dataclasses.asdict(times) | {"spread": spread}
+
+
+def _document(found: _Found, output: str) -> dict[str, Any]:
+    profile = found.profile
+    spreads = found.spreads[0] if found.spreads else (None,) * profile.num_layers
+    document: dict[str, Any] = {
+        "file": output,
+        "name": profile.name,
+        "microbatch_size": profile.microbatch_size,
+        "num_layers": profile.num_layers,
+        "layers": [
+            {key: value for key, value in dataclasses.asdict(layer).items() if value is not None} | {"spread": spread}
+            for layer, spread in zip(profile.layers, spreads, strict=True)
+        ],
+        "device_kinds": {
+            measured.kind: {
+                "device": measured.device,
+                "layers": [_times_of(*pair) for pair in zip(profile.for_kind(measured.kind), of_kind, strict=True)],
+            }
+            for measured, of_kind in zip(found.kinds, found.spreads, strict=True)
+        },
+        "warnings": list(found.warnings),
+    }
+    if found.chain is not None:
+        document["chain"] = {"members": [list(group) for group in found.chain.members], "num_tensors": list(found.chain.num_tensors)}
+    return document
+
+
+def _show(found: _Found, output: str) -> None:
+    profile, screen = found.profile, console()
+    crossing = [[str(number)] for number in (*found.chain.num_tensors, 0)] if found.chain else [[] for _ in profile.layers]
+    spreads = found.spreads[0] if found.spreads else (None,) * profile.num_layers
+    screen.print(
+        table(
+            ("layer", "F", "B", "W", "spread", "output", *(["tensors"] if found.chain else []), "saved", "parameters"),
+            (
+                (
+                    layer.name,
+                    seconds(layer.forward_s),
+                    seconds(layer.backward_s),
+                    seconds(layer.weight_grad_s),
+                    "-" if spread is None else f"+-{ratio(spread)}",
+                    size(layer.output_bytes),
+                    *tensors,
+                    size(layer.saved_bytes),
+                    size(layer.parameter_bytes),
+                )
+                for layer, spread, tensors in zip(profile.layers, spreads, crossing, strict=True)
+            ),
+        )
+    )
+    screen.print()
+    for measured in found.kinds[1:]:
+        times = profile.for_kind(measured.kind)
+        ratios = sorted(
+            (slow.forward_s + slow.backward_s) / (layer.forward_s + layer.backward_s)
+            for slow, layer in zip(times, profile.layers, strict=True)
+            if layer.forward_s + layer.backward_s
+        )
+        if ratios:
+            screen.print(f"{measured.kind} ({measured.device}): layers take x{ratios[0]:.2f} to x{ratios[-1]:.2f} of these times")
+    total_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
+    shape = "a chain" if profile.named_edges is None else f"{counted(len(profile.named_edges), 'edge')}"
+    screen.print(
+        f"{counted(profile.num_layers, 'layer')} ({shape}), {counted(profile.microbatch_size, 'row')} a microbatch: "
+        f"{seconds(total_s)} forward and backward, {size(sum(layer.parameter_bytes for layer in profile.layers))} of weights"
+    )
+    screen.print(f"written to {output}", soft_wrap=True)

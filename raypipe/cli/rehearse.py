@@ -1,0 +1,115 @@
+"""`raypipe rehearse`: runs a plan on its cluster, with waits for computation."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from raypipe.cli.figures import trace_figures
+from raypipe.cli.options import COUNT, example, json_option
+from raypipe.cli.screen import console, print_json
+from raypipe.config import ClusterConfig, ScalingConfig, Transport
+from raypipe.interrupts import put_off
+from raypipe.plan import Plan
+from raypipe.show.amounts import counted, seconds
+from raypipe.show.tables import comparison_table
+
+if TYPE_CHECKING:
+    from raypipe.rehearsal import Rehearsal
+
+_SCALE = click.FloatRange(min=0.0, min_open=True, max=1e6)
+
+
+@click.command(
+    epilog=example("raypipe rehearse plan.json", "raypipe rehearse plan.json --address 10.0.0.1:6379 --time-scale 0.1 -o trace.json")
+)
+@click.argument("plan", type=click.Path())
+@click.option("--updates", type=COUNT, metavar="U", help="Updates of a window; 4 by default.")
+@click.option("--time-scale", type=_SCALE, default=1.0, show_default=True, help="Seconds of a wait for each second of computation.")
+@click.option("--byte-scale", type=_SCALE, default=1.0, show_default=True, help="Bytes sent for each byte of the plan.")
+@click.option("--address", metavar="A", help="Of the Ray cluster; left out for RAY_ADDRESS, else one node is started.")
+@click.option("--cpus-per-device", type=click.FloatRange(min=0.0), default=1.0, show_default=True, help="What each device reserves.")
+@click.option(
+    "--transport", type=click.Choice(list(Transport)), default=Transport.AUTO, show_default=True, help="What carries the messages."
+)
+@click.option("--stand-ins", is_flag=True, help="Let CPU slots stand for devices of other kinds: nothing is computed.")
+@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the trace (.json, or .parquet with a row a span).")
+@json_option
+def rehearse(
+    plan: str,
+    *,
+    updates: int | None,
+    time_scale: float,
+    byte_scale: float,
+    address: str | None,
+    cpus_per_device: float,
+    transport: Transport,
+    stand_ins: bool,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Run the plan in the file PLAN on its cluster, with a wait for each computation and messages of the real size."""
+    loaded = Plan.load(plan)
+    with put_off():
+        from raypipe.rehearsal import rehearse as run  # noqa: PLC0415  # loads ray and torch: not before the plan is known to be good
+
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    progress = Console(stderr=True)
+    done = run(
+        loaded,
+        num_updates=updates,
+        time_scale=time_scale,
+        byte_scale=byte_scale,
+        cluster=ClusterConfig(address=address, dashboard=False, log_to_driver=False),
+        scaling=ScalingConfig(cpus_per_device=cpus_per_device, transport=transport),
+        stand_ins=stand_ins,
+        notice=lambda text: progress.print(text, highlight=False, soft_wrap=True),
+    )
+    if output:
+        done.trace.save(output)
+    if as_json:
+        print_json(rehearsal_figures(done))
+        return
+    _show(done, console())
+
+
+def rehearsal_figures(done: Rehearsal) -> dict[str, Any]:
+    """The figures of a rehearsal and, under `predicted`, of its simulation; the keys are a contract."""
+    return {
+        "plan": done.plan.name,
+        "planner": done.plan.planner,
+        "schedule": done.plan.order.name,
+        "topology": done.plan.topology.name,
+        "time_scale": done.time_scale,
+        "byte_scale": done.byte_scale,
+        "num_windows": len(done.windows),
+        **trace_figures(done.trace),
+        "predicted": trace_figures(done.predicted),
+        "update_error": done.error,
+    }
+
+
+def _show(done: Rehearsal, screen: Console) -> None:
+    plan, trace, predicted = done.plan, done.trace, done.predicted
+    screen.print(
+        f"{plan.name}: {plan.order.name} on {counted(len(plan.devices), 'device')} of {plan.topology.name}, "
+        f"{counted(len(done.windows), 'window')} of {counted(trace.num_updates, 'update')}",
+        style="bold",
+        markup=False,
+    )
+    screen.print(f"scales: time {done.time_scale:g}, bytes {done.byte_scale:g}", markup=False)
+    screen.print(comparison_table(done.figures, measured="rehearsed"))
+    busy = Table(title="busy in a window", title_justify="left")
+    for name in ("device", "predicted", "rehearsed"):
+        busy.add_column(name, justify="left" if name == "device" else "right", no_wrap=True)
+    for device, ours, theirs in zip(plan.devices, predicted.busy_s, trace.busy_s, strict=True):
+        busy.add_row(device, seconds(ours), seconds(theirs))
+    screen.print(busy)
+    screen.print(
+        f"update {seconds(trace.update_s)}, predicted {seconds(predicted.update_s)}: error of the prediction {done.error:+.1%}",
+        markup=False,
+    )

@@ -1,0 +1,202 @@
+"""Stages that wait for as long as a model's would compute, and pass on as many bytes: what `raypipe rehearse` runs.
+
+    entry-0 -> stage-0 -> port-0-1 -> stage-1 -> port-1-2 -> stage-2 -> loss
+
+A stage is a layer that waits, from the tensors of the stages before it to one number a row. A port makes of these numbers what
+crosses one edge of the stage graph: [rows, width] of float32, whose content is zeros. Nothing that grows with the bytes is computed:
+ports and input gradients hand out the same memory again and again, and only the transport copies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from raypipe.model import Layer, Model
+
+if TYPE_CHECKING:
+    from raypipe.model import Batch
+
+NUMBER_BYTES = 4
+"""Of float32, of which all tensors are."""
+
+
+@dataclass(frozen=True)
+class StageWaits:
+    """How long one stage waits on one device, for a whole microbatch, and how much of it replicas share.
+
+    Attributes:
+        forward_s: seconds of F.
+        input_grad_s: seconds of I; B takes these and those of W.
+        weight_grad_s: seconds of W.
+        update_s: seconds of U.
+        num_parameters: numbers of its weights, of which gradients are summed.
+    """
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    update_s: float
+    num_parameters: int
+
+
+def rehearsing(*, stages: Sequence[StageWaits], widths: Mapping[tuple[int, int], int], num_rows: int) -> Model:
+    """Returns the stages as layers in topological order, several a stage: `layers_per_stage` says how many.
+
+    Batch field: `inputs`, [rows, 1] of float32. The loss is the mean of what the last stage gives.
+
+    Args:
+        stages: by number.
+        widths: for each edge (source, target) of the stage graph, the numbers that a row has there.
+        num_rows: of a whole microbatch; with fewer rows a stage waits in proportion.
+
+    Raises:
+        ConfigError: several stages feed no other.
+    """
+    layers: list[Layer] = []
+    for stage, given in enumerate(stages):
+        waits = given
+        inputs = tuple(f"port-{source}-{target}" for source, target in widths if target == stage)
+        if not inputs:
+            layers.append(Layer(f"entry-{stage}", Entry, inputs=(), batch=("inputs",)))
+            inputs = (f"entry-{stage}",)
+            waits = replace(given, num_parameters=given.num_parameters - 1)  # the entry has one of them
+        layers.append(Layer(f"stage-{stage}", partial(WaitingStage, waits, num_rows=num_rows), inputs=inputs))
+        layers += [
+            Layer(f"port-{source}-{target}", partial(Port, width, num_rows=num_rows), inputs=(f"stage-{stage}",))
+            for (source, target), width in widths.items()
+            if source == stage
+        ]
+    return Model(tuple(layers), _mean)
+
+
+def layers_per_stage(num_stages: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    """How many layers of `rehearsing` each stage has: its own, an entry where nothing feeds it, and a port an edge."""
+    return [
+        1 + (not any(target == stage for _, target in edges)) + sum(source == stage for source, _ in edges) for stage in range(num_stages)
+    ]
+
+
+def _mean(output: Tensor, _: Batch) -> Tensor:
+    return output.mean()
+
+
+class _Wait(torch.autograd.Function):
+    """From some tensors to one; its backward waits, then gives each of them a gradient of zeros from memory that is there."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, wait_s: float, output: Tensor, zeros: Callable[[int], Tensor], *inputs: Tensor) -> Tensor:
+        ctx.wait_s, ctx.zeros = wait_s, zeros  # type: ignore[attr-defined]
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *_: Tensor) -> Any:
+        if ctx.wait_s:  # type: ignore[attr-defined]
+            time.sleep(ctx.wait_s)  # type: ignore[attr-defined]
+        gradients = [
+            ctx.zeros(number) if needed else None  # type: ignore[attr-defined]
+            for number, needed in enumerate(ctx.needs_input_grad[3:])  # type: ignore[attr-defined]
+        ]
+        return (None, None, None, *gradients)
+
+
+class _Widen(torch.autograd.Function):
+    """From [rows, 1] to [rows, width] without writing it; the gradient of the first column goes back."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, wide: Tensor) -> Tensor:
+        return wide
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][:, :1], None
+
+
+class Entry(nn.Module):
+    """Adds a weight to the rows, [rows, 1], so that the stage behind it has an input gradient to wait for as the others have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x + weight."""
+        return x + self.weight
+
+
+class Port(nn.Module):
+    """Makes of [rows, 1] a tensor of [rows, width]: always the same memory."""
+
+    def __init__(self, width: int, *, num_rows: int) -> None:
+        super().__init__()
+        self.wide = torch.zeros(num_rows, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns zeros that depend on x."""
+        wide: Tensor = _Widen.apply(x, self.wide[: x.shape[0]])  # type: ignore[no-untyped-call]
+        return wide
+
+
+class WaitingStage(nn.Module):
+    """Waits in its forward, in the gradient of its inputs and in that of its weight, in proportion to the rows; gives [rows, 1].
+
+    The wait of the input gradient lies on the inputs' branch of the graph, the other on the weight's, so that I and W each run one.
+    `ballast` are the other weights: nothing reads them, but replicas sum their gradients, which are zeros.
+    """
+
+    def __init__(self, waits: StageWaits, *, num_rows: int) -> None:
+        super().__init__()
+        self.waits = waits
+        self.num_rows = num_rows
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.ballast = nn.Parameter(torch.zeros(waits.num_parameters - 1)) if waits.num_parameters > 1 else None
+        self._zeros: dict[tuple[int, ...], Tensor] = {}
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Returns zeros, [rows, 1], that depend on the weight and, for the backward, on all inputs."""
+        waits, rows = self.waits, inputs[0].shape[0]
+        part = rows / self.num_rows
+        if waits.forward_s:
+            time.sleep(waits.forward_s * part)
+        shapes = [tuple(x.shape) for x in inputs]
+        # `detach` makes another tensor of the same memory: autograd notes its place in the graph in the one that it is given.
+        passed: Tensor = _Wait.apply(  # type: ignore[no-untyped-call]
+            waits.input_grad_s * part, self._of(rows, 1).detach(), lambda number: self._of(*shapes[number]).detach(), *inputs
+        )
+        weight: Tensor = _Wait.apply(  # type: ignore[no-untyped-call]
+            waits.weight_grad_s * part, self._of(1).detach(), lambda _: torch.zeros(1), self.weight
+        )
+        return passed + weight
+
+    def _of(self, *shape: int) -> Tensor:
+        zeros = self._zeros.get(shape)
+        if zeros is None:
+            zeros = self._zeros[shape] = torch.zeros(shape)
+        return zeros
+
+
+class WaitingOptimizer(torch.optim.Optimizer):
+    """Waits instead of stepping.
+
+    Args:
+        wait_s: by stage.
+        stage: whose weights.
+        weights: that are left as they are.
+    """
+
+    def __init__(self, wait_s: Mapping[int, float], stage: int, weights: list[nn.Parameter]) -> None:
+        super().__init__(weights, {"lr": 0.0})
+        self.wait_s = wait_s[stage]
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Waits."""
+        if self.wait_s:
+            time.sleep(self.wait_s)
+        return None

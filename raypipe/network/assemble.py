@@ -1,0 +1,119 @@
+"""From what was measured to a `ClusterTopology`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Hashable, Mapping, Sequence
+
+from raypipe.errors import RunError
+from raypipe.network.fit import LinkFit
+from raypipe.network.rounds import Pair
+from raypipe.network.sharing import Shared
+from raypipe.topology import ClusterTopology, Link, Node, NodeLink, Overheads, SharedLink
+
+_ALIKE = 0.05
+"""Bandwidths of two directions, or of links that were not measured and the most common one, that differ by less are written as one."""
+_LIMITS = 0.95
+"""What passes through a shared link must be able to fill it by so much more, or it limits nobody."""
+
+
+def assemble(
+    *,
+    name: str,
+    nodes: Sequence[Node],
+    fits: Mapping[Pair, LinkFit],
+    shared: Sequence[Shared] = (),
+    classes: Sequence[Hashable] = (),
+    overheads: Overheads | None = None,
+) -> ClusterTopology:
+    """The topology of nodes whose links were measured.
+
+    Where not all pairs were, those between two classes of nodes are taken to be like the median of those that were: as the
+    default link where that is the most common one, as links of their own else.
+
+    Args:
+        name: of the cluster.
+        nodes: in order.
+        fits: of directed pairs of nodes, by number.
+        shared: bottlenecks.
+        classes: of each node; needed where pairs are missing.
+        overheads: of all devices, if they are known.
+
+    Raises:
+        RunError: nothing is known of the link between two nodes.
+    """
+    num_nodes = len(nodes)
+    pairs = [(a, b) for a in range(num_nodes) for b in range(num_nodes) if a != b]
+    default: NodeLink | None = None
+    figures = {pair: (fit.latency_s, fit.bandwidth_bytes_per_s) for pair, fit in fits.items()}
+    if len(figures) < len(pairs):
+        of_classes = _of_classes(fits, classes)
+        everywhere = tuple(map(statistics.median, zip(*figures.values(), strict=True)))
+        if not everywhere:
+            raise RunError("no link between two nodes was measured; probe again with a larger budget")
+        default = NodeLink(latency_s=everywhere[0], bandwidth_bytes_per_s=everywhere[1])
+        for a, b in pairs:
+            like = of_classes.get((classes[a], classes[b]), everywhere)
+            if (a, b) not in figures and not _alike(like[1], everywhere[1]):
+                figures[a, b] = (like[0], like[1])
+    return ClusterTopology(
+        name=name,
+        nodes=tuple(nodes),
+        links=tuple(_links(nodes, figures)),
+        shared_links=tuple(_shared_links(nodes, shared, figures)),
+        default_link=default,
+        overheads=overheads,
+    )
+
+
+def _of_classes(fits: Mapping[Pair, LinkFit], classes: Sequence[Hashable]) -> dict[tuple[Hashable, Hashable], tuple[float, ...]]:
+    seen: dict[tuple[Hashable, Hashable], list[tuple[float, float]]] = {}
+    for (a, b), fit in fits.items():
+        seen.setdefault((classes[a], classes[b]), []).append((fit.latency_s, fit.bandwidth_bytes_per_s))
+    return {ends: tuple(map(statistics.median, zip(*figures, strict=True))) for ends, figures in seen.items()}
+
+
+def _alike(a: float, b: float) -> bool:
+    return abs(a - b) <= _ALIKE * max(a, b)
+
+
+def _links(nodes: Sequence[Node], figures: Mapping[Pair, tuple[float, float]]) -> list[Link]:
+    """One entry for both directions where they are alike, else one for each."""
+    found: list[Link] = []
+    for (a, b), figure in sorted(figures.items()):
+        back = figures.get((b, a))
+        both = back is not None and _alike(figure[1], back[1])
+        if both and a > b:
+            continue  # it stands with the other direction
+        latency_s, bandwidth = ((there + other) / 2 for there, other in zip(figure, back if both and back else figure, strict=True))
+        found.append(
+            Link(source=nodes[a].name, target=nodes[b].name, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, one_way=not both)
+        )
+    return found
+
+
+def _shared_links(nodes: Sequence[Node], shared: Sequence[Shared], figures: Mapping[Pair, tuple[float, float]]) -> list[SharedLink]:
+    found: list[SharedLink] = []
+    for bottleneck in sorted(shared, key=lambda one: (not one.crosses, sorted(one.members))):
+        alone = sum(figures[pair][1] for pair in bottleneck.members if pair in figures)
+        if len(bottleneck.members) < 2 or bottleneck.bandwidth_bytes_per_s > _LIMITS * alone:
+            continue
+        found.append(
+            SharedLink(
+                name=_name(nodes, bottleneck, number=len(found) + 1),
+                bandwidth_bytes_per_s=bottleneck.bandwidth_bytes_per_s,
+                members=tuple((nodes[a].name, nodes[b].name) for a, b in sorted(bottleneck.members)),
+            )
+        )
+    return found
+
+
+def _name(nodes: Sequence[Node], shared: Shared, *, number: int) -> str:
+    """What a bottleneck is, as far as its members tell."""
+    sources, targets = {a for a, _ in shared.members}, {b for _, b in shared.members}
+    if len(shared.members) == len(nodes) - 1:
+        if len(sources) == 1:
+            return f"{nodes[sources.pop()].name}-egress"
+        if len(targets) == 1:
+            return f"{nodes[targets.pop()].name}-ingress"
+    return f"shared-{number}"

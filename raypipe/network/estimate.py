@@ -1,0 +1,225 @@
+"""What the links of a running cluster carry now: each transfer that is seen moves an estimate, a step change replaces it.
+
+The logarithm of the seconds a byte takes, x = log((seconds - latency) / bytes), is averaged exponentially, so that twice as fast and
+half as fast weigh the same and one stalled transfer does little. Two one-sided sums (CUSUM; Page, 1954)
+
+    up_n = max(0, up_(n-1) + z - k),  down_n = max(0, down_(n-1) - z - k)         z = (x - mean) / deviation, at most 3 either way
+
+watch for a step: where one exceeds h, the estimate begins anew with the transfers since that sum last was 0. With k = 0.75 and h = 9
+normal noise exceeds it once in some 10^6 transfers (Siegmund, 1985, section 2.6); a step of three deviations is found after four.
+
+A link that no transfer tells of, because its receivers never wait for it or because the plan does not use it, grows old: `idle`
+names it, and whoever is able to probes it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from raypipe.topology import ClusterTopology, Link
+
+NodePair = tuple[str, str]
+"""Two nodes by name, the sender first."""
+
+_WEIGHT = 0.1
+_DEVIATION_WEIGHT = 0.05
+"""Lower: a step must be seen before its first transfers make the deviation large."""
+_SLACK = 0.75
+_LIMIT = 9.0
+_CLIP = 3.0
+_LEAST_BEHIND = math.ceil(_LIMIT / (_CLIP - _SLACK))
+"""Transfers that it takes to see a step of any size."""
+_LEAST_DEVIATION = 0.03
+_NUM_FIRST = 5
+"""Transfers by whose median an estimate begins."""
+_MAD_TO_DEVIATION = 1.4826
+_ABS_TO_DEVIATION = math.sqrt(math.pi / 2)
+
+
+@dataclass
+class LinkEstimate:
+    """The bandwidth of one link, as its transfers show it.
+
+    Attributes:
+        latency_s: taken off the seconds of each transfer.
+        num_transfers: that were seen.
+        num_changes: step changes that were seen.
+        seen_at_s: when the last was; minus infinity before the first.
+    """
+
+    latency_s: float = 0.0
+    num_transfers: int = 0
+    num_changes: int = 0
+    seen_at_s: float = -math.inf
+    _first: list[float] = field(default_factory=list)
+    _mean: float | None = None
+    _deviation: float = 0.3
+    _age: int = 0
+    _up: float = 0.0
+    _down: float = 0.0
+    _since_up: list[float] = field(default_factory=list)
+    _since_down: list[float] = field(default_factory=list)
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float | None:
+        """Bytes per second; `None` before the first transfer."""
+        if self._mean is not None:
+            return math.exp(-self._mean)
+        return math.exp(-statistics.median(self._first)) if self._first else None
+
+    def set(self, *, bandwidth_bytes_per_s: float, latency_s: float, at_s: float) -> None:
+        """Takes what a probe has measured, instead of all that was seen before."""
+        self.latency_s = latency_s
+        self.seen_at_s = max(at_s, self.seen_at_s)
+        self._begin([-math.log(bandwidth_bytes_per_s)])
+
+    def observe(self, num_bytes: int, seconds: float, *, at_s: float) -> bool:
+        """Takes a transfer; returns whether it shows that the link has changed.
+
+        Args:
+            num_bytes: more than 0.
+            seconds: from handing it over until it arrived.
+            at_s: when it arrived, by any clock that all transfers share.
+        """
+        # What is quicker than the latency is noise; a tenth of the time at least is for the bytes.
+        x = math.log(max(seconds - self.latency_s, 0.1 * seconds, 1e-9) / num_bytes)
+        self.num_transfers += 1
+        self.seen_at_s = max(at_s, self.seen_at_s)
+        if self._mean is None:
+            self._first.append(x)
+            if len(self._first) == _NUM_FIRST:
+                self._begin(self._first)
+            return False
+        difference = x - self._mean
+        z = max(-_CLIP, min(difference / self._deviation, _CLIP))
+        self._up, self._since_up = _summed(self._up + z - _SLACK, self._since_up, x)
+        self._down, self._since_down = _summed(self._down - z - _SLACK, self._since_down, x)
+        if max(self._up, self._down) > _LIMIT:
+            self.num_changes += 1
+            # The sum may have begun to grow by chance before the step: the later ones are surely behind it.
+            since = self._since_up if self._up > self._down else self._since_down
+            self._begin(since[-max(_LEAST_BEHIND, len(since) // 2) :])
+            return True
+        within = max(-_CLIP * self._deviation, min(difference, _CLIP * self._deviation))
+        # An estimate that is young is the mean of all it has seen.
+        self._age += 1
+        self._mean += max(_WEIGHT, 1 / self._age) * within
+        self._deviation += _DEVIATION_WEIGHT * (_ABS_TO_DEVIATION * abs(within) - self._deviation)
+        self._deviation = max(self._deviation, _LEAST_DEVIATION)
+        return False
+
+    def _begin(self, xs: list[float]) -> None:
+        self._mean = statistics.median(xs)
+        self._age = len(xs)
+        if len(xs) >= _NUM_FIRST:
+            spread = _MAD_TO_DEVIATION * statistics.median(abs(x - self._mean) for x in xs)
+            # Few transfers tell little of their spread.
+            self._deviation = max(spread, self._deviation / 1.5, _LEAST_DEVIATION)
+        self._first = []
+        self._up = self._down = 0.0
+        self._since_up, self._since_down = [], []
+
+
+def _summed(total: float, since: list[float], x: float) -> tuple[float, list[float]]:
+    """A sum of the CUSUM with the transfers since it was 0."""
+    return (total, [*since, x]) if total > 0 else (0.0, [])
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that went from one node to another.
+
+    Attributes:
+        source: the node they left.
+        target: the node they came to.
+        num_bytes: how many.
+        seconds: from handing over the first until all had arrived.
+        at_s: when that was.
+    """
+
+    source: str
+    target: str
+    num_bytes: int
+    seconds: float
+    at_s: float
+
+
+class NetworkEstimate:
+    """The current estimate of every link between some nodes.
+
+    Args:
+        nodes: by name.
+        at_s: the time from which on links that are not seen grow old.
+    """
+
+    def __init__(self, nodes: Iterable[str], *, at_s: float = 0.0) -> None:
+        names = list(dict.fromkeys(nodes))
+        self.began_at_s = at_s
+        self.links: dict[NodePair, LinkEstimate] = {(a, b): LinkEstimate() for a in names for b in names if a != b}
+
+    def seed(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None, at_s: float = 0.0) -> None:
+        """Begins with the links of a topology, where it has a link between two of the nodes.
+
+        Args:
+            topology: probed, or assumed.
+            names: what a node is called in it, where it is not called the same.
+            at_s: when it was measured.
+        """
+        by_pair = {pair: link for link in topology.links for pair in link.directions}
+        known = {node.name for node in topology.nodes}
+        for (a, b), estimate in self.links.items():
+            ends = _called(a, names), _called(b, names)
+            link = by_pair.get(ends) or (topology.default_link if known.issuperset(ends) else None)
+            if link is not None and link.bandwidth_bytes_per_s is not None:
+                estimate.set(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, at_s=at_s)
+
+    def observe(self, transfers: Iterable[Transfer]) -> list[NodePair]:
+        """Takes transfers in any order; returns the links that they show to have changed."""
+        changed: list[NodePair] = []
+        for transfer in sorted(transfers, key=lambda transfer: transfer.at_s):
+            pair = (transfer.source, transfer.target)
+            if self.links[pair].observe(transfer.num_bytes, transfer.seconds, at_s=transfer.at_s) and pair not in changed:
+                changed.append(pair)
+        return changed
+
+    def age_s(self, pair: NodePair, *, now_s: float) -> float:
+        """Seconds since a link was last seen, or since the estimate began."""
+        return now_s - max(self.links[pair].seen_at_s, self.began_at_s)
+
+    def idle(self, *, now_s: float, older_than_s: float) -> list[NodePair]:
+        """The links that were not seen for so long, those that were never seen first, then the oldest."""
+        ages = {pair: self.age_s(pair, now_s=now_s) for pair in self.links}
+        old = [pair for pair, age_s in ages.items() if age_s > older_than_s]
+        return sorted(old, key=lambda pair: (self.links[pair].seen_at_s, pair))
+
+    def snapshot(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None) -> ClusterTopology:
+        """The topology with the current bandwidth of each link that was seen; all else as it is.
+
+        Args:
+            topology: whose nodes are called as here, as a probed one's are.
+            names: what a node is called in it, where it is not called the same.
+        """
+        by_pair = {pair: link for link in topology.links for pair in link.directions}
+        seen: dict[NodePair, Link] = {}
+        for (a, b), estimate in self.links.items():
+            pair = (_called(a, names), _called(b, names))
+            bandwidth = estimate.bandwidth_bytes_per_s
+            if bandwidth is not None:
+                before = by_pair.get(pair) or topology.default_link
+                latency_s = before.latency_s if before is not None else estimate.latency_s
+                seen[pair] = Link(source=pair[0], target=pair[1], bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, one_way=True)
+        kept: list[Link] = []
+        for link in topology.links:
+            left = [pair for pair in link.directions if pair not in seen]
+            if len(left) == len(link.directions):
+                kept.append(link)
+            else:
+                kept += [replace(link, source=source, target=target, one_way=True) for source, target in left]
+        return replace(topology, links=(*kept, *seen.values()))
+
+
+def _called(node: str, names: Mapping[str, str] | None) -> str:
+    return names.get(node, node) if names else node

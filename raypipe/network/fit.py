@@ -1,0 +1,120 @@
+"""Latency and bandwidth of a link, fitted to round trips of several sizes.
+
+    seconds of a round trip = 2 latency_s + bytes / bandwidth_bytes_per_s        (Hockney's model, 1994, of a message and its answer)
+
+The answer is a byte: what is fitted is the way of the bytes, measured by the one clock of the sender. The latency is taken to be the
+same both ways; one clock cannot tell them apart.
+
+Robust: of each size the lower quartile counts, since what disturbs a message delays it; the slope is the median of the slopes between
+all pairs of sizes (Theil, 1950; Sen, 1968), weighted by how far apart the sizes are, since a microsecond of noise tilts a short lever
+more than a long one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from raypipe.errors import RunError
+
+LEAST_BYTES_PER_S = 1000.0
+"""A link that carries less counts as one that carries nothing."""
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """A message and its answer.
+
+    Attributes:
+        num_bytes: of the message.
+        seconds: from handing it over to having the answer.
+    """
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """What explains the round trips of a link.
+
+    Attributes:
+        latency_s: seconds until the first byte arrives.
+        bandwidth_bytes_per_s: bytes per second.
+        residual: the largest share by which the lower quartile of a size differs from what the two figures say of it.
+        num_round_trips: that were measured.
+        num_bytes: that went through the link for it.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    residual: float
+    num_round_trips: int
+    num_bytes: int
+
+    def seconds(self, num_bytes: int) -> float:
+        """How long a message of this size is on its way."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+
+def fit(round_trips: Iterable[RoundTrip], *, link: str) -> LinkFit:
+    """The latency and bandwidth that explain round trips of at least two sizes; neither is ever negative.
+
+    Args:
+        round_trips: of one link, in any order.
+        link: for messages.
+
+    Raises:
+        RunError: nothing came back, or the link is so slow that it was measured as zero.
+    """
+    by_size: dict[int, list[float]] = {}
+    num_round_trips = num_bytes = 0
+    for trip in round_trips:
+        by_size.setdefault(trip.num_bytes, []).append(trip.seconds)
+        num_round_trips += 1
+        num_bytes += trip.num_bytes
+    if len(by_size) < 2:
+        raise RunError(
+            f"link {link}: {num_round_trips} messages came back, of {len(by_size)} sizes; see that both ends are up and reach each other"
+        )
+    sizes = sorted(by_size)
+    took_s = [_lower_quartile(by_size[size]) for size in sizes]
+    s_per_byte = _slope(sizes, took_s)
+    if s_per_byte <= 0:  # so fast that noise hides the bytes: all of the time may be theirs
+        s_per_byte = took_s[-1] / sizes[-1]
+    if not s_per_byte * LEAST_BYTES_PER_S < 1:
+        raise measured_as_zero(link, f"{sizes[-1]} bytes took {took_s[-1]:.3g} s")
+    # The smallest tell of the latency; in the largest it drowns.
+    latency_s = max(took_s[0] - sizes[0] * s_per_byte, 0.0) / 2
+    residual = max(abs(took / (2 * latency_s + size * s_per_byte) - 1) for size, took in zip(sizes, took_s, strict=True))
+    return LinkFit(latency_s, 1 / s_per_byte, residual, num_round_trips, num_bytes)
+
+
+def measured_as_zero(link: str, seen: str) -> RunError:
+    """The error about a link that carries nothing worth the name.
+
+    Args:
+        link: its two ends.
+        seen: what was measured.
+    """
+    return RunError(
+        f"link {link}: its bandwidth was measured as zero ({seen}); see whether it is cut or throttled, and take the node out "
+        "of the cluster or mend the link"
+    )
+
+
+def _lower_quartile(seconds: Sequence[float]) -> float:
+    """Of four, the second: one that was too quick, on a path at rest, does not count either."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def _slope(sizes: Sequence[int], took_s: Sequence[float]) -> float:
+    """The weighted median of the slopes between all pairs of points."""
+    slopes = sorted(((b_s - a_s) / (b - a), b - a) for (a, a_s), (b, b_s) in itertools.combinations(zip(sizes, took_s, strict=True), 2))
+    left = sum(weight for _, weight in slopes) / 2
+    for slope, weight in slopes:
+        left -= weight
+        if left <= 0:
+            return slope
+    raise AssertionError("half of the weight lies somewhere")

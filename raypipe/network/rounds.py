@@ -1,0 +1,154 @@
+"""Who measures with whom, and when: rounds in which no node sends to two others, nor receives from two.
+
+    4 nodes     0-3  1-2  |  0-2  3-1  |  0-1  2-3        three matchings: every two nodes meet once
+
+A matching is measured in both directions, one after the other: what a node sends is then never mixed with what it receives. The
+circle method (Kirkman, 1847) gives n - 1 matchings for an even number of nodes, and n for an odd one, where one node rests in each.
+
+What contends beyond the nodes, such as an uplink that several pairs cross, is found by measuring pairs in other company: each pair
+of a matching runs with and against every other one (`company_rounds`), and all that leaves or enters a node at once (`fans`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+Pair = tuple[int, int]
+"""Two nodes by number; of a directed pair, the sender first."""
+
+Round = tuple[Pair, ...]
+"""Directed pairs that are measured at the same time."""
+
+MOST_ALL_PAIRS = 24
+"""Nodes up to which every directed pair is measured; of more, a sample."""
+
+_PER_CLASS = 2
+_MOST_REPRESENTATIVES = 16
+
+
+def matchings(num_nodes: int) -> list[tuple[Pair, ...]]:
+    """Undirected pairs by round, lower number first, so that every two nodes meet once and none meets two in a round."""
+    if num_nodes < 2:
+        return []
+    players: list[int | None] = [*range(num_nodes), *([None] if num_nodes % 2 else [])]
+    found: list[tuple[Pair, ...]] = []
+    for _ in range(len(players) - 1):
+        pairs = zip(players, reversed(players[len(players) // 2 :]), strict=False)
+        found.append(tuple(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None)))
+        players.insert(1, players.pop())
+    return found
+
+
+def directed(matching: Sequence[Pair]) -> tuple[Round, Round]:
+    """The two rounds in which a matching is measured: there, and back."""
+    return tuple(matching), tuple((b, a) for a, b in matching)
+
+
+def company_rounds(matching: Sequence[Pair]) -> list[Round]:
+    """Rounds of all pairs of a matching in which every two of them run in the same direction and, in another, against each other.
+
+    By the bits of their places in the matching: 2 (1 + log2 m) rounds for m pairs, rounded up.
+    """
+    patterns = [[False] * len(matching)]
+    patterns += [[bool(place >> bit & 1) for place in range(len(matching))] for bit in range((len(matching) - 1).bit_length())]
+    found: list[Round] = []
+    for pattern in patterns:
+        forth = tuple((b, a) if turned else (a, b) for (a, b), turned in zip(matching, pattern, strict=True))
+        found += [forth, tuple((b, a) for a, b in forth)]
+    return found
+
+
+def fans(num_nodes: int) -> list[Round]:
+    """Rounds in which all that leaves a node runs at once, and rounds of all that enters one: 2 n."""
+    nodes = range(num_nodes)
+    leaving = [tuple((node, other) for other in nodes if other != node) for node in nodes]
+    return leaving + [tuple((other, node) for other in nodes if other != node) for node in nodes]
+
+
+def hypercube(num_nodes: int) -> list[tuple[Pair, ...]]:
+    """log2 n matchings, rounded up, that together join all nodes: in the k-th, a node meets the one whose number differs in bit k."""
+    return [
+        tuple((node, node | 1 << bit) for node in range(num_nodes) if not node >> bit & 1 and node | 1 << bit < num_nodes)
+        for bit in range((num_nodes - 1).bit_length())
+    ]
+
+
+def representatives(classes: Sequence[Hashable]) -> list[int]:
+    """Two nodes of each class of equal nodes, at most 16 in all; the first node is always among them.
+
+    Args:
+        classes: of each node.
+    """
+    seen: dict[Hashable, int] = {}
+    found: list[int] = []
+    for node, kind in enumerate(classes):
+        if seen.get(kind, 0) < _PER_CLASS and len(found) < _MOST_REPRESENTATIVES:
+            found.append(node)
+            seen[kind] = seen.get(kind, 0) + 1
+    return found
+
+
+def tournament(classes: Sequence[Hashable]) -> list[tuple[Pair, ...]]:
+    """The matchings that are measured.
+
+    Up to `MOST_ALL_PAIRS` nodes: every two nodes meet. Beyond: representatives of each class meet each other, and all nodes meet in
+    log2 n matchings, so that each node's own connection is seen, and all are joined by pairs that were measured.
+
+    Args:
+        classes: of each node; nodes of one class are taken to be connected alike where they were not measured.
+    """
+    if len(classes) <= MOST_ALL_PAIRS:
+        return matchings(len(classes))
+    chosen = representatives(classes)
+    met: set[Pair] = set()
+    found: list[tuple[Pair, ...]] = []
+    rounds = [tuple((chosen[a], chosen[b]) for a, b in matching) for matching in matchings(len(chosen))]
+    for matching in (*rounds, *hypercube(len(classes))):
+        fresh = tuple(pair for pair in matching if pair not in met)
+        met.update(fresh)
+        if fresh:
+            found.append(fresh)
+    return found
+
+
+@dataclass(frozen=True)
+class NumRounds:
+    """How many rounds the nodes of a cluster are measured in.
+
+    Attributes:
+        tournament: for latency and bandwidth of pairs.
+        company: for pairs that slow each other.
+        fans: for what leaves or enters a node at once.
+    """
+
+    tournament: int
+    company: int
+    fans: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.tournament + self.company + self.fans
+
+
+def company(met: Sequence[tuple[Pair, ...]], num_nodes: int) -> list[Round]:
+    """The rounds for pairs that slow each other: of all matchings where every two nodes meet, else of those that join all nodes.
+
+    Fewer than three nodes have no company.
+    """
+    if num_nodes < 3:
+        return []
+    chosen = met if num_nodes <= MOST_ALL_PAIRS else [matching for matching in met if len(matching) >= num_nodes // 4]
+    return [pairs for matching in chosen for pairs in company_rounds(matching)]
+
+
+def fan_rounds(num_nodes: int) -> list[Round]:
+    """The fans that are measured: of all nodes, and of none where not all pairs are."""
+    return fans(num_nodes) if 3 <= num_nodes <= MOST_ALL_PAIRS else []
+
+
+def num_rounds(classes: Sequence[Hashable]) -> NumRounds:
+    """How many rounds a cluster takes; what a finding is looked at more closely with comes on top."""
+    met = tournament(classes)
+    return NumRounds(2 * len(met), len(company(met, len(classes))), len(fan_rounds(len(classes))))

@@ -1,0 +1,254 @@
+"""Which pairs of nodes share a bottleneck: found by measuring them alone and together.
+
+    0 --.            .-- 2      0->2 and 1->3 run at full speed alone and at half speed together: they share something,
+         >-- uplink --<         and since 0->2 and 0->3 do, too, and all three together get no more, it is one thing
+    1 --'            '-- 3
+
+1. All pairs of a matching run with and against each other (`rounds.company`). What a pair reaches in whatever company is how fast it
+   is; a pair whose rate depends on its company is measured alone.
+2. Where pairs that run together are slower than alone, each is left out in turn: those that become faster shared something with it.
+   Together they reached its bandwidth, and without the others of their round they must get no more, or some that share it are missing.
+3. Of two findings with equal bandwidths, a few pairs run together. If they get no more than that, the two are one.
+4. Then all that leaves a node runs at once, and all that enters one (`rounds.fans`). What no finding explains is the node's own limit,
+   or belongs to one of the findings.
+
+All of it takes O(n log n) rounds for n nodes, and a few more for each shared link. What is not seen: a bottleneck that only more pairs
+would fill than run together in any round, and pairs that pass through a bottleneck and are themselves too slow to be slowed, unless
+others become faster without them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raypipe.network.rounds import Pair, Round
+
+Rates = Mapping[Pair, float]
+"""Bytes per second of directed pairs that were measured at the same time."""
+
+Together = Callable[[Round], Rates]
+"""Measures pairs at the same time."""
+
+TOLERANCE = 0.15
+"""A pair is slowed by others if it loses more than this share of what it reaches alone."""
+_ALSO = 0.1
+"""The same of pairs that run with one that is: what is shared among several may slow some of them a little less."""
+
+_EQUAL = 0.15
+"""Bandwidths that differ by less may be one."""
+_GAIN = 0.06
+"""What a pair must gain, relative to its rate, when another one is left out, to have shared something with it."""
+_GAIN_OF_MOST = 0.4
+"""The same, relative to what it could gain: what is left free is divided among those that want it."""
+_DECISIVE = 1.3
+"""Pairs tell whether they share a bottleneck if alone they reach so many times its bandwidth in sum."""
+_MOST_LEFT_OUT = 12
+"""Of more pairs at once, all that are slowed are taken to share one thing: the gain of each would drown in noise."""
+_MOST_OF_EACH = 4
+_NUM_AGAIN = 2
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A bottleneck.
+
+    Attributes:
+        members: the directed pairs that pass through it.
+        bandwidth_bytes_per_s: of all of them together.
+        crosses: whether pairs without a common end were seen to share it, so that it is no limit of a single node.
+    """
+
+    members: frozenset[Pair]
+    bandwidth_bytes_per_s: float
+    crosses: bool
+
+
+class Search:
+    """Looks for bottlenecks; what was found until then stays there if a measurement raises.
+
+    Args:
+        together: measures pairs at the same time.
+        alone: what each pair reaches, as far as it is known.
+    """
+
+    def __init__(self, together: Together, alone: Rates | None = None) -> None:
+        self._together = together
+        self.alone: dict[Pair, float] = dict(alone or {})
+        self.found: list[Shared] = []
+
+    def run(self, company: Iterable[Round], fans: Iterable[Round]) -> None:
+        """Looks at all of these rounds, and more closely where something shows."""
+        rates = [self._together(pairs) for pairs in company]
+        self._measure_alone(rates)
+        for seen in rates:
+            self._look(seen)
+        for pairs in fans:
+            self._look(self._together(pairs))
+
+    def _measure_alone(self, company: Sequence[Rates]) -> None:
+        """Learns what each pair reaches by itself."""
+        seen: dict[Pair, list[float]] = {}
+        for pair, rate in itertools.chain.from_iterable(rates.items() for rates in company):
+            seen.setdefault(pair, []).append(rate)
+        self.alone |= {pair: statistics.median(of_pair) for pair, of_pair in seen.items()}
+        for pair, of_pair in seen.items():
+            if min(of_pair) < (1 - TOLERANCE) * max(of_pair):
+                self.alone[pair] = max(self._together((pair,))[pair], self.alone[pair])
+
+    # One round
+
+    def _slowed(self, rates: Rates, *, tolerance: float = TOLERANCE) -> set[Pair]:
+        return {pair for pair, rate in rates.items() if rate < (1 - tolerance) * self.alone.get(pair, 0.0)}
+
+    def _unexplained(self, rates: Rates) -> set[Pair]:
+        """The slowed pairs that pass through no known bottleneck that was full."""
+        full = [
+            shared.members
+            for shared in self.found
+            if sum(rates[pair] for pair in shared.members & rates.keys()) > (1 - _EQUAL) * shared.bandwidth_bytes_per_s
+        ]
+        return {pair for pair in self._slowed(rates) if not any(pair in members for members in full)}
+
+    def _look(self, rates: Rates) -> None:
+        if not self._unexplained(rates):
+            return
+        # A pause of the machine is no bottleneck: what is one shows again and again.
+        runs = [rates]
+        for _ in range(_NUM_AGAIN):
+            again = self._together(tuple(rates))
+            runs.append(again)
+            rates = {pair: max(rate, again[pair]) for pair, rate in rates.items()}
+            if not (unexplained := self._unexplained(rates)):
+                return
+        for members in self._groups(rates):
+            if members & unexplained and self._holds(members, runs):
+                crosses = any(not set(a) & set(b) for a, b in itertools.combinations(members, 2))
+                bandwidth = statistics.median(sum(run[pair] for pair in members) for run in runs)
+                self._add(Shared(members, bandwidth, crosses))
+
+    def _holds(self, members: frozenset[Pair], runs: Sequence[Rates]) -> bool:
+        """Whether pairs are limited without the others of their round, too; else the group lacks some that share it."""
+        if members == runs[0].keys():
+            return True
+        together = statistics.median(sum(run[pair] for pair in members) for run in runs)
+        return sum(self._together(tuple(sorted(members))).values()) < (1 + _EQUAL) * together
+
+    def _groups(self, rates: Rates) -> list[frozenset[Pair]]:
+        """The pairs that share one thing each."""
+        slowed = self._slowed(rates, tolerance=_ALSO)
+        if len(rates) > _MOST_LEFT_OUT:
+            return [frozenset(slowed)] if len(slowed) > 1 else []
+        groups: list[frozenset[Pair]] = []
+        for pair in tuple(rates):
+            rate, others = rates[pair], slowed - {pair}
+            if not others:
+                continue
+            without = self._together(tuple(other for other in rates if other != pair))
+            faster = {other for other in others if self._gains(other, rates, without, share=rate / len(others))}
+            if not faster:
+                continue
+            # Nor is it a gain if the round was disturbed: with the pair, they must be slow again.
+            again = self._together(tuple(rates))
+            rates = {other: max(slow, again[other]) for other, slow in rates.items()}
+            faster = {other for other in faster if self._gains(other, rates, without, share=rate / len(others))}
+            groups = _joined(groups, frozenset({pair, *faster}))
+        return [group for group in groups if len(group) > 1]
+
+    def _gains(self, pair: Pair, rates: Rates, without: Rates, *, share: float) -> bool:
+        """Whether a pair is faster without another one that leaves it a share, by a good part of what it can gain from that."""
+        most = min(share, self.alone[pair] - rates[pair])
+        return without[pair] - rates[pair] > max(_GAIN_OF_MOST * most, _GAIN * rates[pair])
+
+    # All rounds
+
+    def _add(self, shared: Shared) -> None:
+        for position, known in enumerate(self.found):
+            if self._are_one(known, shared):
+                self.found[position] = Shared(
+                    known.members | shared.members, max(known.bandwidth_bytes_per_s, shared.bandwidth_bytes_per_s), crosses=True
+                )
+                return
+        self.found.append(shared)
+
+    def _are_one(self, known: Shared, shared: Shared) -> bool:
+        bandwidth = max(known.bandwidth_bytes_per_s, shared.bandwidth_bytes_per_s)
+        if min(known.bandwidth_bytes_per_s, shared.bandwidth_bytes_per_s) < (1 - _EQUAL) * bandwidth:
+            return False
+        # The limits of single nodes are different things, and often equal.
+        if not (known.crosses or shared.crosses):
+            return False
+        if shared.members <= known.members or known.members <= shared.members:
+            return True
+        pairs = (*self._fastest(known.members - shared.members), *self._fastest(shared.members - known.members))
+        if sum(self.alone[pair] for pair in pairs) < _DECISIVE * bandwidth:
+            pairs += self._fastest(known.members & shared.members)
+        if sum(self.alone[pair] for pair in pairs) < _DECISIVE * bandwidth:
+            return False
+        return sum(self._together(pairs).values()) < (1 + _EQUAL) * bandwidth
+
+    def _fastest(self, pairs: Collection[Pair]) -> Round:
+        return tuple(sorted(pairs, key=lambda pair: (-self.alone[pair], pair))[:_MOST_OF_EACH])
+
+
+def _joined(groups: Sequence[frozenset[Pair]], more: frozenset[Pair]) -> list[frozenset[Pair]]:
+    """The groups, with those that have a pair in common with another one made one."""
+    apart = [group for group in groups if not group & more]
+    return [*apart, more.union(*(group for group in groups if group & more))]
+
+
+def in_company(rounds: Iterable[Round], measured: Rates, found: Collection[Shared]) -> set[Pair]:
+    """The pairs that filled a bottleneck together when they were measured: theirs was a share of it, and says little of them.
+
+    Args:
+        rounds: in which they were measured.
+        measured: what each pair reached then.
+        found: the bottlenecks.
+    """
+    filled: set[Pair] = set()
+    for pairs, shared in itertools.product(rounds, found):
+        together = shared.members.intersection(pairs)
+        if len(together) > 1 and sum(measured[pair] for pair in together) > (1 - _EQUAL) * shared.bandwidth_bytes_per_s:
+            filled |= together
+    return filled
+
+
+Arrival = tuple[float, int]
+"""When a message arrived, in seconds by one clock, and its bytes."""
+
+
+def rates(arrivals: Mapping[Pair, Sequence[Arrival]], *, warm_up_bytes: int) -> dict[Pair, float]:
+    """Bytes per second of pairs while all of them were under way.
+
+    Each pair counts from the arrival of its first bytes, which may have found a path at rest (the tokens of a shaper, empty buffers), and
+    to its last; between the latest of the first and the earliest of the last, all share what they share. Pairs that never ran
+    together count from their own first to their own last.
+
+    Args:
+        arrivals: of each pair, in order.
+        warm_up_bytes: of each pair, that do not count.
+    """
+    spans: dict[Pair, tuple[Sequence[Arrival], float, float]] = {}
+    for pair, of_pair in arrivals.items():
+        total = list(itertools.accumulate(num_bytes for _, num_bytes in of_pair))
+        first = next((place for place, so_far in enumerate(total) if so_far >= warm_up_bytes), len(total) - 1)
+        # Two arrivals at least must be left to count between.
+        first = min(first, len(of_pair) - 2)
+        spans[pair] = ([(at_s, so_far) for (at_s, _), so_far in zip(of_pair, total, strict=True)], of_pair[first][0], of_pair[-1][0])
+    since_s, until_s = max(span[1] for span in spans.values()), min(span[2] for span in spans.values())
+    found: dict[Pair, float] = {}
+    for pair, (curve, own_since_s, own_until_s) in spans.items():
+        begin_s, end_s = (since_s, until_s) if until_s - since_s > 0.1 * (own_until_s - own_since_s) else (own_since_s, own_until_s)
+        carried = _at(curve, end_s) - _at(curve, begin_s)
+        found[pair] = carried / (end_s - begin_s) if end_s > begin_s else float("inf")
+    return found
+
+
+def _at(curve: Sequence[Arrival], at_s: float) -> float:
+    """The bytes that had arrived at a time: between two arrivals they came evenly."""
+    for (before_s, before), (after_s, after) in itertools.pairwise(curve):
+        if before_s <= at_s <= after_s:
+            return before + (after - before) * ((at_s - before_s) / (after_s - before_s) if after_s > before_s else 1.0)
+    return curve[0][1] if at_s < curve[0][0] else curve[-1][1]

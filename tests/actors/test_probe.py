@@ -1,0 +1,194 @@
+"""Two ends of flows in one process: what they measure over the real transports, without Ray."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from raypipe.actors import probe
+from raypipe.actors.probe import LEAST_PING_BYTES, Flow, Links, MeetOrder, Ping, Readings, Stream, by_device, exchanges, round_trips
+from raypipe.errors import RunError, TransportError, TransportTimeoutError
+from raypipe.network.clocks import offset
+from raypipe.network.fit import fit
+
+PING = Ping(seconds=0.05, most_bytes=4 * LEAST_PING_BYTES)
+_runs = itertools.count()
+
+Pair = tuple[Links, Links]
+
+
+def order(store_port: int, *, source: int = 0, target: int = 1, shared: bool = False, timeout_s: float = 10.0) -> MeetOrder:
+    return MeetOrder(
+        source=source,
+        target=target,
+        names=("first", "second"),
+        shared=shared,
+        store=("127.0.0.1", store_port),
+        prefix=f"probe test {next(_runs)}",
+        connect_timeout_s=timeout_s,
+        timeout_s=timeout_s,
+    )
+
+
+def both(calls: tuple[Callable[[], object], Callable[[], object]]) -> tuple[object, object]:
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.submit(calls[0]), threads.submit(calls[1])
+    return first.result(), second.result()
+
+
+@pytest.fixture
+def pair(loopback: None) -> Iterator[Pair]:
+    links = Links(0), Links(1)
+    yield links
+    for end in links:
+        end.close()
+
+
+def meet(pair: Pair, *orders: MeetOrder) -> None:
+    both((lambda: pair[0].meet(orders, host_ip="127.0.0.1"), lambda: pair[1].meet(orders, host_ip="127.0.0.1")))
+
+
+def run(pair: Pair, *flows: Flow) -> list[tuple[Readings, Readings]]:
+    found = both((lambda: pair[0].run(flows), lambda: pair[1].run(flows)))
+    first, second = found
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    return [(a, b) if flow.source == 0 else (b, a) for flow, a, b in zip(flows, first, second, strict=True)]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shm"])
+def test_a_ping_tells_latency_bandwidth_and_clock(pair: Pair, store_port: int, shared: bool) -> None:
+    meet(pair, order(store_port, shared=shared))
+    ((source, target),) = run(pair, Flow(0, 1, PING))
+    found = fit(round_trips(source), link="first -> second")
+    assert 0 <= found.latency_s < 0.05
+    assert found.bandwidth_bytes_per_s > 1e6
+    assert source.sizes_bytes[:16] == target.sizes_bytes[:16] == [1024] * 16
+    assert source.num_bytes <= PING.most_bytes + 2 * (64 << 10), "small messages and answers come on top"
+    clock = offset(exchanges(source, target))
+    assert abs(clock.offset_s) <= clock.residual_s + 2e-5, "it is one clock"
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shm"])
+def test_a_stream_tells_when_each_message_came(pair: Pair, store_port: int, shared: bool) -> None:
+    meet(pair, order(store_port, shared=shared))
+    stream = Stream(chunk_bytes=65536, num_chunks=20)
+    ((source, target),) = run(pair, Flow(0, 1, stream))
+    assert target.sizes_bytes == [65536] * 20
+    assert source.num_bytes == stream.num_bytes
+    assert target.first_s == sorted(target.first_s)
+    assert target.first_s[-1] >= source.first_s[0]
+
+
+def test_flows_run_at_the_same_time_in_both_directions(pair: Pair, store_port: int) -> None:
+    meet(pair, order(store_port), order(store_port, source=1, target=0))
+    flows = (Flow(0, 1, Stream(4096, 30)), Flow(1, 0, PING))
+    there, back = run(pair, *flows)
+    assert len(there[1].first_s) == 30
+    assert fit(round_trips(back[0]), link="back").bandwidth_bytes_per_s > 0
+    again, _ = run(pair, *flows)
+    assert len(again[1].first_s) == 30
+
+
+def test_a_device_that_does_not_come_is_named(pair: Pair, store_port: int) -> None:
+    with pytest.raises(TransportTimeoutError, match=r"device first: connecting with device second: it did not come within 0\.3 s"):
+        pair[0].meet([order(store_port, timeout_s=0.3)], host_ip="127.0.0.1")
+
+
+def test_a_flow_whose_other_end_goes_away_can_be_met_again(pair: Pair, store_port: int) -> None:
+    meet(pair, order(store_port))
+    threading.Timer(0.1, pair[1].close).start()
+    with pytest.raises(TransportError):
+        pair[0].run([Flow(0, 1, PING)])
+    meet(pair, order(store_port))
+    ((source, _),) = run(pair, Flow(0, 1, PING))
+    assert source.sizes_bytes
+
+
+def test_a_stream_lasts_as_long_as_it_should_and_no_more_than_it_may() -> None:
+    stream = Stream.lasting(0.1, bytes_per_s=100e6, most_bytes=1 << 30)
+    assert stream.num_bytes == pytest.approx(10e6, rel=0.1)
+    assert Stream.lasting(0.1, bytes_per_s=100e6, most_bytes=1 << 20).num_bytes <= 1.1 * (1 << 20)
+    slow = Stream.lasting(0.1, bytes_per_s=1e4, most_bytes=1 << 30)
+    assert slow.num_bytes >= 2 * probe.WARM_UP_BYTES
+
+
+def test_each_device_has_its_part_of_the_flows() -> None:
+    flows = [Flow(0, 1, PING), Flow(0, 2, PING), Flow(3, 1, PING)]
+    assert by_device(flows) == {0: flows[:2], 1: [flows[0], flows[2]], 2: [flows[1]], 3: [flows[2]]}
+
+
+def test_a_node_without_a_driver_has_no_gpus() -> None:
+    assert all(gpu.memory_bytes > 0 for gpu in probe.find_gpus())
+    assert probe.memory_bytes() > 1 << 20
+
+
+class Driver:
+    """Stands in for the module `pynvml` with two GPUs: one with NVLinks, and one that knows nothing of its links."""
+
+    NVML_NVLINK_MAX_LINKS = 18
+
+    class NVMLError(Exception):
+        """What the driver refuses."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+
+    def nvmlInit(self) -> None:  # noqa: N802  # the library's names, here and below
+        self.num_open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.num_open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetName(self, handle: int) -> str | bytes:  # noqa: N802
+        return b"NVIDIA Old" if handle else "NVIDIA H200"
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=150_000_000_000)
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId=b"FFFFFFFF:FF:1F.7")  # no such bus: its NUMA node is not known
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:  # noqa: N802
+        return self._known(handle, 5)
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:  # noqa: N802
+        return self._known(handle, 16)
+
+    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
+        return self._known(handle, int(link < 4))
+
+    def _known(self, handle: int, value: int) -> int:
+        if handle:
+            raise self.NVMLError
+        return value
+
+
+def test_gpus_are_described_as_far_as_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    with_links, without = probe.find_gpus()
+    assert (with_links.name, with_links.uuid, with_links.memory_bytes) == ("NVIDIA H200", "GPU-0", 150_000_000_000)
+    assert (with_links.pcie_generation, with_links.pcie_lanes, with_links.numa_node, with_links.num_nvlinks) == (5, 16, None, 4)
+    assert (without.name, without.pcie_generation, without.num_nvlinks) == ("NVIDIA Old", 0, 0)
+    assert driver.num_open == 0
+
+
+def test_too_few_messages_make_no_link() -> None:
+    with pytest.raises(RunError, match="0 messages came back"):
+        fit(round_trips(Readings()), link="first -> second")

@@ -1,0 +1,182 @@
+"""The prober on four nodes with set rates, and the estimates of a run whose link changes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypipe.topology import ClusterTopology
+from tests.multinode.cluster import Cluster
+from tests.multinode.network import NetworkError
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+MBIT = 1e6 / 8
+PAIRS = tuple(itertools.permutations(range(4), 2))
+RATES = dict(zip(PAIRS, (rate * MBIT for rate in (50, 100, 200, 1000, 400, 75, 150, 300, 600, 800, 500, 250)), strict=True))
+PROBE = [sys.executable, "-m", "raypipe", "probe"]
+
+# Prints what Ray exports of the links on the node of the driver, once there is something.
+METRICS = """
+import os, ray, time, urllib.request
+ray.init(log_to_driver=False, logging_level="ERROR")
+(port,) = (node["MetricsExportPort"] for node in ray.nodes() if node["NodeManagerAddress"] == os.environ["NODE_IP"])
+lines, deadline = [], time.monotonic() + 30
+while not lines and time.monotonic() < deadline:
+    page = urllib.request.urlopen(f"http://{os.environ['NODE_IP']}:{port}/metrics", timeout=10).read().decode()
+    lines = [line for line in page.splitlines() if line.startswith("ray_raypipe_link_bandwidth")]
+    time.sleep(0.2)
+print(*lines, sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def four(machines: Cluster) -> Cluster:
+    machines.set_rates(RATES)
+    return machines
+
+
+def probed(four: Cluster, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(four.run([*PROBE, "--json", *arguments], timeout_s=150).stdout)
+    return found
+
+
+def numbers(four: Cluster) -> dict[str, int]:
+    return {node.ip: node.number for node in four.nodes}
+
+
+def probe_processes(four: Cluster) -> list[str]:
+    """The probe actors on any node, as their processes call themselves."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            environment = (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if "ProbeActor" in command and str(four.folder).encode() in environment:
+            found.append(command)
+    return found
+
+
+def none_left(four: Cluster) -> list[str]:
+    deadline = time.monotonic() + 20
+    while (left := probe_processes(four)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def test_every_rate_from_50_mbit_to_1_gbit_is_found_within_a_tenth(four: Cluster, tmp_path: Path) -> None:
+    path = tmp_path / "topology.yaml"
+    found = probed(four, "-o", str(path))
+    number = numbers(four)
+    measured = {(number[link["from"]], number[link["to"]]): link["bandwidth_bytes_per_s"] for link in found["links"]}
+    wrong = {pair: measured[pair] / rate for pair, rate in RATES.items() if abs(measured[pair] / rate - 1) > 0.1}
+    assert measured.keys() == RATES.keys()
+    assert wrong == {}
+    assert all(0 < link["latency_s"] < 0.005 for link in found["links"])
+    # One clock serves all nodes here.
+    assert all(abs(node["clock"]["offset_s"]) <= node["clock"]["residual_s"] + 1e-4 for node in found["nodes"])
+    assert found["num_rounds"]["tournament"] == 6
+    assert found["seconds"] < 60
+    topology = ClusterTopology.load(path)
+    first, second = four.nodes[0].ip, four.nodes[1].ip
+    assert topology.path(f"{first}/0", f"{second}/1").bandwidth_bytes_per_s == pytest.approx(measured[0, 1], rel=0.03)
+    assert topology.num_devices == 9
+    assert none_left(four) == []
+
+
+def shared_links(four: Cluster, found: dict[str, Any]) -> dict[frozenset[tuple[int, int]], float]:
+    """Members of each shared link, with its bandwidth in megabits per second."""
+    number = numbers(four)
+    return {
+        frozenset((number[source], number[target]) for source, target in one["members"]): one["bandwidth_bytes_per_s"] / MBIT
+        for one in found["shared_links"]
+    }
+
+
+def test_planted_bottlenecks_are_found_and_links_have_what_they_have_alone(four: Cluster) -> None:
+    leaving = ((1, 0), (1, 2), (1, 3))
+    four.set_rates(200 * MBIT)
+    four.set_uplink(1, 150 * MBIT)
+    four.share(leaving, 300 * MBIT)
+    try:
+        found = probed(four, "--devices-per-node", "1")
+    finally:
+        four.unshare(leaving)
+        four.set_uplink(1, None)
+        four.set_rates(RATES)
+    uplink = frozenset(itertools.product((2, 3), (0, 1)))
+    assert shared_links(four, found) == {uplink: pytest.approx(150, rel=0.1), frozenset(leaving): pytest.approx(300, rel=0.1)}
+    number = numbers(four)
+    alone = {(number[link["from"]], number[link["to"]]): link["bandwidth_bytes_per_s"] / MBIT for link in found["links"]}
+    assert alone == {pair: pytest.approx(150 if pair in uplink else 200, rel=0.1) for pair in PAIRS}
+
+
+def test_an_interrupted_probe_leaves_no_actor(four: Cluster) -> None:
+    with four.start([*PROBE, "--devices-per-node", "1"]) as process:
+        assert process.stderr is not None
+        assert any("rounds for the links" in line for line in process.stderr)
+        assert len(probe_processes(four)) == 4
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+    assert none_left(four) == []
+
+
+def test_the_passive_estimate_follows_a_link_that_changes(four: Cluster, tmp_path: Path) -> None:
+    link = f"{four.nodes[0].ip} {four.nodes[1].ip}"
+    four.set_rate(0, 1, 200 * MBIT)
+    stop = tmp_path / "stop"
+    with four.start([sys.executable, str(Path(__file__).with_name("watched_run.py")), str(stop)]) as process:
+        try:
+            before = read_until(process, link, 200 * MBIT, most_updates=40)
+            four.set_rate(0, 1, 50 * MBIT)
+            at = before["updates"]
+            after = read_until(process, link, 50 * MBIT, most_updates=at + 20)
+            assert after["updates"] <= at + 20
+            four.set_rate(0, 1, 200 * MBIT)
+            again = read_until(process, link, 200 * MBIT, most_updates=after["updates"] + 20)
+            assert again["links"][link][2] >= 1, "a step was seen as one"
+            source, target = link.split()
+            assert f'source="{source}",target="{target}"' in four.run(METRICS, timeout_s=60).stdout
+        finally:
+            stop.touch()
+            out, _ = process.communicate(timeout=60)
+            four.set_rate(0, 1, RATES[0, 1])
+    last = json.loads(out.splitlines()[-1])
+    back = f"{four.nodes[1].ip} {four.nodes[0].ip}"
+    assert last["links"][back][0] == pytest.approx(RATES[1, 0], rel=0.3), "it was probed between two windows"
+    assert all(abs(offset_s) < 2e-3 for offset_s in last["clock_offsets_s"]), "one clock serves all nodes here"
+
+
+def read_until(process: subprocess.Popen[str], link: str, bandwidth: float, *, most_updates: int) -> dict[str, Any]:
+    """The first line by which the estimate of a link is within 15 % of a bandwidth."""
+    assert process.stdout is not None
+    told: dict[str, Any] = {}
+    for line in process.stdout:
+        told = json.loads(line)
+        estimate = told["links"][link][0]
+        if estimate is not None and abs(estimate / bandwidth - 1) < 0.15:
+            return told
+        if told["updates"] >= most_updates:
+            break
+    pytest.fail(f"after {told.get('updates')} updates the link is taken to carry {told.get('links')}, not {bandwidth:.3g} bytes/s")
+
+
+def test_a_link_that_carries_nothing_is_named(four: Cluster) -> None:
+    four.set_rate(2, 3, 100)  # bytes per second
+    try:
+        with pytest.raises(NetworkError, match=rf"link {four.nodes[2].ip} -> {four.nodes[3].ip}: its bandwidth was measured as zero"):
+            probed(four, "--devices-per-node", "1")
+    finally:
+        four.set_rate(2, 3, RATES[2, 3])
+    assert none_left(four) == []

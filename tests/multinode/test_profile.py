@@ -1,0 +1,53 @@
+"""One device of each kind is measured, each on the node that was named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypipe.data.prepare import prepare
+from raypipe.profile import ModelProfile
+from tests.multinode.cluster import Cluster
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
+
+CONFIG = """
+format: raypipe.train/1
+model:
+  function: raypipe.models.gpt:gpt
+  options: {{num_layers: 1, d_model: 32, num_heads: 2, sequence_length: 32}}
+data: {{path: "{tokens}", sequence_length: 32}}
+schedule: {{microbatch_size: 2}}
+"""
+
+
+def profile(machines: Cluster, folder: Path, *options: str) -> tuple[dict[str, Any], ModelProfile]:
+    """What `raypipe profile` says of a small model, and the file that it writes."""
+    source = folder / "text"
+    source.mkdir()
+    for number in range(20):
+        (source / f"{number}.txt").write_text("a stitch in time saves nine\n" * 40)
+    prepare(str(source), output=folder / "tokens.parquet", validation_fraction=0.3)
+    config, output = folder / "config.yaml", folder / "profile.json"
+    config.write_text(CONFIG.format(tokens=folder / "tokens.parquet"))
+    command = [sys.executable, "-m", "raypipe", "profile", str(config), "--address", machines.address, "--repeats", "3", "--passes", "1"]
+    done = machines.run([*command, *options, "--json", "-o", str(output)], timeout_s=120)
+    return json.loads(done.stdout), ModelProfile.load(output)
+
+
+def test_kinds_are_measured_on_the_nodes_that_have_them(machines: Cluster, tmp_path: Path) -> None:
+    document, found = profile(machines, tmp_path, "--device-kinds", f"cpu-fast=node1,cpu-slow={machines.nodes[0].ip}")
+    devices = {kind: of_kind["device"] for kind, of_kind in document["device_kinds"].items()}
+    assert devices == {"cpu-fast": f"{machines.nodes[1].ip}/0", "cpu-slow": f"{machines.nodes[0].ip}/0"}
+    assert list(found.device_kinds) == ["cpu-fast", "cpu-slow"]
+    assert found.for_kind("cpu-fast") == tuple(layer.times for layer in found.layers) != found.for_kind("cpu-slow")
+
+
+def test_devices_that_measure_at_once_are_on_the_first_node_with_room_for_all(machines: Cluster, tmp_path: Path) -> None:
+    # The first three nodes have two CPUs each, the last has three.
+    document, _ = profile(machines, tmp_path, "--device-kinds", "cpu", "--at-once", "3")
+    assert document["device_kinds"]["cpu"]["device"] == f"{machines.nodes[3].ip}/0"

@@ -1,0 +1,145 @@
+"""An estimate follows its link: slowly where it drifts, at once where it jumps, and not at all where there is only noise."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypipe.network.estimate import LinkEstimate, NetworkEstimate, Transfer
+from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink
+
+LATENCY_S = 2e-4
+NUM_BYTES = 200_000
+
+
+def transfer_s(bandwidth: float, source: random.Random, *, noise: float, outliers: float = 0.0) -> float:
+    seconds = LATENCY_S + NUM_BYTES / bandwidth * math.exp(source.gauss(0, noise))
+    return seconds * (3 if source.random() < outliers else 1)
+
+
+def feed(estimate: LinkEstimate, bandwidth: float, count: int, source: random.Random, *, noise: float, outliers: float = 0.0) -> list[int]:
+    """Observes so many transfers; returns at which of them a change was seen."""
+    return [
+        number
+        for number in range(count)
+        if estimate.observe(NUM_BYTES, transfer_s(bandwidth, source, noise=noise, outliers=outliers), at_s=float(estimate.num_transfers))
+    ]
+
+
+@given(seed=st.integers(0, 10_000), noise=st.floats(0.0, 0.3))
+def test_noise_alone_shows_no_change(seed: int, noise: float) -> None:
+    estimate = LinkEstimate(LATENCY_S)
+    assert feed(estimate, 1e7, 600, random.Random(seed), noise=noise, outliers=0.02) == []
+    assert estimate.bandwidth_bytes_per_s == pytest.approx(1e7, rel=0.03 + 1.2 * noise)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    noise=st.floats(0.01, 0.15),
+    factor=st.sampled_from([0.1, 0.25, 0.5, 2.0, 4.0, 10.0]),
+    before=st.integers(6, 300),
+)
+def test_a_step_is_followed_within_twenty_transfers(seed: int, noise: float, factor: float, before: int) -> None:
+    source, estimate = random.Random(seed), LinkEstimate(LATENCY_S)
+    feed(estimate, 1e7, before, source, noise=noise)
+    seen = feed(estimate, 1e7 * factor, 20, source, noise=noise)
+    assert estimate.bandwidth_bytes_per_s == pytest.approx(1e7 * factor, rel=0.1 + noise)
+    if factor not in {0.5, 2.0}:  # which a young estimate, that still expects noise, may take for a drift
+        assert seen
+
+
+@given(seed=st.integers(0, 10_000))
+def test_a_drift_is_followed_without_a_step(seed: int) -> None:
+    source, estimate = random.Random(seed), LinkEstimate(LATENCY_S)
+    for number in range(1000):
+        bandwidth = 1e7 * 2 ** (number / 1000)
+        estimate.observe(NUM_BYTES, transfer_s(bandwidth, source, noise=0.05), at_s=float(number))
+    assert estimate.bandwidth_bytes_per_s == pytest.approx(2e7, rel=0.1)
+
+
+def test_the_first_transfer_gives_an_estimate() -> None:
+    estimate = LinkEstimate(LATENCY_S)
+    assert estimate.bandwidth_bytes_per_s is None
+    estimate.observe(NUM_BYTES, LATENCY_S + NUM_BYTES / 1e7, at_s=1.0)
+    assert estimate.bandwidth_bytes_per_s == pytest.approx(1e7)
+
+
+@given(seconds=st.floats(0.0, 1e6), num_bytes=st.integers(1, 10**12))
+def test_no_transfer_makes_a_bandwidth_that_is_none(seconds: float, num_bytes: int) -> None:
+    estimate = LinkEstimate(LATENCY_S)
+    for number in range(40):
+        estimate.observe(num_bytes, seconds, at_s=float(number))
+        bandwidth = estimate.bandwidth_bytes_per_s
+        assert bandwidth is not None
+        assert 0 < bandwidth < math.inf
+
+
+def test_what_a_probe_measured_replaces_what_was_seen() -> None:
+    source, estimate = random.Random(1), LinkEstimate()
+    feed(estimate, 1e7, 50, source, noise=0.1)
+    estimate.set(bandwidth_bytes_per_s=3e7, latency_s=LATENCY_S, at_s=77.0)
+    assert estimate.bandwidth_bytes_per_s == pytest.approx(3e7)
+    assert estimate.seen_at_s == 77.0
+    assert feed(estimate, 3e7, 100, source, noise=0.1) == []
+
+
+# Networks
+
+
+def topology() -> ClusterTopology:
+    return ClusterTopology(
+        name="pair",
+        nodes=tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in "abc"),
+        links=(
+            Link(source="a", target="b", bandwidth_bytes_per_s=1e6, latency_s=1e-3),
+            Link(source="a/0", target="c/0", bandwidth_bytes_per_s=5e6, latency_s=2e-3),
+        ),
+        default_link=NodeLink(bandwidth_bytes_per_s=9e6, latency_s=3e-3),
+    )
+
+
+def test_a_snapshot_has_the_current_bandwidths_and_the_known_latencies() -> None:
+    network = NetworkEstimate("abc")
+    network.observe(Transfer("a", "b", 1_000_000, 0.5, at_s=float(number)) for number in range(5))
+    network.observe([Transfer("c", "b", 1_000_000, 0.25, at_s=9.0)])
+    now = network.snapshot(topology())
+    assert now.path("a/0", "b/0").bandwidth_bytes_per_s == pytest.approx(2e6)
+    assert now.path("a/0", "b/0").latency_s == 1e-3
+    assert now.path("b/0", "a/0").bandwidth_bytes_per_s == 1e6
+    assert now.path("c/0", "b/0").bandwidth_bytes_per_s == pytest.approx(4e6)
+    assert now.path("c/0", "b/0").latency_s == 3e-3
+    assert now.path("b/0", "c/0").bandwidth_bytes_per_s == 9e6
+    assert now.path("a/0", "c/0").bandwidth_bytes_per_s == 5e6, "links between devices stay as they are"
+
+
+def test_nodes_may_be_called_otherwise_in_the_topology() -> None:
+    network = NetworkEstimate(["10.0.0.1", "10.0.0.2"])
+    names = {"10.0.0.1": "a", "10.0.0.2": "b"}
+    network.seed(topology(), names=names, at_s=5.0)
+    assert network.links["10.0.0.1", "10.0.0.2"].bandwidth_bytes_per_s == pytest.approx(1e6)
+    assert network.links["10.0.0.1", "10.0.0.2"].latency_s == 1e-3
+    network.links["10.0.0.2", "10.0.0.1"].set(bandwidth_bytes_per_s=7e6, latency_s=1e-3, at_s=6.0)
+    assert network.snapshot(topology(), names=names).path("b/0", "a/0").bandwidth_bytes_per_s == pytest.approx(7e6)
+
+
+def test_links_that_are_not_seen_grow_old() -> None:
+    network = NetworkEstimate("abc", at_s=100.0)
+    network.observe([Transfer("a", "b", 1_000_000, 0.5, at_s=130.0), Transfer("b", "a", 1_000_000, 0.5, at_s=110.0)])
+    assert network.idle(now_s=150.0, older_than_s=60.0) == []
+    assert network.idle(now_s=165.0, older_than_s=60.0) == [("a", "c"), ("b", "c"), ("c", "a"), ("c", "b")]
+    assert network.idle(now_s=200.0, older_than_s=60.0)[-2:] == [("b", "a"), ("a", "b")]
+    assert network.age_s(("b", "a"), now_s=150.0) == 40.0
+
+
+def test_a_change_names_its_link() -> None:
+    network = NetworkEstimate("ab")
+    assert network.observe([Transfer("a", "b", 1_000_000, 0.5, at_s=float(number)) for number in range(10)]) == []
+    assert network.observe([Transfer("a", "b", 1_000_000, 2.0, at_s=float(number)) for number in range(10, 20)]) == [("a", "b")]
+
+
+def test_one_node_has_no_links() -> None:
+    assert NetworkEstimate(["a", "a"]).links == {}

@@ -1,0 +1,163 @@
+"""Planted bottlenecks are found, and none where there is none, from noisy rates of a network of fair flows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypipe.network.rounds import Pair, company, fan_rounds, matchings
+from raypipe.network.sharing import Search, Shared, in_company, rates
+from tests.network.max_min import Network
+
+
+def search(network: Network, num_nodes: int) -> Search:
+    found = Search(network.together)
+    found.run(company(matchings(num_nodes), num_nodes), fan_rounds(num_nodes))
+    return found
+
+
+def all_pairs(num_nodes: int) -> list[Pair]:
+    return list(itertools.permutations(range(num_nodes), 2))
+
+
+def crossing(sources: set[int], targets: set[int]) -> frozenset[Pair]:
+    return frozenset(itertools.product(sources, targets))
+
+
+@given(num_nodes=st.integers(3, 8), seed=st.integers(0, 1000))
+def test_where_nothing_is_shared_nothing_is_found(num_nodes: int, seed: int) -> None:
+    links = {pair: 1e6 * (1 + (7 * pair[0] + 3 * pair[1]) % 20) for pair in all_pairs(num_nodes)}
+    found = search(Network(links, noise=0.03, seed=seed), num_nodes)
+    assert found.found == []
+    assert all(found.alone[pair] == pytest.approx(bandwidth, rel=0.2) for pair, bandwidth in links.items())
+
+
+@given(
+    islands=st.sampled_from([({0, 1}, {2, 3}), ({0, 3}, {1, 2}), ({0, 2}, {1, 3, 4}), ({0, 1, 2, 3}, {4, 5, 6, 7})]),
+    seed=st.integers(0, 300),
+)
+def test_an_uplink_between_islands_is_found_in_each_direction(islands: tuple[set[int], set[int]], seed: int) -> None:
+    first, second = islands
+    num_nodes = len(first | second)
+    there, back = crossing(first, second), crossing(second, first)
+    network = Network(dict.fromkeys(all_pairs(num_nodes), 1e8), ((1.2e8, there), (0.9e8, back)), noise=0.02, seed=seed)
+    found = {shared.members: shared.bandwidth_bytes_per_s for shared in search(network, num_nodes).found}
+    assert found.keys() == {there, back}
+    assert found[there] == pytest.approx(1.2e8, rel=0.1)
+    assert found[back] == pytest.approx(0.9e8, rel=0.1)
+
+
+@given(num_nodes=st.integers(3, 7), seed=st.integers(0, 300))
+def test_the_limit_of_each_node_is_found_and_kept_apart(num_nodes: int, seed: int) -> None:
+    pairs = all_pairs(num_nodes)
+    leaving = [frozenset(pair for pair in pairs if pair[0] == node) for node in range(num_nodes)]
+    entering = [frozenset(pair for pair in pairs if pair[1] == node) for node in range(num_nodes)]
+    network = Network(dict.fromkeys(pairs, 1e8), [(1e8, members) for members in (*leaving, *entering)], noise=0.02, seed=seed)
+    found = search(network, num_nodes).found
+    assert {shared.members for shared in found} == {*leaving, *entering}
+    assert all(shared.bandwidth_bytes_per_s == pytest.approx(1e8, rel=0.1) for shared in found)
+    assert not any(shared.crosses for shared in found)
+
+
+@pytest.mark.parametrize("uplink", [1e8, 1.5e8])
+def test_an_uplink_is_told_from_the_limits_of_nodes(uplink: float) -> None:
+    pairs = all_pairs(4)
+    nodes = [frozenset(pair for pair in pairs if pair[end] == node) for node in range(4) for end in (0, 1)]
+    there, back = crossing({0, 1}, {2, 3}), crossing({2, 3}, {0, 1})
+    network = Network(dict.fromkeys(pairs, 1e8), [(uplink, there), (uplink, back), *((1e8, members) for members in nodes)], noise=0.02)
+    found = {shared.members for shared in search(network, 4).found if shared.crosses}
+    assert found == {there, back}
+
+
+def test_two_pairs_of_one_node_that_share_its_wire_are_found() -> None:
+    members = frozenset({(0, 2), (0, 3)})
+    network = Network(dict.fromkeys(all_pairs(4), 2.5e7), [(2.5e7, members)], noise=0.03)
+    (shared,) = search(network, 4).found
+    assert shared.members == members
+    assert shared.bandwidth_bytes_per_s == pytest.approx(2.5e7, rel=0.1)
+
+
+@given(seed=st.integers(0, 300))
+def test_a_slow_pair_that_passes_through_a_bottleneck_belongs_to_it(seed: int) -> None:
+    there = crossing({0, 1}, {2, 3})
+    links = dict.fromkeys(all_pairs(4), 1e8) | {(1, 3): 3e7}
+    (shared,) = search(Network(links, [(1e8, there)], noise=0.01, seed=seed), 4).found
+    assert shared.members == there
+    assert shared.bandwidth_bytes_per_s == pytest.approx(1e8, rel=0.1)
+
+
+@pytest.mark.parametrize("num_nodes", [4, 8, 16, 24])
+def test_the_number_of_rounds_grows_hardly_faster_than_the_nodes(num_nodes: int) -> None:
+    half = num_nodes // 2
+    there, back = crossing(set(range(half)), set(range(half, num_nodes))), crossing(set(range(half, num_nodes)), set(range(half)))
+    network = Network(dict.fromkeys(all_pairs(num_nodes), 1e8), [(half * 4e7, there), (half * 4e7, back)], noise=0.01)
+    found = search(network, num_nodes)
+    assert {shared.members for shared in found.found if shared.crosses} == {there, back}
+    # Half of all pairs are suspicious here, and measured alone: n^2 / 2 short measurements besides the rounds.
+    assert network.num_rounds < 14 * num_nodes * math.log2(num_nodes) + num_nodes**2
+
+
+def test_a_pause_of_the_machine_is_no_bottleneck() -> None:
+    network = Network(dict.fromkeys(all_pairs(4), 1e8))
+    calls = itertools.count()
+
+    def together(pairs: tuple[Pair, ...]) -> dict[Pair, float]:
+        slow = next(calls) in {3, 20}
+        return {pair: rate * (0.3 if slow else 1.0) for pair, rate in network.together(pairs).items()}
+
+    found = Search(together)
+    found.run(company(matchings(4), 4), fan_rounds(4))
+    assert found.found == []
+
+
+def test_what_was_found_stays_when_a_measurement_fails() -> None:
+    network = Network(dict.fromkeys(all_pairs(4), 1e8), [(1e8, crossing({0, 1}, {2, 3}))])
+
+    def together(pairs: tuple[Pair, ...]) -> dict[Pair, float]:
+        if network.num_rounds >= 24:
+            raise TimeoutError
+        return network.together(pairs)
+
+    found = Search(together)
+    with pytest.raises(TimeoutError):
+        found.run(company(matchings(4), 4), fan_rounds(4))
+    assert len(found.found) == 1
+
+
+def test_pairs_that_filled_a_bottleneck_together_are_to_be_measured_again() -> None:
+    there = Shared(crossing({0, 1}, {2, 3}), 1e8, crosses=True)
+    measured = {(0, 2): 5e7, (1, 3): 4.8e7, (0, 3): 3e7, (1, 2): 4e7, (0, 1): 2e8}
+    assert in_company([((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1),)], measured, [there]) == {(0, 2), (1, 3)}
+    assert in_company([((0, 2),), ((1, 3),)], measured, [there]) == set()
+
+
+# Rates
+
+
+def steady(rate: float, *, num_bytes: int, count: int, since_s: float = 0.0) -> list[tuple[float, int]]:
+    return [(since_s + (place + 1) * num_bytes / rate, num_bytes) for place in range(count)]
+
+
+def test_a_rate_is_that_of_the_time_in_which_all_were_under_way() -> None:
+    # One runs for a second; the other starts late and goes on, faster, when the first has ended.
+    first = steady(1e6, num_bytes=10_000, count=100)
+    second = steady(1e6, num_bytes=10_000, count=80, since_s=0.2) + steady(5e6, num_bytes=10_000, count=100, since_s=1.0)
+    found = rates({(0, 1): first, (2, 3): second}, warm_up_bytes=20_000)
+    assert found == {(0, 1): pytest.approx(1e6), (2, 3): pytest.approx(1e6)}
+
+
+def test_the_first_bytes_do_not_count() -> None:
+    burst = [(1e-6 * place, 10_000) for place in range(13)]
+    found = rates({(0, 1): burst + steady(1e6, num_bytes=10_000, count=50)}, warm_up_bytes=130_000)
+    assert found[0, 1] == pytest.approx(1e6, rel=0.03)
+
+
+def test_pairs_that_never_met_count_by_themselves() -> None:
+    found = rates(
+        {(0, 1): steady(1e6, num_bytes=10_000, count=50), (2, 3): steady(2e6, num_bytes=10_000, count=50, since_s=9.0)}, warm_up_bytes=0
+    )
+    assert found == {(0, 1): pytest.approx(1e6), (2, 3): pytest.approx(2e6)}
