@@ -176,7 +176,8 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
     for program in schedule.programs:
         slots: list[Slot] = []
         for slot in program:
-            slots += [op._replace(kind=OpKind.RECOMPUTE) for op in ops_of(slot) if op.kind.gives_input_gradient and op.stage in stages]
+            again = [op._replace(kind=OpKind.RECOMPUTE) for op in ops_of(slot) if op.kind.gives_input_gradient and op.stage in stages]
+            slots += [op for op in again if op not in schedule.places]
             slots.append(slot)
         programs.append(tuple(slots))
     return replace(schedule, programs=tuple(programs))

@@ -21,17 +21,22 @@ from raypipe.schedules.ir import OpKind, Schedule, Size
 ORDERS = ("interleaved", "zb-v", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v")
 
 
-def layouts(judge: Judge, workers: tuple[Group, ...], order: str, *, num_chunks: int = 2) -> Iterator[Layout]:
+_NUM_CHUNKS = {"interleaved": (2, 3, 4)}
+"""Stages a worker that are tried; of the other orders two, or one where that is their number."""
+
+
+def layouts(judge: Judge, workers: tuple[Group, ...], order: str) -> Iterator[Layout]:
     """The order on these workers, with its cut balanced over them; nothing where it cannot take so many workers, layers or microbatches."""
     problem = judge.problem
-    for chunks in (num_chunks, 1):
+    for num_chunks in _NUM_CHUNKS.get(order, (2, 1)):
         try:
-            schedule = build(order, Size(len(workers), problem.num_microbatches, num_chunks=chunks))
+            schedule = build(order, Size(len(workers), problem.num_microbatches, num_chunks=num_chunks))
         except ScheduleError:
             continue
         if schedule.num_stages <= problem.num_layers:
             yield Layout(balanced(judge, workers, schedule), workers, order)
-        return
+        if order not in _NUM_CHUNKS:
+            return
 
 
 def balanced(judge: Judge, workers: tuple[Group, ...], schedule: Schedule) -> tuple[int, ...]:
@@ -74,7 +79,7 @@ def _in_proportion(problem: Problem, workers: tuple[Group, ...], parts: list[dic
     cuts = [0]
     for stage, mark in enumerate((wanted / wanted[-1]).tolist()[:-1]):
         least, most = cuts[-1] + 1, problem.num_layers - (len(parts) - 1 - stage)
-        at = bisect_left(done.tolist(), mark)
+        at = min(bisect_left(done.tolist(), mark), problem.num_layers)
         cuts.append(min(max(at if at == 0 or done[at] - mark < mark - done[at - 1] else at - 1, least), most))
     return (*cuts, problem.num_layers)
 

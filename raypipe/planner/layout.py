@@ -104,12 +104,10 @@ class Judge:
 
     Attributes:
         problem: what is planned.
-        num_simulated: layouts simulated so far.
         numbered: orders and their lowered programs, which are the same on all devices that divide the rows alike.
     """
 
     problem: Problem
-    num_simulated: int = 0
     numbered: dict[object, tuple[Schedule, Numbered] | None] = field(default_factory=dict, repr=False)
     _channels: dict[tuple[Group, Group], Channel] = field(default_factory=dict)
     _stages: dict[tuple[Group, int, int], tuple[float, float, float]] = field(default_factory=dict)
@@ -273,7 +271,6 @@ class Judge:
             state_bytes_per_parameter_byte=problem.state_bytes_per_parameter_byte,
             recomputed=layout.recomputed or (),
         )
-        self.num_simulated += 1
         timing = numbered.run(cost)
         devices = [device for group in layout.workers for device in group]
         missing = 0.0

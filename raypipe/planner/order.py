@@ -5,8 +5,9 @@ minimum cut of the bandwidth graph (Stoer and Wagner, 1997) divides the devices 
 same way. So the weakest links are crossed once, by the few bytes between two stages, and never by a sum of gradients. Left open by
 the paper is which side comes first and which way round; here the ends that meet are those with the best link.
 
-Minimum cuts peel single devices off graphs of unequal links. Two more orders make up for that: `nearest`, which walks from device to
-device over the best link, and `tree`, in which the most closely linked groups are joined first.
+Minimum cuts peel single devices off graphs of unequal links. More orders make up for that: `nearest`, which walks from device to device
+over the best link, `tree`, in which the most closely linked groups are joined first, the order given, the fastest devices first, and
+all of them the other way round.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ the busiest stage or channel, for each number of stages: `least_bottleneck`. An 
 that are best for some number of microbatches (as Alpa does for stages, Zheng et al., OSDI 2022, arXiv 2201.12023, section 5.2).
 
 It works on suffixes because activations in flight are counted from the end: a stage with k - 1 stages behind it holds as many as the
-order says, and what does not fit into memory is no stage. Devices at the end of the order may stay idle. Exact while every device may
+order says, and what does not fit into memory is no stage. Devices at both ends of the order may stay idle. Exact while every device may
 begin a worker; for many devices, neighbours with the best links are used as one.
 
 Time: O(V^2 L^2 + V^3 L) for each limit, times the number of stages where memory is limited.
@@ -193,14 +193,13 @@ class Partition:
 
     # The two programs
 
-    def least_bottleneck(self, schedule: str = "1f1b", *, all_devices: bool = False) -> list[Bottleneck]:
+    def least_bottleneck(self, schedule: str = "1f1b") -> list[Bottleneck]:
         """For each possible number of stages, the plan whose busiest stage or channel works least in an update (PRM).
 
         Args:
             schedule: name of the order of Ops, which says how many activations are in flight.
-            all_devices: whether none may stay idle.
         """
-        return self._solve(self._updates, schedule, np.maximum, by_level=True, all_devices=all_devices)
+        return self._solve(self._updates, schedule, np.maximum, by_level=True)
 
     def least_sum(self, limit_s: float, schedule: str = "1f1b") -> list[Bottleneck]:
         """The plan with the shortest way of a microbatch forth and back whose stages and channels all work at most so long in an update.
@@ -240,7 +239,6 @@ class Partition:
         join: Callable[[Floats, Floats], Floats],
         *,
         by_level: bool,
-        all_devices: bool = False,
     ) -> list[Bottleneck]:
         """The best plan of any number of stages; of 1, 2, ... stages where `by_level` is set.
 
@@ -265,8 +263,7 @@ class Partition:
                     following = ways.argmin(axis=0).astype(np.int32)
                     rest = ways[following, layers]
                 # Behind the last layer comes nothing, at the first level at least.
-                ends = level == 0 and (not all_devices or j == num_units)
-                rest[num_layers] = 0.0 if ends else math.inf
+                rest[num_layers] = 0.0 if level == 0 else math.inf
                 values = join(stages[i, j], rest[None, :])
                 if by_level and self.limited:
                     values = np.where(layers <= self._fits(i, j, held, recomputed=False)[:, None], values, math.inf)
@@ -279,10 +276,10 @@ class Partition:
                 now.cut[i, j] = cut
                 now.following[i, j] = following[cut]
             levels.append(now)
-            starts = now.best[0, :, 0] if all_devices else now.best[:, :, 0].reshape(-1)
+            starts = now.best[:, :, 0].reshape(-1)
             at = int(starts.argmin())
             if math.isfinite(starts[at]):
-                i, j = (0, at) if all_devices else divmod(at, num_units + 1)
+                i, j = divmod(at, num_units + 1)
                 found.append(Bottleneck(float(starts[at]), self._layout(levels, i, j, schedule, by_level=by_level)))
         return found
 

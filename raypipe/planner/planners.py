@@ -144,7 +144,7 @@ def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: 
     if schedule != AUTO:
         family(schedule)
     problem = judge.problem
-    check_memory(problem)
+    check_possible(problem)
     if chosen.layouts is None:
         found = _canonically_searched(judge, schedule, budget or Budget.usual(problem.num_devices))
     else:
@@ -173,24 +173,24 @@ def _best_of(layouts: Callable[[Judge], Iterator[Layout]], judge: Judge, schedul
 def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged | None:
     """The search on devices in an order that does not depend on their names, so that equal clusters get equal plans.
 
-    What the other planners propose, for devices as they are listed, is where it begins, too, and has its say in the end. Beyond the
-    devices that are taken one by one, of the quick ones alone.
+    It begins with what the other planners propose, too. What they propose for devices in the order that they are listed in has its say
+    in the end, so that none of them is ever ahead.
     """
-    problem = judge.problem
-    sorted_problem, numbers = canonical(problem)
-    others = [
-        _best_of(other.layouts, judge, schedule)
-        for other in PLANNERS
-        if other.layouts and (other.quick or problem.num_devices <= MOST_UNITS)
-    ]
-    proposed = [other for other in others if other is not None]
-    position = sorted(range(problem.num_devices), key=lambda device: numbers[device])
-    begin = [renumbered(other.layout, tuple(position)) for other in proposed]
-    found = _searched(Judge(sorted_problem, numbered=judge.numbered), schedule, budget, begin)
+    sorted_problem, numbers = canonical(judge.problem)
+    sorted_judge = Judge(sorted_problem, numbered=judge.numbered)
+    found = _searched(sorted_judge, schedule, budget, [judged.layout for judged in _proposed(sorted_judge, schedule)])
     best = None if found is None else judge.simulate(renumbered(found.layout, numbers))
-    for other in proposed:
-        best = better(best, other)
+    for judged in _proposed(judge, schedule):
+        best = better(best, judged)
     return best
+
+
+def _proposed(judge: Judge, schedule: str) -> Iterator[Judged]:
+    """The best of each other planner; beyond the devices that the exact programs take one by one, of the quick planners alone."""
+    few = judge.problem.num_devices <= MOST_UNITS
+    for other in PLANNERS:
+        if other.layouts is not None and (few or other.quick) and (found := _best_of(other.layouts, judge, schedule)) is not None:
+            yield found
 
 
 def _searched(judge: Judge, schedule: str, budget: Budget, begin: list[Layout]) -> Judged | None:
@@ -235,12 +235,14 @@ def _climbed(judge: Judge, judged: Judged | None, *, most_steps: int) -> Judged 
     return judged
 
 
-def check_memory(problem: Problem) -> None:
-    """Refuses a model whose layers cannot lie on the devices, whatever the plan.
+def check_possible(problem: Problem) -> None:
+    """Refuses a model without work, and one whose layers cannot lie on the devices, whatever the plan.
 
     Raises:
         PlanError: names the layer that fits nowhere, or says how much all of them need and how much there is.
     """
+    if not problem.prefix_s[:, :, -1].any():
+        raise PlanError(f"the layers of {problem.profile.name!r} take no time; measure them with `raypipe profile`")
     per_byte = 1 + problem.state_bytes_per_parameter_byte
     largest = max(problem.memory_bytes)
     if largest == math.inf:

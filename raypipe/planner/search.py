@@ -26,7 +26,7 @@ _FEW_LIMITS = 4
 """Of these limits, every so many where there are more devices than the dynamic program takes one by one."""
 _ORDERS_OF_MANY = ("rdo", "tree")
 """Orders of the devices that are tried there."""
-_TEMPERATURE = 0.05
+_TEMPERATURE = 0.2
 """By how much worse a change may be on average at first."""
 _POOL = 6
 """Simulated layouts around which the search goes on."""
@@ -44,7 +44,7 @@ class Budget:
 
     num_estimates: int = 12_000
     num_simulations: int = 240
-    num_starts: int = 4
+    num_starts: int = 12
 
     @classmethod
     def usual(cls, num_devices: int, *, effort: float = 1.0) -> Budget:

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
 from raypipe.planner import chunks
 from raypipe.planner.bound import plan_bound
-from raypipe.planner.layout import Judge
+from raypipe.planner.layout import Judge, Layout
 from raypipe.planner.planners import solve
 from raypipe.planner.problem import Problem
 from raypipe.profile import LayerTimes, ModelProfile, NamedEdge
-from raypipe.topology import ClusterTopology
+from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink
 from tests.planner.instances import all_plans, islands, random_problem
 
 ORDERS = ("1f1b", "list", "gpipe", "zb-h1", "zb-h2")
@@ -36,6 +37,55 @@ def cases() -> list[Problem]:
     )
     found.append(Problem(profile, replace(cluster, nodes=nodes), 6, 12))
     return found
+
+
+def odd_cases() -> list[tuple[Problem, Layout]]:
+    """Problems with a layout that some bound could claim not to exist."""
+    base = ModelProfile.uniform(4, microbatch_size=4, parameter_bytes=1000, output_bytes=10)
+    heavy = replace(base, layers=tuple(replace(layer, parameter_bytes=10**6, output_bytes=0) for layer in base.layers))
+    free = NodeLink(latency_s=0.0)
+
+    def kind(forward_s: float, backward_s: float, weight_grad_s: float) -> tuple[LayerTimes, ...]:
+        return (LayerTimes(forward_s=forward_s, backward_s=backward_s, weight_grad_s=weight_grad_s),) * 4
+
+    alone = Layout((0, 4), ((0,),))
+    # A fast and a slow kind share one core.
+    shared = ClusterTopology(name="shared", nodes=(Node(name="n", cores=1, devices=(Device("d0", "a"), Device("d1", "b")), link=free),))
+    unlike = replace(base, device_kinds={"a": kind(0.1, 0.2, 0.1), "b": kind(1.0, 2.0, 1.0)})
+    # Two of four devices with two cores, while the others rest.
+    links = tuple(
+        Link(source=f"d{one}", target=f"d{other}", latency_s=0.0, bandwidth_bytes_per_s=1e9 if one // 2 == other // 2 else 1e-3)
+        for one, other in combinations(range(4), 2)
+    )
+    crossed = ClusterTopology(
+        name="crossed", nodes=(Node(name="n", cores=2, devices=tuple(Device(f"d{number}", "cpu") for number in range(4))),), links=links
+    )
+    # A kind that is quick forth and slow back.
+    backward = replace(heavy, device_kinds={"a": kind(0.1, 2.9, 2.8)})
+    apart = ClusterTopology.uniform(4, kind="a", bandwidth_bytes_per_s=1.0, devices_per_node=1)
+    one_each = Layout((0, 1, 2, 3, 4), ((0,), (1,), (2,), (3,)), "zb-h1")
+    # Less than a byte of each message for each device.
+    slow = ClusterTopology.uniform(4, devices_per_node=2, bandwidth_bytes_per_s=1e-3)
+    slow = replace(slow, nodes=tuple(replace(node, link=free) for node in slow.nodes))
+    bytes_apart = ModelProfile.uniform(4, microbatch_size=4, parameter_bytes=1000, output_bytes=1)
+    halves = Layout((0, 2, 4), ((0, 1), (2, 3)))
+    # Two models beside each other.
+    two = replace(base, named_edges=tuple(NamedEdge(producer=f"layer{at}", consumer=f"layer{at + 1}") for at in (0, 2)))
+    return [
+        (Problem(unlike, shared, 4, 4), alone),
+        (Problem(base, crossed, 8, 4), Layout((0, 2, 4), ((0,), (1,)))),
+        (Problem(backward, apart, 4, 4), one_each),
+        (Problem(bytes_apart, slow, 8, 4), halves),
+        (Problem(two, slow, 8, 4), halves),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_unlike_kinds_shared_cores_and_parts_of_bytes_are_no_way_below_the_bound(number: int) -> None:
+    problem, layout = odd_cases()[number]
+    judged = Judge(problem).simulate(layout)
+    assert judged is not None
+    assert 0 < plan_bound(problem).update_s <= judged.update_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("number", range(len(cases())))

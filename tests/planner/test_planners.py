@@ -14,7 +14,7 @@ from raypipe.planner.problem import Problem
 from raypipe.planner.search import Budget
 from raypipe.profile import LayerProfile, ModelProfile
 from raypipe.simulate import simulate_plan
-from raypipe.topology import ClusterTopology, Device, Node, NodeLink, Overheads
+from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
 from tests.planner.instances import islands, random_problem
 
 SMALL = Budget(2000, 60)
@@ -157,6 +157,19 @@ def test_what_fits_apart_but_not_together_says_where_memory_is_short() -> None:
     problem = Problem(profile, ClusterTopology.uniform(4, memory_bytes=2600), 8, 8)
     with pytest.raises(PlanError, match=r"lacks .* of memory on its fullest device .*; use smaller or more microbatches"):
         make(problem, name="1f1b-equal")
+
+
+def test_layers_that_take_no_time_are_refused() -> None:
+    problem = Problem(ModelProfile.uniform(3, forward_s=0.0, backward_s=0.0, weight_grad_s=0.0), ClusterTopology.uniform(2), 4, 1)
+    with pytest.raises(PlanError, match="the layers of 'uniform' take no time; measure them"):
+        make(problem)
+
+
+def test_a_node_without_devices_may_join_the_others() -> None:
+    nodes = (Node(name="head", devices=(), cores=4), *(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in ("a", "b")))
+    links = tuple(Link(source=one, target=other, latency_s=0.0) for one, other in (("head", "a"), ("head", "b"), ("a", "b")))
+    problem = Problem(ModelProfile.uniform(4), ClusterTopology(name="t", nodes=nodes, links=links), 4, 1)
+    assert set(make(problem, budget=TINY).devices) == {"a/0", "b/0"}
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:

@@ -77,6 +77,7 @@ def test_a_forward_that_runs_again_does_so_right_before_its_backward(name: str) 
     one = catalogue.build(name, near(name, 4, 8))
     again = recompute(one, range(one.num_stages))
     validate(again)
+    assert recompute(again, range(one.num_stages)) == again
     assert recomputed_stages(one) == ()
     assert recomputed_stages(again) == tuple(range(one.num_stages))
     for program in again.programs:
