@@ -39,10 +39,12 @@ LEAST_PING_BYTES = 1 << 20
 WARM_UP_BYTES = 160_000
 """Of a stream, that do not count: a path at rest may take so many faster than it carries them."""
 
+SCOUT_BYTES = 64 << 10
+"""The smallest message that tells of a rate."""
+
 _SMALL_BYTES = 1024
 _NUM_SMALL = 16
 _NUM_SCOUTS = 2
-_SCOUT_BYTES = 64 << 10
 _MOST_BYTES = 16 << 20
 _SHARES = (16, 8, 4, 2)
 """The largest message is so many times as large as the others."""
@@ -81,8 +83,8 @@ class Stream:
 
     @classmethod
     def lasting(cls, seconds: float, *, bytes_per_s: float, most_bytes: int) -> Stream:
-        """The stream that takes so long at a rate; a sixteenth of it, or a page, is a message."""
-        num_bytes = min(max(seconds * bytes_per_s, 2 * WARM_UP_BYTES), most_bytes)
+        """The stream that takes so long at a rate once it is warm; a sixteenth of it, or a page, is a message."""
+        num_bytes = min(max(seconds * bytes_per_s, WARM_UP_BYTES) + WARM_UP_BYTES, most_bytes)
         chunk_bytes = _whole_pages(min(num_bytes / 16, _MOST_BYTES / 4))
         return cls(chunk_bytes, max(4, round(num_bytes / chunk_bytes)))
 
@@ -309,7 +311,7 @@ class _End:
 
         With the smaller sizes it takes twice as long as alone, and all of them shall pass four times.
         """
-        size, left_bytes = _SCOUT_BYTES, float(pattern.most_bytes)
+        size, left_bytes = SCOUT_BYTES, float(pattern.most_bytes)
         while True:
             self._exchange([size] * _NUM_SCOUTS)
             left_bytes -= size * _NUM_SCOUTS
@@ -319,7 +321,7 @@ class _End:
             wanted = size * pattern.seconds / (2 * _REPEATS * took_s)
             most = min(left_bytes / (2 * _REPEATS), _MOST_BYTES)
             if wanted <= 2 * size or 2 * size > most:
-                largest = _whole_pages(max(min(wanted, most), _SCOUT_BYTES))
+                largest = _whole_pages(max(min(wanted, most), SCOUT_BYTES))
                 return largest, took_s * largest / size, left_bytes
             size = _whole_pages(min(4 * size, wanted, most))
 
@@ -429,7 +431,7 @@ def _whole_pages(num_bytes: float) -> int:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of a node, as its driver tells.
+    """A GPU of a node, as its driver tells; 0, `unknown` or empty where it does not.
 
     Attributes:
         name: such as `NVIDIA H200`.
@@ -487,26 +489,28 @@ def find_gpus() -> tuple[Gpu, ...]:
         return ()  # no driver
     try:
         return tuple(_gpu(pynvml, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return ()  # it does not let this process have them
     finally:
         pynvml.nvmlShutdown()
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
     def asked(function: Callable[..., Any], *arguments: int) -> Any:
-        """What the driver says, or 0 where this GPU has no such thing."""
+        """What the driver says, or 0 where it refuses or this GPU has no such thing."""
         try:
             return function(handle, *arguments)
         except nvml.NVMLError:
             return 0
 
-    bus = nvml.nvmlDeviceGetPciInfo(handle).busId
+    memory, bus = asked(nvml.nvmlDeviceGetMemoryInfo), asked(nvml.nvmlDeviceGetPciInfo)
     return Gpu(
-        name=_text(nvml.nvmlDeviceGetName(handle)),
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        name=_text(asked(nvml.nvmlDeviceGetName) or "unknown"),
+        uuid=_text(asked(nvml.nvmlDeviceGetUUID) or ""),
+        memory_bytes=int(memory.total) if memory else 0,
         pcie_generation=int(asked(nvml.nvmlDeviceGetMaxPcieLinkGeneration)),
         pcie_lanes=int(asked(nvml.nvmlDeviceGetMaxPcieLinkWidth)),
-        numa_node=_numa_node(_text(bus)),
+        numa_node=_numa_node(_text(bus.busId)) if bus else None,
         num_nvlinks=sum(asked(nvml.nvmlDeviceGetNvLinkState, link) == 1 for link in range(nvml.NVML_NVLINK_MAX_LINKS)),
     )
 

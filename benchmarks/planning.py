@@ -108,7 +108,7 @@ def regrouped(problem: Problem) -> Problem:
     times = min(-(-problem.num_devices // problem.microbatch_size), problem.num_microbatches)
     while problem.num_microbatches % times:
         times += 1
-    return replace(problem, num_microbatches=problem.num_microbatches // times, microbatch_size=problem.microbatch_size * times, _rows={})
+    return replace(problem, num_microbatches=problem.num_microbatches // times, microbatch_size=problem.microbatch_size * times)
 
 
 def compare(problem: Problem) -> dict[str, Any]:

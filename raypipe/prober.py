@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypipe.actors.launch import cluster_nodes
 from raypipe.actors.probe import (
     LEAST_PING_BYTES,
+    SCOUT_BYTES,
     WARM_UP_BYTES,
     Facts,
     Flow,
@@ -41,23 +42,30 @@ from raypipe.errors import PlanError, RaypipeError, RunError, TransportError, Tr
 from raypipe.network.allowance import Allowance, Budget, divide
 from raypipe.network.assemble import assemble
 from raypipe.network.clocks import ClockOffset, from_reference, offset, with_drift
-from raypipe.network.fit import LinkFit, fit, measured_as_zero
+from raypipe.network.fit import LEAST_BYTES_PER_S, LinkFit, fit, measured_as_zero
 from raypipe.network.rounds import Pair, Round, company, directed, fan_rounds, hypercube, tournament
-from raypipe.network.sharing import Search, in_company, rates
-from raypipe.placement import ClusterNode
+from raypipe.network.sharing import Search, below_their_ends, fastest_of_nodes, in_company, rates
+from raypipe.placement import NODE_LABEL, ClusterNode, nodes_called
 from raypipe.ray_session import session
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink, Overheads
 
 _MOST_ACTORS = 4
 """Of a node; its further devices are taken to be like the first."""
-_MESSAGE_TIMEOUT_S = 10.0
+_MESSAGE_TIMEOUT_S = SCOUT_BYTES / LEAST_BYTES_PER_S
 _CONNECT_TIMEOUT_S = 20.0
+_PING_LASTS = 20
+"""Times as long as it should, before a limit of its own ends a ping."""
+_STREAMS_LAST = 4
+"""Times as long as streams should take one after the other, before they have failed."""
 _GRACE_S = 20.0
 """Beyond its own limits, until an actor must have answered a call."""
 _CLOCK = Ping(seconds=0.01, most_bytes=LEAST_PING_BYTES)
 _LEAST_STREAM_BYTES = 2 * WARM_UP_BYTES
+_MOST_NAMED = 6
 _FASTER_ALONE = 1.1
 """A link that reaches so many times its fitted bandwidth by itself was fitted in bad company."""
+
+_MORE = "raise --budget-s or --budget-bytes"
 
 Notice = Callable[[str], None]
 
@@ -67,7 +75,7 @@ class ProbedNode:
     """A node, and what was found out about it.
 
     Attributes:
-        name: in the topology: its address.
+        name: in the topology: its label, else its address.
         facts: what its first device knows.
         num_devices: CPU slots.
         inside: of the links between its devices; `None` where there is one device.
@@ -124,16 +132,20 @@ def probe(
         notice: told how it goes.
 
     Raises:
-        InputError: the budget is too small.
-        PlanError: the cluster has no node with a CPU.
+        InputError: the budget is too small, or the calibration of this machine cannot be used.
+        PlanError: the cluster has no node with a CPU, or two that cannot be told apart.
         RunError: a node cannot be reached, a link carries nothing, or something else failed; no actor stays.
     """
+    # A file that cannot be used is known to be one before anything is started.
+    calibration = Calibration.load(calibration_file()) if calibration_file().exists() else None
     num_devices = devices_per_node or os.cpu_count() or 1
     with session(cluster, num_devices=num_devices, cpus_per_device=1.0) as connected:
         # A local cluster has a place more than devices, for the driver.
         limit = num_devices if connected.local else devices_per_node
-        with _Cluster.of(_nodes(), limit=limit, cluster=cluster, notice=notice) as found:
-            return _Probe(found, budget or Budget(), name=name, notice=notice).run()
+        nodes = _nodes()
+        overheads = calibration.of("gloo" if len(nodes) > 1 else "shm").overheads if calibration is not None else None
+        with ActorCluster.of(nodes, limit=limit, cluster=cluster, notice=notice) as found:
+            return Probe(found, budget or Budget(), name=name, overheads=overheads, notice=notice).run()
 
 
 def _nodes() -> list[ClusterNode]:
@@ -149,13 +161,29 @@ def _nodes() -> list[ClusterNode]:
     return sorted(nodes, key=lambda node: (node.node_id not in heads, node.address, node.node_id))
 
 
+def own_name(node: ClusterNode, nodes: Sequence[ClusterNode]) -> str:
+    """What a node is called in topologies, by which it is found again: its label, else its address.
+
+    Raises:
+        PlanError: another node has both.
+    """
+    for name in filter(None, (node.label, node.address)):
+        if nodes_called(name, nodes) == [node]:
+            return name
+    others = ", ".join(other.node_id[:8] for other in nodes if node.address == other.address)
+    raise PlanError(
+        f"node {node} has no name of its own: the nodes {others} are at its address; give each a label when it is started, "
+        f"`ray start --labels={NODE_LABEL}=NAME`"
+    )
+
+
 @dataclass(frozen=True)
-class _Device:
+class ProbeDevice:
     """A device with a probe actor.
 
     Attributes:
         node: its number.
-        name: as `find_slots` calls it.
+        name: in the topology.
         actor: its handle.
     """
 
@@ -165,7 +193,7 @@ class _Device:
 
 
 @dataclass
-class _Cluster:
+class ActorCluster:
     """The probe actors of a cluster, and the flows between them.
 
     Attributes:
@@ -180,7 +208,7 @@ class _Cluster:
     nodes: list[ClusterNode]
     names: list[str]
     num_slots: list[int]
-    devices: list[_Device]
+    devices: list[ProbeDevice]
     speakers: list[int]
     start_timeout_s: float
     facts: dict[int, Facts] = field(default_factory=dict)
@@ -191,16 +219,10 @@ class _Cluster:
 
     @classmethod
     @contextmanager
-    def of(cls, nodes: list[ClusterNode], *, limit: int | None, cluster: ClusterConfig, notice: Notice) -> Iterator[_Cluster]:
+    def of(cls, nodes: list[ClusterNode], *, limit: int | None, cluster: ClusterConfig, notice: Notice) -> Iterator[ActorCluster]:
         """Launches the actors, and ends them at the end of the block, however that comes."""
         slots = [min(int(node.num_cpus + 1e-9), limit or 1 << 30) for node in nodes]
-        numbers: dict[str, int] = {}
-        names = []
-        for node in nodes:
-            numbers[node.address] = numbers.get(node.address, 0) + 1
-            # Several nodes of Ray may share an address.
-            names.append(node.address if numbers[node.address] == 1 else f"{node.address}:{numbers[node.address]}")
-        found = cls(nodes, names, slots, [], [], cluster.start_timeout_s)
+        found = cls(nodes, [own_name(node, nodes) for node in nodes], slots, [], [], cluster.start_timeout_s)
         try:
             for number in range(len(nodes)):
                 found._launch(number)
@@ -212,10 +234,8 @@ class _Cluster:
                 ray.kill(device.actor, no_restart=True)
 
     def device_names(self, node: int) -> list[str]:
-        """What the CPU slots of a node are called: as `find_slots` counts them."""
-        address = self.nodes[node].address
-        before = sum(int(other.num_cpus + 1e-9) for other in self.nodes[:node] if other.address == address)
-        return [f"{address}/{before + number}" for number in range(self.num_slots[node])]
+        """What the CPU slots of a node are called."""
+        return [f"{self.names[node]}/{number}" for number in range(self.num_slots[node])]
 
     def _launch(self, number: int) -> None:
         node = self.nodes[number]
@@ -225,7 +245,7 @@ class _Cluster:
             # Without a CPU of its own: what others hold is measured as it is.
             actor_class = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(ProbeActor)
             strategy = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-            self.devices.append(_Device(number, name, actor_class.options(scheduling_strategy=strategy).remote(device)))
+            self.devices.append(ProbeDevice(number, name, actor_class.options(scheduling_strategy=strategy).remote(device)))
 
     def _start(self) -> None:
         calls = {number: device.actor.facts.remote() for number, device in enumerate(self.devices)}
@@ -319,8 +339,12 @@ class _Cluster:
     def _node_of(self, device: str) -> str:
         return next((self.names[found.node] for found in self.devices if found.name == device), device)
 
-    def step(self, flows: Sequence[Flow]) -> dict[Pair, tuple[Readings, Readings]]:
+    def step(self, flows: Sequence[Flow], *, limit_s: float | None = None) -> dict[Pair, tuple[Readings, Readings]]:
         """Runs flows at the same time; returns what source and target of each noted.
+
+        Args:
+            flows: pings, or streams.
+            limit_s: more seconds than they may take; left out for pings, which end by limits of their own.
 
         Raises:
             RunError: a device failed, or a link carries nothing; names it.
@@ -329,9 +353,9 @@ class _Cluster:
         parts = by_device(flows)
         calls = {device: self.devices[device].actor.run.remote(own) for device, own in parts.items()}
         # A slow link is one whose messages come; each may take as long as a message may.
-        slowest_s = max(_slowest_s(flow) for flow in flows)
+        slowest_s = max((flow.pattern.seconds for flow in flows if isinstance(flow.pattern, Ping)), default=0.0) * _PING_LASTS
         try:
-            results = self.gather(calls, "measuring", timeout_s=slowest_s + _GRACE_S)
+            results = self.gather(calls, "measuring", timeout_s=2 * _MESSAGE_TIMEOUT_S + (limit_s or slowest_s) + _GRACE_S)
         except TransportTimeoutError as error:
             self._blame(error, flows)
         self.num_steps += 1
@@ -355,29 +379,26 @@ class _Cluster:
         raise measured_as_zero(link, f"a message of it or its answer took more than {_MESSAGE_TIMEOUT_S:g} s") from error
 
 
-def _slowest_s(flow: Flow) -> float:
-    """More seconds than a flow may take before one of its own limits ends it."""
-    return 2 * _MESSAGE_TIMEOUT_S + (flow.pattern.seconds * 20 if isinstance(flow.pattern, Ping) else 0.0)
-
-
 class _BudgetSpent(Exception):  # noqa: N818  # no error: what was measured until then counts
     """There is no time, or there are no bytes, for another measurement."""
 
 
-class _Probe:
+class Probe:
     """One probe of a cluster.
 
     Args:
         cluster: the actors.
         budget: of seconds and bytes.
         name: of the topology.
+        overheads: of all devices, if they are known.
         notice: told how it goes.
     """
 
-    def __init__(self, cluster: _Cluster, budget: Budget, *, name: str, notice: Notice) -> None:
+    def __init__(self, cluster: ActorCluster, budget: Budget, *, name: str, overheads: Overheads | None, notice: Notice) -> None:
         self.cluster = cluster
         self.budget = budget
         self.name = name
+        self.overheads = overheads
         self.notice = notice
         self.notices: list[str] = []
         self.fits: dict[Pair, LinkFit] = {}
@@ -391,10 +412,12 @@ class _Probe:
             budget,
             self.classes,
             num_inside=sum(map(len, self.inside)),
+            rounds_inside=max(map(len, self._inside_by_machine()), default=0),
             least_ping_bytes=LEAST_PING_BYTES,
             least_stream_bytes=_LEAST_STREAM_BYTES,
         )
         self.search = Search(self._together)
+        self.usable = True  # until a flow fails
         self._began_s = time.monotonic()
 
     @property
@@ -420,13 +443,15 @@ class _Probe:
         if self.num_nodes > 2:
             self._look_for_sharing()
         clocks = self._clocks()
+        if self.overheads is None:
+            self._miss("what an Op and a message cost besides is not known: `raypipe calibrate` on this machine improves predictions")
         topology = assemble(
             name=self.name,
             nodes=[self._node(number, inside[number]) for number in range(self.num_nodes)],
             fits=self.fits,
             shared=self.search.found,
             classes=self.classes,
-            overheads=self._overheads(),
+            overheads=self.overheads,
         )
         cluster = self.cluster
         nodes = tuple(
@@ -476,16 +501,18 @@ class _Probe:
         Raises:
             _BudgetSpent: there is no time for it, or no bytes are left.
         """
-        allowed = self.allowance
-        patterns = {
-            pair: Stream.lasting(allowed.stream_s, bytes_per_s=self.fits[pair].bandwidth_bytes_per_s, most_bytes=allowed.stream_bytes)
-            for pair in pairs
-        }
+        bandwidths = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}
+        streams_s = self.allowance.streams_s(pairs, bandwidths)
+        most_bytes = self.allowance.stream_bytes
+        patterns = {pair: Stream.lasting(streams_s[pair], bytes_per_s=bandwidths[pair], most_bytes=most_bytes) for pair in pairs}
         num_bytes = sum(pattern.num_bytes for pattern in patterns.values())
-        if self._passed_s() > self.budget.seconds or self.cluster.num_bytes + num_bytes > self.budget.num_bytes:
+        if not self.budget.for_search.allows(self._passed_s(), self.cluster.num_bytes + num_bytes):
             raise _BudgetSpent
         of_devices = {self.cluster.between(*pair): pair for pair in pairs}
-        noted = self.cluster.step([Flow(*ends, patterns[pair]) for ends, pair in of_devices.items()])
+        # Whatever they share carries at least what each of them does by itself.
+        at_most_s = sum(patterns[pair].num_bytes / bandwidths[pair] for pair in pairs)
+        flows = [Flow(*ends, patterns[pair]) for ends, pair in of_devices.items()]
+        noted = self.cluster.step(flows, limit_s=_STREAMS_LAST * at_most_s)
         arrivals: dict[Pair, list[tuple[float, int]]] = {}
         for ends, (_, target) in noted.items():
             pair = of_devices[ends]
@@ -497,29 +524,58 @@ class _Probe:
         rounds = self.allowance.rounds
         fastest = max(link.bandwidth_bytes_per_s for link in self.fits.values())
         if not self.allowance.tells_sharing_of(fastest):
-            self._miss("shared links were not looked for: the budget is too small; raise --budget-s or --budget-bytes")
+            self._miss(f"shared links were not looked for: the budget is too small; {_MORE}")
+            self._measure_again()
             return
         self.notice(f"{rounds.company + rounds.fans} rounds for what links share")
         met = tournament(self.classes)
         try:
             self.search.run(company(met, self.num_nodes), fan_rounds(self.num_nodes))
-            self._measure_again()
         except _BudgetSpent:
-            self._miss("not all shared links were looked for: the budget was spent; raise --budget-s or --budget-bytes")
+            self._miss(f"not all shared links were looked for: the budget was spent{self._without_limits()}; {_MORE}")
+        except RunError as error:
+            # A flow that has failed is out of use, and nodes may still wait in it.
+            self.usable = False
+            self._miss(f"not all shared links were looked for: {error}{self._without_limits()}; probe again")
+        self._measure_again()
+
+    def _without_limits(self) -> str:
+        if not self.search.forget_limits_of_nodes():
+            return ""
+        return "; limits of single nodes were left out, since some nodes would have theirs and others not"
 
     def _measure_again(self) -> None:
-        """Measures links by themselves that were slowed by others in their rounds."""
+        """Measures links by themselves that were slowed by others in their rounds, those first that lost most.
+
+        What there is no time for has the rate of its streams, if there were any.
+        """
         pattern = Ping(self.allowance.ping_s, self.allowance.ping_bytes)
+        slowed = self._slowed_by_company()
+        while slowed and self.usable and self.budget.allows(self._passed_s(), self.cluster.num_bytes + pattern.most_bytes):
+            pair = slowed.pop(0)
+            ((source, _),) = self._ping((pair,), pattern).values()
+            again = fit(round_trips(source), link=self._link(pair))
+            self.fits[pair] = max(self.fits[pair], again, key=lambda one: one.bandwidth_bytes_per_s)
+        for pair in slowed:
+            rate = self.search.alone.get(pair, 0.0)
+            if rate > self.fits[pair].bandwidth_bytes_per_s:
+                self.fits[pair] = replace(self.fits[pair], bandwidth_bytes_per_s=rate)
+        slowed = [pair for pair in slowed if pair not in self.search.alone]
+        if slowed:
+            named, left = ", ".join(map(self._link, slowed[:_MOST_NAMED])), len(slowed) - _MOST_NAMED
+            more = f" and {left} more" if left > 0 else ""
+            self._miss(f"links that were measured while others were may carry more than was seen: {named}{more}; {_MORE}")
+
+    def _slowed_by_company(self) -> list[Pair]:
+        """The pairs that others slowed, or that may have been slowed where the search has not come to them."""
         fitted = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}
         rounds = [pairs for matching in tournament(self.classes) for pairs in directed(matching)]
         slowed = in_company(rounds, fitted, self.search.found)
         slowed |= {pair for pair, rate in self.search.alone.items() if rate > _FASTER_ALONE * fitted[pair]}
-        for pair in sorted(slowed):
-            if self._passed_s() > self.budget.seconds or self.cluster.num_bytes + pattern.most_bytes > self.budget.num_bytes:
-                raise _BudgetSpent
-            ((source, _),) = self._ping((pair,), pattern).values()
-            again = fit(round_trips(source), link=self._link(pair))
-            self.fits[pair] = max(self.fits[pair], again, key=lambda one: one.bandwidth_bytes_per_s)
+        with_others = {pair for pairs in rounds if len(pairs) > 1 for pair in pairs}
+        slowed |= (below_their_ends(fitted) & with_others) - self.search.alone.keys()
+        leaving, entering = fastest_of_nodes(fitted)
+        return sorted(slowed, key=lambda pair: (fitted[pair] / min(leaving[pair[0]], entering[pair[1]]), pair))
 
     def _miss(self, text: str) -> None:
         self.notices.append(text)
@@ -536,15 +592,19 @@ class _Probe:
             found.append([pair[::-1] if place % 2 else pair for place, pair in enumerate(pairs)])
         return found
 
+    def _inside_by_machine(self) -> list[list[tuple[int, Pair]]]:
+        """Of each machine, the pairs with their nodes."""
+        machines: dict[str, list[tuple[int, Pair]]] = {}
+        for node, pairs in enumerate(self.inside):
+            machines.setdefault(self.cluster.facts[self.cluster.speakers[node]].hostname, []).extend((node, pair) for pair in pairs)
+        return list(machines.values())
+
     def _measure_inside(self) -> list[LinkFit | None]:
         """The links within each node; nodes of one machine one after the other, since they share its memory."""
         allowed = self.allowance
         pattern = Ping(allowed.ping_s / 4, allowed.ping_bytes)
-        machines: dict[str, list[tuple[int, Pair]]] = {}
-        for node, pairs in enumerate(self.inside):
-            machines.setdefault(self.cluster.facts[self.cluster.speakers[node]].hostname, []).extend((node, pair) for pair in pairs)
         fits: dict[int, list[LinkFit]] = {}
-        for at_once in zip_longest(*machines.values()):
+        for at_once in zip_longest(*self._inside_by_machine()):
             measured = {pair: node for node, pair in filter(None, at_once)}
             for pair, (source, _) in self.cluster.step([Flow(pair[0], pair[1], pattern) for pair in measured]).items():
                 link = " -> ".join(self.cluster.devices[end].name for end in pair)
@@ -555,7 +615,7 @@ class _Probe:
         """How far each node's clock is ahead of the first's; a second look shows the drift."""
         earlier = from_reference(self.clocks, reference=0)
         later: dict[Pair, ClockOffset] = {}
-        for matching in hypercube(self.num_nodes) if self._passed_s() < self.budget.seconds else ():
+        for matching in hypercube(self.num_nodes) if self.usable and self._passed_s() < self.budget.seconds else ():
             later |= {pair: offset(exchanges(*readings)) for pair, readings in self._ping(matching, _CLOCK).items()}
         seen = from_reference(later, reference=0)
         return [with_drift(earlier[node], seen[node]) if node in seen else earlier[node] for node in range(self.num_nodes)]
@@ -570,14 +630,6 @@ class _Probe:
         link = NodeLink(latency_s=inside.latency_s, bandwidth_bytes_per_s=inside.bandwidth_bytes_per_s) if inside is not None else None
         devices = tuple(Device(name, "cpu", each_bytes) for name in cluster.device_names(number))
         return Node(name=cluster.names[number], devices=devices, link=link, cores=facts.num_cores)
-
-    def _overheads(self) -> Overheads | None:
-        """Of a calibration of this machine, if there is one."""
-        path = calibration_file()
-        if not path.exists():
-            self._miss("what an Op and a message cost besides is not known: `raypipe calibrate` on this machine improves predictions")
-            return None
-        return Calibration.load(path).of("gloo" if self.num_nodes > 1 else "shm").overheads
 
 
 def _typical(fits: Sequence[LinkFit]) -> LinkFit | None:

@@ -220,7 +220,7 @@ def test_a_ray_cluster_has_the_nodes_devices_and_gpus_of_its_topology(name: str)
         # With more places, the first nodes would take the devices of the others.
         assert group.rayStartParams["num-cpus"] == str(len(node.devices))
         if not any(map(is_gpu, node.devices)):
-            assert kuberay.amount(group.resources.limits["memory"]) == sum(device.memory_bytes for device in node.devices)
+            assert kuberay.amount(group.resources.limits["memory"]) == sum(device.memory_bytes or 0 for device in node.devices)
         mounts = {mount.mountPath for mount in group.template.spec.containers[0].volumeMounts}
         assert ray_config(name).run.storage_path in mounts
 

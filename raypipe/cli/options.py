@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -47,6 +48,19 @@ def example(*lines: str) -> str:
     """The end of a command's help: lines that can be copied."""
     # Click keeps the lines of a paragraph that opens with this character as they are.
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def check_folder(path: str) -> None:
+    """Sees that a file can be written where it is to be, before what it is to hold takes its time.
+
+    Raises:
+        InputError: there is no such folder, or the file is one itself.
+    """
+    file = Path(path).absolute()
+    if file.is_dir():
+        raise InputError(f"{path}: is a folder; name a file")
+    if not file.parent.is_dir():
+        raise InputError(f"{path}: its folder does not exist; make it first")
 
 
 def output_suffix(path: str, *choices: str) -> str:

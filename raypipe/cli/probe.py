@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypipe.cli.options import COUNT, SECONDS, example, json_option
+from raypipe.cli.options import COUNT, SECONDS, check_folder, example, json_option
 from raypipe.cli.screen import console, print_json
 from raypipe.config import ClusterConfig
 from raypipe.network.allowance import Budget
@@ -47,6 +47,8 @@ def probe(
     Messages go over the transports that training uses. Keep the cluster quiet meanwhile. What is written with -o can be planned and
     simulated with.
     """
+    if output:
+        check_folder(output)
     from raypipe.prober import probe as measure  # noqa: PLC0415  # loads ray and torch
 
     found = measure(

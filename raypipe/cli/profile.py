@@ -6,16 +6,14 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
-from raypipe.cli.options import COUNT, example, json_option, output_suffix
+from raypipe.cli.options import COUNT, check_folder, example, json_option, output_suffix
 from raypipe.cli.screen import console, print_json
 from raypipe.config import TrainConfig
-from raypipe.errors import InputError
 from raypipe.interrupts import put_off
 from raypipe.linearize import Chain, linearize
 from raypipe.pipedream import WEIGHT_GRAD_SHARE, read_pipedream
@@ -120,8 +118,7 @@ def profile(
     """
     _check_options(context, config, from_pipedream, microbatch_size)
     output_suffix(output, "json")
-    if not Path(output).absolute().parent.is_dir():
-        raise InputError(f"{output}: its folder does not exist; make it first")
+    check_folder(output)
     most = max_crossing if chain else None
     if from_pipedream is not None:
         assert microbatch_size is not None, "checked with the options"

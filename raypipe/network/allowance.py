@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import InputError
-from raypipe.network.rounds import NumRounds, company, fan_rounds, num_rounds, tournament
+from raypipe.network.rounds import NumRounds, Pair, Round, company, fan_rounds, num_rounds, tournament
+from raypipe.network.sharing import Rates, fastest_of_nodes
 from raypipe.show.amounts import seconds, size
 
 _PING_S = 0.4
@@ -16,12 +18,18 @@ _STEP_S = 0.05
 _LEAST_SCALE = 0.25
 _LEAST_STREAM_S = 0.02
 """In less time, a pause of the machine looks like a slow link."""
-_REFINED = 1.5
-"""Rounds that a finding takes besides those that are planned, for each of these, about."""
+_LEAST_IN_FAN_S = 0.01
+"""Of streams that together are expected to last longer, and are looked at again if they do not."""
+_COMPANY_LOOKS, _FAN_LOOKS = 1.25, 3.0
+"""How often a round is measured, about: where all that leaves a node has the node's limit, three times."""
 _USED = 0.8
-"""Of the seconds; what takes longer than thought has the rest."""
+"""Of the seconds; what takes longer than thought, and what is measured again at the end, has the rest."""
 _PING_SHARE, _STREAM_SHARE = 0.6, 0.25
 """Of the bytes; what is looked at more closely has the rest."""
+
+
+_SEARCHED = 0.9
+"""Of seconds and bytes, until when shared links are looked for; what was in bad company is measured again with the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +43,15 @@ class Budget:
 
     seconds: float = 60.0
     num_bytes: int = 16 << 30
+
+    @property
+    def for_search(self) -> Budget:
+        """Its part until the end of the search for shared links."""
+        return Budget(seconds=_SEARCHED * self.seconds, num_bytes=int(_SEARCHED * self.num_bytes))
+
+    def allows(self, seconds: float, num_bytes: int) -> bool:
+        """Whether a measurement may begin after so many seconds, with which so many bytes would have been sent."""
+        return seconds <= self.seconds and num_bytes <= self.num_bytes
 
 
 @dataclass(frozen=True)
@@ -57,18 +74,51 @@ class Allowance:
     rounds: NumRounds
     looks_for_sharing: bool
 
+    def streams_s(self, pairs: Round, bandwidths: Rates) -> dict[Pair, float]:
+        """How long the stream of each pair of a round is to last by itself, so that the round lasts `stream_s`.
+
+        A node is expected to carry what its fastest pair does: of the pairs that leave or enter it at the same time, each then takes
+        longer than by itself. If they do not, the round is shorter, but no stream lasts less than a pause of the machine might.
+
+        Args:
+            pairs: that are measured at the same time.
+            bandwidths: bytes per second of all pairs that were measured, by themselves.
+        """
+        leaving, entering = fastest_of_nodes(bandwidths)
+        leaves: defaultdict[int, float] = defaultdict(float)
+        enters: defaultdict[int, float] = defaultdict(float)
+        for source, target in pairs:
+            leaves[source] += bandwidths[source, target]
+            enters[target] += bandwidths[source, target]
+        return {
+            (source, target): max(
+                self.stream_s / max(leaves[source] / leaving[source], enters[target] / entering[target], 1.0),
+                min(_LEAST_IN_FAN_S, self.stream_s),
+            )
+            for source, target in pairs
+        }
+
     def tells_sharing_of(self, bytes_per_s: float) -> bool:
         """Whether the bytes of a stream suffice, too, to see what slows a link that carries so much."""
         return self.looks_for_sharing and self.stream_bytes >= _LEAST_STREAM_S * bytes_per_s
 
 
-def divide(budget: Budget, classes: Sequence[Hashable], *, num_inside: int, least_ping_bytes: int, least_stream_bytes: int) -> Allowance:
+def divide(
+    budget: Budget,
+    classes: Sequence[Hashable],
+    *,
+    num_inside: int,
+    rounds_inside: int,
+    least_ping_bytes: int,
+    least_stream_bytes: int,
+) -> Allowance:
     """The allowance of each measurement.
 
     Args:
         budget: of all.
         classes: of each node.
         num_inside: measurements within nodes, each a quarter of one between nodes.
+        rounds_inside: in which they are made, those on different machines at the same time.
         least_ping_bytes: with which a link can be measured.
         least_stream_bytes: with which a rate can be measured.
 
@@ -85,15 +135,15 @@ def divide(budget: Budget, classes: Sequence[Hashable], *, num_inside: int, leas
             f"a budget of {size(budget.num_bytes)} is too small: {num_pings} directed links take at least {size(least)}; "
             f"raise --budget-bytes to {least:.0f}"
         )
-    fixed_s = _STEP_S * (rounds.tournament + num_inside)
-    pings_s = _PING_S * (rounds.tournament + num_inside / 4)
-    streams = _REFINED * (rounds.company + rounds.fans)
+    fixed_s = _STEP_S * (rounds.tournament + rounds_inside)
+    pings_s = _PING_S * (rounds.tournament + rounds_inside / 4)
+    streams = _COMPANY_LOOKS * rounds.company + _FAN_LOOKS * rounds.fans
     usable_s = _USED * budget.seconds
     least_s = (fixed_s + _LEAST_SCALE * pings_s) / _USED
     if budget.seconds < least_s:
         raise InputError(
-            f"a budget of {seconds(budget.seconds)} is too small: {rounds.tournament} rounds between {len(classes)} nodes and {num_inside} "
-            f"measurements within them take at least {seconds(least_s)}; raise --budget-s to {least_s:.1f}"
+            f"a budget of {seconds(budget.seconds)} is too small: {rounds.tournament} rounds between {len(classes)} nodes and "
+            f"{rounds_inside} within them take at least {seconds(least_s)}; raise --budget-s to {least_s:.1f}"
         )
     stream_bytes = int(_STREAM_SHARE * budget.num_bytes / max(num_streams, 1))
     sharing = (

@@ -6,7 +6,8 @@ half as fast weigh the same and one stalled transfer does little. Two one-sided 
     up_n = max(0, up_(n-1) + z - k),  down_n = max(0, down_(n-1) - z - k)         z = (x - mean) / deviation, at most 3 either way
 
 watch for a step: where one exceeds h, the estimate begins anew with the transfers since that sum last was 0. With k = 0.75 and h = 9
-normal noise exceeds it once in some 10^6 transfers (Siegmund, 1985, section 2.6); a step of three deviations is found after four.
+normal noise exceeds it once in some 10^6 transfers (Siegmund, 1985, section 2.6); a step of three deviations or more is found
+after five.
 
 A link that no transfer tells of, because its receivers never wait for it or because the plan does not use it, grows old: `idle`
 names it, and whoever is able to probes it.

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from raypipe.errors import RunError
 
-LEAST_BYTES_PER_S = 1000.0
-"""A link that carries less counts as one that carries nothing."""
+LEAST_BYTES_PER_S = 65536 / 10.0
+"""A link that carries less counts as one that carries nothing: 64 KiB, the least that tell of a rate, would take more than 10 s."""
 
 
 @dataclass(frozen=True)

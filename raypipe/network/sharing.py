@@ -8,6 +8,7 @@
    is; a pair whose rate depends on its company is measured alone.
 2. Where pairs that run together are slower than alone, each is left out in turn: those that become faster shared something with it.
    Together they reached its bandwidth, and without the others of their round they must get no more, or some that share it are missing.
+   Where all are slower and together get no more than the fastest alone, that is one thing: two would carry more.
 3. Of two findings with equal bandwidths, a few pairs run together. If they get no more than that, the two are one.
 4. Then all that leaves a node runs at once, and all that enters one (`rounds.fans`). What no finding explains is the node's own limit,
    or belongs to one of the findings.
@@ -139,6 +140,8 @@ class Search:
     def _groups(self, rates: Rates) -> list[frozenset[Pair]]:
         """The pairs that share one thing each."""
         slowed = self._slowed(rates, tolerance=_ALSO)
+        if self._is_one_thing(rates, slowed):
+            return [frozenset(rates)]
         if len(rates) > _MOST_LEFT_OUT:
             return [frozenset(slowed)] if len(slowed) > 1 else []
         groups: list[frozenset[Pair]] = []
@@ -156,6 +159,27 @@ class Search:
             faster = {other for other in faster if self._gains(other, rates, without, share=rate / len(others))}
             groups = _joined(groups, frozenset({pair, *faster}))
         return [group for group in groups if len(group) > 1]
+
+    def _is_one_thing(self, rates: Rates, slowed: Collection[Pair]) -> bool:
+        """Whether one bottleneck must be what slows all pairs of a round.
+
+        What slows a pair carries at least what that reaches alone, so two bottlenecks would carry that of two pairs.
+        """
+        if len(slowed) < len(rates) or len(rates) < 2:
+            return False
+        fastest, second = sorted((self.alone[pair] for pair in rates), reverse=True)[:2]
+        return sum(rates.values()) < min((1 + _EQUAL) * fastest, fastest + second / 2)
+
+    def forget_limits_of_nodes(self) -> bool:
+        """Drops the limits of single nodes: those of some nodes would make others, of which less is known, look better.
+
+        Returns:
+            whether there were any.
+        """
+        crossing = [shared for shared in self.found if shared.crosses]
+        there_were = len(crossing) < len(self.found)
+        self.found = crossing
+        return there_were
 
     def _gains(self, pair: Pair, rates: Rates, without: Rates, *, share: float) -> bool:
         """Whether a pair is faster without another one that leaves it a share, by a good part of what it can gain from that."""
@@ -213,6 +237,26 @@ def in_company(rounds: Iterable[Round], measured: Rates, found: Collection[Share
         if len(together) > 1 and sum(measured[pair] for pair in together) > (1 - _EQUAL) * shared.bandwidth_bytes_per_s:
             filled |= together
     return filled
+
+
+def below_their_ends(measured: Rates) -> set[Pair]:
+    """The pairs that reached less than both of their nodes reached with others: what slowed them may have been company.
+
+    Args:
+        measured: what each pair reached.
+    """
+    leaving, entering = fastest_of_nodes(measured)
+    return {pair for pair, rate in measured.items() if rate < (1 - TOLERANCE) * min(leaving[pair[0]], entering[pair[1]])}
+
+
+def fastest_of_nodes(measured: Rates) -> tuple[dict[int, float], dict[int, float]]:
+    """What the fastest pair that leaves each node reached, and the fastest that enters it."""
+    leaving: dict[int, float] = {}
+    entering: dict[int, float] = {}
+    for (source, target), rate in measured.items():
+        leaving[source] = max(rate, leaving.get(source, 0.0))
+        entering[target] = max(rate, entering.get(target, 0.0))
+    return leaving, entering
 
 
 Arrival = tuple[float, int]

@@ -33,7 +33,7 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
             node = problem.topology.nodes[problem.node_of[devices[0]]]
             nodes.append(replace(node, devices=tuple(problem.topology.devices[device] for device in devices)))
     nodes += [node for node in problem.topology.nodes if not node.devices]  # Links may name them.
-    found = replace(problem, topology=replace(problem.topology, nodes=tuple(nodes)), _rows={})
+    found = replace(problem, topology=replace(problem.topology, nodes=tuple(nodes)))
     return found, tuple(device for devices in by_colour for device in devices)
 
 

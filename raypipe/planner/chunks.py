@@ -18,7 +18,7 @@ from raypipe.planner.layout import Judge, Layout
 from raypipe.planner.problem import Group, Problem
 from raypipe.schedules.ir import OpKind, Schedule, Size
 
-ORDERS = ("interleaved", "zb-v", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v")
+ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v")
 
 
 _NUM_CHUNKS = {"interleaved": (2, 3, 4)}

@@ -182,8 +182,8 @@ class Judge:
         saved = problem.saved_prefix[end] - problem.saved_prefix[first]
         kept = min(problem.crossing_bytes[first], saved) if recomputed else saved
         needed = kept * (held - 1) + saved
-        for device, rows in zip(group, problem.rows(group) or (math.inf,) * len(group), strict=True):
-            most = max(most, standing + needed * rows / problem.microbatch_size - problem.memory_bytes[device])
+        for share, limit in problem.demands(group):
+            most = max(most, standing + needed * share - limit)
         return float(most)
 
     def estimate_s(self, layout: Layout) -> float:
@@ -381,7 +381,7 @@ def _merged_overlaps(problem: Problem, source: _Divided, target: _Divided) -> li
     senders = np.array(source[0])[np.searchsorted(ends[0], borders)]
     receivers = np.array(target[0])[np.searchsorted(ends[1], borders)]
     num_rows = np.diff(borders, prepend=0)
-    node_of = np.array(problem.node_of)
+    node_of = problem.nodes_of
     # Within a node each pair has a path of its own.
     within = node_of[senders] == node_of[receivers]
     found = list(zip(senders[within].tolist(), receivers[within].tolist(), num_rows[within].tolist(), strict=True))

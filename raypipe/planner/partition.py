@@ -181,12 +181,8 @@ class Partition:
             kept = np.minimum(problem.crossing_bytes[:, None], saved) if recomputed else saved
             needed = kept * (held - 1) + saved
             fits = np.ones_like(standing, dtype=bool)
-            rows = problem.rows(group)
-            assert rows is not None
-            for of_device, limit in sorted({
-                (of_device, problem.memory_bytes[device]) for device, of_device in zip(group, rows, strict=True)
-            }):
-                fits &= standing + needed * (of_device / problem.microbatch_size) <= limit
+            for share, limit in problem.demands(group):
+                fits &= standing + needed * share <= limit
             # What is longer needs more.
             found = self._fitting[i, j, held, recomputed] = fits.sum(axis=1) - 1
         return found

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 from raypipe.errors import PlanError, UnknownNameError
 from raypipe.own_schedules import family
@@ -124,7 +125,7 @@ def best_division(problem: Problem, *, name: str = "raypipe", schedule: str = AU
     failure: PlanError | None = None
     batch_size = problem.num_microbatches * problem.microbatch_size
     for num_microbatches, microbatch_size in divided(batch_size, most_microbatches=_MICROBATCHES_A_DEVICE * problem.num_devices):
-        candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size, _rows={})
+        candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         try:
             found = solve(Judge(candidate), name=name, schedule=schedule, budget=quick)
         except PlanError as error:
@@ -210,10 +211,9 @@ def _searched(judge: Judge, schedule: str, budget: Budget, begin: list[Layout]) 
                 found = better(found, judge.simulate(replace(top, order=order, max_in_flight=None)))
             if found is not None:
                 others = better(others, search.improved([found], budget.num_simulations // 4 - 1, slack=_SLACK))
-    for order in several:
-        for top in tops:
-            for layout in chunks.layouts(judge, top.workers, order):
-                others = better(others, _climbed(judge, judge.simulate(layout), most_steps=budget.num_simulations // 30))
+    candidates = (layout for order in several for top in tops for layout in chunks.layouts(judge, top.workers, order))
+    for layout in islice(candidates, max(budget.num_simulations // 2, 1)):
+        others = better(others, _climbed(judge, judge.simulate(layout), most_steps=budget.num_simulations // 30))
     if schedule != AUTO or best is None or others is None:
         return others if schedule != AUTO else best or others
     # What divides backwards or stages costs more than it says here: it must be ahead by more than predictions are wrong.

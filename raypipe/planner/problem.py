@@ -48,7 +48,8 @@ class Problem:
     microbatch_size: int
     state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE
     recompute: bool = True
-    _rows: dict[Group, tuple[int, ...] | None] = field(default_factory=dict, repr=False, compare=False)
+    _rows: dict[Group, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _demands: dict[Group, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_microbatches", "microbatch_size"):
@@ -74,6 +75,11 @@ class Problem:
     def node_of(self) -> tuple[int, ...]:
         """The number of each device's node."""
         return tuple(number for number, node in enumerate(self.topology.nodes) for _ in node.devices)
+
+    @cached_property
+    def nodes_of(self) -> npt.NDArray[np.int_]:
+        """The same as an array."""
+        return np.array(self.node_of)
 
     @cached_property
     def overheads_s(self) -> tuple[float, float]:
@@ -248,6 +254,15 @@ class Problem:
         for device, of_device in zip(group, rows, strict=True):
             kind = self.kind_of[device]
             found[kind] = max(found.get(kind, 0.0), of_device / self.microbatch_size / self.speeds[device])
+        return found
+
+    def demands(self, group: Group) -> tuple[tuple[float, float], ...]:
+        """The different pairs, among a worker's devices, of the share of a microbatch and the bytes of memory."""
+        found = self._demands.get(group)
+        if found is None:
+            rows = self.rows(group) or (math.inf,) * len(group)
+            pairs = {(of_device / self.microbatch_size, self.memory_bytes[device]) for device, of_device in zip(group, rows, strict=True)}
+            found = self._demands[group] = tuple(sorted(pairs))
         return found
 
     def sum_s(self, group: Sequence[int], parameter_bytes: float | Floats) -> float | Floats:

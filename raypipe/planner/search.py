@@ -26,6 +26,9 @@ _FEW_LIMITS = 4
 """Of these limits, every so many where there are more devices than the dynamic program takes one by one."""
 _ORDERS_OF_MANY = ("rdo", "tree")
 """Orders of the devices that are tried there."""
+_NUM_RANDOM = 24
+"""Orders at random, and up to how many devices they are tried."""
+_MOST_FOR_RANDOM = 16
 _TEMPERATURE = 0.2
 """By how much worse a change may be on average at first."""
 _POOL = 6
@@ -42,7 +45,7 @@ class Budget:
         num_starts: from how many of the exact programs' plans the annealing starts.
     """
 
-    num_estimates: int = 12_000
+    num_estimates: int = 24_000
     num_simulations: int = 240
     num_starts: int = 12
 
@@ -100,7 +103,7 @@ class Search:
         for layout in self.others:
             yield layout if layout.order in self.schedules else replace(layout, order=self.schedules[0])
         few = self.problem.num_devices > MOST_UNITS
-        for name, order in orders(self.problem):
+        for name, order in (*orders(self.problem), *self._random_orders()):
             if few and name not in _ORDERS_OF_MANY:
                 continue
             partition = Partition(self.judge, order)
@@ -114,6 +117,14 @@ class Search:
                             for other in self.schedules:
                                 if other != schedule:
                                     yield replace(found.layout, order=other)
+
+    def _random_orders(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Where the network has no structure that orders could follow, and an exact program takes little time: some at random."""
+        rng = random.Random(2)
+        num_devices = self.problem.num_devices
+        if num_devices <= _MOST_FOR_RANDOM:
+            for _ in range(_NUM_RANDOM):
+                yield "random", tuple(rng.sample(range(num_devices), num_devices))
 
     def estimate_s(self, layout: Layout) -> float:
         """The estimate; infinite where memory is short."""
@@ -206,6 +217,22 @@ class Search:
             ways.append(replace(layout, workers=_groups([*workers[:taker], placed, *workers[taker + 1 :]])))
         ways = [way for way in ways if way != layout and self.problem.rows(way.workers[taker])]
         return min(ways, key=self.estimate_s, default=None)
+
+    def _grow_ring(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Two or more devices, each well linked to the last, into a worker's ring: one alone may find no two good links in it."""
+        worker = rng.randrange(layout.num_stages)
+        ring = list(layout.workers[worker])
+        at = rng.randrange(1, len(ring) + 1)
+        left = [device for device in range(self.problem.num_devices) if device not in ring]
+        path = [ring[at - 1]]
+        for _ in range(rng.randint(2, 4)):
+            if left:
+                left.sort(key=lambda other: -self.problem.bandwidth[path[-1], other])
+                path.append(left.pop(min(int(rng.expovariate(1.0)), len(left) - 1)))
+        ring[at:at] = path[1:]
+        workers = [[device for device in group if device not in ring] for group in layout.workers]
+        workers[worker] = ring
+        return replace(layout, workers=_groups(workers)) if all(workers) and self.problem.rows(ring) else None
 
     def _turn_ring(self, layout: Layout, rng: random.Random) -> Layout | None:
         """Some consecutive devices of a worker, the other way round."""
@@ -329,6 +356,7 @@ _CHANGES = (
     Search._swap_devices,
     Search._move_device,
     Search._place_device,
+    Search._grow_ring,
     Search._turn_ring,
     Search._split_stage,
     Search._join_stages,
@@ -337,7 +365,7 @@ _CHANGES = (
     Search._move_worker,
     Search._change_order,
 )
-_WEIGHTS = (4, 4, 3, 1.5, 1, 1, 1, 1, 0.5, 1, 0.5)
+_WEIGHTS = (4, 4, 3, 1.5, 1, 1, 1, 1, 1, 0.5, 1, 0.5)
 
 
 def _groups(workers: Sequence[Sequence[int]]) -> tuple[Group, ...]:

@@ -130,7 +130,7 @@ def test_a_node_without_a_driver_has_no_gpus() -> None:
 
 
 class Driver:
-    """Stands in for the module `pynvml` with two GPUs: one with NVLinks, and one that knows nothing of its links."""
+    """Stands in for the module `pynvml` with two GPUs: one with NVLinks, and one that tells little of itself."""
 
     NVML_NVLINK_MAX_LINKS = 18
 
@@ -159,7 +159,7 @@ class Driver:
         return f"GPU-{handle}"
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(total=150_000_000_000)
+        return SimpleNamespace(total=self._known(handle, 150_000_000_000))
 
     def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
         return SimpleNamespace(busId=b"FFFFFFFF:FF:1F.7")  # no such bus: its NUMA node is not known
@@ -185,7 +185,7 @@ def test_gpus_are_described_as_far_as_the_driver_tells(monkeypatch: pytest.Monke
     with_links, without = probe.find_gpus()
     assert (with_links.name, with_links.uuid, with_links.memory_bytes) == ("NVIDIA H200", "GPU-0", 150_000_000_000)
     assert (with_links.pcie_generation, with_links.pcie_lanes, with_links.numa_node, with_links.num_nvlinks) == (5, 16, None, 4)
-    assert (without.name, without.pcie_generation, without.num_nvlinks) == ("NVIDIA Old", 0, 0)
+    assert (without.name, without.memory_bytes, without.pcie_generation, without.num_nvlinks) == ("NVIDIA Old", 0, 0, 0)
     assert driver.num_open == 0
 
 

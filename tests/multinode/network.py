@@ -456,9 +456,7 @@ class _Namespace:
                 process.kill()  # what is left inside ends with the namespace
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1)
-                raise NetworkError(
-                    f"{self._what}: process {process.pid} was killed and has not ended within {_KILLED_S:g} s: {process.args}"
-                )
+                raise NetworkError(f"{self._what}: process {process.pid} was killed and has not ended within {_KILLED_S:g} s")
 
     def _enter(self, *namespaces: str) -> list[str]:
         if self._holder.poll() is not None:

@@ -349,6 +349,26 @@ def test_nothing_is_left_of_a_network_whose_owner_is_stopped(number: signal.Sign
         assert not (FOLDERS / name).exists()  # the next one removes what a killed one left
 
 
+def test_folders_of_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.multinode.network.FOLDERS", tmp_path)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    contents = {
+        "rpm-build": MARK,
+        f"rp{dead.pid}-x": MARK,
+        f"rp{dead.pid}-0": "of another program",
+        f"rp{dead.pid}-1": "",
+        f"rp{os.getpid()}-999": MARK,  # its owner lives
+        f"rp{dead.pid}-2": MARK,
+    }
+    for name, text in contents.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").write_text(text)
+    with network(nodes=1):
+        left = {folder.name for folder in tmp_path.iterdir()} & contents.keys()
+    assert left == contents.keys() - {f"rp{dead.pid}-2"}
+
+
 def test_a_network_that_fails_to_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not() is None
     for program in ("ip", "unshare", "nsenter", "setpriv", "env", "sh", "mount", "sleep"):

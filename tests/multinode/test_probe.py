@@ -51,7 +51,8 @@ def probed(four: Cluster, *arguments: str) -> dict[str, Any]:
 
 
 def numbers(four: Cluster) -> dict[str, int]:
-    return {node.ip: node.number for node in four.nodes}
+    """The nodes by their labels, which are their names."""
+    return {f"node{node.number}": node.number for node in four.nodes}
 
 
 def probe_processes(four: Cluster) -> list[str]:
@@ -89,8 +90,7 @@ def test_every_rate_from_50_mbit_to_1_gbit_is_found_within_a_tenth(four: Cluster
     assert found["num_rounds"]["tournament"] == 6
     assert found["seconds"] < 60
     topology = ClusterTopology.load(path)
-    first, second = four.nodes[0].ip, four.nodes[1].ip
-    assert topology.path(f"{first}/0", f"{second}/1").bandwidth_bytes_per_s == pytest.approx(measured[0, 1], rel=0.03)
+    assert topology.path("node0/0", "node1/1").bandwidth_bytes_per_s == pytest.approx(measured[0, 1], rel=0.03)
     assert topology.num_devices == 9
     assert none_left(four) == []
 
@@ -120,6 +120,21 @@ def test_planted_bottlenecks_are_found_and_links_have_what_they_have_alone(four:
     number = numbers(four)
     alone = {(number[link["from"]], number[link["to"]]): link["bandwidth_bytes_per_s"] / MBIT for link in found["links"]}
     assert alone == {pair: pytest.approx(150 if pair in uplink else 200, rel=0.1) for pair in PAIRS}
+
+
+def test_links_that_shared_an_uplink_are_measured_again_though_shared_links_are_not_looked_for(four: Cluster) -> None:
+    four.set_rates(200 * MBIT)
+    four.set_uplink(1, 200 * MBIT)
+    try:
+        # Enough for the streams of slow links only.
+        found = probed(four, "--devices-per-node", "1", "--budget-bytes", str(60 << 20))
+    finally:
+        four.set_uplink(1, None)
+        four.set_rates(RATES)
+    assert "shared links were not looked for" in found["notices"][0]
+    assert found["shared_links"] == []
+    rates = {(link["from"], link["to"]): link["bandwidth_bytes_per_s"] / MBIT for link in found["links"]}
+    assert rates == dict.fromkeys(rates, pytest.approx(200, rel=0.1))
 
 
 def test_an_interrupted_probe_leaves_no_actor(four: Cluster) -> None:
@@ -175,7 +190,7 @@ def read_until(process: subprocess.Popen[str], link: str, bandwidth: float, *, m
 def test_a_link_that_carries_nothing_is_named(four: Cluster) -> None:
     four.set_rate(2, 3, 100)  # bytes per second
     try:
-        with pytest.raises(NetworkError, match=rf"link {four.nodes[2].ip} -> {four.nodes[3].ip}: its bandwidth was measured as zero"):
+        with pytest.raises(NetworkError, match=r"link node2 -> node3: its bandwidth was measured as zero"):
             probed(four, "--devices-per-node", "1")
     finally:
         four.set_rate(2, 3, RATES[2, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -15,9 +16,17 @@ from raypipe.network.rounds import company, fan_rounds, tournament
 LEAST_PING, LEAST_STREAM = 1 << 20, 320_000
 
 
-def divided(num_nodes: int, *, seconds: float = 60.0, num_bytes: int = 4 << 30, num_inside: int = 0) -> Allowance:
-    budget = Budget(seconds=seconds, num_bytes=num_bytes)
-    return divide(budget, ["node"] * num_nodes, num_inside=num_inside, least_ping_bytes=LEAST_PING, least_stream_bytes=LEAST_STREAM)
+def divided(
+    num_nodes: int, *, seconds: float = 60.0, num_bytes: int = 4 << 30, num_inside: int = 0, rounds_inside: int | None = None
+) -> Allowance:
+    return divide(
+        Budget(seconds=seconds, num_bytes=num_bytes),
+        ["node"] * num_nodes,
+        num_inside=num_inside,
+        rounds_inside=num_inside if rounds_inside is None else rounds_inside,
+        least_ping_bytes=LEAST_PING,
+        least_stream_bytes=LEAST_STREAM,
+    )
 
 
 @given(num_nodes=st.integers(1, 100), seconds=st.floats(1, 600), num_bytes=st.integers(1 << 20, 1 << 36), num_inside=st.integers(0, 200))
@@ -38,7 +47,7 @@ def test_what_is_planned_stays_within_the_budget(num_nodes: int, seconds: float,
 
 
 def test_the_least_that_is_named_is_enough() -> None:
-    with pytest.raises(InputError, match=r"a budget of 1 s is too small: 6 rounds between 4 nodes and 8 measurements") as caught:
+    with pytest.raises(InputError, match=r"a budget of 1 s is too small: 6 rounds between 4 nodes and 8 within them") as caught:
         divided(4, seconds=1.0, num_inside=8)
     (least,) = re.findall(r"--budget-s to ([\d.]+)", str(caught.value))
     assert divided(4, seconds=float(least) + 0.1, num_inside=8).ping_s > 0
@@ -64,3 +73,22 @@ def test_streams_that_would_be_over_in_no_time_tell_nothing_of_sharing() -> None
 
 def test_a_large_budget_takes_no_longer_than_is_of_use() -> None:
     assert divided(4, seconds=600.0).ping_s == divided(4, seconds=60.0).ping_s == 0.4
+
+
+def test_measurements_within_different_machines_take_the_time_of_one() -> None:
+    with pytest.raises(InputError, match="--budget-s"):
+        divided(24, seconds=12.0, num_inside=72)
+    assert divided(24, seconds=12.0, num_inside=72, rounds_inside=3).ping_s > 0
+
+
+def test_streams_are_shorter_where_a_node_is_expected_to_carry_several() -> None:
+    allowance = divided(4)
+    bandwidths = dict.fromkeys(itertools.permutations(range(4), 2), 1e8) | {(0, 3): 5e7}
+    assert allowance.streams_s(((0, 1), (2, 3)), bandwidths) == {(0, 1): allowance.stream_s, (2, 3): allowance.stream_s}
+    # Two fast ones and a slow one leave a node that is known to carry as much as a fast one.
+    fan = allowance.streams_s(((0, 1), (0, 2), (0, 3)), bandwidths)
+    assert fan == dict.fromkeys(fan, pytest.approx(allowance.stream_s / 2.5))
+    # Where all at once would be too short to tell anything, they take longer.
+    many = dict.fromkeys(itertools.permutations(range(20), 2), 1e8)
+    fan = divided(20).streams_s(tuple(pair for pair in many if pair[0] == 0), many)
+    assert fan == dict.fromkeys(fan, 0.01)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.network.rounds import Pair, company, fan_rounds, matchings
-from raypipe.network.sharing import Search, Shared, in_company, rates
+from raypipe.network.allowance import Budget, divide
+from raypipe.network.rounds import Pair, Round, company, fan_rounds, matchings
+from raypipe.network.sharing import Search, Shared, below_their_ends, in_company, rates
 from tests.network.max_min import Network
 
 
@@ -61,6 +62,61 @@ def test_the_limit_of_each_node_is_found_and_kept_apart(num_nodes: int, seed: in
     assert {shared.members for shared in found} == {*leaving, *entering}
     assert all(shared.bandwidth_bytes_per_s == pytest.approx(1e8, rel=0.1) for shared in found)
     assert not any(shared.crosses for shared in found)
+
+
+GBIT = 1e9 / 8
+
+
+@pytest.mark.parametrize("num_nodes", [3, 4, 6, 8, 12, 16])
+def test_the_limits_of_equal_nodes_on_one_switch_are_found_within_the_usual_budget(num_nodes: int) -> None:
+    pairs = all_pairs(num_nodes)
+    limits = [frozenset(pair for pair in pairs if pair[end] == node) for node in range(num_nodes) for end in (0, 1)]
+    network = Network(dict.fromkeys(pairs, GBIT), [(GBIT, members) for members in limits], noise=0.02)
+    budget = Budget()
+    allowance = divide(
+        budget, ["node"] * num_nodes, num_inside=3 * num_nodes, rounds_inside=3, least_ping_bytes=1 << 20, least_stream_bytes=320_000
+    )
+    assert allowance.tells_sharing_of(GBIT)
+    bandwidths = dict.fromkeys(pairs, GBIT)
+    # What a round takes besides its streams, as on two busy cores.
+    step_s = 0.05
+    took_s = (allowance.ping_s + step_s) * (allowance.rounds.tournament + 3)
+
+    def together(pairs: Round) -> dict[Pair, float]:
+        nonlocal took_s
+        rates = network.together(pairs)
+        streams_s = allowance.streams_s(pairs, bandwidths)
+        num_bytes = {pair: min(max(streams_s[pair] * bandwidths[pair], 160_000) + 160_000, allowance.stream_bytes) for pair in pairs}
+        took_s += step_s + max(num_bytes[pair] / rates[pair] for pair in pairs)
+        return rates
+
+    found = Search(together)
+    found.run(company(matchings(num_nodes), num_nodes), fan_rounds(num_nodes))
+    assert {shared.members for shared in found.found} == set(limits)
+    assert took_s < budget.for_search.seconds
+
+
+def test_two_bottlenecks_of_one_round_are_not_taken_for_one() -> None:
+    # All that leaves node 0 is slowed alike, by two things.
+    limits = [frozenset({(0, 1), (0, 2)}), frozenset({(0, 3), (0, 4)})]
+    network = Network(dict.fromkeys(all_pairs(5), 1e8), [(1e8, members) for members in limits], noise=0.02)
+    assert {shared.members for shared in search(network, 5).found} == set(limits)
+
+
+def test_limits_of_single_nodes_can_be_dropped() -> None:
+    uplink, node = Shared(crossing({0, 1}, {2, 3}), 1e8, crosses=True), Shared(crossing({0}, {1, 2, 3}), 1e8, crosses=False)
+    found = Search(Network({}).together)
+    assert not found.forget_limits_of_nodes()
+    found.found = [node, uplink]
+    assert found.forget_limits_of_nodes()
+    assert found.found == [uplink]
+
+
+def test_pairs_slower_than_both_of_their_nodes_are_suspected() -> None:
+    measured = dict.fromkeys(all_pairs(4), 1e8) | dict.fromkeys(crossing({0, 1}, {2, 3}), 5e7)
+    assert below_their_ends(measured) == crossing({0, 1}, {2, 3})
+    slow = {pair: 1e7 if 3 in pair else 1e8 for pair in all_pairs(4)}
+    assert below_their_ends(slow) == set(), "node 3 is slow to everyone"
 
 
 @pytest.mark.parametrize("uplink", [1e8, 1.5e8])

@@ -108,4 +108,4 @@ def shuffled(problem: Problem, *, seed: int) -> Problem:
     rng = random.Random(seed)
     nodes = [replace(node, devices=tuple(rng.sample(node.devices, len(node.devices)))) for node in problem.topology.nodes]
     rng.shuffle(nodes)
-    return replace(problem, topology=replace(problem.topology, nodes=tuple(nodes)), _rows={})
+    return replace(problem, topology=replace(problem.topology, nodes=tuple(nodes)))
