@@ -51,7 +51,7 @@ def in_flight(size: Size, stage: int) -> int:
 FAMILY = Family(
     name="list",
     build=list_order,
-    title="SPP's order for a given plan: transfers have their turn as stages do",
+    title="SPP's list order: transfers take turns as stages do",
     paper="Luo et al., INFOCOM 2022, arXiv 2204.10562",
     bubble="(D-1)/(M+D-1)",
     memory="4(D-1-s)+1",
