@@ -103,7 +103,7 @@ def test_nodes_that_are_cut_off_or_killed_are_named_by_a_probe_and_given_up_by_r
     with cluster(nodes=3, cpus_per_node=1) as three:
         three.cut(2)
         # Sooner or later than the limit, Ray may give the node up: then its actor died.
-        named = rf"error: starting: .*device {three.nodes[2].ip}/0 \(node {three.nodes[2].ip}\)"
+        named = r"error: starting: .*device node2/0 \(node node2\)"
         with pytest.raises(NetworkError, match=named) as caught:
             three.run([sys.executable, "-m", "raypipe", "probe", "--timeout-s", "8"])
         assert "Traceback" not in str(caught.value)
@@ -116,7 +116,7 @@ def test_nodes_that_are_cut_off_or_killed_are_named_by_a_probe_and_given_up_by_r
 
 def test_a_node_that_cannot_start_is_named_and_nothing_is_left() -> None:
     with (
-        pytest.raises(NetworkError, match=r"node 1 of (\S+): ray start ended with \d") as caught,
+        pytest.raises(NetworkError, match=r"node 1 of (\S+): ray start.* ended with \d") as caught,
         cluster(nodes=2, labels={1: {"bad key": "x"}}),
     ):
         pass
