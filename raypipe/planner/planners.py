@@ -179,7 +179,8 @@ def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged
     """
     sorted_problem, numbers = canonical(judge.problem)
     sorted_judge = Judge(sorted_problem, numbered=judge.numbered)
-    found = _searched(sorted_judge, schedule, budget, [judged.layout for judged in _proposed(sorted_judge, schedule)])
+    begin = [judged.layout for judged in _proposed(sorted_judge, schedule)] if sorted_problem.num_devices <= MOST_UNITS else []
+    found = _searched(sorted_judge, schedule, budget, begin)
     best = None if found is None else judge.simulate(renumbered(found.layout, numbers))
     for judged in _proposed(judge, schedule):
         best = better(best, judged)
@@ -205,14 +206,15 @@ def _searched(judge: Judge, schedule: str, budget: Budget, begin: list[Layout]) 
     tops = search.best_layouts(max(budget.num_simulations // 30, 1))
     others: Judged | None = None
     if schedule == AUTO:
-        for order in ONE_STAGE_ORDERS:
+        # Where there are few simulations, the order that is fastest if memory allows it.
+        for order in ONE_STAGE_ORDERS[-max(budget.num_simulations // 10, 1) :]:
             found: Judged | None = None
             for top in search.best_layouts(max(budget.num_simulations // 8, 1)):
                 found = better(found, judge.simulate(replace(top, order=order, max_in_flight=None)))
             if found is not None:
                 others = better(others, search.improved([found], budget.num_simulations // 4 - 1, slack=_SLACK))
     candidates = (layout for order in several for top in tops for layout in chunks.layouts(judge, top.workers, order))
-    for layout in islice(candidates, max(budget.num_simulations // 2, 1)):
+    for layout in islice(candidates, max(budget.num_simulations // 3, 1)):
         others = better(others, _climbed(judge, judge.simulate(layout), most_steps=budget.num_simulations // 30))
     if schedule != AUTO or best is None or others is None:
         return others if schedule != AUTO else best or others

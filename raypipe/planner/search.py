@@ -59,8 +59,8 @@ class Budget:
         """
         many = max(num_devices / 64, 1.0)
         return cls(
-            num_estimates=max(round(cls.num_estimates * effort / many), 1),
-            num_simulations=max(round(cls.num_simulations * effort / many**2), 4),
+            num_estimates=max(round(cls.num_estimates * effort / many**1.5), 1),
+            num_simulations=max(round(cls.num_simulations * effort / many**2), 3),
         )
 
 
