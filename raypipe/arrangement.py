@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +47,7 @@ Measure = Callable[[int], ModelProfile]
 Notice = Callable[[str], None]
 
 
-class Arrangement:
+class Arrangement(ABC):
     """The stages of a run on its devices, and the order of their work in windows of each size that it has.
 
     Args:
@@ -83,18 +84,19 @@ class Arrangement:
         return stages_of(self.schedule, self.placement)
 
     @property
+    @abstractmethod
     def num_places(self) -> int:
         """Places that a node must have which holds all devices."""
-        raise NotImplementedError
 
+    @abstractmethod
     def find_slots(self, *, local: bool) -> list[Slot]:
         """The places of the devices in the connected cluster.
 
         Args:
             local: whether the cluster was started for this run.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def settle(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
         """Makes the plan, once the actors are there, and predicts it.
 
@@ -104,8 +106,8 @@ class Arrangement:
             measure: measures layers.
             notice: is told what is worth a line.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:
         """Checks the layers that were built against those that were planned with."""
 
@@ -177,6 +179,9 @@ class Named(Arrangement):
     def find_slots(self, *, local: bool) -> list[Slot]:
         """See `Arrangement`; node after node."""
         return find_slots(self.config.scaling)
+
+    def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:
+        """Nothing to check: what was planned with was measured on these very layers."""
 
     def settle(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
         """See `Arrangement`."""
