@@ -10,7 +10,8 @@ of devices that meets in collectives. None of them is torch's default group. Wha
   both ends believe: the message, its number on the channel, shape and dtype. If they differ, nothing passes and time runs out.
 * A wait inside gloo ends early only if its connection does. `abort` shuts the connections down; which ones they are is found
   by comparing this process's connections before and after a group is made, and what the other members saw.
-* A wait that ran out of time breaks its connection. A transport with an error is therefore out of use: close it.
+* A wait for a message that ran out of time breaks its connection. A transport with an error is therefore out of use: close it.
+* A sum waits for its neighbours in the ring alone. Who looks at the other members' connections meanwhile sees them end.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp  # type: ignore[attr-defined]  # public, says the manual
 
+from raypipe.actors.channels import CLOSED_BY_PEER, ChannelError
 from raypipe.actors.gloo_channels import UNLIMITED, Group, cause, failure
 from raypipe.actors.meeting import Meeting, limit
-from raypipe.actors.sockets import connections, interface_of
+from raypipe.actors.sockets import Connection, connections, interface_of
 from raypipe.actors.transport import summing_dtype
 from raypipe.errors import TransportError
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_LOOK_EVERY_S = 0.3
 
 
 def choose_interface(host_ip: str) -> None:
@@ -41,8 +44,11 @@ def choose_interface(host_ip: str) -> None:
             os.environ[_INTERFACE_VARIABLE] = interface
 
 
-def make_group(meeting: Meeting, kind: str, members: tuple[int, ...]) -> Group:
+def make_group(meeting: Meeting, kind: str, members: tuple[int, ...]) -> tuple[Group, list[Connection]]:
     """The process group of this device and the others, once all have come, which takes a millisecond; its ranks follow `members`.
+
+    Returns:
+        the group, and its connections in this process.
 
     Raises:
         TransportTimeoutError: a member did not come in time.
@@ -66,8 +72,9 @@ def make_group(meeting: Meeting, kind: str, members: tuple[int, ...]) -> Group:
     # Other threads of this process open connections, too. The group's are those that another member sees from its end.
     meeting.say(f"{name} made", json.dumps([(connection.local, connection.remote) for connection in mine]))
     theirs = {(remote, local) for said in meeting.hear(f"{name} made", others) for local, remote in json.loads(said)}
-    meeting.lines.add(connection for connection in mine if (connection.local, connection.remote) in theirs)
-    return group
+    lines = [connection for connection in mine if (connection.local, connection.remote) in theirs]
+    meeting.lines.add(lines)
+    return group, lines
 
 
 class Sum:
@@ -77,10 +84,12 @@ class Sum:
 
     Args:
         group: of the members.
+        lines: its connections.
         tensor: this one's share; holds the sum after `wait`.
     """
 
-    def __init__(self, group: Group, tensor: Tensor) -> None:
+    def __init__(self, group: Group, lines: list[Connection], tensor: Tensor) -> None:
+        self.lines = lines
         self.tensor = tensor
         # An empty tensor is not sent; its members meet over a stand-in.
         sent = tensor.detach() if tensor.numel() else torch.zeros(1)
@@ -98,10 +107,21 @@ class Sum:
             ChannelError: it did not come.
         """
         deadline_s = time.monotonic() + timeout_s
-        try:
-            self._work.wait(limit(timeout_s))
-        except RuntimeError as error:
-            raise failure(error, waited_s=timeout_s if time.monotonic() >= deadline_s else None) from error
+        ended = False
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                self._work.wait(limit(min(max(left_s, 0.0), _LOOK_EVERY_S)))
+                break
+            except RuntimeError as error:
+                if self._work.is_completed():
+                    raise failure(error) from error
+                if left_s <= 0.0:
+                    raise failure(error, waited_s=timeout_s) from error
+                if ended:
+                    raise ChannelError(CLOSED_BY_PEER) from error
+            # A member that has all it needs of the sum may leave before this one has: what it sent gets one more look's time.
+            ended = any(line.ended() for line in self.lines)
         target = self.tensor.detach()
         if target.numel() and target.data_ptr() != self._summed.data_ptr():
             target.copy_(self._summed)

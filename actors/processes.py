@@ -14,6 +14,7 @@ from raypipe.actors import gloo, gloo_channels, shm, shm_channels
 from raypipe.actors.channels import ChannelError, IncomingChannel, OutgoingChannel
 from raypipe.actors.gloo_channels import Group
 from raypipe.actors.meeting import Lines, Meeting
+from raypipe.actors.sockets import Connection
 from raypipe.actors.transport import Expected, Ledger, Pending, left_over
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Collective, Message
@@ -78,7 +79,7 @@ class ProcessTransport:
         self._sets = sorted(sets)
         self._outgoing: dict[int, OutgoingChannel] = {}
         self._incoming: dict[int, IncomingChannel] = {}
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple[int, ...], tuple[Group, list[Connection]]] = {}
         self._ledger = Ledger(device, self.names)
         self._lines = Lines()
         # Whoever forgets `close` must not hang at the end of the process, where gloo joins threads that may still wait.
@@ -143,7 +144,7 @@ class ProcessTransport:
                 self._incoming[source] = shm_channels.Incoming(line, timeout_s=self.timeout_s)
             self._lines.add([line])
         else:
-            group = gloo.make_group(meeting, kind, members)
+            group, _ = gloo.make_group(meeting, kind, members)
             if sends:
                 self._outgoing[target] = gloo_channels.Outgoing(group, name=name)
             else:
@@ -190,7 +191,7 @@ class ProcessTransport:
         if self._dead is not None:
             self._refuse(collective)
         try:
-            total = gloo.Sum(self._groups[collective.devices], tensor)
+            total = gloo.Sum(*self._groups[collective.devices], tensor)
         except ChannelError as error:
             raise self._failure(error, collective) from error
         self._ledger.collectives.append(collective)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import socket
 import struct
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from raypipe.errors import InputError
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the IPv4 address of an interface
 _FD_FOLDER = "/dev/fd"
+_PEER_ENDED = getattr(select, "POLLRDHUP", 0)  # of Linux alone
 
 
 @dataclass(frozen=True)
@@ -33,15 +36,28 @@ class Connection:
 
     def shut_down(self) -> None:
         """Ends the connection in both directions, so that whoever waits for it wakes up; its owner still has to close it."""
-        opened = _open_copy(self.descriptor)
+        opened = self._open()
         if opened is None:
             return
+        with opened, suppress(OSError):  # the other end was faster
+            opened.shutdown(socket.SHUT_RDWR)
+
+    def ended(self) -> bool:
+        """Whether one of its ends was closed or shut down. Bytes that came before may still wait to be read."""
+        opened = self._open()
+        if opened is None:
+            return True
         with opened:
-            if os.fstat(opened.fileno()).st_ino == self.inode:
-                try:
-                    opened.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    return  # the other end was faster
+            looking = select.poll()
+            looking.register(opened, _PEER_ENDED)  # that both ends did (POLLHUP) is told unasked
+            return bool(looking.poll(0))
+
+    def _open(self) -> socket.socket | None:
+        opened = _open_copy(self.descriptor)
+        if opened is not None and os.fstat(opened.fileno()).st_ino != self.inode:
+            opened.close()
+            return None
+        return opened
 
 
 def connections() -> frozenset[Connection]:

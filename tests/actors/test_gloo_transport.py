@@ -316,6 +316,15 @@ def test_a_peer_that_is_killed_ends_the_wait_for_it(peers: Peers, wait: Callable
     mine.close()
 
 
+@pytest.mark.parametrize("killed", [1, 2])  # whichever follows this one in the ring, the sum does not wait for both
+def test_a_member_that_is_killed_ends_the_wait_for_a_sum_that_another_member_holds_up(peers: Peers, killed: int) -> None:
+    mine, processes = peers(3)
+    pending = mine.start(gradients(ALL), torch.ones(3))
+    problem = "device alpha: .* with device beta, gamma: connection closed by peer"
+    assert seconds_until_raised(TransportError, pending.wait, match=problem, when=processes[killed - 1].kill) < 2.0
+    mine.close()
+
+
 @pytest.mark.parametrize("wait", WAITS)
 def test_abort_ends_the_wait_for_a_peer_that_hangs(peers: Peers, wait: Callable[[ProcessTransport], Callable[[], object]]) -> None:
     mine, (peer,) = peers()
