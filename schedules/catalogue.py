@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from raypipe.errors import ScheduleError, UnknownNameError
-from raypipe.schedules import chimera, dualpipe, gpipe, interleaved, list_order, one_f_one_b, zero_bubble, zero_bubble_auto, zero_bubble_v
+from raypipe.schedules import (
+    amdp,
+    chimera,
+    dualpipe,
+    gpipe,
+    interleaved,
+    interleaved_async,
+    list_order,
+    one_f_one_b,
+    one_f_one_b_async,
+    zero_bubble,
+    zero_bubble_auto,
+    zero_bubble_v,
+)
 from raypipe.schedules.family import Family
 from raypipe.schedules.ir import Schedule, Size
 
@@ -21,6 +34,12 @@ FAMILIES: tuple[Family, ...] = (
     chimera.FAMILY_HALVING,
     dualpipe.FAMILY,
     dualpipe.FAMILY_V,
+    one_f_one_b_async.FAMILY_PIPEDREAM,
+    one_f_one_b_async.FAMILY_2BW,
+    one_f_one_b_async.FAMILY_ASYNC,
+    interleaved_async.FAMILY,
+    amdp.FAMILY,
+    amdp.FAMILY_FLUSH,
 )
 
 

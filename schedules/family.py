@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Size, Slot, StageGraph, StageTimes, Together, UpdateScope, ops_of
+from raypipe.schedules.ir import (
+    Holder,
+    Op,
+    OpKind,
+    Schedule,
+    Size,
+    Slot,
+    StageGraph,
+    StageTimes,
+    Together,
+    UpdateScope,
+    WeightRule,
+    ops_of,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,7 @@ class Family:
         makespan_s: the time of one update with equal stages and no latency, where Ops that overlap take as long as one after
             the other; `None` where the formula does not hold.
         peak_in_flight: the bound on the activations that a worker holds.
+        weight_rule: how a backward finds its weights; only under `flush` do microbatches see the weights of their own update.
         default_chunks: stages a device where none are asked for.
     """
 
@@ -40,6 +55,7 @@ class Family:
     makespan_s: Callable[[Size, StageTimes], float | None]
     peak_in_flight: Callable[[Size, int], int]
     default_chunks: int = 1
+    weight_rule: WeightRule = WeightRule.FLUSH
 
 
 def synchronous(name: str, size: Size, *, workers: Sequence[int], one_update: Sequence[Sequence[Slot]]) -> Schedule:
@@ -90,6 +106,56 @@ def synchronous_pipelines(name: str, size: Size, *, pipelines: Sequence[Sequence
         num_microbatches=size.num_microbatches,
         num_updates=size.num_updates,
         update_scope=size.update_scope or UpdateScope.GLOBAL,
+    )
+
+
+def in_turn(forwards: Sequence[Slot], backwards: Sequence[Slot], *, warm_up: int) -> list[Slot]:
+    """Some forwards, then a forward and a backward in turn, then the backwards left over.
+
+    Args:
+        forwards: in order.
+        backwards: as many, in order.
+        warm_up: forwards before the first backward but one; all of them if there are fewer.
+    """
+    lead = min(warm_up, len(forwards))
+    num_pairs = len(forwards) - lead
+    pairs = [slot for pair in zip(forwards[lead:], backwards[:num_pairs], strict=True) for slot in pair]
+    return [*forwards[:lead], *pairs, *backwards[num_pairs:]]
+
+
+def unflushed(name: str, size: Size, *, workers: Sequence[int], programs: Sequence[Sequence[Slot]], weight_rule: WeightRule) -> Schedule:
+    """A schedule of one pipeline that goes on while it updates: each stage's U stands right behind its last backward of the update.
+
+    Args:
+        name: of the schedule.
+        size: for how many microbatches and updates.
+        workers: the worker of each stage of the chain.
+        programs: for each worker, the slots of all updates.
+        weight_rule: how a backward finds its weights.
+    """
+    updated: list[tuple[Slot, ...]] = []
+    for program in programs:
+        left = Counter[tuple[int, int]]()
+        for slot in program:
+            left.update((op.stage, op.index // size.num_microbatches) for op in ops_of(slot) if op.kind.writes_gradient)
+        slots: list[Slot] = []
+        for slot in program:
+            slots.append(slot)
+            for op in ops_of(slot):
+                if op.kind.writes_gradient:
+                    left[key := (op.stage, op.index // size.num_microbatches)] -= 1
+                    if not left[key]:
+                        slots.append(Op(OpKind.UPDATE, *key))
+        updated.append(tuple(slots))
+    return Schedule(
+        name=name,
+        graph=StageGraph.chain(len(workers)),
+        pipelines=(tuple(workers),),
+        programs=tuple(updated),
+        num_microbatches=size.num_microbatches,
+        num_updates=size.num_updates,
+        weight_rule=weight_rule,
+        update_scope=size.update_scope or UpdateScope.STAGE,
     )
 
 

@@ -13,26 +13,32 @@ of D, D(V-1) + 2(D-1-s) + 1 chunk activations held.
 
 from __future__ import annotations
 
-from raypipe.schedules.family import Family, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes
+from raypipe.schedules.family import Family, in_turn, require_one_pipeline, synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, StageTimes
 
 
 def interleaved(size: Size) -> Schedule:
     """Warm-up of 2(D-1-s) + (V-1) g forwards, g the largest group, then forwards and backwards in turn."""
     require_one_pipeline("interleaved", size)
+    return synchronous("interleaved", size, workers=round_robin(size), one_update=one_update(size))
+
+
+def one_update(size: Size) -> list[list[Slot]]:
+    """The slots of each worker for one update."""
     order = _order(size)
-    one_update: list[list[Op]] = []
+    programs: list[list[Slot]] = []
     for worker in range(size.num_devices):
         forwards = [Op(OpKind.FORWARD, chunk * size.num_devices + worker, microbatch) for chunk, microbatch in order]
         backwards = [
             Op(OpKind.BACKWARD, (size.num_chunks - 1 - chunk) * size.num_devices + worker, microbatch) for chunk, microbatch in order
         ]
-        warm_up = _warm_up(size, worker)
-        num_pairs = len(order) - warm_up
-        pairs = [op for pair in zip(forwards[warm_up:], backwards[:num_pairs], strict=True) for op in pair]
-        one_update.append([*forwards[:warm_up], *pairs, *backwards[num_pairs:]])
-    workers = [stage % size.num_devices for stage in range(size.num_devices * size.num_chunks)]
-    return synchronous("interleaved", size, workers=workers, one_update=one_update)
+        programs.append(in_turn(forwards, backwards, warm_up=_warm_up(size, worker)))
+    return programs
+
+
+def round_robin(size: Size) -> list[int]:
+    """The worker of each stage: they take turns."""
+    return [stage % size.num_devices for stage in range(size.num_devices * size.num_chunks)]
 
 
 def _groups(size: Size) -> list[range]:

@@ -13,23 +13,20 @@ device (D-1)(F+B), as GPipe's; at most D-s activations held.
 
 from __future__ import annotations
 
-from raypipe.schedules.family import Family, require_one_chunk, require_one_pipeline, synchronous
+from raypipe.schedules.family import Family, in_turn, require_one_chunk, require_one_pipeline, synchronous
 from raypipe.schedules.gpipe import flushed_makespan_s
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot
 
 
 def one_f_one_b(size: Size) -> Schedule:
     """Warm-up forwards, then forwards and backwards in turn, then the rest of the backwards."""
     require_one_chunk("1f1b", size)
     require_one_pipeline("1f1b", size)
-    one_update: list[list[Op]] = []
+    one_update: list[list[Slot]] = []
     for stage in range(size.num_devices):
         forwards = [Op(OpKind.FORWARD, stage, microbatch) for microbatch in range(size.num_microbatches)]
         backwards = [Op(OpKind.BACKWARD, stage, microbatch) for microbatch in range(size.num_microbatches)]
-        warm_up = min(size.num_devices - 1 - stage, size.num_microbatches)
-        num_pairs = size.num_microbatches - warm_up
-        pairs = [op for pair in zip(forwards[warm_up:], backwards[:num_pairs], strict=True) for op in pair]
-        one_update.append([*forwards[:warm_up], *pairs, *backwards[num_pairs:]])
+        one_update.append(in_turn(forwards, backwards, warm_up=size.num_devices - 1 - stage))
     return synchronous("1f1b", size, workers=range(size.num_devices), one_update=one_update)
 
 

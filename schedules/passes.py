@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import bisect
+import heapq
+import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, Together, ops_of
+from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, Together, UpdateScope, ops_of
 
 
 def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
     """The schedule with a G right behind the last gradient of each update, where a stage has replicas.
 
-    A copy that no microbatch of an update passes through takes part all the same, before its worker's first U or P of that
-    update. Where workers would reduce their stages in orders that do not fit together, some G stand later, but before it too.
+    A copy that no microbatch of an update passes through takes part all the same, before its worker's first U or P of that update.
+    Where workers would reduce their stages in orders that do not fit together, some G stand later, but before their own U or P. Where
+    updates meet for more than their own stage, a G stands before the first U of its worker for the same update, and behind those of
+    the updates before.
 
     Args:
         schedule: one that has no G yet is given them; one that has keeps its own.
@@ -21,18 +27,25 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     """
     if schedule.forward_only or any(op.kind is OpKind.REDUCE for op in schedule.places):
         return schedule
-    latest: dict[tuple[int, int], int] = {}
+    alone = schedule.update_scope is UpdateScope.STAGE
+    first: dict[tuple[int, int], int] = {}
+    latest: dict[tuple[int, int, int], int] = {}
+    behind: dict[tuple[int, int], int] = {}
     for op, place in schedule.ops():
         if op.kind in {OpKind.UPDATE, OpKind.PUBLISH}:
-            latest.setdefault((place.worker, op.index), place.position)
+            first.setdefault((place.worker, op.index), place.position)
+            for stage in (op.stage,) if alone else range(schedule.num_stages):
+                latest.setdefault((place.worker, stage, op.index), place.position)
+            if not alone:
+                behind[place.worker, op.index + 1] = place.position + 1
     added: list[list[tuple[int, Op]]] = [[] for _ in schedule.programs]
     for holder, pipeline in schedule.holders.items():
         if len(schedule.replicas[holder.stage]) == 1 and holder.worker not in replicated_workers:
             continue
         for update in range(schedule.num_updates):
-            position = latest.get((holder.worker, update))
+            position = first.get((holder.worker, update))
             if gradients := schedule.gradient_ops(holder, update):
-                position = schedule.places[gradients[-1]].position + 1
+                position = max(schedule.places[gradients[-1]].position + 1, behind.get((holder.worker, update), 0))
             if position is not None:
                 added[holder.worker].append((position, Op(OpKind.REDUCE, holder.stage, update, pipeline)))
     eager = [sorted(reductions, key=itemgetter(0)) for reductions in added]
@@ -51,24 +64,68 @@ def _with_added(program: Sequence[Slot], added: Sequence[tuple[int, Op]]) -> tup
     return (*slots, *program[done:])
 
 
-def _in_one_order(eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int], int]) -> Sequence[Sequence[tuple[int, Op]]]:
+def _in_one_order(
+    eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
+) -> Sequence[Sequence[tuple[int, Op]]]:
     """The reductions of each worker with their positions, some of them later so that all workers meet in one order.
 
     Args:
         eager: for each worker, the reductions in the order of their earliest positions.
-        latest: by worker and update, the position to stay before; where it would have to be passed, all stay where they are.
+        latest: by worker, stage and update, the position to stay before; where it would have to be passed, all stay where they are.
     """
-    rank = {reduction: number for number, reduction in enumerate(_common_order([[_meeting(op) for _, op in row] for row in eager]))}
+    wished = _common_order([[_meeting(op) for _, op in row] for row in eager])
+    rank = {meeting: number for number, meeting in enumerate(_that_can_be_kept(wished, eager, latest))}
     placed: list[list[tuple[int, Op]]] = []
     for worker, row in enumerate(eager):
         at = 0
         placed.append([])
         for position, op in sorted(row, key=lambda reduction: rank[_meeting(reduction[1])]):
             at = max(at, position)
-            if at > max(position, latest.get((worker, op.index), at)):
+            if at > max(position, latest.get((worker, op.stage, op.index), at)):
                 return eager
             placed[-1].append((at, op))
     return placed
+
+
+def _that_can_be_kept(
+    wished: Sequence[tuple[int, int]], eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
+) -> list[tuple[int, int]]:
+    """The wished order, but for what a worker must reduce before its gradients of another reduction are there.
+
+    Where even that goes round in a circle the wish is returned; the validator will name it.
+    """
+    rank: dict[tuple[int, ...], int] = {meeting: number for number, meeting in enumerate(wished)}
+    behind: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    count: Counter[tuple[int, ...]] = Counter()
+
+    def precedes(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        behind.setdefault(before, []).append(after)
+        count[after] += 1
+
+    for worker, row in enumerate(eager):
+        # A gate for each place in the row: who must come before one of them comes before all that follow. No meeting has three numbers.
+        gates: list[tuple[int, ...]] = [(worker, place, 0) for place in range(len(row))]
+        for gate, after in itertools.pairwise(gates):
+            precedes(gate, after)
+        for gate, (_, op) in zip(gates, row, strict=True):
+            precedes(gate, _meeting(op))
+        positions = [position for position, _ in row]
+        for _, op in row:
+            place = bisect.bisect_right(positions, latest.get((worker, op.stage, op.index), positions[-1] + 1))
+            if place < len(row):
+                precedes(_meeting(op), gates[place])
+    ready = [(rank.get(node, -1), node) for node in {*behind, *rank} if not count[node]]
+    heapq.heapify(ready)
+    order: list[tuple[int, int]] = []
+    while ready:
+        number, node = heapq.heappop(ready)
+        if number >= 0:
+            order.append(wished[number])
+        for after in behind.get(node, ()):
+            count[after] -= 1
+            if not count[after]:
+                heapq.heappush(ready, (rank.get(after, -1), after))
+    return order if len(order) == len(wished) else list(wished)
 
 
 def _meeting(reduction: Op) -> tuple[int, int]:

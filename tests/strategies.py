@@ -28,11 +28,13 @@ HANDWRITTEN: Mapping[str, Callable[[], Schedule]] = {
 }
 
 
-CHUNKS: Mapping[str, tuple[int, ...]] = {"interleaved": (1, 2, 3), "dualpipe-v": (2,), "zb-v": (2,)}
+CHUNKS: Mapping[str, tuple[int, ...]] = {"interleaved": (1, 2, 3), "async-interleaved": (1, 2, 3), "dualpipe-v": (2,), "zb-v": (2,)}
 """Numbers of stages a device that a family takes, where that is not 1; none that is larger than 3."""
 
 CHIMERAS = ("chimera", "chimera-doubling", "chimera-halving")
 BIDIRECTIONAL = (*CHIMERAS, "dualpipe")
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "async-1f1b", "async-interleaved", "amdp")
+AMDPS = ("amdp", "amdp-flush")
 DIVIDED = ("chimera-halving",)
 
 
@@ -40,6 +42,9 @@ def pipelines(name: str, num_devices: int) -> tuple[int, ...]:
     """The numbers of pipelines that a family takes on some devices, its own first."""
     if name in CHIMERAS:
         return tuple(number for number in range(2, num_devices + 1, 2) if num_devices % number == 0)
+    if name in AMDPS:
+        own = max(1, num_devices // 2)
+        return (own, *(number for number in range(1, num_devices + 1) if number != own))
     return (2,) if name in BIDIRECTIONAL else (1,)
 
 
@@ -52,13 +57,35 @@ def takes(name: str, size: Size) -> bool:
     """Whether a family should accept a size, as its documentation says."""
     if name in BIDIRECTIONAL and size.num_devices % 2:
         return False
+    if name == "pipedream" and size.num_microbatches != 1:
+        return False
+    if name == "pipedream-2bw" and size.num_microbatches < size.num_devices - 1:
+        return False
+    if name in AMDPS and size.num_microbatches % unit(size):
+        return False
     return size.num_chunks in CHUNKS.get(name, (1,)) and size.num_pipelines in {0, *pipelines(name, size.num_devices)}
 
 
+def unit(size: Size) -> int:
+    """What the microbatches of an update are a multiple of for AMDP: a round of the authors' case, or one for each pipeline."""
+    number = size.num_pipelines or max(1, size.num_devices // 2)
+    return size.num_devices if size.num_devices % 4 == 0 and 2 * number == size.num_devices else number
+
+
 def near(name: str, num_devices: int, num_microbatches: int, num_updates: int = 1) -> Size:
-    """A size that the family accepts: with a device more where it wants an even number of them, and the stages of its own choice."""
+    """A size that the family accepts: with a device more where it wants an even number of them, and the stages of its own choice.
+
+    And as few microbatches more as it takes where it wants a multiple of some number, or one where it takes no other.
+    """
     if name in BIDIRECTIONAL:
         num_devices += num_devices % 2
+    if name == "pipedream":
+        num_microbatches = 1
+    if name == "pipedream-2bw":
+        num_microbatches = max(num_microbatches, num_devices - 1)
+    if name in AMDPS:
+        rounds = unit(Size(num_devices, 1))
+        num_microbatches = -(-num_microbatches // rounds) * rounds
     return Size(num_devices, num_microbatches, num_updates, catalogue.family(name).default_chunks)
 
 
@@ -67,7 +94,7 @@ def sizes(draw: st.DrawFn, name: str, *, max_devices: int = 8, max_microbatches:
     """A size that the family accepts."""
     step = 2 if name in BIDIRECTIONAL else 1
     num_devices = step * draw(st.integers(1, max_devices // step))
-    return Size(
+    size = Size(
         num_devices=num_devices,
         num_microbatches=draw(st.integers(1, max_microbatches)),
         num_updates=draw(st.integers(1, max_updates)),
@@ -75,6 +102,9 @@ def sizes(draw: st.DrawFn, name: str, *, max_devices: int = 8, max_microbatches:
         num_pipelines=draw(st.sampled_from((0, *pipelines(name, num_devices)))),
         update_scope=draw(st.sampled_from([None, *UpdateScope])),
     )
+    if name in AMDPS:
+        return replace(size, num_microbatches=-(-size.num_microbatches // unit(size)) * unit(size))
+    return replace(size, num_microbatches=near(name, num_devices, size.num_microbatches).num_microbatches)
 
 
 @st.composite

@@ -215,10 +215,11 @@ def test_a_reader_that_stops_reading_causes_no_noise() -> None:
 
 @pytest.mark.parametrize("name", [family.name for family in catalogue.FAMILIES])
 def test_schedule_prints_every_figure_of_the_contract(run: Run, name: str) -> None:
-    figures = run("schedule", name, "--devices", 4, "--microbatches", 8, "--updates", 2, "--json").document
+    count = 1 if name == "pipedream" else 8
+    figures = run("schedule", name, "--devices", 4, "--microbatches", count, "--updates", 2, "--json").document
     assert figures.keys() >= SCHEDULE_KEYS
     assert figures["schedule"] == name
-    assert (figures["num_devices"], figures["num_microbatches"], figures["num_updates"]) == (4, 8, 2)
+    assert (figures["num_devices"], figures["num_microbatches"], figures["num_updates"]) == (4, count, 2)
     assert all(len(figures[key]) == 4 for key in PER_DEVICE)
     for idle, span, busy in zip(figures["idle_s"], figures["span_s"], figures["busy_s"], strict=True):
         assert idle == span - busy

@@ -20,12 +20,15 @@ from raypipe.schedules.family import Family
 from raypipe.schedules.ir import OpKind, Schedule, Size, UpdateScope, WeightRule, ops_of
 from raypipe.schedules.text import to_csv, to_torch_csv
 from raypipe.schedules.validate import validate
+from tests import strategies
 from tests.schedules import handwritten
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EAGER = f"{EXAMPLES}/own_schedule.py:eager"
 EAGER_CSV = f"{EXAMPLES}/own_schedule.csv"
-FAMILIES = pytest.mark.parametrize("family", [pytest.param(family, id=family.name) for family in catalogue.FAMILIES])
+FAMILIES = pytest.mark.parametrize(
+    "family", [pytest.param(family, id=family.name) for family in catalogue.FAMILIES if family.weight_rule is WeightRule.FLUSH]
+)
 
 
 def size_of(family: Family, *, num_updates: int = 1) -> Size:
@@ -131,6 +134,22 @@ def test_the_order_of_several_updates_is_taken_for_that_window_alone(tmp_path: P
         for num_updates in (1, 3):
             message = refusal(path, Size(3, 4, num_updates))
             assert f"is the order of 2 updates, asked for {num_updates}; use --updates 2 (schedule.updates_per_window)" in message
+
+
+@pytest.mark.parametrize("name", strategies.ASYNCHRONOUS)
+def test_an_asynchronous_order_keeps_its_rule_in_a_json_file_and_loses_it_in_a_csv(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    size = strategies.near(name, 4, 8, 3)
+    schedule = catalogue.build(name, size)
+    arguments = ["schedule", name, "--devices", "4", "--microbatches", str(size.num_microbatches), "--updates", "3", "-o"]
+    assert main([*arguments, str(tmp_path / "order.json")]) == 0
+    assert not capsys.readouterr().err
+    assert own_schedules.build(str(tmp_path / "order.json"), size) == schedule
+    assert main([*arguments, str(tmp_path / "order.csv")]) == 0
+    assert f"read again, it is a synchronous schedule; a .json file keeps how {name} finds its weights" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_a_json_file_keeps_graph_rule_and_scope(tmp_path: Path) -> None:

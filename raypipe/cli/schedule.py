@@ -20,7 +20,7 @@ from raypipe.errors import InputError, ScheduleError
 from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules import catalogue
 from raypipe.schedules.family import Family
-from raypipe.schedules.ir import Schedule, Size, StageTimes, UpdateScope
+from raypipe.schedules.ir import Schedule, Size, StageTimes, UpdateScope, WeightRule
 from raypipe.schedules.lower import lower
 from raypipe.schedules.text import to_csv, to_torch_csv
 from raypipe.schedules.validate import validate
@@ -173,7 +173,7 @@ def schedule(
         max_in_flight=max_in_flight,
         weight_grad_share=weight_grad_share,
     )
-    refuse_large(size)
+    refuse_large(family, size)
     built = catalogue.of_size(family, size)
     validate(built)
     trace = simulated(built, times)
@@ -181,6 +181,9 @@ def schedule(
     if output:
         wanted = ScheduleFormat(format_name) if format_name else _FORMATS[output_suffix(output, *_FORMATS)]
         codec.write_text(output, text_of(wanted, built, trace, figures))
+        if wanted in {ScheduleFormat.CSV, ScheduleFormat.TORCH_CSV} and built.weight_rule is not WeightRule.FLUSH:
+            text = f"{output} holds the order alone: read again, it is a synchronous schedule"
+            click.echo(f"{text}; a .json file keeps how {name} finds its weights", err=True)
     if as_json:
         print_json(figures)
     elif not output:
@@ -191,24 +194,24 @@ def schedule(
             click.echo(text_of(wanted, built, trace, figures), nl=False)
 
 
-def long_window(size: Size) -> Size:
+def long_window(family: Family, size: Size) -> Size:
     """The same for 9 updates at least, and for so many that a quarter of them fills the pipeline twice where updates overlap.
 
-    With the scope `global`, the default of all schedules with a flush, each update takes as long as the first.
+    With a flush and the scope `global`, the default of all schedules with a flush, each update takes as long as the first.
     """
     num_updates = max(size.num_updates, _STEADY_UPDATES)
-    if size.update_scope not in {None, UpdateScope.GLOBAL}:
+    if family.weight_rule is not WeightRule.FLUSH or size.update_scope not in {None, UpdateScope.GLOBAL}:
         num_updates = max(num_updates, 8 * math.ceil(size.num_devices * size.num_chunks / size.num_microbatches))
     return replace(size, num_updates=num_updates)
 
 
-def refuse_large(size: Size) -> None:
+def refuse_large(family: Family, size: Size) -> None:
     """Refuses what would take minutes to simulate.
 
     Raises:
         InputError: names the most.
     """
-    num_stages, num_updates = size.num_devices * size.num_chunks, long_window(size).num_updates
+    num_stages, num_updates = size.num_devices * size.num_chunks, long_window(family, size).num_updates
     if num_stages > _MOST_STAGES:
         raise InputError(f"{num_stages} stages are too many to simulate; use at most {_MOST_STAGES}")
     if (num_copies := num_stages * size.num_pipelines) > _MOST_STAGES:
@@ -226,7 +229,7 @@ def refuse_large(size: Size) -> None:
 
 
 def _figures(family: Family, schedule: Schedule, size: Size, trace: Trace, times: StageSeconds) -> dict[str, Any]:
-    longer = long_window(size)
+    longer = long_window(family, size)
     try:
         steady = trace if longer == size else simulated(catalogue.of_size(family, longer), times)
     except ScheduleError:  # an order that is written for this window alone

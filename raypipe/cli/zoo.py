@@ -16,9 +16,8 @@ from raypipe.schedules import catalogue
 from raypipe.schedules.family import Family
 from raypipe.schedules.ir import Schedule, Size, UpdateScope, WeightRule
 from raypipe.schedules.lower import DeviceProgram, Send, lower
-from raypipe.schedules.validate import validate
+from raypipe.schedules.validate import facts, validate
 from raypipe.simulate import Numbered, Timing
-from raypipe.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def _share(times: StageSeconds, share: float) -> StageSeconds:
 
 
 def _figures_of(family: Family, size: Size, times: StageSeconds) -> dict[str, Any]:
-    refuse_large(size)
+    refuse_large(family, size)
     # Those that are searched for are searched with the times of the stages that they will have.
     stage = _share(times, 1 / size.num_chunks)
     size = replace(size, times=(stage.searched,), latency_s=times.latency_s)
@@ -72,7 +71,21 @@ def _figures_of(family: Family, size: Size, times: StageSeconds) -> dict[str, An
     programs = lower(schedule)
     timing = _timed(schedule, programs, stage)
     trace = timing.trace(name=family.name, num_updates=schedule.num_updates, with_memory=False)
-    figures = schedule_figures(schedule, trace, steady_update_s=_steady_update_s(family, schedule, size, trace, stage))
+    window = _long_window(family, schedule, size)
+    if window is None:
+        steady_update_s = trace.steady_update_s
+    else:
+        long_trace = _timed(window, lower(window), stage).trace(name=family.name, num_updates=window.num_updates, with_memory=False)
+        steady_update_s = long_trace.steady_update_s
+    figures = schedule_figures(schedule, trace, steady_update_s=steady_update_s)
+    if window is not None:  # what updates that overlap hold, and how stale they are, shows there alone
+        known = facts(window)
+        figures |= {
+            "peak_in_flight": list(known.peak_in_flight),
+            "weight_copies": list(known.weight_copies),
+            "max_mismatch": known.max_mismatch,
+            "max_delay": known.max_delay,
+        }
     return figures | {"schedule": family.name} | _compared(schedule, programs, figures, stage)
 
 
@@ -92,16 +105,15 @@ def _flushes(schedule: Schedule) -> bool:
     return schedule.weight_rule is WeightRule.FLUSH and schedule.update_scope is UpdateScope.GLOBAL
 
 
-def _steady_update_s(family: Family, schedule: Schedule, size: Size, trace: Trace, stage: StageSeconds) -> float:
-    """Seconds per update far from the ends of a long window."""
-    longer = long_window(replace(size, update_scope=schedule.update_scope))
+def _long_window(family: Family, schedule: Schedule, size: Size) -> Schedule | None:
+    """The schedule for so many updates that most are far from the ends; `None` where all updates are alike, or no other window is had."""
+    longer = long_window(family, replace(size, update_scope=schedule.update_scope))
     if _flushes(schedule) or longer.num_updates == size.num_updates:
-        return trace.steady_update_s
+        return None
     try:
-        window = catalogue.of_size(family, longer)
+        return catalogue.of_size(family, longer)
     except ScheduleError:  # an order that is written for this window alone
-        return trace.steady_update_s
-    return _timed(window, lower(window), stage).trace(name=family.name, num_updates=window.num_updates, with_memory=False).steady_update_s
+        return None
 
 
 def _compared(schedule: Schedule, programs: Sequence[DeviceProgram], figures: dict[str, Any], stage: StageSeconds) -> dict[str, Any]:

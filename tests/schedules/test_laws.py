@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from raypipe.errors import ScheduleError, UnknownNameError
 from raypipe.schedules import catalogue
 from raypipe.schedules.family import Family
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope, dependencies, ops_of
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule, dependencies, ops_of
 from raypipe.schedules.lower import CollectiveKind, lower
 from raypipe.schedules.passes import evaluation, merge_split_backwards
 from raypipe.schedules.validate import facts, validate
@@ -26,6 +26,9 @@ from tests.schedules import reference
 TIMES = [StageTimes(1, 1, 1), StageTimes(1, 1, 0.5), StageTimes(2, 2, 1), StageTimes(3, 4, 2), StageTimes(1, 3, 1), StageTimes(2, 1, 3)]
 FAMILIES = pytest.mark.parametrize("family", [pytest.param(family, id=family.name) for family in catalogue.FAMILIES])
 SIZE_FIELDS = ("num_devices", "num_microbatches", "num_updates", "num_chunks")
+SYNCHRONOUS = pytest.mark.parametrize(
+    "family", [pytest.param(family, id=family.name) for family in catalogue.FAMILIES if family.weight_rule is WeightRule.FLUSH]
+)
 DEVICES = pytest.mark.parametrize("num_devices", range(1, 9))
 
 
@@ -36,7 +39,7 @@ def all_sizes(family: Family, num_devices: int) -> Iterator[Size]:
         for num_microbatches in range(1, 21) if num_devices <= 4 else most:
             yield Size(num_devices, num_microbatches, 1 + num_microbatches % 3, num_chunks)
     for num_pipelines in range(1, num_devices + 2):
-        for num_microbatches in (1, num_devices + 1, 4 * num_devices):
+        for num_microbatches in (1, num_devices + 1, 4 * num_devices, 2 * num_pipelines):
             yield Size(num_devices, num_microbatches, 1 + num_microbatches % 3, family.default_chunks, num_pipelines)
 
 
@@ -78,7 +81,7 @@ def test_a_size_of_zero_is_refused(family: Family, what: str) -> None:
         catalogue.build(family.name, replace(Size(2, 2), **{what: 0}))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", sorted(set(strategies.FAMILY_NAMES) - set(strategies.BIDIRECTIONAL)))
+@pytest.mark.parametrize("name", sorted(set(strategies.FAMILY_NAMES) - {*strategies.BIDIRECTIONAL, *strategies.AMDPS}))
 def test_several_pipelines_are_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match="leave --pipelines out"):
         catalogue.build(name, replace(strategies.near(name, 4, 4), num_pipelines=2))
@@ -102,7 +105,11 @@ def test_each_stage_and_microbatch_is_computed_exactly_once(family: Family, num_
         assert schedule.num_stages == size.num_devices * size.num_chunks
         assert len(schedule.pipelines) == strategies.num_pipelines(family.name, size)
         work = {(stage, index) for stage in range(schedule.num_stages) for index in range(size.num_microbatches * size.num_updates)}
-        copies = {(stage, pipeline) for stage in range(schedule.num_stages) for pipeline in range(len(schedule.pipelines))}
+        copies: dict[tuple[int, int], int] = {}  # pipelines that lay a stage on the same worker share its copy there
+        for pipeline, laying in enumerate(schedule.pipelines):
+            for stage, worker in enumerate(laying):
+                copies.setdefault((stage, worker), pipeline)
+        assert family.name in strategies.AMDPS or len(copies) == schedule.num_stages * len(schedule.pipelines)
         parts: dict[tuple[OpKind, int, int], set[int]] = {}
         layings: dict[int, set[int]] = {}
         updates: set[tuple[int, int, int]] = set()
@@ -113,7 +120,7 @@ def test_each_stage_and_microbatch_is_computed_exactly_once(family: Family, num_
             else:
                 parts.setdefault(op[:3], set()).add(op.part)
                 layings.setdefault(op.index, set()).add(op.pipeline)
-        assert updates == {(*copy, update) for copy in copies for update in range(size.num_updates)}
+        assert updates == {(stage, first, update) for (stage, _), first in copies.items() for update in range(size.num_updates)}
         assert set(map(frozenset, parts.values())) == {frozenset({1, 2} if family.name in strategies.DIVIDED else {0})}
         assert all(len(passed) == 1 for passed in layings.values())
         kinds: dict[OpKind, set[tuple[int, int]]] = {}
@@ -169,17 +176,18 @@ def test_the_stated_bound_on_activations_is_reached_with_many_microbatches(famil
                 assert max(facts(catalogue.build(family.name, size)).peak_in_flight) == max(bound)
 
 
-@FAMILIES
+@SYNCHRONOUS
 @DEVICES
 def test_synchronous_families_are_never_stale_and_hold_one_version(family: Family, num_devices: int) -> None:
     for size, schedule in accepted(family, num_devices):
         found = facts(schedule)
         assert (found.max_mismatch, found.max_delay) == (0, 0)
-        assert found.weight_copies == (size.num_chunks * strategies.num_pipelines(family.name, size),) * num_devices
+        copies = size.num_chunks * strategies.num_pipelines(family.name, size)
+        assert all(held == copies or (held < copies and family.name in strategies.AMDPS) for held in found.weight_copies)
         assert (family.mismatch, family.delay) == ("0", "0")
 
 
-@FAMILIES
+@SYNCHRONOUS
 @DEVICES
 def test_every_update_has_the_same_order(family: Family, num_devices: int) -> None:
     for size, schedule in accepted(family, num_devices):
@@ -191,9 +199,9 @@ def test_every_update_has_the_same_order(family: Family, num_devices: int) -> No
 @DEVICES
 @pytest.mark.parametrize("scope", [UpdateScope.GLOBAL, UpdateScope.STAGE])
 def test_lowered_programs_run_to_the_end_however_devices_interleave(family: Family, num_devices: int, scope: UpdateScope) -> None:
-    for size, schedule in accepted(family, num_devices):
-        if size.num_microbatches % 2 == (scope is UpdateScope.GLOBAL):
-            scoped = replace(schedule, update_scope=scope)
+    for size in all_sizes(family, num_devices):
+        if size.num_microbatches % 2 == (scope is UpdateScope.GLOBAL) and strategies.takes(family.name, size):
+            scoped = catalogue.build(family.name, replace(size, update_scope=scope))
             programs = lower(scoped)
             for seed in (size.num_microbatches, 1000 + size.num_chunks):
                 reference.check_one_order(reference.run(scoped, programs, seed).starts)
@@ -227,6 +235,8 @@ def test_the_makespan_is_its_closed_form(family: Family, num_devices: int) -> No
 @FAMILIES
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_a_closed_form_is_stated_for_usual_sizes(family: Family, num_devices: int) -> None:
+    if family.name in strategies.AMDPS and num_devices % 4:
+        pytest.skip("orders that are searched for have none")
     size = strategies.near(family.name, num_devices, 4 * num_devices)
     for times in TIMES[:4]:
         assert family.makespan_s(replace(size, times=(times,)), times) is not None

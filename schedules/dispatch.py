@@ -1,0 +1,213 @@
+"""Orders found by running a window: workers take what has arrived by a rule, and what they took is the order.
+
+For schedules without a formula. Several pipelines are laid over the same workers; each admits a next microbatch when the one so many
+before it has ended. The times are those of the stages, so the order suits stages that are unequal and hops that take time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule, ops_of
+
+Key = Callable[[float, Op], tuple[float, ...]]
+"""Of all that has arrived at a worker, the least is taken; given when it arrived, and what it is."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """The pipelines and what passes through them.
+
+    Attributes:
+        pipelines: for each laying of a chain, the worker of each stage.
+        forward_s: seconds of F by stage.
+        backward_s: of B.
+        latency_s: between the end of an Op and the start of its successor on another worker.
+    """
+
+    pipelines: tuple[tuple[int, ...], ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    latency_s: float = 0.0
+
+    @classmethod
+    def of(cls, pipelines: tuple[tuple[int, ...], ...], size: Size) -> Line:
+        """Pipelines with the times of a size; F = I = W = 1 where it has none, the same for all stages where it has one."""
+        times = size.times or (StageTimes(1.0, 1.0, 1.0),)
+        of_stage = [times[stage % len(times)] for stage in range(len(pipelines[0]))]
+        backward_s = tuple(each.input_grad_s + each.weight_grad_s for each in of_stage)
+        return cls(pipelines, tuple(each.forward_s for each in of_stage), backward_s, size.latency_s)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that any stage lies on."""
+        return 1 + max(max(workers) for workers in self.pipelines)
+
+    @property
+    def work_s(self) -> list[float]:
+        """Seconds that each worker computes for a microbatch of every pipeline."""
+        work_s = [0.0] * self.num_workers
+        for workers in self.pipelines:
+            for stage, worker in enumerate(workers):
+                work_s[worker] += self.forward_s[stage] + self.backward_s[stage]
+        return work_s
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An Op and when it ran.
+
+    Attributes:
+        op: F or B.
+        start_s: since the window began.
+        end_s: likewise.
+    """
+
+    op: Op
+    start_s: float
+    end_s: float
+
+
+def dispatch(line: Line, *, turns: int, in_flight: int, key: Key) -> list[list[Started]]:
+    """What each worker does, in order.
+
+    Microbatch m is the turn m // N of pipeline m mod N, N being the number of pipelines. Time: that of the Ops, times what waits at once.
+
+    Args:
+        line: the pipelines.
+        turns: microbatches of each pipeline.
+        in_flight: a pipeline's microbatch is admitted when the one that many before it has ended, or at 0; also that of every other
+            pipeline one turn earlier, so that none of them falls behind.
+        key: which of those that wait a free worker takes.
+    """
+    num_pipelines, last = len(line.pipelines), len(line.pipelines[0]) - 1
+    waiting: list[list[tuple[float, Op]]] = [[] for _ in range(line.num_workers)]
+    free: list[bool] = [True] * line.num_workers
+    done: list[list[Started]] = [[] for _ in range(line.num_workers)]
+    events: list[tuple[float, bool, int, Op]] = []  # when, whether it ends rather than arrives, a number that orders the rest
+    numbers = itertools.count()
+
+    def push(at_s: float, op: Op, *, ends: bool = False) -> None:
+        heapq.heappush(events, (at_s, ends, next(numbers), op))
+
+    ended = [0] * num_pipelines
+    admitted = [0] * num_pipelines
+
+    def admit(at_s: float) -> None:
+        slowest = min(ended)
+        for pipeline in range(num_pipelines):
+            while admitted[pipeline] < min(turns, ended[pipeline] + in_flight, slowest + in_flight + 1):
+                push(at_s, Op(OpKind.FORWARD, 0, admitted[pipeline] * num_pipelines + pipeline, pipeline))
+                admitted[pipeline] += 1
+
+    def go_on(op: Op, at_s: float) -> None:
+        """Lets what follows an Op arrive."""
+        workers = line.pipelines[op.pipeline]
+        forward = op.kind is OpKind.FORWARD
+        if forward and op.stage == last:
+            push(at_s, op._replace(kind=OpKind.BACKWARD))
+        elif not forward and not op.stage:
+            ended[op.pipeline] += 1
+            admit(at_s)
+        else:
+            stage = op.stage + (1 if forward else -1)
+            push(at_s + (line.latency_s if workers[stage] != workers[op.stage] else 0.0), op._replace(stage=stage))
+
+    admit(0.0)
+    while events:
+        now_s = events[0][0]
+        while events and events[0][0] == now_s:
+            _, ends, _, op = heapq.heappop(events)
+            worker = line.pipelines[op.pipeline][op.stage]
+            if ends:
+                free[worker] = True
+                go_on(op, now_s)
+            else:
+                waiting[worker].append((now_s, op))
+        for worker, arrived in enumerate(waiting):
+            if free[worker] and arrived:
+                taken = min(arrived, key=lambda each: key(*each))
+                arrived.remove(taken)
+                op = taken[1]
+                end_s = now_s + (line.forward_s if op.kind is OpKind.FORWARD else line.backward_s)[op.stage]
+                free[worker] = False
+                done[worker].append(Started(op, now_s, end_s))
+                push(end_s, op, ends=True)
+    return done
+
+
+def timed(line: Line, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
+    """When each F and B of an order runs, if each starts as soon as it can."""
+    last = len(line.pipelines[0]) - 1
+    ends_s: dict[Op, float] = {}
+    rows: list[list[Started]] = [[] for _ in programs]
+    ready = list(range(len(programs)))
+    waiting: dict[Op, int] = {}
+    while ready:
+        worker = ready.pop()
+        row = rows[worker]
+        for op in programs[worker][len(row) :]:
+            workers = line.pipelines[op.pipeline]
+            before = op._replace(stage=op.stage + (-1 if op.kind is OpKind.FORWARD else 1))
+            if before.stage > last:
+                before = op._replace(kind=OpKind.FORWARD)
+            start_s = row[-1].end_s if row else 0.0
+            if before.stage >= 0:
+                if before not in ends_s:
+                    waiting[before] = worker
+                    break
+                start_s = max(start_s, ends_s[before] + (line.latency_s if workers[before.stage] != worker else 0.0))
+            end_s = ends_s[op] = start_s + (line.forward_s if op.kind is OpKind.FORWARD else line.backward_s)[op.stage]
+            row.append(Started(op, start_s, end_s))
+            if op in waiting:
+                ready.append(waiting.pop(op))
+    return rows
+
+
+def defer_updates(schedule: Schedule, line: Line) -> Schedule:
+    """The schedule with each U where nobody would wait for it: before the first Op that starts when its gradients are there.
+
+    Those are the gradients of all copies of its stage, of all stages for other scopes than `stage`. Under `double_buffer` a U stands
+    before what reads its version all the same.
+
+    Args:
+        schedule: with whole backwards; where its U stand does not matter.
+        line: its pipelines and their times.
+    """
+    programs = [[op for slot in program for op in ops_of(slot) if op.kind is not OpKind.UPDATE] for program in schedule.programs]
+    return replace(schedule, programs=tuple(map(tuple, with_updates(schedule, timed(line, programs)))))
+
+
+def with_updates(schedule: Schedule, done: Sequence[Sequence[Started]]) -> list[list[Op]]:
+    """The order of `defer_updates`, for Ops that run at these times; of the schedule all but its programs counts."""
+    alone = schedule.update_scope is UpdateScope.STAGE
+    ready_s: dict[tuple[int, int], float] = {}
+    for row in done:
+        for started in row:
+            if started.op.kind is OpKind.BACKWARD:
+                met = (started.op.stage if alone else 0, schedule.update(started.op))
+                ready_s[met] = max(ready_s.get(met, 0.0), started.end_s)
+    orders: list[list[Op]] = []
+    for worker, row in enumerate(done):
+        needed_s: dict[tuple[int, int], float] = {}
+        if schedule.weight_rule is WeightRule.DOUBLE_BUFFER:
+            for started in row:
+                needed_s.setdefault((started.op.stage, schedule.update(started.op) - 2), started.start_s)
+        updates = sorted(
+            (min(ready_s[stage if alone else 0, update], needed_s.get((stage, update), math.inf)), update, stage, pipeline)
+            for (held_by, stage), pipeline in schedule.holders.items()
+            if held_by == worker
+            for update in range(schedule.num_updates)
+        )
+        order: list[Op] = []
+        for started in row:
+            while updates and updates[0][0] <= started.start_s:
+                _, update, stage, pipeline = updates.pop(0)
+                order.append(Op(OpKind.UPDATE, stage, update, pipeline))
+            order.append(started.op)
+        orders.append(order + [Op(OpKind.UPDATE, stage, update, pipeline) for _, update, stage, pipeline in updates])
+    return orders

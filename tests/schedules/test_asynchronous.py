@@ -1,0 +1,318 @@
+"""What the asynchronous schedules promise: AMDP's own orders and times, versions, mismatch and delay, and what searched orders reach."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from raypipe.errors import ScheduleError
+from raypipe.schedules import catalogue
+from raypipe.schedules.dispatch import Line, defer_updates, timed
+from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule, reads
+from raypipe.schedules.lower import lower
+from raypipe.schedules.passes import add_reductions
+from raypipe.schedules.validate import facts, validate
+from tests import strategies
+from tests.schedules import reference
+
+AMDP_ROUNDS = {
+    4: """
+        F0 F2 b2 F1 B1 U F3 B3 B0
+        b2 F0 F1 F2 F3 U B1 B0 B3
+        b3 F1 F0 F3 F2 U B0 B1 B2
+        F1 F3 b3 F0 B0 U F2 B2 B1
+    """,
+    8: """
+        F0 F4 b4 F1 F2 F5 F6 F3 B3 F7 U B7 B2 B1 B6 B5 B0
+        b4 F0 F1 F4 F5 F2 F3 F6 F7 U B3 B2 B7 B6 B1 B0 B5
+        b5 F1 F0 F5 F4 F3 F2 F7 F6 U B2 B3 B6 B7 B0 B1 B4
+        F1 F5 b5 F0 F3 F4 F7 F2 B2 F6 U B6 B3 B0 B7 B4 B1
+        F2 F6 b6 F3 F0 F7 F4 F1 B1 F5 U B5 B0 B3 B4 B7 B2
+        b6 F2 F3 F6 F7 F0 F1 F4 F5 U B1 B0 B5 B4 B3 B2 B7
+        b7 F3 F2 F7 F6 F1 F0 F5 F4 U B0 B1 B4 B5 B2 B3 B6
+        F3 F7 b7 F2 F1 F6 F5 F0 B0 F4 U B4 B1 B2 B5 B6 B3
+    """,
+}
+"""A round as the authors' code runs it, by depth (https://github.com/Vinsmoke86/AMDP, async_schedules.py): a line a device, b of the round
+before."""
+
+ROUND = pytest.mark.parametrize("depth", [4, 8, 12, 16])
+
+
+def amdp(depth: int, rounds: int, num_updates: int, **changed: object) -> Schedule:
+    return catalogue.build("amdp", replace(Size(depth, depth * rounds, num_updates), **changed))  # type: ignore[arg-type]
+
+
+def steady(schedule: Schedule, times: tuple[float, float, float] = (1, 1, 1), latency: float = 0.0) -> float:
+    """Seconds of an update, from the end of the first third of them to the end of the second."""
+    ends = reference.asap(schedule, reference.durations(*times), latency).update_ends_s()
+    third = len(ends) // 3
+    return (ends[2 * third] - ends[third]) / third
+
+
+# AMDP as published
+
+
+@pytest.mark.parametrize("depth", AMDP_ROUNDS)
+def test_amdp_runs_the_rounds_of_its_authors(depth: int) -> None:
+    number, rounds = 3, 2  # the round in the middle of a window is the first of an update, whose U are those of the update before
+    schedule = amdp(depth, rounds, 4)
+    for program, line in zip(schedule.programs, AMDP_ROUNDS[depth].strip().splitlines(), strict=True):
+        first = 2 * number * depth // 2 * rounds // 2  # its first microbatch
+        expected: list[tuple[str, int]] = []
+        for word in line.split():
+            if word != "U":
+                expected.append((word[0].upper(), int(word[1:]) + first - depth * word.startswith("b")))
+        ops = [op for op in program if isinstance(op, Op)]
+        found = [(str(op.kind), op.index) for op in ops]
+        computed = [item for item in found if item[0] != "U"]
+        start = computed.index(expected[0])
+        assert computed[start : start + len(expected)] == expected
+        # The updates stand at one place, once for each stage held.
+        before = line.split().index("U") - 1
+        at = found.index(expected[before])
+        behind = found[at + 1 : at + 1 + depth // 2]
+        assert behind == [("U", first // (depth * rounds) - 1)] * (depth // 2) if first % (depth * rounds) == 0 else "U" not in str(behind)
+
+
+@ROUND
+@pytest.mark.parametrize("scope", [UpdateScope.STAGE, UpdateScope.GLOBAL])
+def test_a_round_of_amdp_takes_3d_plus_1(depth: int, scope: UpdateScope) -> None:
+    for rounds in (1, 3):
+        schedule = amdp(depth, rounds, 9, update_scope=scope)
+        validate(schedule)
+        assert steady(schedule) == rounds * (3 * depth + 1)
+
+
+@ROUND
+def test_hops_make_a_round_of_amdp_2d_minus_3_of_them_longer(depth: int) -> None:
+    for latency in (0.0, 0.1, 0.25, 0.5, 1.0):
+        assert steady(amdp(depth, 1, 9), latency=latency) == pytest.approx(3 * depth + 1 + (2 * depth - 3) * latency)
+
+
+@pytest.mark.parametrize(
+    "times", [(1, 0.5, 0.5), (1, 1, 1), (2, 2, 1), (1, 2, 1), (2, 3, 2)], ids=lambda times: f"f{times[0]}-b{sum(times[1:])}"
+)
+def test_the_round_of_amdp_for_other_times(times: tuple[float, float, float]) -> None:
+    forward, backward = times[0], times[1] + times[2]
+    for depth in (4, 8):
+        expected = depth * (forward + backward) + (backward - forward) + max(0.0, backward - 2 * forward)
+        assert steady(amdp(depth, 2, 9), times) == pytest.approx(2 * expected)
+
+
+@ROUND
+def test_a_flush_costs_three_units_an_update(depth: int) -> None:
+    for rounds in (1, 4):
+        schedule = catalogue.build("amdp-flush", Size(depth, depth * rounds, 6))
+        assert steady(schedule) == rounds * (3 * depth + 1) + 3
+
+
+def test_copies_of_a_stage_lie_in_one_half_of_the_devices() -> None:
+    for depth in (4, 8, 16):
+        for holders in amdp(depth, 1, 1).replicas:
+            assert len(holders) == depth // 2
+            assert {holder.worker % 4 in {0, 3} for holder in holders} == {holders[0].stage % 4 in {0, 3}}
+
+
+def test_messages_of_amdp_go_to_neighbours_on_the_ring() -> None:
+    for laying in amdp(8, 1, 1).pipelines:
+        assert {(after - before) % 8 for before, after in itertools.pairwise(laying)} in ({1}, {7})
+
+
+@ROUND
+def test_only_the_first_round_of_an_update_is_mismatched(depth: int) -> None:
+    rounds = 3
+    schedule = amdp(depth, rounds, 4)
+    for op, _ in schedule.ops():
+        if op.kind is OpKind.BACKWARD:
+            gap = reads(schedule, op) - reads(schedule, op._replace(kind=OpKind.FORWARD))
+            number = op.index // depth
+            assert gap == 0 or (gap == 1 and number % rounds == 0 and number > 0)
+    assert (facts(schedule).max_mismatch, facts(schedule).max_delay) == (1, 1)
+
+
+def test_a_backward_behind_the_reduction_of_an_update_counts_for_the_next() -> None:
+    schedule = add_reductions(amdp(8, 1, 3))
+    early = 0
+    for op, place in schedule.ops():
+        if op.kind is OpKind.BACKWARD:
+            update = schedule.update(op)
+            before = Op(OpKind.REDUCE, op.stage, update - 1, schedule.holders[schedule.holder(op)])
+            if update and schedule.places[before].position < place.position < schedule.places[before._replace(kind=OpKind.UPDATE)].position:
+                early += 1
+    assert early == 4 * 2  # B3 on device 0 and its like, in the second and the third update
+
+
+# Versions
+
+
+def test_2bw_reads_the_version_of_its_formula() -> None:
+    for depth, size in ((4, 4), (4, 3), (3, 7)):
+        schedule = catalogue.build("pipedream-2bw", Size(depth, size, 4))
+        for op, _ in schedule.ops():
+            if not op.kind.per_update:
+                number = op.index + 1  # the paper counts from 1
+                assert reads(schedule, op) == max((number - 1) // size - 1, 0)
+        assert (facts(schedule).max_mismatch, facts(schedule).max_delay, set(facts(schedule).weight_copies)) == (0, 1, {2})
+
+
+@pytest.mark.parametrize("depth", range(2, 9))
+def test_pipedream_stashes_a_version_for_each_microbatch_under_way(depth: int) -> None:
+    found = facts(catalogue.build("pipedream", Size(depth, 1, 4 * depth)))
+    assert (found.max_mismatch, found.max_delay) == (0, depth - 1)
+    assert found.weight_copies == tuple(depth - stage for stage in range(depth))
+
+
+@pytest.mark.parametrize("depth", range(2, 9))
+def test_async_1f1b_is_one_version_off_exactly_from_one_microbatch_less_than_devices(depth: int) -> None:
+    for size in range(1, 2 * depth + 1):
+        found = facts(catalogue.build("async-1f1b", Size(depth, size, 4 * depth)))
+        assert found.max_mismatch == found.max_delay == math.ceil((depth - 1) / size)
+        assert (found.max_mismatch <= 1) == (size >= depth - 1)
+        assert set(found.weight_copies) == {1}
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_async_interleaved_is_one_version_off_from_twice_as_many_microbatches_as_devices(chunks: int) -> None:
+    for depth in range(2, 7):
+        for size in range(2 * depth, 4 * depth):
+            found = facts(catalogue.build("async-interleaved", Size(depth, size, 5, chunks)))
+            assert max(found.max_mismatch, found.max_delay) <= 1
+
+
+@pytest.mark.parametrize("name", strategies.ASYNCHRONOUS)
+def test_each_microbatch_counts_for_one_update_once(name: str) -> None:
+    schedule = catalogue.build(name, strategies.near(name, 4, 8, 3))
+    counted: Counter[tuple[int, int]] = Counter()
+    for holder in schedule.holders:
+        for update in range(schedule.num_updates):
+            for op in schedule.gradient_ops(holder, update):
+                counted[op.stage, op.index] += 1
+                assert op.index // schedule.num_microbatches == update
+    assert set(counted.values()) == {1}
+    assert len(counted) == schedule.num_stages * schedule.num_microbatches * schedule.num_updates
+
+
+@pytest.mark.parametrize("name", strategies.ASYNCHRONOUS)
+@pytest.mark.parametrize("scope", UpdateScope)
+def test_every_scope_is_valid_and_runs(name: str, scope: UpdateScope) -> None:
+    for num_devices in (1, 2, 3, 4, 6, 8):
+        schedule = catalogue.build(name, replace(strategies.near(name, num_devices, 8, 4), update_scope=scope))
+        validate(schedule)
+        for seed in range(3):
+            reference.check_one_order(reference.run(schedule, lower(schedule), seed).starts)
+
+
+# Time
+
+
+@pytest.mark.parametrize(("scope", "seconds"), [(UpdateScope.STAGE, 24), (UpdateScope.GLOBAL, 38), (UpdateScope.TIED, 24)])
+def test_async_1f1b_pays_for_its_scope(scope: UpdateScope, seconds: float) -> None:
+    # Without ties, the scope `tied` is that of the stage.
+    assert steady(catalogue.build("async-1f1b", Size(8, 8, 9, update_scope=scope))) == seconds
+
+
+@pytest.mark.parametrize("name", ["async-1f1b", "pipedream-2bw"])
+def test_an_update_that_is_deferred_until_all_gradients_are_there_keeps_nobody_waiting(name: str) -> None:
+    size = Size(8, 8, 12, update_scope=UpdateScope.GLOBAL)
+    at_once = catalogue.build(name, size)
+    deferred = defer_updates(at_once, Line.of(at_once.pipelines, size))
+    validate(deferred)
+    assert steady(at_once) == 38
+    assert steady(deferred) == 24
+    assert facts(deferred).max_delay == 1
+    assert facts(deferred).max_mismatch == facts(at_once).max_mismatch
+    assert facts(deferred).peak_in_flight == facts(at_once).peak_in_flight
+
+
+def test_async_interleaved_has_no_bubble() -> None:
+    for chunks in (1, 2, 3):
+        assert steady(catalogue.build("async-interleaved", Size(4, 8, 12, chunks))) == 3 * 8 * chunks
+        assert steady(catalogue.build("async-interleaved", Size(4, 8, 12, chunks, update_scope=UpdateScope.GLOBAL))) == 3 * 8 * chunks
+
+
+# Other numbers of devices and pipelines
+
+
+@pytest.mark.parametrize(
+    ("depth", "pipelines", "busy"),
+    [
+        *[(2, 1, 1.0), (3, 1, 1.0), (4, 1, 1.0), (5, 2, 1.0), (6, 2, 1.0), (6, 3, 0.99), (7, 3, 0.95), (8, 1, 1.0), (8, 2, 1.0)],
+        *[(8, 3, 0.9), (10, 5, 0.9), (12, 2, 1.0), (12, 3, 0.9), (12, 4, 0.99), (16, 2, 1.0), (16, 4, 0.85)],
+    ],
+)
+def test_searched_orders_keep_devices_busy(depth: int, pipelines: int, busy: float) -> None:
+    size = pipelines * -(-4 * depth // pipelines)
+    schedule = catalogue.build("amdp", Size(depth, size, 9, num_pipelines=pipelines))
+    validate(schedule)
+    assert len(set(schedule.pipelines)) == pipelines
+    assert 3 * size / steady(schedule) >= busy - 1e-9
+    found = facts(schedule)
+    assert (found.max_mismatch, found.max_delay) == (1, 1)
+    assert max(found.weight_copies) <= pipelines
+
+
+def test_fewer_pipelines_hold_fewer_weights_and_more_activations_each() -> None:
+    found = [facts(catalogue.build("amdp", Size(16, 64, 4, num_pipelines=pipelines))) for pipelines in (1, 2, 4, 8)]
+    assert [max(each.weight_copies) for each in found] == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("limit", [4, 5, 6])
+def test_a_limit_on_activations_is_kept(limit: int) -> None:
+    schedule = catalogue.build("amdp", Size(8, 16, 6, max_in_flight=limit))
+    validate(schedule)
+    assert max(facts(schedule).peak_in_flight) <= limit
+
+
+def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_works() -> None:
+    with pytest.raises(ScheduleError, match="use --max-in-flight 4") as refusal:
+        catalogue.build("amdp", Size(8, 16, max_in_flight=1))
+    assert "amdp with 4 pipelines on 8 devices holds at least 4" in refusal.value.problem
+    catalogue.build("amdp", Size(8, 16, max_in_flight=4))
+
+
+def test_a_searched_order_suits_the_times_of_its_stages() -> None:
+    times = tuple(StageTimes(1 + stage % 3, 1, 1 + stage % 2) for stage in range(6))
+    size = Size(6, 24, 9, num_pipelines=2, times=times)
+    line = Line.of(catalogue.build("amdp", size).pipelines, size)
+
+    def turn_s(schedule: Schedule) -> float:
+        programs = [[op for op in program if isinstance(op, Op) and op.kind is not OpKind.UPDATE] for program in schedule.programs]
+        rows = timed(replace(line, pipelines=schedule.pipelines), programs)
+        return max(row[-1].end_s for row in rows)
+
+    assert turn_s(catalogue.build("amdp", size)) <= turn_s(catalogue.build("amdp", replace(size, times=())))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "problem"),
+    [
+        ("amdp", Size(8, 12), "rounds of 8 microbatches, got 12 an update; use --microbatches 8 or --microbatches 16"),
+        ("amdp", Size(6, 7), "as many microbatches for each of its 3 pipelines, got 7 an update; use --microbatches 6 or --microbatches 9"),
+        ("amdp", Size(4, 8, num_pipelines=5), "at most one pipeline on each of 4 devices, got 5; use --pipelines 4"),
+        ("amdp-flush", Size(4, 6), "rounds of 4 microbatches"),
+        ("pipedream", Size(4, 2), "use --microbatches 1, or the schedule 'pipedream-2bw'"),
+        ("pipedream-2bw", Size(8, 4), "at least 7 microbatches an update on 8 devices, got 4; use --microbatches 7"),
+    ],
+)
+def test_sizes_that_cannot_be_had_are_refused_with_the_nearest_that_can(name: str, size: Size, problem: str) -> None:
+    with pytest.raises(ScheduleError) as refusal:
+        catalogue.build(name, size)
+    assert problem in refusal.value.problem
+
+
+def test_deferring_leaves_the_order_of_computation_alone() -> None:
+    size = Size(4, 4, 5, update_scope=UpdateScope.GLOBAL)
+    schedule = catalogue.build("async-1f1b", size)
+    deferred = defer_updates(schedule, Line.of(schedule.pipelines, size))
+    for before, after in zip(schedule.programs, deferred.programs, strict=True):
+        assert [op for op in before if isinstance(op, Op) and op.kind is not OpKind.UPDATE] == [
+            op for op in after if isinstance(op, Op) and op.kind is not OpKind.UPDATE
+        ]
+        assert Counter(before) == Counter(after)
+    assert deferred.weight_rule is WeightRule.LIVE
+    assert Holder(0, 0) in deferred.holders
