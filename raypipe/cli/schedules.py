@@ -18,7 +18,7 @@ from raypipe.show.tables import table
 from raypipe.show.zoo import LEGEND, zoo_tables
 
 _COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")
-_WIDTH = 240
+_WIDTH = 260
 
 
 class _Sort(StrEnum):
