@@ -17,14 +17,16 @@ the validator already knows the Op to depend on, and an order that cannot deadlo
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from operator import itemgetter
 
 from raypipe.errors import PlanError
-from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, ops_of, reads
+from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, UpdateScope, ops_of, reads
 from raypipe.schedules.passes import add_reductions
 
 
@@ -321,7 +323,7 @@ class _Lowering:
                 items += [Send(message, peer) for message, peer in self.made.get((device, op), ())]
             if meets:
                 items += self.collectives.behind(ops)
-        return items
+        return items + [Await(collective) for collective in self.collectives.at_end.get(worker, ())]
 
     def _recvs(
         self, ops: tuple[Op, ...], incoming: dict[int, list[Message]], awaited: _Awaited, taken: dict[int, int], items: list[Item]
@@ -353,7 +355,8 @@ _NOT_COMPUTED = frozenset({OpKind.REDUCE, OpKind.PUBLISH})
 class _Collectives:
     """Where the devices of a schedule start and await their collectives.
 
-    Sums of replicas start at their G. What joins several stages, a norm over all or the sum of a tied weight, starts behind a
+    Sums of replicas start at their G. Weights that are published are taken part in at the P and awaited by what next concerns the
+    stage there. What joins several stages, a norm over all or the sum of a tied weight, starts behind a
     worker's last gradient for it, and is awaited by the first U that needs it there. Where these gradients are summed over
     replicas first, the sums must be there: it starts right before that U.
     """
@@ -364,6 +367,7 @@ class _Collectives:
         self.starts: dict[Op, list[Collective]] = {}
         self.awaits: dict[Op, list[Collective]] = {}
         self.late_starts: dict[Op, list[Collective]] = {}
+        self.at_end: dict[int, list[Collective]] = {}
         if schedule.forward_only:
             return
         self.joints = self._joints()
@@ -393,7 +397,22 @@ class _Collectives:
                 found[holder.worker] = min(found.get(holder.worker, (place.position, op)), (place.position, op))
         return {worker: op for worker, (_, op) in found.items()}
 
+    def _next_use(self) -> Callable[[Op], Op | None]:
+        """For a P, the next Op of its stage on its worker; `None` at the end."""
+        uses: dict[Holder, list[tuple[int, Op]]] = {}
+        for op, place in self.schedule.ops():
+            if op.kind is not OpKind.REDUCE:
+                uses.setdefault(self.schedule.holder(op), []).append((place.position, op))
+
+        def after(publication: Op) -> Op | None:
+            of_stage = uses[self.schedule.holder(publication)]
+            at = bisect.bisect_right(of_stage, self.schedule.places[publication].position, key=itemgetter(0))
+            return of_stage[at][1] if at < len(of_stage) else None
+
+        return after
+
     def _reductions(self) -> None:
+        next_use = self._next_use()
         for op, place in self.schedule.ops():
             if op.kind not in {OpKind.REDUCE, OpKind.PUBLISH}:
                 continue
@@ -410,9 +429,10 @@ class _Collectives:
                 if update not in self.schedule.places:  # another copy updates and publishes; the sum is taken part in all the same
                     update = op._replace(kind=OpKind.PUBLISH, part=0)
                 self.awaits.setdefault(update, []).append(collective)
+            elif (user := next_use(op)) is not None:
+                self.awaits.setdefault(user, []).append(collective)
             else:
-                # Weights that are published are needed by whatever runs next on this worker.
-                self.awaits.setdefault(op, []).append(collective)
+                self.at_end.setdefault(place.worker, []).append(collective)
 
     def _join(self, number: int, stages: frozenset[int], update: int) -> None:
         """One collective over the workers that update any of some stages."""
@@ -441,19 +461,12 @@ class _Collectives:
         """What is awaited before a slot."""
         joining = {CollectiveKind.NORM, CollectiveKind.TIED}
         for op in ops:
-            awaited = [
-                collective
-                for collective in self.awaits.get(op, ())
-                if len(collective.devices) > 1 and collective.kind is not CollectiveKind.WEIGHTS
-            ]
+            awaited = [collective for collective in self.awaits.get(op, ()) if len(collective.devices) > 1]
             yield from (Await(collective) for collective in awaited if collective.kind not in joining)
             yield from (Start(collective) for collective in self.late_starts.get(op, ()) if len(collective.devices) > 1)
             yield from (Await(collective) for collective in awaited if collective.kind in joining)
 
     def behind(self, ops: tuple[Op, ...]) -> Iterator[Item]:
-        """What is started behind a slot, and awaited at once where the slot publishes weights."""
+        """What is started behind a slot."""
         for op in ops:
             yield from (Start(collective) for collective in self.starts.get(op, ()) if len(collective.devices) > 1)
-            if op.kind is OpKind.PUBLISH:
-                published = (collective for collective in self.awaits.get(op, ()) if collective.kind is CollectiveKind.WEIGHTS)
-                yield from (Await(collective) for collective in published if len(collective.devices) > 1)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, Together, UpdateScope, ops_of
+from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Slot, Together, UpdateScope, ops_of
 
 
 def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
@@ -243,6 +243,36 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
 def recomputed_stages(schedule: Schedule) -> tuple[int, ...]:
     """The stages that some forward is run again of."""
     return tuple(sorted({op.stage for op, _ in schedule.ops() if op.kind is OpKind.RECOMPUTE}))
+
+
+def shard_optimizer(schedule: Schedule) -> Schedule:
+    """The schedule in which one copy of each stage is updated, the first pipeline's, and published to the others (P).
+
+    The others need no optimizer state: ZeRO stage 1 over the copies of a stage (Rajbhandari et al., SC 2020, arXiv 1910.02054). Where the
+    updates of several stages follow each other, a worker's own come first and the publications in one order behind them, so that
+    owners work at the same time.
+    """
+    owners = {holders[0] for holders in schedule.replicas if len(holders) > 1}
+    programs: list[tuple[Slot, ...]] = []
+    for program in schedule.programs:
+        slots: list[Slot] = []
+        block: list[Op] = []
+        for slot in program:
+            if isinstance(slot, Op) and slot.kind is OpKind.UPDATE:
+                block.append(slot)
+            else:
+                slots += [*_owned(schedule, block, owners), slot]
+                block = []
+        programs.append((*slots, *_owned(schedule, block, owners)))
+    return replace(schedule, programs=tuple(programs))
+
+
+def _owned(schedule: Schedule, updates: Sequence[Op], owners: Collection[Holder]) -> list[Op]:
+    """What takes the place of updates that follow each other on a worker."""
+    shared = [op for op in updates if len(schedule.replicas[op.stage]) > 1]
+    kept = [op for op in updates if op not in shared or schedule.holder(op) in owners]
+    publications = [op._replace(kind=OpKind.PUBLISH) for op in sorted(shared, key=lambda op: (op.index, op.stage))]
+    return [*kept, *publications]
 
 
 def merge_split_backwards(schedule: Schedule) -> Schedule:

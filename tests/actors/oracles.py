@@ -121,7 +121,9 @@ class _Dense:
 class HandPipeline:
     """One dense layer a stage, trained by SGD with the weights that the schedule's rule names, Op by Op, in numpy.
 
-    Forward keeps x and y of its own weights; backward multiplies with the weights of its own version: what `live` means.
+    Forward keeps x and y of its own weights; backward multiplies with the weights of its own version: what `live` means. Where the
+    forward is run again, x is kept alone and y is that of the weights at that moment. Copies of a stage are at a version each; the
+    version itself, made when the gradients of all microbatches are there, is one for all of them.
     """
 
     def __init__(self, model: Model, schedule: Schedule, batches: RandomRows, *, learning_rate: float, seed: int = 0) -> None:
@@ -133,11 +135,14 @@ class HandPipeline:
             module = build_layer(layer, index=index, seed=seed)
             weight, bias = (parameter.detach().numpy().copy() for parameter in module.parameters())
             self.history.append([_Dense(weight, bias, tanh=index < len(model.layers) - 1)])
+        self.newest: dict[tuple[int, int], int] = {}
         self.gradients: dict[tuple[int, int], list[np.ndarray]] = {}
+        self.counted: dict[tuple[int, int], int] = {}
         self.saved: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]] = {}
         self.outputs: dict[tuple[int, int], np.ndarray] = {}
         self.input_gradients: dict[tuple[int, int], np.ndarray] = {}
         self.losses: dict[int, float] = {}
+        self.mismatches: dict[int, int] = {}
 
     def run(self) -> None:
         """Runs all Ops of the window in some order that the programs allow."""
@@ -148,7 +153,7 @@ class HandPipeline:
             for worker, program in enumerate(self.schedule.programs):
                 while heads[worker] < len(program) and all(self._ready(op) for op in ops_of(program[heads[worker]])):
                     for op in ops_of(program[heads[worker]]):
-                        self._do(op)
+                        self._do(op, worker)
                     heads[worker] += 1
                     moved = True
         assert heads == [len(program) for program in self.schedule.programs]
@@ -159,36 +164,56 @@ class HandPipeline:
             return op.stage == 0 or (op.stage - 1, op.index) in self.outputs
         if op.kind is OpKind.BACKWARD:
             return op.stage == last or (op.stage + 1, op.index) in self.input_gradients
+        if op.kind is OpKind.UPDATE:
+            return self.counted.get((op.stage, op.index)) == self.schedule.num_microbatches
+        if op.kind is OpKind.PUBLISH:
+            return len(self.history[op.stage]) > op.index + 1
         return True
 
-    def _version(self, op: Op) -> _Dense:
-        versions = self.history[op.stage]
+    def _version(self, op: Op, worker: int) -> int:
+        update = op.index // self.schedule.num_microbatches
+        if self.schedule.weight_rule is WeightRule.FLUSH:
+            return update
         if self.schedule.weight_rule is WeightRule.DOUBLE_BUFFER:
-            return versions[max(op.index // self.schedule.num_microbatches - 1, 0)]
-        if self.schedule.weight_rule is WeightRule.STASH and op.kind is OpKind.BACKWARD:
-            return versions[self.saved[op.stage, op.index][0]]
-        return versions[-1]
+            return max(update - 1, 0)
+        if self.schedule.weight_rule is WeightRule.STASH and op.kind is not OpKind.FORWARD:
+            return self.saved[op.stage, op.index][0]
+        return self.newest.get((worker, op.stage), 0)
 
-    def _do(self, op: Op) -> None:
-        {OpKind.FORWARD: self._forward, OpKind.BACKWARD: self._backward, OpKind.UPDATE: self._update}[op.kind](op)
+    def _do(self, op: Op, worker: int) -> None:
+        match op.kind:
+            case OpKind.FORWARD | OpKind.RECOMPUTE:
+                self._forward(op, worker)
+            case OpKind.BACKWARD:
+                self._backward(op, worker)
+            case OpKind.UPDATE:
+                self._update(op)
+                self.newest[worker, op.stage] = op.index + 1
+            case OpKind.PUBLISH:
+                self.newest[worker, op.stage] = op.index + 1
 
     def _batch(self, op: Op, field: str) -> np.ndarray:
         array: np.ndarray = self.batches.batch(op.index, (0.0, 1.0))[field].numpy()
         return array
 
-    def _forward(self, op: Op) -> None:
-        layer = self._version(op)
+    def _forward(self, op: Op, worker: int) -> None:
+        version = self._version(op, worker)
+        layer = self.history[op.stage][version]
         x = self._batch(op, "inputs") if op.stage == 0 else self.outputs[op.stage - 1, op.index]
         y = x @ layer.weight.T + layer.bias
         y = np.tanh(y) if layer.tanh else y
-        self.saved[op.stage, op.index] = (self.history[op.stage].index(layer), x, y)
+        self.saved[op.stage, op.index] = (version, x, y)
+        if op.kind is OpKind.RECOMPUTE:
+            return
         self.outputs[op.stage, op.index] = y
         if op.stage == self.schedule.num_stages - 1:
             self.losses[op.index] = float(np.mean((y - self._batch(op, "targets")) ** 2))
 
-    def _backward(self, op: Op) -> None:
-        layer = self._version(op)
-        _, x, y = self.saved.pop((op.stage, op.index))
+    def _backward(self, op: Op, worker: int) -> None:
+        version = self._version(op, worker)
+        layer = self.history[op.stage][version]
+        before, x, y = self.saved.pop((op.stage, op.index))
+        self.mismatches[op.index] = max(self.mismatches.get(op.index, 0), version - before)
         if op.stage == self.schedule.num_stages - 1:
             gradient = 2 * (y - self._batch(op, "targets")) / y.size / self.schedule.num_microbatches
         else:
@@ -197,15 +222,19 @@ class HandPipeline:
             gradient = gradient * (1 - y**2)
         self.input_gradients[op.stage, op.index] = gradient @ layer.weight
         parts = [gradient.T @ x, gradient.sum(axis=0)]
-        sums = self.gradients.setdefault((op.stage, op.index // self.schedule.num_microbatches), [np.zeros_like(part) for part in parts])
+        key = (op.stage, op.index // self.schedule.num_microbatches)
+        sums = self.gradients.setdefault(key, [np.zeros_like(part) for part in parts])
+        self.counted[key] = self.counted.get(key, 0) + 1
         for total, part in zip(sums, parts, strict=True):
             np.add(total, part, out=total)
 
     def _update(self, op: Op) -> None:
-        newest = self.history[op.stage][-1]
+        versions = self.history[op.stage]
+        if len(versions) > op.index + 1:
+            return  # another copy has made it
         weight, bias = self.gradients.pop((op.stage, op.index))
         step = self.learning_rate
-        self.history[op.stage].append(_Dense(newest.weight - step * weight, newest.bias - step * bias, newest.tanh))
+        versions.append(_Dense(versions[-1].weight - step * weight, versions[-1].bias - step * bias, versions[-1].tanh))
 
 
 def largest_difference(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:

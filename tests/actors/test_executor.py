@@ -22,11 +22,11 @@ from raypipe.models.towers import two_towers
 from raypipe.schedules.catalogue import FAMILIES, build
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, UpdateScope, WeightRule, dependencies
 from raypipe.schedules.lower import Placement, Recv
-from raypipe.schedules.passes import add_reductions, evaluation, recompute, recomputed_stages
+from raypipe.schedules.passes import add_reductions, evaluation, recompute, recomputed_stages, shard_optimizer
 from raypipe.schedules.validate import facts, validate
 from raypipe.trace import SpanKind
 from tests.actors.oracles import HandPipeline, RandomRows, Trained, gradients_unsplit, largest_difference, layers_of, train_unsplit
-from tests.schedules.handwritten import async_one_f_one_b, halved, opposite_pipelines, pipedream, pipedream_2bw, two_branches
+from tests.schedules.handwritten import halved, opposite_pipelines, pipedream_2bw, two_branches
 
 LEARNING_RATE = 1e-2
 MAX_GRAD_NORM = 0.5
@@ -90,6 +90,8 @@ SCHEDULES = [
     pytest.param("chimera-halving", 4, 1, id="chimera-halving"),
     pytest.param("dualpipe", 2, 1, id="dualpipe"),
     pytest.param("dualpipe-v", 2, 2, id="dualpipe-v"),
+    pytest.param("amdp-flush", 4, 1, id="amdp-flush"),
+    pytest.param("amdp-flush", 3, 1, id="amdp-flush-three-devices"),
 ]
 
 
@@ -122,7 +124,7 @@ def test_twenty_updates_in_float32_equal_the_unsplit_model(
 
 
 def test_every_bundled_schedule_is_trained_here() -> None:
-    assert {str(case.values[0]) for case in SCHEDULES} == {family.name for family in FAMILIES}
+    assert {str(case.values[0]) for case in [*SCHEDULES, *ASYNCHRONOUS]} == {family.name for family in FAMILIES}
 
 
 def test_four_pipelines_equal_the_unsplit_model(unsplit: dict[torch.dtype, Trained]) -> None:
@@ -161,22 +163,41 @@ def test_two_branches_that_meet_equal_the_unsplit_model() -> None:
         assert largest_difference(copy, expected.layers[index]) < 1e-10
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        pytest.param(pipedream_2bw(4, 4, 3), id="2bw-over-three-updates"),
-        pytest.param(pipedream_2bw(4, 6, 5), id="2bw-over-five-updates"),
-        pytest.param(pipedream(4, 9), id="pipedream"),
-        pytest.param(async_one_f_one_b(4, 4, 4), id="live"),
-        pytest.param(async_one_f_one_b(4, 1, 9), id="live-with-an-update-a-microbatch"),
-    ],
-)
-def test_an_asynchronous_window_equals_its_rule_done_by_hand(schedule: Schedule) -> None:
-    model = mlp(num_layers=4, dtype="float64")
+ASYNCHRONOUS = [
+    pytest.param("pipedream", Size(4, 1, 9), id="pipedream"),
+    pytest.param("pipedream-2bw", Size(4, 4, 3), id="2bw-over-three-updates"),
+    pytest.param("pipedream-2bw", Size(4, 6, 5), id="2bw-over-five-updates"),
+    pytest.param("async-1f1b", Size(4, 4, 4), id="async-1f1b"),
+    pytest.param("async-1f1b", Size(4, 1, 9), id="async-1f1b-with-an-update-a-microbatch"),
+    pytest.param("async-1f1b", Size(4, 4, 4, update_scope=UpdateScope.GLOBAL), id="async-1f1b-global"),
+    pytest.param("async-interleaved", Size(3, 6, 4, 2), id="async-interleaved"),
+    pytest.param("async-interleaved", Size(3, 6, 4, 2, update_scope=UpdateScope.GLOBAL), id="async-interleaved-global"),
+    pytest.param("amdp", Size(4, 4, 6), id="amdp"),
+    pytest.param("amdp", Size(4, 12, 3), id="amdp-three-rounds"),
+    pytest.param("amdp", Size(4, 4, 6, update_scope=UpdateScope.GLOBAL), id="amdp-global"),
+    pytest.param("amdp", Size(8, 8, 4), id="amdp-eight-devices"),
+    pytest.param("amdp", Size(6, 12, 4, num_pipelines=2), id="amdp-two-pipelines-on-six-devices"),
+    pytest.param("amdp", Size(5, 10, 4, num_pipelines=2), id="amdp-five-devices"),
+]
+
+
+@pytest.mark.parametrize("published", [False, True], ids=["all-update", "owner-publishes"])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(("name", "size"), ASYNCHRONOUS)
+def test_an_asynchronous_window_equals_its_rule_done_by_hand(name: str, size: Size, again: bool, published: bool) -> None:
+    schedule = build(name, size)
+    if again:
+        schedule = recompute(schedule, range(0, schedule.num_stages, 2))
+    if published:
+        if len(schedule.pipelines) == 1:
+            pytest.skip("a copy alone owns itself")
+        schedule = shard_optimizer(schedule)
+    validate(schedule)
+    model = mlp(num_layers=schedule.num_stages, dtype="float64")
     batches = RandomRows()
     run = LocalPipeline(
         model,
-        cut=Cut.equal(4, 4, model.edges()),
+        cut=Cut.equal(schedule.num_stages, schedule.num_stages, model.edges()),
         schedule=schedule,
         batches=batches,
         optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
@@ -188,10 +209,13 @@ def test_an_asynchronous_window_equals_its_rule_done_by_hand(schedule: Schedule)
     for report in run.run_window():
         losses |= report.losses
     assert losses == pytest.approx(by_hand.losses, abs=1e-12)
-    for index, (copy,) in layers_of(run).items():
+    for index, copies in layers_of(run).items():
         newest = by_hand.history[index][-1]
-        assert np.allclose(copy[0].numpy(), newest.weight, rtol=0, atol=1e-12)
-        assert np.allclose(copy[1].numpy(), newest.bias, rtol=0, atol=1e-12)
+        for copy in copies:
+            assert np.allclose(copy[0].numpy(), newest.weight, rtol=0, atol=1e-12)
+            assert np.allclose(copy[1].numpy(), newest.bias, rtol=0, atol=1e-12)
+            assert all(torch.equal(mine, first) for mine, first in zip(copy, copies[0], strict=True))
+    assert again or max(by_hand.mismatches.values()) == facts(schedule).max_mismatch
 
 
 def test_a_2bw_window_holds_two_versions_and_ends_with_one() -> None:
