@@ -31,7 +31,7 @@ from raypipe.profile import LayerProfile, ModelProfile
 from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageTimes
 from raypipe.schedules.lower import Placement
-from raypipe.schedules.passes import evaluation, one_of_repeated, repeated
+from raypipe.schedules.passes import evaluation, one_of_repeated, repeated, shard_optimizer
 from raypipe.schedules.validate import validate
 from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink
@@ -249,9 +249,16 @@ class Named(Arrangement):
         return Calibration.load(path).of("shm" if shared else "gloo")
 
 
+def _sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
+    """The schedule with one updating copy of each stage, where the configuration asks for it and the schedule has none yet."""
+    if not config.scaling.shard_optimizer or any(op.kind is OpKind.PUBLISH for op, _ in schedule.ops()):
+        return schedule
+    return shard_optimizer(schedule)
+
+
 def _named_schedule(config: TrainConfig, num_updates: int, *, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0) -> Schedule:
     size = config.schedule.size(num_devices=config.scaling.num_devices, num_updates=num_updates)
-    schedule = build(config.schedule.name, dataclasses.replace(size, times=times, latency_s=latency_s))
+    schedule = _sharded(config, build(config.schedule.name, dataclasses.replace(size, times=times, latency_s=latency_s)))
     validate(schedule)
     if schedule.forward_only:
         raise ConfigError(f"schedule.name {config.schedule.name!r}: this order holds no backward; it cannot train")
@@ -291,7 +298,7 @@ class Planned(Arrangement):
             kind = plan.topology.device(gpus[0]).kind
             raise PlanError(f"the plan {plan.name!r} is for devices of kind {kind!r} ({gpus[0]}); stages train on devices of kind cpu")
         check_rows(plan.placement, plan.microbatch_size)
-        schedules = {size: window_of(plan.schedule, size) for size in sorted(window_sizes)}
+        schedules = {size: _sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
         super().__init__(config, model, schedules=schedules, placement=plan.placement)
         jobs(plan.schedule, plan.placement)  # says before anything is started what cannot be run
 

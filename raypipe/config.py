@@ -185,6 +185,8 @@ class ScalingConfig:
         layers_per_stage: the cut, one number a stage; left out for the best cut by measured layer times.
         transport: what carries the messages between stages; sums over several devices always go over gloo.
         calibration: a `raypipe.calibration/1` file for predictions; left out for what `raypipe calibrate` wrote on this machine.
+        shard_optimizer: whether of several pipelines' copies of a stage one alone keeps optimizer state; it updates and publishes the
+            weights to the others (ZeRO stage 1). Otherwise all of them update.
         measure_layers: whether the layers are measured also where a plan brings its profile; predictions are then made of what is
             measured, the plan stays.
     """
@@ -198,6 +200,7 @@ class ScalingConfig:
     layers_per_stage: tuple[int, ...] | None = None
     transport: Transport = Transport.AUTO
     calibration: str | None = None
+    shard_optimizer: bool = False
     measure_layers: bool = False
 
     def __post_init__(self) -> None:

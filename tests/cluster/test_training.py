@@ -13,11 +13,16 @@ import torch
 
 from raypipe.actors.checkpoint import Checkpoint
 from raypipe.actors.faults import FaultKind, FaultScript
+from raypipe.actors.local import LocalPipeline
+from raypipe.actors.report import mean_losses
+from raypipe.actors.stage import adamw
 from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Transport
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError, StageFailedError
 from raypipe.models.mlp import mlp
 from raypipe.plan import Plan
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.ir import Size
 from raypipe.trace import Source, Trace
 from raypipe.trainer import Progress, Result, Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, Trained, train_unsplit
@@ -35,6 +40,17 @@ def rows(split: str) -> RandomRows:
     return RandomRows()
 
 
+def adamw_settings(*, max_grad_norm: float | None) -> OptimizerConfig:
+    return OptimizerConfig(
+        learning_rate=LEARNING_RATE,
+        final_learning_rate=LEARNING_RATE,
+        warmup_updates=0,
+        beta2=0.999,
+        weight_decay=0.01,
+        max_grad_norm=max_grad_norm,
+    )
+
+
 def trainer(
     folder: Path,
     *,
@@ -46,6 +62,8 @@ def trainer(
     faults: FaultScript | None = None,
     message_timeout_s: float = 60.0,
     transport: Transport = Transport.AUTO,
+    max_grad_norm: float | None = MAX_GRAD_NORM,
+    shard_optimizer: bool = False,
 ) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
@@ -54,15 +72,8 @@ def trainer(
         schedule_config=ScheduleConfig(
             name=schedule, num_microbatches=NUM_MICROBATCHES, microbatch_size=NUM_ROWS, num_chunks=chunks, updates_per_window=7
         ),
-        optimizer_config=OptimizerConfig(
-            learning_rate=LEARNING_RATE,
-            final_learning_rate=LEARNING_RATE,
-            warmup_updates=0,
-            beta2=0.999,
-            weight_decay=0.01,
-            max_grad_norm=MAX_GRAD_NORM,
-        ),
-        scaling_config=ScalingConfig(num_devices=devices, transport=transport),
+        optimizer_config=adamw_settings(max_grad_norm=max_grad_norm),
+        scaling_config=ScalingConfig(num_devices=devices, transport=transport, shard_optimizer=shard_optimizer),
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=num_updates, checkpoint_every=checkpoint_every),
         faults=faults,
@@ -105,6 +116,29 @@ def test_twenty_updates_on_ray_actors_equal_the_unsplit_model(
         saved = result.checkpoint.load_layer(index)
         assert torch.allclose(saved["linear.weight"], weights[0], rtol=0, atol=1e-10)
         assert torch.allclose(saved["linear.bias"], weights[1], rtol=0, atol=1e-10)
+
+
+def test_asynchronous_pipelines_in_two_directions_train_and_copies_may_be_published(tmp_path: Path) -> None:
+    """Seven updates a window, drained between them; the first window is that of one process that follows the same rule."""
+    found = [
+        trainer(tmp_path / str(sharded), schedule="amdp", num_updates=14, max_grad_norm=None, shard_optimizer=sharded).fit()
+        for sharded in (False, True)
+    ]
+    assert found[0].losses == pytest.approx(found[1].losses, abs=1e-12)
+    schedule = build("amdp", Size(4, NUM_MICROBATCHES, 7))
+    model = mlp(num_layers=8, dtype="float64")
+    config = adamw_settings(max_grad_norm=None)
+    here = LocalPipeline(
+        model,
+        cut=found[0].plan.cut,
+        schedule=schedule,
+        batches=RandomRows(),
+        optimizer=lambda weights: adamw(config, weights),
+        learning_rate=lambda _: LEARNING_RATE,
+    )
+    losses = [loss for _ in range(2) for loss in mean_losses(here.run_window(), num_microbatches=NUM_MICROBATCHES)]
+    assert found[0].losses == pytest.approx(losses, abs=1e-12)
+    assert losses[-1] < losses[0]
 
 
 class Notices:
