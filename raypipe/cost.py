@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from raypipe.cut import Cut
 from raypipe.plan import Plan
 from raypipe.profile import ModelProfile
-from raypipe.schedules.ir import Op, OpKind, Schedule
+from raypipe.schedules.ir import Op, OpKind, Schedule, WeightRule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message, Placement
 from raypipe.schedules.passes import recomputed_stages
 from raypipe.schedules.validate import facts
@@ -215,7 +215,7 @@ def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = STATE_BYTES
         placement=plan.placement,
         devices=plan.devices,
         microbatch_size=plan.microbatch_size,
-        weight_versions=_weight_versions(plan),
+        weight_versions=weight_versions(plan.schedule, plan.placement),
         recomputed=recomputed_stages(plan.schedule),
         state_bytes_per_parameter_byte=state_bytes_per_parameter_byte,
     )
@@ -294,15 +294,14 @@ def crossing_bytes(profile: ModelProfile, cut: Cut) -> dict[tuple[int, int], int
     return {ends: sum(of_layers.values()) for ends, of_layers in widest.items()}
 
 
-def _weight_versions(plan: Plan) -> dict[int, float]:
-    """For each device, weight copies over stages held."""
-    held = Counter(holder.worker for holder in plan.schedule.holders)
-    copies = facts(plan.schedule).weight_copies
+def weight_versions(schedule: Schedule, placement: Placement) -> dict[int, float]:
+    """For each device, weight copies over stages held; nothing where all hold one version."""
+    if schedule.weight_rule in {WeightRule.FLUSH, WeightRule.LIVE}:
+        return {}
+    held = Counter(holder.worker for holder in schedule.holders)
+    copies = facts(schedule).weight_copies
     return {
-        device: copies[worker] / held[worker]
-        for worker, members in enumerate(plan.placement.workers)
-        if held[worker]
-        for device, _ in members
+        device: copies[worker] / held[worker] for worker, members in enumerate(placement.workers) if held[worker] for device, _ in members
     }
 
 

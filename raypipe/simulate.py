@@ -21,7 +21,7 @@ from raypipe.cost import Cost, SharedCompute, plan_cost
 from raypipe.plan import Plan
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Collective, Compute, DeviceProgram, Message, Recv, Send, Start, lower
-from raypipe.trace import Source, Span, SpanKind, Trace
+from raypipe.trace import Source, Span, SpanKind, Trace, steady_s
 
 # What an item is, in the inner loop.
 _COMPUTE, _SEND, _RECV, _START, _AWAIT = range(5)
@@ -191,6 +191,11 @@ class Timing:
         """Seconds per update, as `Trace.update_s`."""
         ends = self.update_ends_s
         return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0]
+
+    @property
+    def steady_update_s(self) -> float:
+        """Seconds per update far from the ends of the window, as `Trace.steady_update_s`."""
+        return steady_s(self.update_ends_s) or self.update_s
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -67,6 +68,13 @@ class Source(StrEnum):
     SIMULATED = "simulated"
     REHEARSED = "rehearsed"
     MEASURED = "measured"
+
+
+def steady_s(ends: Sequence[float]) -> float | None:
+    """The mean time between the ends of updates in the middle half of a window; `None` where there are too few."""
+    quarter = len(ends) // 4
+    first, last = quarter, len(ends) - 1 - quarter
+    return (ends[last] - ends[first]) / (last - first) if last > first else None
 
 
 @dataclass(frozen=True)
@@ -159,10 +167,7 @@ class Trace:
     @property
     def steady_update_s(self) -> float:
         """Seconds per update far from the ends of the window: over the middle half of its updates."""
-        ends = self.update_ends_s
-        quarter = len(ends) // 4
-        first, last = quarter, len(ends) - 1 - quarter
-        return (ends[last] - ends[first]) / (last - first) if last > first else self.update_s
+        return steady_s(self.update_ends_s) or self.update_s
 
     def of_updates(self, first: int, end: int) -> Trace:
         """The part from the end of update `first` - 1 to that of update `end` - 1, with times counted from its begin."""

@@ -36,6 +36,11 @@ from raypipe.topology import ClusterTopology
 @click.option("--batch-size", type=COUNT, help="Rows of an update, instead of --microbatches: how to divide them is chosen, too.")
 @click.option("--planner", default="raypipe", show_default=True, help=f"One of {', '.join(planner.name for planner in PLANNERS)}.")
 @click.option("--schedule", default=AUTO, show_default=True, help="Name of the order of Ops, or auto to choose.")
+@click.option(
+    "--max-staleness", type=click.IntRange(0), help="Most updates between the weights of a forward and those that its gradient changes."
+)
+@click.option("--max-mismatch", type=click.IntRange(0), help="Most weight versions between the forward and the backward of a microbatch.")
+@click.option("--updates-per-window", type=COUNT, default=10, show_default=True, help="Updates between two drains, where updates overlap.")
 @click.option("--recompute/--no-recompute", default=True, show_default=True, help="Whether forwards may run again where memory is short.")
 @click.option("--effort", type=click.FloatRange(0.01, 100), default=1.0, show_default=True, help="How hard to search, over the usual.")
 @click.option("--compare", is_flag=True, help="Show what every planner finds, too.")
@@ -50,6 +55,9 @@ def plan(
     batch_size: int | None,
     planner: str,
     schedule: str,
+    max_staleness: int | None,
+    max_mismatch: int | None,
+    updates_per_window: int,
     recompute: bool,
     effort: float,
     compare: bool,
@@ -61,7 +69,16 @@ def plan(
     if (batch_size is None) == (microbatches is None) or (batch_size is not None and microbatch_size is not None):
         raise click.UsageError("give either --microbatches, with --microbatch-size if it is not the profile's, or --batch-size")
     num_rows = batch_size or microbatch_size or model.microbatch_size
-    problem = Problem(model, ClusterTopology.load(topology), microbatches or 1, num_rows, recompute=recompute)
+    problem = Problem(
+        model,
+        ClusterTopology.load(topology),
+        microbatches or 1,
+        num_rows,
+        recompute=recompute,
+        max_staleness=max_staleness,
+        max_mismatch=max_mismatch,
+        updates_per_window=updates_per_window,
+    )
     budget = Budget.usual(problem.num_devices, effort=effort)
     began_s = time.perf_counter()
     if batch_size is not None:

@@ -18,10 +18,11 @@ from raypipe.planner.layout import Judge, Layout
 from raypipe.planner.problem import Group, Problem
 from raypipe.schedules.ir import OpKind, Schedule, Size
 
-ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v")
+ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v", "amdp-flush")
+ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp")
+"""Orders whose updates overlap; those of one stage a worker are here, too, as their busiest worker alone counts."""
 
-
-_NUM_CHUNKS = {"interleaved": (2, 3, 4)}
+_NUM_CHUNKS = {"interleaved": (2, 3, 4), "async-interleaved": (2, 3, 4)}
 """Stages a worker that are tried; of the other orders two, or one where that is their number."""
 
 
@@ -29,14 +30,25 @@ def layouts(judge: Judge, workers: tuple[Group, ...], order: str) -> Iterator[La
     """The order on these workers, with its cut balanced over them; nothing where it cannot take so many workers, layers or microbatches."""
     problem = judge.problem
     for num_chunks in _NUM_CHUNKS.get(order, (2, 1)):
-        try:
-            schedule = build(order, Size(len(workers), problem.num_microbatches, num_chunks=num_chunks))
-        except ScheduleError:
-            continue
-        if schedule.num_stages <= problem.num_layers:
-            yield Layout(balanced(judge, workers, schedule), workers, order)
-        if order not in _NUM_CHUNKS:
+        done = False
+        for num_pipelines in _num_pipelines(order, len(workers)):
+            try:
+                schedule = build(order, Size(len(workers), problem.num_microbatches, num_chunks=num_chunks, num_pipelines=num_pipelines))
+            except ScheduleError:
+                continue
+            done = order not in _NUM_CHUNKS
+            if schedule.num_stages <= problem.num_layers:
+                yield Layout(balanced(judge, workers, schedule), workers, order, num_pipelines=num_pipelines)
+        if done:
             return
+
+
+def _num_pipelines(order: str, num_workers: int) -> tuple[int, ...]:
+    """Numbers of pipelines that are tried: the order's own, and for AMDP fewer, which need as many fewer copies of the weights."""
+    if order not in {"amdp", "amdp-flush"}:
+        return (0,)
+    halves = [number for number in (num_workers // 4, num_workers // 8, 2) if 1 < number < num_workers // 2]
+    return (0, *dict.fromkeys(halves))
 
 
 def balanced(judge: Judge, workers: tuple[Group, ...], schedule: Schedule) -> tuple[int, ...]:

@@ -16,17 +16,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raypipe.cost import layout_cost
+from raypipe.cost import layout_cost, weight_versions
 from raypipe.cut import Cut
 from raypipe.errors import ScheduleError
-from raypipe.own_schedules import build
+from raypipe.own_schedules import build, family
 from raypipe.plan import Plan, Predicted, Replica
 from raypipe.planner.problem import Group, Problem
 from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules import list_order
-from raypipe.schedules.ir import Schedule, Size, StageGraph
+from raypipe.schedules.ir import Schedule, Size, StageGraph, WeightRule
 from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.passes import recompute
+from raypipe.schedules.validate import facts
 from raypipe.simulate import Numbered, Timing
 
 
@@ -39,6 +40,7 @@ class Layout:
         workers: the devices of each worker.
         order: name of the schedule.
         max_in_flight: most activations that a device may hold, for the orders that take a limit.
+        num_pipelines: for the orders that have several; 0 lets the order choose.
         recomputed: the stages whose forwards are run again; `None` for those that do not fit otherwise.
     """
 
@@ -46,6 +48,7 @@ class Layout:
     workers: tuple[Group, ...]
     order: str = "1f1b"
     max_in_flight: int | None = None
+    num_pipelines: int = 0
     recomputed: tuple[int, ...] | None = None
 
     @property
@@ -56,7 +59,8 @@ class Layout:
     def __str__(self) -> str:
         sizes = [end - first for first, end in zip(self.cuts, self.cuts[1:], strict=False)]
         again = f", forwards of stages {list(self.recomputed)} twice" if self.recomputed else ""
-        return f"{self.order}: layers {sizes} on devices {[list(group) for group in self.workers]}{again}"
+        pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines else ""
+        return f"{self.order}: layers {sizes} on devices {[list(group) for group in self.workers]}{pipelines}{again}"
 
 
 class Channel(NamedTuple):
@@ -79,18 +83,21 @@ class Judged:
 
     Attributes:
         layout: what was simulated.
-        timing: of one update.
+        timing: of one update, or of a few where updates overlap.
         missing_bytes: of memory, on the device that lacks most; 0 where all fits.
+        num_updates: of the window that is planned.
     """
 
     layout: Layout
     timing: Timing
     missing_bytes: float
+    num_updates: int = 1
 
     @property
     def update_s(self) -> float:
-        """Seconds of one update."""
-        return self.timing.makespan_s
+        """Seconds of one update: its part of the whole window, with what fills and drains the pipeline."""
+        more = self.num_updates - max(len(self.timing.order.updates), 1)
+        return (self.timing.makespan_s + more * self.timing.steady_update_s) / self.num_updates
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -109,6 +116,8 @@ class Judge:
 
     problem: Problem
     numbered: dict[object, tuple[Schedule, Numbered] | None] = field(default_factory=dict, repr=False)
+    too_stale: set[tuple[int, int]] = field(default_factory=set, repr=False)
+    """Delay and mismatch of orders that were passed over because the problem allows less."""
     _channels: dict[tuple[Group, Group], Channel] = field(default_factory=dict)
     _stages: dict[tuple[Group, int, int], tuple[float, float, float]] = field(default_factory=dict)
 
@@ -243,23 +252,31 @@ class Judge:
         return again if again is not None and again.rank < found.rank else found
 
     def _simulate(self, layout: Layout) -> Judged | None:
-        problem = self.problem
         shares = self.shares(layout)
         if shares is None:
             return None
         cut = self.cut(layout)
-        key = (layout.order, layout.max_in_flight, layout.num_stages, layout.recomputed, cut.graph, shares)
+        key = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.num_stages, layout.recomputed, cut.graph, shares)
         if key not in self.numbered:
             placement = _placement(shares)
             try:
-                schedule = self.schedule(layout, cut)
-                self.numbered[key] = (schedule, Numbered(lower(schedule, placement)))
+                schedule = self.schedule(layout, cut, num_updates=min(self.num_updates(layout), _JUDGED_UPDATES))
+                allowed = self._allowed(schedule)
+                self.numbered[key] = (schedule, Numbered(lower(schedule, placement))) if allowed else None
             except ScheduleError:
                 self.numbered[key] = None
         known = self.numbered[key]
-        if known is None:
-            return None
-        schedule, numbered = known
+        return None if known is None else self._timed(layout, *known)
+
+    def timed(self, layout: Layout, schedule: Schedule) -> Judged:
+        """A layout that can be simulated, with an order of more updates."""
+        shares = self.shares(layout)
+        assert shares is not None, "a simulated layout can be divided"
+        return self._timed(layout, schedule, Numbered(lower(schedule, _placement(shares))))
+
+    def _timed(self, layout: Layout, schedule: Schedule, numbered: Numbered) -> Judged:
+        problem, cut, shares = self.problem, self.cut(layout), self.shares(layout)
+        assert shares is not None, "it has an order"
         cost = layout_cost(
             profile=problem.profile,
             topology=problem.topology,
@@ -268,6 +285,7 @@ class Judge:
             placement=_placement(shares),
             devices=self.devices(layout),
             microbatch_size=problem.microbatch_size,
+            weight_versions=weight_versions(schedule, _placement(shares)),
             state_bytes_per_parameter_byte=problem.state_bytes_per_parameter_byte,
             recomputed=layout.recomputed or (),
         )
@@ -276,7 +294,18 @@ class Judge:
         missing = 0.0
         if any(problem.memory_bytes[device] < math.inf for device in devices):
             missing = max(peak - problem.memory_bytes[device] for peak, device in zip(timing.peak_memory_bytes, devices, strict=True))
-        return Judged(layout, timing, max(missing, 0.0))
+        return Judged(layout, timing, max(missing, 0.0), self.num_updates(layout))
+
+    def _allowed(self, schedule: Schedule) -> bool:
+        """Whether an order is no staler than the problem allows."""
+        if schedule.weight_rule is WeightRule.FLUSH:
+            return True
+        known = facts(schedule)
+        limits = (self.problem.max_staleness, known.max_delay), (self.problem.max_mismatch, known.max_mismatch)
+        if all(limit is None or found <= limit for limit, found in limits):
+            return True
+        self.too_stale.add((known.max_delay, known.max_mismatch))
+        return False
 
     # Parts of a plan
 
@@ -303,8 +332,12 @@ class Judge:
     def _edges(self) -> tuple[tuple[int, int], ...]:
         return tuple((edge.producer, edge.consumer) for edge in self.problem.profile.edges())
 
-    def schedule(self, layout: Layout, cut: Cut) -> Schedule:
-        """One update in the layout's order.
+    def num_updates(self, layout: Layout) -> int:
+        """Updates of the order that is planned: one, which is repeated, or a window of them where they overlap."""
+        return 1 if family(layout.order).weight_rule is WeightRule.FLUSH else self.problem.updates_per_window
+
+    def schedule(self, layout: Layout, cut: Cut, *, num_updates: int) -> Schedule:
+        """So many updates in the layout's order.
 
         Raises:
             ScheduleError: the order cannot take so many workers, stages or microbatches.
@@ -313,7 +346,14 @@ class Judge:
         num_chunks, odd = divmod(layout.num_stages, num_workers)
         if odd:
             raise ScheduleError(f"{layout.num_stages} stages cannot be dealt to {num_workers} workers evenly")
-        size = Size(num_workers, self.problem.num_microbatches, num_chunks=num_chunks, max_in_flight=layout.max_in_flight)
+        size = Size(
+            num_workers,
+            self.problem.num_microbatches,
+            num_updates=num_updates,
+            num_chunks=num_chunks,
+            num_pipelines=layout.num_pipelines,
+            max_in_flight=layout.max_in_flight,
+        )
         schedule = build(layout.order, size)
         if schedule.num_stages != layout.num_stages:
             raise ScheduleError(f"{layout.order} has {schedule.num_stages} stages on {num_workers} workers, not {layout.num_stages}")
@@ -327,7 +367,10 @@ class Judge:
         shares = self.shares(layout)
         assert shares is not None, "a simulated layout can be divided"
         cut = self.cut(layout)
-        trace = judged.timing.trace(name=problem.profile.name)
+        schedule = self.schedule(layout, cut, num_updates=self.num_updates(layout))
+        if schedule.num_updates != len(judged.timing.order.updates):
+            judged = self.timed(layout, schedule)
+        trace = judged.timing.trace(name=problem.profile.name, num_updates=schedule.num_updates)
         return Plan(
             name=problem.profile.name,
             planner=planner,
@@ -337,11 +380,11 @@ class Judge:
                 tuple(Replica(device=problem.names[device], share=share) for device, share in zip(group, of_group, strict=True))
                 for group, of_group in zip(layout.workers, shares, strict=True)
             ),
-            order=ScheduleFile.of(self.schedule(layout, cut)),
+            order=ScheduleFile.of(schedule),
             profile=problem.profile,
             topology=problem.topology,
             predicted=Predicted(
-                update_s=trace.update_s,
+                update_s=judged.update_s,
                 bubble_ratio=trace.bubble_ratio,
                 device_bubble_ratios=trace.device_bubble_ratios,
                 peak_memory_bytes=trace.peak_memory_bytes,
@@ -369,6 +412,9 @@ def _placement(shares: Sequence[Sequence[float]]) -> Placement:
 
 _Divided = tuple[Group, Sequence[int]]
 """The devices of a worker and the rows of each."""
+
+_JUDGED_UPDATES = 5
+"""Of a window whose updates overlap: the first fills, the last drains, and those in the middle are as all others."""
 
 _MANY = 64
 """Beyond so many devices arrays are faster than loops."""

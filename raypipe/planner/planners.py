@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, zip_longest
 
 from raypipe.errors import PlanError, UnknownNameError
 from raypipe.own_schedules import family
@@ -16,7 +16,7 @@ from raypipe.planner.bound import plan_bound
 from raypipe.planner.canonical import canonical, renumbered
 from raypipe.planner.layout import Judge, Judged, Layout
 from raypipe.planner.partition import MOST_UNITS
-from raypipe.planner.problem import Problem
+from raypipe.planner.problem import Group, Problem
 from raypipe.planner.search import Budget, Search, better
 from raypipe.show.amounts import size
 
@@ -86,7 +86,24 @@ def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budge
     """
     judge = Judge(problem)
     found = solve(judge, name=name, schedule=schedule, budget=budget)
-    return judge.plan(found, planner=name, lower_bound_s=plan_bound(problem).update_s)
+    return judge.plan(found, planner=name, lower_bound_s=_bound_s(problem, schedule))
+
+
+def _bound_s(problem: Problem, schedule: str) -> float:
+    """Seconds that no plan beats; where updates may overlap, a part of what their microbatches take as one long update."""
+    if not _asynchronous_orders(problem, schedule):
+        return plan_bound(problem).update_s
+    count = problem.updates_per_window
+    return plan_bound(replace(problem, num_microbatches=problem.num_microbatches * count)).update_s / count
+
+
+def _asynchronous_orders(problem: Problem, schedule: str) -> tuple[str, ...]:
+    """The orders whose updates overlap that may be chosen."""
+    if schedule == AUTO:
+        return chunks.ASYNCHRONOUS if problem.max_staleness else ()
+    if schedule in chunks.ASYNCHRONOUS:
+        return (schedule,)
+    return ()
 
 
 def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISIONS) -> list[tuple[int, int]]:
@@ -150,6 +167,12 @@ def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: 
         found = _canonically_searched(judge, schedule, budget or Budget.usual(problem.num_devices))
     else:
         found = _best_of(chosen.layouts, judge, schedule)
+    if found is None and judge.too_stale:
+        delay, mismatch = min(judge.too_stale)
+        raise PlanError(
+            f"every plan with schedule {schedule!r} is staler than allowed (max_staleness {problem.max_staleness}, max_mismatch "
+            f"{problem.max_mismatch}); use more microbatches, or allow --max-staleness {delay} --max-mismatch {mismatch}"
+        )
     if found is None:
         raise PlanError(
             f"planner {name!r} has no plan with schedule {schedule!r} for {problem.num_layers} layers, {problem.num_devices} devices and "
@@ -197,11 +220,12 @@ def _proposed(judge: Judge, schedule: str) -> Iterator[Judged]:
 
 def _searched(judge: Judge, schedule: str, budget: Budget, begin: list[Layout]) -> Judged | None:
     """The search over orders of one stage a worker, then every other order on the workers of what it found."""
+    overlapping = _asynchronous_orders(judge.problem, schedule)
     several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
-    single = ("1f1b", "list") if several else (schedule,)
+    single = ("1f1b", "list") if several or overlapping else (schedule,)
     search = Search(judge, single, budget, begin)
     best = search.run()
-    if not several:
+    if not several and not overlapping:
         return best
     tops = search.best_layouts(max(budget.num_simulations // 30, 1))
     others: Judged | None = None
@@ -213,13 +237,24 @@ def _searched(judge: Judge, schedule: str, budget: Budget, begin: list[Layout]) 
                 found = better(found, judge.simulate(replace(top, order=order, max_in_flight=None)))
             if found is not None:
                 others = better(others, search.improved([found], budget.num_simulations // 4 - 1, slack=_SLACK))
-    candidates = (layout for order in several for top in tops for layout in chunks.layouts(judge, top.workers, order))
-    for layout in islice(candidates, max(budget.num_simulations // 3, 1)):
+    flushed = (layout for order in several for top in tops for layout in chunks.layouts(judge, top.workers, order))
+    candidates = list(islice(flushed, max(budget.num_simulations // 3, 1)))
+    # Without a flush a long pipeline has no bubble, so that devices need not be replicas for its sake.
+    workers = list(dict.fromkeys([*(_one_each(top.workers) for top in tops), *(top.workers for top in tops)]))
+    rows = [chain.from_iterable(map(partial(chunks.layouts, judge, order=order), workers)) for order in overlapping]
+    # In turns, so that each order is tried on the best workers where not all can be.
+    in_turns = (layout for turn in zip_longest(*rows) for layout in turn if layout is not None)
+    for layout in chain(candidates, islice(in_turns, max(budget.num_simulations // 3, 1))):
         others = better(others, _climbed(judge, judge.simulate(layout), most_steps=budget.num_simulations // 30))
     if schedule != AUTO or best is None or others is None:
         return others if schedule != AUTO else best or others
     # What divides backwards or stages costs more than it says here: it must be ahead by more than predictions are wrong.
     return others if (others.missing_bytes, others.update_s * _MARGIN) < best.rank else best
+
+
+def _one_each(workers: tuple[Group, ...]) -> tuple[Group, ...]:
+    """The devices of some workers as a worker each, in the same order."""
+    return tuple((device,) for group in workers for device in group)
 
 
 def _climbed(judge: Judge, judged: Judged | None, *, most_steps: int) -> Judged | None:

@@ -37,9 +37,13 @@ class Problem:
         microbatch_size: rows of a microbatch.
         state_bytes_per_parameter_byte: gradients and optimizer state.
         recompute: whether forwards may be run again where memory is short.
+        max_staleness: the most updates between the weights of a forward and those that its gradient changes; `None` for none where the
+            order is to be chosen, and as many as it has where it is named.
+        max_mismatch: likewise the most weight versions between the forward and the backward of a microbatch.
+        updates_per_window: updates between two drains, for orders whose updates overlap.
 
     Raises:
-        PlanError: a count is below 1.
+        PlanError: a count is below 1, or a limit below 0.
     """
 
     profile: ModelProfile
@@ -48,13 +52,19 @@ class Problem:
     microbatch_size: int
     state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE
     recompute: bool = True
+    max_staleness: int | None = None
+    max_mismatch: int | None = None
+    updates_per_window: int = 10
     _rows: dict[Group, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _demands: dict[Group, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("num_microbatches", "microbatch_size"):
+        for name in ("num_microbatches", "microbatch_size", "updates_per_window"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_staleness", "max_mismatch"):
+            if (getattr(self, name) or 0) < 0:
+                raise PlanError(f"{name} must be at least 0, got {getattr(self, name)}")
 
     @property
     def num_layers(self) -> int:

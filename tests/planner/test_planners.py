@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from raypipe.planner.planners import PLANNERS, best_division, divided, make, sol
 from raypipe.planner.problem import Problem
 from raypipe.planner.search import Budget
 from raypipe.profile import LayerProfile, ModelProfile
+from raypipe.schedules.ir import WeightRule
+from raypipe.schedules.validate import facts
 from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
 from tests.planner.instances import islands, random_problem
@@ -190,3 +193,56 @@ def test_an_order_that_no_number_of_workers_suits_is_refused() -> None:
     problem = random_problem(1, num_devices=1, num_layers=2)
     with pytest.raises(PlanError, match=r"no plan with schedule 'dualpipe' for 2 layers, 1 device"):
         make(problem, schedule="dualpipe", budget=SMALL)
+
+
+# Asynchronous orders
+
+
+def uniform_chain(num_devices: int = 4, num_microbatches: int = 8, **changed: Any) -> Problem:
+    """Equal layers and devices, and microbatches of one row, so that stages stay single."""
+    profile = ModelProfile.uniform(16, output_bytes=1, parameter_bytes=1000, saved_bytes=1, microbatch_size=1)
+    topology = ClusterTopology.uniform(num_devices, bandwidth_bytes_per_s=1e4)
+    return Problem(profile, topology, num_microbatches, 1, **changed)
+
+
+@pytest.mark.parametrize("name", ["async-1f1b", "pipedream-2bw", "async-interleaved", "amdp"])
+def test_a_plan_whose_updates_overlap_promises_its_part_of_a_window(name: str) -> None:
+    problem = uniform_chain(updates_per_window=7)
+    plan = make(problem, schedule=name, budget=SMALL)
+    assert (plan.order.name, plan.order.num_updates) == (name, 7)
+    assert plan.predicted is not None
+    assert plan.predicted.lower_bound_s is not None
+    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / 7)
+    assert plan.predicted.lower_bound_s <= plan.predicted.update_s
+    if name != "amdp":  # a round of which has a bubble, too
+        assert plan.predicted.update_s < make(problem, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
+
+
+def test_orders_that_are_stale_are_chosen_only_where_that_is_allowed() -> None:
+    assert make(uniform_chain(), budget=SMALL).order.weight_rule is WeightRule.FLUSH
+    assert make(uniform_chain(max_staleness=0, max_mismatch=0), budget=SMALL).order.weight_rule is WeightRule.FLUSH
+    for mismatch in (0, 1):
+        plan = make(uniform_chain(max_staleness=1, max_mismatch=mismatch), budget=SMALL)
+        assert plan.order.weight_rule is not WeightRule.FLUSH
+        known = facts(plan.schedule)
+        assert known.max_delay <= 1
+        assert known.max_mismatch <= mismatch
+
+
+def test_limits_that_no_plan_keeps_are_refused_with_what_would_do() -> None:
+    problem = uniform_chain(num_microbatches=1, max_staleness=1, max_mismatch=1)
+    said = r"every plan with schedule 'pipedream' is staler than allowed .* allow --max-staleness \d --max-mismatch 0"
+    with pytest.raises(PlanError, match=said):
+        make(problem, name="1f1b-equal", schedule="pipedream")
+    make(replace(problem, max_staleness=3), name="1f1b-equal", schedule="pipedream")
+    assert len(make(problem, schedule="pipedream", budget=SMALL).stages) == 2  # which are one update behind each other
+    with pytest.raises(PlanError, match="max_staleness must be at least 0, got -1"):
+        uniform_chain(max_staleness=-1)
+
+
+def test_versions_of_the_weights_take_memory() -> None:
+    problem = uniform_chain()
+    live, buffered = (make(problem, schedule=name, budget=SMALL).predicted for name in ("async-1f1b", "pipedream-2bw"))
+    assert live is not None
+    assert buffered is not None
+    assert max(buffered.peak_memory_bytes) - max(live.peak_memory_bytes) == pytest.approx(4 * 1000, rel=1e-3)
