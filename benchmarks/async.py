@@ -1,0 +1,298 @@
+"""Asynchronous against synchronous schedules on the shapes of the AMDP paper, simulated.
+
+    python benchmarks/async.py [--models gpt bert] [--devices 4 8 16] [--scope stage] [--scope global] [--json FILE]
+
+A GPT of 1.56 and a BERT of 1.04 thousand million parameters (48 and 32 blocks, H = 1600), microbatches of 4 sequences, as in Chen,
+Wu and Yu (ICML 2026, arXiv 2605.29664), whose figures are 8 A800 on NVLink; 16 devices are two such nodes with 100 Gbit/s a device.
+Times of layers are counted, not measured (`models.py`), and an Adam step moves 28 bytes a parameter. Every schedule runs the same work
+with two cuts: equal numbers of blocks, with the embedding in the first stage and the head in the last, as in the paper; and its own
+best one, chosen by simulation among cuts for the longest stage, for the sums over each device's stages and what single layers more or
+less make of them. Reductions of gradients, publications of weights (ZeRO-1 where a stage has
+copies) and the messages' bytes are in the times.
+
+`stage`: untied weights, each stage clips by its own norm; `global`: one norm over all stages, for which every update waits. Under it the
+asynchronous schedules of one pipeline update where all gradients have arrived (`defer_updates`), not where their own stage's have.
+Printed for each case: sequences a second far from the ends of a window, how far amdp is ahead, bubble, most memory of a device, mismatch,
+delay.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from models import MEMORY_BYTES_PER_S, Transformer
+from rounds import print_table, write_json
+
+from raypipe.cost import Cost, layout_cost, weight_versions
+from raypipe.cut import Cut
+from raypipe.errors import ScheduleError
+from raypipe.planner.balance import balanced_cut
+from raypipe.planner.chunks import balanced, neighbours
+from raypipe.planner.layout import Judge, Layout
+from raypipe.planner.problem import Problem
+from raypipe.profile import ModelProfile
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.dispatch import Line, defer_updates
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule
+from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.passes import shard_optimizer
+from raypipe.schedules.validate import facts
+from raypipe.simulate import Numbered, Timing
+from raypipe.topology import ClusterTopology, Device, Node, NodeLink
+
+ROWS = 4
+"""Sequences of a microbatch."""
+SHAPES = {
+    "gpt": Transformer(num_blocks=48, hidden=1600, sequence=1024, vocabulary=50304, num_rows=ROWS),
+    "bert": Transformer(num_blocks=32, hidden=1600, sequence=1024, vocabulary=30528, num_rows=ROWS, head_product=True),
+}
+BATCHES = {4: (16, 32, 64, 128), 8: (32, 64, 128), 16: (64, 128, 256)}
+"""Sequences of an update, by the number of devices."""
+NUM_UPDATES = 9
+NUM_TRIAL_UPDATES = 5
+"""Of the windows by which cuts are chosen."""
+MOST_STEPS = 6
+ADAM_BYTES = 28
+"""What a step reads and writes for a parameter: gradient, master weight and two moments, the last three also back, and the weight."""
+LATENCY_S = 10e-6
+STATE = 7.0
+"""Bytes of gradient, master weight and moments over those of a half-precision weight."""
+STATE_WITHOUT_OPTIMIZER = 1.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule of the comparison.
+
+    Attributes:
+        name: of the schedule.
+        chunks: stages a device.
+        pipelines: 0 for the schedule's own number.
+    """
+
+    name: str
+    chunks: int = 1
+    pipelines: int = 0
+
+    def __str__(self) -> str:
+        more = f" V={self.chunks}" if self.chunks > 1 else f" N={self.pipelines}" if self.pipelines else ""
+        return self.name + more
+
+
+CASES = (
+    Case("1f1b"),
+    Case("interleaved", chunks=2),
+    Case("interleaved", chunks=3),
+    Case("interleaved", chunks=4),
+    Case("zb-auto"),
+    Case("chimera"),
+    Case("pipedream-2bw"),
+    Case("async-1f1b"),
+    Case("async-interleaved", chunks=2),
+    Case("async-interleaved", chunks=3),
+    Case("async-interleaved", chunks=4),
+    Case("amdp-flush"),
+    Case("amdp", pipelines=2),
+    Case("amdp"),
+)
+OWN = "amdp"
+
+
+def profile_of(name: str) -> ModelProfile:
+    """The shape's profile, with the optimizer's steps."""
+    profile = SHAPES[name].profile(name)
+    layers = tuple(replace(layer, update_s=layer.parameter_bytes / 2 * ADAM_BYTES / MEMORY_BYTES_PER_S) for layer in profile.layers)
+    return replace(profile, layers=layers)
+
+
+def cluster(num_devices: int) -> ClusterTopology:
+    """Nodes of up to eight A800: 400 GB/s of NVLink in both directions together, 100 Gbit/s a device between nodes."""
+    names = ["a", "b"][: -(-num_devices // 8)]
+    nodes = tuple(
+        Node(
+            name=name,
+            devices=tuple(Device(f"{name}/{number}", "gpu", 80_000_000_000) for number in range(min(num_devices, 8))),
+            link=NodeLink(bandwidth_bytes_per_s=200e9, latency_s=LATENCY_S),
+        )
+        for name in names
+    )
+    return ClusterTopology(name="A800", nodes=nodes, default_link=NodeLink(bandwidth_bytes_per_s=12.5e9, latency_s=20e-6))
+
+
+def equal_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """As many blocks in each stage as in any other, or one more; embedding and head besides."""
+    num_blocks = num_layers - 2
+    return (0, *(1 + round(stage * num_blocks / num_stages) for stage in range(1, num_stages)), num_layers)
+
+
+def schedule_of(case: Case, size: Size) -> Schedule:
+    """The case's order, with the scope's updates where nobody waits for them and one optimizer for all copies of a stage."""
+    schedule = build(case.name, size)
+    if size.update_scope is UpdateScope.GLOBAL and case.name in {"pipedream-2bw", "async-1f1b"}:
+        schedule = defer_updates(schedule, Line.of(schedule.pipelines, size))
+    return shard_optimizer(schedule)
+
+
+def cost_of(problem: Problem, cuts: tuple[int, ...], schedule: Schedule) -> Cost:
+    """What the schedule costs with one device a worker."""
+    edges = tuple((layer, layer + 1) for layer in range(problem.num_layers - 1))
+    placement = Placement.one_each(schedule.num_workers)
+    cost = layout_cost(
+        profile=problem.profile,
+        topology=problem.topology,
+        cut=Cut.of_sizes([end - first for first, end in pairwise(cuts)], edges),
+        pipelines=schedule.pipelines,
+        placement=placement,
+        devices=problem.names,
+        microbatch_size=problem.microbatch_size,
+        weight_versions=weight_versions(schedule, placement),
+        state_bytes_per_parameter_byte=STATE,
+    )
+    owners = {(holders[0].worker, holders[0].stage) for holders in schedule.replicas}
+    stages = {
+        held: of_stage if held in owners else replace(of_stage, state_bytes=round(of_stage.parameter_bytes * STATE_WITHOUT_OPTIMIZER))
+        for held, of_stage in cost.stages.items()
+    }
+    return replace(cost, stages=stages)
+
+
+def timed(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...], num_updates: int) -> tuple[Schedule, Timing]:
+    """The case's order for these cuts, simulated."""
+    schedule = build(case.name, Size(problem.num_devices, problem.num_microbatches, 1, case.chunks, case.pipelines, scope))
+    cost = cost_of(problem, cuts, schedule)
+    # Orders that are searched for are searched with the times of their stages.
+    laying = schedule.pipelines[0]
+    kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
+    times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(laying))
+    count = 1 if schedule.weight_rule is WeightRule.FLUSH and scope is UpdateScope.GLOBAL else num_updates
+    size = Size(problem.num_devices, problem.num_microbatches, count, case.chunks, case.pipelines, scope, times, LATENCY_S)
+    schedule = schedule_of(case, size)
+    return schedule, Numbered(lower(schedule)).run(cost_of(problem, cuts, schedule))
+
+
+def best_cut(case: Case, problem: Problem, scope: UpdateScope) -> tuple[int, ...]:
+    """The fastest of several cuts, with single layers moved between neighbouring stages as long as that helps."""
+
+    def update_s(cuts: tuple[int, ...]) -> float:
+        return timed(case, problem, scope, cuts, NUM_TRIAL_UPDATES)[1].steady_update_s
+
+    schedule = build(case.name, Size(problem.num_devices, problem.num_microbatches, 1, case.chunks, case.pipelines, scope))
+    workers = tuple((device,) for device in range(problem.num_devices))
+    longest = balanced_cut(problem.profile, schedule.num_stages)
+    begin = [
+        equal_cut(problem.num_layers, schedule.num_stages),
+        (*(layers[0] for layers in longest.stages), problem.num_layers),
+        balanced(Judge(problem), workers, schedule),
+    ]
+    best_s, best = min((update_s(cuts), cuts) for cuts in dict.fromkeys(begin))
+    for _ in range(MOST_STEPS):
+        moved = [layout.cuts for layout in neighbours(Layout(best, workers, case.name))]
+        moved_s, found = min((update_s(cuts), cuts) for cuts in moved)
+        if moved_s >= best_s:
+            break
+        best_s, best = moved_s, found
+    return best
+
+
+def figures_of(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...]) -> dict[str, Any]:
+    """Sequences a second of one case, and what they cost."""
+    schedule, timing = timed(case, problem, scope, cuts, NUM_UPDATES)
+    known = facts(schedule)
+    update_s = timing.steady_update_s
+    busy_s = sum(timing.busy_s) / problem.num_devices / schedule.num_updates
+    return {
+        "schedule": str(case),
+        "sequences_per_s": problem.num_microbatches * problem.microbatch_size / update_s,
+        "bubble": 1 - busy_s / update_s,
+        "peak_memory_bytes": max(timing.peak_memory_bytes),
+        "max_mismatch": known.max_mismatch,
+        "max_delay": known.max_delay,
+        "cut": [end - first for first, end in pairwise(cuts)],
+    }
+
+
+def compared(model: str, num_devices: int, batch: int, scope: UpdateScope, cuts: dict[Case, tuple[int, ...]]) -> Iterator[dict[str, Any]]:
+    """The figures of all cases that can take the size, with a cut for each."""
+    problem = problem_of(model, num_devices, batch)
+    for case, cut in cuts.items():
+        try:
+            found = figures_of(case, problem, scope, cut)
+        except ScheduleError:
+            continue
+        yield found | {"model": model, "devices": num_devices, "batch": batch, "scope": str(scope)}
+
+
+def problem_of(model: str, num_devices: int, batch: int) -> Problem:
+    return Problem(profile_of(model), cluster(num_devices), batch // ROWS, ROWS)
+
+
+def cuts_of(model: str, num_devices: int, scope: UpdateScope, *, own: bool) -> dict[Case, tuple[int, ...]]:
+    """A cut for each schedule that can have one, chosen at the batch in the middle where it is its own."""
+    batches = BATCHES[num_devices]
+    problem = problem_of(model, num_devices, batches[len(batches) // 2])
+    found: dict[Case, tuple[int, ...]] = {}
+    for case in CASES:
+        if case.pipelines and num_devices // 2 <= case.pipelines:
+            continue
+        num_stages = num_devices * case.chunks
+        if num_stages <= problem.num_layers - 2:
+            found[case] = best_cut(case, problem, scope) if own else equal_cut(problem.num_layers, num_stages)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--devices", nargs="+", type=int, choices=list(BATCHES), default=list(BATCHES))
+    parser.add_argument("--scope", action="append", choices=[str(UpdateScope.STAGE), str(UpdateScope.GLOBAL)])
+    parser.add_argument("--json", help="file for all values")
+    options = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    summary: list[dict[str, str]] = []
+    for model in options.models:
+        for num_devices in options.devices:
+            for scope in map(UpdateScope, options.scope or ["stage", "global"]):
+                for own_cut in (False, True):
+                    cuts = cuts_of(model, num_devices, scope, own=own_cut)
+                    rows: list[dict[str, str]] = []
+                    for batch in BATCHES[num_devices]:
+                        found = [each | {"own_cut": own_cut} for each in compared(model, num_devices, batch, scope, cuts)]
+                        results += found
+                        own = next(each for each in found if each["schedule"] == OWN)["sequences_per_s"]
+                        others = [each for each in found if not each["schedule"].startswith("amdp")]
+                        best = max(others, key=lambda each: float(each["sequences_per_s"]))
+                        cut = "own cut" if own_cut else "equal cut"
+                        summary.append({
+                            "model": model,
+                            "D": str(num_devices),
+                            "b": str(batch),
+                            "scope": str(scope),
+                            "cut": cut,
+                            "amdp seq/s": f"{own:.1f}",
+                            "best other": best["schedule"],
+                            "amdp / best": f"{own / best['sequences_per_s']:.3f}",
+                        })
+                        rows += [
+                            {
+                                "b": str(batch),
+                                "schedule": each["schedule"],
+                                "seq/s": f"{each['sequences_per_s']:.1f}",
+                                "amdp / it": f"{own / each['sequences_per_s']:.3f}",
+                                "bubble": f"{100 * each['bubble']:.1f}%",
+                                "GB": f"{each['peak_memory_bytes'] / 1e9:.1f}",
+                                "mismatch": str(each["max_mismatch"]),
+                                "delay": str(each["max_delay"]),
+                            }
+                            for each in found
+                        ]
+                    print_table(f"{model}, {num_devices} devices, scope {scope}, {cut}, simulated", rows)
+    print_table("amdp over the best other, simulated", summary)
+    write_json(options.json, results)
+
+
+if __name__ == "__main__":
+    main()
