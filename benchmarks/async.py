@@ -27,7 +27,7 @@ from typing import Any
 from models import MEMORY_BYTES_PER_S, Transformer
 from rounds import print_table, write_json
 
-from raypipe.cost import Cost, layout_cost, weight_versions
+from raypipe.cost import Cost, layout_cost, published_copies, weight_versions
 from raypipe.cut import Cut
 from raypipe.errors import ScheduleError
 from raypipe.planner.balance import balanced_cut
@@ -61,7 +61,6 @@ ADAM_BYTES = 28
 LATENCY_S = 10e-6
 STATE = 7.0
 """Bytes of gradient, master weight and moments over those of a half-precision weight."""
-STATE_WITHOUT_OPTIMIZER = 1.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def cost_of(problem: Problem, cuts: tuple[int, ...], schedule: Schedule) -> Cost
     """What the schedule costs with one device a worker."""
     edges = tuple((layer, layer + 1) for layer in range(problem.num_layers - 1))
     placement = Placement.one_each(schedule.num_workers)
-    cost = layout_cost(
+    return layout_cost(
         profile=problem.profile,
         topology=problem.topology,
         cut=Cut.of_sizes([end - first for first, end in pairwise(cuts)], edges),
@@ -151,13 +150,8 @@ def cost_of(problem: Problem, cuts: tuple[int, ...], schedule: Schedule) -> Cost
         microbatch_size=problem.microbatch_size,
         weight_versions=weight_versions(schedule, placement),
         state_bytes_per_parameter_byte=STATE,
+        published=published_copies(schedule),
     )
-    owners = {(holders[0].worker, holders[0].stage) for holders in schedule.replicas}
-    stages = {
-        held: of_stage if held in owners else replace(of_stage, state_bytes=round(of_stage.parameter_bytes * STATE_WITHOUT_OPTIMIZER))
-        for held, of_stage in cost.stages.items()
-    }
-    return replace(cost, stages=stages)
 
 
 def timed(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...], num_updates: int) -> tuple[Schedule, Timing]:

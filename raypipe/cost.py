@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from raypipe.cut import Cut
 from raypipe.plan import Plan
 from raypipe.profile import ModelProfile
-from raypipe.schedules.ir import Op, OpKind, Schedule, WeightRule
+from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, WeightRule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message, Placement
 from raypipe.schedules.passes import recomputed_stages
 from raypipe.schedules.validate import facts
@@ -22,6 +22,8 @@ from raypipe.topology import ClusterTopology, Device, Overheads, Path
 
 STATE_BYTES_PER_PARAMETER_BYTE = 3.0
 """Of gradients and optimizer state: AdamW in the precision of the weights."""
+GRADIENT_BYTES_PER_PARAMETER_BYTE = 1.0
+"""Of gradients alone: what a copy of a stage holds that another one updates."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,7 @@ def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = STATE_BYTES
         weight_versions=weight_versions(plan.schedule, plan.placement),
         recomputed=recomputed_stages(plan.schedule),
         state_bytes_per_parameter_byte=state_bytes_per_parameter_byte,
+        published=published_copies(plan.schedule),
     )
 
 
@@ -233,6 +236,7 @@ def layout_cost(
     weight_versions: Mapping[int, float] | None = None,
     state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE,
     recomputed: Collection[int] = (),
+    published: Collection[Holder] = (),
 ) -> Cost:
     """The cost of stages laid onto devices, whatever the order.
 
@@ -247,6 +251,7 @@ def layout_cost(
         weight_versions: as of `Cost`.
         state_bytes_per_parameter_byte: gradients and optimizer state.
         recomputed: stages whose forwards are run again, so that until then only their inputs are kept.
+        published: copies of stages that another copy updates, so that they hold no optimizer state.
     """
     number = {name: position for position, name in enumerate(devices)}
     scale = microbatch_size / profile.microbatch_size
@@ -256,7 +261,8 @@ def layout_cost(
         for stage, worker in enumerate(workers):
             for device, _ in placement.workers[worker]:
                 found = topology.device(devices[device])
-                of_stage = _stage_cost(profile, cut.stages[stage], found, scale, state_bytes_per_parameter_byte)
+                state = GRADIENT_BYTES_PER_PARAMETER_BYTE if Holder(worker, stage) in published else state_bytes_per_parameter_byte
+                of_stage = _stage_cost(profile, cut.stages[stage], found, scale, state)
                 if stage in recomputed:
                     inputs = sum(num_bytes for (_, target), num_bytes in edge_bytes.items() if target == stage)
                     of_stage = replace(of_stage, kept_bytes=inputs)
@@ -292,6 +298,15 @@ def crossing_bytes(profile: ModelProfile, cut: Cut) -> dict[tuple[int, int], int
             of_layers = widest.setdefault(ends, {})
             of_layers[producer] = max(of_layers.get(producer, 0), num_bytes)
     return {ends: sum(of_layers.values()) for ends, of_layers in widest.items()}
+
+
+def published_copies(schedule: Schedule) -> frozenset[Holder]:
+    """The copies of stages that are given new weights and make none."""
+    made: dict[OpKind, set[Holder]] = {OpKind.UPDATE: set(), OpKind.PUBLISH: set()}
+    for op, _ in schedule.ops():
+        if op.kind in made:
+            made[op.kind].add(schedule.holder(op))
+    return frozenset(made[OpKind.PUBLISH] - made[OpKind.UPDATE])
 
 
 def weight_versions(schedule: Schedule, placement: Placement) -> dict[int, float]:

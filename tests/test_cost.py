@@ -14,6 +14,7 @@ from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size
 from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
+from raypipe.schedules.passes import shard_optimizer
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink, Path
 from tests.schedules import handwritten
 
@@ -240,6 +241,15 @@ def test_a_device_of_a_plan_holds_the_versions_that_its_schedule_keeps() -> None
     assert plan_cost(one_version).standing_bytes(0) == 100 + 300
     two_versions = replace(one_version, order=ScheduleFile.of(handwritten.pipedream_2bw()))
     assert plan_cost(two_versions).standing_bytes(0) == 2 * 100 + 300
+
+
+def test_a_copy_that_another_one_updates_holds_no_optimizer_state() -> None:
+    profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
+    four = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
+    schedule = catalogue.build("amdp", Size(4, 4))
+    assert [plan_cost(replace(four, order=ScheduleFile.of(schedule))).standing_bytes(device) for device in range(4)] == [2 * 400] * 4
+    owned = replace(four, order=ScheduleFile.of(shard_optimizer(schedule)))
+    assert [plan_cost(owned).standing_bytes(device) for device in range(4)] == [2 * 200 + 200] * 4
 
 
 def test_replicas_of_a_worker_each_hold_the_stage() -> None:

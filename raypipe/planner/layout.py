@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raypipe.cost import layout_cost, weight_versions
+from raypipe.cost import layout_cost, published_copies, weight_versions
 from raypipe.cut import Cut
 from raypipe.errors import ScheduleError
 from raypipe.own_schedules import build, family
@@ -288,6 +288,7 @@ class Judge:
             weight_versions=weight_versions(schedule, _placement(shares)),
             state_bytes_per_parameter_byte=problem.state_bytes_per_parameter_byte,
             recomputed=layout.recomputed or (),
+            published=published_copies(schedule),
         )
         timing = numbered.run(cost)
         devices = [device for group in layout.workers for device in group]
