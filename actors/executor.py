@@ -406,9 +406,10 @@ class _Run:
         elif collective.kind is CollectiveKind.GRADIENTS:
             tensor = self.executor.held[collective.stage].flat_gradients(collective.update)
         else:
-            # The owner has made the new version; the others add nothing, so that the sum is the owner's weights.
+            # The owner has made the new version; the others, and all but one of an owner's devices, add nothing, so that the sum is it.
             weights = self.executor.held[collective.stage]
-            tensor = weights.flat() if weights.newest > collective.update else torch.zeros_like(weights.flat())
+            brings = weights.newest > collective.update and collective.stage in self.job.norm_stages
+            tensor = weights.flat() if brings else torch.zeros_like(weights.flat())
         self.pending[collective] = self.executor.transport.start(collective, tensor)
 
     def _await(self, step: Awaiting) -> None:

@@ -107,7 +107,7 @@ class Sum:
             ChannelError: it did not come.
         """
         deadline_s = time.monotonic() + timeout_s
-        ended = False
+        ended = completed = False
         while True:
             left_s = deadline_s - time.monotonic()
             try:
@@ -115,7 +115,10 @@ class Sum:
                 break
             except RuntimeError as error:
                 if self._work.is_completed():
-                    raise failure(error) from error
+                    if completed:
+                        raise failure(error) from error
+                    completed = True  # perhaps just after the time was over: a wait for it says how it ended
+                    continue
                 if left_s <= 0.0:
                     raise failure(error, waited_s=timeout_s) from error
                 if ended:

@@ -29,7 +29,7 @@ from raypipe.plan import Plan, Predicted, make_plan
 from raypipe.planner.balance import balanced_cut
 from raypipe.profile import LayerProfile, ModelProfile
 from raypipe.schedule_file import ScheduleFile
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageTimes
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageTimes, WeightRule
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import evaluation, one_of_repeated, repeated, shard_optimizer
 from raypipe.schedules.validate import validate
@@ -113,8 +113,10 @@ class Arrangement(ABC):
 
     def _predict(self, plan: Plan) -> None:
         self.predicted = simulate_plan(plan)
+        overlaps = plan.order.weight_rule is not WeightRule.FLUSH
         figures = Predicted(
-            update_s=self.predicted.update_s,
+            # A window's part where updates overlap, as planned and as bounded.
+            update_s=self.predicted.makespan_s / self.predicted.num_updates if overlaps else self.predicted.update_s,
             bubble_ratio=self.predicted.bubble_ratio,
             device_bubble_ratios=self.predicted.device_bubble_ratios,
             peak_memory_bytes=self.predicted.peak_memory_bytes,

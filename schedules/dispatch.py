@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -141,7 +142,7 @@ def dispatch(line: Line, *, turns: int, in_flight: int, key: Key) -> list[list[S
 
 
 def timed(line: Line, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
-    """When each F and B of an order runs, if each starts as soon as it can."""
+    """When each F, R and B of an order runs, if each starts as soon as it can."""
     last = len(line.pipelines[0]) - 1
     ends_s: dict[Op, float] = {}
     rows: list[list[Started]] = [[] for _ in programs]
@@ -156,12 +157,12 @@ def timed(line: Line, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
             if before.stage > last:
                 before = op._replace(kind=OpKind.FORWARD)
             start_s = row[-1].end_s if row else 0.0
-            if before.stage >= 0:
+            if before.stage >= 0 and op.kind is not OpKind.RECOMPUTE:  # that one follows its own forward
                 if before not in ends_s:
                     waiting[before] = worker
                     break
                 start_s = max(start_s, ends_s[before] + (line.latency_s if workers[before.stage] != worker else 0.0))
-            end_s = ends_s[op] = start_s + (line.forward_s if op.kind is OpKind.FORWARD else line.backward_s)[op.stage]
+            end_s = ends_s[op] = start_s + (line.backward_s if op.kind is OpKind.BACKWARD else line.forward_s)[op.stage]
             row.append(Started(op, start_s, end_s))
             if op in waiting:
                 ready.append(waiting.pop(op))
@@ -203,11 +204,15 @@ def with_updates(schedule: Schedule, done: Sequence[Sequence[Started]]) -> list[
             if held_by == worker
             for update in range(schedule.num_updates)
         )
+        left = Counter((started.op.stage, schedule.update(started.op)) for started in row if started.op.kind is OpKind.BACKWARD)
         order: list[Op] = []
         for started in row:
-            while updates and updates[0][0] <= started.start_s:
+            # A backward of no time starts when the gradients are there, and is one of them.
+            while updates and updates[0][0] <= started.start_s and not left[updates[0][2], updates[0][1]]:
                 _, update, stage, pipeline = updates.pop(0)
                 order.append(Op(OpKind.UPDATE, stage, update, pipeline))
+            if started.op.kind is OpKind.BACKWARD:
+                left[started.op.stage, schedule.update(started.op)] -= 1
             order.append(started.op)
         orders.append(order + [Op(OpKind.UPDATE, stage, update, pipeline) for _, update, stage, pipeline in updates])
     return orders

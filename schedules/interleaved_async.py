@@ -9,7 +9,8 @@ devices. Two devices, two chunks, two microbatches an update (stages 0 and 2 on 
     worker 1   .   1F0 1F1 3F0 3B0 3F1 3B1 3U0 1F2 1B0 1F3 1B1 1U0 3F2 3B2 ...
 
 It has a bubble at the ends of the window alone, and holds as many activations as `interleaved`. A microbatch is under way for about as
-long as 2D others take, twice as long as in `async-1f1b`; mismatch and delay are at most 1 from 2D microbatches an update.
+long as 2D others take, twice as long as in `async-1f1b`; mismatch and delay are at most 1 from 2D microbatches an update, for
+up to four stages a device.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ FAMILY = replace(
     title="interleaved without a flush, one live copy of the weights",
     paper="unpublished",
     bubble="0 but at the ends",
-    mismatch="1 if M >= 2D",
-    delay="1 if M >= 2D",
+    mismatch="1 if M >= 2D, V <= 4",
+    delay="1 if M >= 2D, V <= 4",
     peak_in_flight=lambda size, worker: interleaved.FAMILY.peak_in_flight(_one_long_update(size), worker),
     weight_rule=WeightRule.LIVE,
 )

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Slot, Together, UpdateScope, ops_of
+from raypipe.schedules.dispatch import Line, defer_updates
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, Together, UpdateScope, ops_of
 
 
 def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
@@ -18,8 +19,8 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
 
     A copy that no microbatch of an update passes through takes part all the same, before its worker's first U or P of that update.
     Where workers would reduce their stages in orders that do not fit together, some G stand later, but before their own U or P. Where
-    updates meet for more than their own stage, a G stands before the first U of its worker for the same update, and behind those of
-    the updates before.
+    updates meet for more than their own stage, or weights are published, a G stands before the first U or P of its worker for the same
+    update, and behind those of the updates before.
 
     Args:
         schedule: one that has no G yet is given them; one that has keeps its own.
@@ -27,7 +28,7 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     """
     if schedule.forward_only or any(op.kind is OpKind.REDUCE for op in schedule.places):
         return schedule
-    alone = schedule.update_scope is UpdateScope.STAGE
+    alone = schedule.update_scope is UpdateScope.STAGE and all(op.kind is not OpKind.PUBLISH for op in schedule.places)
     first: dict[tuple[int, int], int] = {}
     latest: dict[tuple[int, int, int], int] = {}
     behind: dict[tuple[int, int], int] = {}
@@ -248,31 +249,44 @@ def recomputed_stages(schedule: Schedule) -> tuple[int, ...]:
 def shard_optimizer(schedule: Schedule) -> Schedule:
     """The schedule in which one copy of each stage is updated, the first pipeline's, and published to the others (P).
 
-    The others need no optimizer state: ZeRO stage 1 over the copies of a stage (Rajbhandari et al., SC 2020, arXiv 1910.02054). Where the
-    updates of several stages follow each other, a worker's own come first and the publications in one order behind them, so that
-    owners work at the same time.
+    The others need no optimizer state: ZeRO stage 1 over the copies of a stage (Rajbhandari et al., SC 2020, arXiv 1910.02054). Of the
+    updates that follow each other a worker's own come first, so that owners work at the same time, then the publications in the
+    order of the stages, in which all workers meet. They only begin there. Where a worker's updates are scattered, they are gathered
+    where the gradients of all stages have arrived, or workers would meet in different orders.
     """
-    owners = {holders[0] for holders in schedule.replicas if len(holders) > 1}
+    if all(len(holders) == 1 for holders in schedule.replicas):
+        return schedule
+    if any(len(found) > schedule.num_updates for found in map(_runs_of_updates, schedule.programs)):
+        meeting = replace(schedule, update_scope=UpdateScope.GLOBAL)
+        gathered = defer_updates(meeting, Line.of(schedule.pipelines, Size(schedule.num_workers, 1)))
+        schedule = replace(gathered, update_scope=schedule.update_scope)
     programs: list[tuple[Slot, ...]] = []
     for program in schedule.programs:
         slots: list[Slot] = []
-        block: list[Op] = []
-        for slot in program:
-            if isinstance(slot, Op) and slot.kind is OpKind.UPDATE:
-                block.append(slot)
-            else:
-                slots += [*_owned(schedule, block, owners), slot]
-                block = []
-        programs.append((*slots, *_owned(schedule, block, owners)))
+        for is_update, group in itertools.groupby(program, key=_is_update):
+            found = list(group)
+            slots += _owned(schedule, [op for slot in found for op in ops_of(slot)]) if is_update else found
+        programs.append(tuple(slots))
     return replace(schedule, programs=tuple(programs))
 
 
-def _owned(schedule: Schedule, updates: Sequence[Op], owners: Collection[Holder]) -> list[Op]:
-    """What takes the place of updates that follow each other on a worker."""
-    shared = [op for op in updates if len(schedule.replicas[op.stage]) > 1]
-    kept = [op for op in updates if op not in shared or schedule.holder(op) in owners]
-    publications = [op._replace(kind=OpKind.PUBLISH) for op in sorted(shared, key=lambda op: (op.index, op.stage))]
-    return [*kept, *publications]
+def _is_update(slot: Slot) -> bool:
+    return isinstance(slot, Op) and slot.kind is OpKind.UPDATE
+
+
+def _runs_of_updates(program: Sequence[Slot]) -> list[bool]:
+    """One for each time that updates follow each other."""
+    return [is_update for is_update, _ in itertools.groupby(program, key=_is_update) if is_update]
+
+
+def _owned(schedule: Schedule, updates: Sequence[Op]) -> list[Op]:
+    """What takes the place of a worker's updates where each stage has one owner."""
+    found: list[Op] = []
+    for update in sorted({op.index for op in updates}):
+        mine = sorted((op.stage, op) for op in updates if op.index == update)
+        found += [op for stage, op in mine if schedule.replicas[stage][0] == schedule.holder(op)]
+        found += [op._replace(kind=OpKind.PUBLISH) for stage, op in mine if len(schedule.replicas[stage]) > 1]
+    return found
 
 
 def merge_split_backwards(schedule: Schedule) -> Schedule:

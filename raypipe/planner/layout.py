@@ -261,7 +261,7 @@ class Judge:
             placement = _placement(shares)
             try:
                 schedule = self.schedule(layout, cut, num_updates=min(self.num_updates(layout), _JUDGED_UPDATES))
-                allowed = self._allowed(schedule)
+                allowed = self._allowed(layout, cut)
                 self.numbered[key] = (schedule, Numbered(lower(schedule, placement))) if allowed else None
             except ScheduleError:
                 self.numbered[key] = None
@@ -297,11 +297,12 @@ class Judge:
             missing = max(peak - problem.memory_bytes[device] for peak, device in zip(timing.peak_memory_bytes, devices, strict=True))
         return Judged(layout, timing, max(missing, 0.0), self.num_updates(layout))
 
-    def _allowed(self, schedule: Schedule) -> bool:
-        """Whether an order is no staler than the problem allows."""
-        if schedule.weight_rule is WeightRule.FLUSH:
+    def _allowed(self, layout: Layout, cut: Cut) -> bool:
+        """Whether an order is no staler than the problem allows, in a whole window."""
+        limited = self.problem.max_staleness is not None or self.problem.max_mismatch is not None
+        if not limited or self.num_updates(layout) == 1:
             return True
-        known = facts(schedule)
+        known = facts(self.schedule(layout, cut, num_updates=self.num_updates(layout)))
         limits = (self.problem.max_staleness, known.max_delay), (self.problem.max_mismatch, known.max_mismatch)
         if all(limit is None or found <= limit for limit, found in limits):
             return True

@@ -201,7 +201,7 @@ def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged
     in the end, so that none of them is ever ahead.
     """
     sorted_problem, numbers = canonical(judge.problem)
-    sorted_judge = Judge(sorted_problem, numbered=judge.numbered)
+    sorted_judge = Judge(sorted_problem, numbered=judge.numbered, too_stale=judge.too_stale)
     begin = [judged.layout for judged in _proposed(sorted_judge, schedule)] if sorted_problem.num_devices <= MOST_UNITS else []
     found = _searched(sorted_judge, schedule, budget, begin)
     best = None if found is None else judge.simulate(renumbered(found.layout, numbers))

@@ -39,7 +39,7 @@ class Problem:
         recompute: whether forwards may be run again where memory is short.
         max_staleness: the most updates between the weights of a forward and those that its gradient changes; `None` for none where the
             order is to be chosen, and as many as it has where it is named.
-        max_mismatch: likewise the most weight versions between the forward and the backward of a microbatch.
+        max_mismatch: the most weight versions between the forward and the backward of a microbatch; `None` for no limit.
         updates_per_window: updates between two drains, for orders whose updates overlap.
 
     Raises:

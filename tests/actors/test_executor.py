@@ -388,6 +388,18 @@ def test_replicas_whose_owner_publishes_equal_the_unsplit_model(unsplit: dict[to
         assert all(torch.equal(a, b) for a, b in zip(*copies, strict=True))
 
 
+@pytest.mark.parametrize(("name", "pipelines"), [("chimera", 0), ("amdp-flush", 2)])
+def test_an_owner_of_several_devices_publishes_its_weights_once(unsplit: dict[torch.dtype, Trained], name: str, pipelines: int) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = shard_optimizer(build(name, Size(2, NUM_MICROBATCHES, 5, num_pipelines=pipelines)))
+    placement = Placement((((0, 1 / 3), (1, 2 / 3)), ((2, 0.5), (3, 0.5))))
+    run = pipeline(model, schedule, Cut.equal(8, 2, model.edges()), RandomRows(), placement)
+    assert losses_of(run, 2) == pytest.approx(unsplit[torch.float64].losses[:10], abs=1e-10)
+    for copies in layers_of(run).values():
+        assert len(copies) == 4
+        assert all(torch.equal(one, first) for copy in copies for one, first in zip(copy, copies[0], strict=True))
+
+
 def test_one_update_without_momentum_changes_the_weights_by_the_gradients_of_the_unsplit_model() -> None:
     model, batches = mlp(num_layers=8, dtype="float64"), RandomRows()
     expected = gradients_unsplit(model, batches, num_microbatches=NUM_MICROBATCHES)

@@ -202,6 +202,8 @@ def _step(
             if started[item.collective] != set(item.collective.devices):
                 return False
             device.awaited.add(item.collective)
+            if item.collective.kind is CollectiveKind.WEIGHTS:
+                device.updates[item.collective.stage] = item.collective.update + 1
     return True
 
 

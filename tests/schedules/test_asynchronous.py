@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -59,10 +60,14 @@ def steady(schedule: Schedule, times: tuple[float, float, float] = (1, 1, 1), la
 
 @pytest.mark.parametrize("depth", AMDP_ROUNDS)
 def test_amdp_runs_the_rounds_of_its_authors(depth: int) -> None:
-    number, rounds = 3, 2  # the round in the middle of a window is the first of an update, whose U are those of the update before
-    schedule = amdp(depth, rounds, 4)
+    for number, rounds in ((2, 1), (2, 2), (3, 2), (4, 2)):  # rounds of one update each, and of two
+        check_round(depth, number, rounds)
+
+
+def check_round(depth: int, number: int, rounds: int) -> None:
+    schedule = amdp(depth, rounds, 6)
+    first = number * depth  # its first microbatch
     for program, line in zip(schedule.programs, AMDP_ROUNDS[depth].strip().splitlines(), strict=True):
-        first = 2 * number * depth // 2 * rounds // 2  # its first microbatch
         expected: list[tuple[str, int]] = []
         for word in line.split():
             if word != "U":
@@ -76,7 +81,10 @@ def test_amdp_runs_the_rounds_of_its_authors(depth: int) -> None:
         before = line.split().index("U") - 1
         at = found.index(expected[before])
         behind = found[at + 1 : at + 1 + depth // 2]
-        assert behind == [("U", first // (depth * rounds) - 1)] * (depth // 2) if first % (depth * rounds) == 0 else "U" not in str(behind)
+        if number % rounds == 0:
+            assert behind == [("U", number // rounds - 1)] * (depth // 2)
+        else:
+            assert "U" not in {kind for kind, _ in behind}
 
 
 @ROUND
@@ -174,6 +182,27 @@ def test_async_1f1b_is_one_version_off_exactly_from_one_microbatch_less_than_dev
         assert found.max_mismatch == found.max_delay == math.ceil((depth - 1) / size)
         assert (found.max_mismatch <= 1) == (size >= depth - 1)
         assert set(found.weight_copies) == {1}
+
+
+@pytest.mark.parametrize("seconds", [(0, 0, 0), (1, 0, 0), (0, 1, 1)], ids=["none", "forward-alone", "backward-alone"])
+def test_stages_that_take_no_time_are_ordered_all_the_same(seconds: tuple[float, float, float]) -> None:
+    for depth, pipelines, size in ((1, 1, 4), (6, 3, 12), (8, 1, 8), (5, 2, 10)):
+        for scope in UpdateScope:
+            validate(
+                catalogue.build(
+                    "amdp", Size(depth, size, 3, num_pipelines=pipelines, update_scope=scope, times=(StageTimes(*seconds),), latency_s=0.1)
+                )
+            )
+
+
+def test_where_stages_lie_does_not_depend_on_how_long_they_take() -> None:
+    chance = random.Random(0)
+    for depth, pipelines in ((5, 2), (6, 2), (6, 3), (7, 3), (12, 2)):
+        equal = catalogue.build("amdp", Size(depth, 4 * pipelines, 2, num_pipelines=pipelines)).pipelines
+        for _ in range(3):
+            times = tuple(StageTimes(chance.uniform(0.7, 1.3), 1, chance.uniform(0.7, 1.3)) for _ in range(depth))
+            unequal = catalogue.build("amdp", Size(depth, 4 * pipelines, 2, num_pipelines=pipelines, times=times, latency_s=0.05))
+            assert unequal.pipelines == equal
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])

@@ -12,13 +12,14 @@ from raypipe.cut import Cut
 from raypipe.plan import make_plan
 from raypipe.profile import ModelProfile
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import OpKind, Schedule, Size, Together, WeightRule, ops_of
-from raypipe.schedules.passes import one_of_repeated, recompute, recomputed_stages, repeated
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Together, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.lower import Await, CollectiveKind, Compute, Start, lower
+from raypipe.schedules.passes import one_of_repeated, recompute, recomputed_stages, repeated, shard_optimizer
 from raypipe.schedules.validate import facts, validate
 from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology
-from tests.schedules import handwritten
-from tests.strategies import ASYNCHRONOUS, FAMILY_NAMES, near
+from tests.schedules import handwritten, reference
+from tests.strategies import AMDPS, ASYNCHRONOUS, BIDIRECTIONAL, FAMILY_NAMES, near
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in ASYNCHRONOUS])
@@ -109,3 +110,46 @@ def test_recomputation_trades_time_for_memory() -> None:
     assert again_bytes == [200, 6 * 10 + 200 - 10]  # The first stage's input is the batch.
     assert some_bytes == [all_bytes[0], again_bytes[1]]
     assert all_s < some_s <= again_s  # The first stage runs its forward again while it would wait.
+
+
+# One optimizer for all copies of a stage
+
+
+@pytest.mark.parametrize("scope", UpdateScope)
+@pytest.mark.parametrize("name", [*BIDIRECTIONAL, *AMDPS])
+def test_one_copy_of_each_stage_updates_and_publishes_to_all(name: str, scope: UpdateScope) -> None:
+    for num_devices in (2, 3, 4, 5, 6, 7, 8):
+        if name in BIDIRECTIONAL and num_devices % 2:
+            continue
+        plain = catalogue.build(name, replace(near(name, num_devices, 2 * num_devices, 3), update_scope=scope))
+        schedule = shard_optimizer(plain)
+        validate(schedule)
+        for holders in schedule.replicas:
+            for update in range(3):
+                made = [schedule.find(Op(OpKind.UPDATE, holder.stage, update, schedule.holders[holder])) for holder in holders]
+                given = [schedule.find(Op(OpKind.PUBLISH, holder.stage, update, schedule.holders[holder])) for holder in holders]
+                assert [bool(found) for found in made] == [number == 0 for number in range(len(holders))]
+                assert all(given) or len(holders) == 1
+        assert facts(schedule).max_mismatch <= facts(plain).max_mismatch + 1
+        assert facts(schedule).max_delay <= facts(plain).max_delay + 1
+        for seed in range(2):
+            reference.check_one_order(reference.run(schedule, lower(schedule), seed).starts)
+
+
+def test_published_weights_are_awaited_where_they_are_next_used() -> None:
+    schedule = shard_optimizer(catalogue.build("amdp", Size(4, 4, 2)))
+    for program in lower(schedule):
+        pending: set[int] = set()
+        for item in program.items:
+            if isinstance(item, Start) and item.collective.kind is CollectiveKind.WEIGHTS:
+                pending.add(item.collective.stage)
+            elif isinstance(item, Await) and item.collective.kind is CollectiveKind.WEIGHTS:
+                pending.remove(item.collective.stage)
+            elif isinstance(item, Compute):
+                assert not pending & {op.stage for op in item.ops}
+        assert not pending
+
+
+def test_a_schedule_without_copies_stays_as_it_is() -> None:
+    schedule = catalogue.build("async-1f1b", Size(4, 4, 3))
+    assert shard_optimizer(schedule) == schedule
