@@ -18,7 +18,7 @@ from raypipe.show.tables import table
 from raypipe.show.zoo import LEGEND, zoo_tables
 
 _COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")
-_WIDTH = 260
+_WIDTH = 300
 
 
 class _Sort(StrEnum):
