@@ -66,12 +66,6 @@ class Job:
         return frozenset(op for op in computed if op.kind is OpKind.RECOMPUTE)
 
     @cached_property
-    def updates(self) -> frozenset[Op]:
-        """The Ops by which this device itself changes weights."""
-        computed = (op for item in self.program.items if isinstance(item, Compute) for op in item.ops)
-        return frozenset(op for op in computed if op.kind is OpKind.UPDATE)
-
-    @cached_property
     def rows(self) -> frozenset[Rows]:
         """The different rows of a microbatch that Ops of this device work on."""
         return frozenset(rows for item in self.program.items if isinstance(item, Compute) for rows in item.rows)

@@ -16,7 +16,7 @@ from raypipe.actors import shm
 from raypipe.actors.checkpoint import layer_file, load_layer
 from raypipe.actors.executor import BatchSource, Executor, Window
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import OPTIMIZER, StageModule, Weights, output_specs
+from raypipe.actors.held import StageModule, Weights, output_specs
 from raypipe.actors.job import Job
 from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers
 from raypipe.actors.meeting import host_store
@@ -413,11 +413,8 @@ class StageActor:
         """Reads what `save` wrote, by this or any other cut of the model."""
         self._begin("loading")
         assert self._model is not None, "build comes before load"
-        updated = {op.stage for job in self._jobs.values() for op in job.updates}
-        for stage, weights in self._weights.items():
+        for weights in self._weights.values():
             layers = {index: load_layer(folder, index, self._model.layers[index].name) for index in weights.module.indices}
-            if stage not in updated:  # another copy keeps the optimizer's state
-                layers = {index: {name: it for name, it in of.items() if not name.startswith(OPTIMIZER)} for index, of in layers.items()}
             weights.load_state(layers)
 
 
