@@ -255,7 +255,9 @@ def _sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
     """The schedule with one updating copy of each stage, where the configuration asks for it and the schedule has none yet."""
     if not config.scaling.shard_optimizer or any(op.kind is OpKind.PUBLISH for op, _ in schedule.ops()):
         return schedule
-    return shard_optimizer(schedule)
+    found = shard_optimizer(schedule)
+    validate(found)
+    return found
 
 
 def _named_schedule(config: TrainConfig, num_updates: int, *, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0) -> Schedule:

@@ -125,7 +125,7 @@ def _form(name: str, size: Size, *, flushed: bool) -> _Form | None:
     Raises:
         ScheduleError: the size is one that cannot be served.
     """
-    require_one_chunk(name, size)
+    require_one_chunk(name, size, instead="interleaved" if flushed else "async-interleaved")
     depth, num_pipelines = size.num_devices, _num_pipelines(size)
     if num_pipelines > depth:
         raise ScheduleError(f"{name} starts at most one pipeline on each of {depth} devices, got {num_pipelines}; use --pipelines {depth}")
@@ -306,7 +306,7 @@ def _in_cycles(line: Line) -> Iterator[_Form]:
             if made is not None:
                 found.append(made)
         if found:
-            best = min(found, key=lambda made: made.held)
+            best = min(found, key=lambda made: made.mean_held)
             yield _Form(
                 line, period_s, max(map(_held, best.unrolled(_TRIAL_TURNS + num_pipelines * len(line.pipelines[0])))), best.unrolled
             )
@@ -338,16 +338,10 @@ def _makespan_s(size: Size, times: StageTimes) -> float | None:
     return size.num_microbatches // depth * round_s + forward_s + min(backward_s, 2 * forward_s)
 
 
-def _peak_in_flight(size: Size, worker: int) -> int:
+def _peak_in_flight(build: Callable[[Size], Schedule], size: Size, worker: int) -> int:
     if _tabled(size):
         return size.num_devices - (worker % 4 in {0, 3})
-    return facts(amdp(size)).peak_in_flight[worker]
-
-
-def _peak_in_flight_flushed(size: Size, worker: int) -> int:
-    if _tabled(size):
-        return size.num_devices - (worker % 4 in {0, 3})
-    return facts(amdp_flush(replace(size, num_updates=1))).peak_in_flight[worker]
+    return facts(build(size)).peak_in_flight[worker]
 
 
 FAMILY = Family(
@@ -360,7 +354,7 @@ FAMILY = Family(
     mismatch="1 if N = D/2",
     delay="1 if N = D/2",
     makespan_s=_makespan_s,
-    peak_in_flight=_peak_in_flight,
+    peak_in_flight=partial(_peak_in_flight, amdp),
     weight_rule=WeightRule.LIVE,
 )
 
@@ -372,6 +366,6 @@ FAMILY_FLUSH = replace(
     bubble="1-3DK/(K(3D+1)+3) if B = 2F",
     mismatch="0",
     delay="0",
-    peak_in_flight=_peak_in_flight_flushed,
+    peak_in_flight=partial(_peak_in_flight, amdp_flush),
     weight_rule=WeightRule.FLUSH,
 )

@@ -15,7 +15,7 @@ from raypipe.schedules.dispatch import Line, Started
 from raypipe.schedules.ir import Op, OpKind
 
 _NOTHING = 1e-9
-"""Seconds, in units of a stage's, that are no time: places that touch do not overlap."""
+"""Of a period, what is no time: places that touch do not overlap."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Cycle:
     first: tuple[Started, ...]
 
     @property
-    def held(self) -> float:
+    def mean_held(self) -> float:
         """The most activations that a worker has at once, on the average over a period."""
         by_worker = [0.0] * self.line.num_workers
         for started in self.first:
@@ -71,9 +71,8 @@ def cycle(line: Line, *, period_s: float, starts_s: Sequence[float]) -> Cycle | 
     heapq.heapify(arrivals)
     while arrivals:
         at_s, pipeline, op = arrivals[0]
-        workers = line.pipelines[pipeline]
-        taken = busy[workers[op.stage]]
-        seconds = (line.forward_s if op.kind is OpKind.FORWARD else line.backward_s)[op.stage]
+        taken = busy[line.pipelines[pipeline][op.stage]]
+        seconds = line.seconds(op)
         start_s = _first_free(taken, at_s, seconds, period_s)
         if start_s is None:
             return None
@@ -83,27 +82,24 @@ def cycle(line: Line, *, period_s: float, starts_s: Sequence[float]) -> Cycle | 
         heapq.heappop(arrivals)
         taken.append((start_s % period_s, seconds))
         found.append(Started(op, start_s, start_s + seconds))
-        after = op._replace(stage=op.stage + 1) if op.kind is OpKind.FORWARD else op._replace(stage=op.stage - 1)
-        if after.stage == len(workers):
-            after = op._replace(kind=OpKind.BACKWARD)
-        if after.stage >= 0:
-            hop_s = line.latency_s if workers[after.stage] != workers[op.stage] else 0.0
-            heapq.heappush(arrivals, (start_s + seconds + hop_s, pipeline, after))
+        after = line.after(op)
+        if after is not None:
+            heapq.heappush(arrivals, (start_s + seconds + line.hop_s(op, after), pipeline, after))
     return Cycle(line, period_s, tuple(found))
 
 
 def _first_free(taken: Sequence[tuple[float, float]], at_s: float, seconds: float, period_s: float) -> float | None:
     """The first moment from `at_s` on at which nothing is in the way in any period."""
-    start_s = at_s
+    start_s, nothing_s = at_s, _NOTHING * period_s
     while start_s <= at_s + period_s:
         for other_s, other_seconds in taken:
             since_s = (start_s - other_s) % period_s
-            if period_s - since_s < _NOTHING:
+            if period_s - since_s < nothing_s:
                 since_s = 0.0
-            if since_s < other_seconds - _NOTHING:
+            if since_s < other_seconds - nothing_s:
                 start_s += other_seconds - since_s
                 break
-            if since_s + seconds > period_s + _NOTHING:
+            if since_s + seconds > period_s + nothing_s:
                 start_s += period_s - since_s + other_seconds
                 break
         else:

@@ -57,6 +57,31 @@ class Line:
                 work_s[worker] += self.forward_s[stage] + self.backward_s[stage]
         return work_s
 
+    def seconds(self, op: Op) -> float:
+        """Of an F, R or B."""
+        return (self.backward_s if op.kind is OpKind.BACKWARD else self.forward_s)[op.stage]
+
+    def hop_s(self, source: Op, target: Op) -> float:
+        """Between the end of an Op and the start of one that follows it on the chain."""
+        workers = self.pipelines[source.pipeline]
+        return 0.0 if workers[source.stage] == workers[target.stage] else self.latency_s
+
+    def after(self, op: Op) -> Op | None:
+        """The F or B of the same microbatch that follows; `None` behind the last."""
+        if op.kind is OpKind.BACKWARD:
+            return op._replace(stage=op.stage - 1) if op.stage else None
+        if op.stage == len(self.pipelines[op.pipeline]) - 1:
+            return op._replace(kind=OpKind.BACKWARD)
+        return op._replace(stage=op.stage + 1)
+
+    def before(self, op: Op) -> Op | None:
+        """The F or B of the same microbatch, on any worker, that an F or B follows; `None` for the first."""
+        if op.kind is OpKind.FORWARD:
+            return op._replace(stage=op.stage - 1) if op.stage else None
+        if op.stage == len(self.pipelines[op.pipeline]) - 1:
+            return op._replace(kind=OpKind.FORWARD)
+        return op._replace(stage=op.stage + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -85,7 +110,7 @@ def dispatch(line: Line, *, turns: int, in_flight: int, key: Key) -> list[list[S
             pipeline one turn earlier, so that none of them falls behind.
         key: which of those that wait a free worker takes.
     """
-    num_pipelines, last = len(line.pipelines), len(line.pipelines[0]) - 1
+    num_pipelines = len(line.pipelines)
     waiting: list[list[tuple[float, Op]]] = [[] for _ in range(line.num_workers)]
     free: list[bool] = [True] * line.num_workers
     done: list[list[Started]] = [[] for _ in range(line.num_workers)]
@@ -107,16 +132,12 @@ def dispatch(line: Line, *, turns: int, in_flight: int, key: Key) -> list[list[S
 
     def go_on(op: Op, at_s: float) -> None:
         """Lets what follows an Op arrive."""
-        workers = line.pipelines[op.pipeline]
-        forward = op.kind is OpKind.FORWARD
-        if forward and op.stage == last:
-            push(at_s, op._replace(kind=OpKind.BACKWARD))
-        elif not forward and not op.stage:
+        after = line.after(op)
+        if after is not None:
+            push(at_s + line.hop_s(op, after), after)
+        else:
             ended[op.pipeline] += 1
             admit(at_s)
-        else:
-            stage = op.stage + (1 if forward else -1)
-            push(at_s + (line.latency_s if workers[stage] != workers[op.stage] else 0.0), op._replace(stage=stage))
 
     admit(0.0)
     while events:
@@ -134,7 +155,7 @@ def dispatch(line: Line, *, turns: int, in_flight: int, key: Key) -> list[list[S
                 taken = min(arrived, key=lambda each: key(*each))
                 arrived.remove(taken)
                 op = taken[1]
-                end_s = now_s + (line.forward_s if op.kind is OpKind.FORWARD else line.backward_s)[op.stage]
+                end_s = now_s + line.seconds(op)
                 free[worker] = False
                 done[worker].append(Started(op, now_s, end_s))
                 push(end_s, op, ends=True)
@@ -143,7 +164,6 @@ def dispatch(line: Line, *, turns: int, in_flight: int, key: Key) -> list[list[S
 
 def timed(line: Line, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
     """When each F, R and B of an order runs, if each starts as soon as it can."""
-    last = len(line.pipelines[0]) - 1
     ends_s: dict[Op, float] = {}
     rows: list[list[Started]] = [[] for _ in programs]
     ready = list(range(len(programs)))
@@ -152,17 +172,15 @@ def timed(line: Line, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
         worker = ready.pop()
         row = rows[worker]
         for op in programs[worker][len(row) :]:
-            workers = line.pipelines[op.pipeline]
-            before = op._replace(stage=op.stage + (-1 if op.kind is OpKind.FORWARD else 1))
-            if before.stage > last:
-                before = op._replace(kind=OpKind.FORWARD)
+            # A forward that runs again stands behind the first one.
+            before = None if op.kind is OpKind.RECOMPUTE else line.before(op)
             start_s = row[-1].end_s if row else 0.0
-            if before.stage >= 0 and op.kind is not OpKind.RECOMPUTE:  # that one follows its own forward
+            if before is not None:
                 if before not in ends_s:
                     waiting[before] = worker
                     break
-                start_s = max(start_s, ends_s[before] + (line.latency_s if workers[before.stage] != worker else 0.0))
-            end_s = ends_s[op] = start_s + (line.backward_s if op.kind is OpKind.BACKWARD else line.forward_s)[op.stage]
+                start_s = max(start_s, ends_s[before] + line.hop_s(before, op))
+            end_s = ends_s[op] = start_s + line.seconds(op)
             row.append(Started(op, start_s, end_s))
             if op in waiting:
                 ready.append(waiting.pop(op))

@@ -165,14 +165,19 @@ def _later(slot: Slot, by: int) -> Slot:
     return Together(moved) if isinstance(slot, Together) else moved[0]
 
 
-def require_one_chunk(name: str, size: Size) -> None:
+def require_one_chunk(name: str, size: Size, *, instead: str = "interleaved") -> None:
     """Refuses several stages a worker for a schedule that takes one.
+
+    Args:
+        name: of the schedule.
+        size: what is asked for.
+        instead: the schedule that takes several.
 
     Raises:
         ScheduleError: `num_chunks` is not 1.
     """
     if size.num_chunks != 1:
-        raise ScheduleError(f"{name} holds one stage a device, got {size.num_chunks} chunks; use --chunks 1, or the schedule 'interleaved'")
+        raise ScheduleError(f"{name} holds one stage a device, got {size.num_chunks} chunks; use --chunks 1, or the schedule {instead!r}")
 
 
 def require_one_pipeline(name: str, size: Size) -> None:

@@ -53,7 +53,7 @@ def async_one_f_one_b(size: Size) -> Schedule:
 
 
 def _build(name: str, size: Size, weight_rule: WeightRule) -> Schedule:
-    require_one_chunk(name, size)
+    require_one_chunk(name, size, instead="async-interleaved")
     require_one_pipeline(name, size)
     count = size.num_microbatches * size.num_updates
     programs = [
