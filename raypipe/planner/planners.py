@@ -91,13 +91,13 @@ def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budge
 
 def _bound_s(problem: Problem, schedule: str) -> float:
     """Seconds that no plan beats; where updates may overlap, a part of what their microbatches take as one long update."""
-    if not _asynchronous_orders(problem, schedule):
+    if not asynchronous_orders(problem, schedule):
         return plan_bound(problem).update_s
     count = problem.updates_per_window
     return plan_bound(replace(problem, num_microbatches=problem.num_microbatches * count)).update_s / count
 
 
-def _asynchronous_orders(problem: Problem, schedule: str) -> tuple[str, ...]:
+def asynchronous_orders(problem: Problem, schedule: str) -> tuple[str, ...]:
     """The orders whose updates overlap that may be chosen."""
     if schedule == AUTO:
         return chunks.ASYNCHRONOUS if problem.max_staleness else ()
@@ -220,7 +220,7 @@ def _proposed(judge: Judge, schedule: str) -> Iterator[Judged]:
 
 def _searched(judge: Judge, schedule: str, budget: Budget, begin: list[Layout]) -> Judged | None:
     """The search over orders of one stage a worker, then every other order on the workers of what it found."""
-    overlapping = _asynchronous_orders(judge.problem, schedule)
+    overlapping = asynchronous_orders(judge.problem, schedule)
     several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
     single = ("1f1b", "list") if several or overlapping else (schedule,)
     search = Search(judge, single, budget, begin)

@@ -1,0 +1,1 @@
+"""Policies: they take facts and return decisions; only the coordinator acts."""

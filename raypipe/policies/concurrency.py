@@ -1,0 +1,328 @@
+"""How a run goes on: in how many pipelines, with which order, cut and division of its rows, on which devices.
+
+Between two windows the policy takes the facts of now, layer times, speeds of devices, bandwidths of links, and asks the planner for the
+best way to run under them. It is content to stay, for a switch costs time and every figure is noisy:
+
+    facts     nothing is searched before a link, a device or the error of the predictions has changed by a tenth
+    gain      the other way must be predicted faster by more than `least_gain`, with both predictions corrected by what was measured of
+              them when they ran
+    twice     unless the gain is large, two windows one after the other must say so
+    horizon   what the switch saves until the run ends, or within the horizon, must exceed what it costs
+
+What was tried and turned out slower than predicted is remembered, and undone by the same rules.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from raypipe.cost import STATE_BYTES_PER_PARAMETER_BYTE
+from raypipe.errors import PlanError
+from raypipe.planner.layout import Judge, Judged, Layout
+from raypipe.planner.planners import AUTO, solve
+from raypipe.planner.problem import Floats, Problem
+from raypipe.planner.search import Budget
+from raypipe.profile import ModelProfile
+from raypipe.schedules.ir import Schedule
+from raypipe.topology import ClusterTopology
+
+_CHANGED = 1.1
+"""By how much a fact must change to be looked at."""
+_SURE_GAIN = 1.25
+"""A gain for which one window is enough."""
+_WINDOWS = 3
+"""Of the last so many windows the median says how wrong predictions are."""
+_MOST_WRONG = 4.0
+_FIRST_EFFORT = 0.3
+_EFFORT = 0.05
+"""How hard the planner searches at first, and between windows; 1 is what `raypipe plan` does."""
+_SWITCH_S = 3.0
+"""What a switch is taken to cost, besides the bytes that it moves, before one was made."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to run.
+
+    Attributes:
+        num_microbatches: of an update.
+        microbatch_size: rows of each.
+        layout: stages on workers on devices, and the name of the order.
+    """
+
+    num_microbatches: int
+    microbatch_size: int
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known now.
+
+    Attributes:
+        profile: of the layers.
+        topology: with the current speeds and links; its devices keep names and order.
+    """
+
+    profile: ModelProfile
+    topology: ClusterTopology
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the policy says after a window.
+
+    Attributes:
+        choice: how the run goes on.
+        switch: whether that is another way than before.
+        gain: how many times as fast as the present way the best other one is predicted; 1 where nothing was searched.
+        text: the decision and its reason in one line.
+    """
+
+    choice: Choice
+    switch: bool
+    gain: float
+    text: str
+
+
+class ConcurrencyPolicy:
+    """Chooses between windows.
+
+    Args:
+        problem: what is planned, with the facts at the beginning, the limits on staleness and the updates of a window.
+        schedules: names of the orders that may be chosen; none for all that the planner knows and the limits allow.
+        divisions: other ways to divide the rows of an update into microbatches: pairs (microbatches, rows of each).
+        least_gain: how many times as fast another way must be predicted.
+        horizon_updates: in how many updates a switch must pay.
+
+    Attributes:
+        choice: how the run goes on; known once it was chosen, or adopted.
+    """
+
+    choice: Choice
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        schedules: Sequence[str] = (),
+        divisions: Sequence[tuple[int, int]] = (),
+        least_gain: float = 1.05,
+        horizon_updates: int = 200,
+    ) -> None:
+        self.problem = problem
+        self.schedules = tuple(schedules) or (AUTO,)
+        self.divisions = tuple(dict.fromkeys([(problem.num_microbatches, problem.microbatch_size), *divisions]))
+        self.least_gain = least_gain
+        self.horizon_updates = horizon_updates
+        self._facts = Facts(problem.profile, problem.topology)
+        self._chosen_with = self._facts
+        self._searched_with: tuple[Facts, float] | None = None
+        self._pending = False
+        self._switch_s: float | None = None
+        # Orders and lowered programs, which do not depend on the facts.
+        self._numbered: dict[tuple[int, int], dict[object, tuple[Schedule, object] | None]] = {}
+        self._errors: dict[Choice, deque[float]] = {}
+
+    # The beginning
+
+    def choose(self) -> Choice:
+        """Chooses how to begin.
+
+        Raises:
+            PlanError: nothing fits; says what is wrong with the last that was tried.
+        """
+        found = self._best(_FIRST_EFFORT)
+        self.adopt(found[0])
+        self._searched_with = (self._facts, 1.0)
+        return found[0]
+
+    def adopt(self, choice: Choice, *, took_s: float | None = None) -> None:
+        """Goes on in a given way.
+
+        Args:
+            choice: the way.
+            took_s: seconds that the switch to it took.
+        """
+        self.choice = choice
+        self._chosen_with = self._facts
+        self._pending = False
+        if took_s is not None:
+            self._switch_s = took_s
+
+    # Between windows
+
+    def after_window(self, facts: Facts, *, update_s: float, updates_left: int) -> Decision:
+        """Decides how to go on.
+
+        Args:
+            facts: of now.
+            update_s: seconds of an update in the last window.
+            updates_left: of the run.
+        """
+        self._facts = facts
+        now = self._predicted(self.choice)
+        if now is None:  # memory that was there is gone, or the facts say so
+            return self._stay("the present way cannot be predicted")
+        errors = self._errors.setdefault(self.choice, deque(maxlen=_WINDOWS))
+        errors.append(min(max(update_s / now.update_s, 1 / _MOST_WRONG), _MOST_WRONG))
+        if not self._pending and not self._changed(statistics.median(errors)):
+            return self._stay("nothing has changed")
+        self._searched_with = (facts, statistics.median(errors))
+        try:
+            return self._compare(now, *self._best(_EFFORT), updates_left)
+        except PlanError as error:
+            return self._stay(f"no other way: {error}")
+
+    def _compare(self, now: Judged, choice: Choice, best: Judged, updates_left: int) -> Decision:
+        """Decides between the present way and the best of all."""
+        now_s, best_s = now.update_s * self._error(self.choice), best.update_s * self._error(choice)
+        gain = now_s / best_s
+        if choice == self.choice or gain <= self.least_gain:
+            return self._stay(f"the best other way is predicted {gain:.2f}x as fast, {self.least_gain:.2f}x is asked for", gain)
+        num_updates = min(self.horizon_updates, updates_left)
+        saved_s = (now_s - best_s) * num_updates
+        switch_s = self._switch_s if self._switch_s is not None else _SWITCH_S + self._moved_s(choice)
+        what = f"{self._difference(self.choice, choice)}: {self._cause()}; predicted {gain:.2f}x"
+        if saved_s <= switch_s:
+            pays = f"the {saved_s:.1f} s that it saves in {num_updates} updates do not pay for the {switch_s:.1f} s of a switch"
+            return self._stay(f"{what}, but {pays}", gain)
+        if gain < _SURE_GAIN and not self._pending:
+            self._pending = True
+            return Decision(self.choice, switch=False, gain=gain, text=f"stays for one more window: {what}")
+        return Decision(choice, switch=True, gain=gain, text=what)
+
+    def _stay(self, reason: str, gain: float = 1.0) -> Decision:
+        self._pending = False
+        return Decision(self.choice, switch=False, gain=gain, text=f"stays: {reason}")
+
+    def _changed(self, error: float) -> bool:
+        """Whether facts or the error of the predictions are others than when a way was last searched for."""
+        if self._searched_with is None:
+            return True
+        before, error_before = self._searched_with
+        return _beyond(error / error_before) or any(_beyond(change) for change, _ in self._changes(before))
+
+    def _changes(self, before: Facts) -> Iterator[tuple[float, str]]:
+        """By what factor each link and device has changed, and what to say of it."""
+        old, new = (self._problem(self.divisions[0], facts) for facts in (before, self._facts))
+        for (sources, targets), path in zip(new.blocks, _bandwidths(new), strict=True):
+            was = float(old.bandwidth[sources[0], targets[-1]])
+            if math.isfinite(was) and math.isfinite(path) and sources != targets:
+                ends = " -> ".join(new.topology.node_of(new.names[group[0]]).name for group in (sources, targets))
+                yield path / was, f"link {ends} {'fell' if path < was else 'rose'} to {path * 8 / 1e6:.4g} Mbit/s"
+        for name in new.names:
+            change = new.topology.device(name).speed / old.topology.device(name).speed
+            yield change, f"device {name} computes {change:.2f}x as fast as before"
+        whole = [float(problem.prefix_s[:, :, -1].sum()) for problem in (old, new)]
+        yield whole[0] / whole[1], f"layers take {whole[1] / whole[0]:.2f}x as long as profiled"
+
+    def _cause(self) -> str:
+        """What has changed most since the present way was chosen."""
+        change, text = max(self._changes(self._chosen_with), key=lambda change: abs(math.log(change[0])))
+        return text if _beyond(change) else "as measured"
+
+    # Ways to run
+
+    def _problem(self, division: tuple[int, int], facts: Facts) -> Problem:
+        return replace(
+            self.problem,
+            profile=facts.profile,
+            topology=facts.topology,
+            num_microbatches=division[0],
+            microbatch_size=division[1],
+        )
+
+    def judge(self, division: tuple[int, int]) -> Judge:
+        """What judges layouts of so many microbatches of so many rows under the facts of now."""
+        return Judge(self._problem(division, self._facts), numbered=self._numbered.setdefault(division, {}))  # type: ignore[arg-type]
+
+    def _predicted(self, choice: Choice) -> Judged | None:
+        found = self.judge((choice.num_microbatches, choice.microbatch_size)).simulate(choice.layout)
+        return None if found is None or found.missing_bytes else found
+
+    def _error(self, choice: Choice) -> float:
+        """Measured over predicted seconds: of a way that ran its own, of another the present one's."""
+        if not self._errors:  # nothing has run yet
+            return 1.0
+        return statistics.median(self._errors.get(choice) or self._errors[self.choice])
+
+    def _best(self, effort: float) -> tuple[Choice, Judged]:
+        """The way that is fastest under the facts of now, all corrected by what was measured."""
+        failure: PlanError | None = None
+        found: list[tuple[float, int, Choice, Judged]] = []
+        budget = Budget.usual(self.problem.num_devices, effort=effort)
+        for division in self.divisions:
+            for schedule in self.schedules:
+                try:
+                    judged = solve(self.judge(division), schedule=schedule, budget=budget)
+                except PlanError as error:
+                    failure = error
+                    continue
+                choice = Choice(*division, judged.layout)
+                found.append((judged.update_s * self._error(choice), len(found), choice, judged))
+        for choice in self._errors:
+            if (known := self._predicted(choice)) is not None:
+                found.append((known.update_s * self._error(choice), len(found), choice, known))
+        if not found:
+            assert failure is not None
+            raise failure
+        _, _, choice, judged = min(found)
+        return choice, judged
+
+    def _moved_s(self, choice: Choice) -> float:
+        """Seconds in which the layers that change their device get there, one after the other over the slowest link."""
+        problem = self.judge(self.divisions[0]).problem
+        held = [_held(way.layout) for way in (self.choice, choice)]
+        moved = {(device, layer) for device, layer in held[1] if (device, layer) not in held[0]}
+        num_bytes = sum(problem.profile.layers[layer].parameter_bytes for _, layer in moved) * STATE_BYTES_PER_PARAMETER_BYTE
+        slowest = float(np.min(problem.bandwidth))
+        return num_bytes / slowest if math.isfinite(slowest) else 0.0
+
+    def _difference(self, one: Choice, other: Choice) -> str:
+        """What a switch changes, in words."""
+        parts: list[str] = []
+        if one.layout.order != other.layout.order:
+            parts.append(f"{one.layout.order} -> {other.layout.order}")
+        counts = [self.num_pipelines(choice) for choice in (one, other)]
+        if counts[0] != counts[1]:
+            parts.append(f"{counts[0]} -> {counts[1]} pipelines")
+        if one.num_microbatches != other.num_microbatches:
+            parts.append(f"{one.num_microbatches} -> {other.num_microbatches} microbatches")
+        if one.layout.workers != other.layout.workers:
+            names = self.problem.names
+            parts.append(f"stages on {', '.join('+'.join(names[device] for device in group) for group in other.layout.workers)}")
+        elif not parts:
+            parts.append("other cuts" if one.layout.cuts != other.layout.cuts else "another limit on activations or recomputation")
+        return ", ".join(parts)
+
+    def num_pipelines(self, choice: Choice) -> int:
+        """The layings of the model that a way has."""
+        judge = self.judge((choice.num_microbatches, choice.microbatch_size))
+        return len(judge.schedule(choice.layout, judge.cut(choice.layout), num_updates=1).pipelines)
+
+
+def _beyond(change: float) -> bool:
+    return not 1 / _CHANGED <= change <= _CHANGED
+
+
+def _bandwidths(problem: Problem) -> Floats:
+    """Bytes per second of each block of pairs of devices."""
+    return np.array([problem.bandwidth[sources[0], targets[-1]] for sources, targets in problem.blocks])
+
+
+def _held(layout: Layout) -> set[tuple[int, int]]:
+    """Pairs of a device and a layer that it holds, at least: of orders with several pipelines those of the first."""
+    num_workers = len(layout.workers)
+    return {
+        (device, layer)
+        for stage in range(layout.num_stages)
+        for device in layout.workers[stage % num_workers]
+        for layer in range(layout.cuts[stage], layout.cuts[stage + 1])
+    }
