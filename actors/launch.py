@@ -16,6 +16,7 @@ from raypipe.config import ScalingConfig
 from raypipe.errors import PlanError
 from raypipe.placement import NODE_LABEL, ClusterNode, is_gpu, locate
 from raypipe.plan import Plan
+from raypipe.topology import ClusterTopology
 
 CONTROL_THREADS = 2
 """For `status` and `abort`, which must be answered while an actor computes."""
@@ -71,25 +72,33 @@ def find_slots(scaling: ScalingConfig) -> list[Slot]:
 
 
 def planned_slots(plan: Plan, scaling: ScalingConfig, *, local: bool = False, stand_ins: bool = False) -> list[Slot]:
-    """The places of a plan's devices on the nodes of the connected cluster, by device number.
+    """The places of a plan's devices on the nodes of the connected cluster, by device number; see `slots_of`."""
+    return slots_of(plan.topology, plan.devices, scaling, local=local, stand_ins=stand_ins)
+
+
+def slots_of(
+    topology: ClusterTopology, devices: Sequence[str], scaling: ScalingConfig, *, local: bool = False, stand_ins: bool = False
+) -> list[Slot]:
+    """The places of some devices of a topology on the nodes of the connected cluster, in their order.
 
     Args:
-        plan: names nodes and devices.
+        topology: names the nodes.
+        devices: by name.
         scaling: CPUs of each device.
-        local: whether the cluster is one node that was started for this run: the only node of a plan's devices then stands for it.
+        local: whether the cluster is one node that was started for this run: the only node of the devices then stands for it.
         stand_ins: whether CPU slots may stand for devices of all kinds.
 
     Raises:
-        PlanError: the cluster is not the one that the plan was made for; says what changed.
+        PlanError: the cluster is not the one of the topology; says what changed.
     """
     nodes = cluster_nodes()
-    names = {plan.topology.node_of(device).name for device in plan.devices}
+    names = {topology.node_of(device).name for device in devices}
     if local and len(names) == 1:
         nodes = [replace(node, label=next(iter(names))) for node in nodes]
-    places = locate(plan.topology, plan.devices, nodes, cpus_per_device=scaling.cpus_per_device, stand_ins=stand_ins)
+    places = locate(topology, devices, nodes, cpus_per_device=scaling.cpus_per_device, stand_ins=stand_ins)
     _wait_until_free(len(places) * scaling.cpus_per_device)
     return [
-        Slot(node.node_id, node.address, device, 1.0 if is_gpu(plan.topology.device(device)) and not stand_ins else 0.0)
+        Slot(node.node_id, node.address, device, 1.0 if is_gpu(topology.device(device)) and not stand_ins else 0.0)
         for device, node in places.items()
     ]
 
@@ -145,7 +154,7 @@ def launch(slots: Sequence[Slot], *, stages: Sequence[tuple[int, ...]], run: str
         # Concurrency groups can be named here only, not in `.options`.
         actor_class = ray.remote(concurrency_groups={"control": CONTROL_THREADS}, max_restarts=0, max_task_retries=0)(StageActor)
         actor = actor_class.options(
-            name=f"{run}: stage {identity.stage_text} on device {slot.name}",
+            name=f"{run}: stage {identity.stage_text} on device {slot.name}" if held else f"{run}: device {slot.name}",
             num_cpus=scaling.cpus_per_device,
             num_gpus=slot.num_gpus,
             scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node_id, soft=False),

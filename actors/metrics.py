@@ -59,6 +59,9 @@ class RunMetrics:
                 ("tokens_per_s", "Tokens per second over the last window"),
                 ("update_seconds", "Seconds per update over the last window"),
                 ("updates", "Updates done"),
+                ("pipelines", "Pipelines that run at once"),
+                ("switches", "Switches to another way to run so far"),
+                ("predicted_update_seconds", "Seconds per update as predicted for the way that runs"),
             )
         }
         for gauge in self._gauges.values():

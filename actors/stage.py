@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -272,6 +272,18 @@ class StageActor:
                 "choose a path that all nodes share"
             ) from None
 
+    def assign(self, identity: Identity | None) -> None:
+        """Takes another number and other stages, and drops what was held; `None` for an actor that has nothing to do."""
+        self._begin("taking stages")
+        if self._transport is not None:
+            self._transport.close()
+        self._transport = self._executor = self._order = None
+        self._weights, self._jobs, self._sources = {}, {}, {}
+        identity = identity or replace(self.identity, stages=())
+        if identity != self.identity:
+            self.identity = identity
+            self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
+
     def build(self, order: BuildOrder) -> dict[int, LayerSize]:
         """Builds the layers of this device's stages; returns the size of each."""
         self._begin("building layers")
@@ -342,7 +354,7 @@ class StageActor:
         Raises:
             TransportError: the other end did not come, or a message did not pass.
         """
-        self._begin(f"probing a link with device {order.names[self.identity.device == order.source]}")
+        self._begin(f"probing a link with device {order.names[self._links.device == order.source]}")
         self._links.meet([order], host_ip=host_ip)
         return self._links.run([flow])[0]
 
@@ -399,8 +411,7 @@ class StageActor:
         self._begin("saving")
         assert self._model is not None, "build comes before save"
         names: list[str] = []
-        own = {stage for job in self._jobs.values() for stage in job.norm_stages}
-        for weights in (weights for stage, weights in self._weights.items() if stage in own):
+        for weights in self._owned():
             for index, tensors in weights.state().items():
                 name = layer_file(index, self._model.layers[index].name)
                 partial_file = Path(folder) / f"{name}.partial"
@@ -408,6 +419,33 @@ class StageActor:
                 partial_file.rename(Path(folder) / name)
                 names.append(name)
         return names
+
+    def _owned(self) -> list[Weights]:
+        """The stages of which this device, of all that hold a copy, is the first."""
+        own = {stage for job in self._jobs.values() for stage in job.norm_stages}
+        return [weights for stage, weights in self._weights.items() if stage in own]
+
+    def owned_layers(self) -> list[int]:
+        """The layers that this device hands out, of replicas the first."""
+        return [index for weights in self._owned() for index in weights.module.indices]
+
+    def hand_out(self, layer: int) -> dict[str, torch.Tensor]:
+        """The weights and optimizer state of a layer, as `take_in` takes them."""
+        self._begin(f"handing layer {layer} out")
+        weights = next(weights for weights in self._owned() if layer in weights.module.indices)
+        return {name: tensor.cpu() for name, tensor in weights.state()[layer].items()}
+
+    def take_in(self, layers: Sequence[int], *states: Mapping[str, torch.Tensor]) -> None:
+        """Takes layers with their optimizer state over from those that held them before.
+
+        Args:
+            layers: all of this device's.
+            states: of each, as `hand_out` gave it.
+        """
+        self._begin("taking layers over")
+        given = dict(zip(layers, states, strict=True))
+        for weights in self._weights.values():
+            weights.load_state({index: given[index] for index in weights.module.indices})
 
     def load(self, folder: str) -> None:
         """Reads what `save` wrote, by this or any other cut of the model."""

@@ -132,16 +132,31 @@ class Arrangement(ABC):
             self.schedules[size] = dataclasses.replace(schedule, graph=graph)
             validate(self.schedules[size])
         found = {f"train-{size}": jobs(schedule, self.placement) for size, schedule in self.schedules.items()}
-        if count := self.config.data.num_validation_microbatches:
+        if count := self.num_validation_microbatches:
             found["evaluate"] = jobs(evaluation(self.schedule, num_microbatches=count), self.placement)
         found["predict"] = jobs(evaluation(self.schedule, num_microbatches=1), self.placement)
         return found
 
     @property
+    def num_microbatches(self) -> int:
+        """Of an update."""
+        return self.schedule.num_microbatches
+
+    @property
+    def microbatch_size(self) -> int:
+        """Rows of a microbatch."""
+        return self.config.schedule.microbatch_size
+
+    @property
+    def num_validation_microbatches(self) -> int:
+        """Of an evaluation."""
+        return self.config.data.num_validation_microbatches
+
+    @property
     def num_sample_rows(self) -> int:
         """The fewest rows that a microbatch can have where the devices of a worker share it."""
         boundaries = [end for worker in range(len(self.placement.workers)) for _, rows in self.placement.rows(worker) for end in rows]
-        return least_rows(boundaries, most=self.config.schedule.microbatch_size)
+        return least_rows(boundaries, most=self.microbatch_size)
 
 
 class Named(Arrangement):
@@ -191,7 +206,7 @@ class Named(Arrangement):
         profile = measure(max(coordinator.places[0].num_cores // scaling.threads_per_device, 1))
         sizes = scaling.layers_per_stage
         cut = balanced_cut(profile, self.schedule.num_stages) if sizes is None else Cut.of_sizes(sizes, self.model.edges())
-        topology = self._topology(coordinator, notice)
+        topology = run_topology(self.config, coordinator, notice, num_devices=self.schedule.num_workers)
         plan = make_plan(
             name=name,
             planner="given" if sizes is not None else "balanced",
@@ -213,45 +228,50 @@ class Named(Arrangement):
         self.schedules = {size: _named_schedule(self.config, size, times=times, latency_s=latency_s) for size in self.schedules}
         return dataclasses.replace(plan, order=ScheduleFile.of(dataclasses.replace(self.schedule, graph=plan.cut.graph)))
 
-    def _topology(self, coordinator: Coordinator, notice: Notice) -> ClusterTopology:
-        """The devices in use, with the links of the file, or those of one machine."""
-        scaling = self.config.scaling
-        if scaling.topology is not None:
-            topology = ClusterTopology.load(scaling.topology)
-            if topology.num_devices < self.schedule.num_workers:
-                raise PlanError(
-                    f"the run needs {self.schedule.num_workers} devices, {scaling.topology} has {topology.num_devices}; "
-                    "add devices to it or lower scaling.num_devices"
-                )
-            return topology
-        costs = self._calibrated(notice)
-        nodes: dict[str, list[Device]] = {}
-        cores: dict[str, int] = {}
-        for slot, place in zip(coordinator.slots, coordinator.places, strict=True):
-            nodes.setdefault(slot.node, []).append(Device(slot.name, "cpu"))
-            cores[slot.node] = max(place.num_cores // scaling.threads_per_device, 1)
-        return ClusterTopology(
-            name="measured cores, calibrated links" if costs else "measured cores, assumed links",
-            nodes=tuple(
-                Node(name=node, devices=tuple(devices), link=costs.link if costs else _LOOPBACK, cores=cores[node])
-                for node, devices in nodes.items()
-            ),
-            default_link=_ETHERNET,
-            overheads=costs.overheads if costs else None,
-        )
 
-    def _calibrated(self, notice: Notice) -> TransportCosts | None:
-        """What running costs on this machine, if that was measured."""
-        given = self.config.scaling.calibration
-        path = Path(given) if given else calibration_file()
-        if not given and not path.exists():
-            notice("what an Op and a message cost on this machine is not known: `raypipe calibrate` improves predictions")
-            return None
-        shared = self.config.scaling.transport is not Transport.GLOO
-        return Calibration.load(path).of("shm" if shared else "gloo")
+def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, *, num_devices: int) -> ClusterTopology:
+    """The devices in use, with the links of the configured file, or those of the nodes' cores and of assumed links.
+
+    Raises:
+        PlanError: the file has fewer devices.
+    """
+    scaling = config.scaling
+    if scaling.topology is not None:
+        topology = ClusterTopology.load(scaling.topology)
+        if topology.num_devices < num_devices:
+            raise PlanError(
+                f"the run needs {num_devices} devices, {scaling.topology} has {topology.num_devices}; "
+                "add devices to it or lower scaling.num_devices"
+            )
+        return topology
+    costs = _calibrated(scaling, notice)
+    nodes: dict[str, list[Device]] = {}
+    cores: dict[str, int] = {}
+    for slot, place in zip(coordinator.slots, coordinator.places, strict=True):
+        nodes.setdefault(slot.node, []).append(Device(slot.name, "cpu"))
+        cores[slot.node] = max(place.num_cores // scaling.threads_per_device, 1)
+    return ClusterTopology(
+        name="measured cores, calibrated links" if costs else "measured cores, assumed links",
+        nodes=tuple(
+            Node(name=node, devices=tuple(devices), link=costs.link if costs else _LOOPBACK, cores=cores[node])
+            for node, devices in nodes.items()
+        ),
+        default_link=_ETHERNET,
+        overheads=costs.overheads if costs else None,
+    )
 
 
-def _sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
+def _calibrated(scaling: ScalingConfig, notice: Notice) -> TransportCosts | None:
+    """What running costs on this machine, if that was measured."""
+    given = scaling.calibration
+    path = Path(given) if given else calibration_file()
+    if not given and not path.exists():
+        notice("what an Op and a message cost on this machine is not known: `raypipe calibrate` improves predictions")
+        return None
+    return Calibration.load(path).of("shm" if scaling.transport is not Transport.GLOO else "gloo")
+
+
+def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
     """The schedule with one updating copy of each stage, where the configuration asks for it and the schedule has none yet."""
     if not config.scaling.shard_optimizer or any(op.kind is OpKind.PUBLISH for op, _ in schedule.ops()):
         return schedule
@@ -262,7 +282,7 @@ def _sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
 
 def _named_schedule(config: TrainConfig, num_updates: int, *, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0) -> Schedule:
     size = config.schedule.size(num_devices=config.scaling.num_devices, num_updates=num_updates)
-    schedule = _sharded(config, build(config.schedule.name, dataclasses.replace(size, times=times, latency_s=latency_s)))
+    schedule = sharded(config, build(config.schedule.name, dataclasses.replace(size, times=times, latency_s=latency_s)))
     validate(schedule)
     if schedule.forward_only:
         raise ConfigError(f"schedule.name {config.schedule.name!r}: this order holds no backward; it cannot train")
@@ -302,7 +322,7 @@ class Planned(Arrangement):
             kind = plan.topology.device(gpus[0]).kind
             raise PlanError(f"the plan {plan.name!r} is for devices of kind {kind!r} ({gpus[0]}); stages train on devices of kind cpu")
         check_rows(plan.placement, plan.microbatch_size)
-        schedules = {size: _sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
+        schedules = {size: sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
         super().__init__(config, model, schedules=schedules, placement=plan.placement)
         jobs(plan.schedule, plan.placement)  # says before anything is started what cannot be run
 

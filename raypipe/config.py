@@ -75,8 +75,8 @@ class ScheduleConfig:
     """In which order the stages work.
 
     Attributes:
-        name: as `raypipe schedules` lists them, or one's own: a file (.csv or .json, relative to the working directory), or
-            `module:function` or `path/to/file.py:function`.
+        name: as `raypipe schedules` lists them; `auto` to let raypipe choose it, the cut and the devices of the stages; or
+            one's own: a file (.csv or .json, relative to the working directory), or `module:function` or `path/to/file.py:function`.
         num_microbatches: of one update, over all pipelines.
         microbatch_size: rows of a microbatch.
         num_chunks: stages a device, for the schedules that take several; left out for the schedule's own number.
@@ -84,6 +84,10 @@ class ScheduleConfig:
         update_scope: what an update waits for; left out for the schedule's own default.
         max_in_flight: the most stage activations that a device may hold, for the schedules that are searched for; left out for their
             own limit.
+        max_staleness: where raypipe chooses the schedule, the most updates between the weights of a forward and those that its gradient
+            changes; left out for synchronous schedules alone, or for as many as the schedule to begin with has.
+        max_mismatch: likewise, the most weight versions between the forward and the backward of a microbatch; left out for no limit, or
+            for as many as the schedule to begin with has.
         updates_per_window: updates between two drains; evaluation and checkpoints happen between windows.
     """
 
@@ -96,6 +100,8 @@ class ScheduleConfig:
     num_pipelines: int = 0
     update_scope: UpdateScope | None = None
     max_in_flight: float | None = None
+    max_staleness: int | None = None
+    max_mismatch: int | None = None
     updates_per_window: int = 10
 
     def __post_init__(self) -> None:
@@ -104,6 +110,9 @@ class ScheduleConfig:
             _at_least(self, 1, "num_chunks")
         if self.max_in_flight is not None:
             _at_least(self, 1, "max_in_flight")
+        for name in ("max_staleness", "max_mismatch"):
+            if getattr(self, name) is not None:
+                _at_least(self, 0, name)
         _at_least(self, 0, "num_pipelines")
 
     def size(self, *, num_devices: int, num_updates: int) -> Size:
@@ -208,6 +217,34 @@ class ScalingConfig:
         codec.require_amounts(self, "cpus_per_device")
 
 
+AUTO = "auto"
+"""In place of a schedule's name: raypipe chooses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptationConfig:
+    """Whether and when a run goes on in another way: other pipelines, order, cut, microbatches or devices of the stages.
+
+    Attributes:
+        enabled: whether raypipe may switch between windows, when links or devices change.
+        schedules: names of those that it may choose; none for all that the limits on staleness allow.
+        least_gain: how many times as fast another way must be predicted.
+        horizon_updates: in how many updates a switch must pay for itself.
+        divisions: whether an update's rows may be divided into more or fewer microbatches; needs rows from `data`.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    enabled: bool = False
+    schedules: tuple[str, ...] = ()
+    least_gain: float = 1.05
+    horizon_updates: int = 200
+    divisions: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "least_gain", "horizon_updates")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Which Ray cluster.
@@ -284,6 +321,7 @@ class TrainConfig:
         scaling: on what.
         cluster: which Ray cluster.
         run: how long, and where its results go.
+        adaptation: whether and when it goes on in another way.
         plan: a `raypipe.plan/1` file: stages, devices, schedule, microbatches and their size are then the plan's. Keys of `schedule` and
             `scaling` that it decides may be left out; a value that is neither the default nor the plan's is refused.
     """
@@ -297,6 +335,7 @@ class TrainConfig:
     scaling: ScalingConfig = ScalingConfig()
     cluster: ClusterConfig = ClusterConfig()
     run: RunConfig = RunConfig()
+    adaptation: AdaptationConfig = AdaptationConfig()
     plan: str | None = None
 
     @classmethod

@@ -1,8 +1,10 @@
 """The driver's side of a run: starts the stage actors, gives them windows, gathers what they report, and ends them.
 
     Launched --> Connected --> Running(window) --> Connected --> ... --> Closed
-        |            |             |
-        +------------+-------------+--> Failed --> Closed
+        |            |             |                  |
+        |            |             |              Moving --> Connected
+        |            |             |                  |
+        +------------+-------------+------------------+--> Failed --> Closed
 
 States are classes with the data that hold in them. Only the coordinator has actor handles.
 """
@@ -27,7 +29,7 @@ from raypipe.actors.launch import Slot, launch
 from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.probe import Flow, MeetOrder
 from raypipe.actors.report import WindowReport
-from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, LayerSize, ModelFunction, Status, Whereabouts
+from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status, Whereabouts
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig, Transport
 from raypipe.cut import Cut
@@ -73,6 +75,13 @@ class Running:
 
 
 @dataclass(frozen=True)
+class Moving:
+    """The layers go, with their optimizer state, to the devices that are to hold them."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Failed:
     """A part failed; the actors were told to stop."""
 
@@ -84,7 +93,7 @@ class Closed:
     """The actors are gone."""
 
 
-State = Launched | Connected | Running | Failed | Closed
+State = Launched | Connected | Running | Moving | Failed | Closed
 
 
 @dataclass(frozen=True)
@@ -201,12 +210,14 @@ class Coordinator:
         self, *, run: str, slots: Sequence[Slot], stages: Sequence[tuple[int, ...]], scaling: ScalingConfig, cluster: ClusterConfig
     ):
         self.run = run
-        self.slots = tuple(slots)
+        self._places_of_all: tuple[Whereabouts, ...] = ()
+        self._all_slots = tuple(slots)
+        self._crew = tuple(range(len(slots)))
+        """The numbers, as launched, of the actors that are the devices 0, 1, ... of the plan."""
         self.stages = tuple(stages)
         self.transport = scaling.transport
         self.cluster = cluster
         self.state: State = Launched()
-        self.places: tuple[Whereabouts, ...] = ()
         self.channels: tuple[Channel, ...] = ()
         self.shared: frozenset[Channel] = frozenset()
         self._windows: Counter[str] = Counter()
@@ -216,7 +227,7 @@ class Coordinator:
         self._watch = NetworkWatch(run=run, nodes=[slot.node for slot in slots], now_s=time.time())
         self._store: tuple[str, int] = ("", 0)
         self._num_links_probed = 0
-        self._actors = launch(slots, stages=stages, run=run, scaling=scaling)
+        self._all_actors = launch(slots, stages=stages, run=run, scaling=scaling)
 
     def __enter__(self) -> Coordinator:
         return self
@@ -227,6 +238,20 @@ class Coordinator:
     def _move(self, state: State) -> None:
         _LOG.debug("%s: %s -> %s", self.run, self.state, state)
         self.state = state
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The places of the plan's devices, by number."""
+        return tuple(self._all_slots[number] for number in self._crew)
+
+    @property
+    def places(self) -> tuple[Whereabouts, ...]:
+        """Where the plan's devices run, by number; known once they are up."""
+        return tuple(self._places_of_all[number] for number in self._crew)
+
+    @property
+    def _actors(self) -> list[Any]:
+        return [self._all_actors[number] for number in self._crew]
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -248,7 +273,7 @@ class Coordinator:
             RunError: names those that did not come in time, or came elsewhere.
         """
         calls = {device: actor.whereabouts.remote() for device, actor in enumerate(self._actors)}
-        self.places = tuple(self._gather(calls, "starting", timeout_s=self.cluster.start_timeout_s).values())
+        self._places_of_all = tuple(self._gather(calls, "starting", timeout_s=self.cluster.start_timeout_s).values())
         check_places(self.slots, self.places)
         for device, (slot, place) in enumerate(zip(self.slots, self.places, strict=True)):
             _LOG.debug("device %d (%s): stages %s, pid %d on %s", device, slot.name, self.stages[device], place.pid, place.hostname)
@@ -297,6 +322,66 @@ class Coordinator:
         orders = [order] * len(self._actors) if isinstance(order, BuildOrder) else order
         calls = {device: actor.build.remote(own) for device, (actor, own) in enumerate(zip(self._actors, orders, strict=True))}
         return {layer: size for sizes in self._gather(calls, "building layers").values() for layer, size in sizes.items()}
+
+    def assign(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]]) -> None:
+        """Gives the actors their numbers in a plan and their stages, and takes from them what they held.
+
+        Args:
+            devices: for each device of the plan, the number of its slot; actors of other slots have nothing to do.
+            stages: the stages of each device.
+        """
+        self._crew = tuple(devices)
+        self.stages = tuple(stages)
+        names = self.device_names
+        calls = {
+            device: actor.assign.remote(Identity(run=self.run, device=device, name=names[device], stages=held))
+            for device, (actor, held) in enumerate(zip(self._actors, self.stages, strict=True))
+        }
+        for number, actor in enumerate(self._all_actors):
+            if number not in self._crew:  # whether it hears that or not does not matter before it is asked for work again
+                actor.assign.remote(None)
+        self._gather(calls, "taking stages")
+
+    def move(
+        self,
+        devices: Sequence[int],
+        stages: Sequence[tuple[int, ...]],
+        *,
+        order: BuildOrder,
+        jobs: Mapping[str, Sequence[Job]],
+    ) -> None:
+        """Goes on with other stages on other devices: every layer goes with its optimizer state to the devices that are to hold it.
+
+        The states travel from node to node, through Ray's object stores; no storage that nodes share is needed.
+
+        Args:
+            devices: as of `assign`.
+            stages: likewise.
+            order: builds the stages.
+            jobs: as of `connect`.
+
+        Raises:
+            RunError: something failed on the way; what was saved before stays.
+        """
+        self._move(Moving(self._epoch))
+        refs = self._handed_out()
+        self.assign(devices, stages)
+        self.build(order)
+        calls = {}
+        for device, (actor, held) in enumerate(zip(self._actors, self.stages, strict=True)):
+            layers = [layer for stage in held for layer in order.cut.stages[stage]]
+            calls[device] = actor.take_in.remote(layers, *(refs[layer] for layer in layers))
+        self._gather(calls, "taking layers over")
+        self._epoch += 1
+        self.connect(jobs, order.cut)
+
+    def _handed_out(self) -> dict[int, Any]:
+        """A reference to the state of each layer, by its number, once all are in the object stores."""
+        owned = self._gather({device: actor.owned_layers.remote() for device, actor in enumerate(self._actors)}, "asking for layers")
+        refs = {layer: self._actors[device].hand_out.remote(layer) for device, layers in owned.items() for layer in layers}
+        # Behind all of them: a dead or silent actor is noticed here.
+        self._gather({device: actor.owned_layers.remote() for device, actor in enumerate(self._actors)}, "handing layers out")
+        return refs
 
     def connect(self, jobs: Mapping[str, Sequence[Job]], cut: Cut) -> None:
         """Connects the actors and gives them their programs.
@@ -415,9 +500,14 @@ class Coordinator:
         """What the links between the run's nodes carry now, by the nodes' addresses; see docs/probing.md."""
         return self._watch.estimate
 
-    def seed_network(self, topology: ClusterTopology) -> None:
-        """Lets the estimates of the links begin with those of a plan's topology."""
-        self._watch.seed(topology, self.device_names, now_s=time.time())
+    def seed_network(self, topology: ClusterTopology, devices: Sequence[str] = ()) -> None:
+        """Lets the estimates of the links begin with those of a plan's topology.
+
+        Args:
+            topology: of the plan.
+            devices: what it calls the devices, as launched; their own names by default.
+        """
+        self._watch.seed(topology, devices or [slot.name for slot in self._all_slots], now_s=time.time())
 
     def _watch_links(self, result: WindowResult) -> None:
         """Learns from a window what the links carry, and probes one that has not been seen for long."""
@@ -430,12 +520,12 @@ class Coordinator:
 
     def probe_link(self, source_node: str, target_node: str) -> None:
         """Measures the link between two nodes, given by their addresses; takes a tenth of a second, and never fails the run."""
-        source, target = self._watch.devices((source_node, target_node))
+        source, target = self._watch.devices((source_node, target_node))  # as launched: idle actors probe, too
         self._num_links_probed += 1
         order = MeetOrder(
             source=source,
             target=target,
-            names=(self.device_names[source], self.device_names[target]),
+            names=(self._all_slots[source].name, self._all_slots[target].name),
             shared=False,
             store=self._store,
             prefix=f"{self.run}/{self._epoch}/link {source}-{target}, probe {self._num_links_probed}",
@@ -443,11 +533,13 @@ class Coordinator:
             timeout_s=_LINK_MESSAGE_S,
         )
         flow = Flow(source, target, PATTERN)
-        refs = [self._actors[device].probe_link.remote(order, flow, host_ip=self.places[device].ip) for device in (source, target)]
+        refs = [
+            self._all_actors[device].probe_link.remote(order, flow, host_ip=self._places_of_all[device].ip) for device in (source, target)
+        ]
         try:
             readings, _ = ray.get(refs, timeout=_LINK_CONNECT_S + 10 * _LINK_MESSAGE_S)
         except RayError as error:  # what is wrong will show where the run needs the link
-            self._watch.failed((source_node, target_node), self._translate(error, source, "probing a link"), now_s=time.time())
+            self._watch.failed((source_node, target_node), str(error).strip().splitlines()[-1], now_s=time.time())
             return
         self._watch.probed((source_node, target_node), readings, now_s=time.time())
 
@@ -571,7 +663,7 @@ class Coordinator:
     # Ending
 
     def _abort(self, reason: str) -> None:
-        for actor in self._actors:
+        for actor in self._all_actors:
             actor.abort.options(concurrency_group="control").remote(reason)
 
     def close(self) -> None:
@@ -579,7 +671,7 @@ class Coordinator:
         if isinstance(self.state, Closed):
             return
         self._move(Closed())
-        for actor in self._actors:
+        for actor in self._all_actors:
             ray.kill(actor, no_restart=True)
 
 

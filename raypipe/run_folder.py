@@ -96,12 +96,17 @@ class RunFolder:
         with self.file("metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
+    def add_decision(self, line: dict[str, Any]) -> None:
+        """Adds one line to the decisions of an adaptive run."""
+        with self.file("adaptation.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
     def forget_after(self, update: int) -> None:
-        """Leaves out of the metrics what a resumed run will do again: the updates after this one."""
-        path = self.file("metrics.jsonl")
-        if path.exists():
-            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["update"] <= update]
-            path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        """Leaves out of the metrics and decisions what a resumed run will do again: the updates after this one."""
+        for path in (self.file("metrics.jsonl"), self.file("adaptation.jsonl")):
+            if path.exists():
+                lines = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["update"] <= update]
+                path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def write_json(self, name: str, content: Any) -> None:
         """Writes a file of the run as JSON."""

@@ -88,6 +88,7 @@ class Trace:
         num_updates: updates of the window.
         spans: in no order that is promised.
         memory: for each device, steps (seconds, bytes held from then on); empty where unknown.
+        notes: what is worth knowing of it, such as why the run went on in this way; a line each.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Trace:
     num_updates: int
     spans: tuple[Span, ...]
     memory: tuple[tuple[tuple[float, int], ...], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def by_device(self) -> tuple[tuple[Span, ...], ...]:
@@ -179,7 +181,7 @@ class Trace:
             if span.end_s > since and (span.start_s < until or span.end_s == until)  # the last update may take no time
         )
         memory = tuple(_clipped(steps, since, until) for steps in self.memory)
-        return Trace(f"{self.name}, updates {first} to {end - 1}", self.source, self.devices, end - first, spans, memory)
+        return Trace(f"{self.name}, updates {first} to {end - 1}", self.source, self.devices, end - first, spans, memory, self.notes)
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -196,7 +198,8 @@ class Trace:
             self._save_parquet(path)
             return
         columns = _Columns(*map(list, zip(*self.spans, strict=True))) if self.spans else _Columns([], [], [], [], [], [])
-        content = _TraceFile(self.name, self.source, list(self.devices), self.num_updates, columns, [list(steps) for steps in self.memory])
+        memory = [list(steps) for steps in self.memory]
+        content = _TraceFile(self.name, self.source, list(self.devices), self.num_updates, columns, memory, list(self.notes))
         codec.write_text(path, codec.to_json(content, format_name=FORMAT))
 
     def _save_parquet(self, path: str | Path) -> None:
@@ -241,7 +244,7 @@ class Trace:
         memory = tuple(map(tuple, content.memory))
         if memory and len(memory) != len(content.devices):
             raise FormatError(str(path), "memory", f"has {len(memory)} devices, the trace {len(content.devices)}")
-        return cls(content.name, content.source, tuple(content.devices), content.num_updates, spans, memory)
+        return cls(content.name, content.source, tuple(content.devices), content.num_updates, spans, memory, tuple(content.notes))
 
     def to_chrome(self) -> list[dict[str, Any]]:
         """The spans in the Chrome trace event format, which Perfetto opens: a process for the run, a thread a device."""
@@ -264,6 +267,7 @@ class Trace:
                 "dur": (span.end_s - span.start_s) * 1e6,
                 "args": {"bytes": span.bytes} if span.bytes else {},
             })
+        events += [{"ph": "i", "name": note, "pid": pid, "tid": 0, "ts": 0.0, "s": "p"} for note in self.notes]
         for device, steps in enumerate(self.memory):
             events += [
                 {"ph": "C", "name": f"memory {self.devices[device]}", "pid": pid, "ts": at * 1e6, "args": {"bytes": held}}
@@ -331,3 +335,4 @@ class _TraceFile:
     num_updates: int
     spans: _Columns
     memory: list[list[tuple[float, int]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)

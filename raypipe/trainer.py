@@ -10,6 +10,7 @@ report   metrics, traces, a drawing, generated text, predicted against measured
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 from collections import deque
@@ -24,9 +25,12 @@ from raypipe.actors.faults import FaultScript
 from raypipe.actors.metrics import RunMetrics
 from raypipe.actors.report import mean_losses, norms_of
 from raypipe.actors.stage import BatchFunction, BuildOrder
-from raypipe.arrangement import Named, Planned, with_plan
+from raypipe.adaptive import Adaptive
+from raypipe.arrangement import Arrangement, Named, Planned, with_plan
 from raypipe.comparison import Figure, compare, median_window
 from raypipe.config import (
+    AUTO,
+    AdaptationConfig,
     ClusterConfig,
     DataConfig,
     ModelConfig,
@@ -51,8 +55,41 @@ from raypipe.show.page import draw_page
 from raypipe.show.svg import draw_traces
 from raypipe.trace import Trace
 
+_LOG = logging.getLogger("raypipe.trainer")
 _WINDOWS_KEPT = 50
 """Traces of the last windows, for the comparison with what was predicted."""
+
+
+class _Stretch:
+    """The windows that ran in one way.
+
+    Args:
+        predicted: a window of the largest size.
+        reason: why the run went on so; empty at its beginning.
+    """
+
+    def __init__(self, *, predicted: Trace, reason: str) -> None:
+        self.predicted = predicted
+        self.reason = reason
+        self.windows: deque[Trace] = deque(maxlen=_WINDOWS_KEPT)
+        """As large as the predicted one."""
+
+    def add(self, trace: Trace) -> None:
+        """Takes a window."""
+        if trace.num_updates == self.predicted.num_updates:
+            self.windows.append(trace)
+
+    @property
+    def measured(self) -> list[Trace]:
+        """Its windows without the first, which has connections, caches and memory to warm up."""
+        windows = list(self.windows)
+        return windows[1:] or windows
+
+    def save(self, folder: RunFolder, *, until: int) -> None:
+        """Keeps a window and what was predicted of it, for comparisons with what runs afterwards."""
+        if self.windows:
+            median_window(self.measured).save(folder.file(f"trace-until-update-{until:06d}.json"))
+            self.predicted.save(folder.file(f"predicted-until-update-{until:06d}.json"))
 
 
 @dataclass(frozen=True)
@@ -139,6 +176,7 @@ class Trainer:
         scaling_config: on what.
         cluster_config: which Ray cluster.
         run_config: how long, and where its results go.
+        adaptation_config: whether and when it goes on in another way.
         plan: a `raypipe.plan/1` file, which then decides about stages, devices, schedule, microbatches and their size.
         faults: what is to go wrong, for drills.
 
@@ -158,6 +196,7 @@ class Trainer:
         scaling_config: ScalingConfig | None = None,
         cluster_config: ClusterConfig | None = None,
         run_config: RunConfig | None = None,
+        adaptation_config: AdaptationConfig | None = None,
         plan: str | None = None,
         faults: FaultScript | None = None,
     ) -> None:
@@ -171,6 +210,7 @@ class Trainer:
             scaling=scaling_config or ScalingConfig(),
             cluster=cluster_config or ClusterConfig(),
             run=run_config or RunConfig(),
+            adaptation=adaptation_config or AdaptationConfig(),
             plan=plan,
         )
         self.plan = Plan.load(plan) if plan is not None else None
@@ -197,6 +237,7 @@ class Trainer:
             scaling_config=config.scaling,
             cluster_config=config.cluster,
             run_config=config.run,
+            adaptation_config=config.adaptation,
             plan=config.plan,
         )
 
@@ -230,18 +271,28 @@ class _Fit:
         self.resumed = self._resumed(folder) if folder else None
         self.first_update = self.resumed.index.update if self.resumed else 0
         sizes = {size for _, size in self._windows(self.first_update)}
-        self.arrangement = (
-            Named(self.config, self.model, window_sizes=sizes)
-            if trainer.plan is None
-            else Planned(trainer.plan, self.config, self.model, window_sizes=sizes)
-        )
+        self.arrangement = self._arranged(trainer.plan, sizes)
         self._check_tokens()
         self.folder = folder or RunFolder.create(run.storage_path, run.name)
         self._write_folder()
         self.losses: list[float] = []
         self.validation_losses: list[tuple[int, float]] = []
-        self.traces: dict[int, deque[Trace]] = {}
+        self.stretches: list[_Stretch] = []
         self.figures: dict[str, float] = {}
+
+    def _arranged(self, plan: Plan | None, sizes: set[int]) -> Arrangement:
+        """What the devices will do: as a plan or a name says, or as raypipe chooses."""
+        config = self.config
+        auto = config.schedule.name == AUTO
+        start: Arrangement | None = None
+        if plan is not None:
+            start = Planned(plan, config, self.model, window_sizes=sizes)
+        elif not auto:
+            start = Named(config, self.model, window_sizes=sizes)
+        if start is not None and not config.adaptation.enabled:
+            return start
+        can_divide = self.reads_tokens and config.adaptation.divisions
+        return Adaptive(config, self.model, window_sizes=sizes, start=start, can_divide=can_divide)
 
     def _check_tokens(self) -> None:
         """What can be refused of the data before anything is started."""
@@ -329,20 +380,8 @@ class _Fit:
         arrangement = self.arrangement
         arrangement.settle(coordinator, name=self.folder.path.name, measure=self._measure, notice=self.listener.notice)
         plan, schedule = arrangement.plan, arrangement.schedule
-        plan.save(self.folder.file("plan.json"))
-        sizes = coordinator.build(
-            BuildOrder(
-                model=self.model_function,
-                batches=self.batches,
-                cut=arrangement.cut,
-                weight_rule=schedule.weight_rule,
-                optimizer=self.config.optimizer,
-                num_rows=self.config.schedule.microbatch_size,
-                num_updates=self.config.run.num_updates,
-                seed=self.config.run.seed,
-                faults=self.faults,
-            )
-        )
+        self._begin_stretch("")
+        sizes = coordinator.build(self._build_order())
         arrangement.check_layers(sizes)
         if self.resumed is not None:
             coordinator.load(self.resumed.path)
@@ -357,6 +396,33 @@ class _Fit:
             f"({', '.join(str(len(layers)) for layers in arrangement.cut.stages)} layers) on {len(coordinator.slots)} devices, "
             f"schedule {schedule.name}; predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}"
         )
+
+    def _build_order(self) -> BuildOrder:
+        """How the actors build the stages of the arrangement of now."""
+        batches = self.batches
+        if isinstance(batches, TokenSource):
+            batches = dataclasses.replace(batches, microbatch_size=self.arrangement.microbatch_size)
+        return BuildOrder(
+            model=self.model_function,
+            batches=batches,
+            cut=self.arrangement.cut,
+            weight_rule=self.arrangement.schedule.weight_rule,
+            optimizer=self.config.optimizer,
+            num_rows=self.arrangement.microbatch_size,
+            num_updates=self.config.run.num_updates,
+            seed=self.config.run.seed,
+            faults=self.faults,
+        )
+
+    def _begin_stretch(self, reason: str) -> None:
+        """Notes what runs from now on, and keeps the plan of what ran before."""
+        arrangement = self.arrangement
+        self.stretches.append(_Stretch(predicted=arrangement.predicted, reason=reason))
+        arrangement.plan.save(self.folder.file("plan.json"))
+        self.metrics.record("pipelines", len(arrangement.schedule.pipelines))
+        self.metrics.record("switches", len(self.stretches) - 1)
+        assert arrangement.plan.predicted is not None, "the trainer's plan is simulated"
+        self.metrics.record("predicted_update_seconds", arrangement.plan.predicted.update_s)
 
     def _measure(self, num_devices: int) -> ModelProfile:
         """What the model's layers cost on the first devices, all at the same time."""
@@ -377,10 +443,10 @@ class _Fit:
 
     def _train(self, first: int, size: int) -> None:
         result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=first)
-        losses = mean_losses(result.reports, num_microbatches=self.config.schedule.num_microbatches)
+        losses = mean_losses(result.reports, num_microbatches=self.arrangement.num_microbatches)
         norms = norms_of(result.reports, scope=self.arrangement.schedule.update_scope)
         self.losses += losses
-        self.traces.setdefault(size, deque(maxlen=_WINDOWS_KEPT)).append(result.trace)
+        self.stretches[-1].add(result.trace)
         update_s = result.wall_s / size
         tokens = self.config.schedule.num_microbatches * self.config.schedule.microbatch_size
         tokens *= self.config.data.sequence_length if self.reads_tokens else 1
@@ -404,6 +470,31 @@ class _Fit:
         done = first + size
         self._between_windows(done)
         self._tell(done, update_s)
+        self._adapt(result, done)
+
+    def _adapt(self, result: WindowResult, done: int) -> None:
+        """Goes on in another way where the policy says so."""
+        arrangement, left = self.arrangement, self.config.run.num_updates - done
+        if not isinstance(arrangement, Adaptive) or not self.config.adaptation.enabled or not left:
+            return
+        since = time.perf_counter()
+        decision = arrangement.after_window(result, self.coordinator.network, updates_left=left)
+        if decision is None:
+            return
+        _LOG.info("update %d: %s", done, decision.text)
+        line: dict[str, Any] = {"update": done, "switch": decision.switch, "gain": decision.gain, "text": decision.text}
+        line["decided_s"] = time.perf_counter() - since
+        if decision.switch:
+            self.listener.notice(f"update {done}: {decision.text}")
+            plan, began = self.folder.file("plan.json"), time.perf_counter()
+            plan.rename(self.folder.file(f"plan-until-update-{done:06d}.json"))
+            self.stretches[-1].save(self.folder, until=done)
+            arrangement.take(decision.choice)
+            self.coordinator.move(arrangement.devices, arrangement.stages, order=self._build_order(), jobs=arrangement.jobs())
+            line["took_s"] = time.perf_counter() - began
+            arrangement.policy.adopt(decision.choice, took_s=line["took_s"])
+            self._begin_stretch(f"update {done}: {decision.text}")
+        self.folder.add_decision(line)
 
     def _between_windows(self, done: int) -> None:
         run = self.config.run
@@ -437,7 +528,7 @@ class _Fit:
         )
 
     def _evaluate(self, done: int) -> None:
-        count = self.config.data.num_validation_microbatches
+        count = self.arrangement.num_validation_microbatches
         result = self.coordinator.run_window("evaluate", num_updates=1, first_update=0, split="validation")
         loss = mean_losses(result.reports, num_microbatches=count)[0]
         self.validation_losses.append((done, loss))
@@ -482,11 +573,10 @@ class _Fit:
     # After the last window
 
     def _report(self, sample: str) -> Result:
-        predicted = self.arrangement.predicted
-        windows = list(self.traces[self.arrangement.schedule.num_updates])
-        # The first window has connections, caches and memory to warm up.
-        measured = windows[1:] or windows
-        window = median_window(measured)
+        # The last of the ways to run that had a whole window: a run may end soon after a switch.
+        stretch = next(stretch for stretch in reversed(self.stretches) if stretch.windows)
+        predicted, measured = stretch.predicted, stretch.measured
+        window = dataclasses.replace(median_window(measured), notes=tuple(found.reason for found in self.stretches if found.reason))
         window.save(self.folder.file("trace.json"))
         predicted.save(self.folder.file("predicted.json"))
         self.folder.write_json("trace.perfetto.json", {"traceEvents": predicted.to_chrome() + window.to_chrome()})

@@ -29,6 +29,7 @@ TIERS: tuple[tuple[str, ...], ...] = (
     ("actors", "models"),
     ("coordinator", "prober", "profiler", "ray_session", "run_folder", "sample", "watch"),
     ("arrangement", "calibrator", "rehearsal"),
+    ("adaptive",),
     ("trainer",),
     ("cli", "__main__"),
 )

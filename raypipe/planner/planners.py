@@ -86,10 +86,10 @@ def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budge
     """
     judge = Judge(problem)
     found = solve(judge, name=name, schedule=schedule, budget=budget)
-    return judge.plan(found, planner=name, lower_bound_s=_bound_s(problem, schedule))
+    return judge.plan(found, planner=name, lower_bound_s=bound_s(problem, schedule))
 
 
-def _bound_s(problem: Problem, schedule: str) -> float:
+def bound_s(problem: Problem, schedule: str) -> float:
     """Seconds that no plan beats; where updates may overlap, a part of what their microbatches take as one long update."""
     if not asynchronous_orders(problem, schedule):
         return plan_bound(problem).update_s

@@ -17,19 +17,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from raypipe.cost import STATE_BYTES_PER_PARAMETER_BYTE
-from raypipe.errors import PlanError
+from raypipe.errors import InputError, PlanError
 from raypipe.planner.layout import Judge, Judged, Layout
 from raypipe.planner.planners import AUTO, solve
 from raypipe.planner.problem import Floats, Problem
 from raypipe.planner.search import Budget
 from raypipe.profile import ModelProfile
 from raypipe.schedules.ir import Schedule
+from raypipe.schedules.lower import Placement
 from raypipe.topology import ClusterTopology
 
 _CHANGED = 1.1
@@ -100,6 +101,7 @@ class ConcurrencyPolicy:
         divisions: other ways to divide the rows of an update into microbatches: pairs (microbatches, rows of each).
         least_gain: how many times as fast another way must be predicted.
         horizon_updates: in how many updates a switch must pay.
+        check: raises an `InputError` for an order, a placement and rows of a microbatch that cannot be run.
 
     Attributes:
         choice: how the run goes on; known once it was chosen, or adopted.
@@ -115,12 +117,14 @@ class ConcurrencyPolicy:
         divisions: Sequence[tuple[int, int]] = (),
         least_gain: float = 1.05,
         horizon_updates: int = 200,
+        check: Callable[[Schedule, Placement, int], None] | None = None,
     ) -> None:
         self.problem = problem
         self.schedules = tuple(schedules) or (AUTO,)
         self.divisions = tuple(dict.fromkeys([(problem.num_microbatches, problem.microbatch_size), *divisions]))
         self.least_gain = least_gain
         self.horizon_updates = horizon_updates
+        self._check = check
         self._facts = Facts(problem.profile, problem.topology)
         self._chosen_with = self._facts
         self._searched_with: tuple[Facts, float] | None = None
@@ -255,26 +259,32 @@ class ConcurrencyPolicy:
 
     def _best(self, effort: float) -> tuple[Choice, Judged]:
         """The way that is fastest under the facts of now, all corrected by what was measured."""
-        failure: PlanError | None = None
+        failure: InputError | None = None
         found: list[tuple[float, int, Choice, Judged]] = []
         budget = Budget.usual(self.problem.num_devices, effort=effort)
         for division in self.divisions:
             for schedule in self.schedules:
+                judge = self.judge(division)
                 try:
-                    judged = solve(self.judge(division), schedule=schedule, budget=budget)
-                except PlanError as error:
+                    judged = solve(judge, schedule=schedule, budget=budget)
+                    self._check_runs(judge, judged)
+                except InputError as error:
                     failure = error
                     continue
                 choice = Choice(*division, judged.layout)
                 found.append((judged.update_s * self._error(choice), len(found), choice, judged))
-        for choice in self._errors:
+        for choice in self._errors:  # what ran can run again
             if (known := self._predicted(choice)) is not None:
                 found.append((known.update_s * self._error(choice), len(found), choice, known))
         if not found:
-            assert failure is not None
-            raise failure
+            raise PlanError(f"no way to run was found; of the last that was tried: {failure}")
         _, _, choice, judged = min(found)
         return choice, judged
+
+    def _check_runs(self, judge: Judge, judged: Judged) -> None:
+        if self._check is not None:
+            plan = judge.plan(judged, planner="adaptive", lower_bound_s=0.0)
+            self._check(plan.schedule, plan.placement, plan.microbatch_size)
 
     def _moved_s(self, choice: Choice) -> float:
         """Seconds in which the layers that change their device get there, one after the other over the slowest link."""

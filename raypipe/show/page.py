@@ -100,6 +100,8 @@ def _header(views: Sequence[View]) -> Iterator[str]:
             yield f"<div><dt>{name}</dt><dd><b>{value}</b></dd></div>"
     yield "</dl>"
     for view in views:
+        for note in view.trace.notes:
+            yield f'<p class="finding">{escape(note)}</p>'
         for sentence in findings(view.division):
             lead = f"{view.word}: " if len(views) == 2 else ""
             yield f'<p class="finding">{escape(lead + sentence)}</p>'
