@@ -52,9 +52,11 @@ class Adaptive(Arrangement):
 
     Attributes:
         policy: decides; known once the arrangement is settled.
+        facts: of the last window that the policy was asked after.
     """
 
     policy: ConcurrencyPolicy
+    facts: Facts
     _choice: Choice
     _speeds: ObservedSpeeds
     _expected: Trace
@@ -242,8 +244,8 @@ class Adaptive(Arrangement):
         if not settled:
             self._expected = simulate_plan(dataclasses.replace(self.plan, profile=self._speeds.profile))
         topology = self._speeds.topology(network.snapshot(self.policy.problem.topology, names=self._nodes))
-        facts = Facts(self._speeds.profile, topology)
-        return self.policy.after_window(facts, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
+        self.facts = Facts(self._speeds.profile, topology)
+        return self.policy.after_window(self.facts, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
 
 
 def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: int) -> None:

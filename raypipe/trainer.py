@@ -482,8 +482,18 @@ class _Fit:
         if decision is None:
             return
         _LOG.info("update %d: %s", done, decision.text)
-        line: dict[str, Any] = {"update": done, "switch": decision.switch, "gain": decision.gain, "text": decision.text}
-        line["decided_s"] = time.perf_counter() - since
+        facts = arrangement.facts.topology
+        line: dict[str, Any] = {
+            "update": done,
+            "switch": decision.switch,
+            "text": decision.text,
+            "gain": decision.gain,
+            "update_s": result.trace.makespan_s / result.num_updates,
+            "predicted_s": decision.predicted_s,
+            "links_bytes_per_s": {f"{link.source} -> {link.target}": link.bandwidth_bytes_per_s for link in facts.links},
+            "speeds": {device.name: device.speed for device in facts.devices},
+            "decided_s": time.perf_counter() - since,
+        }
         if decision.switch:
             self.listener.notice(f"update {done}: {decision.text}")
             plan, began = self.folder.file("plan.json"), time.perf_counter()

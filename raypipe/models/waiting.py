@@ -18,19 +18,26 @@ if TYPE_CHECKING:
 
 
 def waiting(
-    *, num_layers: int = 4, width: int = 64, forward_s: float = 0.005, input_grad_s: float = 0.005, weight_grad_s: float = 0.005
+    *,
+    num_layers: int = 4,
+    width: int = 64,
+    forward_s: float = 0.005,
+    input_grad_s: float = 0.005,
+    weight_grad_s: float = 0.005,
+    num_rows: int = 0,
 ) -> Model:
     """Returns layers `entry`, `wait-0`, `wait-1`, ... that pass [B, width] of float32 on; the loss is the mean of the output.
 
     Batch field: `inputs`, [B, width]. The entry adds a weight and waits for nothing, so that the first waiting layer has an input
-    gradient to wait for as the others have. The gradient of each weight is the mean's: 1 / width.
+    gradient to wait for as the others have. The gradient of each weight is the mean's: 1 / width. The seconds are those of `num_rows`
+    rows, and in proportion for others; with 0 rows, of any number.
 
     Raises:
         ConfigError: a size is less than 1.
     """
-    check_positive(num_layers=num_layers, width=width)
+    check_positive(num_layers=num_layers, width=width, num_rows=num_rows + 1)
     layers = [Layer("entry", partial(Entry, width), inputs=(), batch=("inputs",))]
-    build = partial(Waiting, width, forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s)
+    build = partial(Waiting, width, forward_s=forward_s, input_grad_s=input_grad_s, weight_grad_s=weight_grad_s, num_rows=num_rows)
     layers += [Layer(f"wait-{number}", build) for number in range(num_layers)]
     return Model(tuple(layers), mean)
 
@@ -72,8 +79,11 @@ class Waiting(nn.Module):
     The wait of the input gradient lies on the input's branch of the graph, the other in a hook of the weight.
     """
 
-    def __init__(self, width: int, *, forward_s: float, input_grad_s: float, weight_grad_s: float) -> None:
+    def __init__(self, width: int, *, forward_s: float, input_grad_s: float, weight_grad_s: float, num_rows: int = 0) -> None:
         super().__init__()
+        self.num_rows = num_rows
+        self.share = 1.0
+        """Of the rows for which the seconds hold, those of the last forward."""
         self.forward_s = forward_s
         self.input_grad_s = input_grad_s
         self.weight_grad_s = weight_grad_s
@@ -81,12 +91,14 @@ class Waiting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x + weight."""
-        time.sleep(self.forward_s)
-        passed: Tensor = _WaitInBackward.apply(x, self.input_grad_s)  # type: ignore[no-untyped-call]
+        if self.num_rows:
+            self.share = x.shape[0] / self.num_rows
+        time.sleep(self.forward_s * self.share)
+        passed: Tensor = _WaitInBackward.apply(x, self.input_grad_s * self.share)  # type: ignore[no-untyped-call]
         weight = self.weight
         if not hasattr(weight, "waits"):  # once for each tensor that holds a version of the weight
             weight.waits = weight.register_hook(self._wait)  # type: ignore[no-untyped-call, attr-defined]
         return passed + weight
 
     def _wait(self, _: Tensor) -> None:
-        time.sleep(self.weight_grad_s)
+        time.sleep(self.weight_grad_s * self.share)

@@ -84,12 +84,14 @@ class Decision:
         switch: whether that is another way than before.
         gain: how many times as fast as the present way the best other one is predicted; 1 where nothing was searched.
         text: the decision and its reason in one line.
+        predicted_s: seconds of an update in the present way, under the facts of now; `None` where that cannot be predicted.
     """
 
     choice: Choice
     switch: bool
     gain: float
     text: str
+    predicted_s: float | None = None
 
 
 class ConcurrencyPolicy:
@@ -174,6 +176,9 @@ class ConcurrencyPolicy:
         now = self._predicted(self.choice)
         if now is None:  # memory that was there is gone, or the facts say so
             return self._stay("the present way cannot be predicted")
+        return replace(self._decided(now, facts, update_s, updates_left), predicted_s=now.update_s)
+
+    def _decided(self, now: Judged, facts: Facts, update_s: float, updates_left: int) -> Decision:
         errors = self._errors.setdefault(self.choice, deque(maxlen=_WINDOWS))
         errors.append(min(max(update_s / now.update_s, 1 / _MOST_WRONG), _MOST_WRONG))
         if not self._pending and not self._changed(statistics.median(errors)):
