@@ -3,7 +3,7 @@
 Between two windows the policy takes the facts of now, layer times, speeds of devices, bandwidths of links, and asks the planner for the
 best way to run under them. It is content to stay, for a switch costs time and every figure is noisy:
 
-    facts     nothing is searched before a link, a device or the error of the predictions has changed by a tenth
+    facts     nothing is searched before a link, a device or the error of the predictions has changed by a seventh
     gain      the other way must be predicted faster by more than `least_gain`, with both predictions corrected by what was measured of
               them when they ran
     twice     unless the gain is large, two windows one after the other must say so
@@ -33,7 +33,7 @@ from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Placement
 from raypipe.topology import ClusterTopology
 
-_CHANGED = 1.1
+_CHANGED = 1.15
 """By how much a fact must change to be looked at."""
 _SURE_GAIN = 1.25
 """A gain for which one window is enough."""
@@ -127,9 +127,10 @@ class ConcurrencyPolicy:
         self.least_gain = least_gain
         self.horizon_updates = horizon_updates
         self._check = check
-        self._facts = Facts(problem.profile, problem.topology)
-        self._chosen_with = self._facts
-        self._searched_with: tuple[Facts, float] | None = None
+        self._problems = {division: self._of(division, Facts(problem.profile, problem.topology)) for division in self.divisions}
+        """With the facts of now, by division."""
+        self._chosen_with = problem
+        self._searched_with: tuple[Problem, float] | None = None
         self._pending = False
         self._switch_s: float | None = None
         # Orders and lowered programs, which do not depend on the facts.
@@ -146,7 +147,7 @@ class ConcurrencyPolicy:
         """
         found = self._best(_FIRST_EFFORT)
         self.adopt(found[0])
-        self._searched_with = (self._facts, 1.0)
+        self._searched_with = (self._now, 1.0)
         return found[0]
 
     def adopt(self, choice: Choice, *, took_s: float | None = None) -> None:
@@ -157,7 +158,7 @@ class ConcurrencyPolicy:
             took_s: seconds that the switch to it took.
         """
         self.choice = choice
-        self._chosen_with = self._facts
+        self._chosen_with = self._now
         self._pending = False
         if took_s is not None:
             self._switch_s = took_s
@@ -172,18 +173,28 @@ class ConcurrencyPolicy:
             update_s: seconds of an update in the last window.
             updates_left: of the run.
         """
-        self._facts = facts
+        self._problems = {division: self._of(division, facts) for division in self.divisions}
         now = self._predicted(self.choice)
-        if now is None:  # memory that was there is gone, or the facts say so
-            return self._stay("the present way cannot be predicted")
-        return replace(self._decided(now, facts, update_s, updates_left), predicted_s=now.update_s)
+        if now is None:
+            return self._replaced()
+        return replace(self._decided(now, update_s, updates_left), predicted_s=now.update_s)
 
-    def _decided(self, now: Judged, facts: Facts, update_s: float, updates_left: int) -> Decision:
+    def _replaced(self) -> Decision:
+        """Decides where the present way does not fit any more."""
+        try:
+            choice, _ = self._best(_EFFORT)
+        except PlanError as error:
+            return self._stay(f"the present way does not fit any more, and no other does: {error}")
+        what = f"{self._difference(self.choice, choice)}: the present way does not fit into memory any more"
+        return Decision(choice, switch=True, gain=math.inf, text=what)
+
+    def _decided(self, now: Judged, update_s: float, updates_left: int) -> Decision:
+        """Decides where the present way can go on."""
         errors = self._errors.setdefault(self.choice, deque(maxlen=_WINDOWS))
         errors.append(min(max(update_s / now.update_s, 1 / _MOST_WRONG), _MOST_WRONG))
         if not self._pending and not self._changed(statistics.median(errors)):
             return self._stay("nothing has changed")
-        self._searched_with = (facts, statistics.median(errors))
+        self._searched_with = (self._now, statistics.median(errors))
         try:
             return self._compare(now, *self._best(_EFFORT), updates_left)
         except PlanError as error:
@@ -218,9 +229,9 @@ class ConcurrencyPolicy:
         before, error_before = self._searched_with
         return _beyond(error / error_before) or any(_beyond(change) for change, _ in self._changes(before))
 
-    def _changes(self, before: Facts) -> Iterator[tuple[float, str]]:
+    def _changes(self, old: Problem) -> Iterator[tuple[float, str]]:
         """By what factor each link and device has changed, and what to say of it."""
-        old, new = (self._problem(self.divisions[0], facts) for facts in (before, self._facts))
+        new = self._now
         for (sources, targets), path in zip(new.blocks, _bandwidths(new), strict=True):
             was = float(old.bandwidth[sources[0], targets[-1]])
             if math.isfinite(was) and math.isfinite(path) and sources != targets:
@@ -239,7 +250,12 @@ class ConcurrencyPolicy:
 
     # Ways to run
 
-    def _problem(self, division: tuple[int, int], facts: Facts) -> Problem:
+    @property
+    def _now(self) -> Problem:
+        """What is planned, with the facts of now."""
+        return self._problems[self.divisions[0]]
+
+    def _of(self, division: tuple[int, int], facts: Facts) -> Problem:
         return replace(
             self.problem,
             profile=facts.profile,
@@ -250,7 +266,7 @@ class ConcurrencyPolicy:
 
     def judge(self, division: tuple[int, int]) -> Judge:
         """What judges layouts of so many microbatches of so many rows under the facts of now."""
-        return Judge(self._problem(division, self._facts), numbered=self._numbered.setdefault(division, {}))  # type: ignore[arg-type]
+        return Judge(self._problems[division], numbered=self._numbered.setdefault(division, {}))  # type: ignore[arg-type]
 
     def _predicted(self, choice: Choice) -> Judged | None:
         found = self.judge((choice.num_microbatches, choice.microbatch_size)).simulate(choice.layout)
@@ -293,7 +309,7 @@ class ConcurrencyPolicy:
 
     def _moved_s(self, choice: Choice) -> float:
         """Seconds in which the layers that change their device get there, one after the other over the slowest link."""
-        problem = self.judge(self.divisions[0]).problem
+        problem = self._now
         held = [_held(way.layout) for way in (self.choice, choice)]
         moved = {(device, layer) for device, layer in held[1] if (device, layer) not in held[0]}
         num_bytes = sum(problem.profile.layers[layer].parameter_bytes for _, layer in moved) * STATE_BYTES_PER_PARAMETER_BYTE
