@@ -245,7 +245,7 @@ def _searched(judge: Judge, schedule: str, budget: Budget, begin: list[Layout]) 
     # In turns, so that each order is tried on the best workers where not all can be.
     in_turns = (layout for turn in zip_longest(*rows) for layout in turn if layout is not None)
     for layout in chain(candidates, islice(in_turns, max(budget.num_simulations // 3, 1))):
-        others = better(others, _climbed(judge, judge.simulate(layout), most_steps=budget.num_simulations // 30))
+        others = better(others, climbed(judge, judge.simulate(layout), most_steps=budget.num_simulations // 30))
     if schedule != AUTO or best is None or others is None:
         return others if schedule != AUTO else best or others
     # What divides backwards or stages costs more than it says here: it must be ahead by more than predictions are wrong.
@@ -257,12 +257,25 @@ def _one_each(workers: tuple[Group, ...]) -> tuple[Group, ...]:
     return tuple((device,) for group in workers for device in group)
 
 
-def _climbed(judge: Judge, judged: Judged | None, *, most_steps: int) -> Judged | None:
-    """Moves single layers as long as the simulator finds it better."""
+def climbed(
+    judge: Judge,
+    judged: Judged | None,
+    *,
+    most_steps: int,
+    neighbours: Callable[[Layout], Iterator[Layout]] = chunks.neighbours,
+) -> Judged | None:
+    """Takes the best change as long as the simulator finds it better.
+
+    Args:
+        judge: simulates.
+        judged: from where.
+        most_steps: changes.
+        neighbours: a layout with one thing changed; by default one layer moved to another stage.
+    """
     for _ in range(most_steps):
         if judged is None:
             return None
-        tried: list[Judged | None] = [judge.simulate(layout) for layout in chunks.neighbours(judged.layout)]
+        tried: list[Judged | None] = [judge.simulate(layout) for layout in neighbours(judged.layout)]
         best = judged
         for candidate in tried:
             best = better(best, candidate) or best

@@ -19,13 +19,15 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, islice
 
 import numpy as np
 
 from raypipe.cost import STATE_BYTES_PER_PARAMETER_BYTE
 from raypipe.errors import InputError, PlanError
+from raypipe.planner import chunks
 from raypipe.planner.layout import Judge, Judged, Layout
-from raypipe.planner.planners import AUTO, solve
+from raypipe.planner.planners import AUTO, climbed, solve
 from raypipe.planner.problem import Floats, Problem
 from raypipe.planner.search import Budget
 from raypipe.profile import ModelProfile
@@ -43,6 +45,9 @@ _MOST_WRONG = 4.0
 _FIRST_EFFORT = 0.3
 _EFFORT = 0.05
 """How hard the planner searches at first, and between windows; 1 is what `raypipe plan` does."""
+_STEPS = 3
+_MOST_SWAPS = 60
+"""Besides, from each way that ran, the best of the changes of one thing is taken so often."""
 _SWITCH_S = 3.0
 """What a switch is taken to cost, besides the bytes that it moves, before one was made."""
 
@@ -294,9 +299,13 @@ class ConcurrencyPolicy:
                     continue
                 choice = Choice(*division, judged.layout)
                 found.append((judged.update_s * self._error(choice), len(found), choice, judged))
-        for choice in self._errors:  # what ran can run again
+        for choice in self._errors:  # what ran can run again, and so can what is much like it
+            division = (choice.num_microbatches, choice.microbatch_size)
             if (known := self._predicted(choice)) is not None:
-                found.append((known.update_s * self._error(choice), len(found), choice, known))
+                near = climbed(self.judge(division), known, most_steps=_STEPS, neighbours=_neighbours) or known
+                for judged in (known, near):
+                    way = Choice(*division, judged.layout)
+                    found.append((judged.update_s * self._error(way), len(found), way, judged))
         if not found:
             raise PlanError(f"no way to run was found; of the last that was tried: {failure}")
         _, _, choice, judged = min(found)
@@ -337,6 +346,15 @@ class ConcurrencyPolicy:
         """The layings of the model that a way has."""
         judge = self.judge((choice.num_microbatches, choice.microbatch_size))
         return len(judge.schedule(choice.layout, judge.cut(choice.layout), num_updates=1).pipelines)
+
+
+def _neighbours(layout: Layout) -> Iterator[Layout]:
+    """The layout with a layer moved between two stages, or with two workers that have changed their places."""
+    yield from chunks.neighbours(layout)
+    for one, other in islice(combinations(range(len(layout.workers)), 2), _MOST_SWAPS):
+        workers = list(layout.workers)
+        workers[one], workers[other] = workers[other], workers[one]
+        yield replace(layout, workers=tuple(workers))
 
 
 def _beyond(change: float) -> bool:
