@@ -32,7 +32,7 @@ FIRST = (SYNCHRONOUS, "amdp-k1", "amdp-k4")
 OTHERS = ("pipedream", "pipedream-2bw", "async-1f1b", "async-interleaved")
 OWN_RATE = ("pipedream",)
 SWEPT = (SYNCHRONOUS, "amdp-k1", "amdp-k4", "amdp-k2", "amdp-k8")
-FACTORS = (1, 2, 4, 8)
+FACTORS = (0.5, 1, 2, 4, 8)
 """Of the tuned rate, in the sweep."""
 
 
