@@ -8,6 +8,7 @@ import torch
 
 from raypipe.actors.executor import BatchSource
 from raypipe.actors.job import row_range
+from raypipe.data.masking import mask_rows
 from raypipe.data.tokens import TokenDataset
 from raypipe.model import Batch
 
@@ -29,6 +30,31 @@ class TokenBatches:
         first, end = row_range(rows, self.microbatch_size)
         tokens_BS = torch.from_numpy(self.dataset.rows(microbatch * self.microbatch_size + first, end - first))
         return {"tokens": tokens_BS[:, :-1].contiguous(), "targets": tokens_BS[:, 1:].contiguous()}
+
+
+@dataclass(frozen=True)
+class MaskedTokenBatches:
+    """Rows of a token dataset for a masked language model: fields `tokens` and `targets`, both int64 [rows, sequence_length].
+
+    `raypipe.data.masking` says which tokens are masked, by the dataset's seed, and what then stands in both.
+
+    Attributes:
+        dataset: where the rows come from; the last token of each is left out.
+        microbatch_size: rows of a microbatch.
+    """
+
+    dataset: TokenDataset
+    microbatch_size: int
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        """The rows of a microbatch: those that `TokenBatches` would give."""
+        first, end = row_range(rows, self.microbatch_size)
+        first_sample = microbatch * self.microbatch_size + first
+        tokens_BT = self.dataset.rows(first_sample, end - first)[:, :-1]
+        inputs_BT, targets_BT = mask_rows(
+            tokens_BT, first=first_sample, seed=self.dataset.seed, vocabulary_size=self.dataset.vocabulary_size
+        )
+        return {"tokens": torch.from_numpy(inputs_BT), "targets": torch.from_numpy(targets_BT)}
 
 
 @dataclass(frozen=True)
@@ -68,3 +94,13 @@ class TokenSource:
         """The rows of a split, `train` or `validation`."""
         dataset = TokenDataset(self.path, sequence_length=self.sequence_length, seed=self.seed, split=split)
         return TokenBatches(dataset, self.microbatch_size)
+
+
+@dataclass(frozen=True)
+class MaskedTokenSource(TokenSource):
+    """The same for a masked language model: `Trainer(bert, batches=MaskedTokenSource(...))`."""
+
+    def __call__(self, split: str) -> BatchSource:
+        """The rows of a split, `train` or `validation`, masked."""
+        dataset = TokenDataset(self.path, sequence_length=self.sequence_length, seed=self.seed, split=split)
+        return MaskedTokenBatches(dataset, self.microbatch_size)

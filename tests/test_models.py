@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from raypipe.data.masking import NO_TARGET, mask_rows
 from raypipe.errors import ConfigError, InputError, UnknownNameError
 from raypipe.model import Model
+from raypipe.models.bert import bert
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.models.towers import two_towers
@@ -206,6 +208,75 @@ class TestGpt:
             gpt(dtype="float46")
 
 
+def small_bert(*, dtype: str = "float32") -> Model:
+    return bert(num_layers=2, d_model=16, num_heads=2, sequence_length=20, vocabulary_size=32, dtype=dtype)
+
+
+def masked_batch(*, rows: int = 4) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    tokens, targets = mask_rows(torch.randint(32, (rows, 20)).numpy(), first=0, seed=0, vocabulary_size=32)
+    return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+
+
+class TestBert:
+    def test_it_is_as_large_as_gpt_but_for_the_mask_and_a_dense_layer(self) -> None:
+        dense = 256 * 256 + 256 + 2 * 256
+        assert num_parameters(build(bert())) == num_parameters(build(gpt())) + 256 + dense
+
+    def test_an_untrained_model_guesses_evenly(self) -> None:
+        model, batch = small_bert(), masked_batch()
+        logits = forward(model, build(model), batch)
+        assert logits.shape == (4, 20, 32)
+        assert model.loss(logits, batch).item() == pytest.approx(math.log(32), abs=0.05)
+
+    @pytest.mark.parametrize("changed", [0, 7, 19])
+    def test_a_token_changes_the_logits_of_all_positions(self, changed: int) -> None:
+        model, batch = small_bert(), masked_batch(rows=1)
+        modules = build(model)
+        before = forward(model, modules, batch)
+        tokens = batch["tokens"].clone()
+        tokens[:, changed] = (tokens[:, changed] + 1) % 32
+        assert (forward(model, modules, {"tokens": tokens}) != before).any(dim=-1).all()
+
+    def test_the_loss_is_the_mean_over_the_masked_positions_and_over_the_rows(self) -> None:
+        model, batch = small_bert(dtype="float64"), masked_batch()
+        logits = forward(model, build(model), batch)
+        told = batch["targets"] != NO_TARGET
+        by_hand = -logits[told].log_softmax(-1).gather(1, batch["targets"][told].unsqueeze(1)).mean()
+        torch.testing.assert_close(model.loss(logits, batch), by_hand)
+        rows = [model.loss(logits[row : row + 1], {"targets": batch["targets"][row : row + 1]}) for row in range(4)]
+        torch.testing.assert_close(by_hand, torch.stack(rows).mean())
+
+    def test_every_parameter_gets_a_gradient(self) -> None:
+        model, batch = small_bert(), masked_batch()
+        modules = build(model)
+        torch.autograd.backward(model.loss(forward(model, modules, batch), batch))
+        for name, module in modules.items():
+            for key, parameter in module.named_parameters():
+                assert parameter.grad is not None, f"{name}.{key}"
+                assert parameter.grad.count_nonzero(), f"{name}.{key}"
+
+    def test_a_few_steps_of_adamw_learn_what_is_masked(self) -> None:
+        model = small_bert()
+        modules = build(model)
+        tokens, targets = mask_rows(torch.arange(20).repeat(8, 1).numpy(), first=0, seed=0, vocabulary_size=32)
+        batch = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+        optimizer = torch.optim.AdamW([parameter for module in modules.values() for parameter in module.parameters()], lr=1e-2)
+        losses = []
+        for _ in range(40):
+            loss = model.loss(forward(model, modules, batch), batch)
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] > 3
+        assert losses[-1] < 0.5
+
+    def test_arguments_that_do_not_fit_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="num_heads must divide d_model: 256 is no multiple of 3"):
+            bert(num_heads=3)
+
+
 class TestMlp:
     def test_it_maps_inputs_to_outputs_of_the_same_width(self) -> None:
         model = mlp(num_layers=3, width=5, dtype="float64")
@@ -260,7 +331,7 @@ class TestTwoTowers:
             two_towers(num_right_layers=0)
 
 
-@pytest.mark.parametrize("model", [gpt(), mlp(), two_towers()], ids=["gpt", "mlp", "two_towers"])
+@pytest.mark.parametrize("model", [gpt(), bert(), mlp(), two_towers()], ids=["gpt", "bert", "mlp", "two_towers"])
 def test_a_model_and_its_modules_travel_by_pickle(model: Model) -> None:
     copy: Model = pickle.loads(pickle.dumps(model))
     assert [layer.name for layer in copy.layers] == [layer.name for layer in model.layers]

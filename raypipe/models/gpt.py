@@ -25,7 +25,7 @@ from raypipe.models.arguments import check_positive, float_type
 if TYPE_CHECKING:
     from raypipe.model import Batch
 
-_INIT_STD = 0.02
+INIT_STD = 0.02
 
 
 def gpt(
@@ -56,19 +56,20 @@ def gpt(
         ConfigError: a size is out of range, or `num_heads` does not divide `d_model`.
         UnknownNameError: there is no such `dtype`.
     """
-    check_positive(
-        num_layers=num_layers, d_model=d_model, num_heads=num_heads, sequence_length=sequence_length, vocabulary_size=vocabulary_size
+    check_sizes(
+        num_layers=num_layers,
+        d_model=d_model,
+        num_heads=num_heads,
+        sequence_length=sequence_length,
+        vocabulary_size=vocabulary_size,
+        dropout=dropout,
     )
-    if d_model % num_heads:
-        raise ConfigError(f"num_heads must divide d_model: {d_model} is no multiple of {num_heads}")
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"dropout must be at least 0 and less than 1, not {dropout}")
     torch_dtype = float_type(dtype)
     embedding = partial(
         Embedding, vocabulary_size=vocabulary_size, sequence_length=sequence_length, d_model=d_model, dropout=dropout, dtype=torch_dtype
     )
     # Each block adds to the hidden state twice; so scaled, the variance of the sum does not grow with the depth (Radford et al.).
-    residual_std = _INIT_STD / math.sqrt(2 * num_layers)
+    residual_std = INIT_STD / math.sqrt(2 * num_layers)
     block = partial(Block, d_model=d_model, num_heads=num_heads, dropout=dropout, residual_std=residual_std, dtype=torch_dtype)
     head = partial(Head, d_model=d_model, vocabulary_size=vocabulary_size, dtype=torch_dtype)
     return Model(
@@ -79,6 +80,21 @@ def gpt(
         ),
         loss=cross_entropy,
     )
+
+
+def check_sizes(*, num_layers: int, d_model: int, num_heads: int, sequence_length: int, vocabulary_size: int, dropout: float) -> None:
+    """Refuses sizes that no transformer has.
+
+    Raises:
+        ConfigError: a size is out of range, or `num_heads` does not divide `d_model`.
+    """
+    check_positive(
+        num_layers=num_layers, d_model=d_model, num_heads=num_heads, sequence_length=sequence_length, vocabulary_size=vocabulary_size
+    )
+    if d_model % num_heads:
+        raise ConfigError(f"num_heads must divide d_model: {d_model} is no multiple of {num_heads}")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"dropout must be at least 0 and less than 1, not {dropout}")
 
 
 def cross_entropy(logits_BTV: Tensor, batch: Batch) -> Tensor:
@@ -99,8 +115,8 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(vocabulary_size, d_model, dtype=dtype)
         self.position = nn.Embedding(sequence_length, d_model, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
-        nn.init.normal_(self.token.weight, std=_INIT_STD)
-        nn.init.normal_(self.position.weight, std=_INIT_STD)
+        nn.init.normal_(self.token.weight, std=INIT_STD)
+        nn.init.normal_(self.position.weight, std=INIT_STD)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Returns the hidden states."""
@@ -115,21 +131,24 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a GELU network, each after a LayerNorm and added to its input: [B, T, D] to [B, T, D]."""
+    """Self-attention, causal or not, and a GELU network, each after a LayerNorm and added to its input: [B, T, D] to [B, T, D]."""
 
-    def __init__(self, *, d_model: int, num_heads: int, dropout: float, residual_std: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, *, d_model: int, num_heads: int, dropout: float, residual_std: float, dtype: torch.dtype, causal: bool = True
+    ) -> None:
         super().__init__()
+        self.causal = causal
         self.num_heads = num_heads
         self.attention_norm = nn.LayerNorm(d_model, dtype=dtype)
-        self.attention_in = _linear(d_model, 3 * d_model, std=_INIT_STD, dtype=dtype)
-        self.attention_out = _linear(d_model, d_model, std=residual_std, dtype=dtype)
+        self.attention_in = linear(d_model, 3 * d_model, std=INIT_STD, dtype=dtype)
+        self.attention_out = linear(d_model, d_model, std=residual_std, dtype=dtype)
         self.mlp_norm = nn.LayerNorm(d_model, dtype=dtype)
-        self.mlp_in = _linear(d_model, 4 * d_model, std=_INIT_STD, dtype=dtype)
-        self.mlp_out = _linear(4 * d_model, d_model, std=residual_std, dtype=dtype)
+        self.mlp_in = linear(d_model, 4 * d_model, std=INIT_STD, dtype=dtype)
+        self.mlp_out = linear(4 * d_model, d_model, std=residual_std, dtype=dtype)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Returns the next hidden states; those at a position depend on it and on earlier positions only."""
+        """Returns the next hidden states; where it is causal, those at a position depend on it and on earlier ones only."""
         x_BTD = x_BTD + self.dropout(self._attention(self.attention_norm(x_BTD)))
         y_BTD: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x_BTD)), approximate="tanh"))
         x_BTD = x_BTD + self.dropout(y_BTD)
@@ -140,7 +159,7 @@ class Block(nn.Module):
             part_BTD.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part_BTD in self.attention_in(x_BTD).chunk(3, dim=-1)
         )
         dropout = self.dropout.p if self.training else 0.0
-        y_BNTH = functional.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, dropout_p=dropout, is_causal=True)
+        y_BNTH = functional.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, dropout_p=dropout, is_causal=self.causal)
         y_BTD: Tensor = self.attention_out(y_BNTH.transpose(1, 2).flatten(-2))
         return y_BTD
 
@@ -152,7 +171,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(d_model, dtype=dtype)
         self.logits = nn.Linear(d_model, vocabulary_size, bias=False, dtype=dtype)
-        nn.init.normal_(self.logits.weight, std=_INIT_STD)
+        nn.init.normal_(self.logits.weight, std=INIT_STD)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Returns the logits."""
@@ -160,7 +179,8 @@ class Head(nn.Module):
         return logits_BTV
 
 
-def _linear(in_features: int, out_features: int, *, std: float, dtype: torch.dtype) -> nn.Linear:
+def linear(in_features: int, out_features: int, *, std: float, dtype: torch.dtype) -> nn.Linear:
+    """Returns a linear layer with normally distributed weights and no bias at first."""
     linear = nn.Linear(in_features, out_features, dtype=dtype)
     nn.init.normal_(linear.weight, std=std)
     nn.init.zeros_(linear.bias)

@@ -1,0 +1,234 @@
+"""The runs of `convergence.py`: which schedules on which model and rows, how one is trained, and the files in which they are kept."""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields
+from functools import partial
+from pathlib import Path
+
+from in_turn import in_turn
+
+from raypipe.actors.batches import MaskedTokenBatches, TokenBatches
+from raypipe.actors.executor import BatchSource
+from raypipe.actors.local import LocalPipeline
+from raypipe.actors.report import mean_losses
+from raypipe.actors.stage import adamw
+from raypipe.config import OptimizerConfig
+from raypipe.cut import Cut
+from raypipe.data.tokens import Split, TokenDataset
+from raypipe.model import Model
+from raypipe.models.bert import bert
+from raypipe.models.gpt import gpt
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.ir import Schedule, Size, UpdateScope
+from raypipe.schedules.passes import evaluation
+
+NUM_DEVICES = 4
+NUM_POSITIONS = 128
+NUM_ROWS = 32
+"""Of an update."""
+NUM_VALIDATION_ROWS = 512
+NUM_UPDATES = 500
+WINDOW = 100
+TUNING_UPDATES = 150
+FIRST_RATE = 2e-3
+"""Where tuning begins."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One schedule at one size.
+
+    Attributes:
+        schedule: its name.
+        num_microbatches: into which an update's rows are divided.
+        num_chunks: stages a device.
+        scope: of the norm by which updates are clipped.
+    """
+
+    schedule: str
+    num_microbatches: int
+    num_chunks: int = 1
+    scope: UpdateScope = UpdateScope.GLOBAL
+
+    def build(self, num_updates: int) -> Schedule:
+        """The order of a window."""
+        return build(self.schedule, Size(NUM_DEVICES, self.num_microbatches, num_updates, self.num_chunks, update_scope=self.scope))
+
+
+CASES = {
+    "1f1b": Case("1f1b", 4),
+    "pipedream": Case("pipedream", 1),
+    "pipedream-2bw": Case("pipedream-2bw", 4),
+    "async-1f1b": Case("async-1f1b", 4),
+    "async-interleaved": Case("async-interleaved", 8, 2),  # with fewer than 2D, mismatch and delay are 2
+    **{f"amdp-k{rounds}": Case("amdp", NUM_DEVICES * rounds) for rounds in (1, 2, 4, 8)},
+    "amdp-k1-stage": Case("amdp", NUM_DEVICES, scope=UpdateScope.STAGE),  # clipped as it is unless one asks for another scope
+}
+SYNCHRONOUS = "1f1b"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and how rows of tokens are given to it."""
+
+    model: Callable[[], Model]
+    batches: Callable[[TokenDataset, int], BatchSource]
+
+
+TASKS = {
+    "gpt": Task(partial(gpt, num_layers=6, d_model=112, num_heads=4, sequence_length=NUM_POSITIONS), TokenBatches),
+    "bert": Task(partial(bert, num_layers=6, d_model=112, num_heads=4, sequence_length=NUM_POSITIONS), MaskedTokenBatches),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """An update: the mean loss of its rows with the weights that their forwards read, and of the held-out rows after it.
+
+    These are evaluated at the end of a window; in between there is `None`.
+    """
+
+    update: int
+    tokens: int
+    loss: float
+    validation_loss: float | None = None
+
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """All that a run depends on, but for the data. The seed is that of the first weights and of the order of the rows."""
+
+    task: str
+    case: str
+    num_updates: int
+    learning_rate: float
+    seed: int
+
+    def path(self, folder: Path) -> Path:
+        """Its file."""
+        return folder / self.task / self.case / f"updates{self.num_updates}-rate{self.learning_rate:.7f}-seed{self.seed}.csv"
+
+    @classmethod
+    def of(cls, path: Path) -> Run:
+        """The run of a file."""
+        updates, rate, seed = path.stem.split("-")
+        return cls(path.parts[-3], path.parts[-2], int(updates[7:]), float(rate[4:]), int(seed[4:]))
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.case}, {self.num_updates} updates, rate {self.learning_rate:g}, seed {self.seed}"
+
+
+# Running
+
+
+def train(run: Run, data: Path) -> Iterator[Row]:
+    """Trains, window by window; ends early where a loss is no longer a number.
+
+    Raises:
+        RaypipeError: the data cannot be read.
+    """
+    case, task = CASES[run.case], TASKS[run.task]
+    model = task.model()
+    window = run.num_updates // math.ceil(run.num_updates / WINDOW)
+    schedule = case.build(window)
+    num_rows = NUM_ROWS // case.num_microbatches
+
+    def rows(split: Split, seed: int) -> BatchSource:
+        return task.batches(TokenDataset(data, sequence_length=NUM_POSITIONS, seed=seed, split=split), num_rows)
+
+    optimizer = OptimizerConfig(learning_rate=run.learning_rate, final_learning_rate=run.learning_rate / 10)
+    pipeline = in_turn(
+        LocalPipeline(
+            model,
+            cut=Cut.equal(len(model.layers), schedule.num_stages, model.edges()),
+            schedule=schedule,
+            batches=rows(Split.TRAIN, run.seed),
+            optimizer=partial(adamw, optimizer),
+            learning_rate=partial(optimizer.rate, num_updates=run.num_updates),
+            seed=run.seed,
+            max_grad_norm=optimizer.max_grad_norm,
+            timeout_s=600.0,
+        )
+    )
+    held_out = rows(Split.VALIDATION, 0)
+    num_held_out = NUM_VALIDATION_ROWS // num_rows
+    for first in range(0, run.num_updates, window):
+        losses = mean_losses(pipeline.run_window(), num_microbatches=case.num_microbatches)
+        reports = pipeline.evaluate(evaluation(schedule, num_microbatches=num_held_out), batches=held_out)
+        (validation_loss,) = mean_losses(reports, num_microbatches=num_held_out)
+        for number, loss in enumerate(losses, first + 1):
+            yield Row(number, number * NUM_ROWS * NUM_POSITIONS, loss, validation_loss if number == first + window else None)
+        if not math.isfinite(validation_loss):
+            return
+
+
+class Runs:
+    """The finished runs of a folder, to which others are added.
+
+    Args:
+        folder: of the results.
+        data: the token file.
+    """
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        self.folder = folder
+        self.data = data
+
+    def finish(self, run: Run) -> list[Row]:
+        """The rows of a run, from its file or, where there is none, by training."""
+        path = run.path(self.folder)
+        if not path.exists():
+            since = time.perf_counter()
+            rows = list(train(run, self.data))
+            seconds = time.perf_counter() - since
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part")
+            with part.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow([field.name for field in fields(Row)])
+                writer.writerows(astuple(row) for row in rows)
+            part.rename(path)
+            print(f"{run}: {final_loss(rows):.4f} in {seconds:.0f} s, {rows[-1].tokens / seconds:.0f} tokens/s", flush=True)
+        return read(path)
+
+    def finish_all(self, runs: Iterable[Run]) -> None:
+        """Does those that are not there yet."""
+        for run in runs:
+            self.finish(run)
+
+    def tuned(self, task: str, case: str) -> float:
+        """The best of the learning rates 2**k FIRST_RATE, the next ones to both sides being worse, in runs of TUNING_UPDATES."""
+        losses: dict[int, float] = {}
+
+        def note(power: int) -> None:
+            losses[power] = final_loss(self.finish(Run(task, case, TUNING_UPDATES, FIRST_RATE * 2.0**power, 0)))
+
+        for power in (0, 1, -1):
+            note(power)
+        while (best := min(losses, key=losses.__getitem__)) in {min(losses), max(losses)}:
+            note(best + (1 if best == max(losses) else -1))
+        return FIRST_RATE * 2.0**best
+
+    def there(self) -> dict[Run, list[Row]]:
+        """All that are finished."""
+        return {Run.of(path): read(path) for path in sorted(self.folder.glob("*/*/updates*.csv"))}
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            Row(int(line["update"]), int(line["tokens"]), float(line["loss"]), float(text) if (text := line["validation_loss"]) else None)
+            for line in csv.DictReader(file)
+        ]
+
+
+def final_loss(rows: Sequence[Row]) -> float:
+    """The last validation loss; infinite where the losses did not stay numbers."""
+    last = rows[-1].validation_loss
+    return last if last is not None and math.isfinite(last) else math.inf

@@ -1,0 +1,114 @@
+"""A BERT-like masked language model, cut at its blocks: an embedding, `num_layers` blocks and a head.
+
+    tokens_BT -> embedding -> block-0 -> ... -> block-{L-1} -> head -> logits_BTV
+
+Letters of tensor names: B rows, T positions, D d_model, V vocabulary.
+
+Devlin et al. 2019, "BERT: Pre-training of Deep Bidirectional Transformers", arXiv 1810.04805. Unlike there, LayerNorms stand before
+attention and network and not behind them, as in Megatron's BERT; there are no segments and no next-sentence loss; and the head has
+weights of its own, because embedding and head lie on different stages.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from raypipe.data.masking import NO_TARGET
+from raypipe.model import Layer, Model
+from raypipe.models.arguments import float_type
+from raypipe.models.gpt import INIT_STD, Block, Embedding, Head, check_sizes, linear
+
+if TYPE_CHECKING:
+    from raypipe.model import Batch
+
+
+def bert(
+    *,
+    num_layers: int = 4,
+    d_model: int = 256,
+    num_heads: int = 4,
+    sequence_length: int = 128,
+    vocabulary_size: int = 256,
+    dropout: float = 0.0,
+    dtype: str = "float32",
+) -> Model:
+    """Returns the model: layers `embedding`, `block-0` ... and `head`, and the mean cross entropy of the masked tokens.
+
+    Batch fields, as `raypipe.actors.batches.MaskedTokenSource` gives them: `tokens` and `targets`, both int64 [B, T] with T at most
+    `sequence_length`. Tokens are at most `vocabulary_size`, which is the mask. Between the layers pass hidden states [B, T, d_model];
+    the last returns logits [B, T, vocabulary_size].
+
+    Args:
+        num_layers: blocks.
+        d_model: width of the hidden states.
+        num_heads: attention heads of a block; divides `d_model`.
+        sequence_length: positions that are learned.
+        vocabulary_size: tokens but for the mask are less than this.
+        dropout: share of the values that training drops after the embedding, in the attention and before each residual sum.
+        dtype: "float32", "float64" or "bfloat16".
+
+    Raises:
+        ConfigError: a size is out of range, or `num_heads` does not divide `d_model`.
+        UnknownNameError: there is no such `dtype`.
+    """
+    check_sizes(
+        num_layers=num_layers,
+        d_model=d_model,
+        num_heads=num_heads,
+        sequence_length=sequence_length,
+        vocabulary_size=vocabulary_size,
+        dropout=dropout,
+    )
+    torch_dtype = float_type(dtype)
+    embedding = partial(
+        Embedding, vocabulary_size=vocabulary_size + 1, sequence_length=sequence_length, d_model=d_model, dropout=dropout, dtype=torch_dtype
+    )
+    block = partial(
+        Block,
+        d_model=d_model,
+        num_heads=num_heads,
+        dropout=dropout,
+        residual_std=INIT_STD / math.sqrt(2 * num_layers),
+        dtype=torch_dtype,
+        causal=False,
+    )
+    head = partial(MaskedHead, d_model=d_model, vocabulary_size=vocabulary_size, dtype=torch_dtype)
+    return Model(
+        layers=(
+            Layer("embedding", embedding, inputs=(), batch=("tokens",)),
+            *(Layer(f"block-{index}", block) for index in range(num_layers)),
+            Layer("head", head),
+        ),
+        loss=masked_cross_entropy,
+    )
+
+
+def masked_cross_entropy(logits_BTV: Tensor, batch: Batch) -> Tensor:
+    """Returns the mean cross entropy over the positions of `targets` [B, T] that have one, in nats, computed in float32 at least.
+
+    It is the mean over the rows where each row has as many targets, as `raypipe.data.masking` makes them.
+    """
+    logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+    return functional.cross_entropy(logits_BTV.flatten(0, -2), batch["targets"].flatten(), ignore_index=NO_TARGET)
+
+
+class MaskedHead(nn.Module):
+    """A last LayerNorm, a dense GELU layer, and GPT's head, which is a LayerNorm and the logits: [B, T, D] to [B, T, V]."""
+
+    def __init__(self, *, d_model: int, vocabulary_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model, dtype=dtype)
+        self.transform = linear(d_model, d_model, std=INIT_STD, dtype=dtype)
+        self.head = Head(d_model=d_model, vocabulary_size=vocabulary_size, dtype=dtype)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Returns the logits."""
+        x_BTD = functional.gelu(self.transform(self.norm(x_BTD)), approximate="tanh")
+        logits_BTV: Tensor = self.head(x_BTD)
+        return logits_BTV
