@@ -1,6 +1,7 @@
-"""Asynchronous against synchronous schedules on the shapes of the AMDP paper, simulated.
+"""Asynchronous against synchronous schedules on the shapes of the AMDP paper, simulated and rehearsed.
 
     python benchmarks/async.py [--models gpt bert] [--devices 4 8 16] [--scope stage] [--scope global] [--json FILE]
+    python benchmarks/async.py --rehearse [--models gpt] [--devices 8] [--scope stage] [--time-scale 2] [--byte-scale 0.002] [--rounds 3]
 
 A GPT of 1.56 and a BERT of 1.04 thousand million parameters (48 and 32 blocks, H = 1600), microbatches of 4 sequences, as in Chen,
 Wu and Yu (ICML 2026, arXiv 2605.29664), whose figures are 8 A800 on NVLink; 16 devices are two such nodes with 100 Gbit/s a device.
@@ -14,228 +15,70 @@ copies) and the messages' bytes are in the times.
 asynchronous schedules of one pipeline update where all gradients have arrived (`defer_updates`), not where their own stage's have.
 Printed for each case: sequences a second far from the ends of a window, how far amdp is ahead, bubble, most memory of a device, mismatch,
 delay.
+
+`--rehearse` runs the same programs with waits for computation, an actor a device on this machine, at the smallest batch, with each
+schedule's own cut, all in every round. The scales are printed: with few cores, messages and sums must be small, for it is these that
+take computation. Links and overheads of the prediction are those of this machine (`raypipe calibrate`).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
-from models import MEMORY_BYTES_PER_S, Transformer
-from rounds import print_table, write_json
+from async_cases import BATCHES, OWN, SHAPES, Case, compared, cuts_of, plan_of, problem_of
+from rounds import Summary, in_rounds, print_table, write_json
 
-from raypipe.cost import Cost, layout_cost, published_copies, weight_versions
-from raypipe.cut import Cut
-from raypipe.errors import ScheduleError
-from raypipe.planner.balance import balanced_cut
-from raypipe.planner.chunks import balanced, neighbours
-from raypipe.planner.layout import Judge, Layout
-from raypipe.planner.problem import Problem
-from raypipe.profile import ModelProfile
-from raypipe.schedules.catalogue import build
-from raypipe.schedules.dispatch import Line, defer_updates
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule
-from raypipe.schedules.lower import Placement, lower
-from raypipe.schedules.passes import shard_optimizer
-from raypipe.schedules.validate import facts
-from raypipe.simulate import Numbered, Timing
-from raypipe.topology import ClusterTopology, Device, Node, NodeLink
+from raypipe.calibration import Calibration
+from raypipe.config import ClusterConfig, calibration_file
+from raypipe.ray_session import session
+from raypipe.rehearsal import Rehearsal, rehearse
+from raypipe.schedules.ir import UpdateScope
 
-ROWS = 4
-"""Sequences of a microbatch."""
-SHAPES = {
-    "gpt": Transformer(num_blocks=48, hidden=1600, sequence=1024, vocabulary=50304, num_rows=ROWS),
-    "bert": Transformer(num_blocks=32, hidden=1600, sequence=1024, vocabulary=30528, num_rows=ROWS, head_product=True),
-}
-BATCHES = {4: (16, 32, 64, 128), 8: (32, 64, 128), 16: (64, 128, 256)}
-"""Sequences of an update, by the number of devices."""
-NUM_UPDATES = 9
-NUM_TRIAL_UPDATES = 5
-"""Of the windows by which cuts are chosen."""
-MOST_STEPS = 6
-ADAM_BYTES = 28
-"""What a step reads and writes for a parameter: gradient, master weight and two moments, the last three also back, and the weight."""
-LATENCY_S = 10e-6
-STATE = 7.0
-"""Bytes of gradient, master weight and moments over those of a half-precision weight."""
+_WINDOWS = 2
+"""Of each rehearsal, besides the first."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """A schedule of the comparison.
+def rehearsals(model: str, num_devices: int, scope: UpdateScope, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each schedule's update as simulated and as rehearsed."""
+    costs = Calibration.load(calibration_file()).of("shm")
+    problem = problem_of(model, num_devices, BATCHES[num_devices][0])
+    plans = {case: plan_of(case, problem, scope, cuts, costs) for case, cuts in cuts_of(model, num_devices, scope, own=True).items()}
 
-    Attributes:
-        name: of the schedule.
-        chunks: stages a device.
-        pipelines: 0 for the schedule's own number.
-    """
-
-    name: str
-    chunks: int = 1
-    pipelines: int = 0
-
-    def __str__(self) -> str:
-        more = f" V={self.chunks}" if self.chunks > 1 else f" N={self.pipelines}" if self.pipelines else ""
-        return self.name + more
-
-
-CASES = (
-    Case("1f1b"),
-    Case("interleaved", chunks=2),
-    Case("interleaved", chunks=3),
-    Case("interleaved", chunks=4),
-    Case("zb-auto"),
-    Case("chimera"),
-    Case("pipedream-2bw"),
-    Case("async-1f1b"),
-    Case("async-interleaved", chunks=2),
-    Case("async-interleaved", chunks=3),
-    Case("async-interleaved", chunks=4),
-    Case("amdp-flush"),
-    Case("amdp", pipelines=2),
-    Case("amdp"),
-)
-OWN = "amdp"
-
-
-def profile_of(name: str) -> ModelProfile:
-    """The shape's profile, with the optimizer's steps."""
-    profile = SHAPES[name].profile(name)
-    layers = tuple(replace(layer, update_s=layer.parameter_bytes / 2 * ADAM_BYTES / MEMORY_BYTES_PER_S) for layer in profile.layers)
-    return replace(profile, layers=layers)
-
-
-def cluster(num_devices: int) -> ClusterTopology:
-    """Nodes of up to eight A800: 400 GB/s of NVLink in both directions together, 100 Gbit/s a device between nodes."""
-    names = ["a", "b"][: -(-num_devices // 8)]
-    nodes = tuple(
-        Node(
-            name=name,
-            devices=tuple(Device(f"{name}/{number}", "gpu", 80_000_000_000) for number in range(min(num_devices, 8))),
-            link=NodeLink(bandwidth_bytes_per_s=200e9, latency_s=LATENCY_S),
+    def rehearsed(case: Case) -> Rehearsal:
+        return rehearse(
+            plans[case],
+            num_windows=_WINDOWS,
+            num_updates=plans[case].order.num_updates,
+            time_scale=options.time_scale,
+            byte_scale=options.byte_scale,
         )
-        for name in names
-    )
-    return ClusterTopology(name="A800", nodes=nodes, default_link=NodeLink(bandwidth_bytes_per_s=12.5e9, latency_s=20e-6))
 
-
-def equal_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """As many blocks in each stage as in any other, or one more; embedding and head besides."""
-    num_blocks = num_layers - 2
-    return (0, *(1 + round(stage * num_blocks / num_stages) for stage in range(1, num_stages)), num_layers)
-
-
-def schedule_of(case: Case, size: Size) -> Schedule:
-    """The case's order, with the scope's updates where nobody waits for them and one optimizer for all copies of a stage."""
-    schedule = build(case.name, size)
-    if size.update_scope is UpdateScope.GLOBAL and case.name in {"pipedream-2bw", "async-1f1b"}:
-        schedule = defer_updates(schedule, Line.of(schedule.pipelines, size))
-    return shard_optimizer(schedule)
-
-
-def cost_of(problem: Problem, cuts: tuple[int, ...], schedule: Schedule) -> Cost:
-    """What the schedule costs with one device a worker."""
-    edges = tuple((layer, layer + 1) for layer in range(problem.num_layers - 1))
-    placement = Placement.one_each(schedule.num_workers)
-    return layout_cost(
-        profile=problem.profile,
-        topology=problem.topology,
-        cut=Cut.of_sizes([end - first for first, end in pairwise(cuts)], edges),
-        pipelines=schedule.pipelines,
-        placement=placement,
-        devices=problem.names,
-        microbatch_size=problem.microbatch_size,
-        weight_versions=weight_versions(schedule, placement),
-        state_bytes_per_parameter_byte=STATE,
-        published=published_copies(schedule),
-    )
-
-
-def timed(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...], num_updates: int) -> tuple[Schedule, Timing]:
-    """The case's order for these cuts, simulated."""
-    schedule = build(case.name, Size(problem.num_devices, problem.num_microbatches, 1, case.chunks, case.pipelines, scope))
-    cost = cost_of(problem, cuts, schedule)
-    # Orders that are searched for are searched with the times of their stages.
-    laying = schedule.pipelines[0]
-    kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
-    times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(laying))
-    count = 1 if schedule.weight_rule is WeightRule.FLUSH and scope is UpdateScope.GLOBAL else num_updates
-    size = Size(problem.num_devices, problem.num_microbatches, count, case.chunks, case.pipelines, scope, times, LATENCY_S)
-    schedule = schedule_of(case, size)
-    return schedule, Numbered(lower(schedule)).run(cost_of(problem, cuts, schedule))
-
-
-def best_cut(case: Case, problem: Problem, scope: UpdateScope) -> tuple[int, ...]:
-    """The fastest of several cuts, with single layers moved between neighbouring stages as long as that helps."""
-
-    def update_s(cuts: tuple[int, ...]) -> float:
-        return timed(case, problem, scope, cuts, NUM_TRIAL_UPDATES)[1].steady_update_s
-
-    schedule = build(case.name, Size(problem.num_devices, problem.num_microbatches, 1, case.chunks, case.pipelines, scope))
-    workers = tuple((device,) for device in range(problem.num_devices))
-    longest = balanced_cut(problem.profile, schedule.num_stages)
-    begin = [
-        equal_cut(problem.num_layers, schedule.num_stages),
-        (*(layers[0] for layers in longest.stages), problem.num_layers),
-        balanced(Judge(problem), workers, schedule),
-    ]
-    best_s, best = min((update_s(cuts), cuts) for cuts in dict.fromkeys(begin))
-    for _ in range(MOST_STEPS):
-        moved = [layout.cuts for layout in neighbours(Layout(best, workers, case.name))]
-        moved_s, found = min((update_s(cuts), cuts) for cuts in moved)
-        if moved_s >= best_s:
-            break
-        best_s, best = moved_s, found
-    return best
-
-
-def figures_of(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...]) -> dict[str, Any]:
-    """Sequences a second of one case, and what they cost."""
-    schedule, timing = timed(case, problem, scope, cuts, NUM_UPDATES)
-    known = facts(schedule)
-    update_s = timing.steady_update_s
-    busy_s = sum(timing.busy_s) / problem.num_devices / schedule.num_updates
-    return {
-        "schedule": str(case),
-        "sequences_per_s": problem.num_microbatches * problem.microbatch_size / update_s,
-        "bubble": 1 - busy_s / update_s,
-        "peak_memory_bytes": max(timing.peak_memory_bytes),
-        "max_mismatch": known.max_mismatch,
-        "max_delay": known.max_delay,
-        "cut": [end - first for first, end in pairwise(cuts)],
-    }
-
-
-def compared(model: str, num_devices: int, batch: int, scope: UpdateScope, cuts: dict[Case, tuple[int, ...]]) -> Iterator[dict[str, Any]]:
-    """The figures of all cases that can take the size, with a cut for each."""
-    problem = problem_of(model, num_devices, batch)
-    for case, cut in cuts.items():
-        try:
-            found = figures_of(case, problem, scope, cut)
-        except ScheduleError:
-            continue
-        yield found | {"model": model, "devices": num_devices, "batch": batch, "scope": str(scope)}
-
-
-def problem_of(model: str, num_devices: int, batch: int) -> Problem:
-    return Problem(profile_of(model), cluster(num_devices), batch // ROWS, ROWS)
-
-
-def cuts_of(model: str, num_devices: int, scope: UpdateScope, *, own: bool) -> dict[Case, tuple[int, ...]]:
-    """A cut for each schedule that can have one, chosen at the batch in the middle where it is its own."""
-    batches = BATCHES[num_devices]
-    problem = problem_of(model, num_devices, batches[len(batches) // 2])
-    found: dict[Case, tuple[int, ...]] = {}
-    for case in CASES:
-        if case.pipelines and num_devices // 2 <= case.pipelines:
-            continue
-        num_stages = num_devices * case.chunks
-        if num_stages <= problem.num_layers - 2:
-            found[case] = best_cut(case, problem, scope) if own else equal_cut(problem.num_layers, num_stages)
-    return found
+    with session(ClusterConfig(dashboard=False, log_to_driver=False), num_devices=num_devices, cpus_per_device=1.0):
+        found = in_rounds({case: lambda case=case: rehearsed(case) for case in plans}, num_rounds=options.rounds)  # type: ignore[misc]
+    results: list[dict[str, Any]] = []
+    rows: list[dict[str, str]] = []
+    for case, several in found.items():
+        measured = Summary.of([window.steady_update_s for one in several for window in one.windows])
+        simulated_s = several[0].predicted.steady_update_s
+        results.append({
+            "model": model,
+            "devices": num_devices,
+            "scope": str(scope),
+            "schedule": str(case),
+            "simulated_s": simulated_s,
+            "rehearsed": measured,
+        })
+        rows.append({
+            "schedule": str(case),
+            "simulated s": f"{simulated_s:.4f}",
+            "rehearsed s": f"{measured.median:.4f}",
+            "spread": f"{measured.spread:.4f}",
+            "rehearsed / simulated": f"{measured.median / simulated_s:.3f}",
+        })
+    scales = f"computation x {options.time_scale:g}, bytes x {options.byte_scale:g}"
+    print_table(f"{model}, {num_devices} devices, batch {BATCHES[num_devices][0]}, scope {scope}, own cuts; {scales}", rows)
+    return results
 
 
 def main() -> None:
@@ -243,8 +86,17 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--devices", nargs="+", type=int, choices=list(BATCHES), default=list(BATCHES))
     parser.add_argument("--scope", action="append", choices=[str(UpdateScope.STAGE), str(UpdateScope.GLOBAL)])
+    parser.add_argument("--rehearse", action="store_true", help="run with waits for computation")
+    parser.add_argument("--time-scale", type=float, default=2.0)
+    parser.add_argument("--byte-scale", type=float, default=0.002)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="file for all values")
     options = parser.parse_args()
+    if options.rehearse:
+        scopes = [UpdateScope(scope) for scope in options.scope or ["stage"]]
+        cases = [(model, num_devices, scope) for model in options.models for num_devices in options.devices for scope in scopes]
+        write_json(options.json, [result for case in cases for result in rehearsals(*case, options)])
+        return
     results: list[dict[str, Any]] = []
     summary: list[dict[str, str]] = []
     for model in options.models:
