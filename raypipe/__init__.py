@@ -9,13 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, TrainConfig
+    from raypipe.config import (
+        AdaptationConfig,
+        ClusterConfig,
+        DataConfig,
+        OptimizerConfig,
+        RunConfig,
+        ScalingConfig,
+        ScheduleConfig,
+        TrainConfig,
+    )
     from raypipe.model import Layer, Model
     from raypipe.trainer import Result, Trainer
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdaptationConfig": "config",
     "ClusterConfig": "config",
     "DataConfig": "config",
     "OptimizerConfig": "config",
@@ -30,6 +40,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AdaptationConfig",
     "ClusterConfig",
     "DataConfig",
     "Layer",
