@@ -1,5 +1,7 @@
 """Checkpoints: a folder with one file a layer, so that any cut of the model can read what any other wrote.
 
+A weight that layers share is in the file of the first of them, whatever the cut.
+
     checkpoint/update-000200/
         checkpoint.json              `raypipe.checkpoint/1`: the update, the layers, the model; written last
         layer-0000-embedding.safetensors
@@ -21,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from raypipe import codec
-from raypipe.actors.held import OPTIMIZER, build_layer, without_aliases
+from raypipe.actors.held import OPTIMIZER, StageModule, build_layer, tie_layers, without_aliases
 from raypipe.errors import FormatError
 from raypipe.model import Model
 
@@ -113,18 +115,53 @@ def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
     Raises:
         FormatError: a file is missing, damaged or of another model.
     """
-    modules: list[nn.Module] = []
-    for index, layer in enumerate(model.layers):
+    modules = [build_layer(layer, index=index, seed=checkpoint.index.seed) for index, layer in enumerate(model.layers)]
+    tie_layers(model, dict(enumerate(modules)), seed=checkpoint.index.seed)
+    known = without_aliases(nn.ModuleList(modules).state_dict())
+    for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
         tensors = load_layer(checkpoint.path, index, layer.name)
-        module = build_layer(layer, index=index, seed=checkpoint.index.seed)
         weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(OPTIMIZER)}
         file = str(Path(checkpoint.path) / layer_file(index, layer.name))
-        own = without_aliases(module.state_dict())
+        own = {name.partition(".")[2]: tensor for name, tensor in known.items() if name.partition(".")[0] == str(index)}
         if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in weights.items()}:
             raise FormatError(file, "", f"is of another model: it has {sorted(weights)}, the layer {sorted(own)}")
         module.load_state_dict(weights, strict=False)  # a tied weight has one of its names there
-        modules.append(module)
     return modules
+
+
+def load_stage(folder: str | os.PathLike[str], model: Model, module: StageModule) -> dict[int, dict[str, Tensor]]:
+    """The tensors of the layers of a stage, with the tied weights that other layers' files have, under the names that they have here.
+
+    Raises:
+        FormatError: a file is missing, damaged or of a model in which these weights are not tied.
+    """
+    files = {index: load_layer(folder, index, model.layers[index].name) for index in module.needed_layers}
+    for name, filed in module.borrowed.items():
+        _, index, here = name.split(".", 2)
+        if here in files[int(index)]:
+            path = Path(folder) / layer_file(int(index), model.layers[int(index)].name)
+            owner = model.layers[filed.layer].name
+            raise FormatError(str(path), "", f"is of another model: it has {here!r}, which in this one is tied to a weight of {owner!r}")
+    return with_borrowed(module, files)
+
+
+def with_borrowed(module: StageModule, states: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """The tensors of a stage's layers with the tied weights that other layers' states have, under the names that they have here.
+
+    Args:
+        module: the stage.
+        states: of all layers that it needs.
+    """
+    found = {index: dict(states[index]) for index in module.indices}
+    for name, filed in module.borrowed.items():
+        _, index, here = name.split(".", 2)
+        for there in filed.names:
+            found[int(index)] |= {
+                key.removesuffix(there) + here: tensor
+                for key, tensor in states[filed.layer].items()
+                if key == there or (key.startswith(OPTIMIZER) and key.split("/", 2)[2] == there)
+            }
+    return found
 
 
 def layer_file(index: int, name: str) -> str:

@@ -7,6 +7,7 @@ which are empty between windows:
     outbox     what the Ops of this step have made for other devices
     saved      what a forward left for its backward
     deferred   what an input gradient left for its weight gradient
+    shared     the sum of the gradients of what a stage shares with others, until its update
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Protocol
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Draw, Outputs, Weights
+from raypipe.actors.held import Draw, Outputs, Weights, squared_norm
 from raypipe.actors.job import Job, MessageKey, Rows
 from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import Pending, Transport
@@ -191,6 +192,8 @@ class _Run:
         self.saved: dict[tuple[int, int, int], _Saved] = {}
         self.deferred: dict[tuple[int, int, int], tuple[int, PendingWeightGradient]] = {}
         self.pending: dict[Collective, Pending] = {}
+        self.shared: dict[tuple[int, int], Tensor] = {}
+        self.tied_norms: dict[tuple[int, int], float] = {}
         self.losses: dict[int, list[tuple[int, Tensor]]] = {}
         self.loss_gradients: dict[float, Tensor] = {}
 
@@ -201,7 +204,7 @@ class _Run:
             if executor.abort_reason is not None:
                 raise AbortedError(executor.abort_reason)
             handlers[type(step)](step)  # type: ignore[operator]
-        for name in ("inbox", "outbox", "saved", "deferred", "pending"):
+        for name in ("inbox", "outbox", "saved", "deferred", "pending", "shared"):
             assert not getattr(self, name), f"device {executor.device}: {name} holds {list(getattr(self, name))} after the window"
         for index, parts in self.losses.items():
             self.report.num_rows[index] = sum(rows for rows, _ in parts)
@@ -344,30 +347,74 @@ class _Run:
 
     def _update(self, op: Op, position: int) -> None:
         executor, weights = self.executor, self.executor.held[op.stage]
+        shared = self._shared(op.stage, op.index)
         norm = self._norm(op)
-        limit = executor.max_grad_norm
-        scale = 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
+        if shared is not None:
+            # What stages share is limited alike on all of them. A product: other stages of this device may be yet to use the sum.
+            shared = shared * self._scale(math.sqrt(squared_norm([shared])) if self.job.update_scope is UpdateScope.STAGE else norm)
+            del self.shared[op.stage, op.index]
         weights.update(
             op.index,
-            scale=scale,
+            scale=self._scale(norm),
             learning_rate=executor.learning_rate(self.window.first_update + op.index),
             keep_old=self.job.program.last_reads[op.stage, op.index] > position,
+            shared=shared,
         )
 
-    def _norm(self, op: Op) -> float:
-        """The gradient norm that limits an update: over all stages, or over its own."""
-        if self.job.update_scope is not UpdateScope.GLOBAL:
-            norm = math.sqrt(self.executor.held[op.stage].squared_norm(op.index))
-            if op.stage in self.job.norm_stages:
-                self.report.norms[op.index] = math.hypot(self.report.norms.get(op.index, 0.0), norm)
-            return norm
-        if op.index not in self.report.norms:  # no other device: there was no collective
-            self.report.norms[op.index] = math.sqrt(self._own_squared_norm(op.index))
-        return self.report.norms[op.index]
+    def _scale(self, norm: float) -> float:
+        limit = self.executor.max_grad_norm
+        return 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
 
-    def _own_squared_norm(self, update: int) -> Tensor:
-        parts = [weights.squared_norm(update) for stage, weights in self.executor.held.items() if stage in self.job.norm_stages]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+    def _norm(self, op: Op) -> float:
+        """The gradient norm that limits an update: over all stages, over those of its tie, or over what its own shares with none."""
+        if self.job.update_scope is UpdateScope.GLOBAL:
+            if op.index not in self.report.norms:  # no other device: there was no collective
+                self.report.norms[op.index] = math.sqrt(self._own_squared_norm(op.index, self.executor.held))
+            return self.report.norms[op.index]
+        if op.stage in self.job.norm_stages:
+            self.report.norms[op.index] = math.hypot(
+                self.report.norms.get(op.index, 0.0), math.sqrt(self._own_squared_norm(op.index, (op.stage,)))
+            )
+        tie = self.job.graph.tie_of.get(op.stage)
+        if self.job.update_scope is UpdateScope.STAGE or tie is None:
+            return math.sqrt(self.executor.held[op.stage].squared_norm(op.index))
+        if (tie, op.index) not in self.tied_norms:
+            self.tied_norms[tie, op.index] = math.sqrt(self._own_squared_norm(op.index, self.job.graph.ties[tie]))
+        return self.tied_norms[tie, op.index]
+
+    def _own_squared_norm(self, update: int, stages: Collection[int]) -> Tensor:
+        """What this device brings to a norm over some stages; what they share counts with the first of them."""
+        parts = [torch.zeros((), dtype=torch.float64)]
+        graph = self.job.graph
+        for stage in self.job.norm_stages.intersection(stages):
+            parts.append(self.executor.held[stage].squared_norm(update))
+            if stage in graph.tie_of and stage == graph.ties[graph.tie_of[stage]][0]:
+                shared = self._shared(stage, update)
+                assert shared is not None, "it is tied"
+                parts.append(squared_norm([shared]))
+        return torch.stack(parts).sum()
+
+    # Weights that stages share
+
+    def _shared(self, stage: int, update: int) -> Tensor | None:
+        """The sum of the gradients of all weights that a stage's tie shares; `None` where it has none."""
+        tie = self.job.graph.tie_of.get(stage)
+        if tie is None:
+            return None
+        if (stage, update) not in self.shared:  # all stages of the tie are here: there was no collective
+            self._take_shared(tie, update, self._brought_to(tie, update, self.executor.held))
+        return self.shared[stage, update]
+
+    def _take_shared(self, tie: int, update: int, total: Tensor) -> None:
+        for stage in self.job.updated.intersection(self.job.graph.ties[tie]):
+            self.shared[stage, update] = total
+
+    def _brought_to(self, tie: int, update: int, stages: Collection[int]) -> Tensor:
+        """The sum over some of the stages of this device, added up in one order everywhere; zeros where none is tied."""
+        held = self.executor.held
+        mine = [stage for stage in self.job.graph.ties[tie] if stage in held]
+        parts = [held[stage].shared_gradients(update) for stage in mine if stage in stages]
+        return sum(parts[1:], start=parts[0]) if parts else torch.zeros_like(held[mine[0]].shared_gradients(update))
 
     # Messages
 
@@ -402,7 +449,11 @@ class _Run:
     def _start(self, step: Starting) -> None:
         collective = step.collective
         if collective.kind is CollectiveKind.NORM:
-            tensor = self._own_squared_norm(collective.update).reshape(1)
+            tensor = self._own_squared_norm(collective.update, self.executor.held).reshape(1)
+        elif collective.kind is CollectiveKind.TIED_NORM:
+            tensor = self._own_squared_norm(collective.update, self.job.graph.ties[collective.stage]).reshape(1)
+        elif collective.kind is CollectiveKind.TIED:
+            tensor = self._brought_to(collective.stage, collective.update, self.job.norm_stages)
         elif collective.kind is CollectiveKind.GRADIENTS:
             tensor = self.executor.held[collective.stage].flat_gradients(collective.update)
         else:
@@ -420,6 +471,12 @@ class _Run:
         self.report.log.add(step.position, since - self.origin, time.perf_counter() - self.origin, total.nbytes)
         if collective.kind is CollectiveKind.NORM:
             self.report.norms[collective.update] = math.sqrt(total)
+            return
+        if collective.kind is CollectiveKind.TIED_NORM:
+            self.tied_norms[collective.stage, collective.update] = math.sqrt(total)
+            return
+        if collective.kind is CollectiveKind.TIED:
+            self._take_shared(collective.stage, collective.update, total)
             return
         weights = self.executor.held[collective.stage]
         if collective.kind is CollectiveKind.GRADIENTS:

@@ -12,7 +12,7 @@ Three rules keep an update from reaching a graph that still needs the weights be
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from raypipe.actors.transport import TensorSpec
 from raypipe.cut import Cut
-from raypipe.errors import ConfigError
+from raypipe.errors import ConfigError, PlanError, suggestion
 from raypipe.model import Batch, Layer, Model
 from raypipe.schedules.ir import WeightRule
 
@@ -76,6 +76,51 @@ def build_layer(layer: Layer, *, index: int, seed: int) -> nn.Module:
     return module
 
 
+def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int) -> None:
+    """Makes one parameter of each weight that several of some layers share, with the values that the first layer of its tie begins with.
+
+    That layer is built for them where it is not among these, and given back.
+
+    Raises:
+        ConfigError: a layer has no such weight, or those of a tie have different shapes or dtypes.
+    """
+    for tie, indices in zip(model.ties, model.tied_layers(), strict=True):
+        if not any(index in layers for index in indices):
+            continue
+        index_of = {model.layers[index].name: index for index in indices}
+        (name, first_weight), *_ = tie
+        first = indices[0]
+        source = layers[first] if first in layers else build_layer(model.layers[first], index=first, seed=seed)
+        weight = _weight(source, name, first_weight)
+        shared = weight if first in layers else nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        for name, called in tie:
+            module = layers.get(index_of[name])
+            if module is None:
+                continue
+            own = _weight(module, name, called)
+            if (own.shape, own.dtype) != (weight.shape, weight.dtype):
+                raise ConfigError(
+                    f"the weight {called!r} of layer {name!r} is {_shape(own)}, but it is tied to {first_weight!r} of layer "
+                    f"{tie[0][0]!r}, which is {_shape(weight)}; weights that are tied have one shape and dtype"
+                )
+            for alias, parameter in list(module.named_parameters(remove_duplicate=False)):
+                if parameter is own:
+                    holder, _, attribute = alias.rpartition(".")
+                    setattr(module.get_submodule(holder), attribute, shared)
+
+
+def _weight(module: nn.Module, layer: str, name: str) -> nn.Parameter:
+    found = dict(module.named_parameters(remove_duplicate=False))
+    if name not in found:
+        has = ", ".join(found) or "none"
+        raise ConfigError(f"layer {layer!r} is tied by its weight {name!r}, but has no such weight{suggestion(name, found)}; it has {has}")
+    return found[name]
+
+
+def _shape(weight: Tensor) -> str:
+    return f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
+
+
 Outputs = dict[int, tuple[Tensor, ...]]
 """The tensors of layers, by layer index."""
 
@@ -88,10 +133,16 @@ class StageModule(nn.Module):
         cut: the layers of all stages.
         stage: the stage.
         seed: of the run.
+
+    Attributes:
+        shared: each weight that the stages of its tie share with each other, in the same order on all of them.
+        borrowed: by name, the weights that another stage's layer has in its file of a checkpoint.
     """
 
     def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int) -> None:
         super().__init__()
+        if cut.ties != model.tied_layers():
+            raise PlanError("the cut does not know which layers of the model share weights; make it with ties=model.tied_layers()")
         self.stage = stage
         self.seed = seed
         self.indices = cut.stages[stage]
@@ -101,12 +152,20 @@ class StageModule(nn.Module):
         last = len(model.layers) - 1
         self.kept = tuple(sorted(leaving | ({last} if last in self.indices else set())))
         self.layers = nn.ModuleDict({str(index): build_layer(model.layers[index], index=index, seed=seed) for index in self.indices})
+        tie_layers(model, {index: self.layers[str(index)] for index in self.indices}, seed=seed)
+        self.shared = _shared_weights(model, cut, self, seed=seed) if stage in cut.graph.tie_of else ()
+        self.borrowed = _borrowed_weights(model, self)
         self.steps = [(index, self.layers[str(index)], self.inputs[index], self.specs[index].batch) for index in self.indices]
         self.takes_batch = any(spec.batch for spec in self.specs.values())
         self.random = dict.fromkeys(self.indices, False)
         """The layers that may draw random numbers, and whether they did."""
         # The first layer's outputs of the last forward. In a list: setting an attribute of a module takes microseconds.
         self.first: list[tuple[Tensor, ...]] = [()]
+
+    @property
+    def needed_layers(self) -> tuple[int, ...]:
+        """The layers whose states a checkpoint must have for this stage: its own, and those that it borrows weights of."""
+        return tuple(dict.fromkeys([*self.indices, *(filed.layer for filed in self.borrowed.values())]))
 
     def forward(self, inputs: Outputs, batch: Batch, draw: Draw) -> Outputs:
         """The outputs that other stages or the loss take.
@@ -139,6 +198,64 @@ class StageModule(nn.Module):
             return result
 
 
+class SharedWeight(NamedTuple):
+    """A weight that several stages share, as one of them sees it.
+
+    Attributes:
+        name: of the parameter; `None` where this stage has none of its copies, or where it takes no gradient.
+        numel: its numbers.
+        dtype: theirs.
+    """
+
+    name: str | None
+    numel: int
+    dtype: torch.dtype
+
+
+class FiledWeight(NamedTuple):
+    """Where a checkpoint has a weight.
+
+    Attributes:
+        layer: by index.
+        names: of which the layer's file has one.
+    """
+
+    layer: int
+    names: tuple[str, ...]
+
+
+def _members_here(model: Model, module: StageModule, tie: int) -> list[str]:
+    """The parameter of a stage that a tie names, under its first name; none where it names none of the stage's."""
+    layers = {model.layers[index].name: index for index in module.indices}
+    first_names = {id(parameter): name for name, parameter in module.named_parameters()}
+    found = [module.get_parameter(f"layers.{layers[layer]}.{name}") for layer, name in model.ties[tie] if layer in layers]
+    return [first_names[id(parameter)] for parameter in found[:1]]
+
+
+def _shared_weights(model: Model, cut: Cut, module: StageModule, *, seed: int) -> tuple[SharedWeight, ...]:
+    found: list[SharedWeight] = []
+    for number in cut.parted_ties:
+        if here := _members_here(model, module, number):
+            weight = module.get_parameter(here[0])
+            found.append(SharedWeight(here[0] if weight.requires_grad else None, weight.numel(), weight.dtype))
+        else:
+            (layer, name), first = model.ties[number][0], cut.ties[number][0]
+            elsewhere = _weight(build_layer(model.layers[first], index=first, seed=seed), layer, name)
+            found.append(SharedWeight(None, elsewhere.numel(), elsewhere.dtype))
+    return tuple(found)
+
+
+def _borrowed_weights(model: Model, module: StageModule) -> dict[str, FiledWeight]:
+    """A weight that is tied is in the file of the first layer of the model that has it, whatever the cut."""
+    found: dict[str, FiledWeight] = {}
+    for number, (tie, layers) in enumerate(zip(model.ties, model.tied_layers(), strict=True)):
+        filed = min(layers)
+        if filed not in module.indices:
+            names = tuple(name for layer, name in tie if layer == model.layers[filed].name)
+            found |= dict.fromkeys(_members_here(model, module, number), FiledWeight(filed, names))
+    return found
+
+
 @dataclass
 class _Version:
     """The tensors that Ops of one version compute with, by the module's own names."""
@@ -164,6 +281,9 @@ class Weights:
         self.names = [name for name, weight in module.named_parameters() if weight.requires_grad]
         own = dict(module.named_parameters())
         self.masters = [nn.Parameter(own[name].data) for name in self.names]
+        self._shared = [(self.names.index(weight.name) if weight.name else None, weight) for weight in module.shared]
+        shared = {position for position, _ in self._shared}
+        self._unshared = [position for position in range(len(self.names)) if position not in shared]
         self.optimizer = optimizer(self.masters) if self.masters else None
         self.newest = 0
         self._own: list[Tensor] = [own[name] for name in self.names]
@@ -242,15 +362,21 @@ class Weights:
             part.view_as(master).to(master.dtype) for part, master in zip(torch.split(flat, sizes), self.masters, strict=True)
         ]
 
-    def squared_norm(self, update: int) -> Tensor:
-        """The sum of the squares of an update's gradients, in float64."""
-        present = [gradient for gradient in self.gradients(update) if gradient is not None]
-        if not present:
-            return torch.zeros((), dtype=torch.float64)
-        # Norms per tensor in their own precision, squares and their sum in double: large models must not overflow.
-        return torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in present]).square().sum()
+    def shared_gradients(self, update: int) -> Tensor:
+        """What this stage brings to the sum of the gradients of all weights that its tie shares, as one vector."""
+        gradients = self.gradients(update)
+        parts: list[Tensor] = []
+        for position, weight in self._shared:
+            gradient = None if position is None else gradients[position]
+            parts.append(torch.zeros(weight.numel, dtype=weight.dtype) if gradient is None else gradient.reshape(-1))
+        return torch.cat(parts)
 
-    def update(self, update: int, *, scale: float, learning_rate: float, keep_old: bool) -> None:
+    def squared_norm(self, update: int) -> Tensor:
+        """The sum of the squares of an update's gradients, in float64; those of weights that stages share are left out."""
+        gradients = self.gradients(update)
+        return squared_norm([gradient for position in self._unshared if (gradient := gradients[position]) is not None])
+
+    def update(self, update: int, *, scale: float, learning_rate: float, keep_old: bool, shared: Tensor | None = None) -> None:
         """Makes version `update + 1` from version `update`.
 
         Args:
@@ -258,15 +384,24 @@ class Weights:
             scale: factor for the gradients, for clipping.
             learning_rate: of this update.
             keep_old: whether version `update` is still to be read.
+            shared: the sum of what all stages of its tie brought, clipped; takes the place of this stage's own.
         """
         gradients = self.gradients(update)
         del self._gradients[update]
+        if shared is not None:
+            parts = torch.split(shared, [weight.numel for _, weight in self._shared])
+            for (position, _), part in zip(self._shared, parts, strict=True):
+                if position is not None:
+                    gradients[position] = part.view_as(self.masters[position]).to(self.masters[position].dtype)
         if self.versioned and keep_old:
             for master in self.masters:
                 master.data = master.data.clone()
         if self.optimizer is not None:
+            for position in self._unshared if scale != 1.0 else ():
+                if (own := gradients[position]) is not None:
+                    own.mul_(scale)
             for master, gradient in zip(self.masters, gradients, strict=True):
-                master.grad = gradient if gradient is None or scale == 1.0 else gradient.mul_(scale)
+                master.grad = gradient
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
@@ -324,13 +459,17 @@ class Weights:
     def state(self) -> dict[int, dict[str, Tensor]]:
         """For each layer, its weights, buffers and optimizer state by name, such as `weight` and `optimizer/exp_avg/weight`.
 
-        Of several names for the same memory the first is kept.
+        Of several names for the same memory the first is kept; what is borrowed is in the state of another stage.
         """
         found: dict[int, dict[str, Tensor]] = {index: {} for index in self.module.indices}
+        borrowed = self.module.borrowed
         for name, tensor in without_aliases(self.module.state_dict()).items():
             _, index, rest = name.split(".", 2)
-            found[int(index)][rest] = tensor
+            if name not in borrowed:
+                found[int(index)][rest] = tensor
         for name, master in zip(self.names, self.masters, strict=True):
+            if name in borrowed:
+                continue
             _, index, rest = name.split(".", 2)
             found[int(index)][rest] = master.data
             state = self.optimizer.state.get(master, {}) if self.optimizer is not None else {}
@@ -339,7 +478,7 @@ class Weights:
         return found
 
     def load_state(self, layers: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Takes what `state` gave, for exactly these layers.
+        """Takes what `state` gave, for exactly these layers and with what they borrow.
 
         Raises:
             ConfigError: a tensor is missing, unknown or of another shape.
@@ -370,6 +509,14 @@ class Weights:
         if master is None or self.optimizer is None:
             raise ConfigError(f"checkpoint of layer {index} has {name!r}, but the model has no such weight")
         self.optimizer.state[master][key] = tensor.clone()
+
+
+def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The sum of the squares of some gradients, in float64."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    # Norms per tensor in their own precision, squares and their sum in double: large models must not overflow.
+    return torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in gradients]).square().sum()
 
 
 def without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ class Job:
         num_updates: of the window.
         update_scope: whose gradients the norm of an update counts.
         forward_only: whether it evaluates.
-        norm_stages: the stages whose norm this device brings, so that replicas count once.
+        norm_stages: the stages whose gradients this device brings to norms and to the sums of ties, so that replicas count once.
     """
 
     program: DeviceProgram
@@ -66,6 +66,12 @@ class Job:
         return frozenset(op for op in computed if op.kind is OpKind.RECOMPUTE)
 
     @cached_property
+    def updated(self) -> frozenset[int]:
+        """The stages that this device updates; those of its others are published to it."""
+        computed = (op for item in self.program.items if isinstance(item, Compute) for op in item.ops)
+        return frozenset(op.stage for op in computed if op.kind is OpKind.UPDATE)
+
+    @cached_property
     def rows(self) -> frozenset[Rows]:
         """The different rows of a microbatch that Ops of this device work on."""
         return frozenset(rows for item in self.program.items if isinstance(item, Compute) for rows in item.rows)
@@ -87,7 +93,7 @@ def jobs(schedule: Schedule, placement: Placement | None = None) -> tuple[Job, .
     """The jobs of all devices of a valid schedule.
 
     Raises:
-        ScheduleError: it asks for what the executor does not do: shared weights, losses coupled over microbatches, or a
+        ScheduleError: it asks for what the executor does not do: losses coupled over microbatches, or a
             microbatch that is not divided alike by all that is done with it.
     """
     placement = placement or Placement.one_each(schedule.num_workers)
@@ -105,8 +111,6 @@ def jobs(schedule: Schedule, placement: Placement | None = None) -> tuple[Job, .
                 )
         elif op.part:
             raise ScheduleError(f"{where}: {op} can be simulated but not yet run; leave the part out")
-    if schedule.graph.ties:
-        raise ScheduleError(f"stages {schedule.graph.ties[0]} share a weight: this can be simulated but not yet run")
     if schedule.loss_group_size != 1:
         raise ScheduleError(f"loss_group_size {schedule.loss_group_size} can be simulated but not yet run; use 1")
     found: list[Job] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 import weakref
@@ -35,6 +36,7 @@ class LayerMeasurement:
         weight_grad_saved_bytes: of what is kept from the input gradient to the weight gradient, where the backward is split:
             what autograd still holds, and the gradients that the weight gradient starts from.
         parameter_bytes: of its weights.
+        tied_bytes: of those of them that other layers have, too.
         update_s: seconds of the optimizer's step over its weights.
         spread: half the distance between the quartiles of the forward's and backward's sum, over its median.
     """
@@ -47,6 +49,7 @@ class LayerMeasurement:
     saved_bytes: int
     weight_grad_saved_bytes: int
     parameter_bytes: int
+    tied_bytes: int
     update_s: float
     spread: float
 
@@ -81,6 +84,7 @@ def measure_layers(model: Model, batch: Batch, *, optimizer: Optimizer, seed: in
         seed: of the weights.
         effort: how often.
     """
+    alone = dataclasses.replace(model, ties=())  # what a layer begins with costs nothing
     cut = Cut(tuple((layer,) for layer in range(len(model.layers))), model.edges())
     num_rows = len(next(iter(batch.values())))
     samples = [_Samples() for _ in model.layers]
@@ -89,7 +93,7 @@ def measure_layers(model: Model, batch: Batch, *, optimizer: Optimizer, seed: in
         made: dict[int, tuple[TensorSpec, ...]] = {}
         found.clear()
         for index in range(len(model.layers)):
-            module = StageModule(model, cut, index, seed=seed)
+            module = StageModule(alone, cut, index, seed=seed)
             made |= output_specs(module, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)
             found.append(_Layer(model, module, made, batch, optimizer).measure(samples[index], effort))
     return found
@@ -149,9 +153,16 @@ class _Layer:
             saved_bytes=saved_bytes,
             weight_grad_saved_bytes=weight_grad_saved_bytes,
             parameter_bytes=sum(weight.nbytes for weight in self.module.parameters()),
+            tied_bytes=self._tied_bytes(),
             update_s=_undisturbed(samples.update_s),
             spread=samples.spread,
         )
+
+    def _tied_bytes(self) -> int:
+        layer = self.model.layers[self.index].name
+        names = [name for tie in self.model.ties for member, name in tie if member == layer]
+        tied = {self.module.layers[str(self.index)].get_parameter(name) for name in names}
+        return sum(weight.nbytes for weight in tied)
 
     def _once(self, samples: _Samples) -> None:
         """Runs the layer with the whole backward, then with the backward split, and its update; notes the seconds."""

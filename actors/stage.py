@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from raypipe.actors import shm
-from raypipe.actors.checkpoint import layer_file, load_layer
+from raypipe.actors.checkpoint import layer_file, load_stage, with_borrowed
 from raypipe.actors.executor import BatchSource, Executor, Window
 from raypipe.actors.faults import FaultScript
 from raypipe.actors.held import StageModule, Weights, output_specs
@@ -90,8 +90,8 @@ class LayerSize:
     """How large a layer's weights are.
 
     Attributes:
-        num_parameters: numbers.
-        parameter_bytes: bytes.
+        num_parameters: numbers; what it shares with an earlier layer counts there.
+        parameter_bytes: bytes, with what it shares.
     """
 
     num_parameters: int
@@ -293,11 +293,7 @@ class StageActor:
             module = StageModule(self._model, order.cut, stage, seed=order.seed)
             make = partial(order.make_optimizer, stage) if order.make_optimizer else partial(adamw, order.optimizer)
             self._weights[stage] = Weights(module, optimizer=make, rule=order.weight_rule)
-        return {
-            int(index): LayerSize(sum(weight.numel() for weight in layer.parameters()), sum(weight.nbytes for weight in layer.parameters()))
-            for weights in self._weights.values()
-            for index, layer in weights.module.layers.items()
-        }
+        return {index: size for weights in self._weights.values() for index, size in _layer_sizes(weights.module).items()}
 
     def output_specs(self, stage: int, made: Mapping[int, tuple[TensorSpec, ...]]) -> dict[int, tuple[TensorSpec, ...]]:
         """What a stage gives, from what the stages before it give."""
@@ -429,6 +425,10 @@ class StageActor:
         """The layers that this device hands out, of replicas the first."""
         return [index for weights in self._owned() for index in weights.module.indices]
 
+    def needed_layers(self) -> list[int]:
+        """The layers whose states this device's stages need."""
+        return list(dict.fromkeys(layer for weights in self._weights.values() for layer in weights.module.needed_layers))
+
     def hand_out(self, layer: int) -> dict[str, torch.Tensor]:
         """The weights and optimizer state of a layer, as `take_in` takes them."""
         self._begin(f"handing layer {layer} out")
@@ -439,21 +439,33 @@ class StageActor:
         """Takes layers with their optimizer state over from those that held them before.
 
         Args:
-            layers: all of this device's.
+            layers: what `needed_layers` says.
             states: of each, as `hand_out` gave it.
         """
         self._begin("taking layers over")
         given = dict(zip(layers, states, strict=True))
         for weights in self._weights.values():
-            weights.load_state({index: given[index] for index in weights.module.indices})
+            weights.load_state(with_borrowed(weights.module, given))
 
     def load(self, folder: str) -> None:
         """Reads what `save` wrote, by this or any other cut of the model."""
         self._begin("loading")
         assert self._model is not None, "build comes before load"
         for weights in self._weights.values():
-            layers = {index: load_layer(folder, index, self._model.layers[index].name) for index in weights.module.indices}
-            weights.load_state(layers)
+            weights.load_state(load_stage(folder, self._model, weights.module))
+
+
+def _layer_sizes(module: StageModule) -> dict[int, LayerSize]:
+    """How large the weights of each layer of a stage are."""
+    counted = {id(module.get_parameter(name)) for name in module.borrowed}
+    found: dict[int, LayerSize] = {}
+    for index, layer in module.layers.items():
+        weights = list(layer.parameters())
+        found[int(index)] = LayerSize(
+            sum(weight.numel() for weight in weights if id(weight) not in counted), sum(weight.nbytes for weight in weights)
+        )
+        counted.update(map(id, weights))
+    return found
 
 
 def _gpus() -> tuple[str, ...]:

@@ -235,8 +235,11 @@ class Wirer:
         """The wiring of a job.
 
         Raises:
-            PlanError: an Op has no rows.
+            PlanError: an Op has no rows, or the job does not sum what the stages of the cut share.
         """
+        if job.graph.ties != self.cut.graph.ties and not job.forward_only:
+            tied = f"the cut of the model ties the stages {self.cut.graph.ties}, the schedule {job.graph.ties}"
+            raise PlanError(f"{tied}; lay it over the cut's graph with raypipe.schedules.passes.over_graph")
         for rows in job.rows:
             if row_range(rows, num_rows)[0] == row_range(rows, num_rows)[1]:
                 raise PlanError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from raypipe.calibration import Calibration, TransportCosts
 from raypipe.config import ScalingConfig, ScheduleConfig, TrainConfig, Transport, calibration_file
 from raypipe.coordinator import Coordinator
 from raypipe.cost import plan_cost
-from raypipe.cut import Cut
+from raypipe.cut import Cut, joined
 from raypipe.errors import ConfigError, PlanError
 from raypipe.model import Model
 from raypipe.own_schedules import build
@@ -29,9 +29,9 @@ from raypipe.plan import Plan, Predicted, make_plan
 from raypipe.planner.balance import balanced_cut
 from raypipe.profile import LayerProfile, ModelProfile
 from raypipe.schedule_file import ScheduleFile
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageTimes, WeightRule
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, StageTimes, WeightRule
 from raypipe.schedules.lower import Placement
-from raypipe.schedules.passes import evaluation, one_of_repeated, repeated, shard_optimizer
+from raypipe.schedules.passes import evaluation, one_of_repeated, over_graph, repeated, shard_optimizer
 from raypipe.schedules.validate import validate
 from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink
@@ -76,7 +76,7 @@ class Arrangement(ABC):
     @cached_property
     def cut(self) -> Cut:
         """The layers of each stage, with the model's edges in the order in which its layers take them."""
-        return Cut(self.plan.cut.stages, self.model.edges())
+        return Cut(self.plan.cut.stages, self.model.edges(), self.model.tied_layers())
 
     @property
     def stages(self) -> list[tuple[int, ...]]:
@@ -126,7 +126,7 @@ class Arrangement(ABC):
 
     def jobs(self) -> dict[str, tuple[Job, ...]]:
         """The programs of all devices by name: `train-N` for windows of N updates, `evaluate` and `predict`."""
-        # The generators know chains; the model's own edges between the stages replace theirs.
+        # A profile may list edges in another order than the model.
         graph = self.cut.graph
         for size, schedule in self.schedules.items():
             self.schedules[size] = dataclasses.replace(schedule, graph=graph)
@@ -205,13 +205,14 @@ class Named(Arrangement):
         scaling = self.config.scaling
         profile = measure(max(coordinator.places[0].num_cores // scaling.threads_per_device, 1))
         sizes = scaling.layers_per_stage
-        cut = balanced_cut(profile, self.schedule.num_stages) if sizes is None else Cut.of_sizes(sizes, self.model.edges())
+        cut = balanced_cut(profile, self.schedule.num_stages) if sizes is None else Cut.of_sizes(sizes, self.model.edges(), profile.ties())
+        self.schedules = {size: _named_schedule(self.config, size, graph=cut.graph) for size in self.schedules}
         topology = run_topology(self.config, coordinator, notice, num_devices=self.schedule.num_workers)
         plan = make_plan(
             name=name,
             planner="given" if sizes is not None else "balanced",
             cut=cut,
-            schedule=dataclasses.replace(self.schedule, graph=cut.graph),
+            schedule=self.schedule,
             profile=profile,
             topology=topology,
             devices=tuple(device.name for device in topology.devices),
@@ -222,11 +223,12 @@ class Named(Arrangement):
     def _searched(self, plan: Plan) -> Plan:
         """The plan with an order for the times of its stages, where the schedule is one that is searched for."""
         times, latency_s = _stage_times(plan)
+        find = partial(_named_schedule, self.config, graph=plan.cut.graph, times=times, latency_s=latency_s)
         least = min(self.schedules)
-        if _named_schedule(self.config, least, times=times, latency_s=latency_s) == self.schedules[least]:
+        if find(least) == self.schedules[least]:
             return plan
-        self.schedules = {size: _named_schedule(self.config, size, times=times, latency_s=latency_s) for size in self.schedules}
-        return dataclasses.replace(plan, order=ScheduleFile.of(dataclasses.replace(self.schedule, graph=plan.cut.graph)))
+        self.schedules = {size: find(size) for size in self.schedules}
+        return dataclasses.replace(plan, order=ScheduleFile.of(self.schedule))
 
 
 def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, *, num_devices: int) -> ClusterTopology:
@@ -280,9 +282,20 @@ def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
     return found
 
 
-def _named_schedule(config: TrainConfig, num_updates: int, *, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0) -> Schedule:
+def _named_schedule(
+    config: TrainConfig,
+    num_updates: int,
+    *,
+    graph: StageGraph | None = None,
+    times: tuple[StageTimes, ...] = (),
+    latency_s: float = 0.0,
+) -> Schedule:
+    """The schedule of a configuration, over the chain that its generator knows or over the stage graph of a cut."""
     size = config.schedule.size(num_devices=config.scaling.num_devices, num_updates=num_updates)
-    schedule = sharded(config, build(config.schedule.name, dataclasses.replace(size, times=times, latency_s=latency_s)))
+    schedule = build(config.schedule.name, dataclasses.replace(size, times=times, latency_s=latency_s))
+    if graph is not None:
+        schedule = over_graph(schedule, graph, times=times, latency_s=latency_s)
+    schedule = sharded(config, schedule)
     validate(schedule)
     if schedule.forward_only:
         raise ConfigError(f"schedule.name {config.schedule.name!r}: this order holds no backward; it cannot train")
@@ -407,6 +420,9 @@ def _check_model(plan: Plan, model: Model) -> None:
         source, target = min(different)
         where = "model" if (source, target) in model.edges() else "plan's profile"
         raise PlanError(f"only in the {where} does layer {ours[source]!r} feed {ours[target]!r}: {remedy}")
+    if joined(model.tied_layers()) != joined(plan.profile.ties()):
+        shared = [[[ours[layer] for layer in tie] for tie in sorted(joined(ties))] for ties in (model.tied_layers(), plan.profile.ties())]
+        raise PlanError(f"the layers of the model that share weights are {shared[0]}, those of the plan's profile {shared[1]}: {remedy}")
 
 
 def _of_speed_one(measured: ModelProfile, plan: Plan) -> ModelProfile:

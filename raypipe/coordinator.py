@@ -367,10 +367,10 @@ class Coordinator:
         refs = self._handed_out()
         self.assign(devices, stages)
         self.build(order)
-        calls = {}
-        for device, (actor, held) in enumerate(zip(self._actors, self.stages, strict=True)):
-            layers = [layer for stage in held for layer in order.cut.stages[stage]]
-            calls[device] = actor.take_in.remote(layers, *(refs[layer] for layer in layers))
+        needed = self._gather({device: actor.needed_layers.remote() for device, actor in enumerate(self._actors)}, "asking for layers")
+        calls = {
+            device: self._actors[device].take_in.remote(layers, *(refs[layer] for layer in layers)) for device, layers in needed.items()
+        }
         self._gather(calls, "taking layers over")
         self._epoch += 1
         self.connect(jobs, order.cut)

@@ -1,7 +1,7 @@
 """The one place where Ops, messages and collectives get seconds and bytes.
 
 What it leaves out: contention for memory bandwidth, kernel launch overheads, links that a ring all-reduce keeps busy for
-point-to-point traffic, the size of a tied weight's sum, and the time that a device needs to hand a message over.
+point-to-point traffic, and the time that a device needs to hand a message over.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Cost:
             many as its activation. Edges left out carry nothing.
         path: the way from one device to another.
         shared_compute: groups of devices that share cores; devices in none have their own.
+        tied_bytes: by tie of the stage graph, bytes of the weights that its stages share; none where left out.
         weight_versions: by device, the most versions of the weights held at once, over the stages held; 1 where left out.
         together: seconds of a slot whose Ops overlap, from the seconds of each; their sum by default.
         overheads: seconds that the devices spend besides; none by default.
@@ -87,6 +88,7 @@ class Cost:
     edge_bytes: Mapping[tuple[int, int], int]
     path: Callable[[int, int], Path]
     shared_compute: tuple[SharedCompute, ...] = ()
+    tied_bytes: Mapping[int, int] = field(default_factory=dict)
     weight_versions: Mapping[int, float] = field(default_factory=dict)
     together: Callable[[tuple[float, ...]], float] = sum
     overheads: Overheads = field(default_factory=Overheads)
@@ -142,19 +144,22 @@ class Cost:
 
     def collective_bytes(self, collective: Collective) -> int:
         """Bytes that each member brings."""
-        if collective.kind in {CollectiveKind.NORM, CollectiveKind.TIED}:
+        if collective.kind.is_norm:
             return _NORM_BYTES
+        if collective.kind is CollectiveKind.TIED:
+            return self.tied_bytes.get(collective.stage, 0)
         return self.stages[collective.devices[0], collective.stage].parameter_bytes
 
     def collective_s(self, collective: Collective) -> float:
         """Seconds from the last member's start to the end.
 
-        A norm is a few bytes that every member sends to every other: one latency. Sums and publications go round a ring,
-        2 (r-1) steps of 1/r of the bytes over its slowest link (Patarasuk and Yuan, 2009).
+        A norm, or the sum of a tie whose size is not known, is a few bytes that every member sends to every other: one latency. Other
+        sums and publications go round a ring, 2 (r-1) steps of 1/r of the bytes over its slowest link (Patarasuk and Yuan, 2009).
         """
         members = collective.devices
         pairs = list(zip(members, members[1:] + members[:1], strict=True))
-        if collective.kind in {CollectiveKind.NORM, CollectiveKind.TIED}:
+        of_no_size = collective.kind is CollectiveKind.TIED and not self.tied_bytes.get(collective.stage)
+        if collective.kind.is_norm or of_no_size:
             return max((self.path(source, target).latency_s for source in members for target in members if source != target), default=0.0)
         steps, share = 2 * (len(members) - 1), self.collective_bytes(collective) / len(members)
         paths = [self.path(source, target) for source, target in pairs]
@@ -278,6 +283,7 @@ def layout_cost(
         devices=devices,
         stages=stages,
         edge_bytes=edge_bytes,
+        tied_bytes=tied_bytes(profile, cut),
         path=lambda source, target: topology.path(devices[source], devices[target]),
         shared_compute=tuple(shared),
         weight_versions=weight_versions or {},
@@ -298,6 +304,15 @@ def crossing_bytes(profile: ModelProfile, cut: Cut) -> dict[tuple[int, int], int
             of_layers = widest.setdefault(ends, {})
             of_layers[producer] = max(of_layers.get(producer, 0), num_bytes)
     return {ends: sum(of_layers.values()) for ends, of_layers in widest.items()}
+
+
+def tied_bytes(profile: ModelProfile, cut: Cut) -> dict[int, int]:
+    """By tie of the stage graph of a cut, the bytes of the weights that its stages share with each other."""
+    found: dict[int, int] = {}
+    for number in cut.parted_ties:
+        tie = cut.graph.tie_of[cut.stage_of[cut.ties[number][0]]]
+        found[tie] = found.get(tie, 0) + max(profile.layers[layer].shared_bytes for layer in cut.ties[number])
+    return found
 
 
 def published_copies(schedule: Schedule) -> frozenset[Holder]:
@@ -326,6 +341,9 @@ def _stage_cost(
     times = profile.for_kind(device.kind)
     profiles = [profile.layers[layer] for layer in layers]
     parameter_bytes = sum(layer.parameter_bytes for layer in profiles)
+    for tie in profile.ties():  # what layers of one stage share is there once
+        shared = sorted(profile.layers[layer].shared_bytes for layer in tie if layer in layers)
+        parameter_bytes -= sum(shared[:-1])
     factor = scale / device.speed
     return StageCost(
         forward_s=sum(times[layer].forward_s for layer in layers) * factor,

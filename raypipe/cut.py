@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,7 @@ class Cut:
     Attributes:
         stages: for each stage, its layers by index, ascending.
         edges: the pairs (producer, consumer) of layers of the whole model.
+        ties: groups of its layers that share a weight.
 
     Raises:
         PlanError: a layer is in no stage or in two, a stage is empty, or two stages feed each other.
@@ -24,6 +25,7 @@ class Cut:
 
     stages: tuple[tuple[int, ...], ...]
     edges: tuple[tuple[int, int], ...]
+    ties: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         stage_of: dict[int, int] = {}
@@ -36,7 +38,7 @@ class Cut:
                 if layer in stage_of:
                     raise PlanError(f"layer {layer} is in stage {stage_of[layer]} and in stage {stage}; a layer has one stage")
                 stage_of[layer] = stage
-        missing = sorted({layer for edge in self.edges for layer in edge} - stage_of.keys())
+        missing = sorted({layer for pair in (*self.edges, *self.ties) for layer in pair} - stage_of.keys())
         if missing or sorted(stage_of) != list(range(len(stage_of))):
             raise PlanError(f"layers {missing or sorted(set(range(len(stage_of))) - stage_of.keys())} are in no stage")
         for source, target in self.edges:
@@ -47,17 +49,17 @@ class Cut:
                 )
 
     @classmethod
-    def of_sizes(cls, sizes: Sequence[int], edges: tuple[tuple[int, int], ...]) -> Cut:
+    def of_sizes(cls, sizes: Sequence[int], edges: tuple[tuple[int, int], ...], ties: tuple[tuple[int, ...], ...] = ()) -> Cut:
         """Consecutive stages of so many layers each."""
         stages: list[tuple[int, ...]] = []
         first = 0
         for size in sizes:
             stages.append(tuple(range(first, first + size)))
             first += size
-        return cls(tuple(stages), edges)
+        return cls(tuple(stages), edges, ties)
 
     @classmethod
-    def equal(cls, num_layers: int, num_stages: int, edges: tuple[tuple[int, int], ...]) -> Cut:
+    def equal(cls, num_layers: int, num_stages: int, edges: tuple[tuple[int, int], ...], ties: tuple[tuple[int, ...], ...] = ()) -> Cut:
         """Consecutive stages whose numbers of layers differ by one at most, the larger ones first.
 
         Raises:
@@ -66,7 +68,7 @@ class Cut:
         if num_stages > num_layers:
             raise PlanError(f"{num_layers} layers cannot be cut into {num_stages} stages; use at most {num_layers} stages")
         small, larger = divmod(num_layers, num_stages)
-        return cls.of_sizes([small + (stage < larger) for stage in range(num_stages)], edges)
+        return cls.of_sizes([small + (stage < larger) for stage in range(num_stages)], edges, ties)
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
@@ -85,6 +87,25 @@ class Cut:
         return {ends: tuple(sorted(layers)) for ends, layers in sorted(found.items())}
 
     @cached_property
+    def parted_ties(self) -> tuple[int, ...]:
+        """The numbers of the ties whose layers are in several stages."""
+        return tuple(number for number, tie in enumerate(self.ties) if len({self.stage_of[layer] for layer in tie}) > 1)
+
+    @cached_property
     def graph(self) -> StageGraph:
-        """Which stage feeds which."""
-        return StageGraph(len(self.stages), tuple(self.crossing))
+        """Which stage feeds which, and which share weights.
+
+        All stages that share any weight with another are one tie: their gradients meet in one sum, in which no two workers can be out
+        of order.
+        """
+        tied = tuple(sorted({self.stage_of[layer] for number in self.parted_ties for layer in self.ties[number]}))
+        return StageGraph(len(self.stages), tuple(self.crossing), (tied,) if tied else ())
+
+
+def joined(ties: Iterable[Sequence[int]]) -> frozenset[tuple[int, ...]]:
+    """The groups of layers that share weights, those with a layer in common as one; what one layer shares with itself is left out."""
+    groups: list[set[int]] = []
+    for tie in ties:
+        met = [group for group in groups if not group.isdisjoint(tie)]
+        groups = [group for group in groups if group not in met] + [set(tie).union(*met)]
+    return frozenset(tuple(sorted(group)) for group in groups if len(group) > 1)

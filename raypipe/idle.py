@@ -382,5 +382,6 @@ class _Makers:
                 return self.updated.get((collective.stage, collective.update), {})
             case CollectiveKind.GRADIENTS:
                 return self.gradients.get((collective.stage, collective.update), {})
-            case CollectiveKind.NORM | CollectiveKind.TIED:  # which stages are tied a trace does not say: any may be
+            case CollectiveKind.NORM | CollectiveKind.TIED | CollectiveKind.TIED_NORM:
+                # Which stages are tied a trace does not say: any may be.
                 return self.all_gradients.get(collective.update, {})

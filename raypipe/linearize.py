@@ -178,9 +178,19 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         if all(amount is None for amount in held)
         else sum(layer.saved_bytes if amount is None else amount for layer, amount in zip(layers, held, strict=True)),
         tied=tied,
+        tied_bytes=_tied_bytes(layers) if tied is not None else None,
         gradient_rows=weighted[0].gradient_rows if len(weighted) == 1 else None,
         update_s=None if all(amount is None for amount in updates) else sum(amount or 0.0 for amount in updates),
     )
+
+
+def _tied_bytes(layers: Sequence[LayerProfile]) -> int:
+    """The bytes that layers which stand for one share with others; what they share by one text counts once."""
+    by_text: dict[str, int] = {}
+    for layer in layers:
+        if layer.tied is not None:
+            by_text[layer.tied] = max(by_text.get(layer.tied, 0), layer.shared_bytes)
+    return sum(by_text.values())
 
 
 def _tied(profile: ModelProfile, members: Sequence[Sequence[int]]) -> dict[int, str | None]:

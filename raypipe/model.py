@@ -20,6 +20,9 @@ Batch: TypeAlias = "Mapping[str, Tensor]"
 """The fields of one microbatch by name; the first dimension of each is the row."""
 
 
+Tie: TypeAlias = "tuple[tuple[str, str], ...]"
+"""A weight that several layers share: for each of them its name and what its module calls the weight."""
+
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 
@@ -48,13 +51,17 @@ class Model:
     Attributes:
         layers: every layer takes the outputs of earlier ones only; exactly one has no consumer.
         loss: `loss(output, batch)`, a scalar: the mean over the rows of one microbatch.
+        ties: weights that several layers share, such as `(("embedding", "token.weight"), ("head", "logits.weight"))`. Such a weight
+            begins as the first layer of its tie makes it. On one stage it is one parameter; on several it has copies that stay equal.
 
     Raises:
-        ConfigError: names repeat, an input is unknown or comes later, or several layers have no consumer.
+        ConfigError: names repeat, an input is unknown or comes later, several layers have no consumer, or a tie names an unknown
+            layer, less than two weights or one that is tied already.
     """
 
     layers: tuple[Layer, ...]
     loss: Callable[[Tensor, Batch], Tensor]
+    ties: tuple[Tie, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -73,6 +80,24 @@ class Model:
         sinks = [layer.name for index, layer in enumerate(self.layers) if index not in consumed]
         if len(sinks) != 1:
             raise ConfigError(f"layers {', '.join(sinks)} have no consumer; join them in one last layer, whose output the loss takes")
+        self._check_ties(known)
+
+    def _check_ties(self, known: list[str]) -> None:
+        seen: set[tuple[str, str]] = set()
+        for number, tie in enumerate(self.ties):
+            if len(tie) < 2:
+                raise ConfigError(f"tie {number} of the model names {len(tie)} weights; it takes two or more that are one weight")
+            for layer, weight in tie:
+                if layer not in known:
+                    raise ConfigError(f"tie {number} of the model: no layer is called {layer!r}{suggestion(layer, known)}")
+                if (layer, weight) in seen:
+                    raise ConfigError(f"the weight {weight!r} of layer {layer!r} is tied twice; write one tie with all that share it")
+                seen.add((layer, weight))
+
+    def tied_layers(self) -> tuple[tuple[int, ...], ...]:
+        """For each tie the layers that it names, by index, in its order and each once."""
+        index = {layer.name: position for position, layer in enumerate(self.layers)}
+        return tuple(tuple(dict.fromkeys(index[layer] for layer, _ in tie)) for tie in self.ties)
 
     def edges(self) -> tuple[tuple[int, int], ...]:
         """The pairs (producer, consumer) of layer indices, by consumer and then in the order its module takes them."""

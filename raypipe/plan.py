@@ -126,6 +126,10 @@ class Plan:
             raise PlanError(
                 f"the layers of the stages make the edges {list(self.cut.graph.edges)}, the schedule has {list(self.order.edges)}"
             )
+        if self.cut.graph.ties != self.order.ties:
+            raise PlanError(
+                f"by its profile the plan ties the stages {list(self.cut.graph.ties)}, its schedule {list(self.order.ties)}; plan again"
+            )
         _ = self.placement
 
     @cached_property
@@ -137,7 +141,7 @@ class Plan:
                 if name not in index:
                     raise PlanError(f"stage {stage} has layer {name!r}, which the profile does not{suggestion(name, index)}")
         stages = tuple(tuple(index[name] for name in names) for names in self.stages)
-        return Cut(stages, tuple((edge.producer, edge.consumer) for edge in self.profile.edges()))
+        return Cut(stages, tuple((edge.producer, edge.consumer) for edge in self.profile.edges()), self.profile.ties())
 
     @cached_property
     def devices(self) -> tuple[str, ...]:

@@ -66,6 +66,7 @@ class LayerProfile:
         weight_grad_saved_bytes: what it keeps from the input gradient to the weight gradient where they are computed apart;
             None: not measured.
         tied: layers with the same text here share a weight; None: it shares none.
+        tied_bytes: size of the weights that it shares; None: of all its weights.
         gradient_rows: rows of its weight that the gradient of one microbatch touches, as for an embedding; None: all.
         update_s: seconds of the optimizer's step over its weights, once an update; None: not measured.
     """
@@ -81,6 +82,7 @@ class LayerProfile:
     parameter_bytes: int
     weight_grad_saved_bytes: int | None = None
     tied: str | None = None
+    tied_bytes: int | None = None
     gradient_rows: int | None = None
     update_s: float | None = None
 
@@ -89,8 +91,17 @@ class LayerProfile:
             raise codec.invalid(self, "name", "a layer needs a name")
         _check_times(self)
         codec.require_amounts(
-            self, "output_bytes", "saved_bytes", "parameter_bytes", "weight_grad_saved_bytes", "gradient_rows", "update_s"
+            self, "output_bytes", "saved_bytes", "parameter_bytes", "weight_grad_saved_bytes", "tied_bytes", "gradient_rows", "update_s"
         )
+        if self.tied_bytes is not None and self.tied_bytes > self.parameter_bytes:
+            raise codec.invalid(self, "tied_bytes", f"{self.tied_bytes} is more than parameter_bytes, {self.parameter_bytes}")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of the weights that it shares with other layers."""
+        if self.tied is None:
+            return 0
+        return self.parameter_bytes if self.tied_bytes is None else self.tied_bytes
 
     @property
     def times(self) -> LayerTimes:
@@ -178,6 +189,18 @@ class ModelProfile:
     def edges(self) -> tuple[LayerEdge, ...]:
         """Which layer feeds which and with how many bytes, as the file lists them; for a chain, from the first layer on."""
         return self._edges
+
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of layers that share weights, ascending."""
+        return self._ties
+
+    @cached_property
+    def _ties(self) -> tuple[tuple[int, ...], ...]:
+        groups: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.tied is not None:
+                groups.setdefault(layer.tied, []).append(index)
+        return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
     def for_kind(self, kind: str) -> tuple[LayerTimes, ...]:
         """The times of all layers on a kind of device; those of the layers themselves where that kind was not measured."""

@@ -240,6 +240,7 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
         name: of the profile.
         microbatch_size: rows of the microbatch that was measured.
     """
+    tied = _tied(model)
     layers = tuple(
         LayerProfile(
             name=of_devices[0].name,
@@ -250,6 +251,8 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
             saved_bytes=of_devices[0].saved_bytes,
             parameter_bytes=of_devices[0].parameter_bytes,
             weight_grad_saved_bytes=of_devices[0].weight_grad_saved_bytes,
+            tied=tied.get(of_devices[0].name),
+            tied_bytes=of_devices[0].tied_bytes if of_devices[0].name in tied else None,
             update_s=fmean(layer.update_s for layer in of_devices),
         )
         for times, of_devices in zip(_times(measured), zip(*measured, strict=True), strict=True)
@@ -260,6 +263,18 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
     if edges != chain:
         named = tuple(NamedEdge(producer=layers[source].name, consumer=layers[target].name) for source, target in edges)
     return ModelProfile(name=name, microbatch_size=microbatch_size, layers=layers, named_edges=named)
+
+
+def _tied(model: Model) -> dict[str, str]:
+    """What the layers that share weights share them by: the names of these, of all ties that meet in a layer."""
+    found: dict[str, str] = {}
+    for tie in model.ties:
+        if len(layers := dict.fromkeys(layer for layer, _ in tie)) > 1:
+            texts = dict.fromkeys(found[layer] for layer in layers if layer in found)
+            joined = "+".join([*texts, ".".join(tie[0])])
+            members = [layer for layer, text in found.items() if text in texts]
+            found |= dict.fromkeys((*members, *layers), joined)
+    return found
 
 
 def stage_costs(measured: Sequence[LayerMeasurement], cut: Cut) -> list[StageCost]:

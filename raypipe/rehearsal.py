@@ -181,7 +181,7 @@ class Scaled:
     def _order(self, device: int) -> BuildOrder:
         waits = tuple(self._waits(device, stage) for stage in range(self.schedule.num_stages))
         return BuildOrder(
-            model=partial(rehearsing, stages=waits, widths=self.widths, num_rows=self.num_rows),
+            model=partial(rehearsing, stages=waits, widths=self.widths, num_rows=self.num_rows, ties=self.schedule.graph.ties),
             batches=_Rows(self.num_rows),
             cut=self.cut,
             weight_rule=self.schedule.weight_rule,
@@ -195,8 +195,10 @@ class Scaled:
     def _waits(self, device: int, stage: int) -> StageWaits:
         """The waits of a stage on a device; none where the device does not hold it."""
         cost = self.cost.stages.get((device, stage))
+        tie = self.schedule.graph.tie_of.get(stage)
+        num_tied = 0 if tie is None else max(self.cost.tied_bytes.get(tie, 0) // NUMBER_BYTES, 1)
         if cost is None:
-            return StageWaits(0.0, 0.0, 0.0, 0.0, 1)
+            return StageWaits(0.0, 0.0, 0.0, 0.0, 1, num_tied)
         # The weights matter where copies of them are summed or published; elsewhere they would only be made.
         workers = [holder.worker for holder in self.schedule.replicas[stage]]
         copies = sum(len(self.plan.placement.workers[worker]) for worker in workers)
@@ -206,6 +208,7 @@ class Scaled:
             weight_grad_s=cost.weight_grad_s,
             update_s=cost.update_s,
             num_parameters=max(cost.parameter_bytes // NUMBER_BYTES, 1) if copies > 1 else 1,
+            num_tied=num_tied,
         )
 
 
@@ -214,8 +217,8 @@ def _cut(schedule: Schedule) -> Cut:
     graph = schedule.graph
     sizes = layers_per_stage(graph.num_stages, graph.edges)
     nothing = StageWaits(0.0, 0.0, 0.0, 0.0, 1)
-    model = rehearsing(stages=[nothing] * graph.num_stages, widths=dict.fromkeys(graph.edges, 1), num_rows=1)
-    return Cut.of_sizes(sizes, model.edges())
+    model = rehearsing(stages=[nothing] * graph.num_stages, widths=dict.fromkeys(graph.edges, 1), num_rows=1, ties=graph.ties)
+    return Cut.of_sizes(sizes, model.edges(), model.tied_layers())
 
 
 def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: float, byte_scale: float) -> Cost:
@@ -231,4 +234,5 @@ def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: f
         )
         for place, stage in cost.stages.items()
     }
-    return dataclasses.replace(cost, stages=stages, edge_bytes=dict(edge_bytes), shared_compute=())
+    tied_bytes = {tie: round(size * byte_scale) for tie, size in cost.tied_bytes.items()}
+    return dataclasses.replace(cost, stages=stages, edge_bytes=dict(edge_bytes), tied_bytes=tied_bytes, shared_compute=())

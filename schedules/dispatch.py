@@ -190,8 +190,8 @@ def timed(line: Line, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
 def defer_updates(schedule: Schedule, line: Line) -> Schedule:
     """The schedule with each U where nobody would wait for it: before the first Op that starts when its gradients are there.
 
-    Those are the gradients of all copies of its stage, of all stages for other scopes than `stage`. Under `double_buffer` a U stands
-    before what reads its version all the same.
+    Those are the gradients of all copies of its stage and of the stages that share a weight with it, of all stages for the scope
+    `global`. Under `double_buffer` a U stands before what reads its version all the same.
 
     Args:
         schedule: with whole backwards; where its U stand does not matter.
@@ -203,12 +203,15 @@ def defer_updates(schedule: Schedule, line: Line) -> Schedule:
 
 def with_updates(schedule: Schedule, done: Sequence[Sequence[Started]]) -> list[list[Op]]:
     """The order of `defer_updates`, for Ops that run at these times; of the schedule all but its programs counts."""
-    alone = schedule.update_scope is UpdateScope.STAGE
+    waits_for_all = schedule.update_scope is UpdateScope.GLOBAL
+    ties = schedule.graph.ties
+    # Of the stages that wait for each other, the first.
+    meets = [0 if waits_for_all else min(next((tie for tie in ties if stage in tie), (stage,))) for stage in range(schedule.num_stages)]
     ready_s: dict[tuple[int, int], float] = {}
     for row in done:
         for started in row:
             if started.op.kind is OpKind.BACKWARD:
-                met = (started.op.stage if alone else 0, schedule.update(started.op))
+                met = (meets[started.op.stage], schedule.update(started.op))
                 ready_s[met] = max(ready_s.get(met, 0.0), started.end_s)
     orders: list[list[Op]] = []
     for worker, row in enumerate(done):
@@ -217,7 +220,7 @@ def with_updates(schedule: Schedule, done: Sequence[Sequence[Started]]) -> list[
             for started in row:
                 needed_s.setdefault((started.op.stage, schedule.update(started.op) - 2), started.start_s)
         updates = sorted(
-            (min(ready_s[stage if alone else 0, update], needed_s.get((stage, update), math.inf)), update, stage, pipeline)
+            (min(ready_s[meets[stage], update], needed_s.get((stage, update), math.inf)), update, stage, pipeline)
             for (held_by, stage), pipeline in schedule.holders.items()
             if held_by == worker
             for update in range(schedule.num_updates)

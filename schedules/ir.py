@@ -12,7 +12,7 @@ Letters are torch's: F forward, B full backward, I input gradient, W weight grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -110,12 +110,15 @@ class WeightRule(StrEnum):
 
 
 class UpdateScope(StrEnum):
-    """What an update waits for."""
+    """What an update waits for, and whose norm limits its gradients.
+
+    Under any of them it waits for the stages that share a weight with its own: their gradients of it are one sum.
+    """
 
     STAGE = "stage"
-    """The gradients of its own stage."""
+    """The gradients of its own stage; these have a norm of their own, and so has a weight that it shares."""
     TIED = "tied"
-    """Also those of the stages that share a weight with it."""
+    """Those of the stages that share a weight with it, for a norm over all of these."""
     GLOBAL = "global"
     """Those of all stages, for a norm over all of them."""
 
@@ -127,7 +130,7 @@ class StageGraph:
     Attributes:
         num_stages: stages are 0 .. num_stages - 1, in topological order.
         edges: pairs (producer, consumer), the producer's number being the smaller one.
-        ties: groups of stages that share a weight.
+        ties: groups of stages that share a weight; a stage is in one group at most.
     """
 
     num_stages: int
@@ -148,6 +151,9 @@ class StageGraph:
         for tie in self.ties:
             if len(set(tie)) < 2 or not all(0 <= stage < self.num_stages for stage in tie):
                 raise ScheduleError(f"tie {tie} does not name two or more of the stages 0..{self.num_stages - 1}")
+        tied = [stage for tie in self.ties for stage in tie]
+        if len(set(tied)) != len(tied):
+            raise ScheduleError(f"a stage is in two of the ties {self.ties}; join them in one, since their updates wait for each other")
 
     @classmethod
     def chain(cls, num_stages: int) -> StageGraph:
@@ -173,6 +179,11 @@ class StageGraph:
     def sinks(self) -> tuple[int, ...]:
         """The stages that feed nothing; the loss is taken there."""
         return tuple(stage for stage in range(self.num_stages) if not self.successors[stage])
+
+    @cached_property
+    def tie_of(self) -> dict[int, int]:
+        """The number of the tie of each stage that has one."""
+        return {stage: number for number, tie in enumerate(self.ties) for stage in tie}
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
@@ -441,15 +452,12 @@ def _gradient_ready(schedule: Schedule, holder: Holder, update: int) -> list[Op]
 
 def _scope(schedule: Schedule, holder: Holder) -> Sequence[Holder]:
     """One copy of each other stage whose gradients an update of this one waits for; those of all its replicas go with it."""
-    match schedule.update_scope:
-        case UpdateScope.STAGE:
-            stages: set[int] = set()
-        case UpdateScope.TIED:
-            stages = {stage for tie in schedule.graph.ties if holder.stage in tie for stage in tie}
-        case UpdateScope.GLOBAL:
-            stages = set(range(schedule.num_stages))
-    stages.discard(holder.stage)
-    return [schedule.replicas[stage][0] for stage in sorted(stages)]
+    graph = schedule.graph
+    if schedule.update_scope is UpdateScope.GLOBAL:
+        stages: Iterable[int] = range(schedule.num_stages)
+    else:
+        stages = sorted(graph.ties[graph.tie_of[holder.stage]]) if holder.stage in graph.tie_of else ()
+    return [schedule.replicas[stage][0] for stage in stages if stage != holder.stage]
 
 
 @dataclass(frozen=True)

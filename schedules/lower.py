@@ -72,7 +72,20 @@ class CollectiveKind(StrEnum):
     NORM = "norm"
     """The squared gradient norms of all stages: what an update of scope `global` waits for."""
     TIED = "tied"
-    """The gradients of a weight that several stages share."""
+    """The gradients of the weights that several stages share."""
+    TIED_NORM = "tied_norm"
+    """The squared gradient norms of stages that share a weight: what an update of scope `tied` waits for."""
+
+    @property
+    def of_tie(self) -> bool:
+        """Whether its members are those of a tie."""
+        return self in {CollectiveKind.TIED, CollectiveKind.TIED_NORM}
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is made of a few bytes."""
+        return self in {CollectiveKind.NORM, CollectiveKind.TIED_NORM}
+
     WEIGHTS = "weights"
     """The weights of one stage, from the owner to its replicas."""
 
@@ -96,7 +109,7 @@ class Collective:
     devices: tuple[int, ...]
 
     def __str__(self) -> str:
-        where = "" if self.kind is CollectiveKind.NORM else f" of {'tie' if self.kind is CollectiveKind.TIED else 'stage'} {self.stage}"
+        where = "" if self.kind is CollectiveKind.NORM else f" of {'tie' if self.kind.of_tie else 'stage'} {self.stage}"
         return f"{self.kind}{where} for update {self.update}"
 
 
@@ -351,14 +364,22 @@ _Awaited = dict[tuple[Direction, int, int, int, int], list[tuple[int, int]]]
 
 _NOT_COMPUTED = frozenset({OpKind.REDUCE, OpKind.PUBLISH})
 
+_IN_TURN = (
+    {CollectiveKind.GRADIENTS, CollectiveKind.WEIGHTS},
+    {CollectiveKind.TIED},
+    {CollectiveKind.NORM, CollectiveKind.TIED_NORM},
+)
+"""Each is made of those before it."""
+
 
 class _Collectives:
     """Where the devices of a schedule start and await their collectives.
 
     Sums of replicas start at their G. Weights that are published are taken part in at the P and awaited by what next concerns the
-    stage there. What joins several stages, a norm over all or the sum of a tied weight, starts behind a
-    worker's last gradient for it, and is awaited by the first U that needs it there. Where these gradients are summed over
-    replicas first, the sums must be there: it starts right before that U.
+    stage there. What joins several stages, the sum of what they share and then a norm, starts behind a worker's last gradient for it,
+    and is awaited by the first U that needs it there. Where these gradients are summed first, over replicas or over a tie, the sums
+    must be there: it starts right before that U. So each worker has, for one update after the other: sums of replicas, sums of ties,
+    norms.
     """
 
     def __init__(self, schedule: Schedule, placement: Placement) -> None:
@@ -372,17 +393,28 @@ class _Collectives:
             return
         self.joints = self._joints()
         self._reductions()
-        for number, stages in enumerate(self.joints):
-            for update in range(schedule.num_updates):
-                self._join(number, stages, update)
+        for update in range(schedule.num_updates):
+            for number, tie in enumerate(map(frozenset, schedule.graph.ties)):
+                if not self._is_at_hand(tie, update):
+                    self._join(CollectiveKind.TIED, number, tie, update)
+                if schedule.update_scope is UpdateScope.TIED:
+                    self._join(CollectiveKind.TIED_NORM, number, tie, update)
+            if schedule.update_scope is UpdateScope.GLOBAL:
+                self._join(CollectiveKind.NORM, 0, self.joints[0], update)
 
     def _joints(self) -> list[frozenset[int]]:
         """The sets of stages whose updates wait for each other."""
         if self.schedule.update_scope is UpdateScope.GLOBAL:
             return [frozenset(range(self.schedule.num_stages))]
-        if self.schedule.update_scope is UpdateScope.TIED:
-            return [frozenset(tie) for tie in self.schedule.graph.ties]
-        return []
+        return [frozenset(tie) for tie in self.schedule.graph.ties]
+
+    def _is_at_hand(self, tie: frozenset[int], update: int) -> bool:
+        """Whether every worker that updates any stage of a tie updates all of them, so that each adds their gradients up by itself."""
+        updated: dict[int, set[int]] = {}
+        for holder, pipeline in self.schedule.holders.items():
+            if holder.stage in tie and Op(OpKind.UPDATE, holder.stage, update, pipeline) in self.schedule.places:
+                updated.setdefault(holder.worker, set()).add(holder.stage)
+        return all(stages == tie for stages in updated.values())
 
     def _members(self, workers: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted({device for worker in workers for device in self.devices[worker]}))
@@ -434,20 +466,27 @@ class _Collectives:
             else:
                 self.at_end.setdefault(place.worker, []).append(collective)
 
-    def _join(self, number: int, stages: frozenset[int], update: int) -> None:
+    def _join(self, kind: CollectiveKind, number: int, stages: frozenset[int], update: int) -> None:
         """One collective over the workers that update any of some stages."""
-        is_norm = self.schedule.update_scope is UpdateScope.GLOBAL
-        first = self._first_updates(stages, update)
-        kind, stage = (CollectiveKind.NORM, 0) if is_norm else (CollectiveKind.TIED, number)
-        collective = Collective(kind, stage, update, 0, self._members(first))
-        for worker, update_op in first.items():
-            own = [holder for holder in self.schedule.holders if holder.worker == worker and holder.stage in stages]
-            reduced = any(self.schedule.find(Op(OpKind.REDUCE, holder.stage, update, self.schedule.holders[holder])) for holder in own)
-            gradients = [op for holder in own for op in self.schedule.gradient_ops(holder, update)[-1:]]
-            if reduced or not gradients:
+        schedule, places = self.schedule, self.schedule.places
+        # All that an update meets for stands where its worker first updates any of the stages that wait for each other.
+        meeting = next(joint for joint in self.joints if stages <= joint)
+        first = self._first_updates(meeting, update)
+        members = first if stages == meeting else self._first_updates(stages, update)
+        earlier = self._first_updates(meeting, update - 1) if schedule.graph.ties else {}
+        collective = Collective(kind, number, update, 0, self._members(members))
+        for worker in members:
+            update_op = first[worker]
+            own = [holder for holder in schedule.holders if holder.worker == worker and holder.stage in stages]
+            summed = any(schedule.find(Op(OpKind.REDUCE, holder.stage, update, schedule.holders[holder])) for holder in own)
+            summed = summed or (kind.is_norm and any(holder.stage in schedule.graph.tie_of for holder in own))
+            gradients = [op for holder in own for op in schedule.gradient_ops(holder, update)[-1:]]
+            last = max(gradients, key=lambda op: places[op].position, default=None)
+            if last is not None and worker in earlier and places[last] < places[earlier[worker]]:
+                last = None  # sums and norms of one update before those of the next, or workers would meet in different orders
+            if summed or last is None:
                 self.late_starts.setdefault(update_op, []).append(collective)
             else:
-                last = max(gradients, key=lambda op: self.schedule.places[op].position)
                 self.starts.setdefault(last, []).append(collective)
             self.awaits.setdefault(update_op, []).append(collective)
 
@@ -459,12 +498,11 @@ class _Collectives:
 
     def before(self, ops: tuple[Op, ...]) -> Iterator[Item]:
         """What is awaited before a slot."""
-        joining = {CollectiveKind.NORM, CollectiveKind.TIED}
         for op in ops:
-            awaited = [collective for collective in self.awaits.get(op, ()) if len(collective.devices) > 1]
-            yield from (Await(collective) for collective in awaited if collective.kind not in joining)
-            yield from (Start(collective) for collective in self.late_starts.get(op, ()) if len(collective.devices) > 1)
-            yield from (Await(collective) for collective in awaited if collective.kind in joining)
+            for kinds in _IN_TURN:
+                for item, collectives in ((Start, self.late_starts), (Await, self.awaits)):
+                    found = (each for each in collectives.get(op, ()) if each.kind in kinds and len(each.devices) > 1)
+                    yield from map(item, found)
 
     def behind(self, ops: tuple[Op, ...]) -> Iterator[Item]:
         """What is started behind a slot."""

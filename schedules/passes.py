@@ -11,7 +11,19 @@ from dataclasses import replace
 from operator import itemgetter
 
 from raypipe.schedules.dispatch import Line, defer_updates
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, Together, UpdateScope, ops_of
+from raypipe.schedules.ir import (
+    Op,
+    OpKind,
+    Schedule,
+    Size,
+    Slot,
+    StageGraph,
+    StageTimes,
+    Together,
+    UpdateScope,
+    WeightRule,
+    ops_of,
+)
 
 
 def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
@@ -19,8 +31,8 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
 
     A copy that no microbatch of an update passes through takes part all the same, before its worker's first U or P of that update.
     Where workers would reduce their stages in orders that do not fit together, some G stand later, but before their own U or P. Where
-    updates meet for more than their own stage, or weights are published, a G stands before the first U or P of its worker for the same
-    update, and behind those of the updates before.
+    updates meet for more than their own stage (a norm, or a weight that stages share), or weights are published, a G stands before
+    the first U or P of its worker for the same update, and behind those of the updates before.
 
     Args:
         schedule: one that has no G yet is given them; one that has keeps its own.
@@ -28,17 +40,17 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     """
     if schedule.forward_only or any(op.kind is OpKind.REDUCE for op in schedule.places):
         return schedule
-    alone = schedule.update_scope is UpdateScope.STAGE and all(op.kind is not OpKind.PUBLISH for op in schedule.places)
+    met = _meeting_stages(schedule)
     first: dict[tuple[int, int], int] = {}
     latest: dict[tuple[int, int, int], int] = {}
-    behind: dict[tuple[int, int], int] = {}
+    behind: dict[tuple[int, int, int], int] = {}
     for op, place in schedule.ops():
         if op.kind in {OpKind.UPDATE, OpKind.PUBLISH}:
             first.setdefault((place.worker, op.index), place.position)
-            for stage in (op.stage,) if alone else range(schedule.num_stages):
+            for stage in met[op.stage]:
                 latest.setdefault((place.worker, stage, op.index), place.position)
-            if not alone:
-                behind[place.worker, op.index + 1] = place.position + 1
+                if len(met[op.stage]) > 1:
+                    behind[place.worker, stage, op.index + 1] = place.position + 1
     added: list[list[tuple[int, Op]]] = [[] for _ in schedule.programs]
     for holder, pipeline in schedule.holders.items():
         if len(schedule.replicas[holder.stage]) == 1 and holder.worker not in replicated_workers:
@@ -46,13 +58,24 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
         for update in range(schedule.num_updates):
             position = first.get((holder.worker, update))
             if gradients := schedule.gradient_ops(holder, update):
-                position = max(schedule.places[gradients[-1]].position + 1, behind.get((holder.worker, update), 0))
+                position = max(schedule.places[gradients[-1]].position + 1, behind.get((holder.worker, holder.stage, update), 0))
             if position is not None:
                 added[holder.worker].append((position, Op(OpKind.REDUCE, holder.stage, update, pipeline)))
     eager = [sorted(reductions, key=itemgetter(0)) for reductions in added]
     placed = _in_one_order(eager, latest)
     programs = tuple(_with_added(program, reductions) for program, reductions in zip(schedule.programs, placed, strict=True))
     return replace(schedule, programs=programs)
+
+
+def _meeting_stages(schedule: Schedule) -> list[Sequence[int]]:
+    """For each stage, those whose reductions for an update stand before the first U or P of any of them."""
+    graph, everything = schedule.graph, range(schedule.num_stages)
+    publishes = any(op.kind is OpKind.PUBLISH for op in schedule.places)
+    # Among copies on several workers, those of all stages: a worker that sums a tie in between would be out of order with others.
+    copied = bool(graph.ties) and len(schedule.pipelines) > 1
+    if schedule.update_scope is UpdateScope.GLOBAL or publishes or copied:
+        return [everything] * schedule.num_stages
+    return [graph.ties[graph.tie_of[stage]] if stage in graph.tie_of else (stage,) for stage in everything]
 
 
 def _with_added(program: Sequence[Slot], added: Sequence[tuple[int, Op]]) -> tuple[Slot, ...]:
@@ -166,6 +189,32 @@ def _common_order(queues: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int
     return list(order)
 
 
+def over_graph(schedule: Schedule, graph: StageGraph, *, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0) -> Schedule:
+    """The order of a chain of stages over a stage graph of as many, as the cut of a model has it.
+
+    Updates of stages that share a weight wait for each other's gradients. Where pipelines go on while they update, these stand where
+    all gradients have arrived, so that nobody waits for them; of several pipelines, those of a worker's other stages with them, or
+    workers would meet in different orders.
+
+    Args:
+        schedule: the order.
+        graph: takes the place of its own.
+        times: of the stages, as of `Size`.
+        latency_s: likewise.
+    """
+    laid = replace(schedule, graph=graph)
+    in_line = graph.edges == StageGraph.chain(graph.num_stages).edges and all(op.kind in _IN_LINE for op in schedule.places)
+    if not graph.ties or schedule.weight_rule is WeightRule.FLUSH or schedule.forward_only or not in_line:
+        return laid
+    if len(schedule.pipelines) > 1:
+        return _gathered(laid)
+    return defer_updates(laid, Line.of(laid.pipelines, Size(laid.num_workers, 1, times=times, latency_s=latency_s)))
+
+
+_IN_LINE = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.UPDATE})
+"""What can be timed without more than a line of stages."""
+
+
 def evaluation(schedule: Schedule, *, num_microbatches: int) -> Schedule:
     """Forwards only, with the same stages on the same workers: microbatches flow through the first pipeline.
 
@@ -256,10 +305,7 @@ def shard_optimizer(schedule: Schedule) -> Schedule:
     """
     if all(len(holders) == 1 for holders in schedule.replicas):
         return schedule
-    if any(len(found) > schedule.num_updates for found in map(_runs_of_updates, schedule.programs)):
-        meeting = replace(schedule, update_scope=UpdateScope.GLOBAL)
-        gathered = defer_updates(meeting, Line.of(schedule.pipelines, Size(schedule.num_workers, 1)))
-        schedule = replace(gathered, update_scope=schedule.update_scope)
+    schedule = _gathered(schedule)
     programs: list[tuple[Slot, ...]] = []
     for program in schedule.programs:
         slots: list[Slot] = []
@@ -268,6 +314,15 @@ def shard_optimizer(schedule: Schedule) -> Schedule:
             slots += _owned(schedule, [op for slot in found for op in ops_of(slot)]) if is_update else found
         programs.append(tuple(slots))
     return replace(schedule, programs=tuple(programs))
+
+
+def _gathered(schedule: Schedule) -> Schedule:
+    """The schedule with the U of each worker for an update behind each other, where the gradients of all stages have arrived."""
+    if all(len(found) <= schedule.num_updates for found in map(_runs_of_updates, schedule.programs)):
+        return schedule
+    meeting = replace(schedule, update_scope=UpdateScope.GLOBAL)
+    gathered = defer_updates(meeting, Line.of(schedule.pipelines, Size(schedule.num_workers, 1)))
+    return replace(gathered, update_scope=schedule.update_scope)
 
 
 def _is_update(slot: Slot) -> bool:

@@ -299,9 +299,16 @@ def _refuse_collectives(schedule: Schedule, problem: str, collectives: Sequence[
         for op, place in schedule.ops()
         for collective in collectives
         if op.kind in {OpKind.REDUCE, OpKind.PUBLISH, OpKind.UPDATE} and op.index == collective.update
-        if collective.kind is CollectiveKind.NORM or op.stage == collective.stage
+        if op.stage in _concerned(schedule, collective)
     }
     return ScheduleError(problem, order_grid(schedule.programs, marked))
+
+
+def _concerned(schedule: Schedule, collective: Collective) -> Sequence[int]:
+    """The stages that a collective is of."""
+    if collective.kind is CollectiveKind.NORM:
+        return range(schedule.num_stages)
+    return schedule.graph.ties[collective.stage] if collective.kind.of_tie else (collective.stage,)
 
 
 def facts(schedule: Schedule) -> Facts:

@@ -192,10 +192,9 @@ class _Work:
 
     def _before_update(self, worker: int, stage: int, update: int) -> Iterator[Op]:
         stages = {stage}
-        if self.update_scope is UpdateScope.TIED:
-            stages.update(other for tie in self.graph.ties if stage in tie for other in tie)
-        elif self.update_scope is UpdateScope.GLOBAL:
+        if self.update_scope is UpdateScope.GLOBAL:
             stages.update(range(self.graph.num_stages))
+        stages.update(other for tie in self.graph.ties if stage in tie for other in tie)
         for other in stages:
             yield from self._gradients(other, update)
             copies = [(holder, pipeline) for holder, pipeline in self.holders.items() if holder.stage == other]

@@ -14,7 +14,8 @@ from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size
 from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
-from raypipe.schedules.passes import shard_optimizer
+from raypipe.schedules.passes import over_graph, shard_optimizer
+from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink, Path
 from tests.schedules import handwritten
 
@@ -110,6 +111,17 @@ def test_a_norm_takes_the_longest_latency() -> None:
     assert far.collective_s(replace(collective, devices=(0, 1, 2, 3))) == 9.0
 
 
+def test_the_sum_of_a_tie_has_the_bytes_of_the_shared_weights_alone() -> None:
+    collective = Collective(CollectiveKind.TIED, 0, 0, 0, (0, 3))
+    path = Path(latency_s=0.5, bandwidth_bytes_per_s=100.0)
+    known = replace(cost(path), tied_bytes={0: 300})
+    assert known.collective_bytes(collective) == 300
+    assert known.collective_s(collective) == 2 * (0.5 + 1.5)
+    # Of a shape without sizes it is one hop, as a norm is.
+    assert cost(path).collective_s(collective) == 0.5
+    assert known.collective_s(replace(collective, kind=CollectiveKind.TIED_NORM)) == 0.5
+
+
 def test_a_member_alone_waits_for_nobody() -> None:
     assert cost(Path(0.5, 1.0)).collective_s(Collective(CollectiveKind.NORM, 0, 0, 0, (1,))) == 0.0
     assert cost(Path(0.5, 1.0)).collective_s(Collective(CollectiveKind.GRADIENTS, 1, 0, 0, (1,))) == 0.0
@@ -164,12 +176,13 @@ def layer(name: str, *, forward_s: float = 1.0, output_bytes: int = 8, update_s:
 
 def plan(profile: ModelProfile, topology: ClusterTopology, stages: tuple[tuple[int, ...], ...], *, microbatch_size: int = 2) -> Plan:
     edges = tuple((edge.producer, edge.consumer) for edge in profile.edges())
+    cut = Cut(stages, edges, profile.ties())
     schedule: Schedule = catalogue.build("gpipe", Size(len(stages), 2))
     return make_plan(
         name="small",
         planner="by hand",
-        cut=Cut(stages, edges),
-        schedule=schedule,
+        cut=cut,
+        schedule=over_graph(schedule, cut.graph),
         profile=profile,
         topology=topology,
         devices=tuple(device.name for device in topology.devices),
@@ -182,6 +195,30 @@ def test_a_stage_costs_what_its_layers_cost_scaled_to_the_microbatch() -> None:
     found = plan_cost(plan(profile, ClusterTopology.uniform(2), ((0, 1), (2,)), microbatch_size=4)).stages
     assert found[0, 0] == StageCost(8, 16, 8, 0.0, 160, 160, 200, 600)
     assert found[1, 1] == StageCost(10, 20, 10, 0.0, 80, 80, 100, 300)
+
+
+def test_stages_share_what_their_layers_share_and_one_stage_holds_it_once() -> None:
+    tied = [replace(layer(name), tied="w", tied_bytes=60) for name in "ad"]
+    profile = ModelProfile(name="m", microbatch_size=2, layers=(tied[0], layer("b"), layer("c"), tied[1]))
+    apart = plan(profile, ClusterTopology.uniform(2), ((0, 1), (2, 3)))
+    assert apart.order.ties == ((0, 1),)
+    assert plan_cost(apart).tied_bytes == {0: 60}
+    assert [plan_cost(apart).stages[stage, stage].parameter_bytes for stage in range(2)] == [200, 200]
+    together = plan(replace(profile, layers=(*tied[::-1], layer("b"), layer("c"))), ClusterTopology.uniform(2), ((0, 1), (2, 3)))
+    assert together.order.ties == ()
+    assert plan_cost(together).tied_bytes == {}
+    assert [plan_cost(together).stages[stage, stage].parameter_bytes for stage in range(2)] == [140, 200]
+
+
+def test_the_simulator_pays_for_the_sum_of_a_tie() -> None:
+    def update_s(tied: str | None) -> float:
+        ends = [replace(layer(name), tied=tied, tied_bytes=100 if tied else None) for name in "ac"]
+        profile = ModelProfile(name="m", microbatch_size=2, layers=(ends[0], layer("b"), ends[1]))
+        topology = ClusterTopology.uniform(3, bandwidth_bytes_per_s=10.0, latency_s=0.5)
+        return simulate_plan(plan(profile, topology, ((0,), (1,), (2,)))).update_s
+
+    # Once there and back with half of it each; the others wait for the norm until then.
+    assert update_s("w") - update_s(None) == pytest.approx(2 * (0.5 + 5.0))
 
 
 def test_the_optimizer_takes_the_time_of_its_layers_whatever_the_microbatch() -> None:

@@ -255,6 +255,12 @@ def test_ties_that_meet_in_a_merged_layer_become_one() -> None:
     assert ties("ab ac bd cd de", a="v", b="w", c="v", e="w") == ["v+w", "v+w", "v+w"]
 
 
+def test_merged_layers_share_what_theirs_share() -> None:
+    shared = {name: replace(layer(name, tied=tie), tied_bytes=size) for name, tie, size in (("b", "v", 3), ("c", "w", 2), ("e", "v", 3))}
+    profile = linearize(dag("ab ac bd cd de ef", f=replace(layer("f", tied="w"), tied_bytes=2), **shared)).profile
+    assert [of_chain.shared_bytes for of_chain in profile.layers] == [0, 5, 3, 2]
+
+
 def test_less_than_one_tensor_is_refused() -> None:
     with pytest.raises(InputError, match="expected at least 1 tensor to cross a cut point, got 0"):
         linearize(dag("ab"), max_tensors=0)

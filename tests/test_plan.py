@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.cut import Cut
+from raypipe.cut import Cut, joined
 from raypipe.errors import FormatError, InputError, PlanError, ScheduleError
 from raypipe.plan import Plan, Predicted, Replica, make_plan
 from raypipe.planner.balance import balanced_cut
@@ -111,6 +111,24 @@ def test_the_stage_graph_of_the_schedule_must_be_that_of_the_layers() -> None:
     made = plan()
     with pytest.raises(PlanError, match=r"the layers of the stages make the edges \[\(0, 1\), \(1, 2\)\], the schedule has \[\(0, 2\)\]"):
         replace(made, order=replace(made.order, edges=((0, 2),)))
+
+
+def test_the_ties_of_the_schedule_must_be_those_of_the_layers() -> None:
+    made = plan()
+    with pytest.raises(PlanError, match=r"ties the stages \[\], its schedule \[\(0, 2\)\]; plan again"):
+        replace(made, order=replace(made.order, ties=((0, 2),)))
+
+
+def test_layers_that_share_weights_through_others_are_one_group() -> None:
+    assert joined([(0, 5), (1, 4), (5, 2), (3, 3)]) == {(0, 2, 5), (1, 4)}
+
+
+def test_all_stages_that_share_weights_are_one_tie() -> None:
+    edges = tuple((layer, layer + 1) for layer in range(7))
+    cut = Cut.equal(8, 4, edges, ((0, 7), (1, 2), (4, 5)))
+    assert cut.graph.ties == ((0, 1, 3),)
+    assert cut.parted_ties == (0, 1)
+    assert Cut.equal(8, 1, edges, ((0, 7),)).graph.ties == ()
 
 
 def test_the_shares_of_a_worker_sum_to_one() -> None:

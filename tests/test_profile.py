@@ -44,13 +44,15 @@ def times(draw: st.DrawFn) -> dict[str, float]:
 
 @st.composite
 def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
+    parameter_bytes = draw(amounts)
     return LayerProfile(
         name=name,
         output_bytes=draw(amounts),
         saved_bytes=draw(amounts),
-        parameter_bytes=draw(amounts),
+        parameter_bytes=parameter_bytes,
         weight_grad_saved_bytes=draw(st.none() | amounts),
         tied=draw(st.none() | st.text()),
+        tied_bytes=draw(st.none() | st.integers(0, parameter_bytes)),
         gradient_rows=draw(st.none() | amounts),
         **draw(times()),
     )

@@ -151,6 +151,7 @@ def measurement(name: str, seconds: float, *, spread: float = 0.0) -> LayerMeasu
         saved_bytes=2,
         weight_grad_saved_bytes=3,
         parameter_bytes=4,
+        tied_bytes=2,
         update_s=seconds,
         spread=spread,
     )

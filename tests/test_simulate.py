@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,7 +16,7 @@ from raypipe.plan import make_plan
 from raypipe.profile import ModelProfile
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, UpdateScope, WeightRule, dependencies, ops_of
-from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, Placement, Start, lower
 from raypipe.schedules.passes import add_reductions, evaluation
 from raypipe.schedules.validate import facts, validate
 from raypipe.simulate import Numbered, simulate, simulate_plan
@@ -123,6 +123,7 @@ def earliest_end_s(schedule: Schedule, cost: Cost, latency_s: float) -> float:
     Those between workers take the latency, and those on the sum of r copies 2 (r-1) times that: once round a ring and back.
     """
     schedule = add_reductions(schedule)
+    joined = before_joined_sums(schedule)
     ends: dict[Op, float] = {}
     heads = [0] * schedule.num_workers
     free_s = [0.0] * schedule.num_workers
@@ -132,7 +133,7 @@ def earliest_end_s(schedule: Schedule, cost: Cost, latency_s: float) -> float:
         for worker, program in enumerate(schedule.programs):
             while heads[worker] < len(program):
                 ops = ops_of(program[heads[worker]])
-                needed = {other for op in ops for other in (*dependencies(schedule, op), *before_joined_sums(schedule, op))} - set(ops)
+                needed = {other for op in ops for other in (*dependencies(schedule, op), *joined.get(op, ()))} - set(ops)
                 if not needed <= ends.keys():
                     break
                 hops = {
@@ -151,20 +152,28 @@ def earliest_end_s(schedule: Schedule, cost: Cost, latency_s: float) -> float:
     return max(ends.values())
 
 
-def before_joined_sums(schedule: Schedule, op: Op) -> Iterator[Op]:
-    """What an update waits for besides where norms or ties are made of sums over copies: these start at each worker's first U of them."""
-    if op.kind is not OpKind.UPDATE or schedule.update_scope is UpdateScope.STAGE:
-        return
-    everything = tuple(range(schedule.num_stages))
-    for stages in [everything] if schedule.update_scope is UpdateScope.GLOBAL else schedule.graph.ties:
-        for program in schedule.programs if op.stage in stages else ():
-            at: dict[OpKind, list[int]] = {OpKind.REDUCE: [], OpKind.UPDATE: []}
-            for position, slot in enumerate(program):
-                for other in ops_of(slot):
-                    if other.kind in at and other.index == op.index and other.stage in stages:
-                        at[other.kind].append(position)
-            if at[OpKind.REDUCE] and at[OpKind.UPDATE] and at[OpKind.UPDATE][0]:
-                yield from ops_of(program[at[OpKind.UPDATE][0] - 1])
+def before_joined_sums(schedule: Schedule) -> dict[Op, set[Op]]:
+    """What each update waits for besides: norms and sums of ties start behind what their members have computed by then."""
+    programs = lower(schedule)
+    joined = {CollectiveKind.TIED, CollectiveKind.NORM, CollectiveKind.TIED_NORM}
+    before: dict[Collective, set[Op]] = {}
+    for program in programs:
+        last: tuple[Op, ...] = ()
+        for item in program.items:
+            if isinstance(item, Compute):
+                last = item.ops
+            elif isinstance(item, Start) and item.collective.kind in joined:
+                before.setdefault(item.collective, set()).update(last)
+    found: dict[Op, set[Op]] = {}
+    for program in programs:
+        needed: set[Op] = set()
+        for item in program.items:
+            if isinstance(item, Await):
+                needed |= before.get(item.collective, set())
+            elif isinstance(item, Compute):
+                found |= dict.fromkeys(item.ops, needed)
+                needed = set()
+    return found
 
 
 @st.composite

@@ -4,8 +4,8 @@
 
 Letters of tensor names: B rows, T positions, D d_model, N heads, H d_model / heads, V vocabulary.
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Unlike there, the head has weights of its own, because
-embedding and head lie on different stages.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". There the head's logits have the weights of the token
+embedding; here so with `tie_embeddings`, wherever the two layers lie, and with weights of their own without.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def gpt(
     vocabulary_size: int = 256,
     dropout: float = 0.0,
     dtype: str = "float32",
+    tie_embeddings: bool = False,
 ) -> Model:
     """Returns the model: layers `embedding`, `block-0` ... and `head`, and the mean cross entropy; 3.3 million parameters by default.
 
@@ -51,6 +52,7 @@ def gpt(
         vocabulary_size: tokens are less than this.
         dropout: share of the values that training drops after the embedding, in the attention and before each residual sum.
         dtype: "float32", "float64" or "bfloat16".
+        tie_embeddings: whether the head's logits share the weights of the token embedding (Press and Wolf 2017, arXiv 1608.05859).
 
     Raises:
         ConfigError: a size is out of range, or `num_heads` does not divide `d_model`.
@@ -79,6 +81,7 @@ def gpt(
             Layer("head", head),
         ),
         loss=cross_entropy,
+        ties=((("embedding", "token.weight"), ("head", "logits.weight")),) if tie_embeddings else (),
     )
 
 

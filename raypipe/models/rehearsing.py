@@ -37,7 +37,8 @@ class StageWaits:
         input_grad_s: seconds of I; B takes these and those of W.
         weight_grad_s: seconds of W.
         update_s: seconds of U.
-        num_parameters: numbers of its weights, of which gradients are summed.
+        num_parameters: numbers of its weights, of which gradients are summed over replicas.
+        num_tied: of these, numbers that it shares with other stages; the same on all stages of a tie and on all devices.
     """
 
     forward_s: float
@@ -45,9 +46,12 @@ class StageWaits:
     weight_grad_s: float
     update_s: float
     num_parameters: int
+    num_tied: int = 0
 
 
-def rehearsing(*, stages: Sequence[StageWaits], widths: Mapping[tuple[int, int], int], num_rows: int) -> Model:
+def rehearsing(
+    *, stages: Sequence[StageWaits], widths: Mapping[tuple[int, int], int], num_rows: int, ties: Sequence[Sequence[int]] = ()
+) -> Model:
     """Returns the stages as layers in topological order, several a stage: `layers_per_stage` says how many.
 
     Batch field: `inputs`, [rows, 1] of float32. The loss is the mean of what the last stage gives.
@@ -56,6 +60,7 @@ def rehearsing(*, stages: Sequence[StageWaits], widths: Mapping[tuple[int, int],
         stages: by number.
         widths: for each edge (source, target) of the stage graph, the numbers that a row has there.
         num_rows: of a whole microbatch; with fewer rows a stage waits in proportion.
+        ties: groups of stages that share a weight.
 
     Raises:
         ConfigError: several stages feed no other.
@@ -74,7 +79,7 @@ def rehearsing(*, stages: Sequence[StageWaits], widths: Mapping[tuple[int, int],
             for (source, target), width in widths.items()
             if source == stage
         ]
-    return Model(tuple(layers), _mean)
+    return Model(tuple(layers), _mean, ties=tuple(tuple((f"stage-{stage}", "tied") for stage in tie) for tie in ties))
 
 
 def layers_per_stage(num_stages: int, edges: Sequence[tuple[int, int]]) -> list[int]:
@@ -148,7 +153,7 @@ class WaitingStage(nn.Module):
     """Waits in its forward, in the gradient of its inputs and in that of its weight, in proportion to the rows; gives [rows, 1].
 
     The wait of the input gradient lies on the inputs' branch of the graph, the other on the weight's, so that I and W each run one.
-    `ballast` are the other weights: nothing reads them, but replicas sum their gradients, which are zeros.
+    `ballast` and `tied` are the other weights: nothing reads them, but replicas and stages of a tie sum their gradients, which are zeros.
     """
 
     def __init__(self, waits: StageWaits, *, num_rows: int) -> None:
@@ -156,7 +161,9 @@ class WaitingStage(nn.Module):
         self.waits = waits
         self.num_rows = num_rows
         self.weight = nn.Parameter(torch.zeros(1))
-        self.ballast = nn.Parameter(torch.zeros(waits.num_parameters - 1)) if waits.num_parameters > 1 else None
+        num_others = waits.num_parameters - 1 - waits.num_tied
+        self.ballast = nn.Parameter(torch.zeros(num_others)) if num_others > 0 else None
+        self.tied = nn.Parameter(torch.zeros(waits.num_tied)) if waits.num_tied else None
         self._zeros: dict[tuple[int, ...], Tensor] = {}
 
     def forward(self, *inputs: Tensor) -> Tensor:

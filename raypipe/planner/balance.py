@@ -54,4 +54,4 @@ def balanced_cut(profile: ModelProfile, num_stages: int) -> Cut:
         PlanError: there are more stages than layers.
     """
     sizes = balanced_sizes([layer.forward_s + layer.backward_s for layer in profile.layers], num_stages)
-    return Cut.of_sizes(sizes, tuple((edge.producer, edge.consumer) for edge in profile.edges()))
+    return Cut.of_sizes(sizes, tuple((edge.producer, edge.consumer) for edge in profile.edges()), profile.ties())

@@ -26,7 +26,7 @@ from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules import list_order
 from raypipe.schedules.ir import Schedule, Size, StageGraph, WeightRule
 from raypipe.schedules.lower import Placement, lower
-from raypipe.schedules.passes import recompute
+from raypipe.schedules.passes import over_graph, recompute
 from raypipe.schedules.validate import facts
 from raypipe.simulate import Numbered, Timing
 
@@ -328,7 +328,7 @@ class Judge:
     def cut(self, layout: Layout) -> Cut:
         """The layers of each stage."""
         sizes = [end - first for first, end in zip(layout.cuts, layout.cuts[1:], strict=False)]
-        return Cut.of_sizes(sizes, self._edges)
+        return Cut.of_sizes(sizes, self._edges, self.problem.profile.ties())
 
     @cached_property
     def _edges(self) -> tuple[tuple[int, int], ...]:
@@ -360,7 +360,7 @@ class Judge:
         if schedule.num_stages != layout.num_stages:
             raise ScheduleError(f"{layout.order} has {schedule.num_stages} stages on {num_workers} workers, not {layout.num_stages}")
         if cut.graph != StageGraph.chain(layout.num_stages):
-            schedule = replace(schedule, graph=cut.graph)
+            schedule = over_graph(schedule, cut.graph)
         return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
 
     def plan(self, judged: Judged, *, planner: str, lower_bound_s: float) -> Plan:

@@ -307,7 +307,9 @@ def check_possible(problem: Problem) -> None:
                 f"of {problem.topology.name!r} has {size(round(largest))}, {size(round(needed - largest))} too little; "
                 "divide the layer or use larger devices"
             )
-    needed = float(problem.parameter_prefix[-1]) * per_byte
+    # What layers share is there once where they are one stage.
+    shared = (sorted(problem.profile.layers[layer].shared_bytes for layer in tie)[:-1] for tie in problem.profile.ties())
+    needed = (float(problem.parameter_prefix[-1]) - sum(map(sum, shared))) * per_byte
     total = math.fsum(problem.memory_bytes)
     if needed > total:
         raise PlanError(

@@ -5,7 +5,8 @@ Neither shares code with the executor, but for making each layer from its own se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,10 +38,11 @@ class RandomRows:
 
 @dataclass(frozen=True)
 class Trained:
-    """Losses by update, and the weights of each layer after the last."""
+    """Losses by update, the weights of each layer after the last, and the norm of each update's gradients."""
 
     losses: list[float]
     layers: list[list[Tensor]]
+    norms: list[float]
 
 
 def train_unsplit(
@@ -53,14 +55,17 @@ def train_unsplit(
     max_grad_norm: float,
     seed: int = 0,
     decay_matrices_only: float | None = None,
+    clipped_together: Callable[[nn.ModuleList], list[list[nn.Parameter]]] | None = None,
 ) -> Trained:
     """Plain PyTorch: accumulate over the microbatches, clip by the global norm, one AdamW step.
 
-    AdamW as torch has it by default, or with this weight decay for matrices and none for vectors.
+    AdamW as torch has it by default, or with this weight decay for matrices and none for vectors. Instead of all parameters, groups of
+    them may each be clipped by their norm.
     """
-    modules = nn.ModuleList(build_layer(layer, index=index, seed=seed) for index, layer in enumerate(model.layers))
+    modules = unsplit(model, seed=seed)
     edges = model.edges()
     optimizer = torch.optim.AdamW(modules.parameters(), lr=learning_rate)
+    norms = []
     if decay_matrices_only is not None:
         groups = [[weight for weight in modules.parameters() if (weight.dim() > 1) is matrix] for matrix in (True, False)]
         decays = (decay_matrices_only, 0.0)
@@ -79,11 +84,26 @@ def train_unsplit(
             loss = model.loss(values[len(modules) - 1], batch)
             (loss / num_microbatches).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(modules.parameters(), max_grad_norm)
+        found = [
+            torch.nn.utils.clip_grad_norm_(group, max_grad_norm)
+            for group in (clipped_together(modules) if clipped_together else [list(modules.parameters())])
+        ]
+        norms.append(math.hypot(*map(float, found)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total / num_microbatches)
-    return Trained(losses, [[weight.detach() for weight in module.parameters()] for module in modules])
+    return Trained(losses, [[weight.detach() for weight in module.parameters()] for module in modules], norms)
+
+
+def unsplit(model: Model, *, seed: int = 0) -> nn.ModuleList:
+    """All layers in one process; what is tied is one parameter."""
+    modules = nn.ModuleList(build_layer(layer, index=index, seed=seed) for index, layer in enumerate(model.layers))
+    by_name = {layer.name: module for layer, module in zip(model.layers, modules, strict=True)}
+    for (first, name), *others in model.ties:
+        for other, called in others:
+            holder, _, attribute = called.rpartition(".")
+            setattr(by_name[other].get_submodule(holder), attribute, by_name[first].get_parameter(name))
+    return modules
 
 
 def gradients_unsplit(model: Model, batches: RandomRows, *, num_microbatches: int, seed: int = 0) -> list[list[Tensor]]:
@@ -123,7 +143,8 @@ class HandPipeline:
 
     Forward keeps x and y of its own weights; backward multiplies with the weights of its own version: what `live` means. Where the
     forward is run again, x is kept alone and y is that of the weights at that moment. Copies of a stage are at a version each; the
-    version itself, made when the gradients of all microbatches are there, is one for all of them.
+    version itself, made when the gradients of all microbatches are there, is one for all of them. Stages of a tie have one weight, whose
+    gradient is the sum of theirs, and each a bias.
     """
 
     def __init__(self, model: Model, schedule: Schedule, batches: RandomRows, *, learning_rate: float, seed: int = 0) -> None:
@@ -135,6 +156,9 @@ class HandPipeline:
             module = build_layer(layer, index=index, seed=seed)
             weight, bias = (parameter.detach().numpy().copy() for parameter in module.parameters())
             self.history.append([_Dense(weight, bias, tanh=index < len(model.layers) - 1)])
+        self.tied = {stage: tie for tie in schedule.graph.ties for stage in tie}
+        for stage, tie in self.tied.items():
+            self.history[stage][0].weight = self.history[tie[0]][0].weight
         self.newest: dict[tuple[int, int], int] = {}
         self.gradients: dict[tuple[int, int], list[np.ndarray]] = {}
         self.counted: dict[tuple[int, int], int] = {}
@@ -165,7 +189,8 @@ class HandPipeline:
         if op.kind is OpKind.BACKWARD:
             return op.stage == last or (op.stage + 1, op.index) in self.input_gradients
         if op.kind is OpKind.UPDATE:
-            return self.counted.get((op.stage, op.index)) == self.schedule.num_microbatches
+            together = self.tied.get(op.stage, (op.stage,))
+            return all(self.counted.get((stage, op.index)) == self.schedule.num_microbatches for stage in together)
         if op.kind is OpKind.PUBLISH:
             return len(self.history[op.stage]) > op.index + 1
         return True
@@ -232,7 +257,8 @@ class HandPipeline:
         versions = self.history[op.stage]
         if len(versions) > op.index + 1:
             return  # another copy has made it
-        weight, bias = self.gradients.pop((op.stage, op.index))
+        weight = sum(self.gradients[stage, op.index][0] for stage in self.tied.get(op.stage, (op.stage,)))
+        bias = self.gradients[op.stage, op.index][1]
         step = self.learning_rate
         versions.append(_Dense(versions[-1].weight - step * weight, versions[-1].bias - step * bias, versions[-1].tanh))
 

@@ -16,6 +16,7 @@ from raypipe.profile import ModelProfile
 from raypipe.profiler import model_profile
 from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules.ir import Schedule
+from raypipe.schedules.passes import over_graph
 from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
 
 Workers = Sequence[Sequence[tuple[str, float]]]
@@ -67,14 +68,14 @@ def plan_of(
 ) -> Plan:
     """A plan whose stages have so many layers each."""
     edges = tuple((edge.producer, edge.consumer) for edge in profile.edges())
-    cut = Cut.of_sizes(sizes, edges)
+    cut = Cut.of_sizes(sizes, edges, profile.ties())
     return Plan(
         name="test",
         planner="given",
         microbatch_size=microbatch_size,
         stages=tuple(tuple(profile.layers[layer].name for layer in layers) for layers in cut.stages),
         workers=tuple(tuple(Replica(device=device, share=share) for device, share in members) for members in workers),
-        order=ScheduleFile.of(schedule),
+        order=ScheduleFile.of(over_graph(schedule, cut.graph)),
         profile=profile,
         topology=topology,
         profile_digest=profile.digest,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raypipe.cost import plan_cost
 from raypipe.errors import PlanError, UnknownNameError
+from raypipe.plan import Plan
 from raypipe.planner.bound import plan_bound
 from raypipe.planner.layout import Judge
 from raypipe.planner.planners import PLANNERS, best_division, divided, make, solve
@@ -216,6 +219,22 @@ def test_a_plan_whose_updates_overlap_promises_its_part_of_a_window(name: str) -
     assert plan.predicted.lower_bound_s <= plan.predicted.update_s
     if name != "amdp":  # a round of which has a bubble, too
         assert plan.predicted.update_s < make(problem, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved", "async-1f1b", "amdp"])
+def test_a_plan_keeps_what_layers_share_and_pays_for_it(schedule: str, tmp_path: Path) -> None:
+    problem = uniform_chain(updates_per_window=3)
+    layers = problem.profile.layers
+    ends = {0: replace(layers[0], tied="w"), 15: replace(layers[15], tied="w")}
+    profile = replace(problem.profile, layers=tuple(ends.get(number, layer) for number, layer in enumerate(layers)))
+    plan = make(replace(problem, profile=profile), schedule=schedule, budget=SMALL)
+    assert [layer.tied for layer in plan.profile.layers] == ["w", *[None] * 14, "w"]
+    assert plan.order.ties == ((0, plan.order.num_stages - 1),)
+    assert plan_cost(plan).tied_bytes == {0: 1000}
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert plan.predicted is not None
+    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / plan.order.num_updates)
 
 
 def test_orders_that_are_stale_are_chosen_only_where_that_is_allowed() -> None:

@@ -210,15 +210,15 @@ def _step(
 def _check_start(number: int, device: _Device, collective: Collective) -> None:
     if number not in collective.devices or collective in device.started:
         raise device.fail("starts what it is no member of, or a second time")
-    if collective.kind is CollectiveKind.NORM:
-        sums = [item.collective for item in device.program.items if isinstance(item, Start)]
-        for other in sums:
-            if (
-                other.kind in {CollectiveKind.GRADIENTS, CollectiveKind.TIED}
-                and other.update == collective.update
-                and other not in device.awaited
-            ):
-                raise device.fail(f"starts the norm before it has awaited {other}")
+    graph = device.schedule.graph
+    concerned = graph.ties[collective.stage] if collective.kind.of_tie else range(graph.num_stages)
+    for other in [item.collective for item in device.program.items if isinstance(item, Start)]:
+        of_replicas = other.kind is CollectiveKind.GRADIENTS and other.stage in concerned
+        same_tie = not collective.kind.of_tie or other.stage == collective.stage
+        of_tie = other.kind is CollectiveKind.TIED and same_tie
+        comes_before = {CollectiveKind.TIED: of_replicas}.get(collective.kind, collective.kind.is_norm and (of_replicas or of_tie))
+        if comes_before and other.update == collective.update and other not in device.awaited:
+            raise device.fail(f"starts {collective} before it has awaited {other}")
 
 
 def check_one_order(starts: Mapping[int, Sequence[Collective]]) -> None:
@@ -332,11 +332,9 @@ def _needs(schedule: Schedule, op: Op, divided: Mapping[tuple[OpKind, int, int, 
         case OpKind.WEIGHT_GRADIENT:
             return there([OpKind.INPUT_GRADIENT], [op.stage])
         case _:
-            stages = {
-                UpdateScope.STAGE: [op.stage],
-                UpdateScope.TIED: [op.stage, *(stage for tie in schedule.graph.ties if op.stage in tie for stage in tie)],
-                UpdateScope.GLOBAL: list(range(schedule.num_stages)),
-            }[schedule.update_scope]
+            stages = {op.stage, *(stage for tie in schedule.graph.ties if op.stage in tie for stage in tie)}
+            if schedule.update_scope is UpdateScope.GLOBAL:
+                stages = set(range(schedule.num_stages))
             first = op.index * schedule.num_microbatches
             return [
                 one

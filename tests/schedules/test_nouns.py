@@ -217,14 +217,15 @@ def test_the_last_stage_is_never_stale() -> None:
 
 
 def test_an_update_of_scope_stage_waits_for_its_own_gradients() -> None:
-    schedule = without_flush(4, 2, 2, weight_rule=WeightRule.LIVE, ties=[(0, 3)])
+    schedule = without_flush(4, 2, 2, weight_rule=WeightRule.LIVE)
     assert needs(schedule, "1U0") == {"1B1"}
     assert needs(schedule, "0U0") == {"0B1"}
     assert needs(schedule, "0U1") == {"0B3", "0U0"}
 
 
-def test_an_update_of_scope_tied_waits_for_the_stages_that_share_a_weight() -> None:
-    schedule = without_flush(4, 2, 2, weight_rule=WeightRule.LIVE, update_scope=UpdateScope.TIED, ties=[(0, 3)])
+@pytest.mark.parametrize("scope", [UpdateScope.STAGE, UpdateScope.TIED])
+def test_an_update_waits_for_the_stages_that_share_a_weight_with_its_own(scope: UpdateScope) -> None:
+    schedule = without_flush(4, 2, 2, weight_rule=WeightRule.LIVE, update_scope=scope, ties=[(0, 3)])
     assert needs(schedule, "0U0") == needs(schedule, "3U0") == {"0B1", "3B1"}
     assert needs(schedule, "1U0") == {"1B1"}
     assert needs(schedule, "3U1") == {"0B3", "3B3", "3U0"}
@@ -242,9 +243,11 @@ def test_ties_of_several_groups_stay_apart() -> None:
     assert needs(schedule, "2U0") == {"1B1", "2B1"}
 
 
-@pytest.mark.parametrize(("scope", "update_s"), [(UpdateScope.STAGE, 24), (UpdateScope.TIED, 38), (UpdateScope.GLOBAL, 38)])
-def test_what_an_update_waits_for_sets_the_pace_of_asynchronous_1f1b(scope: UpdateScope, update_s: int) -> None:
-    schedule = without_flush(8, 8, 8, weight_rule=WeightRule.LIVE, update_scope=scope, ties=[(0, 7)])
+@pytest.mark.parametrize("scope", UpdateScope)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_an_update_waits_for_sets_the_pace_of_asynchronous_1f1b(scope: UpdateScope, tied: bool) -> None:
+    schedule = without_flush(8, 8, 8, weight_rule=WeightRule.LIVE, update_scope=scope, ties=[(0, 7)] if tied else [])
+    update_s = 38 if tied or scope is UpdateScope.GLOBAL else 24
     validate(schedule)
     ends = reference.asap(schedule, reference.durations(1, 1, 1)).update_ends_s()
     assert ends[5] - ends[4] == ends[4] - ends[3] == update_s

@@ -1,0 +1,123 @@
+"""What holds for every bundled schedule whose first and last stage share a weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypipe.errors import ScheduleError
+from raypipe.schedules import catalogue
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, UpdateScope, dependencies
+from raypipe.schedules.lower import Await, CollectiveKind, Compute, Placement, Start, lower
+from raypipe.schedules.passes import add_reductions, over_graph, shard_optimizer
+from raypipe.schedules.validate import facts, validate
+from tests import strategies
+from tests.schedules import reference
+
+FAMILIES = pytest.mark.parametrize("name", strategies.FAMILY_NAMES)
+
+
+def tied(schedule: Schedule, *ties: tuple[int, ...]) -> Schedule:
+    graph = schedule.graph
+    return over_graph(schedule, StageGraph(graph.num_stages, graph.edges, ties or ((0, graph.num_stages - 1),)))
+
+
+@FAMILIES
+@given(data=st.data())
+@settings(max_examples=20)
+def test_every_schedule_stays_valid_and_runs_in_one_order(name: str, data: st.DataObject) -> None:
+    schedule = catalogue.build(name, data.draw(strategies.sizes(name, max_updates=3)))
+    if schedule.num_stages == 1:
+        return
+    ties = [(0, schedule.num_stages - 1), tuple(sorted({0, schedule.num_stages // 2, schedule.num_stages - 1}))]
+    schedule = tied(schedule, data.draw(st.sampled_from(ties)))
+    if len(schedule.pipelines) > 1 and data.draw(st.booleans()):
+        schedule = shard_optimizer(schedule)
+    validate(schedule)
+    workers = tuple(
+        tuple((2 * worker + number, 1 / count) for number in range(count))
+        for worker in range(schedule.num_workers)
+        for count in [data.draw(st.integers(1, 2))]
+    )
+    numbers = {device: number for number, (device, _) in enumerate(member for members in workers for member in members)}
+    placement = Placement(tuple(tuple((numbers[device], share) for device, share in members) for members in workers))
+    for programs in (lower(schedule), lower(schedule, placement)):
+        reference.check_one_order(reference.run(schedule, programs).starts)
+
+
+@FAMILIES
+@pytest.mark.parametrize("scope", UpdateScope)
+def test_every_update_of_a_tied_stage_waits_for_the_gradients_of_all_of_them(name: str, scope: UpdateScope) -> None:
+    schedule = tied(catalogue.build(name, replace(strategies.near(name, 4, 8, 2), update_scope=scope)))
+    last = schedule.num_stages - 1
+    for holder, pipeline in schedule.holders.items():
+        if holder.stage in {0, last}:
+            needed = dependencies(schedule, Op(OpKind.UPDATE, holder.stage, 1, pipeline))
+            for stage in (0, last):
+                for other in schedule.replicas[stage]:
+                    assert set(schedule.gradient_ops(other, 1)[-1:]) <= set(needed)
+
+
+def test_the_sum_of_a_tie_is_made_of_sums_of_replicas_and_the_norm_of_both() -> None:
+    schedule = tied(catalogue.build("1f1b", Size(3, 2)))
+    program = lower(schedule, Placement((((0, 0.5), (1, 0.5)), ((2, 1.0),), ((3, 1.0),))))[0]
+    at = next(position for position, item in enumerate(program.items) if isinstance(item, Compute) and item.ops[0].kind is OpKind.UPDATE)
+    kinds = [(type(item), item.collective.kind) for item in program.items[:at] if isinstance(item, Start | Await)]
+    in_turn = (CollectiveKind.GRADIENTS, CollectiveKind.TIED, CollectiveKind.NORM)
+    assert kinds == [(what, kind) for kind in in_turn for what in (Start, Await)]
+
+
+@pytest.mark.parametrize(("scope", "norms"), [(UpdateScope.STAGE, set()), (UpdateScope.TIED, {CollectiveKind.TIED_NORM})])
+def test_a_norm_over_tied_stages_is_taken_for_their_scope_only(scope: UpdateScope, norms: set[CollectiveKind]) -> None:
+    schedule = tied(catalogue.build("1f1b", Size(4, 4, update_scope=scope)))
+    starts = {program.device: [item.collective for item in program.items if isinstance(item, Start)] for program in lower(schedule)}
+    assert {collective.kind for collective in starts[0]} == {CollectiveKind.TIED} | norms
+    assert starts[0] == starts[3]
+    assert not starts[1]
+    assert not starts[2]
+    assert {collective.devices for collective in starts[0]} == {(0, 3)}
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_devices_that_hold_all_tied_stages_add_them_up_by_themselves(name: str) -> None:
+    schedule = tied(catalogue.build(name, Size(4, 8)))
+    kinds = {item.collective.kind for program in lower(schedule) for item in program.items if isinstance(item, Start)}
+    assert kinds == {CollectiveKind.GRADIENTS, CollectiveKind.NORM}
+    # Where one copy of each is updated, these lie on two devices.
+    shared = lower(shard_optimizer(schedule))
+    sums = [item.collective for program in shared for item in program.items if isinstance(item, Start)]
+    assert {collective.devices for collective in sums if collective.kind.of_tie} == {(0, 3)}
+
+
+@pytest.mark.parametrize("name", ["async-1f1b", "pipedream-2bw"])
+def test_an_asynchronous_pipeline_does_not_wait_for_a_tie(name: str) -> None:
+    size = Size(8, 8, 12)
+    schedule = tied(catalogue.build(name, size))
+    ends = reference.asap(schedule, reference.durations(1, 1, 1)).update_ends_s()
+    assert ends[6] - ends[5] == 24
+    assert facts(schedule).max_delay == 1
+    assert facts(schedule).peak_in_flight == facts(catalogue.build(name, size)).peak_in_flight
+
+
+def test_pipedream_updates_a_tied_last_stage_when_the_first_has_its_gradient() -> None:
+    schedule = tied(catalogue.build("pipedream", Size(4, 1, 12)))
+    validate(schedule)
+    assert facts(schedule).max_mismatch == 0
+    assert facts(schedule).max_delay == 3
+    ends = reference.asap(schedule, reference.durations(1, 1, 1)).update_ends_s()
+    assert ends[7] - ends[6] == 3
+
+
+def test_reductions_stand_before_the_first_update_of_what_is_tied() -> None:
+    schedule = add_reductions(tied(catalogue.build("chimera", Size(4, 8, update_scope=UpdateScope.STAGE))))
+    for program in schedule.programs:
+        kinds = [slot.kind for slot in program if isinstance(slot, Op) and slot.kind.per_update]
+        assert kinds == sorted(kinds)  # G before U
+
+
+def test_a_stage_in_two_ties_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="join them in one"):
+        StageGraph(4, StageGraph.chain(4).edges, ((0, 3), (1, 3)))
