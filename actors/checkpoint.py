@@ -14,6 +14,7 @@ A folder without `checkpoint.json` is one whose writing was interrupted, and is 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
