@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, TrainConfig
+    from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, Precision, RunConfig, ScalingConfig, ScheduleConfig, TrainConfig
     from raypipe.model import Layer, Model
     from raypipe.trainer import Result, Trainer
 
@@ -19,6 +19,7 @@ _HOME = {
     "ClusterConfig": "config",
     "DataConfig": "config",
     "OptimizerConfig": "config",
+    "Precision": "config",
     "RunConfig": "config",
     "ScalingConfig": "config",
     "ScheduleConfig": "config",
@@ -35,6 +36,7 @@ __all__ = [
     "Layer",
     "Model",
     "OptimizerConfig",
+    "Precision",
     "Result",
     "RunConfig",
     "ScalingConfig",

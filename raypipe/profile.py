@@ -68,6 +68,7 @@ class LayerProfile:
         tied: layers with the same text here share a weight; None: it shares none.
         gradient_rows: rows of its weight that the gradient of one microbatch touches, as for an embedding; None: all.
         update_s: seconds of the optimizer's step over its weights, once an update; None: not measured.
+        low_precision_bytes: size of the copies, half as long as their weights, that it computes with in place of these; None: it has none.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -83,13 +84,21 @@ class LayerProfile:
     tied: str | None = None
     gradient_rows: int | None = None
     update_s: float | None = None
+    low_precision_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise codec.invalid(self, "name", "a layer needs a name")
         _check_times(self)
         codec.require_amounts(
-            self, "output_bytes", "saved_bytes", "parameter_bytes", "weight_grad_saved_bytes", "gradient_rows", "update_s"
+            self,
+            "output_bytes",
+            "saved_bytes",
+            "parameter_bytes",
+            "weight_grad_saved_bytes",
+            "gradient_rows",
+            "update_s",
+            "low_precision_bytes",
         )
 
     @property

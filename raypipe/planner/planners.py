@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, pairwise, zip_longest
 
 from raypipe.errors import PlanError, UnknownNameError
 from raypipe.own_schedules import family
@@ -280,21 +280,21 @@ def check_possible(problem: Problem) -> None:
     """
     if not problem.prefix_s[:, :, -1].any():
         raise PlanError(f"the layers of {problem.profile.name!r} take no time; measure them with `raypipe profile`")
-    per_byte = 1 + problem.state_bytes_per_parameter_byte
     largest = max(problem.memory_bytes)
     if largest == math.inf:
         return
     saved_per_row = [layer.saved_bytes / problem.profile.microbatch_size for layer in problem.profile.layers]
-    for layer, of_row in zip(problem.profile.layers, saved_per_row, strict=True):
+    standing = pairwise(problem.standing_prefix.tolist())
+    for layer, (before, behind), of_row in zip(problem.profile.layers, standing, saved_per_row, strict=True):
         # At least one row of one microbatch.
-        needed = layer.parameter_bytes * per_byte + of_row
+        needed = behind - before + of_row
         if needed > largest:
             raise PlanError(
                 f"layer {layer.name!r} needs {size(round(needed))} for weights, gradients, optimizer state and one row; the largest device "
                 f"of {problem.topology.name!r} has {size(round(largest))}, {size(round(needed - largest))} too little; "
                 "divide the layer or use larger devices"
             )
-    needed = float(problem.parameter_prefix[-1]) * per_byte
+    needed = float(problem.standing_prefix[-1])
     total = math.fsum(problem.memory_bytes)
     if needed > total:
         raise PlanError(
