@@ -70,10 +70,12 @@ def train_unsplit(
     seed: int = 0,
     decay_matrices_only: float | None = None,
     autocast: AbstractContextManager[object] | None = None,
+    fused: bool = False,
 ) -> Trained:
     """Plain PyTorch: accumulate over the microbatches, clip by the global norm, one AdamW step.
 
     AdamW as torch has it by default, or with this weight decay for matrices and none for vectors. Forward and loss run in `autocast`.
+    A fused AdamW is the same but for the last bit.
     """
     modules = nn.ModuleList(build_layer(layer, index=index, seed=seed) for index, layer in enumerate(model.layers))
     edges = model.edges()
@@ -82,7 +84,7 @@ def train_unsplit(
         groups = [[weight for weight in modules.parameters() if (weight.dim() > 1) is matrix] for matrix in (True, False)]
         decays = (decay_matrices_only, 0.0)
         optimizer = torch.optim.AdamW(
-            [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)], lr=learning_rate
+            [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)], lr=learning_rate, fused=fused
         )
     losses = []
     for update in range(num_updates):
