@@ -13,9 +13,10 @@ needs both is left to it: right with weights that stay as they are until the bac
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -94,7 +95,7 @@ def prepare(
     if not isinstance(module, AutocastStage):
         return output_specs(module, inputs, batch, num_rows=num_rows)
     uses = _Uses(weights)
-    with uses.watched():
+    with _eagerly(), uses.watched():
         specs = output_specs(module, inputs, batch, num_rows=num_rows)
     both = uses.cast & uses.plain
     if both and weights.rule is WeightRule.LIVE:
@@ -105,6 +106,12 @@ def prepare(
         )
     weights.lower(uses.cast - both, LOW)
     return specs
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """A context in which compiled layers run as they were written, so that their operators show."""
+    # What `torch.compile` loads takes seconds; where it is not there, nothing is compiled.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 class _Uses:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -277,6 +278,23 @@ class ManyWays(nn.Module):
         return (y @ self.turned.T) * self.gain
 
 
+class Compiled(nn.Module):
+    """A compiled product; its operators do not show where it runs compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.product = torch.compile(self.linear.forward, backend=refuse)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.product(x)
+        return y
+
+
+def refuse(*_: object) -> Callable[..., Any]:
+    raise AssertionError("this is not to be compiled")
+
+
 class TwoUses(nn.Module):
     """A weight that is a matrix of a product, and a factor beside it."""
 
@@ -309,6 +327,34 @@ def test_weights_that_autocast_casts_are_copied_and_others_are_not(rule: WeightR
     assert weights.low_precision_bytes == 4 * 16 * 16 * 2
     assert set(dtypes(prepared(ManyWays, precision=Precision.BF16, rule=rule)).values()) == {low}
     assert set(dtypes(prepared(ManyWays, precision=Precision.FLOAT32, rule=rule)).values()) == {high}
+
+
+def test_weights_of_compiled_layers_are_copied_too() -> None:
+    assert set(dtypes(prepared(Compiled, precision=Precision.BF16_MIXED)).values()) == {torch.bfloat16}
+
+
+class Twice(nn.Module):
+    """One weight in two products, one behind the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("build_module", [ManyWays, Twice])
+def test_gradients_of_several_uses_of_a_weight_are_summed_as_autocast_without_its_cache_does(
+    build_module: type[nn.Module], name: str
+) -> None:
+    model = Model((Layer("first", build_module, inputs=(), batch=("inputs",)), Layer("second", build_module)), in_float32)
+    run = pipeline(model, build(name, Size(2, NUM_MICROBATCHES, 6)), Precision.BF16_MIXED, optimizer=torch.optim.AdamW, rate=1e-3)
+    losses = mean_losses(run.run_window(), num_microbatches=NUM_MICROBATCHES)
+    assert losses == pytest.approx(plain_autocast(model, ROWS, cached=False).losses, abs=TOLERANCE)
 
 
 def test_a_weight_that_autocast_needs_in_both_precisions_is_refused_where_it_could_change_before_the_backward() -> None:
