@@ -8,6 +8,8 @@ that moment. So the copies belong to `Weights`, which writes them anew with ever
 
 Which weights autocast casts is found by watching it in the forward that finds the shapes of the stage's outputs. A weight of which it
 needs both is left to it: right with weights that stay as they are until the backward, refused under `live`.
+
+Not seen, and so left to autocast, are casts that evaluation does without, and those of layers that call autocast themselves.
 """
 
 from __future__ import annotations
@@ -127,8 +129,9 @@ class _Uses:
         self.plain: set[str] = set()
         # Views share the memory of their weight, and weights may share memory.
         self._names: defaultdict[int, set[str]] = defaultdict(set)
-        for name, weight in zip(weights.names, weights.parameters(weights.newest), strict=True):
-            self._names[weight.untyped_storage().data_ptr()].add(name)
+        for name, weight in weights.module.named_parameters():
+            if weight.requires_grad:
+                self._names[weight.untyped_storage().data_ptr()].add(name)
 
     def watched(self) -> AbstractContextManager[Any]:
         """A context in which operators are noted; this part of selective checkpointing alone tells operators with their tensors."""
