@@ -7,12 +7,15 @@ Three rules keep an update from reaching a graph that still needs the weights be
 * `stash` and `double_buffer` compute with a version's own tensors, through `torch.func.functional_call`. An update moves the
   aliases to fresh memory first, as long as the older version is still to be read.
 * Gradients go to the buffer of (stage, update), bound as `.grad` for the Op that writes it.
+
+Where a weight is computed with in a lower precision (`lower`), its tensors are copies that every update writes anew, and not aliases;
+their gradients are summed in the precision of what the optimizer steps.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -272,11 +275,13 @@ class Weights:
         rule: how a backward finds its weights.
 
     Attributes:
+        rule: as given.
         versioned: whether Ops compute with a version's own tensors rather than with the module's.
     """
 
     def __init__(self, module: StageModule, *, optimizer: Optimizer, rule: WeightRule) -> None:
         self.module = module
+        self.rule = rule
         self.versioned = rule in {WeightRule.STASH, WeightRule.DOUBLE_BUFFER}
         self.names = [name for name, weight in module.named_parameters() if weight.requires_grad]
         own = dict(module.named_parameters())
@@ -287,6 +292,8 @@ class Weights:
         self.optimizer = optimizer(self.masters) if self.masters else None
         self.newest = 0
         self._own: list[Tensor] = [own[name] for name in self.names]
+        self._dtypes = [master.dtype for master in self.masters]
+        self._lowered: list[tuple[Tensor, Tensor]] = []
         self._versions = {0: _Version(dict(zip(self.names, self._own, strict=True)))}
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._bound: tuple[int, int] | None = None
@@ -298,8 +305,31 @@ class Weights:
         """Copies of the weights held now."""
         return len(self._versions)
 
+    @property
+    def low_precision_bytes(self) -> int:
+        """Bytes of one version's copies in a lower precision."""
+        return sum(copy.nbytes for _, copy in self._lowered)
+
+    def lower(self, names: Collection[str], dtype: torch.dtype) -> None:
+        """Computes from now on with copies of these weights in another precision. Between windows only.
+
+        Graphs of forwards hold the copies themselves, and updates write through `.data`: `live` reads in its backward what is there then.
+        """
+        assert len(self._versions) == 1, "weights are lowered between windows only"
+        self._dtypes = [dtype if name in names else now for name, now in zip(self.names, self._dtypes, strict=True)]
+        self._lowered = []
+        for own, master, to in zip(self._own, self.masters, self._dtypes, strict=True):
+            if to != master.dtype:
+                own.data = master.data.to(to)
+                own.grad_dtype = master.dtype
+                self._lowered.append((master, own))
+        self._bring(self.newest)
+
     def _leaves(self) -> dict[str, Tensor]:
-        return {name: master.data.requires_grad_() for name, master in zip(self.names, self.masters, strict=True)}
+        return {
+            name: master.data.requires_grad_() if dtype == master.dtype else _copy(master, dtype)
+            for name, master, dtype in zip(self.names, self.masters, self._dtypes, strict=True)
+        }
 
     def begin_window(self) -> None:
         """Counts versions anew: what is newest becomes version 0."""
@@ -394,8 +424,7 @@ class Weights:
                 if position is not None:
                     gradients[position] = part.view_as(self.masters[position]).to(self.masters[position].dtype)
         if self.versioned and keep_old:
-            for master in self.masters:
-                master.data = master.data.clone()
+            self._move()
         if self.optimizer is not None:
             for position in self._unshared if scale != 1.0 else ():
                 if (own := gradients[position]) is not None:
@@ -411,19 +440,31 @@ class Weights:
         if self.versioned and not keep_old:
             self._drop(update)
 
+    def _move(self) -> None:
+        """Moves what the optimizer steps to fresh memory, where that is what a version computes with."""
+        for master, dtype in zip(self.masters, self._dtypes, strict=True):
+            if master.dtype == dtype:
+                master.data = master.data.clone()
+
     def _bring(self, version: int) -> None:
         if self.versioned:
             self._versions[version] = _Version(self._leaves())
+        else:
+            for master, copy in self._lowered:
+                copy.data.copy_(master.data)
         self.newest = version
+
+    def drop_gradients(self, update: int) -> None:
+        """Drops the gradient buffer of an update."""
+        self.unbind()
+        self._gradients.pop(update, None)
 
     def receive(self, update: int, flat: Tensor) -> None:
         """Takes the version that another replica made from an update's gradients, and drops this one's share of them."""
-        self.unbind()
-        self._gradients.pop(update, None)
+        self.drop_gradients(update)
         sizes = [master.numel() for master in self.masters]
         if self.versioned:
-            for master in self.masters:
-                master.data = master.data.clone()
+            self._move()
         with torch.no_grad():
             for part, master in zip(torch.split(flat, sizes), self.masters, strict=True):
                 master.copy_(part.view_as(master))
@@ -448,9 +489,8 @@ class Weights:
         for version in [version for version in self._versions if self.versioned and version != self.newest]:
             del self._versions[version]
         if self.versioned:
-            own = dict(self.module.named_parameters())
-            for name, master in zip(self.names, self.masters, strict=True):
-                own[name].data = master.data
+            for own, leaf in zip(self._own, self.parameters(self.newest), strict=True):
+                own.data = leaf.data
         assert not any(gradient is not None for buffer in self._gradients.values() for gradient in buffer), (
             f"stage {self.module.stage} has gradients left of updates {sorted(self._gradients)}"
         )
@@ -496,6 +536,7 @@ class Weights:
                 )
             for rest, tensor in tensors.items():
                 self._load_one(f"layers.{index}.{rest}" if rest in given else rest, index, tensor, own, by_name)
+        self._bring(self.newest)
 
     def _load_one(self, name: str, index: int, tensor: Tensor, own: Mapping[str, Tensor], by_name: Mapping[str, nn.Parameter]) -> None:
         if not name.startswith(OPTIMIZER):
@@ -517,6 +558,13 @@ def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
         return torch.zeros((), dtype=torch.float64)
     # Norms per tensor in their own precision, squares and their sum in double: large models must not overflow.
     return torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in gradients]).square().sum()
+
+
+def _copy(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """A leaf of another precision, whose gradients are summed in that of the weight."""
+    leaf = master.data.to(dtype).requires_grad_()
+    leaf.grad_dtype = master.dtype
+    return leaf
 
 
 def without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

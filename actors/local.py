@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from raypipe.actors.executor import BatchSource, Executor, LearningRate, Window
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Optimizer, StageModule, Weights, edge_specs, output_specs
+from raypipe.actors.held import Optimizer, Weights, edge_specs
 from raypipe.actors.job import Job, jobs
+from raypipe.actors.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import LocalNetwork, TensorSpec
+from raypipe.config import Precision
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError
 from raypipe.model import Model
@@ -33,6 +35,7 @@ class LocalPipeline:
         max_grad_norm: limit of the gradient norm, `None` for none.
         timeout_s: for every wait between devices.
         faults: what is to go wrong.
+        precision: in which the stages compute.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class LocalPipeline:
         max_grad_norm: float | None = None,
         timeout_s: float = 30.0,
         faults: FaultScript | None = None,
+        precision: Precision = Precision.FLOAT32,
     ) -> None:
         self.batches = batches
         self.placement = placement
@@ -57,20 +61,25 @@ class LocalPipeline:
         self.num_updates = 0
         stages_of = [sorted({op.stage for op, place in schedule.ops() if place.worker == job.program.worker}) for job in self.jobs]
         self.held = [
-            {stage: Weights(StageModule(model, cut, stage, seed=seed), optimizer=optimizer, rule=schedule.weight_rule) for stage in stages}
+            {
+                stage: Weights(
+                    stage_module(model, cut, stage, seed=seed, precision=precision), optimizer=optimizer, rule=schedule.weight_rule
+                )
+                for stage in stages
+            }
             for stages in stages_of
         ]
         network = LocalNetwork(len(self.jobs), timeout_s=timeout_s)
         batch = batches.batch(0, (0.0, 1.0))
         num_rows = len(next(iter(batch.values())))
-        modules = {stage: weights.module for held in self.held for stage, weights in held.items()}
         made: dict[int, tuple[TensorSpec, ...]] = {}
         for stage in range(len(cut.stages)):
-            made |= output_specs(modules[stage], made, batch, num_rows=num_rows)
+            for weights in (held[stage] for held in self.held if stage in held):
+                made |= prepare(weights, made, batch, num_rows=num_rows)
         self.executors = [
             Executor(
                 device=job.program.device,
-                model=model,
+                model=loss_in_float32(model, precision),
                 cut=cut,
                 held=held,
                 transport=network.transport(job.program.device),

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.backward import backward_full, backward_input
-from raypipe.actors.held import Draw, Optimizer, StageModule, output_specs
+from raypipe.actors.held import Draw, Optimizer, Weights
+from raypipe.actors.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.transport import TensorSpec
+from raypipe.config import Precision
 from raypipe.cut import Cut
 from raypipe.model import Batch, Model
+from raypipe.schedules.ir import WeightRule
 
 T = TypeVar("T")
 
@@ -35,10 +38,11 @@ class LayerMeasurement:
         saved_bytes: of what autograd keeps for the backward, weights left out.
         weight_grad_saved_bytes: of what is kept from the input gradient to the weight gradient, where the backward is split:
             what autograd still holds, and the gradients that the weight gradient starts from.
-        parameter_bytes: of its weights.
+        parameter_bytes: of its weights, as the optimizer steps them.
         tied_bytes: of those of them that other layers have, too.
-        update_s: seconds of the optimizer's step over its weights.
+        update_s: seconds of the optimizer's step over its weights, and of making the copies anew.
         spread: half the distance between the quartiles of the forward's and backward's sum, over its median.
+        low_precision_bytes: of the copies of its weights in lower precision that it computes with.
     """
 
     name: str
@@ -52,6 +56,7 @@ class LayerMeasurement:
     tied_bytes: int
     update_s: float
     spread: float
+    low_precision_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,15 @@ USUAL_EFFORT = Effort()
 """A second or so for a small model: as much as may go before every run."""
 
 
-def measure_layers(model: Model, batch: Batch, *, optimizer: Optimizer, seed: int, effort: Effort = USUAL_EFFORT) -> list[LayerMeasurement]:
+def measure_layers(
+    model: Model,
+    batch: Batch,
+    *,
+    optimizer: Optimizer,
+    seed: int,
+    effort: Effort = USUAL_EFFORT,
+    precision: Precision = Precision.FLOAT32,
+) -> list[LayerMeasurement]:
     """Measures every layer in order.
 
     Args:
@@ -83,7 +96,9 @@ def measure_layers(model: Model, batch: Batch, *, optimizer: Optimizer, seed: in
         optimizer: makes the optimizer of a layer.
         seed: of the weights.
         effort: how often.
+        precision: in which the layers compute.
     """
+    model = loss_in_float32(model, precision)
     alone = dataclasses.replace(model, ties=())  # what a layer begins with costs nothing
     cut = Cut(tuple((layer,) for layer in range(len(model.layers))), model.edges())
     num_rows = len(next(iter(batch.values())))
@@ -93,9 +108,11 @@ def measure_layers(model: Model, batch: Batch, *, optimizer: Optimizer, seed: in
         made: dict[int, tuple[TensorSpec, ...]] = {}
         found.clear()
         for index in range(len(model.layers)):
-            module = StageModule(alone, cut, index, seed=seed)
-            made |= output_specs(module, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)
-            found.append(_Layer(model, module, made, batch, optimizer).measure(samples[index], effort))
+            module = stage_module(alone, cut, index, seed=seed, precision=precision)
+            parameter_bytes = sum(weight.nbytes for weight in module.parameters())
+            weights = Weights(module, optimizer=optimizer, rule=WeightRule.FLUSH)
+            made |= prepare(weights, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)
+            found.append(_Layer(model, weights, made, batch, parameter_bytes).measure(samples[index], effort))
     return found
 
 
@@ -126,17 +143,16 @@ class _Saved:
 
 
 class _Layer:
-    def __init__(
-        self, model: Model, module: StageModule, made: dict[int, tuple[TensorSpec, ...]], batch: Batch, optimizer: Optimizer
-    ) -> None:
+    def __init__(self, model: Model, weights: Weights, made: dict[int, tuple[TensorSpec, ...]], batch: Batch, parameter_bytes: int) -> None:
         self.model = model
-        self.module = module.train()
-        self.index = module.stage
-        self.specs = {source: made[source] for source in module.inputs[self.index]}
+        self.weights = weights
+        self.module = weights.module.train()
+        self.index = self.module.stage
+        self.specs = {source: made[source] for source in self.module.inputs[self.index]}
         self.output_specs = made[self.index]
         self.batch = batch
-        self.parameters = [weight for weight in module.parameters() if weight.requires_grad]
-        self.optimizer = optimizer(self.parameters) if self.parameters else None
+        self.parameter_bytes = parameter_bytes
+        self.parameters = weights.parameters(0)
 
     def measure(self, samples: _Samples, effort: Effort) -> LayerMeasurement:
         """What the layer costs by all samples, to which it adds those of a pass."""
@@ -152,8 +168,9 @@ class _Layer:
             output_bytes=sum(_spec_bytes(spec) for spec in self.output_specs),
             saved_bytes=saved_bytes,
             weight_grad_saved_bytes=weight_grad_saved_bytes,
-            parameter_bytes=sum(weight.nbytes for weight in self.module.parameters()),
+            parameter_bytes=self.parameter_bytes,
             tied_bytes=self._tied_bytes(),
+            low_precision_bytes=self.weights.low_precision_bytes,
             update_s=_undisturbed(samples.update_s),
             spread=samples.spread,
         )
@@ -162,16 +179,20 @@ class _Layer:
         layer = self.model.layers[self.index].name
         names = [name for tie in self.model.ties for member, name in tie if member == layer]
         tied = {self.module.layers[str(self.index)].get_parameter(name) for name in names}
-        return sum(weight.nbytes for weight in tied)
+        # What the optimizer steps, whatever the precision of the copy that the layer computes with.
+        stepped = {id(own): master for own, master in zip(self.weights.parameters(0), self.weights.masters, strict=True)}
+        return sum(stepped.get(id(weight), weight).nbytes for weight in tied)
 
     def _once(self, samples: _Samples) -> None:
         """Runs the layer with the whole backward, then with the backward split, and its update; notes the seconds."""
         self._forward()  # as in a stage at work, where the caches know the layer
         (roots, leaves), forward_s = self._forward()
         gradients = [torch.ones_like(root) for root in roots]
+        self._bind()
         _, backward_s = _timed(lambda: backward_full(roots, gradients, leaves, self.parameters))
         self._clear()
         (roots, leaves), _ = self._forward()
+        self._bind()
         _, deferred = backward_input(roots, gradients, leaves, self.parameters, pivot=self._pivot(leaves))
         _, weight_grad_s = _timed(deferred.run)
         samples.forward_s.append(forward_s)
@@ -198,6 +219,7 @@ class _Layer:
         del roots
         self.module.first[0] = ()
         weight_grad_saved_bytes = self._storage_bytes([*(saved.tensor for saved in alive), *deferred.gradients()])
+        self._bind()
         deferred.run()
         self._clear()
         return saved_bytes, weight_grad_saved_bytes
@@ -229,14 +251,18 @@ class _Layer:
         return (roots, [leaf for tensors in inputs.values() for leaf in tensors]), forward_s
 
     def _update(self) -> float:
-        """Steps the optimizer with the gradients that are there, and clears them."""
-        seconds = _timed(self.optimizer.step)[1] if self.optimizer is not None else 0.0
-        self._clear()
-        return seconds
+        """Updates with the gradients that are there."""
+        if self.weights.optimizer is None:
+            self._clear()
+            return 0.0
+        number = self.weights.newest
+        return _timed(lambda: self.weights.update(number, scale=1.0, learning_rate=0.0, keep_old=False))[1]
+
+    def _bind(self) -> None:
+        self.weights.bind(0, self.weights.newest)
 
     def _clear(self) -> None:
-        for weight in self.parameters:
-            weight.grad = None
+        self.weights.drop_gradients(self.weights.newest)
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:

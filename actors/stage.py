@@ -16,17 +16,18 @@ from raypipe.actors import shm
 from raypipe.actors.checkpoint import layer_file, load_stage, with_borrowed
 from raypipe.actors.executor import BatchSource, Executor, Window
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import StageModule, Weights, output_specs
+from raypipe.actors.held import StageModule, Weights
 from raypipe.actors.job import Job
 from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers
 from raypipe.actors.meeting import host_store
 from raypipe.actors.metrics import StageMetrics
+from raypipe.actors.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.probe import Flow, Links, MeetOrder, Readings
 from raypipe.actors.processes import ProcessTransport
 from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import TensorSpec
 from raypipe.actors.wiring import EdgeSpecs
-from raypipe.config import OptimizerConfig
+from raypipe.config import OptimizerConfig, Precision
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError
 from raypipe.model import Model
@@ -113,6 +114,7 @@ class BuildOrder:
         seed: of weights and randomness.
         faults: what is to go wrong.
         make_optimizer: instead of AdamW.
+        precision: in which the stages compute.
     """
 
     model: ModelFunction
@@ -125,6 +127,7 @@ class BuildOrder:
     seed: int
     faults: FaultScript = field(default_factory=FaultScript)
     make_optimizer: StageOptimizer | None = None
+    precision: Precision = Precision.FLOAT32
 
 
 @dataclass(frozen=True)
@@ -243,12 +246,19 @@ class StageActor:
             raise AbortedError(self._abort_reason)
 
     def measure(
-        self, model: ModelFunction, batches: BatchFunction, *, optimizer: OptimizerConfig, seed: int, effort: Effort = USUAL_EFFORT
+        self,
+        model: ModelFunction,
+        batches: BatchFunction,
+        *,
+        optimizer: OptimizerConfig,
+        seed: int,
+        effort: Effort = USUAL_EFFORT,
+        precision: Precision = Precision.FLOAT32,
     ) -> list[LayerMeasurement]:
         """Measures every layer of the model on this device."""
         self._begin("measuring layers")
         batch = self._source(batches, "train").batch(0, (0.0, 1.0))
-        return measure_layers(model(), batch, optimizer=partial(adamw, optimizer), seed=seed, effort=effort)
+        return measure_layers(model(), batch, optimizer=partial(adamw, optimizer), seed=seed, effort=effort, precision=precision)
 
     def _source(self, batches: BatchFunction, split: str) -> BatchSource:
         """The rows of a split, opened once."""
@@ -288,22 +298,23 @@ class StageActor:
         """Builds the layers of this device's stages; returns the size of each."""
         self._begin("building layers")
         self._order = order
-        self._model = order.model()
+        self._model = loss_in_float32(order.model(), order.precision)
         for stage in self.identity.stages:
-            module = StageModule(self._model, order.cut, stage, seed=order.seed)
+            module = stage_module(self._model, order.cut, stage, seed=order.seed, precision=order.precision)
             make = partial(order.make_optimizer, stage) if order.make_optimizer else partial(adamw, order.optimizer)
             self._weights[stage] = Weights(module, optimizer=make, rule=order.weight_rule)
         return {index: size for weights in self._weights.values() for index, size in _layer_sizes(weights.module).items()}
 
     def output_specs(self, stage: int, made: Mapping[int, tuple[TensorSpec, ...]]) -> dict[int, tuple[TensorSpec, ...]]:
-        """What a stage gives, from what the stages before it give."""
+        """What a stage gives, from what the stages before it give; gets its weights ready for the precision of the run."""
         assert self._order is not None, "build comes before output_specs"
         self._begin(f"finding the shapes of stage {stage}")
-        module = self._weights[stage].module
+        weights = self._weights[stage]
+        module = weights.module
         needed = {source: made[source] for sources in module.inputs.values() for source in sources if source in made}
         fields = {field for spec in module.specs.values() for field in spec.batch}
         batch = self._source(self._order.batches, "train").batch(0, (0.0, 1.0)) if fields else {}
-        return output_specs(module, needed, batch, num_rows=self._order.num_rows)
+        return prepare(weights, needed, batch, num_rows=self._order.num_rows)
 
     def host_store(self, *, host: str, timeout_s: float) -> int:
         """Opens the store where all actors meet; returns its port."""

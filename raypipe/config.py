@@ -34,6 +34,17 @@ def _at_least(owner: object, least: int, *names: str) -> None:
             raise codec.invalid(owner, name, f"expected at least {least}, got {getattr(owner, name)}")
 
 
+class Precision(StrEnum):
+    """In which precision forwards and backwards compute. The optimizer steps the weights in the one that they are built in."""
+
+    FLOAT32 = "float32"
+    """In the one that the model builds its layers in, float32 as a rule."""
+    BF16_MIXED = "bf16-mixed"
+    """Under `torch.autocast`: matrix products in bfloat16, what needs more in float32."""
+    BF16 = "bf16"
+    """All of it in bfloat16, as after `module.bfloat16()`; the optimizer keeps weights of its own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Which model.
@@ -41,12 +52,14 @@ class ModelConfig:
     Attributes:
         function: `module:function`, or `path/to/file.py:function`; called with the options, it returns a `raypipe.model.Model`.
         options: keyword arguments for it.
+        precision: in which it computes.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
     function: str
     options: dict[str, Any] = field(default_factory=dict)
+    precision: Precision = Precision.FLOAT32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from raypipe.actors.probe import Flow, MeetOrder
 from raypipe.actors.report import WindowReport
 from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status, Whereabouts
 from raypipe.actors.transport import TensorSpec
-from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig, Transport
+from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError, TransportError, TransportTimeoutError
 from raypipe.network.clocks import Exchange, offset
@@ -287,6 +287,7 @@ class Coordinator:
         seed: int,
         num_devices: int,
         effort: Effort = USUAL_EFFORT,
+        precision: Precision = Precision.FLOAT32,
     ) -> list[list[LayerMeasurement]]:
         """The costs of the model's layers, measured on the first devices at the same time.
 
@@ -297,10 +298,11 @@ class Coordinator:
             seed: of the weights.
             num_devices: how many measure; on the CPU as many as there are cores, which slow each other as they do in training.
             effort: how often.
+            precision: in which the layers compute.
         """
         actors = self._actors[:num_devices]
         calls = {
-            device: actor.measure.remote(model, batches, optimizer=optimizer, seed=seed, effort=effort)
+            device: actor.measure.remote(model, batches, optimizer=optimizer, seed=seed, effort=effort, precision=precision)
             for device, actor in enumerate(actors)
         }
         return list(self._gather(calls, "measuring layers").values())
@@ -452,10 +454,10 @@ class Coordinator:
         """What travels along each edge: asked stage by stage, in topological order."""
         made: dict[int, tuple[TensorSpec, ...]] = {}
         for stage in range(len(cut.stages)):
-            device = next(device for device, stages in enumerate(self.stages) if stage in stages)
-            made |= self._gather({device: self._actors[device].output_specs.remote(stage, made)}, f"finding the shapes of stage {stage}")[
-                device
-            ]
+            # All that hold it: each of them gets its weights ready.
+            holders = [device for device, stages in enumerate(self.stages) if stage in stages]
+            calls = {device: self._actors[device].output_specs.remote(stage, made) for device in holders}
+            made |= self._gather(calls, f"finding the shapes of stage {stage}")[holders[0]]
         return edge_specs(cut, made)
 
     # Working

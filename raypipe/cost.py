@@ -37,8 +37,9 @@ class StageCost:
         update_s: seconds of U.
         saved_bytes: held from F to the end of B, or of I where the backward is split.
         weight_grad_saved_bytes: of these, held on until the end of W.
-        parameter_bytes: one version of the weights.
+        parameter_bytes: the weights as the optimizer steps them; also what copies of a stage sum and publish.
         state_bytes: gradients and optimizer state, held throughout.
+        low_precision_bytes: copies of weights, half as long as these, that one version computes with in place of them.
         kept_bytes: of the saved ones, held from F to R where the forward is run again; `None` where it is not.
     """
 
@@ -50,6 +51,7 @@ class StageCost:
     weight_grad_saved_bytes: int = 0
     parameter_bytes: int = 0
     state_bytes: int = 0
+    low_precision_bytes: int = 0
     kept_bytes: int | None = None
 
 
@@ -184,10 +186,15 @@ class Cost:
                 return 0, 0
 
     def standing_bytes(self, device: int) -> int:
-        """Bytes held throughout: weights in as many versions as the schedule keeps, gradients and optimizer state."""
+        """Bytes held throughout: weights in as many versions as the schedule keeps, gradients and optimizer state.
+
+        Of a weight that is computed with in low precision, a version is the copy alone; the weight itself is held once.
+        """
         held = [stage for (at, _), stage in self.stages.items() if at == device]
+        version_bytes = sum(stage.parameter_bytes - stage.low_precision_bytes for stage in held)
+        copied_bytes = sum(2 * stage.low_precision_bytes for stage in held)
         versions = self.weight_versions.get(device, 1.0)
-        return round(sum(stage.parameter_bytes for stage in held) * versions) + sum(stage.state_bytes for stage in held)
+        return round(version_bytes * versions) + copied_bytes + sum(stage.state_bytes for stage in held)
 
 
 _NORM_BYTES = 8
@@ -356,4 +363,5 @@ def _stage_cost(
         ),
         parameter_bytes=parameter_bytes,
         state_bytes=round(parameter_bytes * state_bytes_per_parameter_byte),
+        low_precision_bytes=sum(layer.low_precision_bytes or 0 for layer in profiles),
     )

@@ -165,6 +165,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
     weighted = [layer for layer in layers if layer.parameter_bytes]
     held = [layer.weight_grad_saved_bytes for layer in layers]
     updates = [layer.update_s for layer in layers]
+    copies = [layer.low_precision_bytes for layer in layers]
     return LayerProfile(
         name=layers[0].name if len(layers) == 1 else f"{layers[0].name}..{layers[-1].name}",
         forward_s=times.forward_s,
@@ -181,6 +182,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         tied_bytes=_tied_bytes(layers) if tied is not None else None,
         gradient_rows=weighted[0].gradient_rows if len(weighted) == 1 else None,
         update_s=None if all(amount is None for amount in updates) else sum(amount or 0.0 for amount in updates),
+        low_precision_bytes=None if all(amount is None for amount in copies) else sum(amount or 0 for amount in copies),
     )
 
 

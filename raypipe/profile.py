@@ -69,6 +69,7 @@ class LayerProfile:
         tied_bytes: size of the weights that it shares; None: of all its weights.
         gradient_rows: rows of its weight that the gradient of one microbatch touches, as for an embedding; None: all.
         update_s: seconds of the optimizer's step over its weights, once an update; None: not measured.
+        low_precision_bytes: size of the copies, half as long as their weights, that it computes with in place of these; None: it has none.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -85,13 +86,22 @@ class LayerProfile:
     tied_bytes: int | None = None
     gradient_rows: int | None = None
     update_s: float | None = None
+    low_precision_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise codec.invalid(self, "name", "a layer needs a name")
         _check_times(self)
         codec.require_amounts(
-            self, "output_bytes", "saved_bytes", "parameter_bytes", "weight_grad_saved_bytes", "tied_bytes", "gradient_rows", "update_s"
+            self,
+            "output_bytes",
+            "saved_bytes",
+            "parameter_bytes",
+            "weight_grad_saved_bytes",
+            "tied_bytes",
+            "gradient_rows",
+            "update_s",
+            "low_precision_bytes",
         )
         if self.tied_bytes is not None and self.tied_bytes > self.parameter_bytes:
             raise codec.invalid(self, "tied_bytes", f"{self.tied_bytes} is more than parameter_bytes, {self.parameter_bytes}")

@@ -216,7 +216,15 @@ def _measure(
     stages: list[tuple[int, ...]] = [() for _ in slots]
     with Coordinator(run=run, slots=slots, stages=stages, scaling=scaling, cluster=config.cluster) as coordinator:
         coordinator.wait_until_up()
-        return coordinator.measure(model, batches, optimizer=config.optimizer, seed=config.run.seed, num_devices=len(slots), effort=effort)
+        return coordinator.measure(
+            model,
+            batches,
+            optimizer=config.optimizer,
+            seed=config.run.seed,
+            num_devices=len(slots),
+            effort=effort,
+            precision=config.model.precision,
+        )
 
 
 def _times(measured: Sequence[Sequence[LayerMeasurement]]) -> tuple[LayerTimes, ...]:
@@ -254,6 +262,7 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
             tied=tied.get(of_devices[0].name),
             tied_bytes=of_devices[0].tied_bytes if of_devices[0].name in tied else None,
             update_s=fmean(layer.update_s for layer in of_devices),
+            low_precision_bytes=of_devices[0].low_precision_bytes or None,
         )
         for times, of_devices in zip(_times(measured), zip(*measured, strict=True), strict=True)
     )

@@ -35,6 +35,7 @@ from raypipe.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    Precision,
     RunConfig,
     ScalingConfig,
     ScheduleConfig,
@@ -168,6 +169,7 @@ class Trainer:
     Args:
         model: a function that returns a `raypipe.model.Model`, or its name, `module:function`.
         model_options: its keyword arguments.
+        precision: in which it computes.
         data_config: which tokens; not needed with `batches`.
         batches: instead of tokens, a function from a split, `train` or `validation`, to a
             `raypipe.actors.executor.BatchSource` of `schedule_config.microbatch_size` rows; called on the actors.
@@ -189,6 +191,7 @@ class Trainer:
         model: str | Callable[..., Model],
         *,
         model_options: Mapping[str, Any] | None = None,
+        precision: Precision = Precision.FLOAT32,
         data_config: DataConfig | None = None,
         batches: BatchFunction | None = None,
         schedule_config: ScheduleConfig | None = None,
@@ -203,7 +206,7 @@ class Trainer:
         self.model_function = model
         self.faults = faults or FaultScript()
         config = TrainConfig(
-            model=ModelConfig(function=name_of(model), options=dict(model_options or {})),
+            model=ModelConfig(function=name_of(model), options=dict(model_options or {}), precision=precision),
             data=data_config or DataConfig(path=""),
             schedule=schedule_config or ScheduleConfig(),
             optimizer=optimizer_config or OptimizerConfig(),
@@ -231,6 +234,7 @@ class Trainer:
         return cls(
             config.model.function,
             model_options=config.model.options,
+            precision=config.model.precision,
             data_config=config.data,
             schedule_config=config.schedule,
             optimizer_config=config.optimizer,
@@ -394,7 +398,8 @@ class _Fit:
         self.listener.notice(
             f"{sum(size.num_parameters for size in sizes.values()) / 1e6:.2f} M parameters in {schedule.num_stages} stages "
             f"({', '.join(str(len(layers)) for layers in arrangement.cut.stages)} layers) on {len(coordinator.slots)} devices, "
-            f"schedule {schedule.name}; predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}"
+            f"schedule {schedule.name}, precision {self.config.model.precision}; "
+            f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}"
         )
 
     def _build_order(self) -> BuildOrder:
@@ -412,6 +417,7 @@ class _Fit:
             num_updates=self.config.run.num_updates,
             seed=self.config.run.seed,
             faults=self.faults,
+            precision=self.config.model.precision,
         )
 
     def _begin_stretch(self, reason: str) -> None:
@@ -432,6 +438,7 @@ class _Fit:
             optimizer=self.config.optimizer,
             seed=self.config.run.seed,
             num_devices=num_devices,
+            precision=self.config.model.precision,
         )
         layers = [layer for of_device in measured for layer in of_device]
         seconds = [layer.forward_s + layer.backward_s for layer in layers]

@@ -280,6 +280,17 @@ def test_a_device_of_a_plan_holds_the_versions_that_its_schedule_keeps() -> None
     assert plan_cost(two_versions).standing_bytes(0) == 2 * 100 + 300
 
 
+def test_of_a_weight_in_low_precision_a_version_is_the_copy_and_the_weight_is_held_once() -> None:
+    # Of 100 bytes, 80 are computed with as copies of 40.
+    layers = tuple(replace(layer(name), low_precision_bytes=40) for name in "abcd")
+    one_version = plan(
+        ModelProfile(name="m", microbatch_size=1, layers=layers), ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1
+    )
+    assert plan_cost(one_version).standing_bytes(0) == (20 + 40) + 80 + 300
+    two_versions = replace(one_version, order=ScheduleFile.of(handwritten.pipedream_2bw()))
+    assert plan_cost(two_versions).standing_bytes(0) == 2 * (20 + 40) + 80 + 300
+
+
 def test_a_copy_that_another_one_updates_holds_no_optimizer_state() -> None:
     profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
     four = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)

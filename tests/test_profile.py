@@ -54,6 +54,7 @@ def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
         tied=draw(st.none() | st.text()),
         tied_bytes=draw(st.none() | st.integers(0, parameter_bytes)),
         gradient_rows=draw(st.none() | amounts),
+        low_precision_bytes=draw(st.none() | amounts),
         **draw(times()),
     )
 

@@ -281,8 +281,10 @@ def _show(found: _Found, output: str) -> None:
             screen.print(f"{measured.kind} ({measured.device}): layers take x{ratios[0]:.2f} to x{ratios[-1]:.2f} of these times")
     total_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
     shape = "a chain" if profile.named_edges is None else f"{counted(len(profile.named_edges), 'edge')}"
+    copies_bytes = sum(layer.low_precision_bytes or 0 for layer in profile.layers)
+    copies = f", {size(copies_bytes)} of copies in low precision" if copies_bytes else ""
     screen.print(
         f"{counted(profile.num_layers, 'layer')} ({shape}), {counted(profile.microbatch_size, 'row')} a microbatch: "
-        f"{seconds(total_s)} forward and backward, {size(sum(layer.parameter_bytes for layer in profile.layers))} of weights"
+        f"{seconds(total_s)} forward and backward, {size(sum(layer.parameter_bytes for layer in profile.layers))} of weights{copies}"
     )
     screen.print(f"written to {output}", soft_wrap=True)

@@ -186,7 +186,7 @@ class Judge:
     def _missing_bytes(self, layout: Layout, stage: int, *, recomputed: bool) -> float:
         problem, most = self.problem, 0.0
         group, first, end = layout.workers[stage], layout.cuts[stage], layout.cuts[stage + 1]
-        standing = (problem.parameter_prefix[end] - problem.parameter_prefix[first]) * (1 + problem.state_bytes_per_parameter_byte)
+        standing = problem.standing_prefix[end] - problem.standing_prefix[first]
         held = in_flight(layout, stage, problem.num_microbatches)
         saved = problem.saved_prefix[end] - problem.saved_prefix[first]
         kept = min(problem.crossing_bytes[first], saved) if recomputed else saved

@@ -166,8 +166,7 @@ class Partition:
     def limited(self) -> bool:
         """Whether memory could be short."""
         problem = self.judge.problem
-        everything = problem.parameter_prefix[-1] * (1 + problem.state_bytes_per_parameter_byte)
-        everything += problem.saved_prefix[-1] * problem.num_microbatches
+        everything = problem.standing_prefix[-1] + problem.saved_prefix[-1] * problem.num_microbatches
         return any(problem.memory_bytes[device] < everything for device in self.order)
 
     def _fits(self, i: int, j: int, held: int, *, recomputed: bool) -> Stages:
@@ -176,7 +175,7 @@ class Partition:
         if found is None:
             problem = self.judge.problem
             group = self.group(i, j)
-            standing = np.subtract.outer(problem.parameter_prefix, problem.parameter_prefix) * -(1 + problem.state_bytes_per_parameter_byte)
+            standing = -np.subtract.outer(problem.standing_prefix, problem.standing_prefix)
             saved = -np.subtract.outer(problem.saved_prefix, problem.saved_prefix)
             kept = np.minimum(problem.crossing_bytes[:, None], saved) if recomputed else saved
             needed = kept * (held - 1) + saved

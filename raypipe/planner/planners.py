@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, pairwise, zip_longest
 
 from raypipe.errors import PlanError, UnknownNameError
 from raypipe.own_schedules import family
@@ -293,14 +293,14 @@ def check_possible(problem: Problem) -> None:
     """
     if not problem.prefix_s[:, :, -1].any():
         raise PlanError(f"the layers of {problem.profile.name!r} take no time; measure them with `raypipe profile`")
-    per_byte = 1 + problem.state_bytes_per_parameter_byte
     largest = max(problem.memory_bytes)
     if largest == math.inf:
         return
     saved_per_row = [layer.saved_bytes / problem.profile.microbatch_size for layer in problem.profile.layers]
-    for layer, of_row in zip(problem.profile.layers, saved_per_row, strict=True):
+    standing = pairwise(problem.standing_prefix.tolist())
+    for layer, (before, behind), of_row in zip(problem.profile.layers, standing, saved_per_row, strict=True):
         # At least one row of one microbatch.
-        needed = layer.parameter_bytes * per_byte + of_row
+        needed = behind - before + of_row
         if needed > largest:
             raise PlanError(
                 f"layer {layer.name!r} needs {size(round(needed))} for weights, gradients, optimizer state and one row; the largest device "
@@ -309,7 +309,7 @@ def check_possible(problem: Problem) -> None:
             )
     # What layers share is there once where they are one stage.
     shared = (sorted(problem.profile.layers[layer].shared_bytes for layer in tie)[:-1] for tie in problem.profile.ties())
-    needed = (float(problem.parameter_prefix[-1]) - sum(map(sum, shared))) * per_byte
+    needed = float(problem.standing_prefix[-1]) - sum(map(sum, shared)) * (1 + problem.state_bytes_per_parameter_byte)
     total = math.fsum(problem.memory_bytes)
     if needed > total:
         raise PlanError(

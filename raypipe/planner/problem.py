@@ -134,6 +134,12 @@ class Problem:
         return np.concatenate(([0.0], np.cumsum([float(layer.parameter_bytes) for layer in self.profile.layers])))
 
     @cached_property
+    def standing_prefix(self) -> Floats:
+        """Bytes of weights, their copies in low precision, gradients and optimizer state of all layers before each position."""
+        copies = np.cumsum([float(layer.low_precision_bytes or 0) for layer in self.profile.layers])
+        return self.parameter_prefix * (1 + self.state_bytes_per_parameter_byte) + np.concatenate(([0.0], copies))
+
+    @cached_property
     def saved_prefix(self) -> Floats:
         """Bytes that all layers before each position save for one microbatch."""
         return np.concatenate(([0.0], np.cumsum([layer.saved_bytes * self.scale for layer in self.profile.layers])))

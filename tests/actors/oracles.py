@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raypipe.actors.executor import BatchSource
 from raypipe.actors.held import build_layer
 from raypipe.actors.local import LocalPipeline
 from raypipe.model import Batch, Model
@@ -37,6 +40,19 @@ class RandomRows:
 
 
 @dataclass(frozen=True)
+class RandomTokens:
+    """Rows of tokens for a GPT, and the tokens that follow them."""
+
+    num_rows: int = 2
+    length: int = 16
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        tokens = torch.randint(0, 256, (self.num_rows, self.length + 1), generator=torch.Generator().manual_seed(microbatch))
+        first, end = (round(share * self.num_rows) for share in rows)
+        return {"tokens": tokens[first:end, :-1], "targets": tokens[first:end, 1:]}
+
+
+@dataclass(frozen=True)
 class Trained:
     """Losses by update, the weights of each layer after the last, and the norm of each update's gradients."""
 
@@ -47,7 +63,7 @@ class Trained:
 
 def train_unsplit(
     model: Model,
-    batches: RandomRows,
+    batches: BatchSource,
     *,
     num_updates: int,
     num_microbatches: int,
@@ -56,11 +72,13 @@ def train_unsplit(
     seed: int = 0,
     decay_matrices_only: float | None = None,
     clipped_together: Callable[[nn.ModuleList], list[list[nn.Parameter]]] | None = None,
+    autocast: AbstractContextManager[object] | None = None,
+    fused: bool = False,
 ) -> Trained:
     """Plain PyTorch: accumulate over the microbatches, clip by the global norm, one AdamW step.
 
     AdamW as torch has it by default, or with this weight decay for matrices and none for vectors. Instead of all parameters, groups of
-    them may each be clipped by their norm.
+    them may each be clipped by their norm. Forward and loss run in `autocast`. A fused AdamW is the same but for the last bit.
     """
     modules = unsplit(model, seed=seed)
     edges = model.edges()
@@ -70,7 +88,7 @@ def train_unsplit(
         groups = [[weight for weight in modules.parameters() if (weight.dim() > 1) is matrix] for matrix in (True, False)]
         decays = (decay_matrices_only, 0.0)
         optimizer = torch.optim.AdamW(
-            [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)], lr=learning_rate
+            [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)], lr=learning_rate, fused=fused
         )
     losses = []
     for update in range(num_updates):
@@ -78,10 +96,11 @@ def train_unsplit(
         for number in range(num_microbatches):
             batch = batches.batch(update * num_microbatches + number, (0.0, 1.0))
             values: dict[int, Tensor] = {}
-            for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
-                inputs = [values[source] for source, target in edges if target == index]
-                values[index] = module(*inputs, *(batch[field] for field in layer.batch))
-            loss = model.loss(values[len(modules) - 1], batch)
+            with autocast or nullcontext():
+                for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
+                    inputs = [values[source] for source, target in edges if target == index]
+                    values[index] = module(*inputs, *(batch[field] for field in layer.batch))
+                loss = model.loss(values[len(modules) - 1], batch)
             (loss / num_microbatches).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         found = [
@@ -133,8 +152,8 @@ def layers_of(pipeline: LocalPipeline) -> dict[int, list[list[Tensor]]]:
 class _Dense:
     """One layer by hand: tanh(x W' + b), or without tanh."""
 
-    weight: np.ndarray
-    bias: np.ndarray
+    weight: Any
+    bias: Any
     tanh: bool
 
 
@@ -154,17 +173,17 @@ class HandPipeline:
         self.history: list[list[_Dense]] = []
         for index, layer in enumerate(model.layers):
             module = build_layer(layer, index=index, seed=seed)
-            weight, bias = (parameter.detach().numpy().copy() for parameter in module.parameters())
+            weight, bias = (self._array(parameter.detach().clone()) for parameter in module.parameters())
             self.history.append([_Dense(weight, bias, tanh=index < len(model.layers) - 1)])
         self.tied = {stage: tie for tie in schedule.graph.ties for stage in tie}
         for stage, tie in self.tied.items():
             self.history[stage][0].weight = self.history[tie[0]][0].weight
         self.newest: dict[tuple[int, int], int] = {}
-        self.gradients: dict[tuple[int, int], list[np.ndarray]] = {}
+        self.gradients: dict[tuple[int, int], list[Any]] = {}
         self.counted: dict[tuple[int, int], int] = {}
-        self.saved: dict[tuple[int, int], tuple[int, np.ndarray, np.ndarray]] = {}
-        self.outputs: dict[tuple[int, int], np.ndarray] = {}
-        self.input_gradients: dict[tuple[int, int], np.ndarray] = {}
+        self.saved: dict[tuple[int, int], tuple[int, Any, Any]] = {}
+        self.outputs: dict[tuple[int, int], Any] = {}
+        self.input_gradients: dict[tuple[int, int], Any] = {}
         self.losses: dict[int, float] = {}
         self.mismatches: dict[int, int] = {}
 
@@ -217,41 +236,36 @@ class HandPipeline:
             case OpKind.PUBLISH:
                 self.newest[worker, op.stage] = op.index + 1
 
-    def _batch(self, op: Op, field: str) -> np.ndarray:
-        array: np.ndarray = self.batches.batch(op.index, (0.0, 1.0))[field].numpy()
-        return array
+    def _batch(self, op: Op, field: str) -> Any:
+        return self._array(self.batches.batch(op.index, (0.0, 1.0))[field])
 
     def _forward(self, op: Op, worker: int) -> None:
         version = self._version(op, worker)
         layer = self.history[op.stage][version]
         x = self._batch(op, "inputs") if op.stage == 0 else self.outputs[op.stage - 1, op.index]
-        y = x @ layer.weight.T + layer.bias
-        y = np.tanh(y) if layer.tanh else y
+        y = self._output(layer, x)
         self.saved[op.stage, op.index] = (version, x, y)
         if op.kind is OpKind.RECOMPUTE:
             return
         self.outputs[op.stage, op.index] = y
         if op.stage == self.schedule.num_stages - 1:
-            self.losses[op.index] = float(np.mean((y - self._batch(op, "targets")) ** 2))
+            self.losses[op.index] = float(((y - self._batch(op, "targets")) ** 2).mean())
 
     def _backward(self, op: Op, worker: int) -> None:
         version = self._version(op, worker)
-        layer = self.history[op.stage][version]
-        before, x, y = self.saved.pop((op.stage, op.index))
-        self.mismatches[op.index] = max(self.mismatches.get(op.index, 0), version - before)
+        of_forward, x, y = self.saved.pop((op.stage, op.index))
+        layer = self.history[op.stage][self._read_by_backward(version, of_forward)]
+        self.mismatches[op.index] = max(self.mismatches.get(op.index, 0), version - of_forward)
         if op.stage == self.schedule.num_stages - 1:
-            gradient = 2 * (y - self._batch(op, "targets")) / y.size / self.schedule.num_microbatches
+            targets = self._batch(op, "targets")
+            gradient = (y - targets) * (2 / (NUM_ROWS * targets.shape[1]) / self.schedule.num_microbatches)
         else:
             gradient = self.input_gradients[op.stage + 1, op.index]
-        if layer.tanh:
-            gradient = gradient * (1 - y**2)
-        self.input_gradients[op.stage, op.index] = gradient @ layer.weight
-        parts = [gradient.T @ x, gradient.sum(axis=0)]
+        self.input_gradients[op.stage, op.index], *parts = self._gradients(layer, x, y, gradient)
         key = (op.stage, op.index // self.schedule.num_microbatches)
-        sums = self.gradients.setdefault(key, [np.zeros_like(part) for part in parts])
+        before = self.gradients.get(key)
+        self.gradients[key] = parts if before is None else [total + part for total, part in zip(before, parts, strict=True)]
         self.counted[key] = self.counted.get(key, 0) + 1
-        for total, part in zip(sums, parts, strict=True):
-            np.add(total, part, out=total)
 
     def _update(self, op: Op) -> None:
         versions = self.history[op.stage]
@@ -261,6 +275,53 @@ class HandPipeline:
         bias = self.gradients[op.stage, op.index][1]
         step = self.learning_rate
         versions.append(_Dense(versions[-1].weight - step * weight, versions[-1].bias - step * bias, versions[-1].tanh))
+
+    # Arithmetic
+
+    def _array(self, tensor: Tensor) -> Any:
+        return tensor.numpy()
+
+    def _output(self, layer: _Dense, x: Any) -> Any:
+        y = x @ layer.weight.T + layer.bias
+        return np.tanh(y) if layer.tanh else y
+
+    def _gradients(self, layer: _Dense, x: Any, y: Any, gradient: Any) -> tuple[Any, Any, Any]:
+        """Of the input, the weight and the bias."""
+        if layer.tanh:
+            gradient = gradient * (1 - y**2)
+        return gradient @ layer.weight, gradient.T @ x, gradient.sum(axis=0)
+
+    def _read_by_backward(self, now: int, before: int) -> int:
+        """The version that the input gradient is computed with: that of the backward, not that of its forward."""
+        return now
+
+
+class LowHandPipeline(HandPipeline):
+    """The same as autocast computes it, with every rounding written out: weights and sums in float32, products in bfloat16.
+
+    Each product is one operator of torch, so that only the order of additions within it, which is a matter of the machine, is not said.
+    """
+
+    def _array(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _output(self, layer: _Dense, x: Tensor) -> Tensor:
+        y = torch.addmm(layer.bias.bfloat16(), x.bfloat16(), layer.weight.bfloat16().T)
+        return y.float().tanh().bfloat16() if layer.tanh else y
+
+    def _gradients(self, layer: _Dense, x: Tensor, y: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gradient = gradient.bfloat16()
+        if layer.tanh:
+            gradient = (gradient.float() * (1 - y.float() ** 2)).bfloat16()
+        weight_gradient = (x.bfloat16().T @ gradient).T
+        return gradient @ layer.weight.bfloat16(), weight_gradient.float(), gradient.sum(dim=0).float()
+
+
+class StaleHandPipeline(LowHandPipeline):
+    """What autocast left to itself makes of `live`: the backward reads the copies that were made in the forward."""
+
+    def _read_by_backward(self, now: int, before: int) -> int:
+        return before
 
 
 def largest_difference(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:

@@ -158,6 +158,15 @@ def test_a_model_larger_than_all_devices_is_refused_saying_by_how_much() -> None
         make(problem)
 
 
+def test_copies_in_low_precision_need_memory_too() -> None:
+    profile = ModelProfile.uniform(10, parameter_bytes=100, microbatch_size=1)
+    copied = replace(profile, layers=tuple(replace(layer, low_precision_bytes=50) for layer in profile.layers))
+    cluster = ClusterTopology.uniform(2, memory_bytes=2100)
+    make(Problem(profile, cluster, 4, 1), budget=SMALL)
+    with pytest.raises(PlanError, match=r"together have .* too little; add devices"):
+        make(Problem(copied, cluster, 4, 1))
+
+
 def test_what_fits_apart_but_not_together_says_where_memory_is_short() -> None:
     profile = ModelProfile.uniform(4, parameter_bytes=100, saved_bytes=3000, microbatch_size=8)
     problem = Problem(profile, ClusterTopology.uniform(4, memory_bytes=2600), 8, 8)
