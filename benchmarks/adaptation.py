@@ -169,7 +169,9 @@ def main() -> None:
         switches = [line for line in decisions(adapted) if line["switch"]]
         for line in switches:
             print(f"after update {line['update']}, in {line['took_s']:.1f} s: {line['text']}")
-        after = updates(adapted, after=max([line["update"] for line in switches], default=0) + UPDATES_PER_WINDOW)
+        after = updates(
+            adapted, after=max([line["update"] for line in switches], default=DROP_AFTER * UPDATES_PER_WINDOW) + UPDATES_PER_WINDOW
+        )
         rows = [
             row(
                 "adapts, before the drop",

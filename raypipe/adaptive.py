@@ -7,7 +7,6 @@ stages, programs and places.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from raypipe.actors.job import jobs
@@ -31,7 +30,7 @@ from raypipe.profile import ModelProfile
 from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules.ir import Schedule, WeightRule
 from raypipe.schedules.lower import Placement
-from raypipe.schedules.passes import recomputed_stages
+from raypipe.schedules.passes import one_of_repeated, recomputed_stages
 from raypipe.schedules.validate import facts as facts_of
 from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology
@@ -57,7 +56,6 @@ class Adaptive(Arrangement):
 
     policy: ConcurrencyPolicy
     facts: Facts
-    _choice: Choice
     _speeds: ObservedSpeeds
     _expected: Trace
 
@@ -71,18 +69,23 @@ class Adaptive(Arrangement):
             placement=start.placement if start else Placement.one_each(config.scaling.num_devices),
         )
         self.start = start
+        self._choice: Choice | None = None
+        self._first: Choice | None = None
+        """The way that the run begins with, where that was given."""
         self.window_sizes = sorted(set(window_sizes))
         self.can_divide = can_divide
         self._launched: tuple[str, ...] = ()
         """The topology's names of the devices, as launched."""
-        self._nodes: dict[str, str] = {}
-        """The topology's names of the nodes, by address."""
+        self._nodes: dict[str, str] | None = None
+        """The topology's names of the nodes, by address; `None` where its nodes are not the cluster's."""
         self._fresh = True
         """Whether the way that runs has not had a window yet, in which memory and connections are new."""
         for name in config.adaptation.schedules:
             family(name)
-        if config.scaling.layers_per_stage is not None and start is None:
-            raise ConfigError("scaling.layers_per_stage: schedule.name auto chooses the cut, too; leave it out, or name a schedule")
+        for section, names in (("scaling", ("layers_per_stage",)), ("schedule", ("num_chunks", "num_pipelines", "max_in_flight"))):
+            for name in names if start is None else ():
+                if getattr(getattr(config, section), name):
+                    raise ConfigError(f"{section}.{name}: schedule.name auto chooses that, too; leave it out, or name a schedule")
 
     # As every arrangement
 
@@ -94,12 +97,12 @@ class Adaptive(Arrangement):
     @property
     def microbatch_size(self) -> int:
         """See `Arrangement`."""
-        return self._choice.microbatch_size if hasattr(self, "_choice") else super().microbatch_size
+        return self._choice.microbatch_size if self._choice else super().microbatch_size
 
     @property
     def num_validation_microbatches(self) -> int:
         """See `Arrangement`; as many rows as configured, whatever the size of a microbatch."""
-        return math.ceil(super().num_validation_microbatches * self.config.schedule.microbatch_size / self.microbatch_size)
+        return super().num_validation_microbatches * self.config.schedule.microbatch_size // self.microbatch_size
 
     @property
     def num_places(self) -> int:
@@ -138,19 +141,30 @@ class Adaptive(Arrangement):
             topology = run_topology(self.config, coordinator, notice, num_devices=scaling.num_devices)
             self._launched = tuple(device.name for device in topology.devices)[: scaling.num_devices]
         topology = only(topology, self._launched)
-        self._nodes = {slot.node: topology.node_of(device).name for slot, device in zip(coordinator.slots, self._launched, strict=True)}
-        coordinator.seed_network(topology, self._launched)
+        nodes = {(slot.node, topology.node_of(device).name) for slot, device in zip(coordinator.slots, self._launched, strict=True)}
+        if len(nodes) == len({address for address, _ in nodes}) == len({name for _, name in nodes}):
+            self._nodes = dict(nodes)
+            coordinator.seed_network(topology, self._launched)
+        elif self.config.adaptation.enabled:
+            notice(f"the nodes of the topology {topology.name!r} are not those of the cluster: what links carry is not followed")
         self._speeds = ObservedSpeeds(profile)
         self.policy = self._policy(profile, topology)
         if self.start is not None:
-            self._choice = self._started(self.plan)
+            self._choice = self._first = self._started(self.plan)
             self.policy.adopt(self._choice)
-            self._expected = self.predicted
+            self._expected = self._expect()
         else:
+            notice("choosing how to run")
             choice = self.policy.choose()
             self.take(choice)
+            if self.config.optimizer.max_grad_norm is not None:
+                self.policy.keep_scope(self.schedule.update_scope)
             coordinator.assign(self.devices, self.stages)
             notice(f"chosen: {choice.layout}, {choice.num_microbatches} microbatches of {choice.microbatch_size} rows")
+
+    def _expect(self) -> Trace:
+        """A window as it would go with the layers' times as they are known and the devices' speeds as they were assumed."""
+        return simulate_plan(dataclasses.replace(self.plan, profile=self._speeds.profile, topology=self.policy.problem.topology))
 
     def _policy(self, profile: ModelProfile, topology: ClusterTopology) -> ConcurrencyPolicy:
         config = self.config
@@ -168,11 +182,14 @@ class Adaptive(Arrangement):
             max_staleness=staleness,
             max_mismatch=mismatch,
             updates_per_window=self.window_sizes[-1],
+            update_scope=schedule.update_scope or (self.schedule.update_scope if self.start else None),
         )
+        rows = super().num_validation_microbatches * schedule.microbatch_size
+        divisions = _divisions(schedule.num_microbatches, schedule.microbatch_size) if self.can_divide else ()
         return ConcurrencyPolicy(
             problem,
             schedules=adaptation.schedules,
-            divisions=list(_divisions(schedule.num_microbatches, schedule.microbatch_size)) if self.can_divide else (),
+            divisions=[division for division in divisions if rows % division[1] == 0],  # an evaluation is always of the same rows
             least_gain=adaptation.least_gain,
             horizon_updates=adaptation.horizon_updates,
             check=check_runnable,
@@ -189,21 +206,27 @@ class Adaptive(Arrangement):
         cuts = (*(layers[0] for layers in plan.cut.stages), len(plan.profile.layers))
         again = tuple(sorted(recomputed_stages(plan.schedule)))
         division = (plan.order.num_microbatches, plan.microbatch_size)
-        judge = self.policy.judge(division)
+        rows = tuple(tuple(round(replica.share * plan.microbatch_size) for replica in replicas) for replicas in plan.workers)
+        if any(list(layers) != list(range(layers[0], layers[0] + len(layers))) for layers in plan.cut.stages):
+            raise ConfigError("adaptation.enabled: a stage of the plan is not of consecutive layers; leave adaptation or the plan out")
         given = self.config.schedule.max_in_flight
         limits = dict.fromkeys((None if given is None else int(given), None, plan.order.num_stages, plan.order.num_stages + 1))
         for num_pipelines in (0, len(plan.order.pipelines)):
             for limit in limits:
                 layout = Layout(cuts, workers, plan.order.name, limit, num_pipelines, again)
+                choice = Choice(*division, layout, rows)
+                judge = self.policy.judge_of(choice)
                 try:
                     schedule = judge.schedule(layout, judge.cut(layout), num_updates=plan.order.num_updates)
                 except InputError:
                     continue
                 if schedule.pipelines == plan.schedule.pipelines:
-                    return Choice(*division, layout)
+                    # Its own order: one that was searched for with the times of its stages, or with other limits, is not the generator's.
+                    judge.know(layout, one_of_repeated(plan.schedule) or plan.schedule)
+                    return choice
         raise ConfigError(
-            f"adaptation.enabled: a run cannot begin with this plan's order {plan.order.name!r}, which has no generator of its size; "
-            "set schedule.name to auto, or leave adaptation out"
+            f"adaptation.enabled: a run cannot begin with the order {plan.order.name!r}, which has no generator of its size; "
+            "begin with another, or leave adaptation out"
         )
 
     # In other ways
@@ -213,19 +236,29 @@ class Adaptive(Arrangement):
         """For each device of the plan, the number of its slot as launched."""
         return [self._launched.index(name) for name in self.plan.devices]
 
+    def devices_of(self, choice: Choice) -> list[int]:
+        """The numbers of the slots that a way would use."""
+        names = self.policy.problem.names
+        return [self._launched.index(names[device]) for group in choice.layout.workers for device in group]
+
     def take(self, choice: Choice) -> None:
         """Arranges all as a choice says; what runs does not notice before it is moved."""
         self._choice = choice
-        judge = self.policy.judge((choice.num_microbatches, choice.microbatch_size))
+        judge = self.policy.judge_of(choice)
         cut = judge.cut(choice.layout)
         judged = judge.simulate(choice.layout)
         assert judged is not None, "what the policy chooses it has simulated"
         plan = judge.plan(judged, planner="adaptive", lower_bound_s=bound_s(judge.problem, choice.layout.order))
-        self.schedules = {size: sharded(self.config, judge.schedule(choice.layout, cut, num_updates=size)) for size in self.window_sizes}
+        if self.start is not None and choice == self._first:
+            self.schedules = dict(self.start.schedules)
+        else:
+            self.schedules = {
+                size: sharded(self.config, judge.schedule(choice.layout, cut, num_updates=size)) for size in self.window_sizes
+            }
         self.placement = plan.placement
         self.__dict__.pop("cut", None)  # of the plan before
         self._predict(dataclasses.replace(plan, order=ScheduleFile.of(self.schedule)))
-        self._expected = self.predicted
+        self._expected = self._expect()
         self._fresh = True
 
     def after_window(self, result: WindowResult, network: NetworkEstimate, *, updates_left: int) -> Decision | None:
@@ -242,8 +275,11 @@ class Adaptive(Arrangement):
         settled = self._speeds.settled
         self._speeds.observe(dataclasses.replace(result.trace, devices=self.plan.devices), self._expected, self.plan.cut.stages)
         if not settled:
-            self._expected = simulate_plan(dataclasses.replace(self.plan, profile=self._speeds.profile))
-        topology = self._speeds.topology(network.snapshot(self.policy.problem.topology, names=self._nodes))
+            self._expected = self._expect()
+        topology = self.policy.problem.topology
+        if self._nodes is not None:
+            topology = network.snapshot(topology, names=self._nodes)
+        topology = self._speeds.topology(topology)
         self.facts = Facts(self._speeds.profile, topology)
         return self.policy.after_window(self.facts, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
 
@@ -255,6 +291,8 @@ def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: in
         InputError: it asks for what the executor does not do, or for parts of rows.
     """
     check_rows(placement, microbatch_size)
+    if not any(op.part for op, _ in schedule.ops()):
+        return
     for job in jobs(schedule, placement):
         if any(abs(end * microbatch_size - round(end * microbatch_size)) > _NO_ROW for rows in job.rows for end in rows):
             raise PlanError(f"the order {schedule.name!r} cuts microbatches of {microbatch_size} rows into parts that are no whole rows")

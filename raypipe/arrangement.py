@@ -32,7 +32,7 @@ from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, StageTimes, WeightRule
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import evaluation, one_of_repeated, over_graph, repeated, shard_optimizer
-from raypipe.schedules.validate import validate
+from raypipe.schedules.validate import facts, validate
 from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.trace import Trace
@@ -271,6 +271,27 @@ def _calibrated(scaling: ScalingConfig, notice: Notice) -> TransportCosts | None
         notice("what an Op and a message cost on this machine is not known: `raypipe calibrate` improves predictions")
         return None
     return Calibration.load(path).of("shm" if scaling.transport is not Transport.GLOO else "gloo")
+
+
+def check_staleness(config: TrainConfig, schedule: Schedule) -> None:
+    """Checks a schedule against the limits of a configuration.
+
+    Raises:
+        ConfigError: it is staler than allowed; says what would have to be.
+    """
+    limits = config.schedule
+    if limits.max_staleness is None and limits.max_mismatch is None:
+        return
+    known = facts(schedule)
+    for name, limit, found in (
+        ("max_staleness", limits.max_staleness, known.max_delay),
+        ("max_mismatch", limits.max_mismatch, known.max_mismatch),
+    ):
+        if limit is not None and found > limit:
+            raise ConfigError(
+                f"schedule.{name} is {limit}, but {schedule.name!r} with {schedule.num_microbatches} microbatches an update has {found}; "
+                f"allow {found}, choose another schedule, or let schedule.name be auto"
+            )
 
 
 def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:

@@ -202,8 +202,8 @@ class ScalingConfig:
         num_devices: stage actors.
         cpus_per_device: what each actor reserves of its node; Ray counts them, nothing enforces them.
         threads_per_device: torch threads of each actor on the CPU.
-        topology: a `raypipe.topology/1` file for predictions, whose first devices stand for the run's in order; left out for one
-            made of the nodes' cores and assumed links.
+        topology: a `raypipe.topology/1` file for predictions, whose first devices stand for the run's in order; with `schedule.name: auto`
+            they are the run's, where the file says. Left out for one made of the nodes' cores and assumed links.
         layers_per_stage: the cut, one number a stage; left out for the best cut by measured layer times.
         transport: what carries the messages between stages; sums over several devices always go over gloo.
         calibration: a `raypipe.calibration/1` file for predictions; left out for what `raypipe calibrate` wrote on this machine.

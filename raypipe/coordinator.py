@@ -344,6 +344,18 @@ class Coordinator:
                 actor.assign.remote(None)
         self._gather(calls, "taking stages")
 
+    def gone(self, devices: Sequence[int]) -> list[str]:
+        """The names of the slots among some, by number, whose actors are dead or do not answer."""
+        refs = {number: self._all_actors[number].status.options(concurrency_group="control").remote() for number in devices}
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=self.cluster.silence_timeout_s)
+        found: list[str] = []
+        for number, ref in refs.items():
+            try:
+                ray.get(ref, timeout=0)
+            except (GetTimeoutError, RayError):
+                found.append(self._all_slots[number].name)
+        return found
+
     def move(
         self,
         devices: Sequence[int],

@@ -107,6 +107,9 @@ class RunFolder:
             if path.exists():
                 lines = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["update"] <= update]
                 path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        for path in self.path.glob("*-until-update-*"):
+            if path.suffix == ".json" and int(path.stem.rpartition("-")[2]) > update:
+                path.unlink()
 
     def write_json(self, name: str, content: Any) -> None:
         """Writes a file of the run as JSON."""

@@ -208,7 +208,7 @@ class Trace:
 
         columns = {name: [getattr(span, name) for span in self.spans] for name in Span._fields}
         columns["device"] = [self.devices[span.device] for span in self.spans]
-        metadata = {"format": FORMAT, "name": self.name, "source": str(self.source)}
+        metadata = {"format": FORMAT, "name": self.name, "source": str(self.source), "notes": "\n".join(self.notes)}
         types = {"device": pa.string(), "kind": pa.string(), "name": pa.string(), "bytes": pa.int64()}
         schema = pa.schema([(name, types.get(name, pa.float64())) for name in Span._fields], metadata=metadata)
         try:

@@ -26,7 +26,7 @@ from raypipe.actors.metrics import RunMetrics
 from raypipe.actors.report import mean_losses, norms_of
 from raypipe.actors.stage import BatchFunction, BuildOrder
 from raypipe.adaptive import Adaptive
-from raypipe.arrangement import Arrangement, Named, Planned, with_plan
+from raypipe.arrangement import Arrangement, Named, Planned, check_staleness, with_plan
 from raypipe.comparison import Figure, compare, median_window
 from raypipe.config import (
     AUTO,
@@ -47,6 +47,7 @@ from raypipe.errors import ConfigError
 from raypipe.functions import make_model, name_of
 from raypipe.model import Model
 from raypipe.plan import Plan
+from raypipe.policies.concurrency import Decision
 from raypipe.profile import ModelProfile
 from raypipe.profiler import model_profile
 from raypipe.ray_session import session
@@ -293,8 +294,10 @@ class _Fit:
             start = Planned(plan, config, self.model, window_sizes=sizes)
         elif not auto:
             start = Named(config, self.model, window_sizes=sizes)
-        if start is not None and not config.adaptation.enabled:
-            return start
+        if start is not None:
+            check_staleness(config, start.schedule)
+            if not config.adaptation.enabled:
+                return start
         can_divide = self.reads_tokens and config.adaptation.divisions
         return Adaptive(config, self.model, window_sizes=sizes, start=start, can_divide=can_divide)
 
@@ -501,17 +504,26 @@ class _Fit:
             "speeds": {device.name: device.speed for device in facts.devices},
             "decided_s": time.perf_counter() - since,
         }
-        if decision.switch:
-            self.listener.notice(f"update {done}: {decision.text}")
-            plan, began = self.folder.file("plan.json"), time.perf_counter()
-            plan.rename(self.folder.file(f"plan-until-update-{done:06d}.json"))
-            self.stretches[-1].save(self.folder, until=done)
-            arrangement.take(decision.choice)
-            self.coordinator.move(arrangement.devices, arrangement.stages, order=self._build_order(), jobs=arrangement.jobs())
-            line["took_s"] = time.perf_counter() - began
-            arrangement.policy.adopt(decision.choice, took_s=line["took_s"])
-            self._begin_stretch(f"update {done}: {decision.text}")
-        self.folder.add_decision(line)
+        if decision.switch and (gone := self.coordinator.gone(arrangement.devices_of(decision.choice))):
+            line |= {"switch": False, "text": f"stays, since {' and '.join(gone)} would be needed and do not answer: {decision.text}"}
+            self.listener.notice(f"update {done}: {line['text']}")
+        try:
+            if line["switch"]:
+                self._switch(arrangement, decision, done)
+                line["took_s"] = arrangement.policy.switch_s
+        finally:  # also of a switch that failed
+            self.folder.add_decision(line)
+
+    def _switch(self, arrangement: Adaptive, decision: Decision, done: int) -> None:
+        """Goes on in the way that was decided on."""
+        self.listener.notice(f"update {done}: {decision.text}")
+        before, began = arrangement.plan, time.perf_counter()
+        arrangement.take(decision.choice)
+        self.coordinator.move(arrangement.devices, arrangement.stages, order=self._build_order(), jobs=arrangement.jobs())
+        arrangement.policy.adopt(decision.choice, took_s=time.perf_counter() - began)
+        before.save(self.folder.file(f"plan-until-update-{done:06d}.json"))
+        self.stretches[-1].save(self.folder, until=done)
+        self._begin_stretch(f"update {done}: {decision.text}")
 
     def _between_windows(self, done: int) -> None:
         run = self.config.run

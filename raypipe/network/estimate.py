@@ -171,6 +171,11 @@ class NetworkEstimate:
         """
         by_pair = {pair: link for link in topology.links for pair in link.directions}
         known = {node.name for node in topology.nodes}
+        node_of = _nodes_of(topology)
+        # Links between devices decide before those between their nodes.
+        by_pair |= {
+            (node_of[a], node_of[b]): link for (a, b), link in by_pair.items() if node_of[a] != node_of[b] and {a, b}.isdisjoint(known)
+        }
         for (a, b), estimate in self.links.items():
             ends = _called(a, names), _called(b, names)
             link = by_pair.get(ends) or (topology.default_link if known.issuperset(ends) else None)
@@ -213,13 +218,19 @@ class NetworkEstimate:
                 latency_s = before.latency_s if before is not None else estimate.latency_s
                 seen[pair] = Link(source=pair[0], target=pair[1], bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, one_way=True)
         kept: list[Link] = []
+        node_of = _nodes_of(topology)
         for link in topology.links:
-            left = [pair for pair in link.directions if pair not in seen]
+            left = [(a, b) for a, b in link.directions if (node_of[a], node_of[b]) not in seen]
             if len(left) == len(link.directions):
                 kept.append(link)
             else:
                 kept += [replace(link, source=source, target=target, one_way=True) for source, target in left]
         return replace(topology, links=(*kept, *seen.values()))
+
+
+def _nodes_of(topology: ClusterTopology) -> dict[str, str]:
+    """The node of every node and device, by name."""
+    return {name: node.name for node in topology.nodes for name in (node.name, *(device.name for device in node.devices))}
 
 
 def _called(node: str, names: Mapping[str, str] | None) -> str:

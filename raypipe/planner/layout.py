@@ -9,7 +9,7 @@ screens; the simulator judges.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import numpy as np
 
 from raypipe.cost import layout_cost, published_copies, weight_versions
 from raypipe.cut import Cut
-from raypipe.errors import ScheduleError
+from raypipe.errors import InputError, ScheduleError
 from raypipe.own_schedules import build, family
 from raypipe.plan import Plan, Predicted, Replica
 from raypipe.planner.problem import Group, Problem
@@ -112,12 +112,14 @@ class Judge:
     Attributes:
         problem: what is planned.
         numbered: orders and their lowered programs, which are the same on all devices that divide the rows alike.
+        check: raises an `InputError` for an order, a placement and rows of a microbatch that are not to be chosen.
     """
 
     problem: Problem
     numbered: dict[object, tuple[Schedule, Numbered] | None] = field(default_factory=dict, repr=False)
     too_stale: set[tuple[int, int]] = field(default_factory=set, repr=False)
     """Delay and mismatch of orders that were passed over because the problem allows less."""
+    check: Callable[[Schedule, Placement, int], None] | None = None
     _channels: dict[tuple[Group, Group], Channel] = field(default_factory=dict)
     _stages: dict[tuple[Group, int, int], tuple[float, float, float]] = field(default_factory=dict)
 
@@ -256,17 +258,28 @@ class Judge:
         if shares is None:
             return None
         cut = self.cut(layout)
-        key = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.num_stages, layout.recomputed, cut.graph, shares)
+        key = self._key(layout, cut, shares)
         if key not in self.numbered:
             placement = _placement(shares)
             try:
                 schedule = self.schedule(layout, cut, num_updates=min(self.num_updates(layout), _JUDGED_UPDATES))
+                if self.check is not None:
+                    self.check(schedule, placement, self.problem.microbatch_size)
                 allowed = self._allowed(layout, cut)
                 self.numbered[key] = (schedule, Numbered(lower(schedule, placement))) if allowed else None
-            except ScheduleError:
+            except InputError:
                 self.numbered[key] = None
         known = self.numbered[key]
         return None if known is None else self._timed(layout, *known)
+
+    def _key(self, layout: Layout, cut: Cut, shares: Sequence[Sequence[float]]) -> object:
+        return (layout.order, layout.max_in_flight, layout.num_pipelines, layout.num_stages, layout.recomputed, cut.graph, shares)
+
+    def know(self, layout: Layout, schedule: Schedule) -> None:
+        """Takes an order as what a layout's name stands for: one that was searched for with the times of its stages, or given."""
+        shares = self.shares(layout)
+        assert shares is not None, "what has an order can be divided"
+        self.numbered[self._key(layout, self.cut(layout), shares)] = schedule, Numbered(lower(schedule, _placement(shares)))
 
     def timed(self, layout: Layout, schedule: Schedule) -> Judged:
         """A layout that can be simulated, with an order of more updates."""
@@ -355,6 +368,7 @@ class Judge:
             num_chunks=num_chunks,
             num_pipelines=layout.num_pipelines,
             max_in_flight=layout.max_in_flight,
+            update_scope=self.problem.update_scope,
         )
         schedule = build(layout.order, size)
         if schedule.num_stages != layout.num_stages:

@@ -171,7 +171,7 @@ def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: 
         delay, mismatch = min(judge.too_stale)
         raise PlanError(
             f"every plan with schedule {schedule!r} is staler than allowed (max_staleness {problem.max_staleness}, max_mismatch "
-            f"{problem.max_mismatch}); use more microbatches, or allow --max-staleness {delay} --max-mismatch {mismatch}"
+            f"{problem.max_mismatch}); use more microbatches, or allow max_staleness {delay} and max_mismatch {mismatch}"
         )
     if found is None:
         raise PlanError(
@@ -201,7 +201,7 @@ def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged
     in the end, so that none of them is ever ahead.
     """
     sorted_problem, numbers = canonical(judge.problem)
-    sorted_judge = Judge(sorted_problem, numbered=judge.numbered, too_stale=judge.too_stale)
+    sorted_judge = Judge(sorted_problem, numbered=judge.numbered, too_stale=judge.too_stale, check=judge.check)
     begin = [judged.layout for judged in _proposed(sorted_judge, schedule)] if sorted_problem.num_devices <= MOST_UNITS else []
     found = _searched(sorted_judge, schedule, budget, begin)
     best = None if found is None else judge.simulate(renumbered(found.layout, numbers))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from raypipe.cost import STATE_BYTES_PER_PARAMETER_BYTE
 from raypipe.errors import PlanError
 from raypipe.profile import ModelProfile
+from raypipe.schedules.ir import UpdateScope
 from raypipe.topology import ClusterTopology, Overheads, Path
 
 Floats = npt.NDArray[np.float64]
@@ -41,6 +42,7 @@ class Problem:
             order is to be chosen, and as many as it has where it is named.
         max_mismatch: the most weight versions between the forward and the backward of a microbatch; `None` for no limit.
         updates_per_window: updates between two drains, for orders whose updates overlap.
+        update_scope: what updates wait for; `None` for each order's own default.
 
     Raises:
         PlanError: a count is below 1, or a limit below 0.
@@ -55,6 +57,7 @@ class Problem:
     max_staleness: int | None = None
     max_mismatch: int | None = None
     updates_per_window: int = 10
+    update_scope: UpdateScope | None = None
     _rows: dict[Group, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     _demands: dict[Group, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -243,6 +246,12 @@ class Problem:
         if key not in self._rows:
             self._rows[key] = self._divided([self.powers[device] for device in key])
         return self._rows[key]
+
+    def with_rows(self, rows: Mapping[Group, tuple[int, ...]]) -> Problem:
+        """The same with given rows for the devices of some workers, whatever their power."""
+        found = replace(self)
+        found._rows.update(rows)
+        return found
 
     def _divided(self, powers: Sequence[float]) -> tuple[int, ...] | None:
         if len(powers) > self.microbatch_size:

@@ -3,7 +3,7 @@
 Between two windows the policy takes the facts of now, layer times, speeds of devices, bandwidths of links, and asks the planner for the
 best way to run under them. It is content to stay, for a switch costs time and every figure is noisy:
 
-    facts     nothing is searched before a link, a device or the error of the predictions has changed by a seventh
+    facts     after the first look nothing is searched before a link, a device or the error of the predictions has changed by a seventh
     gain      the other way must be predicted faster by more than `least_gain`, with both predictions corrected by what was measured of
               them when they ran
     twice     unless the gain is large, two windows one after the other must say so
@@ -31,8 +31,9 @@ from raypipe.planner.planners import AUTO, climbed, solve
 from raypipe.planner.problem import Floats, Problem
 from raypipe.planner.search import Budget
 from raypipe.profile import ModelProfile
-from raypipe.schedules.ir import Schedule
+from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import Placement
+from raypipe.simulate import Numbered
 from raypipe.topology import ClusterTopology
 
 _CHANGED = 1.15
@@ -45,6 +46,7 @@ _MOST_WRONG = 4.0
 _FIRST_EFFORT = 0.3
 _EFFORT = 0.05
 """How hard the planner searches at first, and between windows; 1 is what `raypipe plan` does."""
+_FEW_DEVICES = 4
 _STEPS = 3
 _MOST_SWAPS = 60
 """Besides, from each way that ran, the best of the changes of one thing is taken so often."""
@@ -60,11 +62,18 @@ class Choice:
         num_microbatches: of an update.
         microbatch_size: rows of each.
         layout: stages on workers on devices, and the name of the order.
+        rows: for each worker, those of each of its devices.
     """
 
     num_microbatches: int
     microbatch_size: int
     layout: Layout
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def division(self) -> tuple[int, int]:
+        """How the rows of an update are divided: microbatches, and rows of each."""
+        return self.num_microbatches, self.microbatch_size
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class Decision:
     Attributes:
         choice: how the run goes on.
         switch: whether that is another way than before.
-        gain: how many times as fast as the present way the best other one is predicted; 1 where nothing was searched.
+        gain: how many times as fast as the present way the best other one is predicted; 1 where nothing was compared.
         text: the decision and its reason in one line.
         predicted_s: seconds of an update in the present way, under the facts of now; `None` where that cannot be predicted.
     """
@@ -112,6 +121,7 @@ class ConcurrencyPolicy:
 
     Attributes:
         choice: how the run goes on; known once it was chosen, or adopted.
+        switch_s: seconds that the last switch took; `None` before the first.
     """
 
     choice: Choice
@@ -137,9 +147,9 @@ class ConcurrencyPolicy:
         self._chosen_with = problem
         self._searched_with: tuple[Problem, float] | None = None
         self._pending = False
-        self._switch_s: float | None = None
+        self.switch_s: float | None = None
         # Orders and lowered programs, which do not depend on the facts.
-        self._numbered: dict[tuple[int, int], dict[object, tuple[Schedule, object] | None]] = {}
+        self._numbered: dict[tuple[int, int], dict[object, tuple[Schedule, Numbered] | None]] = {}
         self._errors: dict[Choice, deque[float]] = {}
 
     # The beginning
@@ -148,12 +158,18 @@ class ConcurrencyPolicy:
         """Chooses how to begin.
 
         Raises:
-            PlanError: nothing fits; says what is wrong with the last that was tried.
+            PlanError: nothing fits; says what is wrong.
         """
-        found = self._best(_FIRST_EFFORT)
-        self.adopt(found[0])
+        choice, _ = self._best(_FIRST_EFFORT)
+        self.adopt(choice)
         self._searched_with = (self._now, 1.0)
-        return found[0]
+        return choice
+
+    def keep_scope(self, scope: UpdateScope) -> None:
+        """Lets updates of all ways wait for the same from now on, so that clipping by a norm means the same."""
+        self.problem = replace(self.problem, update_scope=scope)
+        self._problems = {division: replace(problem, update_scope=scope) for division, problem in self._problems.items()}
+        self._numbered.clear()
 
     def adopt(self, choice: Choice, *, took_s: float | None = None) -> None:
         """Goes on in a given way.
@@ -166,7 +182,7 @@ class ConcurrencyPolicy:
         self._chosen_with = self._now
         self._pending = False
         if took_s is not None:
-            self._switch_s = took_s
+            self.switch_s = took_s
 
     # Between windows
 
@@ -178,30 +194,34 @@ class ConcurrencyPolicy:
             update_s: seconds of an update in the last window.
             updates_left: of the run.
         """
+        before = self._now
         self._problems = {division: self._of(division, facts) for division in self.divisions}
         now = self._predicted(self.choice)
         if now is None:
             return self._replaced()
-        return replace(self._decided(now, update_s, updates_left), predicted_s=now.update_s)
+        # A window in which the facts changed was partly one of the facts before, and tells nothing of the predictions.
+        if not self._errors.get(self.choice) or not any(_beyond(change) for change, _ in self._changes(before)):
+            errors = self._errors.setdefault(self.choice, deque(maxlen=_WINDOWS))
+            errors.append(min(max(update_s / now.update_s, 1 / _MOST_WRONG), _MOST_WRONG))
+        return replace(self._decided(now, updates_left), predicted_s=now.update_s)
 
     def _replaced(self) -> Decision:
         """Decides where the present way does not fit any more."""
         try:
-            choice, _ = self._best(_EFFORT)
+            choice, _ = self._best(self._effort)
         except PlanError as error:
             return self._stay(f"the present way does not fit any more, and no other does: {error}")
         what = f"{self._difference(self.choice, choice)}: the present way does not fit into memory any more"
-        return Decision(choice, switch=True, gain=math.inf, text=what)
+        return Decision(choice, switch=True, gain=1.0, text=what)
 
-    def _decided(self, now: Judged, update_s: float, updates_left: int) -> Decision:
+    def _decided(self, now: Judged, updates_left: int) -> Decision:
         """Decides where the present way can go on."""
-        errors = self._errors.setdefault(self.choice, deque(maxlen=_WINDOWS))
-        errors.append(min(max(update_s / now.update_s, 1 / _MOST_WRONG), _MOST_WRONG))
-        if not self._pending and not self._changed(statistics.median(errors)):
+        error = self._error(self.choice)
+        if not self._pending and not self._changed(error):
             return self._stay("nothing has changed")
-        self._searched_with = (self._now, statistics.median(errors))
+        self._searched_with = (self._now, error)
         try:
-            return self._compare(now, *self._best(_EFFORT), updates_left)
+            return self._compare(now, *self._best(self._effort), updates_left)
         except PlanError as error:
             return self._stay(f"no other way: {error}")
 
@@ -213,7 +233,7 @@ class ConcurrencyPolicy:
             return self._stay(f"the best other way is predicted {gain:.2f}x as fast, {self.least_gain:.2f}x is asked for", gain)
         num_updates = min(self.horizon_updates, updates_left)
         saved_s = (now_s - best_s) * num_updates
-        switch_s = self._switch_s if self._switch_s is not None else _SWITCH_S + self._moved_s(choice)
+        switch_s = self.switch_s if self.switch_s is not None else _SWITCH_S + self._moved_s(choice)
         what = f"{self._difference(self.choice, choice)}: {self._cause()}; predicted {gain:.2f}x"
         if saved_s <= switch_s:
             pays = f"the {saved_s:.1f} s that it saves in {num_updates} updates do not pay for the {switch_s:.1f} s of a switch"
@@ -269,52 +289,61 @@ class ConcurrencyPolicy:
             microbatch_size=division[1],
         )
 
+    @property
+    def _effort(self) -> float:
+        """How hard to search between windows, while all devices wait: where there are many of them each look takes longer."""
+        return _EFFORT * min(1.0, _FEW_DEVICES / self.problem.num_devices)
+
     def judge(self, division: tuple[int, int]) -> Judge:
         """What judges layouts of so many microbatches of so many rows under the facts of now."""
-        return Judge(self._problems[division], numbered=self._numbered.setdefault(division, {}))  # type: ignore[arg-type]
+        return Judge(self._problems[division], numbered=self._numbered.setdefault(division, {}), check=self._check)
+
+    def judge_of(self, choice: Choice) -> Judge:
+        """The same for a way, whose devices have the rows that they have, whatever is known of their speeds now."""
+        rows = dict(zip(choice.layout.workers, choice.rows, strict=True))
+        return replace(self.judge(choice.division), problem=self._problems[choice.division].with_rows(rows))
+
+    def choice_of(self, division: tuple[int, int], layout: Layout) -> Choice:
+        """A layout as a way to run, with the rows that its devices would have now."""
+        rows = [self._problems[division].rows(group) for group in layout.workers]
+        return Choice(*division, layout, tuple(of_group for of_group in rows if of_group is not None))
 
     def _predicted(self, choice: Choice) -> Judged | None:
-        found = self.judge((choice.num_microbatches, choice.microbatch_size)).simulate(choice.layout)
+        found = self.judge_of(choice).simulate(choice.layout)
         return None if found is None or found.missing_bytes else found
 
     def _error(self, choice: Choice) -> float:
         """Measured over predicted seconds: of a way that ran its own, of another the present one's."""
         if not self._errors:  # nothing has run yet
             return 1.0
-        return statistics.median(self._errors.get(choice) or self._errors[self.choice])
+        return statistics.median(self._errors.get(choice) or self._errors.get(self.choice) or (1.0,))
 
     def _best(self, effort: float) -> tuple[Choice, Judged]:
         """The way that is fastest under the facts of now, all corrected by what was measured."""
-        failure: InputError | None = None
+        failures: list[str] = []
         found: list[tuple[float, int, Choice, Judged]] = []
         budget = Budget.usual(self.problem.num_devices, effort=effort)
         for division in self.divisions:
             for schedule in self.schedules:
-                judge = self.judge(division)
                 try:
-                    judged = solve(judge, schedule=schedule, budget=budget)
-                    self._check_runs(judge, judged)
+                    judged = solve(self.judge(division), schedule=schedule, budget=budget)
                 except InputError as error:
-                    failure = error
+                    if division == self.divisions[0]:  # the one that was asked for
+                        failures.append(str(error))
                     continue
-                choice = Choice(*division, judged.layout)
+                choice = self.choice_of(division, judged.layout)
                 found.append((judged.update_s * self._error(choice), len(found), choice, judged))
         for choice in self._errors:  # what ran can run again, and so can what is much like it
-            division = (choice.num_microbatches, choice.microbatch_size)
             if (known := self._predicted(choice)) is not None:
-                near = climbed(self.judge(division), known, most_steps=_STEPS, neighbours=_neighbours) or known
-                for judged in (known, near):
-                    way = Choice(*division, judged.layout)
-                    found.append((judged.update_s * self._error(way), len(found), way, judged))
+                found.append((known.update_s * self._error(choice), len(found), choice, known))
+                near = climbed(self.judge(choice.division), known, most_steps=_STEPS, neighbours=_neighbours)
+                if near is not None and near is not known and not near.missing_bytes:
+                    way = self.choice_of(choice.division, near.layout)
+                    found.append((near.update_s * self._error(way), len(found), way, near))
         if not found:
-            raise PlanError(f"no way to run was found; of the last that was tried: {failure}")
+            raise PlanError("no way to run was found: " + "; ".join(failures))
         _, _, choice, judged = min(found)
         return choice, judged
-
-    def _check_runs(self, judge: Judge, judged: Judged) -> None:
-        if self._check is not None:
-            plan = judge.plan(judged, planner="adaptive", lower_bound_s=0.0)
-            self._check(plan.schedule, plan.placement, plan.microbatch_size)
 
     def _moved_s(self, choice: Choice) -> float:
         """Seconds in which the layers that change their device get there, one after the other over the slowest link."""
@@ -338,13 +367,15 @@ class ConcurrencyPolicy:
         if one.layout.workers != other.layout.workers:
             names = self.problem.names
             parts.append(f"stages on {', '.join('+'.join(names[device] for device in group) for group in other.layout.workers)}")
-        elif not parts:
+        if one.rows != other.rows and one.layout.workers == other.layout.workers:
+            parts.append("other rows for the devices of a stage")
+        if not parts:
             parts.append("other cuts" if one.layout.cuts != other.layout.cuts else "another limit on activations or recomputation")
         return ", ".join(parts)
 
     def num_pipelines(self, choice: Choice) -> int:
         """The layings of the model that a way has."""
-        judge = self.judge((choice.num_microbatches, choice.microbatch_size))
+        judge = self.judge_of(choice)
         return len(judge.schedule(choice.layout, judge.cut(choice.layout), num_updates=1).pipelines)
 
 

@@ -11,11 +11,11 @@ import torch
 
 from raypipe.adaptive import Adaptive
 from raypipe.config import AdaptationConfig, ClusterConfig, RunConfig, ScalingConfig, ScheduleConfig
-from raypipe.errors import PlanError, UnknownNameError
+from raypipe.errors import ConfigError, PlanError, UnknownNameError
 from raypipe.models.mlp import mlp
 from raypipe.plan import Plan
 from raypipe.planner.layout import Layout
-from raypipe.policies.concurrency import Choice, Decision, Facts
+from raypipe.policies.concurrency import Decision, Facts
 from raypipe.trace import Trace
 from raypipe.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, train_unsplit
@@ -53,7 +53,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, layouts: list[Layout]) -> None:
     def decide(self: Adaptive, *_: object, **__: object) -> Decision | None:
         layout = next(script, None)
         self.facts = Facts(self.plan.profile, self.plan.topology)
-        choice = self._choice if layout is None else Choice(NUM_MICROBATCHES, NUM_ROWS, layout)
+        choice = self.policy.choice if layout is None else self.policy.choice_of((NUM_MICROBATCHES, NUM_ROWS), layout)
         return Decision(choice, switch=layout is not None, gain=1.5, text=f"as scripted: {choice.layout.order}")
 
     monkeypatch.setattr(Adaptive, "after_window", decide)
@@ -115,8 +115,13 @@ def test_a_run_may_choose_its_schedule_from_the_start(tmp_path: Path) -> None:
 
 def test_limits_that_no_way_keeps_are_refused(tmp_path: Path) -> None:
     adaptation = AdaptationConfig(schedules=("pipedream-2bw",))
-    with pytest.raises(PlanError, match=r"max_staleness 0.*allow --max-staleness 1"):
+    with pytest.raises(PlanError, match=r"max_staleness 0.*allow max_staleness 1"):
         trainer(tmp_path, schedule="auto", adaptation=adaptation, max_staleness=0).fit()
+
+
+def test_a_schedule_that_is_staler_than_allowed_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"schedule.max_staleness is 0, but 'amdp' .* has 1; allow 1"):
+        trainer(tmp_path, schedule="amdp", adaptation=AdaptationConfig(), max_staleness=0).fit()
 
 
 def test_an_unknown_schedule_to_choose_from_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_orders_that_are_stale_are_chosen_only_where_that_is_allowed() -> None:
 
 def test_limits_that_no_plan_keeps_are_refused_with_what_would_do() -> None:
     problem = uniform_chain(num_microbatches=1, max_staleness=1, max_mismatch=1)
-    said = r"every plan with schedule 'pipedream' is staler than allowed .* allow --max-staleness \d --max-mismatch 0"
+    said = r"every plan with schedule 'pipedream' is staler than allowed .* allow max_staleness \d and max_mismatch 0"
     with pytest.raises(PlanError, match=said):
         make(problem, name="1f1b-equal", schedule="pipedream")
     make(replace(problem, max_staleness=3), name="1f1b-equal", schedule="pipedream")

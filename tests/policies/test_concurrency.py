@@ -119,7 +119,8 @@ class Run:
             for b in range(4):
                 if a == b:
                     continue
-                for _ in range(12 if (a, b) in used else 0):
+                # Links that no stage uses are probed now and then.
+                for _ in range(12 if (a, b) in used else self.rng.random() < 0.2):
                     path = self.truth.path(f"n{a}/0", f"n{b}/0")
                     took_s = path.latency_s + 400_000 / path.bandwidth_bytes_per_s
                     took_s *= math.exp(self.rng.gauss(0.0, TRANSFER_NOISE)) * (3.0 if self.rng.random() < STALLS else 1.0)
@@ -169,7 +170,7 @@ def test_a_device_that_slows_down_gets_less_to_do() -> None:
     before_s = seconds_of(run.policy.choice, run.truth)
     switches = [run.window().switch for _ in range(8)]
     assert any(switches)
-    assert re.search(r"device n2/0 computes 0\.(49|5)", next(decision.text for decision in run.decisions if decision.switch))
+    assert re.search(r"device n2/0 computes 0\.(4[789]|5)", next(decision.text for decision in run.decisions if decision.switch))
     # Once the median of its last windows has it, what remains is not worth a switch.
     assert seconds_of(run.policy.choice, run.truth) <= 1.06 * best_s(run.truth) < before_s
 
@@ -231,7 +232,7 @@ def test_what_cannot_be_run_is_not_chosen() -> None:
         raise ScheduleError("it cannot be run")
 
     policy = ConcurrencyPolicy(problem(), check=check)
-    with pytest.raises(PlanError, match="it cannot be run"):
+    with pytest.raises(PlanError, match="no way to run was found"):
         policy.choose()
 
 
@@ -246,7 +247,7 @@ def test_fewer_pipelines_are_chosen_where_memory_is_short_and_the_line_says_so()
     roomy = Problem(heavy, eight(None), 16, 1, max_staleness=2, max_mismatch=2, updates_per_window=4)
     policy = ConcurrencyPolicy(roomy, schedules=("amdp",))
     whole = Layout(tuple(range(0, 17, 2)), tuple((device,) for device in range(8)), "amdp")
-    policy.adopt(Choice(16, 1, whole))
+    policy.adopt(policy.choice_of((16, 1), whole))
     assert policy.num_pipelines(policy.choice) == 4
     one_stage = 2 * 10**8 * 4
     facts = Facts(heavy, eight(int(2.6 * one_stage)))
