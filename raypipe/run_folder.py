@@ -5,6 +5,8 @@ runs/gpt/
     versions.json        of raypipe, Python, torch, ray and the machine
     plan.json            stages, devices, order, profile, topology: `raypipe simulate plan.json`
     metrics.jsonl        one line an update or evaluation
+    adaptation.jsonl     of an adaptive run, one line a decision, with the facts that it was made of; what ran before a switch is in
+                         plan-, trace- and predicted-until-update-000030.json
     trace.json           the measured window nearest the median; predicted.json the same window, simulated
     trace.perfetto.json  both, for https://ui.perfetto.dev
     timeline.html        both, as a page to zoom in; timeline.svg two updates of them
