@@ -228,12 +228,14 @@ class Weights:
         return self._gradients.setdefault(update, [None] * len(self.names))
 
     def flat_gradients(self, update: int) -> Tensor:
-        """The gradient buffer of an update as one vector, zeros where there is none, for a reduction."""
+        """The gradient buffer of an update as one vector, zeros where there is none, for a reduction; from then on it lies there alone."""
         parts = [
             (torch.zeros_like(master) if gradient is None else gradient).reshape(-1)
             for gradient, master in zip(self.gradients(update), self.masters, strict=True)
         ]
-        return torch.cat(parts) if parts else torch.zeros(0)
+        flat = torch.cat(parts) if parts else torch.zeros(0)
+        self.set_flat_gradients(update, flat)
+        return flat
 
     def set_flat_gradients(self, update: int, flat: Tensor) -> None:
         """Replaces the gradient buffer of an update by the parts of a vector."""
@@ -262,8 +264,7 @@ class Weights:
         gradients = self.gradients(update)
         del self._gradients[update]
         if self.versioned and keep_old:
-            for master in self.masters:
-                master.data = master.data.clone()
+            self._leave_old()
         if self.optimizer is not None:
             for master, gradient in zip(self.masters, gradients, strict=True):
                 master.grad = gradient if gradient is None or scale == 1.0 else gradient.mul_(scale)
@@ -276,6 +277,11 @@ class Weights:
         if self.versioned and not keep_old:
             self._drop(update)
 
+    def _leave_old(self) -> None:
+        """Goes on in fresh memory; the module's own weights come along, which would else hold the oldest version's for the whole window."""
+        for master, own in zip(self.masters, self._own, strict=True):
+            master.data = own.data = master.data.clone()
+
     def _bring(self, version: int) -> None:
         if self.versioned:
             self._versions[version] = _Version(self._leaves())
@@ -287,8 +293,7 @@ class Weights:
         self._gradients.pop(update, None)
         sizes = [master.numel() for master in self.masters]
         if self.versioned:
-            for master in self.masters:
-                master.data = master.data.clone()
+            self._leave_old()
         with torch.no_grad():
             for part, master in zip(torch.split(flat, sizes), self.masters, strict=True):
                 master.copy_(part.view_as(master))
