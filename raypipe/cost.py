@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.cut import Cut
 from raypipe.plan import Plan
-from raypipe.profile import ModelProfile
+from raypipe.profile import ModelProfile, most_working_bytes
 from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, WeightRule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message, Placement
 from raypipe.schedules.passes import recomputed_stages
@@ -23,7 +23,7 @@ from raypipe.topology import ClusterTopology, Device, Overheads, Path
 STATE_BYTES_PER_PARAMETER_BYTE = 3.0
 """Of gradients and optimizer state: AdamW in the precision of the weights."""
 GRADIENT_BYTES_PER_PARAMETER_BYTE = 1.0
-"""Of gradients alone: what a copy of a stage holds that another one updates."""
+"""Of gradients alone."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,11 @@ class StageCost:
         saved_bytes: held from F to the end of B, or of I where the backward is split.
         weight_grad_saved_bytes: of these, held on until the end of W.
         parameter_bytes: one version of the weights.
-        state_bytes: gradients and optimizer state, held throughout.
+        state_bytes: optimizer state, held throughout.
         kept_bytes: of the saved ones, held from F to R where the forward is run again; `None` where it is not.
+        gradient_bytes: gradients of the weights, held from the first backward of an update to its U.
+        working_bytes: beyond the saved ones, held while F, B, W or R run.
+        input_grad_working_bytes: likewise while I runs.
     """
 
     forward_s: float
@@ -51,6 +54,9 @@ class StageCost:
     parameter_bytes: int = 0
     state_bytes: int = 0
     kept_bytes: int | None = None
+    gradient_bytes: int = 0
+    working_bytes: int = 0
+    input_grad_working_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,8 +184,15 @@ class Cost:
             case _:
                 return 0, 0
 
+    def working_bytes(self, device: int, op: Op, share: float = 1.0) -> int:
+        """Bytes that an Op needs while it runs, beyond those of `memory_step_bytes`."""
+        stage = self.stages[device, op.stage]
+        if op.kind is OpKind.INPUT_GRADIENT:
+            return round(stage.input_grad_working_bytes * share)
+        return 0 if op.kind.per_update else round(stage.working_bytes * share)
+
     def standing_bytes(self, device: int) -> int:
-        """Bytes held throughout: weights in as many versions as the schedule keeps, gradients and optimizer state."""
+        """Bytes held throughout: weights in as many versions as the schedule keeps, and optimizer state."""
         held = [stage for (at, _), stage in self.stages.items() if at == device]
         versions = self.weight_versions.get(device, 1.0)
         return round(sum(stage.parameter_bytes for stage in held) * versions) + sum(stage.state_bytes for stage in held)
@@ -261,7 +274,8 @@ def layout_cost(
         for stage, worker in enumerate(workers):
             for device, _ in placement.workers[worker]:
                 found = topology.device(devices[device])
-                state = GRADIENT_BYTES_PER_PARAMETER_BYTE if Holder(worker, stage) in published else state_bytes_per_parameter_byte
+                of_optimizer = state_bytes_per_parameter_byte - GRADIENT_BYTES_PER_PARAMETER_BYTE
+                state = 0.0 if Holder(worker, stage) in published else of_optimizer
                 of_stage = _stage_cost(profile, cut.stages[stage], found, scale, state)
                 if stage in recomputed:
                     inputs = sum(num_bytes for (_, target), num_bytes in edge_bytes.items() if target == stage)
@@ -338,4 +352,8 @@ def _stage_cost(
         ),
         parameter_bytes=parameter_bytes,
         state_bytes=round(parameter_bytes * state_bytes_per_parameter_byte),
+        gradient_bytes=round(parameter_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
+        working_bytes=round(most_working_bytes(profiles) * scale),
+        # Autograd keeps the whole graph while the gradients from which W starts pile up.
+        input_grad_working_bytes=round(sum(layer.input_grad_working_bytes or 0 for layer in profiles) * scale),
     )

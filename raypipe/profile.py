@@ -7,6 +7,7 @@ edges     a chain unless the file names them; they lead from a layer to a later 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -68,6 +69,9 @@ class LayerProfile:
         tied: layers with the same text here share a weight; None: it shares none.
         gradient_rows: rows of its weight that the gradient of one microbatch touches, as for an embedding; None: all.
         update_s: seconds of the optimizer's step over its weights, once an update; None: not measured.
+        working_bytes: the most that its forward or its backward needs for a while, beyond what it keeps: gradients of activations, that of
+            a weight before it is added to the others; None: not measured.
+        input_grad_working_bytes: likewise its input gradient, where the backward is split.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -83,19 +87,41 @@ class LayerProfile:
     tied: str | None = None
     gradient_rows: int | None = None
     update_s: float | None = None
+    working_bytes: int | None = None
+    input_grad_working_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
             raise codec.invalid(self, "name", "a layer needs a name")
         _check_times(self)
         codec.require_amounts(
-            self, "output_bytes", "saved_bytes", "parameter_bytes", "weight_grad_saved_bytes", "gradient_rows", "update_s"
+            self,
+            "output_bytes",
+            "saved_bytes",
+            "parameter_bytes",
+            "weight_grad_saved_bytes",
+            "gradient_rows",
+            "update_s",
+            "working_bytes",
+            "input_grad_working_bytes",
         )
 
     @property
     def times(self) -> LayerTimes:
         """Its times alone."""
         return LayerTimes(forward_s=self.forward_s, backward_s=self.backward_s, weight_grad_s=self.weight_grad_s)
+
+
+def most_working_bytes(layers: Sequence[LayerProfile]) -> int:
+    """The most that layers which follow each other need for a while, beyond all that they keep.
+
+    When one of them works, those behind it keep nothing yet, or no more.
+    """
+    most = behind = 0
+    for layer in reversed(layers):
+        most = max(most, (layer.working_bytes or 0) - behind)
+        behind += layer.saved_bytes
+    return most
 
 
 @dataclass(frozen=True, kw_only=True)

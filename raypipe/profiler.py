@@ -251,6 +251,8 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
             parameter_bytes=of_devices[0].parameter_bytes,
             weight_grad_saved_bytes=of_devices[0].weight_grad_saved_bytes,
             update_s=fmean(layer.update_s for layer in of_devices),
+            working_bytes=of_devices[0].working_bytes,
+            input_grad_working_bytes=of_devices[0].input_grad_working_bytes,
         )
         for times, of_devices in zip(_times(measured), zip(*measured, strict=True), strict=True)
     )

@@ -52,6 +52,8 @@ def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
         weight_grad_saved_bytes=draw(st.none() | amounts),
         tied=draw(st.none() | st.text()),
         gradient_rows=draw(st.none() | amounts),
+        working_bytes=draw(st.none() | amounts),
+        input_grad_working_bytes=draw(st.none() | amounts),
         **draw(times()),
     )
 
