@@ -2,6 +2,10 @@
 
 What it leaves out: contention for memory bandwidth, kernel launch overheads, links that a ring all-reduce keeps busy for
 point-to-point traffic, the size of a tied weight's sum, and the time that a device needs to hand a message over.
+
+Of memory: what a stage passes on, which is held until its backward though the stages behind it have a copy; rows of the batch; messages
+that wait in a sender or arrive early, and the rings of shared memory; buffers of libraries; holes that the C library keeps. Copies of the
+weights are counted as if the most of them were held throughout, and a layer that keeps its output counts it beside the next one's input.
 """
 
 from __future__ import annotations
