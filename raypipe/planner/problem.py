@@ -141,7 +141,8 @@ class Problem:
     @cached_property
     def working_peaks(self) -> Floats:
         """For each layer, what all layers up to it save for one microbatch, and what it needs for a while."""
-        return self.saved_prefix[1:] + np.array([(layer.working_bytes or 0) * self.scale for layer in self.profile.layers])
+        working: Floats = np.array([(layer.working_bytes or 0) * self.scale for layer in self.profile.layers])
+        return working + self.saved_prefix[1:]
 
     @cached_property
     def crossing_bytes(self) -> Floats:
