@@ -300,7 +300,8 @@ class _Run:
         pivot = () if has_leaves else first_outputs[0]
         first_outputs[0] = ()
         loss = self._loss(wired, outputs, batch) if wired.takes_loss else None
-        return _Saved(wired.version, inputs, outputs, pivot, loss)
+        # The loss stands for the outputs: its backward begins with it, and logits are large.
+        return _Saved(wired.version, inputs, outputs if loss is None else {}, pivot, loss)
 
     def _loss(self, wired: WiredOp, outputs: Outputs, batch: Batch) -> Tensor:
         model = self.executor.model

@@ -378,12 +378,14 @@ class Weights:
         return self._gradients.setdefault(update, [None] * len(self.names))
 
     def flat_gradients(self, update: int) -> Tensor:
-        """The gradient buffer of an update as one vector, zeros where there is none, for a reduction."""
+        """The gradient buffer of an update as one vector, zeros where there is none, for a reduction; from then on it lies there alone."""
         parts = [
             (torch.zeros_like(master) if gradient is None else gradient).reshape(-1)
             for gradient, master in zip(self.gradients(update), self.masters, strict=True)
         ]
-        return torch.cat(parts) if parts else torch.zeros(0)
+        flat = torch.cat(parts) if parts else torch.zeros(0)
+        self.set_flat_gradients(update, flat)
+        return flat
 
     def set_flat_gradients(self, update: int, flat: Tensor) -> None:
         """Replaces the gradient buffer of an update by the parts of a vector."""
@@ -441,10 +443,13 @@ class Weights:
             self._drop(update)
 
     def _move(self) -> None:
-        """Moves what the optimizer steps to fresh memory, where that is what a version computes with."""
-        for master, dtype in zip(self.masters, self._dtypes, strict=True):
+        """Moves what the optimizer steps to fresh memory, where that is what a version computes with.
+
+        The module's own weights come along, which would else hold the oldest version's for the whole window.
+        """
+        for master, own, dtype in zip(self.masters, self._own, self._dtypes, strict=True):
             if master.dtype == dtype:
-                master.data = master.data.clone()
+                master.data = own.data = master.data.clone()
 
     def _bring(self, version: int) -> None:
         if self.versioned:

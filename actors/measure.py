@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -43,6 +45,9 @@ class LayerMeasurement:
         update_s: seconds of the optimizer's step over its weights, and of making the copies anew.
         spread: half the distance between the quartiles of the forward's and backward's sum, over its median.
         low_precision_bytes: of the copies of its weights in lower precision that it computes with.
+        working_bytes: the most that forward and backward take at any time, beyond what autograd keeps; what it passes on, the gradient
+            of that and the gradients of its inputs are part of it, and a gradient of a weight before it is added to the others.
+        input_grad_working_bytes: the same of the forward and the input gradient, where the backward is split.
     """
 
     name: str
@@ -56,6 +61,8 @@ class LayerMeasurement:
     tied_bytes: int
     update_s: float
     spread: float
+    working_bytes: int
+    input_grad_working_bytes: int
     low_precision_bytes: int = 0
 
 
@@ -157,6 +164,7 @@ class _Layer:
     def measure(self, samples: _Samples, effort: Effort) -> LayerMeasurement:
         """What the layer costs by all samples, to which it adds those of a pass."""
         saved_bytes, weight_grad_saved_bytes = self._sizes()
+        working_bytes, input_grad_working_bytes = (max(peak_bytes - saved_bytes, 0) for peak_bytes in self._peaks())
         for repeat in range(effort.warm_up + effort.repeats):
             self._once(samples if repeat >= effort.warm_up else _Samples())
         backward_s = _undisturbed(samples.backward_s)
@@ -173,6 +181,8 @@ class _Layer:
             low_precision_bytes=self.weights.low_precision_bytes,
             update_s=_undisturbed(samples.update_s),
             spread=samples.spread,
+            working_bytes=working_bytes,
+            input_grad_working_bytes=input_grad_working_bytes,
         )
 
     def _tied_bytes(self) -> int:
@@ -223,6 +233,30 @@ class _Layer:
         deferred.run()
         self._clear()
         return saved_bytes, weight_grad_saved_bytes
+
+    def _peaks(self) -> tuple[int, int]:
+        """The most bytes that a forward takes at any time together with its backward, and together with its input gradient."""
+
+        def forward() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+            (roots, leaves), _ = self._forward()
+            return roots, [torch.ones_like(root) for root in roots], leaves
+
+        def whole() -> None:
+            roots, gradients, leaves = forward()
+            backward_full(roots, gradients, leaves, self.parameters)
+
+        def split() -> None:
+            roots, gradients, leaves = forward()
+            backward_input(roots, gradients, leaves, self.parameters, pivot=self._pivot(leaves))
+
+        whole()  # from now on gradients of weights are there, to which others are added
+        peaks = []
+        for work in (whole, split):
+            self.module.first[0] = ()  # what was made before may not end now
+            peaks.append(_peak_bytes(work))
+        self.module.first[0] = ()
+        self._clear()
+        return peaks[0], peaks[1]
 
     def _storage_bytes(self, tensors: Iterable[Tensor]) -> int:
         """The memory that tensors lie in, that of the weights left out."""
@@ -277,6 +311,15 @@ def _timed(what: Callable[[], T]) -> tuple[T, float]:
     since = time.perf_counter()
     result = what()
     return result, time.perf_counter() - since
+
+
+def _peak_bytes(what: Callable[[], None]) -> int:
+    """The most bytes of tensors that there are at any time of what is done, beyond those before it."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch writes a line to stderr whenever a profiler starts
+    with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as profiler:
+        what()
+    events = sorted(profiler.function_events or (), key=lambda event: event.time_range.end)
+    return max(accumulate(event.self_cpu_memory_usage for event in events), default=0)
 
 
 def _spec_bytes(spec: TensorSpec) -> int:

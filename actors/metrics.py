@@ -13,7 +13,7 @@ _TAGS = ("run", "device", "stages")
 
 
 class StageMetrics:
-    """Seconds of one device, counted over the run; Ray exports them as `ray_raypipe_...`.
+    """Seconds and bytes of one device, counted over the run; Ray exports them as `ray_raypipe_...`.
 
     Args:
         run: the run's name.
@@ -27,7 +27,8 @@ class StageMetrics:
         self._wait = Counter("raypipe_wait_seconds", description="Seconds in which the device waited for others", tag_keys=_TAGS)
         self._bubble = Gauge("raypipe_bubble_ratio", description="Share of the last window in which it did not compute", tag_keys=_TAGS)
         self._received = Counter("raypipe_received_bytes", description="Bytes of messages that arrived", tag_keys=_TAGS)
-        for metric in (self._busy, self._wait, self._bubble, self._received):
+        self._memory = Gauge("raypipe_peak_memory_bytes", description="The most that the device held in the last window", tag_keys=_TAGS)
+        for metric in (self._busy, self._wait, self._bubble, self._received, self._memory):
             metric.set_default_tags(tags)
 
     def record(self, report: WindowReport, job: Job) -> None:
@@ -41,6 +42,8 @@ class StageMetrics:
                 counter.inc(amount)
         if log.ends_s:
             self._bubble.set(1 - busy / max(log.ends_s))
+        if report.peak_memory_bytes is not None:
+            self._memory.set(report.peak_memory_bytes)
 
 
 class RunMetrics:

@@ -72,6 +72,7 @@ class WindowReport:
         norms: by update of the window, the gradient norm: over all stages where the update's scope is global, else over the
             stages that count here.
         outputs: by microbatch, if they were asked for.
+        peak_memory_bytes: the most that the device held, as `raypipe.actors.memory` counts it; `None` where that is not known.
     """
 
     device: int
@@ -81,6 +82,7 @@ class WindowReport:
     num_rows: dict[int, int] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
 
 
 def norms_of(reports: Sequence[WindowReport], *, scope: UpdateScope) -> dict[int, float]:

@@ -20,6 +20,7 @@ from raypipe.actors.held import StageModule, Weights
 from raypipe.actors.job import Job
 from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers
 from raypipe.actors.meeting import host_store
+from raypipe.actors.memory import MemoryMeter, memory_meter
 from raypipe.actors.metrics import StageMetrics
 from raypipe.actors.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.probe import Flow, Links, MeetOrder, Readings
@@ -192,6 +193,7 @@ class StageActor:
         self._executor: Executor | None = None
         self._order: BuildOrder | None = None
         self._model: Model | None = None
+        self._memory: MemoryMeter | None = None
         self._weights: dict[int, Weights] = {}
         self._sources: dict[str, BatchSource] = {}
         self._jobs: dict[str, Job] = {}
@@ -297,6 +299,9 @@ class StageActor:
     def build(self, order: BuildOrder) -> dict[int, LayerSize]:
         """Builds the layers of this device's stages; returns the size of each."""
         self._begin("building layers")
+        if self._memory is None:
+            self._source(order.batches, "train")  # may hold all of its rows
+            self._memory = memory_meter(torch.get_default_device())
         self._order = order
         self._model = loss_in_float32(order.model(), order.precision)
         for stage in self.identity.stages:
@@ -385,8 +390,10 @@ class StageActor:
 
     def _run(self, name: str, window: Window) -> WindowReport:
         assert self._executor is not None, "connect comes before run"
+        assert self._memory is not None, "build comes before run"
         self._begin(f"window {window.number} of {name}")
         self._in_window = True
+        self._memory.begin()
         try:
             report = self._executor.run(self._jobs[name], window)
         except RaypipeError as error:
@@ -397,6 +404,7 @@ class StageActor:
             raise self._failure(error) from error
         finally:
             self._in_window = False
+        report.peak_memory_bytes = self._memory.peak_bytes()
         self._doing, self._since = f"waiting for work after window {window.number}", time.monotonic()
         self._metrics.record(report, self._jobs[name])
         return report

@@ -15,7 +15,7 @@ class Figure:
 
     Attributes:
         name: what it is.
-        unit: `s` or `ratio`.
+        unit: `s`, `bytes` or `ratio`.
         predicted: by simulation.
         measured: the median over the windows.
         spread: half the distance between the quartiles of the windows, in the same unit.
@@ -29,13 +29,18 @@ class Figure:
 
     @property
     def error(self) -> float:
-        """For seconds (predicted - measured) / measured, for ratios predicted - measured."""
+        """For seconds and bytes (predicted - measured) / measured, for ratios predicted - measured."""
         difference = self.predicted - self.measured
-        return difference / self.measured if self.unit == "s" and self.measured else difference
+        return difference / self.measured if self.is_amount and self.measured else difference
+
+    @property
+    def is_amount(self) -> bool:
+        """Whether it has a unit, so that its error is relative."""
+        return self.unit != "ratio"
 
 
 def compare(predicted: Trace, measured: Sequence[Trace]) -> list[Figure]:
-    """Update time, bubble ratio of the run and bubble ratio of each device.
+    """Update time, bubble ratio of the run and of each device, and where both sides know it the peak memory of each device.
 
     Args:
         predicted: one simulated window.
@@ -48,6 +53,10 @@ def compare(predicted: Trace, measured: Sequence[Trace]) -> list[Figure]:
     for device, name in enumerate(predicted.devices):
         values = [trace.device_bubble_ratios[device] for trace in measured]
         figures.append(_figure(f"bubble of device {name}", "ratio", predicted.device_bubble_ratios[device], values))
+    if all(any(trace.peak_memory_bytes) for trace in (predicted, *measured)):
+        for device, name in enumerate(predicted.devices):
+            peaks = [float(trace.peak_memory_bytes[device]) for trace in measured]
+            figures.append(_figure(f"memory of device {name}", "bytes", float(predicted.peak_memory_bytes[device]), peaks))
     return figures
 
 

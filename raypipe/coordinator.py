@@ -133,7 +133,10 @@ class WindowResult:
             for report, job, began_s in zip(self.reports, self.jobs, self.began_s, strict=True)
             for span in report.log.spans(job, shift_s=began_s - origin)
         )
-        return Trace(self.name, Source.MEASURED, self.device_names, self.num_updates, spans)
+        peaks = [report.peak_memory_bytes for report in self.reports]
+        memory = tuple(((0.0, peak),) for peak in peaks if peak is not None)
+        known = memory if len(memory) == len(peaks) else ()
+        return Trace(self.name, Source.MEASURED, self.device_names, self.num_updates, spans, known)
 
 
 Channel = tuple[int, int]

@@ -2,6 +2,10 @@
 
 What it leaves out: contention for memory bandwidth, kernel launch overheads, links that a ring all-reduce keeps busy for
 point-to-point traffic, and the time that a device needs to hand a message over.
+
+Of memory: what a stage passes on, which is held until its backward though the stages behind it have a copy; rows of the batch; messages
+that wait in a sender or arrive early, and the rings of shared memory; buffers of libraries; holes that the C library keeps. Copies of the
+weights are counted as if the most of them were held throughout, and a layer that keeps its output counts it beside the next one's input.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.cut import Cut
 from raypipe.plan import Plan
-from raypipe.profile import ModelProfile
+from raypipe.profile import ModelProfile, most_working_bytes
 from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, WeightRule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message, Placement
 from raypipe.schedules.passes import recomputed_stages
@@ -23,7 +27,7 @@ from raypipe.topology import ClusterTopology, Device, Overheads, Path
 STATE_BYTES_PER_PARAMETER_BYTE = 3.0
 """Of gradients and optimizer state: AdamW in the precision of the weights."""
 GRADIENT_BYTES_PER_PARAMETER_BYTE = 1.0
-"""Of gradients alone: what a copy of a stage holds that another one updates."""
+"""Of gradients alone."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,12 @@ class StageCost:
         saved_bytes: held from F to the end of B, or of I where the backward is split.
         weight_grad_saved_bytes: of these, held on until the end of W.
         parameter_bytes: the weights as the optimizer steps them; also what copies of a stage sum and publish.
-        state_bytes: gradients and optimizer state, held throughout.
+        state_bytes: optimizer state, held throughout.
         low_precision_bytes: copies of weights, half as long as these, that one version computes with in place of them.
         kept_bytes: of the saved ones, held from F to R where the forward is run again; `None` where it is not.
+        gradient_bytes: gradients of the weights, held from the first backward of an update to its U.
+        working_bytes: beyond the saved ones, held while F, B, W or R run.
+        input_grad_working_bytes: likewise while I runs.
     """
 
     forward_s: float
@@ -53,6 +60,9 @@ class StageCost:
     state_bytes: int = 0
     low_precision_bytes: int = 0
     kept_bytes: int | None = None
+    gradient_bytes: int = 0
+    working_bytes: int = 0
+    input_grad_working_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,8 +195,15 @@ class Cost:
             case _:
                 return 0, 0
 
+    def working_bytes(self, device: int, op: Op, share: float = 1.0) -> int:
+        """Bytes that an Op needs while it runs, beyond those of `memory_step_bytes`."""
+        stage = self.stages[device, op.stage]
+        if op.kind is OpKind.INPUT_GRADIENT:
+            return round(stage.input_grad_working_bytes * share)
+        return 0 if op.kind.per_update else round(stage.working_bytes * share)
+
     def standing_bytes(self, device: int) -> int:
-        """Bytes held throughout: weights in as many versions as the schedule keeps, gradients and optimizer state.
+        """Bytes held throughout: weights in as many versions as the schedule keeps, and optimizer state.
 
         Of a weight that is computed with in low precision, a version is the copy alone; the weight itself is held once.
         """
@@ -273,7 +290,8 @@ def layout_cost(
         for stage, worker in enumerate(workers):
             for device, _ in placement.workers[worker]:
                 found = topology.device(devices[device])
-                state = GRADIENT_BYTES_PER_PARAMETER_BYTE if Holder(worker, stage) in published else state_bytes_per_parameter_byte
+                of_optimizer = state_bytes_per_parameter_byte - GRADIENT_BYTES_PER_PARAMETER_BYTE
+                state = 0.0 if Holder(worker, stage) in published else of_optimizer
                 of_stage = _stage_cost(profile, cut.stages[stage], found, scale, state)
                 if stage in recomputed:
                     inputs = sum(num_bytes for (_, target), num_bytes in edge_bytes.items() if target == stage)
@@ -364,4 +382,8 @@ def _stage_cost(
         parameter_bytes=parameter_bytes,
         state_bytes=round(parameter_bytes * state_bytes_per_parameter_byte),
         low_precision_bytes=sum(layer.low_precision_bytes or 0 for layer in profiles),
+        gradient_bytes=round(parameter_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
+        working_bytes=round(most_working_bytes(profiles) * scale),
+        # Autograd keeps the whole graph while the gradients from which W starts pile up.
+        input_grad_working_bytes=round(sum(layer.input_grad_working_bytes or 0 for layer in profiles) * scale),
     )

@@ -24,7 +24,7 @@ from itertools import accumulate
 import networkx as nx
 
 from raypipe.errors import InputError
-from raypipe.profile import LayerProfile, LayerTimes, ModelProfile
+from raypipe.profile import LayerProfile, LayerTimes, ModelProfile, most_working_bytes
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
     held = [layer.weight_grad_saved_bytes for layer in layers]
     updates = [layer.update_s for layer in layers]
     copies = [layer.low_precision_bytes for layer in layers]
+    is_worked = any(layer.working_bytes is not None for layer in layers)
     return LayerProfile(
         name=layers[0].name if len(layers) == 1 else f"{layers[0].name}..{layers[-1].name}",
         forward_s=times.forward_s,
@@ -183,6 +184,8 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         gradient_rows=weighted[0].gradient_rows if len(weighted) == 1 else None,
         update_s=None if all(amount is None for amount in updates) else sum(amount or 0.0 for amount in updates),
         low_precision_bytes=None if all(amount is None for amount in copies) else sum(amount or 0 for amount in copies),
+        working_bytes=most_working_bytes(layers) if is_worked else None,
+        input_grad_working_bytes=sum(layer.input_grad_working_bytes or 0 for layer in layers) if is_worked else None,
     )
 
 

@@ -7,6 +7,7 @@ edges     a chain unless the file names them; they lead from a layer to a later 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -70,6 +71,9 @@ class LayerProfile:
         gradient_rows: rows of its weight that the gradient of one microbatch touches, as for an embedding; None: all.
         update_s: seconds of the optimizer's step over its weights, once an update; None: not measured.
         low_precision_bytes: size of the copies, half as long as their weights, that it computes with in place of these; None: it has none.
+        working_bytes: the most that its forward or its backward needs for a while, beyond what it keeps: gradients of activations, that of
+            a weight before it is added to the others; None: not measured.
+        input_grad_working_bytes: likewise its input gradient, where the backward is split.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -87,6 +91,8 @@ class LayerProfile:
     gradient_rows: int | None = None
     update_s: float | None = None
     low_precision_bytes: int | None = None
+    working_bytes: int | None = None
+    input_grad_working_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -102,6 +108,8 @@ class LayerProfile:
             "gradient_rows",
             "update_s",
             "low_precision_bytes",
+            "working_bytes",
+            "input_grad_working_bytes",
         )
         if self.tied_bytes is not None and self.tied_bytes > self.parameter_bytes:
             raise codec.invalid(self, "tied_bytes", f"{self.tied_bytes} is more than parameter_bytes, {self.parameter_bytes}")
@@ -117,6 +125,18 @@ class LayerProfile:
     def times(self) -> LayerTimes:
         """Its times alone."""
         return LayerTimes(forward_s=self.forward_s, backward_s=self.backward_s, weight_grad_s=self.weight_grad_s)
+
+
+def most_working_bytes(layers: Sequence[LayerProfile]) -> int:
+    """The most that layers which follow each other need for a while, beyond all that they keep.
+
+    When one of them works, those behind it keep nothing yet, or no more.
+    """
+    most = behind = 0
+    for layer in reversed(layers):
+        most = max(most, (layer.working_bytes or 0) - behind)
+        behind += layer.saved_bytes
+    return most
 
 
 @dataclass(frozen=True, kw_only=True)

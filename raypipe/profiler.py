@@ -263,6 +263,8 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
             tied_bytes=of_devices[0].tied_bytes if of_devices[0].name in tied else None,
             update_s=fmean(layer.update_s for layer in of_devices),
             low_precision_bytes=of_devices[0].low_precision_bytes or None,
+            working_bytes=of_devices[0].working_bytes,
+            input_grad_working_bytes=of_devices[0].input_grad_working_bytes,
         )
         for times, of_devices in zip(_times(measured), zip(*measured, strict=True), strict=True)
     )

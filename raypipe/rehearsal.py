@@ -143,7 +143,7 @@ def rehearse(
             traces: list[Trace] = []
             for number in range(num_windows + 1):
                 result = coordinator.run_window("rehearse", num_updates=schedule.num_updates, first_update=number * schedule.num_updates)
-                trace = dataclasses.replace(result.trace, name=plan.name, source=Source.REHEARSED)
+                trace = dataclasses.replace(result.trace, name=plan.name, source=Source.REHEARSED, memory=())
                 notice(f"window {number + 1} of {num_windows + 1}: {trace.update_s:.4g} s per update, predicted {predicted.update_s:.4g} s")
                 traces.append(trace)
     return Rehearsal(plan, time_scale, byte_scale, predicted, tuple(traces[1:]))

@@ -20,7 +20,7 @@ from itertools import repeat
 from raypipe.cost import Cost, SharedCompute, plan_cost
 from raypipe.plan import Plan
 from raypipe.schedules.ir import OpKind
-from raypipe.schedules.lower import Collective, Compute, DeviceProgram, Message, Recv, Send, Start, lower
+from raypipe.schedules.lower import Collective, CollectiveKind, Compute, DeviceProgram, Message, Recv, Send, Start, lower
 from raypipe.trace import Source, Span, SpanKind, Trace, steady_s
 
 # What an item is, in the inner loop.
@@ -146,6 +146,13 @@ class Numbered:
                     found.setdefault(item.ops[0].index, []).append((program, position))
         return tuple(tuple(found[update]) for update in sorted(found))
 
+    @cached_property
+    def microbatches_per_update(self) -> int:
+        """How many microbatches an update is made of."""
+        ops = (op for computes in self.computes for item in computes for op in item.ops)
+        num_microbatches = 1 + max((op.index for op in ops if not op.kind.per_update), default=0)
+        return max(num_microbatches // max(len(self.updates), 1), 1)
+
     def run(self, cost: Cost) -> Timing:
         """When everything happens with these costs."""
         run = _Run(self, cost)
@@ -242,22 +249,93 @@ class Timing:
         return tuple(max(held for _, held in steps) for steps in self.memory)
 
     def _memory(self, at: int, device: int) -> list[tuple[float, int]]:
-        order, step = self.order, self.cost.memory_step_bytes
-        steps = {}
-        for number, (owner, item) in enumerate(order.classes):
-            if owner == device:
-                parts = [step(device, op, rows[1] - rows[0]) for op, rows in zip(item.ops, item.rows, strict=True)]
-                steps[number] = (sum(taken for taken, _ in parts), sum(freed for _, freed in parts))
-        held = self.cost.standing_bytes(device)
+        order, cost = self.order, self.cost
+        steps = {number: _steps(cost, device, item) for number, (owner, item) in enumerate(order.classes) if owner == device}
+        gradients = _Gradients(cost, device, order.microbatches_per_update)
+        held = cost.standing_bytes(device)
         curve = [(0.0, held)]
-        slots = (number for kind, number in zip(order.kinds[at], order.numbers[at], strict=True) if kind == _COMPUTE)
-        for number, start, end in zip(slots, self.starts[at], self.ends[at], strict=True):
-            taken, freed = steps[number]
-            if taken:
-                curve.append((start, held := held + taken))
-            if freed:
-                curve.append((end, held := held - freed))
+        slots = zip(order.computes[at], self.starts[at], self.ends[at], strict=True)
+        now_s = 0.0
+        for kind, number in zip(order.kinds[at], order.numbers[at], strict=True):
+            if kind == _COMPUTE:
+                item, start_s, now_s = next(slots)
+                taken, working, freed = steps[number]
+                if taken or working:
+                    curve.append((start_s, held + taken + working))
+                change = taken - freed + gradients.after(item)
+                if working or change != taken:
+                    curve.append((now_s, held + change))
+                held += change
+            elif kind in {_START, _AWAIT}:
+                collective = order.collectives[number]
+                more, change = gradients.started(collective) if kind == _START else (0, gradients.awaited(collective))
+                held += change
+                if more:
+                    curve.append((now_s, held + more))
+                if more or change:
+                    curve.append((now_s, held))
         return curve
+
+
+def _steps(cost: Cost, device: int, item: Compute) -> tuple[int, int, int]:
+    """The bytes that a slot takes when it starts, needs while it runs, and frees when it ends."""
+    shares = [rows[1] - rows[0] for rows in item.rows]
+    parts = [cost.memory_step_bytes(device, op, share) for op, share in zip(item.ops, shares, strict=True)]
+    working = max(cost.working_bytes(device, op, share) for op, share in zip(item.ops, shares, strict=True))
+    return sum(taken for taken, _ in parts), working, sum(freed for _, freed in parts)
+
+
+class _Gradients:
+    """What the gradients and sums of a device's stages hold, as its program goes on.
+
+    Args:
+        cost: bytes.
+        device: its number.
+        microbatches_per_update: which update a microbatch belongs to.
+    """
+
+    def __init__(self, cost: Cost, device: int, microbatches_per_update: int) -> None:
+        self.sizes = {stage: found.gradient_bytes for (at, stage), found in cost.stages.items() if at == device}
+        self.weights = {stage: found.parameter_bytes for (at, stage), found in cost.stages.items() if at == device}
+        self.microbatches_per_update = microbatches_per_update
+        self.there: set[tuple[int, int]] = set()
+        """Stages and updates that have some."""
+
+    def after(self, item: Compute) -> int:
+        """The bytes that there are more when a slot has ended."""
+        more = 0
+        for op in item.ops:
+            if op.kind.writes_gradient:
+                key = (op.stage, op.index // self.microbatches_per_update)
+                if key not in self.there:
+                    self.there.add(key)
+                    more += self.sizes[op.stage]
+            elif op.kind is OpKind.UPDATE:
+                more -= self._dropped(op.stage, op.index)
+        return more
+
+    def started(self, collective: Collective) -> tuple[int, int]:
+        """The bytes that a sum needs for a moment, and those that it holds from then on."""
+        match collective.kind:
+            case CollectiveKind.GRADIENTS:
+                # One vector takes the place of what it is put together from.
+                return self.sizes[collective.stage], 0
+            case CollectiveKind.WEIGHTS:
+                return 0, self.weights[collective.stage]
+            case _:
+                return 0, 0
+
+    def awaited(self, collective: Collective) -> int:
+        """The bytes that there are more when a sum has been taken."""
+        if collective.kind is not CollectiveKind.WEIGHTS:
+            return 0
+        return -self.weights[collective.stage] - self._dropped(collective.stage, collective.update)
+
+    def _dropped(self, stage: int, update: int) -> int:
+        if (stage, update) not in self.there:
+            return 0
+        self.there.remove((stage, update))
+        return self.sizes[stage]
 
 
 @dataclass

@@ -87,7 +87,7 @@ class Trace:
         devices: their names.
         num_updates: updates of the window.
         spans: in no order that is promised.
-        memory: for each device, steps (seconds, bytes held from then on); empty where unknown.
+        memory: for each device, steps (seconds, bytes held from then on), of a measured window a single one, its peak; empty where unknown.
         notes: what is worth knowing of it, such as why the run went on in this way; a line each.
     """
 

@@ -27,7 +27,10 @@ STAGE = StageCost(
     saved_bytes=100,
     weight_grad_saved_bytes=30,
     parameter_bytes=1000,
-    state_bytes=3000,
+    state_bytes=2000,
+    gradient_bytes=1000,
+    working_bytes=50,
+    input_grad_working_bytes=70,
 )
 
 
@@ -141,11 +144,21 @@ def test_activations_are_held_from_forward_to_backward_or_weight_gradient() -> N
         assert step(OpKind.FORWARD, share)[0] == step(OpKind.INPUT_GRADIENT, share)[1] + step(OpKind.WEIGHT_GRADIENT, share)[1]
 
 
+def test_an_op_needs_memory_while_it_runs() -> None:
+    def working(kind: OpKind, share: float = 1.0) -> int:
+        return cost().working_bytes(0, Op(kind, 0, 0), share)
+
+    assert working(OpKind.FORWARD) == working(OpKind.BACKWARD) == working(OpKind.WEIGHT_GRADIENT) == 50
+    assert working(OpKind.BACKWARD, 0.5) == 25
+    assert working(OpKind.INPUT_GRADIENT) == 70
+    assert working(OpKind.UPDATE) == 0
+
+
 def test_a_device_always_holds_its_weights_in_all_versions_and_their_state() -> None:
-    assert cost().standing_bytes(0) == 4000
-    assert replace(cost(), weight_versions={0: 2.0}).standing_bytes(0) == 5000
+    assert cost().standing_bytes(0) == 3000
+    assert replace(cost(), weight_versions={0: 2.0}).standing_bytes(0) == 4000
     two_stages = replace(cost(), stages={(0, 0): STAGE, (0, 4): STAGE})
-    assert two_stages.standing_bytes(0) == 8000
+    assert two_stages.standing_bytes(0) == 6000
     assert two_stages.standing_bytes(1) == 0
 
 
@@ -193,8 +206,19 @@ def plan(profile: ModelProfile, topology: ClusterTopology, stages: tuple[tuple[i
 def test_a_stage_costs_what_its_layers_cost_scaled_to_the_microbatch() -> None:
     profile = ModelProfile(name="m", microbatch_size=2, layers=(layer("a", forward_s=1), layer("b", forward_s=3), layer("c", forward_s=5)))
     found = plan_cost(plan(profile, ClusterTopology.uniform(2), ((0, 1), (2,)), microbatch_size=4)).stages
-    assert found[0, 0] == StageCost(8, 16, 8, 0.0, 160, 160, 200, 600)
-    assert found[1, 1] == StageCost(10, 20, 10, 0.0, 80, 80, 100, 300)
+    assert found[0, 0] == StageCost(8, 16, 8, 0.0, 160, 160, 200, 400, gradient_bytes=200)
+    assert found[1, 1] == StageCost(10, 20, 10, 0.0, 80, 80, 100, 200, gradient_bytes=100)
+
+
+def test_a_stage_needs_for_a_while_what_one_of_its_layers_needs_beyond_what_those_behind_it_keep() -> None:
+    def working(name: str, num_bytes: int) -> LayerProfile:
+        return replace(layer(name), working_bytes=num_bytes, input_grad_working_bytes=num_bytes)
+
+    profile = ModelProfile(name="m", microbatch_size=2, layers=(working("a", 95), working("b", 50), layer("c")))
+    found = plan_cost(plan(profile, ClusterTopology.uniform(2), ((0, 1), (2,)), microbatch_size=4)).stages
+    # When the first layer works, the second keeps nothing of its 40 bytes; of an input gradient, it still does.
+    assert (found[0, 0].working_bytes, found[0, 0].input_grad_working_bytes) == (2 * 55, 2 * 145)
+    assert (found[1, 1].working_bytes, found[1, 1].input_grad_working_bytes) == (0, 0)
 
 
 def test_stages_share_what_their_layers_share_and_one_stage_holds_it_once() -> None:
@@ -275,9 +299,9 @@ def test_devices_share_the_cores_of_their_node_only_where_there_are_too_few() ->
 def test_a_device_of_a_plan_holds_the_versions_that_its_schedule_keeps() -> None:
     profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
     one_version = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
-    assert plan_cost(one_version).standing_bytes(0) == 100 + 300
+    assert plan_cost(one_version).standing_bytes(0) == 100 + 200
     two_versions = replace(one_version, order=ScheduleFile.of(handwritten.pipedream_2bw()))
-    assert plan_cost(two_versions).standing_bytes(0) == 2 * 100 + 300
+    assert plan_cost(two_versions).standing_bytes(0) == 2 * 100 + 200
 
 
 def test_of_a_weight_in_low_precision_a_version_is_the_copy_and_the_weight_is_held_once() -> None:
@@ -286,18 +310,18 @@ def test_of_a_weight_in_low_precision_a_version_is_the_copy_and_the_weight_is_he
     one_version = plan(
         ModelProfile(name="m", microbatch_size=1, layers=layers), ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1
     )
-    assert plan_cost(one_version).standing_bytes(0) == (20 + 40) + 80 + 300
+    assert plan_cost(one_version).standing_bytes(0) == (20 + 40) + 80 + 200
     two_versions = replace(one_version, order=ScheduleFile.of(handwritten.pipedream_2bw()))
-    assert plan_cost(two_versions).standing_bytes(0) == 2 * (20 + 40) + 80 + 300
+    assert plan_cost(two_versions).standing_bytes(0) == 2 * (20 + 40) + 80 + 200
 
 
 def test_a_copy_that_another_one_updates_holds_no_optimizer_state() -> None:
     profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
     four = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
     schedule = catalogue.build("amdp", Size(4, 4))
-    assert [plan_cost(replace(four, order=ScheduleFile.of(schedule))).standing_bytes(device) for device in range(4)] == [2 * 400] * 4
+    assert [plan_cost(replace(four, order=ScheduleFile.of(schedule))).standing_bytes(device) for device in range(4)] == [2 * 300] * 4
     owned = replace(four, order=ScheduleFile.of(shard_optimizer(schedule)))
-    assert [plan_cost(owned).standing_bytes(device) for device in range(4)] == [2 * 200 + 200] * 4
+    assert [plan_cost(owned).standing_bytes(device) for device in range(4)] == [2 * 100 + 200] * 4
 
 
 def test_replicas_of_a_worker_each_hold_the_stage() -> None:

@@ -55,6 +55,20 @@ def test_bytes_are_those_of_the_tensors_that_are_kept() -> None:
     assert first.weight_grad_saved_bytes == 3 * TENSOR_BYTES
 
 
+def test_what_a_layer_needs_for_a_while_is_counted_beyond_what_it_keeps() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64), nn.Sigmoid())
+
+    inner = Layer("inner", build)
+    layers = (Layer("entry", nn.Identity, inputs=(), batch=("inputs",)), inner, Layer("exit", nn.Identity))
+    measured = measure(Model(layers, mean), batch("inputs"))[1]
+    # Kept are its input and the output of the sigmoid. At the most there are besides the gradients of that, of the product, of the input
+    # and of the weight, which is then added to the others.
+    assert measured.saved_bytes == 2 * TENSOR_BYTES
+    assert measured.working_bytes == 3 * TENSOR_BYTES + WIDTH * WIDTH * 8
+    assert measured.input_grad_working_bytes == 3 * TENSOR_BYTES
+
+
 def test_a_layer_without_weights_keeps_nothing_for_them() -> None:
     layers = (Layer("entry", partial(nn.Linear, WIDTH, WIDTH, dtype=torch.float64), inputs=(), batch=("inputs",)), Layer("tanh", nn.Tanh))
     measured = measure(Model((*layers, Layer("exit", partial(nn.Linear, WIDTH, WIDTH, dtype=torch.float64))), mean), batch("inputs"))[1]
@@ -154,6 +168,8 @@ def measurement(name: str, seconds: float, *, spread: float = 0.0) -> LayerMeasu
         tied_bytes=2,
         update_s=seconds,
         spread=spread,
+        working_bytes=5,
+        input_grad_working_bytes=6,
     )
 
 
@@ -168,6 +184,7 @@ def test_a_profile_has_the_means_of_devices_that_measured_together() -> None:
     ]
     assert [layer.update_s for layer in profile.layers] == [2.0, 4.0]
     assert (profile.layers[0].saved_bytes, profile.layers[0].weight_grad_saved_bytes) == (2, 3)
+    assert (profile.layers[0].working_bytes, profile.layers[0].input_grad_working_bytes) == (5, 6)
 
 
 def test_a_profile_keeps_the_branches_of_its_model() -> None:

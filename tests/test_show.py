@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
+from raypipe.comparison import Figure
 from raypipe.cost import StageCost, equal_stages
 from raypipe.plan import Plan, make_plan
 from raypipe.planner.balance import balanced_cut
@@ -462,6 +463,28 @@ def test_differences_are_relative_for_times_and_in_points_for_ratios() -> None:
     assert shown["device 0: busy"] == ("device 0: busy", "12 s", "12 s", "+0.0%")
     assert shown["bubble"][3].endswith(" points")
     assert differences.header(first, second) == ("figure", "predicted", "measured", "error")
+
+
+def test_memory_is_compared_where_both_traces_know_it() -> None:
+    first = traced(family("1f1b", 2, 4), saved_bytes=10**6)
+    second = replace(first, source=Source.MEASURED, memory=(((0.0, 4 * 10**6),), ((0.0, 10**6),)))
+    shown = {row[0]: row[1:] for row in differences.rows(differences.differences(first, second))}
+    assert shown["device 0: peak memory"] == ("3 MB", "4 MB", "-25.0%")
+    assert shown["device 1: peak memory"] == ("2 MB", "1 MB", "+100.0%")
+    assert "device 0: peak memory" not in {figure.name for figure in differences.differences(first, traced(family("1f1b", 2, 4)))}
+
+
+def test_the_comparison_gives_each_figure_its_unit() -> None:
+    figures = [
+        Figure("update time", "s", 1.5, 1.0, 0.25),
+        Figure("bubble", "ratio", 0.25, 0.5, 0.0),
+        Figure("memory of device 0", "bytes", 99e6, 100e6, 1e6),
+    ]
+    lines = text_of(tables.comparison_table(figures)).splitlines()
+    shown = [" ".join(part.strip() for part in line[1:-1].split(line[0])) for line in lines]
+    assert "update time 1.5000 s 1.0000 s 0.2500 s +50.0%" in shown
+    assert "bubble 25.0% 50.0% 0.0% -25.0% points" in shown
+    assert "memory of device 0 99 MB 100 MB 1 MB -1.0%" in shown
 
 
 def test_only_devices_that_both_traces_have_are_compared() -> None:

@@ -17,7 +17,7 @@ from raypipe.profile import ModelProfile
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, UpdateScope, WeightRule, dependencies, ops_of
 from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, Placement, Start, lower
-from raypipe.schedules.passes import add_reductions, evaluation
+from raypipe.schedules.passes import add_reductions, evaluation, shard_optimizer
 from raypipe.schedules.validate import facts, validate
 from raypipe.simulate import Numbered, simulate, simulate_plan
 from raypipe.topology import ClusterTopology, Link, Node, NodeLink, Overheads, Path, SharedLink
@@ -443,6 +443,42 @@ def test_a_split_backward_keeps_what_its_weight_gradient_needs() -> None:
     stage = StageCost(1, 2, 1, saved_bytes=10, weight_grad_saved_bytes=4)
     trace = run(schedule, replace(cost, stages=dict.fromkeys(cost.stages, stage)))
     assert trace.peak_memory_bytes == (40, 34, 28, 22)
+
+
+def test_gradients_are_held_from_the_first_backward_of_an_update_to_its_end() -> None:
+    schedule = catalogue.build("gpipe", Size(2, 3, num_updates=2))
+    cost = equal_stages(schedule)
+    stage = StageCost(1, 2, 1, saved_bytes=10, parameter_bytes=100, state_bytes=200, gradient_bytes=25)
+    trace = run(schedule, replace(cost, stages=dict.fromkeys(cost.stages, stage)))
+    held = [num_bytes - 300 for _, num_bytes in trace.memory[0]]
+    # Three forwards, then backwards, the first of which makes the gradients; the update lets go of them.
+    assert held == [0, *[10, 20, 30, 45, 35, 25, 0] * 2]
+
+
+def test_while_an_op_runs_it_needs_more_than_it_keeps() -> None:
+    schedule = build("gpipe", 1, 2)
+    stage = StageCost(1, 2, 1, saved_bytes=10, working_bytes=7)
+    trace = run(schedule, replace(equal_stages(schedule), stages={(0, 0): stage}))
+    assert trace.memory[0] == ((0, 0), (0, 17), (1, 10), (1, 27), (2, 20), (2, 27), (4, 10), (4, 17), (6, 0))
+
+
+def test_a_sum_of_gradients_is_put_together_beside_them() -> None:
+    schedule = handwritten.opposite_pipelines(2)
+    cost = equal_stages(schedule)
+    stages = dict.fromkeys(cost.stages, StageCost(1, 2, 1, gradient_bytes=25))
+    trace = run(schedule, replace(cost, stages=stages))
+    # The gradients of both stages, and for a moment one vector more.
+    assert trace.peak_memory_bytes == (75, 75)
+
+
+def test_published_weights_travel_in_a_vector_of_their_own() -> None:
+    schedule = shard_optimizer(catalogue.build("amdp", Size(4, 4)))
+    cost = equal_stages(schedule)
+    stages = dict.fromkeys(cost.stages, StageCost(1, 2, 1, parameter_bytes=100, gradient_bytes=1))
+    trace = run(schedule, replace(cost, stages=stages))
+    for device, steps in enumerate(trace.memory):
+        assert steps[-1][1] == cost.standing_bytes(device) + 200
+        assert max(held for _, held in steps) >= 300
 
 
 def test_memory_can_be_left_out() -> None:

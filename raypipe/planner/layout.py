@@ -192,7 +192,9 @@ class Judge:
         held = in_flight(layout, stage, problem.num_microbatches)
         saved = problem.saved_prefix[end] - problem.saved_prefix[first]
         kept = min(problem.crossing_bytes[first], saved) if recomputed else saved
-        needed = kept * (held - 1) + saved
+        # The last microbatch with what its layers need for a while.
+        working = problem.working_peaks[first:end].max() - problem.saved_prefix[first]
+        needed = kept * (held - 1) + max(saved, working)
         for share, limit in problem.demands(group):
             most = max(most, standing + needed * share - limit)
         return float(most)

@@ -166,8 +166,17 @@ class Partition:
     def limited(self) -> bool:
         """Whether memory could be short."""
         problem = self.judge.problem
-        everything = problem.standing_prefix[-1] + problem.saved_prefix[-1] * problem.num_microbatches
+        everything = problem.standing_prefix[-1] + problem.saved_prefix[-1] * (problem.num_microbatches - 1) + problem.working_peaks.max()
         return any(problem.memory_bytes[device] < everything for device in self.order)
+
+    @cached_property
+    def _working(self) -> Floats:
+        """By first layer and end of a stage, the most that a microbatch needs in it at any time."""
+        peaks, saved = self.judge.problem.working_peaks, self.judge.problem.saved_prefix
+        found = np.zeros((len(saved), len(saved)))
+        for first in range(len(peaks)):
+            found[first, first + 1 :] = np.maximum.accumulate(peaks[first:]) - saved[first]
+        return found
 
     def _fits(self, i: int, j: int, held: int, *, recomputed: bool) -> Stages:
         """How far a stage may reach that fits into the memory of the units i..j-1 with so many activations in flight."""
@@ -178,7 +187,7 @@ class Partition:
             standing = -np.subtract.outer(problem.standing_prefix, problem.standing_prefix)
             saved = -np.subtract.outer(problem.saved_prefix, problem.saved_prefix)
             kept = np.minimum(problem.crossing_bytes[:, None], saved) if recomputed else saved
-            needed = kept * (held - 1) + saved
+            needed = kept * (held - 1) + np.maximum(saved, self._working)
             fits = np.ones_like(standing, dtype=bool)
             for share, limit in problem.demands(group):
                 fits &= standing + needed * share <= limit

@@ -148,6 +148,12 @@ class Problem:
         return np.concatenate(([0.0], np.cumsum([layer.saved_bytes * self.scale for layer in self.profile.layers])))
 
     @cached_property
+    def working_peaks(self) -> Floats:
+        """For each layer, what all layers up to it save for one microbatch, and what it needs for a while."""
+        working: Floats = np.array([(layer.working_bytes or 0) * self.scale for layer in self.profile.layers])
+        return working + self.saved_prefix[1:]
+
+    @cached_property
     def crossing_bytes(self) -> Floats:
         """Bytes that cross each position: outputs of layers before it that layers behind it take, each once."""
         last_use: dict[int, tuple[int, int]] = {}

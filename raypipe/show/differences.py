@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from raypipe.comparison import Figure
-from raypipe.show.amounts import ratio, seconds
+from raypipe.show.amounts import ratio, seconds, size
 from raypipe.trace import Source, SpanKind, Trace, ops_named
 
 _WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.MEASURED: "measured"}
 
 
 def differences(first: Trace, second: Trace) -> list[Figure]:
-    """Update time, makespan, bubble, and for each device that both have its busy and waiting time and its bubble.
+    """Update time, makespan, bubble, and for each device that both have its busy and waiting time, its bubble and, if known, its memory.
 
     `predicted` of a figure is the first trace's, `measured` the second's.
     """
@@ -35,6 +35,8 @@ def differences(first: Trace, second: Trace) -> list[Figure]:
             figure(f"{name}: waiting", "s", (first.wait_s[device], second.wait_s[device])),
             figure(f"{name}: bubble", "ratio", (first.device_bubble_ratios[device], second.device_bubble_ratios[device])),
         ]
+        if any(first.peak_memory_bytes) and any(second.peak_memory_bytes):
+            found.append(figure(f"{name}: peak memory", "bytes", (first.peak_memory_bytes[device], second.peak_memory_bytes[device])))
     return found
 
 
@@ -94,16 +96,16 @@ def header(first: Trace, second: Trace) -> tuple[str, ...]:
 
 
 def rows(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
-    """The figures in words; the last column is relative for times and in points for ratios."""
+    """The figures in words; the last column is relative for times and bytes and in points for ratios."""
     return [(figure.name, _shown(figure.predicted, figure), _shown(figure.measured, figure), _error(figure)) for figure in figures]
 
 
 def _shown(value: float, figure: Figure) -> str:
-    return seconds(value) if figure.unit == "s" else ratio(value)
+    return {"s": seconds, "bytes": size, "ratio": ratio}[figure.unit](value)
 
 
 def _error(figure: Figure) -> str:
-    if figure.unit != "s":
+    if not figure.is_amount:
         return f"{100 * figure.error:+.1f} points"
     # Adding zero makes -0.0 positive.
     return f"{round(figure.error, 3) + 0.0:+.1%}" if figure.measured or not figure.predicted else "-"

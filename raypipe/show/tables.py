@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -56,6 +56,9 @@ def schedule_table(schedule: Schedule, trace: Trace, figures: Mapping[str, Any])
     )
 
 
+_FIGURE_WORDS: Mapping[str, Callable[[float], str]] = {"s": "{:.4f} s".format, "bytes": size, "ratio": ratio}
+
+
 def comparison_table(figures: Iterable[Figure], *, measured: str = "measured", title: str | None = None) -> Table:
     """Predicted against measured.
 
@@ -68,12 +71,10 @@ def comparison_table(figures: Iterable[Figure], *, measured: str = "measured", t
     for name in ("figure", "predicted", measured, "spread", "error"):
         found.add_column(name, justify="left" if name == "figure" else "right", no_wrap=True)
     for figure in figures:
-        in_seconds = figure.unit == "s"
-        values = (figure.predicted, figure.measured, figure.spread)
+        words = _FIGURE_WORDS[figure.unit]
         error = ratio(figure.error) if figure.error < 0 else f"+{ratio(figure.error)}"
-        found.add_row(
-            figure.name, *(f"{value:.4f} s" if in_seconds else ratio(value) for value in values), error + ("" if in_seconds else " points")
-        )
+        values = (figure.predicted, figure.measured, figure.spread)
+        found.add_row(figure.name, *map(words, values), error + ("" if figure.is_amount else " points"))
     return found
 
 

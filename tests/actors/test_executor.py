@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from raypipe.actors.batches import FixedBatch
 from raypipe.actors.executor import BatchSource
@@ -15,7 +18,7 @@ from raypipe.actors.local import LocalPipeline
 from raypipe.actors.report import mean_losses, norms_of
 from raypipe.cut import Cut
 from raypipe.errors import PlanError, ScheduleError
-from raypipe.model import Model
+from raypipe.model import Batch, Layer, Model
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.models.towers import two_towers
@@ -508,3 +511,19 @@ def test_an_update_waits_for_what_its_scope_names() -> None:
     schedule = build("1f1b", Size(2, 2))
     assert Op(OpKind.BACKWARD, 1, 1) in dependencies(schedule, Op(OpKind.UPDATE, 0, 0))
     assert schedule.weight_rule is WeightRule.FLUSH
+
+
+def test_the_outputs_that_a_loss_was_taken_of_are_not_kept() -> None:
+    outputs: list[weakref.ref[torch.Tensor]] = []
+
+    def loss(output: torch.Tensor, _: Batch) -> torch.Tensor:
+        assert not [known for known in outputs if known() is not None], "of the microbatches before"
+        outputs.append(weakref.ref(output))
+        return output.mean()
+
+    layers = (Layer("first", partial(nn.Linear, 4, 4), inputs=(), batch=("inputs",)), Layer("last", partial(nn.Linear, 4, 4)))
+    model = Model(layers, loss)
+    batches = FixedBatch({"inputs": torch.ones(2, 4)})
+    run = pipeline(model, build("gpipe", Size(1, 3)), Cut.of_sizes((2,), model.edges()), batches)
+    losses_of(run, 1, 3)
+    assert len(outputs) == 3

@@ -64,9 +64,9 @@ def model_of(*builds: Callable[[], nn.Module]) -> Model:
     return Model(layers, mean_squared_error)
 
 
-def held(model: Model, *, stage: int = 0, seed: int = 0) -> Weights:
+def held(model: Model, *, stage: int = 0, seed: int = 0, rule: WeightRule = WeightRule.FLUSH) -> Weights:
     module = StageModule(model, Cut.equal(len(model.layers), len(model.layers), model.edges()), stage, seed=seed)
-    return Weights(module, optimizer=lambda weights: torch.optim.AdamW(weights, lr=0.1), rule=WeightRule.FLUSH)
+    return Weights(module, optimizer=lambda weights: torch.optim.AdamW(weights, lr=0.1), rule=rule)
 
 
 def rows() -> Batch:
@@ -136,6 +136,31 @@ def test_gradients_of_mixed_precision_pass_through_one_vector() -> None:
     after = weights.gradients(0)
     assert [gradient.dtype for gradient in after if gradient is not None] == [gradient.dtype for gradient in before]
     weights.update(0, scale=1.0, learning_rate=0.1, keep_old=False)
+
+
+def test_gradients_that_are_summed_lie_in_their_vector_alone() -> None:
+    weights = held(model_of(partial(nn.Linear, 4, 4)))
+    weights.begin_window()
+    weights.bind(0, 0)
+    weights.run(0, {}, rows(), Draw(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
+    flat = weights.flat_gradients(0)
+    assert {gradient.untyped_storage().data_ptr() for gradient in weights.gradients(0) if gradient is not None} == {flat.data_ptr()}
+    weights.update(0, scale=1.0, learning_rate=0.1, keep_old=False)
+
+
+@pytest.mark.parametrize("received", [False, True])
+def test_the_module_itself_keeps_no_version_that_nobody_reads(received: bool) -> None:
+    weights = held(model_of(partial(nn.Linear, 4, 4)), rule=WeightRule.STASH)
+    weights.begin_window()
+    weights.bind(0, 0)
+    weights.run(0, {}, rows(), Draw(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
+    if received:
+        weights.receive(0, weights.flat())
+    else:
+        weights.update(0, scale=1.0, learning_rate=0.1, keep_old=True)
+    own = [weight.data_ptr() for weight in weights.module.parameters()]
+    assert own == [weight.data_ptr() for weight in weights.parameters(1)]
+    assert own != [weight.data_ptr() for weight in weights.parameters(0)]
 
 
 def test_a_layer_that_changes_its_input_in_place_is_refused_before_training() -> None:

@@ -221,7 +221,14 @@ class Watcher:
                     self.metrics = answer.read().decode()
 
 
-METRICS = ("ray_raypipe_loss", "ray_raypipe_tokens_per_s", "ray_raypipe_busy_seconds", "ray_raypipe_wait_seconds")
+TELLS_MEMORY = os.access("/proc/self/clear_refs", os.W_OK)
+METRICS = (
+    "ray_raypipe_loss",
+    "ray_raypipe_tokens_per_s",
+    "ray_raypipe_busy_seconds",
+    "ray_raypipe_wait_seconds",
+    *(["ray_raypipe_peak_memory_bytes"] if TELLS_MEMORY else []),
+)
 
 
 def test_metrics_and_names_of_stages_are_there_while_a_run_goes_on(tmp_path: Path) -> None:
@@ -282,6 +289,9 @@ def test_the_folder_of_a_run_holds_what_is_needed_to_know_it(tmp_path: Path, tok
     checkpoint = Checkpoint.open(folder / "checkpoints" / "update-000004")
     assert checkpoint.index.layers[0] == "embedding"
     assert {figure.name for figure in result.figures} >= {"update time", "bubble"}
+    peaks = [figure.measured for figure in result.figures if figure.name.startswith("memory of device ")]
+    assert len(peaks) == (2 if TELLS_MEMORY else 0)
+    assert all(0 < peak < 1e9 for peak in peaks)
 
 
 @pytest.mark.parametrize("transport", [Transport.SHM, Transport.GLOO])

@@ -167,6 +167,16 @@ def test_copies_in_low_precision_need_memory_too() -> None:
         make(Problem(copied, cluster, 4, 1))
 
 
+def test_what_a_layer_needs_for_a_while_must_fit_too() -> None:
+    profile = ModelProfile.uniform(6, output_bytes=1, parameter_bytes=100, saved_bytes=100, microbatch_size=1)
+    problem = Problem(profile, ClusterTopology.uniform(2, memory_bytes=2450), 8, 1)
+    assert [len(layers) for layers in make(problem, budget=TINY, schedule="1f1b").stages] == [3, 3]
+    last = replace(profile.layers[-1], working_bytes=1000)
+    worked = replace(problem, profile=replace(profile, layers=(*profile.layers[:-1], last)))
+    # Three layers with the last of them would take 2500 bytes, four without it take 2400.
+    assert [len(layers) for layers in make(worked, budget=TINY, schedule="1f1b").stages] == [4, 2]
+
+
 def test_what_fits_apart_but_not_together_says_where_memory_is_short() -> None:
     profile = ModelProfile.uniform(4, parameter_bytes=100, saved_bytes=3000, microbatch_size=8)
     problem = Problem(profile, ClusterTopology.uniform(4, memory_bytes=2600), 8, 8)
