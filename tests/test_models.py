@@ -49,6 +49,19 @@ def num_parameters(modules: Mapping[str, nn.Module]) -> int:
     return sum(parameter.numel() for module in modules.values() for parameter in module.parameters())
 
 
+def check_that_it_learns(model: Model, modules: Mapping[str, nn.Module], batch: Mapping[str, Tensor], *, num_steps: int) -> None:
+    optimizer = torch.optim.AdamW([parameter for module in modules.values() for parameter in module.parameters()], lr=1e-2)
+    losses = []
+    for _ in range(num_steps):
+        loss = model.loss(forward(model, modules, batch), batch)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 3
+    assert losses[-1] < 0.5
+
+
 def small_gpt(*, dropout: float = 0.0, dtype: str = "float32") -> Model:
     return gpt(num_layers=2, d_model=16, num_heads=2, sequence_length=8, vocabulary_size=32, dropout=dropout, dtype=dtype)
 
@@ -181,16 +194,7 @@ class TestGpt:
         modules = build(model)
         tokens = torch.arange(9).repeat(4, 1)
         batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-        optimizer = torch.optim.AdamW([parameter for module in modules.values() for parameter in module.parameters()], lr=1e-2)
-        losses = []
-        for _ in range(30):
-            loss = model.loss(forward(model, modules, batch), batch)
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[0] > 3
-        assert losses[-1] < 0.5
+        check_that_it_learns(model, modules, batch, num_steps=30)
 
     def test_longer_sequences_than_the_model_knows_are_refused(self) -> None:
         embedding = small_gpt().layers[0].build()
@@ -261,16 +265,7 @@ class TestBert:
         modules = build(model)
         tokens, targets = mask_rows(torch.arange(20).repeat(8, 1).numpy(), first=0, seed=0, vocabulary_size=32)
         batch = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
-        optimizer = torch.optim.AdamW([parameter for module in modules.values() for parameter in module.parameters()], lr=1e-2)
-        losses = []
-        for _ in range(40):
-            loss = model.loss(forward(model, modules, batch), batch)
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[0] > 3
-        assert losses[-1] < 0.5
+        check_that_it_learns(model, modules, batch, num_steps=40)
 
     def test_arguments_that_do_not_fit_are_refused(self) -> None:
         with pytest.raises(ConfigError, match="num_heads must divide d_model: 256 is no multiple of 3"):

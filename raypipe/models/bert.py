@@ -11,7 +11,6 @@ weights of its own, because embedding and head lie on different stages.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,8 @@ from torch.nn import functional
 
 from raypipe.data.masking import NO_TARGET
 from raypipe.model import Layer, Model
-from raypipe.models.arguments import float_type
-from raypipe.models.gpt import INIT_STD, Block, Embedding, Head, check_sizes, linear
+from raypipe.models.arguments import check_positive, float_type
+from raypipe.models.gpt import INIT_STD, Head, embedding_and_blocks, linear
 
 if TYPE_CHECKING:
     from raypipe.model import Batch
@@ -57,34 +56,20 @@ def bert(
         ConfigError: a size is out of range, or `num_heads` does not divide `d_model`.
         UnknownNameError: there is no such `dtype`.
     """
-    check_sizes(
+    check_positive(vocabulary_size=vocabulary_size)
+    body = embedding_and_blocks(
         num_layers=num_layers,
         d_model=d_model,
         num_heads=num_heads,
         sequence_length=sequence_length,
-        vocabulary_size=vocabulary_size,
+        vocabulary_size=vocabulary_size + 1,  # one more is the mask
         dropout=dropout,
-    )
-    torch_dtype = float_type(dtype)
-    embedding = partial(
-        Embedding, vocabulary_size=vocabulary_size + 1, sequence_length=sequence_length, d_model=d_model, dropout=dropout, dtype=torch_dtype
-    )
-    block = partial(
-        Block,
-        d_model=d_model,
-        num_heads=num_heads,
-        dropout=dropout,
-        residual_std=INIT_STD / math.sqrt(2 * num_layers),
-        dtype=torch_dtype,
+        dtype=float_type(dtype),
         causal=False,
     )
-    head = partial(MaskedHead, d_model=d_model, vocabulary_size=vocabulary_size, dtype=torch_dtype)
+    head = partial(MaskedHead, d_model=d_model, vocabulary_size=vocabulary_size, dtype=float_type(dtype))
     return Model(
-        layers=(
-            Layer("embedding", embedding, inputs=(), batch=("tokens",)),
-            *(Layer(f"block-{index}", block) for index in range(num_layers)),
-            Layer("head", head),
-        ),
+        layers=(*body, Layer("head", head)),
         loss=masked_cross_entropy,
     )
 

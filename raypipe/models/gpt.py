@@ -58,35 +58,35 @@ def gpt(
         ConfigError: a size is out of range, or `num_heads` does not divide `d_model`.
         UnknownNameError: there is no such `dtype`.
     """
-    check_sizes(
+    body = embedding_and_blocks(
         num_layers=num_layers,
         d_model=d_model,
         num_heads=num_heads,
         sequence_length=sequence_length,
         vocabulary_size=vocabulary_size,
         dropout=dropout,
+        dtype=float_type(dtype),
     )
-    torch_dtype = float_type(dtype)
-    embedding = partial(
-        Embedding, vocabulary_size=vocabulary_size, sequence_length=sequence_length, d_model=d_model, dropout=dropout, dtype=torch_dtype
-    )
-    # Each block adds to the hidden state twice; so scaled, the variance of the sum does not grow with the depth (Radford et al.).
-    residual_std = INIT_STD / math.sqrt(2 * num_layers)
-    block = partial(Block, d_model=d_model, num_heads=num_heads, dropout=dropout, residual_std=residual_std, dtype=torch_dtype)
-    head = partial(Head, d_model=d_model, vocabulary_size=vocabulary_size, dtype=torch_dtype)
+    head = partial(Head, d_model=d_model, vocabulary_size=vocabulary_size, dtype=float_type(dtype))
     return Model(
-        layers=(
-            Layer("embedding", embedding, inputs=(), batch=("tokens",)),
-            *(Layer(f"block-{index}", block) for index in range(num_layers)),
-            Layer("head", head),
-        ),
+        layers=(*body, Layer("head", head)),
         loss=cross_entropy,
         ties=((("embedding", "token.weight"), ("head", "logits.weight")),) if tie_embeddings else (),
     )
 
 
-def check_sizes(*, num_layers: int, d_model: int, num_heads: int, sequence_length: int, vocabulary_size: int, dropout: float) -> None:
-    """Refuses sizes that no transformer has.
+def embedding_and_blocks(
+    *,
+    num_layers: int,
+    d_model: int,
+    num_heads: int,
+    sequence_length: int,
+    vocabulary_size: int,
+    dropout: float,
+    dtype: torch.dtype,
+    causal: bool = True,
+) -> tuple[Layer, ...]:
+    """Returns the layers before a head, with arguments as `gpt` has them; a position sees later ones where not `causal`.
 
     Raises:
         ConfigError: a size is out of range, or `num_heads` does not divide `d_model`.
@@ -98,6 +98,23 @@ def check_sizes(*, num_layers: int, d_model: int, num_heads: int, sequence_lengt
         raise ConfigError(f"num_heads must divide d_model: {d_model} is no multiple of {num_heads}")
     if not 0 <= dropout < 1:
         raise ConfigError(f"dropout must be at least 0 and less than 1, not {dropout}")
+    embedding = partial(
+        Embedding, vocabulary_size=vocabulary_size, sequence_length=sequence_length, d_model=d_model, dropout=dropout, dtype=dtype
+    )
+    block = partial(
+        Block,
+        d_model=d_model,
+        num_heads=num_heads,
+        dropout=dropout,
+        # Each block adds to the hidden state twice; so scaled, the variance of the sum does not grow with the depth (Radford et al.).
+        residual_std=INIT_STD / math.sqrt(2 * num_layers),
+        dtype=dtype,
+        causal=causal,
+    )
+    return (
+        Layer("embedding", embedding, inputs=(), batch=("tokens",)),
+        *(Layer(f"block-{index}", block) for index in range(num_layers)),
+    )
 
 
 def cross_entropy(logits_BTV: Tensor, batch: Batch) -> Tensor:

@@ -15,6 +15,7 @@ The receiver's and the sender's spans are compared, so their clocks are correcte
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,10 @@ from raypipe.network.estimate import Transfer
 from raypipe.schedules.lower import Await, Collective, DeviceProgram, Recv, Send, Start
 
 _WAITED_S = 3e-4
-"""A receive that takes longer has waited; taking a message that is there takes less."""
+_WAITED_SHARE = 0.25
+"""A receive has waited if it took longer than so many seconds, and than this share of the time that the message had for itself, since
+it was handed over and the one before was taken. Taking what is there takes a while, too: a millisecond where it is large and the
+machine busy, which would be put down to the link."""
 _LEAST_BYTES = 16_384
 """Fewer bytes tell of the latency, not of the bandwidth."""
 
@@ -154,9 +158,11 @@ class _Seen:
         for (source, target), arrivals in self.taken.items():
             ends = (self.nodes[source], self.nodes[target])
             if ends[0] != ends[1]:
+                before_s = -math.inf
                 # The n-th message that is sent on a channel is the n-th that is taken.
                 for handed_s, (asked_s, taken_s, num_bytes) in zip(self.handed[source, target], arrivals, strict=True):
-                    awaited = taken_s - asked_s > _WAITED_S
+                    awaited = taken_s - asked_s > max(_WAITED_S, _WAITED_SHARE * (taken_s - max(handed_s, before_s)))
+                    before_s = taken_s
                     found[ends].append(_Carried(handed_s, taken_s if awaited else asked_s, num_bytes, awaited))
         return found
 

@@ -22,8 +22,9 @@ ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving
 ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp")
 """Orders whose updates overlap; those of one stage a worker are here, too, as their busiest worker alone counts."""
 
-_NUM_CHUNKS = {"interleaved": (2, 3, 4), "async-interleaved": (2, 3, 4)}
-"""Stages a worker that are tried; of the other orders two, or one where that is their number."""
+_NUM_CHUNKS = {"interleaved": (2, 3, 4), "async-interleaved": (1, 2, 3, 4)}
+"""Stages a worker that are tried; of the other orders two, or one where that is their number. Asynchronous interleaving with one stage a
+worker has more microbatches under way than `async-1f1b`, which hides messages that take longer than an Op."""
 
 
 def layouts(judge: Judge, workers: tuple[Group, ...], order: str) -> Iterator[Layout]:

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from raypipe.actors.executor import BatchSource
 from raypipe.actors.held import build_layer
 from raypipe.actors.local import LocalPipeline
+from raypipe.cut import Cut
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import Op, OpKind, Schedule, WeightRule, ops_of
 
@@ -294,6 +296,31 @@ class HandPipeline:
     def _read_by_backward(self, now: int, before: int) -> int:
         """The version that the input gradient is computed with: that of the backward, not that of its forward."""
         return now
+
+
+def run_beside_hand(model: Model, cut: Cut, schedule: Schedule) -> tuple[LocalPipeline, HandPipeline]:
+    """Returns a pipeline and one by hand after a window, whose losses and weights agreed to 1e-12."""
+    batches = RandomRows()
+    run = LocalPipeline(
+        model,
+        cut=cut,
+        schedule=schedule,
+        batches=batches,
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
+        learning_rate=lambda _: 0.1,
+    )
+    by_hand = HandPipeline(model, schedule, batches, learning_rate=0.1)
+    by_hand.run()
+    losses: dict[int, float] = {}
+    for report in run.run_window():
+        losses |= report.losses
+    assert losses == pytest.approx(by_hand.losses, abs=1e-12)
+    for index, copies in layers_of(run).items():
+        newest = by_hand.history[index][-1]
+        for copy in copies:
+            assert np.allclose(copy[0].numpy(), newest.weight, rtol=0, atol=1e-12)
+            assert np.allclose(copy[1].numpy(), newest.bias, rtol=0, atol=1e-12)
+    return run, by_hand
 
 
 class LowHandPipeline(HandPipeline):

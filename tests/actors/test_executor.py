@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -28,7 +27,15 @@ from raypipe.schedules.lower import Placement, Recv
 from raypipe.schedules.passes import add_reductions, evaluation, recompute, recomputed_stages, shard_optimizer
 from raypipe.schedules.validate import facts, validate
 from raypipe.trace import SpanKind
-from tests.actors.oracles import HandPipeline, RandomRows, Trained, gradients_unsplit, largest_difference, layers_of, train_unsplit
+from tests.actors.oracles import (
+    RandomRows,
+    Trained,
+    gradients_unsplit,
+    largest_difference,
+    layers_of,
+    run_beside_hand,
+    train_unsplit,
+)
 from tests.schedules.handwritten import halved, opposite_pipelines, pipedream_2bw, two_branches
 
 LEARNING_RATE = 1e-2
@@ -197,27 +204,9 @@ def test_an_asynchronous_window_equals_its_rule_done_by_hand(name: str, size: Si
         schedule = shard_optimizer(schedule)
     validate(schedule)
     model = mlp(num_layers=schedule.num_stages, dtype="float64")
-    batches = RandomRows()
-    run = LocalPipeline(
-        model,
-        cut=Cut.equal(schedule.num_stages, schedule.num_stages, model.edges()),
-        schedule=schedule,
-        batches=batches,
-        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
-        learning_rate=lambda _: 0.1,
-    )
-    by_hand = HandPipeline(model, schedule, batches, learning_rate=0.1)
-    by_hand.run()
-    losses: dict[int, float] = {}
-    for report in run.run_window():
-        losses |= report.losses
-    assert losses == pytest.approx(by_hand.losses, abs=1e-12)
-    for index, copies in layers_of(run).items():
-        newest = by_hand.history[index][-1]
-        for copy in copies:
-            assert np.allclose(copy[0].numpy(), newest.weight, rtol=0, atol=1e-12)
-            assert np.allclose(copy[1].numpy(), newest.bias, rtol=0, atol=1e-12)
-            assert all(torch.equal(mine, first) for mine, first in zip(copy, copies[0], strict=True))
+    run, by_hand = run_beside_hand(model, Cut.equal(schedule.num_stages, schedule.num_stages, model.edges()), schedule)
+    for copies in layers_of(run).values():
+        assert all(torch.equal(mine, first) for copy in copies for mine, first in zip(copy, copies[0], strict=True))
     assert again or max(by_hand.mismatches.values()) == facts(schedule).max_mismatch
 
 

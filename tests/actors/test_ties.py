@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -27,7 +26,7 @@ from raypipe.schedules.ir import Schedule, Size, UpdateScope, WeightRule
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import evaluation, over_graph, recompute, shard_optimizer
 from raypipe.schedules.validate import validate
-from tests.actors.oracles import HandPipeline, RandomRows, largest_difference, layers_of, train_unsplit, unsplit
+from tests.actors.oracles import RandomRows, largest_difference, layers_of, run_beside_hand, train_unsplit, unsplit
 from tests.actors.test_executor import ASYNCHRONOUS
 
 LEARNING_RATE = 1e-2
@@ -198,26 +197,7 @@ def test_an_asynchronous_window_equals_its_rule_done_by_hand(name: str, size: Si
             pytest.skip("a copy alone owns itself")
         schedule = shard_optimizer(schedule)
     validate(schedule)
-    batches = RandomRows()
-    run = LocalPipeline(
-        model,
-        cut=cut,
-        schedule=schedule,
-        batches=batches,
-        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
-        learning_rate=lambda _: 0.1,
-    )
-    by_hand = HandPipeline(model, schedule, batches, learning_rate=0.1)
-    by_hand.run()
-    losses: dict[int, float] = {}
-    for report in run.run_window():
-        losses |= report.losses
-    assert losses == pytest.approx(by_hand.losses, abs=1e-12)
-    for index, copies in layers_of(run).items():
-        newest = by_hand.history[index][-1]
-        for copy in copies:
-            assert np.allclose(copy[0].numpy(), newest.weight, rtol=0, atol=1e-12)
-            assert np.allclose(copy[1].numpy(), newest.bias, rtol=0, atol=1e-12)
+    run, _ = run_beside_hand(model, cut, schedule)
     check_copies(run, model)
 
 

@@ -135,6 +135,8 @@ FIRST, SECOND = message(0), message(1)
 def test_a_message_whose_receiver_came_late_tells_nothing() -> None:
     sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0)]
     assert transfers(handmade(sender, [(COMPUTE, 0.0, 5.0), (Recv(FIRST, 0), 5.0, 5.0001)])) == []
+    slowly_taken = [(COMPUTE, 0.0, 1.05), (Recv(FIRST, 0), 1.05, 1.051)]
+    assert transfers(handmade(sender, slowly_taken)) == [], "a millisecond of 51 may be that of taking what was there"
     (found,) = transfers(handmade(sender, [(Recv(FIRST, 0), 0.0, 1.25)]))
     assert found.seconds == pytest.approx(0.25)
     assert (found.num_bytes, found.at_s) == (100_000, 1.25)

@@ -267,6 +267,18 @@ def test_orders_that_are_stale_are_chosen_only_where_that_is_allowed() -> None:
         assert known.max_mismatch <= mismatch
 
 
+def test_where_messages_are_long_more_microbatches_are_under_way_than_async_1f1b_has() -> None:
+    problem = uniform_chain(max_staleness=1, max_mismatch=1, updates_per_window=7)
+    profile = replace(problem.profile, layers=tuple(replace(layer, output_bytes=80_000) for layer in problem.profile.layers))
+    problem = replace(problem, profile=profile)  # a message takes two forwards of a stage
+    seconds = {
+        name: make(problem, schedule=name, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
+        for name in ("auto", "async-1f1b", "async-interleaved", "pipedream-2bw", "amdp")
+    }
+    assert seconds["auto"] == min(seconds.values())
+    assert seconds["async-interleaved"] < 0.9 * seconds["async-1f1b"]
+
+
 def test_limits_that_no_plan_keeps_are_refused_with_what_would_do() -> None:
     problem = uniform_chain(num_microbatches=1, max_staleness=1, max_mismatch=1)
     said = r"every plan with schedule 'pipedream' is staler than allowed .* allow max_staleness \d and max_mismatch 0"
