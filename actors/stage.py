@@ -22,6 +22,7 @@ from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement, measu
 from raypipe.actors.meeting import host_store
 from raypipe.actors.memory import MemoryMeter, memory_meter
 from raypipe.actors.metrics import StageMetrics
+from raypipe.actors.optimizers import build_optimizer
 from raypipe.actors.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.probe import Flow, Links, MeetOrder, Readings
 from raypipe.actors.processes import ProcessTransport
@@ -109,12 +110,12 @@ class BuildOrder:
         batches: opens the rows of a split.
         cut: the layers of all stages.
         weight_rule: how a backward finds its weights.
-        optimizer: AdamW's figures.
+        optimizer: which, and its figures.
         num_rows: of a microbatch.
         num_updates: of the run, for the learning rate.
         seed: of weights and randomness.
         faults: what is to go wrong.
-        make_optimizer: instead of AdamW.
+        make_optimizer: instead of what `optimizer` names.
         precision: in which the stages compute.
     """
 
@@ -260,7 +261,7 @@ class StageActor:
         """Measures every layer of the model on this device."""
         self._begin("measuring layers")
         batch = self._source(batches, "train").batch(0, (0.0, 1.0))
-        return measure_layers(model(), batch, optimizer=partial(adamw, optimizer), seed=seed, effort=effort, precision=precision)
+        return measure_layers(model(), batch, optimizer=partial(build_optimizer, optimizer), seed=seed, effort=effort, precision=precision)
 
     def _source(self, batches: BatchFunction, split: str) -> BatchSource:
         """The rows of a split, opened once."""
@@ -306,7 +307,7 @@ class StageActor:
         self._model = loss_in_float32(order.model(), order.precision)
         for stage in self.identity.stages:
             module = stage_module(self._model, order.cut, stage, seed=order.seed, precision=order.precision)
-            make = partial(order.make_optimizer, stage) if order.make_optimizer else partial(adamw, order.optimizer)
+            make = partial(order.make_optimizer, stage) if order.make_optimizer else partial(build_optimizer, order.optimizer)
             self._weights[stage] = Weights(module, optimizer=make, rule=order.weight_rule)
         return {index: size for weights in self._weights.values() for index, size in _layer_sizes(weights.module).items()}
 
@@ -490,11 +491,3 @@ def _layer_sizes(module: StageModule) -> dict[int, LayerSize]:
 def _gpus() -> tuple[str, ...]:
     """The UUIDs of the GPUs that this process sees."""
     return tuple(str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count()))
-
-
-def adamw(config: OptimizerConfig, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW whose weight decay spares vectors, such as biases and gains."""
-    matrices = [weight for weight in weights if weight.dim() >= 2]
-    vectors = [weight for weight in weights if weight.dim() < 2]
-    groups = [{"params": group, "weight_decay": decay} for group, decay in ((matrices, config.weight_decay), (vectors, 0.0)) if group]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=True)

@@ -6,7 +6,7 @@ import csv
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from in_turn import in_turn
 from raypipe.actors.batches import MaskedTokenBatches, TokenBatches
 from raypipe.actors.executor import BatchSource
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.optimizers import build_optimizer
 from raypipe.actors.report import mean_losses
-from raypipe.actors.stage import adamw
-from raypipe.config import OptimizerConfig
+from raypipe.config import OptimizerConfig, OptimizerName
 from raypipe.cut import Cut
 from raypipe.data.tokens import Split, TokenDataset
 from raypipe.model import Model
@@ -39,6 +39,9 @@ FIRST_RATE = 2e-3
 """Where tuning begins."""
 
 
+ADAMW = OptimizerConfig()
+
+
 @dataclass(frozen=True)
 class Case:
     """One schedule at one size.
@@ -48,19 +51,21 @@ class Case:
         num_microbatches: into which an update's rows are divided.
         num_chunks: stages a device.
         scope: of the norm by which updates are clipped.
+        optimizer: which, but for its learning rate.
     """
 
     schedule: str
     num_microbatches: int
     num_chunks: int = 1
     scope: UpdateScope = UpdateScope.GLOBAL
+    optimizer: OptimizerConfig = ADAMW
 
     def build(self, num_updates: int) -> Schedule:
         """The order of a window."""
         return build(self.schedule, Size(NUM_DEVICES, self.num_microbatches, num_updates, self.num_chunks, update_scope=self.scope))
 
 
-CASES = {
+ADAMW_CASES = {
     "1f1b": Case("1f1b", 4),
     "pipedream": Case("pipedream", 1),
     "pipedream-2bw": Case("pipedream-2bw", 4),
@@ -68,6 +73,11 @@ CASES = {
     "async-interleaved": Case("async-interleaved", 8, 2),  # with fewer than 2D, mismatch and delay are 2
     **{f"amdp-k{rounds}": Case("amdp", NUM_DEVICES * rounds) for rounds in (1, 2, 4, 8)},
     "amdp-k1-stage": Case("amdp", NUM_DEVICES, scope=UpdateScope.STAGE),  # clipped as it is unless one asks for another scope
+}
+CASES = ADAMW_CASES | {
+    f"{name}-nadamw{100 * beta1:.0f}": replace(case, optimizer=OptimizerConfig(name=OptimizerName.NADAMW, beta1=beta1))
+    for beta1 in (0.9, 0.95, 0.99)
+    for name, case in ADAMW_CASES.items()
 }
 SYNCHRONOUS = "1f1b"
 
@@ -141,14 +151,14 @@ def train(run: Run, data: Path) -> Iterator[Row]:
     def rows(split: Split, seed: int) -> BatchSource:
         return task.batches(TokenDataset(data, sequence_length=NUM_POSITIONS, seed=seed, split=split), num_rows)
 
-    optimizer = OptimizerConfig(learning_rate=run.learning_rate, final_learning_rate=run.learning_rate / 10)
+    optimizer = replace(case.optimizer, learning_rate=run.learning_rate, final_learning_rate=run.learning_rate / 10)
     pipeline = in_turn(
         LocalPipeline(
             model,
             cut=Cut.equal(len(model.layers), schedule.num_stages, model.edges()),
             schedule=schedule,
             batches=rows(Split.TRAIN, run.seed),
-            optimizer=partial(adamw, optimizer),
+            optimizer=partial(build_optimizer, optimizer),
             learning_rate=partial(optimizer.rate, num_updates=run.num_updates),
             seed=run.seed,
             max_grad_norm=optimizer.max_grad_norm,

@@ -33,8 +33,9 @@ from raypipe import ClusterConfig, Model, OptimizerConfig, ScalingConfig
 from raypipe.actors.held import build_layer
 from raypipe.actors.job import jobs
 from raypipe.actors.launch import find_slots
+from raypipe.actors.optimizers import build_optimizer
 from raypipe.actors.report import norms_of
-from raypipe.actors.stage import BatchFunction, BuildOrder, adamw
+from raypipe.actors.stage import BatchFunction, BuildOrder
 from raypipe.calibration import Calibration
 from raypipe.config import Transport
 from raypipe.coordinator import Coordinator
@@ -308,7 +309,7 @@ class _Rank:
         cut = work.cut
         modules = {stage: self._module(cut.stages[stage]) for stage in work.stages[rank]}
         self.weights = [weight for module in modules.values() for weight in module.parameters()]
-        self.optimizers = [adamw(work.optimizer, list(module.parameters())) for module in modules.values()]
+        self.optimizers = [build_optimizer(work.optimizer, list(module.parameters())) for module in modules.values()]
         num_stages = len(cut.stages)
         self.first, self.last = 0 in modules, num_stages - 1 in modules
         self.source = work.batches("train")

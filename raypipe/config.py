@@ -141,11 +141,21 @@ class ScheduleConfig:
         )
 
 
+class OptimizerName(StrEnum):
+    """What steps the weights."""
+
+    ADAMW = "adamw"
+    """Loshchilov and Hutter 2019, arXiv 1711.05101."""
+    NADAMW = "nadamw"
+    """AdamW that looks one step of its momentum ahead (Dozat 2016), which makes up for gradients that are late."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its learning rate: a linear warm-up, then a cosine down to the final rate.
+    """The optimizer and its learning rate: a linear warm-up, then a cosine down to the final rate.
 
     Attributes:
+        name: which.
         learning_rate: the highest.
         final_learning_rate: at the last update.
         warmup_updates: until the highest is reached.
@@ -158,6 +168,7 @@ class OptimizerConfig:
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
+    name: OptimizerName = OptimizerName.ADAMW
     learning_rate: float = 1e-3
     final_learning_rate: float = 1e-4
     warmup_updates: int = 20
@@ -330,7 +341,7 @@ class TrainConfig:
         model: which.
         data: which tokens.
         schedule: in which order the stages work.
-        optimizer: AdamW and its learning rate.
+        optimizer: which, and its learning rate.
         scaling: on what.
         cluster: which Ray cluster.
         run: how long, and where its results go.

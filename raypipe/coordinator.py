@@ -297,7 +297,7 @@ class Coordinator:
         Args:
             model: makes the model's description.
             batches: opens the rows of a split.
-            optimizer: AdamW's figures.
+            optimizer: which, and its figures.
             seed: of the weights.
             num_devices: how many measure; on the CPU as many as there are cores, which slow each other as they do in training.
             effort: how often.

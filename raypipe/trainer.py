@@ -175,7 +175,7 @@ class Trainer:
         batches: instead of tokens, a function from a split, `train` or `validation`, to a
             `raypipe.actors.executor.BatchSource` of `schedule_config.microbatch_size` rows; called on the actors.
         schedule_config: in which order the stages work.
-        optimizer_config: AdamW and its learning rate.
+        optimizer_config: which optimizer, and its learning rate.
         scaling_config: on what.
         cluster_config: which Ray cluster.
         run_config: how long, and where its results go.
@@ -317,7 +317,7 @@ class _Fit:
         """The checkpoint to go on from.
 
         Raises:
-            ConfigError: it is of another model or seed, or has all updates already.
+            ConfigError: it is of another model, seed or optimizer, or has all updates already.
         """
         checkpoint = Checkpoint.latest(folder.path)
         assert checkpoint is not None, "a folder to resume from has a checkpoint"
@@ -329,6 +329,12 @@ class _Fit:
             )
         if index.seed != run.seed:
             raise ConfigError(f"{checkpoint.path} is of a run with run.seed={index.seed}, got {run.seed}; the order of rows would change")
+        if (config := folder.file("config.yaml")).exists():
+            before, now = TrainConfig.load(config).optimizer.name, self.config.optimizer.name
+            if before is not now:
+                raise ConfigError(
+                    f"{checkpoint.path} has the state of optimizer.name={before}, which {now} cannot go on from; set it to {before}"
+                )
         if index.update >= run.num_updates:
             raise ConfigError(f"{checkpoint.path} has done {index.update} updates already; raise run.num_updates ({run.num_updates})")
         return checkpoint

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.actors.measure import Effort, LayerMeasurement, measure_layers
-from raypipe.actors.stage import adamw
+from raypipe.actors.optimizers import build_optimizer
 from raypipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from raypipe.errors import ConfigError, InputError
 from raypipe.model import Batch, Layer, Model
@@ -31,7 +31,7 @@ def batch(*names: str) -> Batch:
 
 
 def measure(model: Model, rows: Batch, effort: Effort = QUICK) -> list[LayerMeasurement]:
-    return measure_layers(model, rows, optimizer=partial(adamw, OptimizerConfig()), seed=0, effort=effort)
+    return measure_layers(model, rows, optimizer=partial(build_optimizer, OptimizerConfig()), seed=0, effort=effort)
 
 
 def one_layer(build: Callable[[], nn.Module]) -> Model:

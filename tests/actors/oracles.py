@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.actors.executor import BatchSource
-from raypipe.actors.held import build_layer
+from raypipe.actors.held import Optimizer, build_layer
 from raypipe.actors.local import LocalPipeline
 from raypipe.cut import Cut
 from raypipe.model import Batch, Model
@@ -76,20 +77,21 @@ def train_unsplit(
     clipped_together: Callable[[nn.ModuleList], list[list[nn.Parameter]]] | None = None,
     autocast: AbstractContextManager[object] | None = None,
     fused: bool = False,
+    optimizer: Optimizer | None = None,
 ) -> Trained:
-    """Plain PyTorch: accumulate over the microbatches, clip by the global norm, one AdamW step.
+    """Plain PyTorch: accumulate over the microbatches, clip by the global norm, one step of AdamW or of another optimizer.
 
     AdamW as torch has it by default, or with this weight decay for matrices and none for vectors. Instead of all parameters, groups of
     them may each be clipped by their norm. Forward and loss run in `autocast`. A fused AdamW is the same but for the last bit.
     """
     modules = unsplit(model, seed=seed)
     edges = model.edges()
-    optimizer = torch.optim.AdamW(modules.parameters(), lr=learning_rate)
+    stepped = (optimizer or partial(torch.optim.AdamW, lr=learning_rate))(list(modules.parameters()))
     norms = []
     if decay_matrices_only is not None:
         groups = [[weight for weight in modules.parameters() if (weight.dim() > 1) is matrix] for matrix in (True, False)]
         decays = (decay_matrices_only, 0.0)
-        optimizer = torch.optim.AdamW(
+        stepped = torch.optim.AdamW(
             [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)], lr=learning_rate, fused=fused
         )
     losses = []
@@ -110,8 +112,8 @@ def train_unsplit(
             for group in (clipped_together(modules) if clipped_together else [list(modules.parameters())])
         ]
         norms.append(math.hypot(*map(float, found)))
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped.step()
+        stepped.zero_grad()
         losses.append(total / num_microbatches)
     return Trained(losses, [[weight.detach() for weight in module.parameters()] for module in modules], norms)
 

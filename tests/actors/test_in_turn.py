@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from raypipe.actors.faults import FaultScript, ScriptedFault
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.optimizers import build_optimizer
 from raypipe.actors.report import mean_losses
-from raypipe.actors.stage import adamw
 from raypipe.config import OptimizerConfig
 from raypipe.cut import Cut
 from raypipe.model import Batch, Layer, Model
@@ -57,7 +57,7 @@ def pipeline(model: Model, schedule: Schedule, faults: FaultScript | None = None
         cut=Cut.equal(len(model.layers), schedule.num_stages, model.edges()),
         schedule=schedule,
         batches=TokenRows() if model.layers[0].name == "embedding" else RandomRows(),
-        optimizer=partial(adamw, OPTIMIZER),
+        optimizer=partial(build_optimizer, OPTIMIZER),
         learning_rate=partial(OPTIMIZER.rate, num_updates=2 * NUM_UPDATES),
         max_grad_norm=OPTIMIZER.max_grad_norm,
         faults=faults,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from raypipe.actors.checkpoint import Checkpoint, load_modules
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.optimizers import build_optimizer
 from raypipe.actors.report import mean_losses
-from raypipe.actors.stage import adamw
 from raypipe.config import OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.cut import Cut
 from raypipe.errors import PlanError
@@ -158,7 +158,7 @@ def test_an_asynchronous_schedule_trains_a_tied_gpt_by_its_rule(tmp_path: Path, 
         cut=cut,
         schedule=over_graph(build(schedule, Size(4, NUM_MICROBATCHES, 4)), cut.graph),
         batches=RandomTokens(),
-        optimizer=partial(adamw, OPTIMIZER),
+        optimizer=partial(build_optimizer, OPTIMIZER),
         learning_rate=lambda _: RATE,
     )
     losses = [loss for _ in range(2) for loss in mean_losses(here.run_window(), num_microbatches=NUM_MICROBATCHES)]

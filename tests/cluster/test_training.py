@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -14,9 +15,9 @@ import torch
 from raypipe.actors.checkpoint import Checkpoint
 from raypipe.actors.faults import FaultKind, FaultScript
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.optimizers import build_optimizer
 from raypipe.actors.report import mean_losses
-from raypipe.actors.stage import adamw
-from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig, Transport
+from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, OptimizerName, RunConfig, ScalingConfig, ScheduleConfig, Transport
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError, StageFailedError
 from raypipe.models.mlp import mlp
@@ -64,6 +65,7 @@ def trainer(
     transport: Transport = Transport.AUTO,
     max_grad_norm: float | None = MAX_GRAD_NORM,
     shard_optimizer: bool = False,
+    optimizer: OptimizerName = OptimizerName.ADAMW,
 ) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
@@ -72,7 +74,7 @@ def trainer(
         schedule_config=ScheduleConfig(
             name=schedule, num_microbatches=NUM_MICROBATCHES, microbatch_size=NUM_ROWS, num_chunks=chunks, updates_per_window=7
         ),
-        optimizer_config=adamw_settings(max_grad_norm=max_grad_norm),
+        optimizer_config=dataclasses.replace(adamw_settings(max_grad_norm=max_grad_norm), name=optimizer),
         scaling_config=ScalingConfig(num_devices=devices, transport=transport, shard_optimizer=shard_optimizer),
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=num_updates, checkpoint_every=checkpoint_every),
@@ -133,7 +135,7 @@ def test_asynchronous_pipelines_in_two_directions_train_and_copies_may_be_publis
         cut=found[0].plan.cut,
         schedule=schedule,
         batches=RandomRows(),
-        optimizer=lambda weights: adamw(config, weights),
+        optimizer=lambda weights: build_optimizer(config, weights),
         learning_rate=lambda _: LEARNING_RATE,
     )
     losses = [loss for _ in range(2) for loss in mean_losses(here.run_window(), num_microbatches=NUM_MICROBATCHES)]
@@ -170,6 +172,8 @@ def test_a_run_resumes_at_another_number_of_stages_as_if_it_had_never_stopped(tm
     second = trainer(tmp_path, schedule="zb-h1", devices=2).fit(resume=True)
     assert first.losses + second.losses == pytest.approx(unsplit.losses, abs=1e-10)
     assert second.path == first.path
+    with pytest.raises(ConfigError, match=r"has the state of optimizer\.name=adamw, which nadamw cannot go on from; set it to adamw"):
+        trainer(tmp_path, devices=2, num_updates=40, optimizer=OptimizerName.NADAMW).fit(resume=True)
 
 
 def test_a_run_resumes_at_an_update_where_no_window_of_a_fresh_run_would_begin(tmp_path: Path) -> None:
