@@ -20,8 +20,8 @@ demo: $(INSTALLED) $(DEMO_DATA)  ## trains a small GPT on the source of Python's
 	$(BIN)/raypipe train examples/gpt_python_stdlib.yaml
 
 test: $(INSTALLED)  ## runs the tests; needs no GPU
-	$(BIN)/pytest -n auto --ignore=tests/actors --ignore=tests/cluster --ignore=tests/multinode
-	$(BIN)/pytest tests/actors tests/cluster
+	$(BIN)/pytest -n auto --ignore=tests/processes --ignore=tests/cluster --ignore=tests/multinode
+	$(BIN)/pytest tests/processes tests/cluster
 
 cluster-test: $(INSTALLED)  ## runs the tests that need several nodes, in network namespaces; needs root and iproute2, else skips
 	$(BIN)/pytest tests/multinode

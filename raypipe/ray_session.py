@@ -24,6 +24,8 @@ _ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": f"{32 << 20}",
     "MALLOC_TRIM_THRESHOLD_": f"{1 << 30}",
     "MALLOC_TOP_PAD_": f"{64 << 20}",
+    # Torch's store asks for the name of each address that it connects to, and a lost answer is waited for for five seconds.
+    "RES_OPTIONS": "timeout:1",
 }
 """Of the processes of a cluster that is started for a run, unless the environment says otherwise."""
 

@@ -22,6 +22,10 @@ settings.load_profile("raypipe")
 # it is imported, also in the processes that tests start; calling torch here would load it for the tests of the pure half.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Torch's store asks for the name of each address that it connects to. Where the machine's DNS loses an answer, that takes five seconds
+# otherwise; glibc reads this before its first question.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate-golden", action="store_true", help="rewrite tests/golden from what the code gives now")

@@ -9,7 +9,7 @@ import torch
 
 from raypipe.actors.transport import LocalNetwork, Transport
 from raypipe.errors import TransportError, TransportTimeoutError
-from tests.actors.transport_contract import ALL, NAMES, PAIR, Connect, TransportContract, activation, announced, gradients
+from tests.processes.transport_contract import ALL, NAMES, PAIR, Connect, TransportContract, activation, announced, gradients
 
 
 class TestLocalTransport(TransportContract):

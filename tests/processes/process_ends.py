@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from raypipe.actors.processes import ProcessTransport
-from tests.actors.transport_contract import GROUPS, NAMES
+from tests.processes.transport_contract import GROUPS, NAMES
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 

@@ -22,8 +22,8 @@ from raypipe.actors.processes import ProcessTransport
 from raypipe.actors.sockets import connections, interface_of
 from raypipe.actors.transport import Pending
 from raypipe.errors import AbortedError, InputError, TransportError, TransportTimeoutError
-from tests.actors.process_ends import INTERFACE, Make, Peers
-from tests.actors.transport_contract import (
+from tests.processes.process_ends import INTERFACE, Make, Peers
+from tests.processes.transport_contract import (
     ALL,
     PAIR,
     Connect,
@@ -267,8 +267,8 @@ LEAVES_WITHOUT_CLOSE = """
 import torch
 from raypipe.actors.meeting import host_store
 from raypipe.actors.processes import ProcessTransport
-from tests.actors.process_ends import settings
-from tests.actors.transport_contract import *
+from tests.processes.process_ends import settings
+from tests.processes.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)
 first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port)) for device in PAIR]
 together(first.connect, second.connect)

@@ -23,8 +23,8 @@ from raypipe.actors.processes import ProcessTransport
 from raypipe.actors.shm_channels import MAX_SLOTS
 from raypipe.errors import AbortedError, TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Direction, Message
-from tests.actors.process_ends import INTERFACE, Make, Peers, all_channels
-from tests.actors.transport_contract import (
+from tests.processes.process_ends import INTERFACE, Make, Peers, all_channels
+from tests.processes.transport_contract import (
     ALL,
     MEGABYTE,
     PAIR,
@@ -344,8 +344,8 @@ from raypipe.actors.meeting import host_store
 from raypipe.actors.processes import ProcessTransport
 from raypipe.actors.shm_channels import MAX_SLOTS
 from raypipe.errors import TransportError
-from tests.actors.process_ends import all_channels, settings
-from tests.actors.transport_contract import *
+from tests.processes.process_ends import all_channels, settings
+from tests.processes.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)
 ends = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, shared=all_channels(2), groups=[])) for device in PAIR]
 together(*(end.connect for end in ends))
@@ -505,8 +505,8 @@ import os, signal
 from raypipe.actors.meeting import host_store
 from raypipe.actors.processes import ProcessTransport
 from raypipe.actors.shm_channels import MAX_SLOTS
-from tests.actors.process_ends import all_channels, settings
-from tests.actors.transport_contract import *
+from tests.processes.process_ends import all_channels, settings
+from tests.processes.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)
 ends = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, shared=all_channels(2), groups=[])) for device in PAIR]
 together(*(end.connect for end in ends))

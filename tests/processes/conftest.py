@@ -12,7 +12,7 @@ import pytest
 
 from raypipe.actors.meeting import host_store
 from raypipe.actors.processes import ProcessTransport
-from tests.actors.process_ends import INTERFACE, Make, Peers, connect_and_hang, settings
+from tests.processes.process_ends import INTERFACE, Make, Peers, connect_and_hang, settings
 
 _runs = itertools.count()
 
