@@ -94,6 +94,7 @@ def final_table(of: Sequence[Group], reference: Group) -> Table:
             "microbatches": str(case.num_microbatches),
             "mismatch": str(found.max_mismatch),
             "delay": str(found.max_delay),
+            "on average": f"{found.mean_delay:.2f}",
             "learning rate": f"{group.learning_rate:g}",
             "seeds": str(len(group.runs)),
             "validation loss": with_spread(list(group.losses.values()), ".4f"),

@@ -31,12 +31,14 @@ class Facts:
         weight_copies: per worker, the most stage weights held at once, counting versions.
         max_mismatch: most weight versions between forward and backward of a microbatch at a stage.
         max_delay: most updates between the weights of a forward and those its gradient is applied to.
+        mean_delay: the same on average over microbatches and stages, in a window as long as the schedule.
     """
 
     peak_in_flight: tuple[int, ...]
     weight_copies: tuple[int, ...]
     max_mismatch: int
     max_delay: int
+    mean_delay: float
 
 
 def validate(schedule: Schedule) -> None:
@@ -317,14 +319,21 @@ def facts(schedule: Schedule) -> Facts:
     copies = Counter[int]()
     for holder in schedule.holders:
         copies[holder.worker] += _peak_versions(schedule, holder)
-    mismatch = delay = 0
+    mismatch = 0
+    delays: list[int] = []
     if schedule.weight_rule is not WeightRule.FLUSH:
         for op, _ in schedule.ops():
             if op.kind.gives_input_gradient:
                 forward = reads(schedule, schedule.find(op._replace(kind=OpKind.FORWARD))[0])
                 mismatch = max(mismatch, reads(schedule, op) - forward)
-                delay = max(delay, schedule.update(op) - forward)
-    return Facts(in_flight, tuple(copies[worker] for worker in range(schedule.num_workers)), mismatch, delay)
+                delays.append(schedule.update(op) - forward)
+    return Facts(
+        peak_in_flight=in_flight,
+        weight_copies=tuple(copies[worker] for worker in range(schedule.num_workers)),
+        max_mismatch=mismatch,
+        max_delay=max(delays, default=0),
+        mean_delay=sum(delays) / len(delays) if delays else 0.0,
+    )
 
 
 def _peak_in_flight(schedule: Schedule, worker: int) -> int:

@@ -40,6 +40,7 @@ def schedule_figures(schedule: Schedule, trace: Trace, *, steady_update_s: float
         "weight_copies": list(known.weight_copies),
         "max_mismatch": known.max_mismatch,
         "max_delay": known.max_delay,
+        "mean_delay": known.mean_delay,
         "steady_update_s": steady_update_s,
     }
 

@@ -278,6 +278,6 @@ def print_schedule(to: Console, schedule: Schedule, trace: Trace, figures: Mappi
     to.print(
         f"makespan {seconds(trace.makespan_s)}, bubble {ratio(trace.bubble_ratio)}, "
         f"{seconds(figures['steady_update_s'])} an update far from the ends; "
-        f"mismatch {figures['max_mismatch']}, delay {figures['max_delay']}",
+        f"mismatch {figures['max_mismatch']}, delay {figures['max_delay']}, on average {figures['mean_delay']:.2g}",
         soft_wrap=True,
     )

@@ -85,6 +85,7 @@ def _figures_of(family: Family, size: Size, times: StageSeconds) -> dict[str, An
             "weight_copies": list(known.weight_copies),
             "max_mismatch": known.max_mismatch,
             "max_delay": known.max_delay,
+            "mean_delay": known.mean_delay,
         }
     return figures | {"schedule": family.name} | _compared(schedule, programs, figures, stage)
 

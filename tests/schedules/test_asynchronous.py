@@ -175,6 +175,17 @@ def test_pipedream_stashes_a_version_for_each_microbatch_under_way(depth: int) -
     assert found.weight_copies == tuple(depth - stage for stage in range(depth))
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("depth", [4, 8])
+def test_the_delay_on_average_falls_with_the_microbatches_of_an_update(depth: int, rounds: int) -> None:
+    size = depth * rounds
+    expected = {"pipedream-2bw": 1, "async-1f1b": (depth - 1) / (2 * size), "amdp": (7 / 8 if depth == 4 else 1) / rounds, "1f1b": 0}
+    for name, of_update in expected.items():
+        # The first updates of a window are less late: what the next ones add is that of updates far from its beginning.
+        short, long = (facts(catalogue.build(name, Size(depth, size, count))).mean_delay * count for count in (12, 16))
+        assert (long - short) / 4 == pytest.approx(of_update)
+
+
 @pytest.mark.parametrize("depth", range(2, 9))
 def test_async_1f1b_is_one_version_off_exactly_from_one_microbatch_less_than_devices(depth: int) -> None:
     for size in range(1, 2 * depth + 1):
