@@ -313,9 +313,15 @@ def _timed(what: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - since
 
 
+def start_profiler() -> None:
+    """Starts torch's profiler for the first time; torch complains on stderr if another thread does than the one that loaded it."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes a line whenever a profiler starts
+    with torch.autograd.profiler.profile(use_kineto=False):
+        pass
+
+
 def _peak_bytes(what: Callable[[], None]) -> int:
     """The most bytes of tensors that there are at any time of what is done, beyond those before it."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch writes a line to stderr whenever a profiler starts
     with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as profiler:
         what()
     events = sorted(profiler.function_events or (), key=lambda event: event.time_range.end)

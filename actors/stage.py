@@ -18,7 +18,7 @@ from raypipe.actors.executor import BatchSource, Executor, Window
 from raypipe.actors.faults import FaultScript
 from raypipe.actors.held import StageModule, Weights
 from raypipe.actors.job import Job
-from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers
+from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers, start_profiler
 from raypipe.actors.meeting import host_store
 from raypipe.actors.memory import MemoryMeter, memory_meter
 from raypipe.actors.metrics import StageMetrics
@@ -184,6 +184,7 @@ class StageActor:
 
     def __init__(self, identity: Identity, *, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
+        start_profiler()  # layers are measured in a thread of Ray's
         self.identity = identity
         self._doing = "starting"
         self._since = time.monotonic()

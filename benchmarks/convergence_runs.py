@@ -76,7 +76,7 @@ ADAMW_CASES = {
 }
 CASES = ADAMW_CASES | {
     f"{name}-nadamw{100 * beta1:.0f}": replace(case, optimizer=OptimizerConfig(name=OptimizerName.NADAMW, beta1=beta1))
-    for beta1 in (0.9, 0.95, 0.99)
+    for beta1 in (0.8, 0.9, 0.95, 0.99)
     for name, case in ADAMW_CASES.items()
 }
 SYNCHRONOUS = "1f1b"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -53,6 +55,21 @@ def test_bytes_are_those_of_the_tensors_that_are_kept() -> None:
     assert [layer.weight_grad_saved_bytes for layer in (middle, last)] == [2 * TENSOR_BYTES] * 2
     # Nobody takes the gradient of the first layer's input: all of its backward is put off, with the gradient of its output.
     assert first.weight_grad_saved_bytes == 3 * TENSOR_BYTES
+
+
+def test_measuring_in_a_thread_writes_nothing_where_the_profiler_was_started_before() -> None:
+    script = """
+import threading
+from tests.test_profiler import batch, measure
+from raypipe.actors.measure import start_profiler
+from raypipe.models.mlp import mlp
+start_profiler()
+thread = threading.Thread(target=measure, args=(mlp(num_layers=1, dtype="float64"), batch("inputs", "targets")))
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_what_a_layer_needs_for_a_while_is_counted_beyond_what_it_keeps() -> None:
