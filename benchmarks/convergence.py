@@ -5,7 +5,8 @@
     python benchmarks/convergence.py report [-o runs/convergence]       tables and drawings of what has been run
 
 About a million parameters (6 blocks of width 112, one byte a token), 4 devices, 500 updates of 32 rows of 128 tokens: 2.05 million tokens.
-An update has the same rows whatever the schedule; it divides them into its own number of microbatches. AdamW, a warm-up of 20 updates and
+An update has the same rows whatever the schedule; it divides them into its own number of microbatches. AdamW (cases may name another
+optimizer, or a warm-up of 100 updates), a warm-up of 20 updates and
 a cosine to a tenth are the trainer's. All schedules clip by the norm over all stages, so that they differ in nothing but the weights
 that their Ops read. A window has 100 updates; at its end the pipeline drains and 512 held-out rows are evaluated, the same for all.
 

@@ -24,7 +24,7 @@ from convergence_runs import (
     Runs,
     final_loss,
 )
-from curves import Curve, Panel, draw
+from curves import MOST_CURVES, Curve, Panel, draw
 from rounds import print_table
 
 from raypipe.schedules.validate import facts
@@ -183,8 +183,9 @@ def write_csv(path: Path, table: Table) -> None:
 
 
 def curve_panels(task: str, of: Sequence[Group], reference: Group) -> list[Panel]:
-    """The training losses, and how far they are above the synchronous one's, smoothed."""
-    curves = {name(group, of): smoothed(group.curve()) for group in of}
+    """The training losses of each case at its best rate, and how far they are above the synchronous one's, smoothed."""
+    bests = [group for case in CASES if (group := best(of, case)) is not None][:MOST_CURVES]
+    curves = {f"{group.case}, {group.learning_rate:g}": smoothed(group.curve()) for group in bests}
     base = smoothed(reference.curve())
     above = {
         group: [(x, 100 * (y / of_base - 1)) for (x, y), (_, of_base) in zip(curve, base, strict=False)] for group, curve in curves.items()
@@ -194,12 +195,6 @@ def curve_panels(task: str, of: Sequence[Group], reference: Group) -> list[Panel
         Panel(f"{task}: training loss", "million tokens", curves, low=min(shown), high=max(shown)),
         Panel(f"above {SYNCHRONOUS}, %", "million tokens", above, low=-100 * _BEYOND, high=100 * _BEYOND),
     ]
-
-
-def name(group: Group, of: Sequence[Group]) -> str:
-    """The case, and its learning rate where there are several."""
-    several = sum(group.case == other.case for other in of) > 1
-    return f"{group.case}, {group.learning_rate:g}" if several else group.case
 
 
 def smoothed(values: Sequence[float]) -> Curve:

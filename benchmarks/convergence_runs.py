@@ -70,15 +70,17 @@ ADAMW_CASES = {
     "pipedream": Case("pipedream", 1),
     "pipedream-2bw": Case("pipedream-2bw", 4),
     "async-1f1b": Case("async-1f1b", 4),
+    "async-1f1b-m16": Case("async-1f1b", 16),
     "async-interleaved": Case("async-interleaved", 8, 2),  # with fewer than 2D, mismatch and delay are 2
+    "async-interleaved-m16": Case("async-interleaved", 16, 2),
     **{f"amdp-k{rounds}": Case("amdp", NUM_DEVICES * rounds) for rounds in (1, 2, 4, 8)},
     "amdp-k1-stage": Case("amdp", NUM_DEVICES, scope=UpdateScope.STAGE),  # clipped as it is unless one asks for another scope
 }
-CASES = ADAMW_CASES | {
-    f"{name}-nadamw{100 * beta1:.0f}": replace(case, optimizer=OptimizerConfig(name=OptimizerName.NADAMW, beta1=beta1))
-    for beta1 in (0.8, 0.9, 0.95, 0.99)
-    for name, case in ADAMW_CASES.items()
+OPTIMIZERS = {"": ADAMW} | {
+    f"-nadamw{100 * beta1:.0f}": OptimizerConfig(name=OptimizerName.NADAMW, beta1=beta1) for beta1 in (0.8, 0.9, 0.95, 0.99)
 }
+OPTIMIZERS |= {f"{name}-warm100": replace(optimizer, warmup_updates=100) for name, optimizer in OPTIMIZERS.items()}
+CASES = {f"{name}{of}": replace(case, optimizer=optimizer) for of, optimizer in OPTIMIZERS.items() for name, case in ADAMW_CASES.items()}
 SYNCHRONOUS = "1f1b"
 
 

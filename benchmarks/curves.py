@@ -14,6 +14,8 @@ from raypipe.show.paper import MARGIN, WIDTH, document, place, safe_text
 COLOURS = ("#222222", "#d1495b", "#2e86ab", "#edae49", "#3c8d53", "#8a6fb5", "#c46a2b", "#6c757d")
 """Told apart by lightness, too."""
 _DASHES = ((1, 0), (7, 3), (2, 3))
+MOST_CURVES = len(COLOURS) * len(_DASHES)
+"""That can be told apart."""
 
 _HEIGHT = 460
 _LEFT = 58
@@ -48,7 +50,7 @@ def draw(panels: Sequence[Panel]) -> str:
     """The text of an SVG file.
 
     Args:
-        panels: at least one, from left to right.
+        panels: at least one, from left to right, with at most `MOST_CURVES` names of curves in all.
     """
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     looks = {name: (COLOURS[index % len(COLOURS)], _DASHES[index // len(COLOURS)]) for index, name in enumerate(names)}
