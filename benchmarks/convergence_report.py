@@ -1,11 +1,10 @@
-"""Tables and drawings of the runs of `convergence.py`: final losses, their distance from the synchronous schedule's, and the sweep."""
+"""Tables and drawings of the runs of `convergence.py`: final losses, their distance from the synchronous schedule's."""
 
 from __future__ import annotations
 
 import csv
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,9 @@ from convergence_runs import (
     NUM_POSITIONS,
     NUM_ROWS,
     NUM_UPDATES,
+    OPTIMIZERS,
     SYNCHRONOUS,
     TASKS,
-    TUNING_UPDATES,
     WINDOW,
     Row,
     Run,
@@ -43,6 +42,7 @@ Table = list[dict[str, str]]
 class Group:
     """The runs that differ in nothing but their seeds, by seed."""
 
+    optimizer: str
     case: str
     learning_rate: float
     runs: Mapping[int, Sequence[Row]]
@@ -66,15 +66,19 @@ class Group:
         """The training loss by update, the mean of the seeds."""
         return [statistics.fmean(row.loss for row in rows) for rows in zip(*self.runs.values(), strict=False)]
 
+    def __str__(self) -> str:
+        return f"{self.case}, {self.optimizer}, {self.learning_rate:g}"
 
-def groups(there: Mapping[Run, Sequence[Row]], task: str, num_updates: int) -> list[Group]:
-    """The groups of a task and length, in the order of the cases and of their rates."""
-    found: dict[tuple[str, float], dict[int, Sequence[Row]]] = {}
-    for run, rows in sorted(there.items(), key=lambda item: item[0]):
-        if (run.task, run.num_updates) == (task, num_updates):
-            found.setdefault((run.case, run.learning_rate), {})[run.seed] = rows
-    order = list(CASES)
-    return [Group(*key, found[key]) for key in sorted(found, key=lambda key: (order.index(key[0]), key[1]))]
+
+def groups(there: Mapping[Run, Sequence[Row]], task: str) -> list[Group]:
+    """The groups of a task, in the order of optimizers, cases and rates."""
+    found: dict[tuple[str, str, float], dict[int, Sequence[Row]]] = {}
+    for run, rows in there.items():
+        if (run.task, run.num_updates) == (task, NUM_UPDATES):
+            found.setdefault((run.optimizer, run.case, run.learning_rate), {})[run.seed] = rows
+    optimizers, cases = list(OPTIMIZERS), list(CASES)
+    ordered = sorted(found, key=lambda key: (optimizers.index(key[0]), cases.index(key[1]), key[2]))
+    return [Group(*key, found[key]) for key in ordered]
 
 
 def best(of: Sequence[Group], case: str) -> Group | None:
@@ -82,14 +86,17 @@ def best(of: Sequence[Group], case: str) -> Group | None:
     return min((group for group in of if group.case == case), key=lambda group: group.mean, default=None)
 
 
-def final_table(of: Sequence[Group], reference: Group) -> Table:
-    """A line a group: its final validation loss, and its distance from the synchronous schedule's."""
+def table_of(of: Sequence[Group]) -> Table:
+    """A line a group of one optimizer: its final validation loss, and how far it is above the synchronous schedule's."""
+    synchronous = {group.learning_rate: group for group in of if group.case == SYNCHRONOUS}
+    reference = best(of, SYNCHRONOUS)
     rows: Table = []
     for group in of:
         case = CASES[group.case]
         found = facts(case.build(WINDOW))
-        differences = group.over(reference)
+        same = synchronous.get(group.learning_rate)
         rows.append({
+            "optimizer": group.optimizer,
             "schedule": group.case,
             "microbatches": str(case.num_microbatches),
             "mismatch": str(found.max_mismatch),
@@ -98,10 +105,16 @@ def final_table(of: Sequence[Group], reference: Group) -> Table:
             "learning rate": f"{group.learning_rate:g}",
             "seeds": str(len(group.runs)),
             "validation loss": with_spread(list(group.losses.values()), ".4f"),
-            f"over {SYNCHRONOUS}": with_spread(differences, "+.2%") if differences else "",
-            "within 1 %": ("yes" if statistics.fmean(differences) <= LIMIT else "no") if differences else "",
+            f"over {SYNCHRONOUS} at this rate": over(group, same),
+            "at its best": over(group, reference),
         })
     return rows
+
+
+def over(group: Group, other: Group | None) -> str:
+    """How far a group is above another one, in words."""
+    differences = group.over(other) if other is not None else []
+    return with_spread(differences, "+.2%") if differences else ""
 
 
 def with_spread(values: Sequence[float], form: str) -> str:
@@ -112,47 +125,23 @@ def with_spread(values: Sequence[float], form: str) -> str:
     return f"{mean:{form}}" + (f" +-{statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else "")
 
 
-def swept(of: Sequence[Group]) -> list[str]:
-    """The cases of AMDP that were run at several learning rates, in order."""
-    counts = Counter(group.case for group in of)
-    return [case for case in CASES if CASES[case].schedule == "amdp" and counts[case] > 1]
-
-
-def sweep_table(of: Sequence[Group]) -> Table:
-    """A line a learning rate: the synchronous loss there, and how far AMDP's are above it at the same rate and seeds."""
-    at = {(group.case, group.learning_rate): group for group in of}
-    tuned = best(of, SYNCHRONOUS)
-    rows: Table = []
-    for group in of:
-        if group.case == SYNCHRONOUS and tuned is not None:
-            row = {
-                "learning rate": f"{group.learning_rate:g}",
-                "of the best": f"{group.learning_rate / tuned.learning_rate:g}",
-                "seeds": str(len(group.runs)),
-                SYNCHRONOUS: with_spread(list(group.losses.values()), ".4f"),
-            }
-            for case in swept(of):
-                other = at.get((case, group.learning_rate))
-                row[case] = with_spread(other.over(group), "+.2%") if other else ""
-            rows.append(row)
-    return rows
-
-
 def verdicts(of: Sequence[Group]) -> list[str]:
-    """For each AMDP of the sweep, the first learning rate at which it is no longer within the limit."""
+    """For each AMDP that was run at several learning rates, those at which it is not within the limit of the synchronous schedule."""
     synchronous = {group.learning_rate: group for group in of if group.case == SYNCHRONOUS}
     words: list[str] = []
-    for case in swept(of):
+    for case in CASES:
         above = {
             group.learning_rate: statistics.fmean(differences)
             for group in of
             if group.case == case and group.learning_rate in synchronous and (differences := group.over(synchronous[group.learning_rate]))
         }
+        if CASES[case].schedule != "amdp" or len(above) < 2:
+            continue
         beyond = [f"{rate:g} ({difference:+.1%})" for rate, difference in above.items() if difference > LIMIT]
         if beyond:
-            words.append(f"{case} is more than {LIMIT:.0%} above {SYNCHRONOUS} at learning rate {', '.join(beyond)}")
-        elif above:
-            words.append(f"{case} is within {LIMIT:.0%} of {SYNCHRONOUS} up to learning rate {max(above):g}, the highest that was tried")
+            words.append(f"{of[0].optimizer}: {case} is more than {LIMIT:.0%} above {SYNCHRONOUS} at learning rate {', '.join(beyond)}")
+        else:
+            words.append(f"{of[0].optimizer}: {case} is within {LIMIT:.0%} of {SYNCHRONOUS} up to learning rate {max(above):g}")
     return words
 
 
@@ -160,18 +149,20 @@ def report(runs: Runs) -> None:
     """Prints the tables of all runs that are there, and writes them as CSV and the curves as SVG beside the runs."""
     there = runs.there()
     for task in TASKS:
-        of = groups(there, task, NUM_UPDATES)
-        if (reference := best(of, SYNCHRONOUS)) is not None:
-            table = final_table(of, reference)
-            print_table(f"{task}, {NUM_UPDATES} updates of {NUM_ROWS * NUM_POSITIONS} tokens", table)
-            write_csv(runs.folder / f"{task}.csv", table)
-            (runs.folder / f"{task}.svg").write_text(draw(curve_panels(task, of, reference)), encoding="utf-8")
-        of = groups(there, task, TUNING_UPDATES)
-        if best(of, SYNCHRONOUS) is not None:
-            table = sweep_table(of)
-            print_table(f"{task}, {TUNING_UPDATES} updates, by learning rate", table)
-            write_csv(runs.folder / f"{task}-rates.csv", table)
-            print(*verdicts(of), sep="\n")
+        rows: Table = []
+        words: list[str] = []
+        curves: list[Group] = []
+        for optimizer in OPTIMIZERS:
+            of = [group for group in groups(there, task) if group.optimizer == optimizer]
+            if best(of, SYNCHRONOUS) is not None:
+                rows += table_of(of)
+                words += verdicts(of)
+                curves += [group for case in CASES if (group := best(of, case)) is not None]
+        if rows:
+            print_table(f"{task}, {NUM_UPDATES} updates of {NUM_ROWS * NUM_POSITIONS} tokens", rows)
+            print(*words, sep="\n")
+            write_csv(runs.folder / f"{task}.csv", rows)
+            (runs.folder / f"{task}.svg").write_text(draw(curve_panels(task, curves[:MOST_CURVES])), encoding="utf-8")
 
 
 def write_csv(path: Path, table: Table) -> None:
@@ -182,18 +173,17 @@ def write_csv(path: Path, table: Table) -> None:
         writer.writerows(table)
 
 
-def curve_panels(task: str, of: Sequence[Group], reference: Group) -> list[Panel]:
-    """The training losses of each case at its best rate, and how far they are above the synchronous one's, smoothed."""
-    bests = [group for case in CASES if (group := best(of, case)) is not None][:MOST_CURVES]
-    curves = {f"{group.case}, {group.learning_rate:g}": smoothed(group.curve()) for group in bests}
-    base = smoothed(reference.curve())
+def curve_panels(task: str, of: Sequence[Group]) -> list[Panel]:
+    """The training losses, and how far they are above those of the first group, smoothed."""
+    curves = {str(group): smoothed(group.curve()) for group in of}
+    base = next(iter(curves.values()))
     above = {
         group: [(x, 100 * (y / of_base - 1)) for (x, y), (_, of_base) in zip(curve, base, strict=False)] for group, curve in curves.items()
     }
     shown = [y for curve in curves.values() for x, y in curve if math.isfinite(y) and x > base[-1][0] / 10]
     return [
         Panel(f"{task}: training loss", "million tokens", curves, low=min(shown), high=max(shown)),
-        Panel(f"above {SYNCHRONOUS}, %", "million tokens", above, low=-100 * _BEYOND, high=100 * _BEYOND),
+        Panel(f"above {of[0]}, %", "million tokens", above, low=-100 * _BEYOND, high=100 * _BEYOND),
     ]
 
 

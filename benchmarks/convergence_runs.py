@@ -39,9 +39,6 @@ FIRST_RATE = 2e-3
 """Where tuning begins."""
 
 
-ADAMW = OptimizerConfig()
-
-
 @dataclass(frozen=True)
 class Case:
     """One schedule at one size.
@@ -51,21 +48,19 @@ class Case:
         num_microbatches: into which an update's rows are divided.
         num_chunks: stages a device.
         scope: of the norm by which updates are clipped.
-        optimizer: which, but for its learning rate.
     """
 
     schedule: str
     num_microbatches: int
     num_chunks: int = 1
     scope: UpdateScope = UpdateScope.GLOBAL
-    optimizer: OptimizerConfig = ADAMW
 
     def build(self, num_updates: int) -> Schedule:
         """The order of a window."""
         return build(self.schedule, Size(NUM_DEVICES, self.num_microbatches, num_updates, self.num_chunks, update_scope=self.scope))
 
 
-ADAMW_CASES = {
+CASES = {
     "1f1b": Case("1f1b", 4),
     "pipedream": Case("pipedream", 1),
     "pipedream-2bw": Case("pipedream-2bw", 4),
@@ -76,12 +71,31 @@ ADAMW_CASES = {
     **{f"amdp-k{rounds}": Case("amdp", NUM_DEVICES * rounds) for rounds in (1, 2, 4, 8)},
     "amdp-k1-stage": Case("amdp", NUM_DEVICES, scope=UpdateScope.STAGE),  # clipped as it is unless one asks for another scope
 }
-OPTIMIZERS = {"": ADAMW} | {
-    f"-nadamw{100 * beta1:.0f}": OptimizerConfig(name=OptimizerName.NADAMW, beta1=beta1) for beta1 in (0.8, 0.9, 0.95, 0.99)
-}
-OPTIMIZERS |= {f"{name}-warm100": replace(optimizer, warmup_updates=100) for name, optimizer in OPTIMIZERS.items()}
-CASES = {f"{name}{of}": replace(case, optimizer=optimizer) for of, optimizer in OPTIMIZERS.items() for name, case in ADAMW_CASES.items()}
 SYNCHRONOUS = "1f1b"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How weights are stepped.
+
+    Attributes:
+        optimizer: but for its learning rate and warm-up.
+        warmup: the part of the updates until the highest learning rate is reached.
+    """
+
+    optimizer: OptimizerConfig
+    warmup: float = 0.2
+
+    def config(self, run: Run) -> OptimizerConfig:
+        """Of a run: the rate falls to a tenth."""
+        rate, warmup_updates = run.learning_rate, round(self.warmup * run.num_updates)
+        return replace(self.optimizer, learning_rate=rate, final_learning_rate=rate / 10, warmup_updates=warmup_updates)
+
+
+_NADAMW = {f"nadamw{100 * beta1:.0f}": OptimizerConfig(name=OptimizerName.NADAMW, beta1=beta1) for beta1 in (0.8, 0.9, 0.95, 0.99)}
+OPTIMIZERS = {name: Recipe(optimizer) for name, optimizer in {"adamw": OptimizerConfig(), **_NADAMW}.items()}
+OPTIMIZERS |= {f"{name}-short": replace(recipe, warmup=0.04) for name, recipe in OPTIMIZERS.items()}
+"""By name; with a short warm-up, too, in which asynchronous schedules fail at rates that they can take later."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +130,7 @@ class Run:
     """All that a run depends on, but for the data. The seed is that of the first weights and of the order of the rows."""
 
     task: str
+    optimizer: str
     case: str
     num_updates: int
     learning_rate: float
@@ -123,16 +138,19 @@ class Run:
 
     def path(self, folder: Path) -> Path:
         """Its file."""
-        return folder / self.task / self.case / f"updates{self.num_updates}-rate{self.learning_rate:.7f}-seed{self.seed}.csv"
+        return (
+            folder / self.task / self.optimizer / self.case / f"updates{self.num_updates}-rate{self.learning_rate:.7f}-seed{self.seed}.csv"
+        )
 
     @classmethod
     def of(cls, path: Path) -> Run:
         """The run of a file."""
         updates, rate, seed = path.stem.split("-")
-        return cls(path.parts[-3], path.parts[-2], int(updates[7:]), float(rate[4:]), int(seed[4:]))
+        task, optimizer, case = path.parts[-4:-1]
+        return cls(task, optimizer, case, int(updates[7:]), float(rate[4:]), int(seed[4:]))
 
     def __str__(self) -> str:
-        return f"{self.task} {self.case}, {self.num_updates} updates, rate {self.learning_rate:g}, seed {self.seed}"
+        return f"{self.task} {self.optimizer} {self.case}, {self.num_updates} updates, rate {self.learning_rate:g}, seed {self.seed}"
 
 
 # Running
@@ -153,7 +171,7 @@ def train(run: Run, data: Path) -> Iterator[Row]:
     def rows(split: Split, seed: int) -> BatchSource:
         return task.batches(TokenDataset(data, sequence_length=NUM_POSITIONS, seed=seed, split=split), num_rows)
 
-    optimizer = replace(case.optimizer, learning_rate=run.learning_rate, final_learning_rate=run.learning_rate / 10)
+    optimizer = OPTIMIZERS[run.optimizer].config(run)
     pipeline = in_turn(
         LocalPipeline(
             model,
@@ -213,12 +231,12 @@ class Runs:
         for run in runs:
             self.finish(run)
 
-    def tuned(self, task: str, case: str) -> float:
+    def tuned(self, task: str, optimizer: str, case: str) -> float:
         """The best of the learning rates 2**k FIRST_RATE, the next ones to both sides being worse, in runs of TUNING_UPDATES."""
         losses: dict[int, float] = {}
 
         def note(power: int) -> None:
-            losses[power] = final_loss(self.finish(Run(task, case, TUNING_UPDATES, FIRST_RATE * 2.0**power, 0)))
+            losses[power] = final_loss(self.finish(Run(task, optimizer, case, TUNING_UPDATES, FIRST_RATE * 2.0**power, 0)))
 
         for power in (0, 1, -1):
             note(power)
@@ -228,7 +246,7 @@ class Runs:
 
     def there(self) -> dict[Run, list[Row]]:
         """All that are finished."""
-        return {Run.of(path): read(path) for path in sorted(self.folder.glob("*/*/updates*.csv"))}
+        return {Run.of(path): read(path) for path in sorted(self.folder.glob("*/*/*/updates*.csv"))}
 
 
 def read(path: Path) -> list[Row]:
