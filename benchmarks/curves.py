@@ -59,13 +59,13 @@ def draw(panels: Sequence[Panel]) -> str:
     for index, panel in enumerate(panels):
         elements += _panel(panel, MARGIN + index * width + _LEFT, MARGIN + (index + 1) * width - 8, looks)
     for index, name in enumerate(names):
-        x, y = MARGIN + index % 6 * (WIDTH - 2 * MARGIN) / 6, _HEIGHT + 16 + index // 6 * 18
+        x, y = MARGIN + index % 4 * (WIDTH - 2 * MARGIN) / 4, _HEIGHT + 16 + index // 4 * 18
         colour, dash = looks[name]
         elements.append(
             svg.Line(x1=place(x), x2=place(x + 24), y1=y - 4, y2=y - 4, stroke=colour, stroke_width=2, stroke_dasharray=[*dash])
         )
         elements.append(safe_text(name, x + 30, y))
-    return document(elements, height=_HEIGHT + 26 + (len(names) - 1) // 6 * 18, style=_STYLE)
+    return document(elements, height=_HEIGHT + 26 + (len(names) - 1) // 4 * 18, style=_STYLE)
 
 
 def _panel(panel: Panel, left: float, right: float, looks: Mapping[str, tuple[str, Sequence[float]]]) -> Iterator[svg.Element]:
