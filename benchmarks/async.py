@@ -1,7 +1,7 @@
 """Asynchronous against synchronous schedules on the shapes of the AMDP paper, simulated and rehearsed.
 
     python benchmarks/async.py [--models gpt bert] [--devices 4 8 16] [--scope stage] [--scope global] [--json FILE]
-    python benchmarks/async.py --rehearse [--models gpt] [--devices 8] [--scope stage] [--time-scale 2] [--byte-scale 0.002] [--rounds 3]
+    python benchmarks/async.py --rehearse [--models gpt] [--devices 8] [--scope stage] [--time-scale 4] [--byte-scale 0.002] [--rounds 3]
 
 A GPT of 1.56 and a BERT of 1.04 thousand million parameters (48 and 32 blocks, H = 1600), microbatches of 4 sequences, as in Chen,
 Wu and Yu (ICML 2026, arXiv 2605.29664), whose figures are 8 A800 on NVLink; 16 devices are two such nodes with 100 Gbit/s a device.
@@ -24,6 +24,7 @@ take computation. Links and overheads of the prediction are those of this machin
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from async_cases import BATCHES, OWN, SHAPES, Case, compared, cuts_of, plan_of, problem_of
@@ -31,6 +32,7 @@ from rounds import Summary, in_rounds, print_table, write_json
 
 from raypipe.calibration import Calibration
 from raypipe.config import ClusterConfig, calibration_file
+from raypipe.errors import RaypipeError
 from raypipe.ray_session import session
 from raypipe.rehearsal import Rehearsal, rehearse
 from raypipe.schedules.ir import UpdateScope
@@ -87,7 +89,7 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", type=int, choices=list(BATCHES), default=list(BATCHES))
     parser.add_argument("--scope", action="append", choices=[str(UpdateScope.STAGE), str(UpdateScope.GLOBAL)])
     parser.add_argument("--rehearse", action="store_true", help="run with waits for computation")
-    parser.add_argument("--time-scale", type=float, default=2.0)
+    parser.add_argument("--time-scale", type=float, default=4.0)
     parser.add_argument("--byte-scale", type=float, default=0.002)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="file for all values")
@@ -95,7 +97,10 @@ def main() -> None:
     if options.rehearse:
         scopes = [UpdateScope(scope) for scope in options.scope or ["stage"]]
         cases = [(model, num_devices, scope) for model in options.models for num_devices in options.devices for scope in scopes]
-        write_json(options.json, [result for case in cases for result in rehearsals(*case, options)])
+        try:
+            write_json(options.json, [result for case in cases for result in rehearsals(*case, options)])
+        except RaypipeError as error:
+            sys.exit(str(error))
         return
     results: list[dict[str, Any]] = []
     summary: list[dict[str, str]] = []

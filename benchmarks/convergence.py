@@ -1,8 +1,8 @@
 """Do schedules whose weights are stale learn as well? Losses of a small GPT and a small BERT on the sources of Python's library.
 
-    python benchmarks/convergence.py all [-o runs/convergence]          everything, in the order of importance; goes on where it stopped
+    python benchmarks/convergence.py all [--jobs 2]                     everything, in the order of importance; goes on where it stopped
     python benchmarks/convergence.py run --task gpt --optimizer nadamw90 --cases 1f1b amdp-k4 --seeds 0 1 2 --learning-rate 2e-3
-    python benchmarks/convergence.py report [-o runs/convergence]       tables and drawings of what has been run
+    python benchmarks/convergence.py report                             tables and drawings of what has been run
 
 About a million parameters (6 blocks of width 112, one byte a token), 4 devices, 500 updates of 32 rows of 128 tokens: 2.05 million tokens.
 An update has the same rows whatever the schedule; it divides them into its own number of microbatches. A linear warm-up over a fifth of the
@@ -11,63 +11,66 @@ they differ in nothing but the weights that their Ops read. A window has 100 upd
 are evaluated, the same for all.
 
 What runs is the executor with its devices taking turns on one core (`in_turn.py`). For each optimizer the learning rate is tuned for `1f1b`
-by powers of two, on runs of 150 updates, and serves all schedules but `pipedream`, which has its own. The sweep compares at multiples of
-it, each time with `1f1b` at the same rate, rows and length. Every finished run is a CSV file: update, tokens, loss, validation_loss.
+by powers of two, and serves all schedules but `pipedream`, which has its own. The sweep compares at parts of
+it, each time with `1f1b` at the same rate and rows. Every finished run is a CSV file: update, tokens, loss, validation_loss. Those of
+this repository are in benchmarks/results/convergence; to run them yourself, name another folder with `-o`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from convergence_report import report
 from convergence_runs import CASES, NUM_UPDATES, OPTIMIZERS, SYNCHRONOUS, TASKS, Run, Runs
 
 from raypipe.errors import RaypipeError
 
-FIRST = (SYNCHRONOUS, "amdp-k1", "amdp-k4")
-OTHERS = ("pipedream", "pipedream-2bw", "async-1f1b", "async-1f1b-m16", "async-interleaved-m16", "amdp-k8")
-OWN_RATE = ("pipedream",)
 SWEPT = (SYNCHRONOUS, "amdp-k1", "amdp-k4", "amdp-k8")
-BOTH = ("adamw", "nadamw90")
-FACTORS = (0.25, 0.5, 2)
+OTHERS = ("pipedream", "pipedream-2bw", "async-1f1b", "async-1f1b-m16", "async-interleaved-m16")
+OWN_RATE = ("pipedream",)
+FACTORS = (0.5, 0.25)
 """Of the tuned rate, in the sweep."""
 
 
-def do_all(runs: Runs, report: Callable[[], None]) -> None:
-    """Everything, what matters most first; each part ends with a new report."""
+@dataclass(frozen=True)
+class Part:
+    """Runs that are reported together: each case with each seed at each multiple of its tuned learning rate."""
 
-    def do(task: str, cases: Iterable[str], seeds: Iterable[int]) -> None:
-        wanted = list(cases)
-        for seed in seeds:
-            for optimizer in BOTH:
-                for case in wanted:
-                    rate = runs.tuned(task, optimizer, case if case in OWN_RATE else SYNCHRONOUS)
-                    runs.finish(Run(task, optimizer, case, NUM_UPDATES, rate, seed))
-        report()
+    task: str
+    optimizer: str
+    cases: Sequence[str]
+    seeds: Sequence[int] = (0,)
+    factors: Sequence[float] = (1.0,)
 
-    def sweep(cases: Iterable[str], seeds: Iterable[int]) -> None:
-        wanted = list(cases)
-        for seed in seeds:
-            for optimizer in BOTH:
-                rate = runs.tuned("gpt", optimizer, SYNCHRONOUS)
-                for case in wanted:
-                    runs.finish_all(Run("gpt", optimizer, case, NUM_UPDATES, factor * rate, seed) for factor in FACTORS)
-        report()
+    def runs(self, runs: Runs) -> Iterator[Run]:
+        """Them, the seeds one after the other; tunes what is not tuned yet."""
+        for seed in self.seeds:
+            for case in self.cases:
+                tuned = runs.tuned(self.task, self.optimizer, case if case in OWN_RATE else SYNCHRONOUS)
+                for factor in self.factors:
+                    yield Run(self.task, self.optimizer, case, NUM_UPDATES, factor * tuned, seed)
 
-    do("gpt", FIRST, (0, 1, 2))
-    do("gpt", OTHERS, (0,))
-    sweep(SWEPT, (0,))
-    do("bert", FIRST, (0,))
-    do("gpt", OTHERS, (1, 2))
-    do("bert", OTHERS, (0,))
-    do("bert", FIRST, (1, 2))
-    do("bert", OTHERS, (1, 2))
-    do("gpt", ("amdp-k1-stage",), (0, 1, 2))
+
+ALL = (
+    Part("gpt", "nadamw90", SWEPT),
+    Part("gpt", "nadamw90", OTHERS),
+    Part("gpt", "nadamw90", SWEPT, factors=FACTORS),
+    Part("gpt", "adamw", SWEPT),
+    Part("gpt", "nadamw90", [*SWEPT, *OTHERS], seeds=(1, 2)),
+    Part("bert", "nadamw90", [*SWEPT, *OTHERS]),
+    Part("gpt", "adamw", SWEPT, factors=FACTORS),
+    Part("gpt", "adamw", OTHERS),
+    Part("bert", "nadamw90", SWEPT, factors=FACTORS),
+    Part("bert", "nadamw90", [*SWEPT, *OTHERS], seeds=(1, 2)),
+    Part("gpt", "adamw", [*SWEPT, *OTHERS], seeds=(1, 2)),
+    Part("gpt", "nadamw90", ["amdp-k1-stage"], seeds=(0, 1, 2)),
+)
+"""What matters most first."""
 
 
 def parsed() -> argparse.Namespace:
@@ -75,11 +78,12 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("what", choices=["all", "run", "report"])
     parser.add_argument("--task", choices=list(TASKS), default="gpt")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="nadamw90")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=[*FIRST, *OTHERS])
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=[*SWEPT, *OTHERS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--updates", type=int, default=NUM_UPDATES, help="a multiple of the number of windows of at most 100")
     parser.add_argument("--learning-rate", type=float, help="left out: the tuned one")
-    parser.add_argument("-o", "--output", type=Path, default=Path("runs/convergence"))
+    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "results" / "convergence")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, each on a core")
     parser.add_argument("--data", type=Path, default=Path("data/python-stdlib.parquet"))
     return parser.parse_args()
 
@@ -87,21 +91,22 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     """Runs and reports."""
     arguments = parsed()
-    torch.set_num_threads(1)
-    runs = Runs(arguments.output, arguments.data)
-    write_report = partial(report, runs)
+    runs = Runs(arguments.output, arguments.data, num_jobs=arguments.jobs)
     try:
         if arguments.what == "all":
-            do_all(runs, write_report)
+            for part in ALL:
+                runs.finish(list(part.runs(runs)))
+                report(runs)
+        elif arguments.what == "run" and arguments.learning_rate is not None:
+            cells = itertools.product(arguments.seeds, arguments.cases)
+            task, optimizer, rate = arguments.task, arguments.optimizer, arguments.learning_rate
+            runs.finish([Run(task, optimizer, case, arguments.updates, rate, seed) for seed, case in cells])
         elif arguments.what == "run":
-            for seed in arguments.seeds:
-                for case in arguments.cases:
-                    tuned = case if case in OWN_RATE else SYNCHRONOUS
-                    rate = arguments.learning_rate or runs.tuned(arguments.task, arguments.optimizer, tuned)
-                    runs.finish(Run(arguments.task, arguments.optimizer, case, arguments.updates, rate, seed))
+            part = Part(arguments.task, arguments.optimizer, arguments.cases, arguments.seeds)
+            runs.finish([replace(run, num_updates=arguments.updates) for run in part.runs(runs)])
     except RaypipeError as error:
         sys.exit(str(error))
-    write_report()
+    report(runs)
 
 
 if __name__ == "__main__":

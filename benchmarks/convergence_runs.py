@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import csv
 import math
+import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
+import torch
 from in_turn import in_turn
 
 from raypipe.actors.batches import MaskedTokenBatches, TokenBatches
@@ -34,8 +38,7 @@ NUM_ROWS = 32
 NUM_VALIDATION_ROWS = 512
 NUM_UPDATES = 500
 WINDOW = 100
-TUNING_UPDATES = 150
-FIRST_RATE = 2e-3
+FIRST_RATE = 4e-3
 """Where tuning begins."""
 
 
@@ -124,6 +127,10 @@ class Row:
     loss: float
     validation_loss: float | None = None
 
+    def cells(self) -> list[str]:
+        """Of a CSV file."""
+        return [str(self.update), str(self.tokens), *("" if loss is None else f"{loss:.5f}" for loss in (self.loss, self.validation_loss))]
+
 
 @dataclass(frozen=True, order=True)
 class Run:
@@ -203,43 +210,36 @@ class Runs:
     Args:
         folder: of the results.
         data: the token file.
+        num_jobs: runs at once, each in a process of its own on one core.
     """
 
-    def __init__(self, folder: Path, data: Path) -> None:
+    def __init__(self, folder: Path, data: Path, *, num_jobs: int = 1) -> None:
         self.folder = folder
         self.data = data
+        self.num_jobs = num_jobs
 
-    def finish(self, run: Run) -> list[Row]:
-        """The rows of a run, from its file or, where there is none, by training."""
-        path = run.path(self.folder)
-        if not path.exists():
-            since = time.perf_counter()
-            rows = list(train(run, self.data))
-            seconds = time.perf_counter() - since
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(".part")
-            with part.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file)
-                writer.writerow([field.name for field in fields(Row)])
-                writer.writerows(astuple(row) for row in rows)
-            part.rename(path)
-            print(f"{run}: {final_loss(rows):.4f} in {seconds:.0f} s, {rows[-1].tokens / seconds:.0f} tokens/s", flush=True)
-        return read(path)
+    def finish(self, runs: Sequence[Run]) -> list[list[Row]]:
+        """The rows of each run, from its file or, where there is none, by training.
 
-    def finish_all(self, runs: Iterable[Run]) -> None:
-        """Does those that are not there yet."""
-        for run in runs:
-            self.finish(run)
+        Raises:
+            RaypipeError: the data cannot be read.
+        """
+        missing = [run for run in dict.fromkeys(runs) if not run.path(self.folder).exists()]
+        if missing:
+            with ProcessPoolExecutor(self.num_jobs, multiprocessing.get_context("spawn")) as pool:
+                for run, (rows, seconds) in zip(missing, pool.map(_finish, missing, repeat(self.folder), repeat(self.data)), strict=True):
+                    print(f"{run}: {final_loss(rows):.4f} in {seconds:.0f} s, {rows[-1].tokens / seconds:.0f} tokens/s", flush=True)
+        return [read(run.path(self.folder)) for run in runs]
 
     def tuned(self, task: str, optimizer: str, case: str) -> float:
-        """The best of the learning rates 2**k FIRST_RATE, the next ones to both sides being worse, in runs of TUNING_UPDATES."""
+        """The best of the learning rates 2**k FIRST_RATE for seed 0, the next ones to both sides being worse."""
         losses: dict[int, float] = {}
 
-        def note(power: int) -> None:
-            losses[power] = final_loss(self.finish(Run(task, optimizer, case, TUNING_UPDATES, FIRST_RATE * 2.0**power, 0)))
+        def note(*powers: int) -> None:
+            runs = [Run(task, optimizer, case, NUM_UPDATES, FIRST_RATE * 2.0**power, 0) for power in powers]
+            losses.update(zip(powers, map(final_loss, self.finish(runs)), strict=True))
 
-        for power in (0, 1, -1):
-            note(power)
+        note(-1, 0, 1)
         while (best := min(losses, key=losses.__getitem__)) in {min(losses), max(losses)}:
             note(best + (1 if best == max(losses) else -1))
         return FIRST_RATE * 2.0**best
@@ -247,6 +247,23 @@ class Runs:
     def there(self) -> dict[Run, list[Row]]:
         """All that are finished."""
         return {Run.of(path): read(path) for path in sorted(self.folder.glob("*/*/*/updates*.csv"))}
+
+
+def _finish(run: Run, folder: Path, data: Path) -> tuple[list[Row], float]:
+    """Trains and writes the file of a run; the seconds, too."""
+    torch.set_num_threads(1)
+    path = run.path(folder)
+    since = time.perf_counter()
+    rows = list(train(run, data))
+    seconds = time.perf_counter() - since
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([field.name for field in fields(Row)])
+        writer.writerows(row.cells() for row in rows)
+    part.rename(path)
+    return rows, seconds
 
 
 def read(path: Path) -> list[Row]:

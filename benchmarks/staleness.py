@@ -34,7 +34,7 @@ def largest_stable(beta: float, share: float, *, looks_ahead: bool) -> float:
         share: of the microbatches, whose gradients are one update late.
         looks_ahead: NAdamW instead of AdamW.
     """
-    # In z, by which the weights grow in an update, times z squared: (z - 1)(1 - b/z) + a (1 + c - c/z)(1 - s + s/z).
+    # In z, by which the weights grow in an update, times z squared: (z - 1)(1 - b/z) + a (1 + ahead - ahead/z)(1 - s + s/z).
     ahead = beta if looks_ahead else 0.0
     without = np.polymul(np.polymul([1, -1], [1, -beta]), [1, 0])
     gradient = np.polymul([1 + ahead, -ahead], [1 - share, share])

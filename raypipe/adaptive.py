@@ -181,6 +181,7 @@ class Adaptive(Arrangement):
             microbatch_size=schedule.microbatch_size,
             max_staleness=staleness,
             max_mismatch=mismatch,
+            max_mean_staleness=schedule.max_mean_staleness,
             updates_per_window=self.window_sizes[-1],
             update_scope=schedule.update_scope or (self.schedule.update_scope if self.start else None),
         )

@@ -279,19 +279,14 @@ def check_staleness(config: TrainConfig, schedule: Schedule) -> None:
     Raises:
         ConfigError: it is staler than allowed; says what would have to be.
     """
-    limits = config.schedule
-    if limits.max_staleness is None and limits.max_mismatch is None:
+    limits = config.schedule.staleness
+    if not limits:
         return
-    known = facts(schedule)
-    for name, limit, found in (
-        ("max_staleness", limits.max_staleness, known.max_delay),
-        ("max_mismatch", limits.max_mismatch, known.max_mismatch),
-    ):
-        if limit is not None and found > limit:
-            raise ConfigError(
-                f"schedule.{name} is {limit}, but {schedule.name!r} with {schedule.num_microbatches} microbatches an update has {found}; "
-                f"allow {found}, choose another schedule, or let schedule.name be auto"
-            )
+    for name, found in limits.exceeded_by(facts(schedule)).items():
+        raise ConfigError(
+            f"schedule.{name} is {getattr(limits, name):g}, but {schedule.name!r} with {schedule.num_microbatches} microbatches an update "
+            f"has {found:g}; allow {found:g}, choose another schedule, or let schedule.name be auto"
+        )
 
 
 def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:

@@ -22,7 +22,7 @@ from typing import ClassVar
 
 from raypipe import codec
 from raypipe.cost import Cost
-from raypipe.errors import suggestion
+from raypipe.errors import FormatError, suggestion
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Await, Collective, Compute, DeviceProgram, Message, Recv, Send, Start
 from raypipe.topology import NodeLink, Overheads
@@ -85,6 +85,8 @@ class Calibration:
         Raises:
             FormatError: says what is wrong with the file, and where.
         """
+        if not os.path.exists(path):
+            raise FormatError(os.fspath(path), "", "there is no such file; `raypipe calibrate` writes one")
         return codec.from_json(cls, codec.read_text(path), path=os.fspath(path), format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from raypipe import codec, own_schedules
 from raypipe.errors import ConfigError
 from raypipe.schedules.ir import Size, UpdateScope
+from raypipe.schedules.staleness import StalenessLimits
 from raypipe.tree import yaml_text, yaml_tree
 
 FORMAT = "raypipe.train/1"
@@ -32,6 +33,16 @@ def _at_least(owner: object, least: int, *names: str) -> None:
     for name in names:
         if getattr(owner, name) < least:
             raise codec.invalid(owner, name, f"expected at least {least}, got {getattr(owner, name)}")
+
+
+def _one_of(owner: object, names: type[StrEnum], field: str) -> None:
+    """Takes the member for its text, as reading a file does: programs may give either."""
+    given = getattr(owner, field)
+    try:
+        object.__setattr__(owner, field, names(given))
+    except ValueError:
+        *first, last = [f"'{name}'" for name in names]
+        raise codec.invalid(owner, field, f"expected {', '.join(first)} or {last}, got {given!r}") from None
 
 
 class Precision(StrEnum):
@@ -60,6 +71,9 @@ class ModelConfig:
     function: str
     options: dict[str, Any] = field(default_factory=dict)
     precision: Precision = Precision.FLOAT32
+
+    def __post_init__(self) -> None:
+        _one_of(self, Precision, "precision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +115,8 @@ class ScheduleConfig:
             changes; left out for synchronous schedules alone, or for as many as the schedule to begin with has.
         max_mismatch: likewise, the most weight versions between the forward and the backward of a microbatch; left out for no limit, or
             for as many as the schedule to begin with has.
+        max_mean_staleness: likewise, the updates of `max_staleness` on average over microbatches and stages, which is what training
+            feels; left out for no limit.
         updates_per_window: updates between two drains; evaluation and checkpoints happen between windows.
     """
 
@@ -115,10 +131,13 @@ class ScheduleConfig:
     max_in_flight: float | None = None
     max_staleness: int | None = None
     max_mismatch: int | None = None
+    max_mean_staleness: float | None = None
     updates_per_window: int = 10
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_microbatches", "microbatch_size", "updates_per_window")
+        if self.update_scope is not None:
+            _one_of(self, UpdateScope, "update_scope")
         if self.num_chunks is not None:
             _at_least(self, 1, "num_chunks")
         if self.max_in_flight is not None:
@@ -126,7 +145,13 @@ class ScheduleConfig:
         for name in ("max_staleness", "max_mismatch"):
             if getattr(self, name) is not None:
                 _at_least(self, 0, name)
+        codec.require_amounts(self, "max_mean_staleness")
         _at_least(self, 0, "num_pipelines")
+
+    @property
+    def staleness(self) -> StalenessLimits:
+        """What is allowed of an order."""
+        return StalenessLimits(self.max_staleness, self.max_mismatch, self.max_mean_staleness)
 
     def size(self, *, num_devices: int, num_updates: int) -> Size:
         """What the schedule's generator is asked for."""
@@ -182,6 +207,7 @@ class OptimizerConfig:
         codec.require_amounts(self, "learning_rate", "final_learning_rate", "epsilon", "weight_decay")
         codec.require_amounts(self, "max_grad_norm", above_zero=True)
         _at_least(self, 0, "warmup_updates")
+        _one_of(self, OptimizerName, "name")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise codec.invalid(self, name, f"expected at least 0 and less than 1, got {getattr(self, name)}")
@@ -238,6 +264,7 @@ class ScalingConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_devices", "threads_per_device")
+        _one_of(self, Transport, "transport")
         codec.require_amounts(self, "cpus_per_device")
 
 

@@ -35,6 +35,7 @@ from raypipe.config import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
+    OptimizerName,
     Precision,
     RunConfig,
     ScalingConfig,
@@ -53,6 +54,7 @@ from raypipe.profiler import model_profile
 from raypipe.ray_session import session
 from raypipe.run_folder import RunFolder, versions
 from raypipe.sample import NUM_BYTES, generate
+from raypipe.schedules.validate import facts
 from raypipe.show.page import draw_page
 from raypipe.show.svg import draw_traces
 from raypipe.trace import Trace
@@ -410,6 +412,12 @@ class _Fit:
             f"schedule {schedule.name}, precision {self.config.model.precision}; "
             f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}"
         )
+        mean_delay = facts(schedule).mean_delay
+        if mean_delay and self.config.optimizer.name is OptimizerName.ADAMW:
+            self.listener.notice(
+                f"gradients are {mean_delay:.2g} updates late on average: with optimizer.name nadamw and a long optimizer.warmup_updates "
+                "training loses less by that"
+            )
 
     def _build_order(self) -> BuildOrder:
         """How the actors build the stages of the arrangement of now."""

@@ -118,3 +118,5 @@ def test_a_calibration_goes_through_its_file_and_names_what_it_lacks(tmp_path: F
     assert Calibration.load(tmp_path / "calibration.json") == calibration
     with pytest.raises(FormatError, match=r"'gloo'.*raypipe calibrate"):
         calibration.of("gloo")
+    with pytest.raises(FormatError, match=r"nowhere.json: there is no such file; `raypipe calibrate` writes one"):
+        Calibration.load(tmp_path / "nowhere.json")

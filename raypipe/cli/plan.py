@@ -40,6 +40,9 @@ from raypipe.topology import ClusterTopology
     "--max-staleness", type=click.IntRange(0), help="Most updates between the weights of a forward and those that its gradient changes."
 )
 @click.option("--max-mismatch", type=click.IntRange(0), help="Most weight versions between the forward and the backward of a microbatch.")
+@click.option(
+    "--max-mean-staleness", type=click.FloatRange(0), help="The updates of --max-staleness on average over microbatches and stages."
+)
 @click.option("--updates-per-window", type=COUNT, default=10, show_default=True, help="Updates between two drains, where updates overlap.")
 @click.option("--recompute/--no-recompute", default=True, show_default=True, help="Whether forwards may run again where memory is short.")
 @click.option("--effort", type=click.FloatRange(0.01, 100), default=1.0, show_default=True, help="How hard to search, over the usual.")
@@ -57,6 +60,7 @@ def plan(
     schedule: str,
     max_staleness: int | None,
     max_mismatch: int | None,
+    max_mean_staleness: float | None,
     updates_per_window: int,
     recompute: bool,
     effort: float,
@@ -77,6 +81,7 @@ def plan(
         recompute=recompute,
         max_staleness=max_staleness,
         max_mismatch=max_mismatch,
+        max_mean_staleness=max_mean_staleness,
         updates_per_window=updates_per_window,
     )
     budget = Budget.usual(problem.num_devices, effort=effort)

@@ -27,6 +27,7 @@ from raypipe.schedules import list_order
 from raypipe.schedules.ir import Schedule, Size, StageGraph, WeightRule
 from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.passes import over_graph, recompute
+from raypipe.schedules.staleness import StalenessLimits
 from raypipe.schedules.validate import facts
 from raypipe.simulate import Numbered, Timing
 
@@ -117,8 +118,8 @@ class Judge:
 
     problem: Problem
     numbered: dict[object, tuple[Schedule, Numbered] | None] = field(default_factory=dict, repr=False)
-    too_stale: set[tuple[int, int]] = field(default_factory=set, repr=False)
-    """Delay and mismatch of orders that were passed over because the problem allows less."""
+    too_stale: set[StalenessLimits] = field(default_factory=set, repr=False)
+    """What would allow the orders that were passed over because the problem allows less."""
     check: Callable[[Schedule, Placement, int], None] | None = None
     _channels: dict[tuple[Group, Group], Channel] = field(default_factory=dict)
     _stages: dict[tuple[Group, int, int], tuple[float, float, float]] = field(default_factory=dict)
@@ -314,14 +315,13 @@ class Judge:
 
     def _allowed(self, layout: Layout, cut: Cut) -> bool:
         """Whether an order is no staler than the problem allows, in a whole window."""
-        limited = self.problem.max_staleness is not None or self.problem.max_mismatch is not None
-        if not limited or self.num_updates(layout) == 1:
+        limits = self.problem.staleness
+        if not limits or self.num_updates(layout) == 1:
             return True
         known = facts(self.schedule(layout, cut, num_updates=self.num_updates(layout)))
-        limits = (self.problem.max_staleness, known.max_delay), (self.problem.max_mismatch, known.max_mismatch)
-        if all(limit is None or found <= limit for limit, found in limits):
+        if not limits.exceeded_by(known):
             return True
-        self.too_stale.add((known.max_delay, known.max_mismatch))
+        self.too_stale.add(StalenessLimits.of(known))
         return False
 
     # Parts of a plan

@@ -100,7 +100,7 @@ def bound_s(problem: Problem, schedule: str) -> float:
 def asynchronous_orders(problem: Problem, schedule: str) -> tuple[str, ...]:
     """The orders whose updates overlap that may be chosen."""
     if schedule == AUTO:
-        return chunks.ASYNCHRONOUS if problem.max_staleness else ()
+        return chunks.ASYNCHRONOUS if problem.staleness.allow_delay else ()
     if schedule in chunks.ASYNCHRONOUS:
         return (schedule,)
     return ()
@@ -168,10 +168,10 @@ def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: 
     else:
         found = _best_of(chosen.layouts, judge, schedule)
     if found is None and judge.too_stale:
-        delay, mismatch = min(judge.too_stale)
+        limits = problem.staleness
         raise PlanError(
-            f"every plan with schedule {schedule!r} is staler than allowed (max_staleness {problem.max_staleness}, max_mismatch "
-            f"{problem.max_mismatch}); use more microbatches, or allow max_staleness {delay} and max_mismatch {mismatch}"
+            f"every plan with schedule {schedule!r} is staler than allowed ({limits}); use more microbatches, or allow "
+            f"{limits.named(min(judge.too_stale))}"
         )
     if found is None:
         raise PlanError(

@@ -20,6 +20,7 @@ from raypipe.cost import STATE_BYTES_PER_PARAMETER_BYTE
 from raypipe.errors import PlanError
 from raypipe.profile import ModelProfile
 from raypipe.schedules.ir import UpdateScope
+from raypipe.schedules.staleness import StalenessLimits
 from raypipe.topology import ClusterTopology, Overheads, Path
 
 Floats = npt.NDArray[np.float64]
@@ -38,9 +39,10 @@ class Problem:
         microbatch_size: rows of a microbatch.
         state_bytes_per_parameter_byte: gradients and optimizer state.
         recompute: whether forwards may be run again where memory is short.
-        max_staleness: the most updates between the weights of a forward and those that its gradient changes; `None` for none where the
-            order is to be chosen, and as many as it has where it is named.
+        max_staleness: the most updates between the weights of a forward and those that its gradient changes; `None` for as many as it
+            has where the order is named. Where it is to be chosen, some delay must be allowed, here or on average.
         max_mismatch: the most weight versions between the forward and the backward of a microbatch; `None` for no limit.
+        max_mean_staleness: the updates of `max_staleness` on average over microbatches and stages; `None` for no limit.
         updates_per_window: updates between two drains, for orders whose updates overlap.
         update_scope: what updates wait for; `None` for each order's own default.
 
@@ -56,6 +58,7 @@ class Problem:
     recompute: bool = True
     max_staleness: int | None = None
     max_mismatch: int | None = None
+    max_mean_staleness: float | None = None
     updates_per_window: int = 10
     update_scope: UpdateScope | None = None
     _rows: dict[Group, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -65,9 +68,14 @@ class Problem:
         for name in ("num_microbatches", "microbatch_size", "updates_per_window"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_staleness", "max_mismatch"):
-            if (getattr(self, name) or 0) < 0:
+        for name in ("max_staleness", "max_mismatch", "max_mean_staleness"):
+            if not (getattr(self, name) or 0) >= 0:
                 raise PlanError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def staleness(self) -> StalenessLimits:
+        """What is allowed of an order."""
+        return StalenessLimits(self.max_staleness, self.max_mismatch, self.max_mean_staleness)
 
     @property
     def num_layers(self) -> int:

@@ -16,6 +16,7 @@ from raypipe.models.mlp import mlp
 from raypipe.plan import Plan
 from raypipe.planner.layout import Layout
 from raypipe.policies.concurrency import Decision, Facts
+from raypipe.schedules.ir import WeightRule
 from raypipe.trace import Trace
 from raypipe.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, train_unsplit
@@ -26,7 +27,15 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarni
 NUM_UPDATES = 20
 
 
-def trainer(folder: Path, *, schedule: str, adaptation: AdaptationConfig, max_staleness: int | None = None, devices: int = 4) -> Trainer:
+def trainer(
+    folder: Path,
+    *,
+    schedule: str,
+    adaptation: AdaptationConfig,
+    max_staleness: int | None = None,
+    max_mean_staleness: float | None = None,
+    devices: int = 4,
+) -> Trainer:
     return Trainer(
         "raypipe.models.mlp:mlp",
         model_options={"num_layers": 8, "dtype": "float64"},
@@ -37,6 +46,7 @@ def trainer(folder: Path, *, schedule: str, adaptation: AdaptationConfig, max_st
             microbatch_size=NUM_ROWS,
             updates_per_window=4,
             max_staleness=max_staleness,
+            max_mean_staleness=max_mean_staleness,
         ),
         optimizer_config=adamw_settings(max_grad_norm=MAX_GRAD_NORM),
         scaling_config=ScalingConfig(num_devices=devices),
@@ -106,8 +116,11 @@ def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path,
 
 def test_a_run_may_choose_its_schedule_from_the_start(tmp_path: Path) -> None:
     notices = Notices()
-    result = trainer(tmp_path, schedule="auto", adaptation=AdaptationConfig(), max_staleness=1).fit(listener=notices)
+    result = trainer(tmp_path, schedule="auto", adaptation=AdaptationConfig(), max_mean_staleness=1.0).fit(listener=notices)
     assert any(text.startswith("chosen: ") for text in notices.texts)
+    assert any("updates late on average: with optimizer.name nadamw" in text for text in notices.texts) == (
+        result.plan.order.weight_rule is not WeightRule.FLUSH
+    )
     assert len(result.losses) == NUM_UPDATES
     assert result.losses[-1] < result.losses[0]
     assert not (Path(result.path) / "adaptation.jsonl").exists()  # it was not asked to switch
@@ -122,6 +135,8 @@ def test_limits_that_no_way_keeps_are_refused(tmp_path: Path) -> None:
 def test_a_schedule_that_is_staler_than_allowed_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"schedule.max_staleness is 0, but 'amdp' .* has 1; allow 1"):
         trainer(tmp_path, schedule="amdp", adaptation=AdaptationConfig(), max_staleness=0).fit()
+    with pytest.raises(ConfigError, match=r"schedule.max_mean_staleness is 0.1, but 'amdp' .* has 0.\d+; allow 0.\d+"):
+        trainer(tmp_path, schedule="amdp", adaptation=AdaptationConfig(), max_mean_staleness=0.1).fit()
 
 
 def test_an_unknown_schedule_to_choose_from_is_refused_before_anything_starts(tmp_path: Path) -> None:

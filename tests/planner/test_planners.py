@@ -281,13 +281,26 @@ def test_where_messages_are_long_more_microbatches_are_under_way_than_async_1f1b
 
 def test_limits_that_no_plan_keeps_are_refused_with_what_would_do() -> None:
     problem = uniform_chain(num_microbatches=1, max_staleness=1, max_mismatch=1)
-    said = r"every plan with schedule 'pipedream' is staler than allowed .* allow max_staleness \d and max_mismatch 0"
+    said = r"every plan with schedule 'pipedream' is staler than allowed .* allow max_staleness \d, max_mismatch 0$"
     with pytest.raises(PlanError, match=said):
         make(problem, name="1f1b-equal", schedule="pipedream")
     make(replace(problem, max_staleness=3), name="1f1b-equal", schedule="pipedream")
     assert len(make(problem, schedule="pipedream", budget=SMALL).stages) == 2  # which are one update behind each other
     with pytest.raises(PlanError, match="max_staleness must be at least 0, got -1"):
         uniform_chain(max_staleness=-1)
+
+
+def test_a_limit_of_the_mean_staleness_is_kept_and_allows_orders_that_are_stale() -> None:
+    found = {limit: make(uniform_chain(max_mean_staleness=limit), budget=SMALL) for limit in (0.0, 0.3, 2.0)}
+    assert found[0.0].order.weight_rule is WeightRule.FLUSH
+    for limit in (0.3, 2.0):
+        assert found[limit].order.weight_rule is not WeightRule.FLUSH
+        assert facts(found[limit].schedule).mean_delay <= limit
+    both = make(uniform_chain(max_staleness=0, max_mean_staleness=2.0), budget=SMALL)
+    assert both.order.weight_rule is WeightRule.FLUSH
+    said = r"'pipedream-2bw' is staler than allowed \(max_mean_staleness 0.2\); .* allow max_mean_staleness 0.\d+$"
+    with pytest.raises(PlanError, match=said):
+        make(uniform_chain(max_mean_staleness=0.2), name="1f1b-equal", schedule="pipedream-2bw")
 
 
 def test_versions_of_the_weights_take_memory() -> None:

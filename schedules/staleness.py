@@ -1,0 +1,57 @@
+"""How stale an order's weights may be: limits, and what an order has of each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from raypipe.schedules.validate import Facts
+
+_DIGITS = 3
+"""Of a mean, rounded up, so that what is said to suffice does."""
+
+
+@dataclass(frozen=True, order=True)
+class StalenessLimits:
+    """What is allowed; `None` for no limit.
+
+    Attributes:
+        max_staleness: the most updates between the weights of a forward and those that its gradient changes (`Facts.max_delay`).
+        max_mismatch: the most weight versions between the forward and the backward of a microbatch.
+        max_mean_staleness: the updates of `max_staleness` on average over microbatches and stages (`Facts.mean_delay`).
+    """
+
+    max_staleness: int | None = None
+    max_mismatch: int | None = None
+    max_mean_staleness: float | None = None
+
+    @classmethod
+    def of(cls, known: Facts) -> StalenessLimits:
+        """The least that allows an order."""
+        return cls(known.max_delay, known.max_mismatch, math.ceil(known.mean_delay * 10**_DIGITS) / 10**_DIGITS)
+
+    def __bool__(self) -> bool:
+        """Whether there is a limit."""
+        return bool(self._given())
+
+    def _given(self) -> dict[str, float]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    @property
+    def allow_delay(self) -> bool:
+        """Whether any delay was asked for: some limit of it is above zero, and none is zero."""
+        limits = [limit for limit in (self.max_staleness, self.max_mean_staleness) if limit is not None]
+        return bool(limits) and all(limits)
+
+    def exceeded_by(self, known: Facts) -> dict[str, float]:
+        """The limits that an order does not keep, with what it has of each."""
+        has = vars(StalenessLimits.of(known))
+        exact = {"max_mean_staleness": known.mean_delay}
+        return {name: has[name] for name, limit in self._given().items() if exact.get(name, has[name]) > limit}
+
+    def named(self, values: StalenessLimits) -> str:
+        """The values of those that are limited here, in words."""
+        return ", ".join(f"{name} {getattr(values, name):g}" for name in self._given())
+
+    def __str__(self) -> str:
+        return self.named(self)
