@@ -114,8 +114,10 @@ def main() -> None:
                         found = [each | {"own_cut": own_cut} for each in compared(model, num_devices, batch, scope, cuts)]
                         results += found
                         own = next(each for each in found if each["schedule"] == OWN)["sequences_per_s"]
-                        others = [each for each in found if not each["schedule"].startswith("amdp")]
-                        best = max(others, key=lambda each: float(each["sequences_per_s"]))
+                        best, best_auto = (
+                            max((each for each in found if kind(each["schedule"])), key=lambda each: float(each["sequences_per_s"]))
+                            for kind in (lambda name: not name.startswith("amdp"), lambda name: name.startswith("amdp-auto"))
+                        )
                         cut = "own cut" if own_cut else "equal cut"
                         summary.append({
                             "model": model,
@@ -126,6 +128,7 @@ def main() -> None:
                             "amdp seq/s": f"{own:.1f}",
                             "best other": best["schedule"],
                             "amdp / best": f"{own / best['sequences_per_s']:.3f}",
+                            "amdp-auto / best": f"{best_auto['sequences_per_s'] / best['sequences_per_s']:.3f}",
                         })
                         rows += [
                             {
@@ -137,6 +140,7 @@ def main() -> None:
                                 "GB": f"{each['peak_memory_bytes'] / 1e9:.1f}",
                                 "mismatch": str(each["max_mismatch"]),
                                 "delay": str(each["max_delay"]),
+                                "on average": f"{each['mean_delay']:.2f}",
                             }
                             for each in found
                         ]

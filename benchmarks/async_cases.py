@@ -81,6 +81,8 @@ CASES = (
     Case("async-interleaved", chunks=4),
     Case("amdp-flush"),
     Case("amdp", pipelines=2),
+    Case("amdp-auto", pipelines=2),
+    Case("amdp-auto"),
     Case("amdp"),
 )
 OWN = "amdp"
@@ -190,6 +192,7 @@ def figures_of(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int
         "peak_memory_bytes": max(timing.peak_memory_bytes),
         "max_mismatch": known.max_mismatch,
         "max_delay": known.max_delay,
+        "mean_delay": known.mean_delay,
         "cut": [end - first for first, end in pairwise(cuts)],
     }
 

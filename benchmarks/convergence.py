@@ -30,7 +30,7 @@ from convergence_runs import CASES, NUM_UPDATES, OPTIMIZERS, SYNCHRONOUS, TASKS,
 
 from raypipe.errors import RaypipeError
 
-SWEPT = (SYNCHRONOUS, "amdp-k1", "amdp-k4", "amdp-k8")
+SWEPT = (SYNCHRONOUS, "amdp-auto-k4", "amdp-auto-k8", "amdp-k1", "amdp-k4", "amdp-k8")
 OTHERS = ("pipedream", "pipedream-2bw", "async-1f1b", "async-1f1b-m16", "async-interleaved-m16")
 OWN_RATE = ("pipedream",)
 FACTORS = (0.5, 0.25)
@@ -58,13 +58,14 @@ class Part:
 
 ALL = (
     Part("gpt", "nadamw90", SWEPT),
-    Part("gpt", "nadamw90", OTHERS),
     Part("gpt", "nadamw90", SWEPT, factors=FACTORS),
-    Part("gpt", "adamw", SWEPT),
+    Part("gpt", "nadamw90", OTHERS),
     Part("gpt", "nadamw90", [*SWEPT, *OTHERS], seeds=(1, 2)),
+    Part("gpt", "adamw", SWEPT),
     Part("bert", "nadamw90", [*SWEPT, *OTHERS]),
     Part("gpt", "adamw", SWEPT, factors=FACTORS),
     Part("gpt", "adamw", OTHERS),
+    Part("gpt", "nadamw90", ["amdp-k4-stash", "amdp-auto-k1"]),
     Part("bert", "nadamw90", SWEPT, factors=FACTORS),
     Part("bert", "nadamw90", [*SWEPT, *OTHERS], seeds=(1, 2)),
     Part("gpt", "adamw", [*SWEPT, *OTHERS], seeds=(1, 2)),

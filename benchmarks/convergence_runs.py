@@ -28,7 +28,7 @@ from raypipe.model import Model
 from raypipe.models.bert import bert
 from raypipe.models.gpt import gpt
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, Size, UpdateScope
+from raypipe.schedules.ir import Schedule, Size, UpdateScope, WeightRule
 from raypipe.schedules.passes import evaluation
 
 NUM_DEVICES = 4
@@ -51,16 +51,19 @@ class Case:
         num_microbatches: into which an update's rows are divided.
         num_chunks: stages a device.
         scope: of the norm by which updates are clipped.
+        rule: how backwards find their weights, where not by the schedule's own rule.
     """
 
     schedule: str
     num_microbatches: int
     num_chunks: int = 1
     scope: UpdateScope = UpdateScope.GLOBAL
+    rule: WeightRule | None = None
 
     def build(self, num_updates: int) -> Schedule:
         """The order of a window."""
-        return build(self.schedule, Size(NUM_DEVICES, self.num_microbatches, num_updates, self.num_chunks, update_scope=self.scope))
+        schedule = build(self.schedule, Size(NUM_DEVICES, self.num_microbatches, num_updates, self.num_chunks, update_scope=self.scope))
+        return schedule if self.rule is None else replace(schedule, weight_rule=self.rule)
 
 
 CASES = {
@@ -72,6 +75,8 @@ CASES = {
     "async-interleaved": Case("async-interleaved", 8, 2),  # with fewer than 2D, mismatch and delay are 2
     "async-interleaved-m16": Case("async-interleaved", 16, 2),
     **{f"amdp-k{rounds}": Case("amdp", NUM_DEVICES * rounds) for rounds in (1, 2, 4, 8)},
+    **{f"amdp-auto-k{rounds}": Case("amdp-auto", NUM_DEVICES * rounds) for rounds in (1, 4, 8)},
+    **{f"amdp-k{rounds}-stash": Case("amdp", NUM_DEVICES * rounds, rule=WeightRule.STASH) for rounds in (4,)},
     "amdp-k1-stage": Case("amdp", NUM_DEVICES, scope=UpdateScope.STAGE),  # clipped as it is unless one asks for another scope
 }
 SYNCHRONOUS = "1f1b"

@@ -163,6 +163,7 @@ class ScheduleConfig:
             num_pipelines=self.num_pipelines,
             update_scope=self.update_scope,
             max_in_flight=self.max_in_flight,
+            max_mean_staleness=self.max_mean_staleness,
         )
 
 

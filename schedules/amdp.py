@@ -29,25 +29,19 @@ under way at once.
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.cyclic import cycle
-from raypipe.schedules.dispatch import Key, Line, Started, dispatch, with_updates
+from raypipe.schedules.dispatch import Line, Started, dispatch, with_updates
 from raypipe.schedules.family import Family, require_one_chunk, synchronous_pipelines
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, StageTimes, UpdateScope, WeightRule
+from raypipe.schedules.ring import Form, Pipelines, by_rule, check_pipelines, in_cycles, layings, most_held, ring, rules
 from raypipe.schedules.validate import facts
 
 _TRIAL_TURNS = 24
 """Microbatches of each pipeline that are timed in a trial, between so many more that it takes to fill and to drain."""
-_TRIAL_CYCLES = 48
-"""Choices of when each pipeline starts."""
-_LONGER_PERIODS = 40
-"""Periods that are tried, each 2.5 % of the shortest one longer than the one before."""
 _NEARLY = 1.03
 """Of two orders whose turns differ by less, the one with fewer activations is taken."""
 
@@ -58,7 +52,7 @@ def amdp(size: Size) -> Schedule:
     schedule = Schedule(
         name="amdp",
         graph=StageGraph.chain(size.num_devices),
-        pipelines=_ring(size.num_devices, _num_pipelines(size)) if found is None else found.line.pipelines,
+        pipelines=ring(size.num_devices, _num_pipelines(size)) if found is None else found.line.pipelines,
         programs=((),) * size.num_devices,
         num_microbatches=size.num_microbatches,
         num_updates=size.num_updates,
@@ -74,7 +68,7 @@ def amdp_flush(size: Size) -> Schedule:
     single = replace(size, num_updates=1)
     found = _form("amdp-flush", size, flushed=True)
     if found is None:
-        pipelines = _ring(size.num_devices, _num_pipelines(size))
+        pipelines = ring(size.num_devices, _num_pipelines(size))
         programs = [[op for op in program if op.kind is not OpKind.UPDATE] for program in _stitched(single)]
     else:
         pipelines = found.line.pipelines
@@ -91,30 +85,13 @@ def _num_pipelines(size: Size) -> int:
     return size.num_pipelines or max(1, size.num_devices // 2)
 
 
-def _ring(depth: int, num_pipelines: int) -> tuple[tuple[int, ...], ...]:
-    """The worker of each stage, for each pipeline."""
-    return tuple(
-        tuple((2 * pipeline + stage if pipeline % 2 == 0 else 2 * pipeline + 1 - stage) % depth for stage in range(depth))
-        for pipeline in range(num_pipelines)
-    )
-
-
-def _spread(depth: int, num_pipelines: int) -> tuple[tuple[int, ...], ...]:
-    """The same, with the starts as far from each other as they can be."""
-    starts = [pipeline * depth // num_pipelines for pipeline in range(num_pipelines + 1)]
-    return tuple(
-        tuple((starts[pipeline] + stage if pipeline % 2 == 0 else starts[pipeline + 1] - 1 - stage) % depth for stage in range(depth))
-        for pipeline in range(num_pipelines)
-    )
-
-
 def _tabled(size: Size) -> bool:
     """Whether the authors' rounds serve a size."""
     depth = size.num_devices
     return depth % 4 == 0 and _num_pipelines(size) == depth // 2 and (size.max_in_flight is None or size.max_in_flight >= depth)
 
 
-def _form(name: str, size: Size, *, flushed: bool) -> _Form | None:
+def _form(name: str, size: Size, *, flushed: bool) -> Form | None:
     """What the search found for a size; `None` where the authors' rounds serve it.
 
     Args:
@@ -127,15 +104,8 @@ def _form(name: str, size: Size, *, flushed: bool) -> _Form | None:
     """
     require_one_chunk(name, size, instead="interleaved" if flushed else "async-interleaved")
     depth, num_pipelines = size.num_devices, _num_pipelines(size)
-    if num_pipelines > depth:
-        raise ScheduleError(f"{name} starts at most one pipeline on each of {depth} devices, got {num_pipelines}; use --pipelines {depth}")
     tabled = _tabled(size)
-    unit = depth if tabled else num_pipelines
-    if size.num_microbatches % unit:
-        near = sorted({max(unit, size.num_microbatches // unit * unit), -(-size.num_microbatches // unit) * unit})
-        choices = " or ".join(f"--microbatches {number}" for number in near)
-        reason = f"rounds of {unit} microbatches" if tabled else f"as many microbatches for each of its {unit} pipelines"
-        raise ScheduleError(f"{name} on {depth} devices takes {reason}, got {size.num_microbatches} an update; use {choices}")
+    check_pipelines(name, size, num_pipelines, rounds_of=depth if tabled else 0)
     if tabled:
         return None
     shape = Size(depth, 1, num_pipelines=num_pipelines, times=size.times, latency_s=size.latency_s, max_in_flight=size.max_in_flight)
@@ -145,7 +115,7 @@ def _form(name: str, size: Size, *, flushed: bool) -> _Form | None:
             f"{name} with {num_pipelines} pipelines on {depth} devices holds at least {found} activations on some device, "
             f"max_in_flight allows {size.max_in_flight:g}; use --max-in-flight {found}, or fewer pipelines"
         )
-    return found
+    return found.form
 
 
 # The rounds of the authors
@@ -153,7 +123,7 @@ def _form(name: str, size: Size, *, flushed: bool) -> _Form | None:
 
 def _one_round(depth: int) -> list[list[Op]]:
     """What each worker does with the microbatches 0 to D-1, first come first served, with F = 1 and B = 2."""
-    line = Line(_ring(depth, depth // 2), (1.0,) * depth, (2.0,) * depth)
+    line = Line(ring(depth, depth // 2), (1.0,) * depth, (2.0,) * depth)
 
     def first_come(at_s: float, op: Op) -> tuple[float, ...]:
         return at_s, op.index >= depth // 2, op.kind is not OpKind.BACKWARD, -op.stage
@@ -166,7 +136,7 @@ def _stitched(size: Size) -> list[list[Op]]:
     depth = size.num_devices
     rounds_per_update = size.num_microbatches // depth
     num_rounds = rounds_per_update * size.num_updates
-    pipelines = _ring(depth, depth // 2)
+    pipelines = ring(depth, depth // 2)
     programs: list[list[Op]] = []
     for worker, ops in enumerate(_one_round(depth)):
         starts = 2 if worker % 4 in {0, 3} else 0
@@ -202,41 +172,25 @@ def _in_round(op: Op, number: int, depth: int) -> Op:
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How an order is made.
+class _Timed:
+    """A form and what it costs.
 
     Attributes:
-        line: the pipelines and their times.
+        form: how the order is made.
         turn_s: seconds of a microbatch of each pipeline, far from the ends.
         held: the most activations of a worker.
-        run: what each worker does, for so many microbatches of each pipeline.
     """
 
-    line: Line
+    form: Form
     turn_s: float
     held: int
-    run: Callable[[int], list[list[Started]]]
 
     def cost_s(self, turns: int | None) -> float:
         """Seconds of so many turns from the first Op to the last, or of one far from the ends."""
-        return self.turn_s if turns is None else max(started.end_s for row in self.run(turns) for started in row)
+        return self.turn_s if turns is None else max(started.end_s for row in self.form.run(turns) for started in row)
 
 
-def _rules(depth: int) -> list[Key]:
-    """What a free worker takes: of all that has arrived, the least. First come, forward first, backward first, longest way first."""
-
-    def way_left(op: Op) -> int:
-        return 3 * depth - op.stage if op.kind is OpKind.FORWARD else 2 * (op.stage + 1)
-
-    return [
-        lambda at_s, op: (at_s, op.index, op.kind is not OpKind.BACKWARD, -op.stage),
-        lambda at_s, op: (op.kind is not OpKind.FORWARD, op.index, at_s, -op.stage),
-        lambda at_s, op: (op.kind is not OpKind.BACKWARD, op.index, at_s, -op.stage),
-        lambda at_s, op: (-way_left(op), op.index, at_s),
-    ]
-
-
-def _searched(shape: Size, turns: int | None) -> _Form | int:
+def _searched(shape: Size, turns: int | None) -> _Timed | int:
     """The form with the fewest activations among those that are nearly the fastest within the limit.
 
     Fastest in so many turns and no more, or far from the ends. Where none is within the limit, the least activations of any form.
@@ -253,69 +207,30 @@ def _searched(shape: Size, turns: int | None) -> _Form | int:
 
 
 @lru_cache(maxsize=256)
-def _laying(depth: int, num_pipelines: int) -> tuple[tuple[int, ...], ...]:
+def _laying(depth: int, num_pipelines: int) -> Pipelines:
     """The way to lay the pipelines that is best for equal stages."""
     found = _searched(Size(depth, 1, num_pipelines=num_pipelines), None)
-    assert isinstance(found, _Form), "there is no limit"
-    return found.line.pipelines
+    assert isinstance(found, _Timed), "there is no limit"
+    return found.form.line.pipelines
 
 
 @lru_cache(maxsize=256)
-def _forms(shape: Size, sparing: bool) -> tuple[_Form, ...]:
+def _forms(shape: Size, sparing: bool) -> tuple[_Timed, ...]:
     """All forms for so many devices and pipelines, with few microbatches in flight, too, where memory is short."""
     depth, num_pipelines = shape.num_devices, shape.num_pipelines
-    forms: list[_Form] = []
-    for pipelines in dict.fromkeys((_ring(depth, num_pipelines), _spread(depth, num_pipelines))):
-        if len(set(pipelines)) < num_pipelines:
-            continue  # one way twice is one pipeline
+    least = -(-depth // num_pipelines)
+    forms: list[_Timed] = []
+    for pipelines in layings(depth, num_pipelines):
         if (shape.times or shape.latency_s) and pipelines != _laying(depth, num_pipelines):
             continue  # where the stages lie must not depend on how long they take, which is measured where they lie
         line = Line.of(pipelines, shape)
-        forms += [*_by_rule(line, fewest=1 if sparing else -(-depth // num_pipelines)), *_in_cycles(line)]
+        for form in by_rule(line, range(1 if sparing else least, least + 4), rules(depth)):
+            done = form.run(_TRIAL_TURNS + 6 * form.in_flight)
+            forms.append(_Timed(form, max(*line.work_s, _turn_s(done, num_pipelines, first=4 * form.in_flight)), most_held(done)))
+        if (repeated := in_cycles(line)) is not None:
+            period_s, form = repeated
+            forms.append(_Timed(form, period_s, most_held(form.run(_TRIAL_TURNS + num_pipelines * depth))))
     return tuple(forms)
-
-
-def _by_rule(line: Line, *, fewest: int) -> Iterator[_Form]:
-    """Orders in which a free worker takes what a rule says."""
-    depth, num_pipelines = len(line.pipelines[0]), len(line.pipelines)
-    for in_flight, rule in itertools.product(range(fewest, -(-depth // num_pipelines) + 4), _rules(depth)):
-        run = partial(_run_rule, line, in_flight, rule)
-        done = run(_TRIAL_TURNS + 6 * in_flight)
-        yield _Form(line, max(*line.work_s, _turn_s(done, num_pipelines, first=4 * in_flight)), max(map(_held, done)), run)
-
-
-def _run_rule(line: Line, in_flight: int, rule: Key, turns: int) -> list[list[Started]]:
-    return dispatch(line, turns=turns, in_flight=in_flight, key=rule)
-
-
-def _in_cycles(line: Line) -> Iterator[_Form]:
-    """Orders that repeat, of the shortest period for which any was found."""
-    chance = random.Random(0)
-    num_pipelines = len(line.pipelines)
-    work_s = line.work_s
-    if not max(work_s):
-        return  # what takes no time needs no order
-    # Starts that are multiples of an Op leave no gaps that nothing fits into, where all stages are equal.
-    step_s = max(min(line.forward_s), max(work_s) / 64)
-    for longer in range(_LONGER_PERIODS):
-        period_s = max(work_s) * (1 + longer / 40)
-        found = []
-        for trial in range(_TRIAL_CYCLES):
-            starts_s = [chance.randrange(int(period_s / step_s) or 1) * step_s if trial else 0.0 for _ in range(num_pipelines)]
-            made = cycle(line, period_s=period_s, starts_s=starts_s)
-            if made is not None:
-                found.append(made)
-        if found:
-            best = min(found, key=lambda made: made.mean_held)
-            yield _Form(
-                line, period_s, max(map(_held, best.unrolled(_TRIAL_TURNS + num_pipelines * len(line.pipelines[0])))), best.unrolled
-            )
-            return
-
-
-def _held(row: Sequence[Started]) -> int:
-    """The most activations that a worker has at once."""
-    return max(itertools.accumulate(1 if started.op.kind is OpKind.FORWARD else -1 for started in row))
 
 
 def _turn_s(done: Sequence[Sequence[Started]], num_pipelines: int, *, first: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from raypipe.errors import ScheduleError, UnknownNameError
 from raypipe.schedules import (
     amdp,
+    amdp_auto,
     chimera,
     dualpipe,
     gpipe,
@@ -40,6 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     interleaved_async.FAMILY,
     amdp.FAMILY,
     amdp.FAMILY_FLUSH,
+    amdp_auto.FAMILY,
 )
 
 

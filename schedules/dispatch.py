@@ -142,16 +142,18 @@ def dispatch(line: Line, *, turns: int, in_flight: int, key: Key) -> list[list[S
     admit(0.0)
     while events:
         now_s = events[0][0]
+        touched: set[int] = set()
         while events and events[0][0] == now_s:
             _, ends, _, op = heapq.heappop(events)
             worker = line.pipelines[op.pipeline][op.stage]
+            touched.add(worker)
             if ends:
                 free[worker] = True
                 go_on(op, now_s)
             else:
                 waiting[worker].append((now_s, op))
-        for worker, arrived in enumerate(waiting):
-            if free[worker] and arrived:
+        for worker in sorted(touched):
+            if free[worker] and (arrived := waiting[worker]):
                 taken = min(arrived, key=lambda each: key(*each))
                 arrived.remove(taken)
                 op = taken[1]

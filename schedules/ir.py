@@ -486,6 +486,8 @@ class Size:
         times: of each stage, or one for all of them, for the schedules that are searched for; F = I = W = 1 where there are none.
         latency_s: seconds of every dependency between devices, likewise.
         max_in_flight: the most stage activations that a worker may hold, likewise; `None` for the schedule's own limit.
+        max_mean_staleness: the most updates between the weights of a forward and those that its gradient changes, on average,
+            likewise; `None` for no limit.
         weight_grad_share: of an activation, what a worker keeps from I to W, likewise; 1 for all of it, as raypipe's executor does.
     """
 
@@ -498,4 +500,5 @@ class Size:
     times: tuple[StageTimes, ...] = ()
     latency_s: float = 0.0
     max_in_flight: float | None = None
+    max_mean_staleness: float | None = None
     weight_grad_share: float = 1.0

@@ -7,8 +7,13 @@ from dataclasses import dataclass
 
 from raypipe.schedules.validate import Facts
 
-_DIGITS = 3
-"""Of a mean, rounded up, so that what is said to suffice does."""
+_PARTS = 1000
+"""Of an update: how exactly limits are told."""
+
+
+def rounded_up(mean: float) -> float:
+    """A limit in few digits that allows a mean."""
+    return math.ceil(mean * _PARTS) / _PARTS
 
 
 @dataclass(frozen=True, order=True)
@@ -28,7 +33,7 @@ class StalenessLimits:
     @classmethod
     def of(cls, known: Facts) -> StalenessLimits:
         """The least that allows an order."""
-        return cls(known.max_delay, known.max_mismatch, math.ceil(known.mean_delay * 10**_DIGITS) / 10**_DIGITS)
+        return cls(known.max_delay, known.max_mismatch, rounded_up(known.mean_delay))
 
     def __bool__(self) -> bool:
         """Whether there is a limit."""

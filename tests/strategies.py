@@ -33,8 +33,8 @@ CHUNKS: Mapping[str, tuple[int, ...]] = {"interleaved": (1, 2, 3), "async-interl
 
 CHIMERAS = ("chimera", "chimera-doubling", "chimera-halving")
 BIDIRECTIONAL = (*CHIMERAS, "dualpipe")
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "async-1f1b", "async-interleaved", "amdp")
-AMDPS = ("amdp", "amdp-flush")
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "async-1f1b", "async-interleaved", "amdp", "amdp-auto")
+AMDPS = ("amdp", "amdp-flush", "amdp-auto")
 DIVIDED = ("chimera-halving",)
 
 
@@ -61,15 +61,16 @@ def takes(name: str, size: Size) -> bool:
         return False
     if name == "pipedream-2bw" and size.num_microbatches < size.num_devices - 1:
         return False
-    if name in AMDPS and size.num_microbatches % unit(size):
+    if name in AMDPS and size.num_microbatches % unit(name, size):
         return False
     return size.num_chunks in CHUNKS.get(name, (1,)) and size.num_pipelines in {0, *pipelines(name, size.num_devices)}
 
 
-def unit(size: Size) -> int:
+def unit(name: str, size: Size) -> int:
     """What the microbatches of an update are a multiple of for AMDP: a round of the authors' case, or one for each pipeline."""
     number = size.num_pipelines or max(1, size.num_devices // 2)
-    return size.num_devices if size.num_devices % 4 == 0 and 2 * number == size.num_devices else number
+    tabled = name != "amdp-auto" and size.num_devices % 4 == 0 and 2 * number == size.num_devices
+    return size.num_devices if tabled else number
 
 
 def near(name: str, num_devices: int, num_microbatches: int, num_updates: int = 1) -> Size:
@@ -84,7 +85,7 @@ def near(name: str, num_devices: int, num_microbatches: int, num_updates: int = 
     if name == "pipedream-2bw":
         num_microbatches = max(num_microbatches, num_devices - 1)
     if name in AMDPS:
-        rounds = unit(Size(num_devices, 1))
+        rounds = unit(name, Size(num_devices, 1))
         num_microbatches = -(-num_microbatches // rounds) * rounds
     return Size(num_devices, num_microbatches, num_updates, catalogue.family(name).default_chunks)
 
@@ -103,7 +104,7 @@ def sizes(draw: st.DrawFn, name: str, *, max_devices: int = 8, max_microbatches:
         update_scope=draw(st.sampled_from([None, *UpdateScope])),
     )
     if name in AMDPS:
-        return replace(size, num_microbatches=-(-size.num_microbatches // unit(size)) * unit(size))
+        return replace(size, num_microbatches=-(-size.num_microbatches // unit(name, size)) * unit(name, size))
     return replace(size, num_microbatches=near(name, num_devices, size.num_microbatches).num_microbatches)
 
 

@@ -118,6 +118,7 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
 @click.option("--backward", type=SECONDS, default=2.0, show_default=True, help="Seconds of its full backward.")
 @click.option("--weight-grad", type=SECONDS, help="Seconds of that for the weight gradient.  [default: half of it]")
 @click.option("--latency", type=SECONDS, default=0.0, show_default=True, help="Seconds between devices: a pure delay.")
+@click.option("--max-mean-staleness", type=click.FloatRange(0), help="Most updates that gradients are late on average, likewise.")
 @click.option("--max-in-flight", type=float, help="Most stage activations a device may hold, for schedules that are searched for.")
 @click.option(
     "--weight-grad-share",
@@ -146,6 +147,7 @@ def schedule(
     backward: float,
     weight_grad: float | None,
     latency: float,
+    max_mean_staleness: float | None,
     max_in_flight: float | None,
     weight_grad_share: float,
     format_name: str | None,
@@ -171,6 +173,7 @@ def schedule(
         times=(times.searched,),
         latency_s=times.latency_s,
         max_in_flight=max_in_flight,
+        max_mean_staleness=max_mean_staleness,
         weight_grad_share=weight_grad_share,
     )
     refuse_large(family, size)

@@ -19,7 +19,7 @@ from raypipe.planner.problem import Group, Problem
 from raypipe.schedules.ir import OpKind, Schedule, Size
 
 ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v", "amdp-flush")
-ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp")
+ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp", "amdp-auto")
 """Orders whose updates overlap; those of one stage a worker are here, too, as their busiest worker alone counts."""
 
 _NUM_CHUNKS = {"interleaved": (2, 3, 4), "async-interleaved": (1, 2, 3, 4)}
@@ -34,7 +34,8 @@ def layouts(judge: Judge, workers: tuple[Group, ...], order: str) -> Iterator[La
         done = False
         for num_pipelines in _num_pipelines(order, len(workers)):
             try:
-                schedule = build(order, Size(len(workers), problem.num_microbatches, num_chunks=num_chunks, num_pipelines=num_pipelines))
+                size = Size(len(workers), problem.num_microbatches, num_chunks=num_chunks, num_pipelines=num_pipelines)
+                schedule = build(order, replace(size, update_scope=problem.update_scope))
             except ScheduleError:
                 continue
             done = order not in _NUM_CHUNKS
@@ -46,7 +47,7 @@ def layouts(judge: Judge, workers: tuple[Group, ...], order: str) -> Iterator[La
 
 def _num_pipelines(order: str, num_workers: int) -> tuple[int, ...]:
     """Numbers of pipelines that are tried: the order's own, and for AMDP fewer, which need as many fewer copies of the weights."""
-    if order not in {"amdp", "amdp-flush"}:
+    if order not in {"amdp", "amdp-auto", "amdp-flush"}:
         return (0,)
     halves = [number for number in (num_workers // 4, num_workers // 8, 2) if 1 < number < num_workers // 2]
     return (0, *dict.fromkeys(halves))

@@ -120,6 +120,8 @@ class Judge:
     numbered: dict[object, tuple[Schedule, Numbered] | None] = field(default_factory=dict, repr=False)
     too_stale: set[StalenessLimits] = field(default_factory=set, repr=False)
     """What would allow the orders that were passed over because the problem allows less."""
+    refusals: list[str] = field(default_factory=list, repr=False)
+    """Why orders cannot be."""
     check: Callable[[Schedule, Placement, int], None] | None = None
     _channels: dict[tuple[Group, Group], Channel] = field(default_factory=dict)
     _stages: dict[tuple[Group, int, int], tuple[float, float, float]] = field(default_factory=dict)
@@ -270,8 +272,9 @@ class Judge:
                     self.check(schedule, placement, self.problem.microbatch_size)
                 allowed = self._allowed(layout, cut)
                 self.numbered[key] = (schedule, Numbered(lower(schedule, placement))) if allowed else None
-            except InputError:
+            except InputError as error:
                 self.numbered[key] = None
+                self.refusals.append(str(error))
         known = self.numbered[key]
         return None if known is None else self._timed(layout, *known)
 
@@ -370,6 +373,7 @@ class Judge:
             num_chunks=num_chunks,
             num_pipelines=layout.num_pipelines,
             max_in_flight=layout.max_in_flight,
+            max_mean_staleness=self.problem.max_mean_staleness,
             update_scope=self.problem.update_scope,
         )
         schedule = build(layout.order, size)

@@ -177,6 +177,7 @@ def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: 
         raise PlanError(
             f"planner {name!r} has no plan with schedule {schedule!r} for {problem.num_layers} layers, {problem.num_devices} devices and "
             f"{problem.num_microbatches} microbatches of {problem.microbatch_size} rows; try another schedule, or more layers or rows"
+            + (f" (the first that was tried: {judge.refusals[0]})" if judge.refusals else "")
         )
     if found.missing_bytes:
         raise PlanError(
@@ -201,7 +202,7 @@ def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged
     in the end, so that none of them is ever ahead.
     """
     sorted_problem, numbers = canonical(judge.problem)
-    sorted_judge = Judge(sorted_problem, numbered=judge.numbered, too_stale=judge.too_stale, check=judge.check)
+    sorted_judge = Judge(sorted_problem, numbered=judge.numbered, too_stale=judge.too_stale, refusals=judge.refusals, check=judge.check)
     begin = [judged.layout for judged in _proposed(sorted_judge, schedule)] if sorted_problem.num_devices <= MOST_UNITS else []
     found = _searched(sorted_judge, schedule, budget, begin)
     best = None if found is None else judge.simulate(renumbered(found.layout, numbers))

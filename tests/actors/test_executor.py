@@ -188,6 +188,9 @@ ASYNCHRONOUS = [
     pytest.param("amdp", Size(8, 8, 4), id="amdp-eight-devices"),
     pytest.param("amdp", Size(6, 12, 4, num_pipelines=2), id="amdp-two-pipelines-on-six-devices"),
     pytest.param("amdp", Size(5, 10, 4, num_pipelines=2), id="amdp-five-devices"),
+    pytest.param("amdp-auto", Size(4, 8, 4), id="amdp-auto"),
+    pytest.param("amdp-auto", Size(4, 4, 5, update_scope=UpdateScope.GLOBAL), id="amdp-auto-global"),
+    pytest.param("amdp-auto", Size(8, 16, 3), id="amdp-auto-eight-devices"),
 ]
 
 

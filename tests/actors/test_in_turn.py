@@ -37,6 +37,7 @@ CASES = [
     pytest.param("async-interleaved", 8, 2, id="async-interleaved"),
     pytest.param("amdp", 4, 1, id="amdp-k1"),
     pytest.param("amdp", 16, 1, id="amdp-k4"),
+    pytest.param("amdp-auto", 16, 1, id="amdp-auto-k4"),
 ]
 
 

@@ -328,6 +328,64 @@ def test_a_searched_order_suits_the_times_of_its_stages() -> None:
     assert turn_s(catalogue.build("amdp", size)) <= turn_s(catalogue.build("amdp", replace(size, times=())))
 
 
+# Orders of AMDP's pipelines that are less stale
+
+
+@pytest.mark.parametrize(
+    ("depth", "rounds", "time", "stale"),  # at most, over those of the authors' orders
+    [(4, 1, 0.97, 0.5), (4, 4, 0.97, 0.2), (8, 1, 1.0, 0.15), (8, 4, 1.0, 0.15), (12, 2, 1.0, 0.1), (16, 4, 1.03, 0.05)],
+)
+def test_amdp_auto_is_about_as_fast_as_amdp_and_far_less_stale(depth: int, rounds: int, time: float, stale: float) -> None:
+    schedules = [catalogue.build(name, Size(depth, depth * rounds, 24)) for name in ("amdp-auto", "amdp")]
+    validate(schedules[0])
+    found, published = map(facts, schedules)
+    assert steady(schedules[0]) <= time * steady(schedules[1])
+    assert found.mean_delay <= stale * published.mean_delay
+    assert max(found.max_mismatch, found.max_delay) <= 1
+    assert max(found.peak_in_flight) <= 1.5 * depth
+    assert max(found.weight_copies) <= max(published.weight_copies)
+
+
+def test_amdp_auto_finds_the_authors_pipelines_an_order_without_a_bubble() -> None:
+    for depth in (4, 8):
+        schedule = catalogue.build("amdp-auto", Size(depth, 4 * depth, 9, max_in_flight=1.25 * depth, max_mean_staleness=0.15))
+        validate(schedule)
+        assert steady(schedule) == pytest.approx(4 * 3 * depth, rel=1e-9 if depth == 4 else 0.05)
+
+
+@pytest.mark.parametrize("scope", [UpdateScope.STAGE, UpdateScope.GLOBAL])
+def test_amdp_auto_keeps_a_limit_on_the_mean_staleness(scope: UpdateScope) -> None:
+    size = Size(4, 4, 12, update_scope=scope)
+    loosely = catalogue.build("amdp-auto", size)
+    strictly = catalogue.build("amdp-auto", replace(size, max_mean_staleness=0.4))
+    validate(strictly)
+    assert facts(strictly).mean_delay <= 0.4 < facts(catalogue.build("amdp", size)).mean_delay
+    assert steady(loosely) <= steady(strictly)
+    with pytest.raises(ScheduleError, match=r"at least 0\.\d+ updates old on average.* use --max-mean-staleness 0\.(\d+), more") as refusal:
+        catalogue.build("amdp-auto", replace(size, max_mean_staleness=0.01))
+    needed = float(refusal.value.problem.split("--max-mean-staleness ")[1].split(",")[0])
+    assert facts(catalogue.build("amdp-auto", replace(size, max_mean_staleness=needed))).mean_delay <= needed
+    with pytest.raises(ScheduleError, match="use --max-in-flight 4, or fewer pipelines"):
+        catalogue.build("amdp-auto", Size(8, 16, max_in_flight=1))
+
+
+def test_amdp_auto_suits_the_times_of_its_stages() -> None:
+    times = tuple(StageTimes(1 + stage % 2, 1, 1 + stage % 3) for stage in range(4))
+    size = Size(4, 16, 6)
+    seconds = {
+        OpKind.FORWARD: [each.forward_s for each in times],
+        OpKind.BACKWARD: [each.input_grad_s + each.weight_grad_s for each in times],
+    }
+
+    def duration_s(op: Op) -> float:
+        return seconds[op.kind][op.stage] if op.kind in seconds else 0.0
+
+    schedules = [catalogue.build("amdp-auto", replace(size, times=given)) for given in (times, ())]
+    assert schedules[0].pipelines == schedules[1].pipelines
+    ends = [reference.asap(schedule, duration_s).makespan_s for schedule in schedules]
+    assert ends[0] <= 1.05 * ends[1]
+
+
 @pytest.mark.parametrize(
     ("name", "size", "problem"),
     [
@@ -335,6 +393,12 @@ def test_a_searched_order_suits_the_times_of_its_stages() -> None:
         ("amdp", Size(6, 7), "as many microbatches for each of its 3 pipelines, got 7 an update; use --microbatches 6 or --microbatches 9"),
         ("amdp", Size(4, 8, num_pipelines=5), "at most one pipeline on each of 4 devices, got 5; use --pipelines 4"),
         ("amdp-flush", Size(4, 6), "rounds of 4 microbatches"),
+        (
+            "amdp-auto",
+            Size(6, 7),
+            "as many microbatches for each of its 3 pipelines, got 7 an update; use --microbatches 6 or --microbatches 9",
+        ),
+        ("amdp-auto", Size(4, 8, num_pipelines=5), "at most one pipeline on each of 4 devices, got 5; use --pipelines 4"),
         ("pipedream", Size(4, 2), "use --microbatches 1, or the schedule 'pipedream-2bw'"),
         ("pipedream-2bw", Size(8, 4), "at least 7 microbatches an update on 8 devices, got 4; use --microbatches 7"),
     ],

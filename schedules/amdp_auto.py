@@ -1,0 +1,193 @@
+"""AMDP's pipelines in an order that is nearly as fast as any found and, of these, the least stale.
+
+The orders of AMDP's authors (`amdp`) leave a bubble of 1/(3D+1), and nearly all forwards of the first round of an update read weights
+that are about to change. Neither is in the nature of their pipelines. On 4 devices, with F = 1, B = 2 and 16 microbatches an update,
+there is an order without a bubble in which 1 of 16 microbatches is late where theirs has 3.5; on 8 devices with 32, one as fast as theirs
+in which 1 is late instead of 8; both with about as many activations.
+
+What is tried are the two ways to lay the pipelines and, on each, orders in which a free worker takes what a rule says (`ring`), also what
+belongs to the earlier update first, and orders that repeat, all for some updates, with each U where its gradients have just arrived.
+Mismatch and delay are at most 1 where any order is so. Of the orders within `max_in_flight`, half as many activations again as
+devices where none is given, and within `max_mean_staleness`, those within 5 % of the fastest are near enough, and the one
+with the least delay on average is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from raypipe.errors import ScheduleError
+from raypipe.schedules.dispatch import Key, Line, Started, with_updates
+from raypipe.schedules.family import Family, require_one_chunk
+from raypipe.schedules.ir import OpKind, Schedule, Size, StageGraph, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.ring import Form, Pipelines, by_rule, check_pipelines, in_cycles, layings, most_held, rules
+from raypipe.schedules.staleness import rounded_up
+from raypipe.schedules.validate import facts
+
+_NEARLY = 1.05
+"""Of orders whose updates take at most this times as long as the fastest's, the least stale is taken."""
+_ACTIVATIONS = 1.5
+"""For each device of the line, that a device may hold where no limit is given."""
+_MOST_IN_FLIGHT = 3
+"""Microbatches of each pipeline besides those that it needs at least: more are staler and no faster."""
+_STEADY_TURNS = 24
+"""Microbatches of each pipeline, at least, over which an order is measured."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """An order and what it is like far from the ends of a window.
+
+    Attributes:
+        form: how it is made.
+        update_s: seconds of an update.
+        held: the most activations of a worker.
+        max_delay: most updates between the weights of a forward and those that its gradient changes.
+        mean_delay: the same on average.
+    """
+
+    form: Form
+    update_s: float
+    held: int
+    max_delay: int
+    mean_delay: float
+
+
+def amdp_auto(size: Size) -> Schedule:
+    """The order that was chosen, for as many updates as are asked for."""
+    require_one_chunk("amdp-auto", size, instead="async-interleaved")
+    num_pipelines = size.num_pipelines or max(1, size.num_devices // 2)
+    check_pipelines("amdp-auto", size, num_pipelines)
+    form = _chosen(replace(size, num_updates=1, num_pipelines=num_pipelines, update_scope=size.update_scope or UpdateScope.STAGE)).form
+    order = _frame(form.line.pipelines, size)
+    return _filled(order, form.run(size.num_microbatches * size.num_updates // num_pipelines))
+
+
+def _frame(pipelines: Pipelines, size: Size) -> Schedule:
+    """The schedule without its Ops."""
+    return Schedule(
+        name="amdp-auto",
+        graph=StageGraph.chain(size.num_devices),
+        pipelines=pipelines,
+        programs=((),) * size.num_devices,
+        num_microbatches=size.num_microbatches,
+        num_updates=size.num_updates,
+        weight_rule=WeightRule.LIVE,
+        update_scope=size.update_scope or UpdateScope.STAGE,
+    )
+
+
+def _filled(frame: Schedule, done: Sequence[Sequence[Started]]) -> Schedule:
+    """The schedule with Ops and its U among them."""
+    return replace(frame, programs=tuple(map(tuple, with_updates(frame, done))))
+
+
+def _chosen(size: Size) -> _Tried:
+    """The best order within the limits, for one update and a number of pipelines.
+
+    Raises:
+        ScheduleError: there is none; says what the limits would have to be.
+    """
+    tried = _all_tried(replace(size, max_in_flight=None, max_mean_staleness=None), size.max_in_flight is not None)
+    least = min(each.held for each in tried)
+    limit = max(least, _ACTIVATIONS * size.num_devices) if size.max_in_flight is None else size.max_in_flight
+    small = [each for each in tried if each.held <= limit]
+    within = [each for each in small if size.max_mean_staleness is None or each.mean_delay <= size.max_mean_staleness]
+    if not within:
+        what = f"amdp-auto with {size.num_pipelines} pipelines on {size.num_devices} devices"
+        if not small:
+            problem = f"holds at least {least} activations on some device, max_in_flight allows {limit:g}"
+            raise ScheduleError(f"{what} {problem}; use --max-in-flight {least}, or fewer pipelines")
+        mean = rounded_up(min(each.mean_delay for each in small))
+        problem = f"reads weights that are at least {mean:g} updates old on average, max_mean_staleness allows {size.max_mean_staleness:g}"
+        raise ScheduleError(f"{what} {problem}; use --max-mean-staleness {mean:g}, more microbatches, or amdp-flush")
+    most = max(1, min(each.max_delay for each in within))
+    bounded = [each for each in within if each.max_delay <= most]
+    fastest_s = min(each.update_s for each in bounded)
+    # Rounded, so that what differs by the order of sums alone is equal.
+    good = [each for each in bounded if round(each.update_s, 9) <= round(_NEARLY * fastest_s, 9)]
+    return min(good, key=lambda each: (round(each.mean_delay, 9), each.held, round(each.update_s, 9)))
+
+
+@lru_cache(maxsize=256)
+def _all_tried(size: Size, sparing: bool) -> tuple[_Tried, ...]:
+    """All orders for one update of a size, with few microbatches in flight, too, where memory is short."""
+    depth, num_pipelines = size.num_devices, size.num_pipelines
+    least = -(-depth // num_pipelines)
+    in_flight = range(1 if sparing else least, least + _MOST_IN_FLIGHT)
+    tried: list[_Tried] = []
+    for pipelines in layings(depth, num_pipelines):
+        if (size.times or size.latency_s) and pipelines != _laying(depth, num_pipelines):
+            continue  # where the stages lie must not depend on how long they take, which is measured where they lie
+        line = Line.of(pipelines, size)
+        tried += [_measured(form, size) for form in by_rule(line, in_flight, [*rules(depth), *_update_rules(size.num_microbatches)])]
+        if (repeated := in_cycles(line)) is not None:
+            tried.append(_measured(repeated[1], size))
+    return tuple(tried)
+
+
+@lru_cache(maxsize=256)
+def _laying(depth: int, num_pipelines: int) -> Pipelines:
+    """The way to lay the pipelines that is best for equal stages and four rounds an update."""
+    size = Size(depth, 4 * num_pipelines * -(-depth // num_pipelines), num_pipelines=num_pipelines)
+    return _chosen(size).form.line.pipelines
+
+
+def _update_rules(num_microbatches: int) -> list[Key]:
+    """A free worker takes what belongs to the earlier update, then forwards, of the earliest or of the latest stage."""
+    return [
+        lambda at_s, op: (op.index // num_microbatches, op.kind is not OpKind.FORWARD, op.stage, at_s, op.index),
+        lambda at_s, op: (op.index // num_microbatches, op.kind is not OpKind.FORWARD, -op.stage, at_s, op.index),
+    ]
+
+
+def _measured(form: Form, size: Size) -> _Tried:
+    """An order, tried for as many updates as it takes to see some far from the ends."""
+    turns = size.num_microbatches // size.num_pipelines
+    filling = -(-form.in_flight // turns)
+    first, count = 1 + filling, max(2, -(-_STEADY_TURNS // turns))
+    schedule = replace(_frame(form.line.pipelines, size), num_updates=first + count + filling)
+    done = form.run(turns * schedule.num_updates)
+    ends_s = [0.0] * schedule.num_updates
+    for started in itertools.chain.from_iterable(done):
+        update = schedule.update(started.op)
+        ends_s[update] = max(ends_s[update], started.end_s)
+    delays = []
+    for program in _filled(schedule, done).programs:
+        version: Counter[tuple[int, int]] = Counter()
+        for op in itertools.chain.from_iterable(map(ops_of, program)):
+            if op.kind is OpKind.UPDATE:
+                version[op.stage, op.pipeline] += 1
+            elif op.kind is OpKind.FORWARD and first <= (update := schedule.update(op)) < first + count:
+                delays.append(update - version[op.stage, op.pipeline])
+    return _Tried(
+        form=form,
+        update_s=max(max(form.line.work_s) * turns, (ends_s[first + count - 1] - ends_s[first - 1]) / count),
+        held=most_held(done),
+        max_delay=max(delays),
+        mean_delay=statistics.fmean(delays),
+    )
+
+
+def _peak_in_flight(size: Size, worker: int) -> int:
+    return facts(amdp_auto(size)).peak_in_flight[worker]
+
+
+FAMILY = Family(
+    name="amdp-auto",
+    build=amdp_auto,
+    title="AMDP's pipelines in the least stale of the fastest orders found",
+    paper="the pipelines of Chen et al., ICML 2026, arXiv 2605.29664; orders by search",
+    bubble="searched: 0 where one is found",
+    memory="3D/2, or --max-in-flight",
+    mismatch="1 where an order is found",
+    delay="1 where an order is found",
+    makespan_s=lambda size, times: None,
+    peak_in_flight=_peak_in_flight,
+    weight_rule=WeightRule.LIVE,
+)
