@@ -69,7 +69,7 @@ def amdp_flush(size: Size) -> Schedule:
     found = _form("amdp-flush", size, flushed=True)
     if found is None:
         pipelines = ring(size.num_devices, _num_pipelines(size))
-        programs = [[op for op in program if op.kind is not OpKind.UPDATE] for program in _stitched(single)]
+        programs = rounds(size.num_devices, size.num_microbatches // size.num_devices)
     else:
         pipelines = found.line.pipelines
         programs = [[started.op for started in row] for row in found.run(_turns(single))]
@@ -129,6 +129,12 @@ def _one_round(depth: int) -> list[list[Op]]:
         return at_s, op.index >= depth // 2, op.kind is not OpKind.BACKWARD, -op.stage
 
     return [[started.op for started in row] for row in dispatch(line, turns=2, in_flight=2, key=first_come)]
+
+
+def rounds(depth: int, number: int) -> list[list[Op]]:
+    """So many rounds, one after the other, without any U; for a depth that is a multiple of 4."""
+    programs = _stitched(Size(depth, depth * number))
+    return [[op for op in program if op.kind is not OpKind.UPDATE] for program in programs]
 
 
 def _stitched(size: Size) -> list[list[Op]]:

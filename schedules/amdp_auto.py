@@ -2,14 +2,14 @@
 
 The orders of AMDP's authors (`amdp`) leave a bubble of 1/(3D+1), and nearly all forwards of the first round of an update read weights
 that are about to change. Neither is in the nature of their pipelines. On 4 devices, with F = 1, B = 2 and 16 microbatches an update,
-there is an order without a bubble in which 1 of 16 microbatches is late where theirs has 3.5; on 8 devices with 32, one as fast as theirs
-in which 1 is late instead of 8; both with about as many activations.
+there is an order without a bubble in which 1 of 8 microbatches is late where theirs has 7 of 32, with as many activations. On 8 devices
+with 32 microbatches one is as fast as theirs, with as many activations, and 1 of 32 is late instead of 8.
 
 What is tried are the two ways to lay the pipelines and, on each, orders in which a free worker takes what a rule says (`ring`), also what
-belongs to the earlier update first, and orders that repeat, all for some updates, with each U where its gradients have just arrived.
-Mismatch and delay are at most 1 where any order is so. Of the orders within `max_in_flight`, half as many activations again as
-devices where none is given, and within `max_mean_staleness`, those within 5 % of the fastest are near enough, and the one
-with the least delay on average is taken.
+belongs to the earlier update first, orders that repeat, and the authors' own: all for some updates, with each U where its gradients
+have just arrived. Mismatch and delay are at most 1 where any order is so. Of the orders within `max_in_flight`, half as many
+activations again as devices where none is given, and within `max_mean_staleness`, those within 5 % of the fastest are near enough, and
+the one with the least delay on average is taken.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.dispatch import Key, Line, Started, with_updates
+from raypipe.schedules import amdp
+from raypipe.schedules.dispatch import Key, Line, Started, timed, with_updates
 from raypipe.schedules.family import Family, require_one_chunk
 from raypipe.schedules.ir import OpKind, Schedule, Size, StageGraph, UpdateScope, WeightRule, ops_of
-from raypipe.schedules.ring import Form, Pipelines, by_rule, check_pipelines, in_cycles, layings, most_held, rules
+from raypipe.schedules.ring import Form, Pipelines, by_rule, check_pipelines, in_cycles, layings, most_held, ring, rules
 from raypipe.schedules.staleness import rounded_up
 from raypipe.schedules.validate import facts
 
@@ -128,6 +129,8 @@ def _all_tried(size: Size, sparing: bool) -> tuple[_Tried, ...]:
         tried += [_measured(form, size) for form in by_rule(line, in_flight, [*rules(depth), *_update_rules(size.num_microbatches)])]
         if (repeated := in_cycles(line)) is not None:
             tried.append(_measured(repeated[1], size))
+        if pipelines == ring(depth, depth // 2) and depth % 4 == 0 and size.num_microbatches % depth == 0:
+            tried.append(_measured(Form(line, 3, partial(_authors, line)), size))
     return tuple(tried)
 
 
@@ -136,6 +139,11 @@ def _laying(depth: int, num_pipelines: int) -> Pipelines:
     """The way to lay the pipelines that is best for equal stages and four rounds an update."""
     size = Size(depth, 4 * num_pipelines * -(-depth // num_pipelines), num_pipelines=num_pipelines)
     return _chosen(size).form.line.pipelines
+
+
+def _authors(line: Line, turns: int) -> list[list[Started]]:
+    """The rounds of AMDP's authors, of two turns each."""
+    return timed(line, amdp.rounds(line.num_workers, turns // 2))
 
 
 def _update_rules(num_microbatches: int) -> list[Key]:
