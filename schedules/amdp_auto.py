@@ -8,8 +8,8 @@ with 32 microbatches one is as fast as theirs, with as many activations, and 1 o
 What is tried are the two ways to lay the pipelines and, on each, orders in which a free worker takes what a rule says (`ring`), also what
 belongs to the earlier update first, orders that repeat, and the authors' own: all for some updates, with each U where its gradients
 have just arrived. Mismatch and delay are at most 1 where any order is so. Of the orders within `max_in_flight`, half as many
-activations again as devices where none is given, and within `max_mean_staleness`, those within 5 % of the fastest are near enough, and
-the one with the least delay on average is taken.
+activations again as devices where none is given, the least stale on average among those within 5 % of the fastest is taken; where
+`max_mean_staleness` says what is enough, the fastest that keeps it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from raypipe.schedules.staleness import rounded_up
 from raypipe.schedules.validate import facts
 
 _NEARLY = 1.05
-"""Of orders whose updates take at most this times as long as the fastest's, the least stale is taken."""
+"""Of orders whose updates take at most this times as long as the fastest's, the least stale is taken, unless a limit is given."""
 _ACTIVATIONS = 1.5
 """For each device of the line, that a device may hold where no limit is given."""
 _MOST_IN_FLIGHT = 3
@@ -111,7 +111,8 @@ def _chosen(size: Size) -> _Tried:
     bounded = [each for each in within if each.max_delay <= most]
     fastest_s = min(each.update_s for each in bounded)
     # Rounded, so that what differs by the order of sums alone is equal.
-    good = [each for each in bounded if round(each.update_s, 9) <= round(_NEARLY * fastest_s, 9)]
+    slack = _NEARLY if size.max_mean_staleness is None else 1.0
+    good = [each for each in bounded if round(each.update_s, 9) <= round(slack * fastest_s, 9)]
     return min(good, key=lambda each: (round(each.mean_delay, 9), each.held, round(each.update_s, 9)))
 
 
