@@ -21,7 +21,7 @@ from raypipe.config import ScalingConfig, ScheduleConfig, TrainConfig, Transport
 from raypipe.coordinator import Coordinator
 from raypipe.cost import plan_cost
 from raypipe.cut import Cut, joined
-from raypipe.errors import ConfigError, PlanError
+from raypipe.errors import ConfigError, PlanError, ScheduleError
 from raypipe.model import Model
 from raypipe.own_schedules import build
 from raypipe.placement import check_rows, is_gpu, least_rows, num_places
@@ -225,9 +225,15 @@ class Named(Arrangement):
         times, latency_s = _stage_times(plan)
         find = partial(_named_schedule, self.config, graph=plan.cut.graph, times=times, latency_s=latency_s)
         least = min(self.schedules)
-        if find(least) == self.schedules[least]:
-            return plan
-        self.schedules = {size: find(size) for size in self.schedules}
+        try:
+            if find(least) == self.schedules[least]:
+                return plan
+            found = {size: find(size) for size in self.schedules}
+            for schedule in found.values():
+                check_staleness(self.config, schedule)
+        except (ScheduleError, ConfigError):
+            return plan  # the limits are kept by the order for equal stages, which was checked before anything started
+        self.schedules = found
         return dataclasses.replace(plan, order=ScheduleFile.of(self.schedule))
 
 

@@ -35,14 +35,14 @@ def _at_least(owner: object, least: int, *names: str) -> None:
             raise codec.invalid(owner, name, f"expected at least {least}, got {getattr(owner, name)}")
 
 
-def _one_of(owner: object, names: type[StrEnum], field: str) -> None:
+def _one_of(owner: object, kind: type[StrEnum], name: str) -> None:
     """Takes the member for its text, as reading a file does: programs may give either."""
-    given = getattr(owner, field)
+    given = getattr(owner, name)
     try:
-        object.__setattr__(owner, field, names(given))
+        object.__setattr__(owner, name, kind(given))
     except ValueError:
-        *first, last = [f"'{name}'" for name in names]
-        raise codec.invalid(owner, field, f"expected {', '.join(first)} or {last}, got {given!r}") from None
+        *first, last = [f"'{member}'" for member in kind]
+        raise codec.invalid(owner, name, f"expected {', '.join(first)} or {last}, got {given!r}") from None
 
 
 class Precision(StrEnum):
@@ -112,11 +112,12 @@ class ScheduleConfig:
         max_in_flight: the most stage activations that a device may hold, for the schedules that are searched for; left out for their
             own limit.
         max_staleness: where raypipe chooses the schedule, the most updates between the weights of a forward and those that its gradient
-            changes; left out for synchronous schedules alone, or for as many as the schedule to begin with has.
+            changes; left out for synchronous schedules alone, unless some delay is allowed on average, or for as many as the schedule to
+            begin with has.
         max_mismatch: likewise, the most weight versions between the forward and the backward of a microbatch; left out for no limit, or
             for as many as the schedule to begin with has.
-        max_mean_staleness: likewise, the updates of `max_staleness` on average over microbatches and stages, which is what training
-            feels; left out for no limit.
+        max_mean_staleness: the updates of `max_staleness` on average over microbatches and stages, which is what training feels, of
+            schedules that raypipe chooses and of named ones; `amdp-auto` takes its fastest order that keeps it. Left out for no limit.
         updates_per_window: updates between two drains; evaluation and checkpoints happen between windows.
     """
 

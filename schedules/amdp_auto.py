@@ -1,9 +1,10 @@
 """AMDP's pipelines in an order that is nearly as fast as any found and, of these, the least stale.
 
 The orders of AMDP's authors (`amdp`) leave a bubble of 1/(3D+1), and nearly all forwards of the first round of an update read weights
-that are about to change. Neither is in the nature of their pipelines. On 4 devices, with F = 1, B = 2 and 16 microbatches an update,
-there is an order without a bubble in which 1 of 8 microbatches is late where theirs has 7 of 32, with as many activations. On 8 devices
-with 32 microbatches one is as fast as theirs, with as many activations, and 1 of 32 is late instead of 8.
+that are about to change: their U stand late. Neither is in the nature of their pipelines. On 4 devices, with F = 1, B = 2 and 16
+microbatches an update, there is an order without a bubble in which 1 of 8 microbatches is late where theirs has 7 of 32, with as many
+activations. On 8 devices with 32 microbatches their own rounds are the best, with each U where its gradients have arrived: 1 of 32 is late
+instead of 8.
 
 What is tried are the two ways to lay the pipelines and, on each, orders in which a free worker takes what a rule says (`ring`), also what
 belongs to the earlier update first, orders that repeat, and the authors' own: all for some updates, with each U where its gradients
@@ -36,6 +37,12 @@ _ACTIVATIONS = 1.5
 """For each device of the line, that a device may hold where no limit is given."""
 _MOST_IN_FLIGHT = 3
 """Microbatches of each pipeline besides those that it needs at least: more are staler and no faster."""
+_LEAST_STALE = 3
+"""Orders that are tried all the same where they seem staler than the limit, for windows differ from what is far from their ends."""
+_IN_ROUNDS = 3
+"""Microbatches of each pipeline that are under way in the authors' rounds: two of a round, and what is left of the one before."""
+_NOTHING = 1e-9
+"""Of a time, what is no difference."""
 _STEADY_TURNS = 24
 """Microbatches of each pipeline, at least, over which an order is measured."""
 
@@ -64,9 +71,20 @@ def amdp_auto(size: Size) -> Schedule:
     require_one_chunk("amdp-auto", size, instead="async-interleaved")
     num_pipelines = size.num_pipelines or max(1, size.num_devices // 2)
     check_pipelines("amdp-auto", size, num_pipelines)
-    form = _chosen(replace(size, num_updates=1, num_pipelines=num_pipelines, update_scope=size.update_scope or UpdateScope.STAGE)).form
-    order = _frame(form.line.pipelines, size)
-    return _filled(order, form.run(size.num_microbatches * size.num_updates // num_pipelines))
+    size = replace(size, num_pipelines=num_pipelines, update_scope=size.update_scope or UpdateScope.STAGE)
+    limit = size.max_mean_staleness
+    means: list[float] = []
+    for form in _ranked(replace(size, num_updates=1)):
+        schedule = _filled(_frame(form.line.pipelines, size), form.run(size.num_microbatches * size.num_updates // num_pipelines))
+        # In a whole window, which begins with nothing late and ends with nothing under way.
+        if limit is None or (mean := facts(schedule).mean_delay) <= limit:
+            return schedule
+        means.append(mean)
+    least = rounded_up(min(means))
+    raise ScheduleError(
+        f"amdp-auto with {num_pipelines} pipelines on {size.num_devices} devices reads weights that are at least {least:g} updates old on "
+        f"average, max_mean_staleness allows {limit:g}; use --max-mean-staleness {least:g}, more microbatches, or amdp-flush"
+    )
 
 
 def _frame(pipelines: Pipelines, size: Size) -> Schedule:
@@ -88,32 +106,38 @@ def _filled(frame: Schedule, done: Sequence[Sequence[Started]]) -> Schedule:
     return replace(frame, programs=tuple(map(tuple, with_updates(frame, done))))
 
 
-def _chosen(size: Size) -> _Tried:
-    """The best order within the limits, for one update and a number of pipelines.
+def _ranked(size: Size) -> list[Form]:
+    """Orders of one way to lay the pipelines, the best one first: one, or with a limit on the mean staleness those that may keep it.
 
     Raises:
-        ScheduleError: there is none; says what the limits would have to be.
+        ScheduleError: none has as few activations as it must; says how many that would have to be.
     """
     tried = _all_tried(replace(size, max_in_flight=None, max_mean_staleness=None), size.max_in_flight is not None)
+    if size.times or size.latency_s:
+        # Where the stages lie must not depend on how long they take, which is measured where they lie.
+        laying = _ranked(replace(size, times=(), latency_s=0.0))[0].line.pipelines
+        tried = tuple(each for each in tried if each.form.line.pipelines == laying)
     least = min(each.held for each in tried)
-    limit = max(least, _ACTIVATIONS * size.num_devices) if size.max_in_flight is None else size.max_in_flight
-    small = [each for each in tried if each.held <= limit]
-    within = [each for each in small if size.max_mean_staleness is None or each.mean_delay <= size.max_mean_staleness]
-    if not within:
-        what = f"amdp-auto with {size.num_pipelines} pipelines on {size.num_devices} devices"
-        if not small:
-            problem = f"holds at least {least} activations on some device, max_in_flight allows {limit:g}"
-            raise ScheduleError(f"{what} {problem}; use --max-in-flight {least}, or fewer pipelines")
-        mean = rounded_up(min(each.mean_delay for each in small))
-        problem = f"reads weights that are at least {mean:g} updates old on average, max_mean_staleness allows {size.max_mean_staleness:g}"
-        raise ScheduleError(f"{what} {problem}; use --max-mean-staleness {mean:g}, more microbatches, or amdp-flush")
-    most = max(1, min(each.max_delay for each in within))
-    bounded = [each for each in within if each.max_delay <= most]
-    fastest_s = min(each.update_s for each in bounded)
-    # Rounded, so that what differs by the order of sums alone is equal.
-    slack = _NEARLY if size.max_mean_staleness is None else 1.0
-    good = [each for each in bounded if round(each.update_s, 9) <= round(slack * fastest_s, 9)]
-    return min(good, key=lambda each: (round(each.mean_delay, 9), each.held, round(each.update_s, 9)))
+    most = max(least, _ACTIVATIONS * size.num_devices) if size.max_in_flight is None else size.max_in_flight
+    small = [each for each in tried if each.held <= most]
+    if not small:
+        raise ScheduleError(
+            f"amdp-auto with {size.num_pipelines} pipelines on {size.num_devices} devices holds at least {least} activations on some "
+            f"device, max_in_flight allows {most:g}; use --max-in-flight {least}, or fewer pipelines"
+        )
+    bound = max(1, min(each.max_delay for each in small))
+    bounded = sorted((each for each in small if each.max_delay <= bound), key=_staleness)
+    if size.max_mean_staleness is None:
+        fastest_s = min(each.update_s for each in bounded)
+        return [next(each for each in bounded if each.update_s <= (_NEARLY + _NOTHING) * fastest_s).form]
+    within = sorted((each for each in bounded if each.mean_delay <= size.max_mean_staleness), key=lambda each: each.update_s)
+    best = [*within, *(each for each in bounded[:_LEAST_STALE] if each not in within)]
+    return [each.form for each in best if each.form.line.pipelines == best[0].form.line.pipelines]
+
+
+def _staleness(tried: _Tried) -> tuple[float, ...]:
+    """The less stale first, of those that are equally stale what holds less, then the faster."""
+    return round(tried.mean_delay, 9), tried.held, tried.update_s
 
 
 @lru_cache(maxsize=256)
@@ -124,22 +148,13 @@ def _all_tried(size: Size, sparing: bool) -> tuple[_Tried, ...]:
     in_flight = range(1 if sparing else least, least + _MOST_IN_FLIGHT)
     tried: list[_Tried] = []
     for pipelines in layings(depth, num_pipelines):
-        if (size.times or size.latency_s) and pipelines != _laying(depth, num_pipelines):
-            continue  # where the stages lie must not depend on how long they take, which is measured where they lie
         line = Line.of(pipelines, size)
         tried += [_measured(form, size) for form in by_rule(line, in_flight, [*rules(depth), *_update_rules(size.num_microbatches)])]
         if (repeated := in_cycles(line)) is not None:
             tried.append(_measured(repeated[1], size))
         if pipelines == ring(depth, depth // 2) and depth % 4 == 0 and size.num_microbatches % depth == 0:
-            tried.append(_measured(Form(line, 3, partial(_authors, line)), size))
+            tried.append(_measured(Form(line, _IN_ROUNDS, partial(_authors, line)), size))
     return tuple(tried)
-
-
-@lru_cache(maxsize=256)
-def _laying(depth: int, num_pipelines: int) -> Pipelines:
-    """The way to lay the pipelines that is best for equal stages and four rounds an update."""
-    size = Size(depth, 4 * num_pipelines * -(-depth // num_pipelines), num_pipelines=num_pipelines)
-    return _chosen(size).form.line.pipelines
 
 
 def _authors(line: Line, turns: int) -> list[list[Started]]:

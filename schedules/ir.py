@@ -487,7 +487,7 @@ class Size:
         latency_s: seconds of every dependency between devices, likewise.
         max_in_flight: the most stage activations that a worker may hold, likewise; `None` for the schedule's own limit.
         max_mean_staleness: the most updates between the weights of a forward and those that its gradient changes, on average,
-            likewise; `None` for no limit.
+            for `amdp-auto`; `None` for no limit.
         weight_grad_share: of an activation, what a worker keeps from I to W, likewise; 1 for all of it, as raypipe's executor does.
     """
 

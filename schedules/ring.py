@@ -20,6 +20,8 @@ from raypipe.schedules.ir import Op, OpKind, Size
 
 _TRIAL_CYCLES = 48
 """Choices of when each pipeline starts."""
+_MOST_IN_FLIGHT = 4
+"""Microbatches of a pipeline for each of its stages."""
 _LONGER_PERIODS = 40
 """Periods that are tried, each 2.5 % of the shortest one longer than the one before."""
 
@@ -33,7 +35,7 @@ class Form:
 
     Attributes:
         line: the pipelines and their times.
-        in_flight: microbatches of each pipeline that are under way at once, at most.
+        in_flight: microbatches of each pipeline that are under way at once, about at most.
         run: what each worker does, for so many microbatches of each pipeline.
     """
 
@@ -132,8 +134,13 @@ def in_cycles(line: Line) -> tuple[float, Form] | None:
                 found.append(made)
         if found:
             best = min(found, key=lambda made: made.mean_held)
-            way_s = max(started.end_s for started in best.first) - min(starts_s)
-            return period_s, Form(line, math.ceil(way_s / period_s), best.unrolled)
+            ways_s = [0.0] * num_pipelines
+            for pipeline in range(num_pipelines):
+                of_pipeline = [started for started in best.first if started.op.pipeline == pipeline]
+                ways_s[pipeline] = max(started.end_s for started in of_pipeline) - min(started.start_s for started in of_pipeline)
+            # What lasts long without any work needs no more of them than this to be seen.
+            most = _MOST_IN_FLIGHT * len(line.pipelines[0])
+            return period_s, Form(line, min(math.ceil(max(ways_s) / period_s), most), best.unrolled)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from raypipe.schedules.validate import Facts
@@ -16,7 +17,7 @@ def rounded_up(mean: float) -> float:
     return math.ceil(mean * _PARTS) / _PARTS
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class StalenessLimits:
     """What is allowed; `None` for no limit.
 
@@ -54,9 +55,10 @@ class StalenessLimits:
         exact = {"max_mean_staleness": known.mean_delay}
         return {name: has[name] for name, limit in self._given().items() if exact.get(name, has[name]) > limit}
 
-    def named(self, values: StalenessLimits) -> str:
-        """The values of those that are limited here, in words."""
-        return ", ".join(f"{name} {getattr(values, name):g}" for name in self._given())
+    def nearest(self, found: Iterable[StalenessLimits]) -> str:
+        """Of what would allow several orders the least, in words: of what is limited here."""
+        values = min([getattr(each, name) for name in self._given()] for each in found)
+        return ", ".join(f"{name} {value:g}" for name, value in zip(self._given(), values, strict=True))
 
     def __str__(self) -> str:
-        return self.named(self)
+        return self.nearest([self])

@@ -22,8 +22,9 @@ from raypipe.schedules import catalogue
 from raypipe.schedules.family import Family
 from raypipe.schedules.ir import Schedule, Size, StageTimes, UpdateScope, WeightRule
 from raypipe.schedules.lower import lower
+from raypipe.schedules.staleness import StalenessLimits
 from raypipe.schedules.text import to_csv, to_torch_csv
-from raypipe.schedules.validate import validate
+from raypipe.schedules.validate import facts, validate
 from raypipe.show.amounts import counted, ratio, seconds
 from raypipe.show.grid import timed_grid
 from raypipe.show.tables import schedule_table
@@ -118,8 +119,8 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
 @click.option("--backward", type=SECONDS, default=2.0, show_default=True, help="Seconds of its full backward.")
 @click.option("--weight-grad", type=SECONDS, help="Seconds of that for the weight gradient.  [default: half of it]")
 @click.option("--latency", type=SECONDS, default=0.0, show_default=True, help="Seconds between devices: a pure delay.")
-@click.option("--max-mean-staleness", type=click.FloatRange(0), help="Most updates that gradients are late on average, likewise.")
 @click.option("--max-in-flight", type=float, help="Most stage activations a device may hold, for schedules that are searched for.")
+@click.option("--max-mean-staleness", type=click.FloatRange(0), help="Most updates that gradients may be late on average.")
 @click.option(
     "--weight-grad-share",
     type=float,
@@ -179,6 +180,11 @@ def schedule(
     refuse_large(family, size)
     built = catalogue.of_size(family, size)
     validate(built)
+    limits = StalenessLimits(max_mean_staleness=max_mean_staleness)
+    if too_stale := limits.exceeded_by(facts(built)):
+        needed = too_stale["max_mean_staleness"]
+        problem = f"{name} is {needed:g} updates late on average; use --max-mean-staleness {needed:g}"
+        raise ScheduleError(f"{problem}, more microbatches, or the schedule 'amdp-auto'")
     trace = simulated(built, times)
     figures = _figures(family, built, size, trace, times)
     if output:

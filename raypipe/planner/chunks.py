@@ -35,8 +35,9 @@ def layouts(judge: Judge, workers: tuple[Group, ...], order: str) -> Iterator[La
         for num_pipelines in _num_pipelines(order, len(workers)):
             try:
                 size = Size(len(workers), problem.num_microbatches, num_chunks=num_chunks, num_pipelines=num_pipelines)
-                schedule = build(order, replace(size, update_scope=problem.update_scope))
-            except ScheduleError:
+                schedule = build(order, replace(size, update_scope=problem.update_scope, max_mean_staleness=problem.max_mean_staleness))
+            except ScheduleError as error:
+                judge.refusals.append(str(error))
                 continue
             done = order not in _NUM_CHUNKS
             if schedule.num_stages <= problem.num_layers:

@@ -171,7 +171,7 @@ def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: 
         limits = problem.staleness
         raise PlanError(
             f"every plan with schedule {schedule!r} is staler than allowed ({limits}); use more microbatches, or allow "
-            f"{limits.named(min(judge.too_stale))}"
+            f"{limits.nearest(judge.too_stale)}"
         )
     if found is None:
         raise PlanError(

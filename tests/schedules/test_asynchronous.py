@@ -346,11 +346,31 @@ def test_amdp_auto_is_about_as_fast_as_amdp_and_far_less_stale(depth: int, round
     assert max(found.weight_copies) <= max(published.weight_copies)
 
 
-def test_amdp_auto_finds_the_authors_pipelines_an_order_without_a_bubble() -> None:
-    for depth in (4, 8):
-        schedule = catalogue.build("amdp-auto", Size(depth, 4 * depth, 9, max_in_flight=1.25 * depth, max_mean_staleness=0.15))
-        validate(schedule)
-        assert steady(schedule) == pytest.approx(4 * 3 * depth, rel=1e-9 if depth == 4 else 0.05)
+def test_amdp_auto_finds_four_devices_an_order_without_a_bubble() -> None:
+    schedule = catalogue.build("amdp-auto", Size(4, 16, 9, max_in_flight=4, max_mean_staleness=0.15))
+    validate(schedule)
+    assert steady(schedule) == pytest.approx(4 * 3 * 4)
+
+
+@pytest.mark.parametrize(
+    ("depth", "pipelines", "number"), [(4, 2, 2), (6, 2, 4), (6, 3, 6), (6, 3, 15), (8, 2, 6), (8, 4, 4), (5, 3, 6), (6, 2, 8), (3, 2, 4)]
+)
+def test_amdp_auto_keeps_its_limit_in_whole_windows_and_lays_stages_alike(depth: int, pipelines: int, number: int) -> None:
+    for scope in (UpdateScope.STAGE, UpdateScope.GLOBAL):
+        size = Size(depth, number, 10, num_pipelines=pipelines, update_scope=scope)
+        needed = 0.05
+        try:
+            assert facts(catalogue.build("amdp-auto", replace(size, max_mean_staleness=0.0))).mean_delay == 0
+        except ScheduleError as refusal:
+            needed = float(refusal.problem.split("--max-mean-staleness ")[1].split(",")[0])
+        for limit in (needed, 1.5 * needed):
+            found = catalogue.build("amdp-auto", replace(size, max_mean_staleness=limit))
+            validate(found)
+            assert facts(found).mean_delay <= limit
+            of_one = catalogue.build("amdp-auto", replace(size, num_updates=1, max_mean_staleness=limit))
+            assert of_one.pipelines == found.pipelines
+        timed_size = replace(size, times=(StageTimes(1, 1, 1.0001),), latency_s=0.01)
+        assert catalogue.build("amdp-auto", timed_size).pipelines == catalogue.build("amdp-auto", size).pipelines
 
 
 @pytest.mark.parametrize("scope", [UpdateScope.STAGE, UpdateScope.GLOBAL])
