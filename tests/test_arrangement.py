@@ -1,0 +1,54 @@
+"""How what a configuration names is settled once layers are measured."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from raypipe.arrangement import Named, check_staleness
+from raypipe.config import DataConfig, ModelConfig, ScalingConfig, ScheduleConfig, TrainConfig
+from raypipe.coordinator import Coordinator
+from raypipe.models.mlp import mlp
+from raypipe.profile import LayerProfile, ModelProfile
+from raypipe.schedules.validate import facts
+from raypipe.topology import ClusterTopology, Device, Node, NodeLink
+
+DEPTH = 6
+COORDINATOR = cast("Coordinator", SimpleNamespace(places=[SimpleNamespace(num_cores=1)]))
+
+
+def unequal(num_layers: int) -> ModelProfile:
+    layers = tuple(
+        LayerProfile(
+            name=f"layer{number}",
+            forward_s=1.0 + number % 3,
+            backward_s=2.0 + number % 2,
+            weight_grad_s=1.0 + number % 2,
+            output_bytes=8,
+            saved_bytes=8,
+            parameter_bytes=8,
+        )
+        for number in range(num_layers)
+    )
+    return ModelProfile(name="unequal", microbatch_size=1, layers=layers)
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_an_order_for_measured_times_is_taken_only_where_it_keeps_what_was_allowed(tmp_path: Path, limit: int | None) -> None:
+    topology = tmp_path / "topology.yaml"
+    devices = tuple(Device(f"n/{number}", "cpu") for number in range(DEPTH))
+    ClusterTopology(name="lab", nodes=(Node(name="n", devices=devices, link=NodeLink(latency_s=0.0)),)).save(topology)
+    config = TrainConfig(
+        model=ModelConfig(function="raypipe.models.mlp:mlp"),
+        data=DataConfig(path=""),
+        schedule=ScheduleConfig(name="amdp", num_microbatches=6, microbatch_size=1, num_pipelines=2, max_staleness=limit),
+        scaling=ScalingConfig(num_devices=DEPTH, topology=str(topology), layers_per_stage=(1,) * DEPTH),
+    )
+    arrangement = Named(config, mlp(num_layers=DEPTH), window_sizes={10})
+    before = arrangement.schedule
+    check_staleness(config, before)
+    arrangement.settle(COORDINATOR, name="test", measure=lambda _: unequal(DEPTH), notice=lambda _: None)
+    assert arrangement.schedule.pipelines == before.pipelines
+    assert (arrangement.schedule == before) == (limit is not None)
+    assert facts(arrangement.schedule).max_delay == (2 if limit is None else 1)
