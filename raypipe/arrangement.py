@@ -218,9 +218,9 @@ class Named(Arrangement):
             devices=tuple(device.name for device in topology.devices),
             microbatch_size=self.config.schedule.microbatch_size,
         )
-        self._predict(self._searched(plan))
+        self._predict(self._searched(plan, notice))
 
-    def _searched(self, plan: Plan) -> Plan:
+    def _searched(self, plan: Plan, notice: Notice) -> Plan:
         """The plan with an order for the times of its stages, where the schedule is one that is searched for."""
         times, latency_s = _stage_times(plan)
         find = partial(_named_schedule, self.config, graph=plan.cut.graph, times=times, latency_s=latency_s)
@@ -231,8 +231,10 @@ class Named(Arrangement):
             found = {size: find(size) for size in self.schedules}
             for schedule in found.values():
                 check_staleness(self.config, schedule)
-        except (ScheduleError, ConfigError):
-            return plan  # the limits are kept by the order for equal stages, which was checked before anything started
+        except (ScheduleError, ConfigError) as error:
+            # That for equal stages keeps the limits; it was checked before anything started.
+            notice(f"the order for equal stages runs, not the one that was searched for their measured times: {error}")
+            return plan
         self.schedules = found
         return dataclasses.replace(plan, order=ScheduleFile.of(self.schedule))
 

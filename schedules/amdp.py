@@ -33,15 +33,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from raypipe.errors import ScheduleError
 from raypipe.schedules.dispatch import Line, Started, dispatch, with_updates
 from raypipe.schedules.family import Family, require_one_chunk, synchronous_pipelines
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, StageTimes, UpdateScope, WeightRule
-from raypipe.schedules.ring import Form, Pipelines, by_rule, check_pipelines, in_cycles, layings, most_held, ring, rules
+from raypipe.schedules.ring import (
+    Form,
+    Pipelines,
+    check_pipelines,
+    forms,
+    layings,
+    most_held,
+    num_pipelines,
+    ring,
+    rules,
+    too_many_activations,
+)
 from raypipe.schedules.validate import facts
 
 _TRIAL_TURNS = 24
 """Microbatches of each pipeline that are timed in a trial, between so many more that it takes to fill and to drain."""
+_MOST_SPARE = 4
+"""Microbatches of each pipeline besides those that it needs at least: more are no faster."""
 _NEARLY = 1.03
 """Of two orders whose turns differ by less, the one with fewer activations is taken."""
 
@@ -52,7 +64,7 @@ def amdp(size: Size) -> Schedule:
     schedule = Schedule(
         name="amdp",
         graph=StageGraph.chain(size.num_devices),
-        pipelines=ring(size.num_devices, _num_pipelines(size)) if found is None else found.line.pipelines,
+        pipelines=ring(size.num_devices, num_pipelines(size)) if found is None else found.line.pipelines,
         programs=((),) * size.num_devices,
         num_microbatches=size.num_microbatches,
         num_updates=size.num_updates,
@@ -68,7 +80,7 @@ def amdp_flush(size: Size) -> Schedule:
     single = replace(size, num_updates=1)
     found = _form("amdp-flush", size, flushed=True)
     if found is None:
-        pipelines = ring(size.num_devices, _num_pipelines(size))
+        pipelines = ring(size.num_devices, num_pipelines(size))
         programs = rounds(size.num_devices, size.num_microbatches // size.num_devices)
     else:
         pipelines = found.line.pipelines
@@ -78,17 +90,13 @@ def amdp_flush(size: Size) -> Schedule:
 
 def _turns(size: Size) -> int:
     """Microbatches of each pipeline in the window."""
-    return size.num_microbatches * size.num_updates // _num_pipelines(size)
-
-
-def _num_pipelines(size: Size) -> int:
-    return size.num_pipelines or max(1, size.num_devices // 2)
+    return size.num_microbatches * size.num_updates // num_pipelines(size)
 
 
 def _tabled(size: Size) -> bool:
     """Whether the authors' rounds serve a size."""
     depth = size.num_devices
-    return depth % 4 == 0 and _num_pipelines(size) == depth // 2 and (size.max_in_flight is None or size.max_in_flight >= depth)
+    return depth % 4 == 0 and num_pipelines(size) == depth // 2 and (size.max_in_flight is None or size.max_in_flight >= depth)
 
 
 def _form(name: str, size: Size, *, flushed: bool) -> Form | None:
@@ -103,18 +111,15 @@ def _form(name: str, size: Size, *, flushed: bool) -> Form | None:
         ScheduleError: the size is one that cannot be served.
     """
     require_one_chunk(name, size, instead="interleaved" if flushed else "async-interleaved")
-    depth, num_pipelines = size.num_devices, _num_pipelines(size)
+    depth, number = size.num_devices, num_pipelines(size)
     tabled = _tabled(size)
-    check_pipelines(name, size, num_pipelines, rounds_of=depth if tabled else 0)
+    check_pipelines(name, size, rounds_of=depth if tabled else 0)
     if tabled:
         return None
-    shape = Size(depth, 1, num_pipelines=num_pipelines, times=size.times, latency_s=size.latency_s, max_in_flight=size.max_in_flight)
-    found = _searched(shape, size.num_microbatches // num_pipelines if flushed else None)
+    shape = Size(depth, 1, num_pipelines=number, times=size.times, latency_s=size.latency_s, max_in_flight=size.max_in_flight)
+    found = _searched(shape, size.num_microbatches // number if flushed else None)
     if isinstance(found, int):
-        raise ScheduleError(
-            f"{name} with {num_pipelines} pipelines on {depth} devices holds at least {found} activations on some device, "
-            f"max_in_flight allows {size.max_in_flight:g}; use --max-in-flight {found}, or fewer pipelines"
-        )
+        raise too_many_activations(name, size, found)
     return found.form
 
 
@@ -201,10 +206,10 @@ def _searched(shape: Size, turns: int | None) -> _Timed | int:
 
     Fastest in so many turns and no more, or far from the ends. Where none is within the limit, the least activations of any form.
     """
-    forms = _forms(replace(shape, max_in_flight=None), shape.max_in_flight is not None)
-    possible = [form for form in forms if shape.max_in_flight is None or form.held <= shape.max_in_flight]
+    tried = _all_timed(replace(shape, max_in_flight=None), shape.max_in_flight is not None)
+    possible = [form for form in tried if shape.max_in_flight is None or form.held <= shape.max_in_flight]
     if not possible:
-        return min(form.held for form in forms)
+        return min(form.held for form in tried)
     costs_s = [form.cost_s(turns) for form in possible]
     # Rounded, so that what differs by the order of sums alone is equal.
     ratios = [round(cost_s / (min(costs_s) or 1.0), 9) for cost_s in costs_s]
@@ -221,30 +226,26 @@ def _laying(depth: int, num_pipelines: int) -> Pipelines:
 
 
 @lru_cache(maxsize=256)
-def _forms(shape: Size, sparing: bool) -> tuple[_Timed, ...]:
+def _all_timed(shape: Size, sparing: bool) -> tuple[_Timed, ...]:
     """All forms for so many devices and pipelines, with few microbatches in flight, too, where memory is short."""
-    depth, num_pipelines = shape.num_devices, shape.num_pipelines
-    least = -(-depth // num_pipelines)
-    forms: list[_Timed] = []
-    for pipelines in layings(depth, num_pipelines):
-        if (shape.times or shape.latency_s) and pipelines != _laying(depth, num_pipelines):
+    depth, number = shape.num_devices, shape.num_pipelines
+    tried: list[_Timed] = []
+    for pipelines in layings(depth, number):
+        if (shape.times or shape.latency_s) and pipelines != _laying(depth, number):
             continue  # where the stages lie must not depend on how long they take, which is measured where they lie
         line = Line.of(pipelines, shape)
-        for form in by_rule(line, range(1 if sparing else least, least + 4), rules(depth)):
+        for form in forms(line, rules(depth), spare=_MOST_SPARE, sparing=sparing):
             done = form.run(_TRIAL_TURNS + 6 * form.in_flight)
-            forms.append(_Timed(form, max(*line.work_s, _turn_s(done, num_pipelines, first=4 * form.in_flight)), most_held(done)))
-        if (repeated := in_cycles(line)) is not None:
-            period_s, form = repeated
-            forms.append(_Timed(form, period_s, most_held(form.run(_TRIAL_TURNS + num_pipelines * depth))))
-    return tuple(forms)
+            tried.append(_Timed(form, max(*line.work_s, _turn_s(done, number, first=4 * form.in_flight)), most_held(done)))
+    return tuple(tried)
 
 
-def _turn_s(done: Sequence[Sequence[Started]], num_pipelines: int, *, first: int) -> float:
+def _turn_s(done: Sequence[Sequence[Started]], num_in_turn: int, *, first: int) -> float:
     """Seconds of one microbatch of each pipeline, from the end of the turn `first` on."""
     ends_s: dict[int, float] = {}
     for row in done:
         for started in row:
-            turn = started.op.index // num_pipelines
+            turn = started.op.index // num_in_turn
             ends_s[turn] = max(ends_s.get(turn, 0.0), started.end_s)
     return (ends_s[first + _TRIAL_TURNS] - ends_s[first]) / _TRIAL_TURNS
 

@@ -27,7 +27,18 @@ from raypipe.schedules import amdp
 from raypipe.schedules.dispatch import Key, Line, Started, timed, with_updates
 from raypipe.schedules.family import Family, require_one_chunk
 from raypipe.schedules.ir import OpKind, Schedule, Size, StageGraph, UpdateScope, WeightRule, ops_of
-from raypipe.schedules.ring import Form, Pipelines, by_rule, check_pipelines, in_cycles, layings, most_held, ring, rules
+from raypipe.schedules.ring import (
+    Form,
+    Pipelines,
+    check_pipelines,
+    forms,
+    layings,
+    most_held,
+    num_pipelines,
+    ring,
+    rules,
+    too_many_activations,
+)
 from raypipe.schedules.staleness import rounded_up
 from raypipe.schedules.validate import facts
 
@@ -35,7 +46,7 @@ _NEARLY = 1.05
 """Of orders whose updates take at most this times as long as the fastest's, the least stale is taken, unless a limit is given."""
 _ACTIVATIONS = 1.5
 """For each device of the line, that a device may hold where no limit is given."""
-_MOST_IN_FLIGHT = 3
+_MOST_SPARE = 3
 """Microbatches of each pipeline besides those that it needs at least: more are staler and no faster."""
 _LEAST_STALE = 3
 """Orders that are tried all the same where they seem staler than the limit, for windows differ from what is far from their ends."""
@@ -69,21 +80,20 @@ class _Tried:
 def amdp_auto(size: Size) -> Schedule:
     """The order that was chosen, for as many updates as are asked for."""
     require_one_chunk("amdp-auto", size, instead="async-interleaved")
-    num_pipelines = size.num_pipelines or max(1, size.num_devices // 2)
-    check_pipelines("amdp-auto", size, num_pipelines)
-    size = replace(size, num_pipelines=num_pipelines, update_scope=size.update_scope or UpdateScope.STAGE)
+    check_pipelines("amdp-auto", size)
+    size = replace(size, num_pipelines=num_pipelines(size))
     limit = size.max_mean_staleness
     means: list[float] = []
     for form in _ranked(replace(size, num_updates=1)):
-        schedule = _filled(_frame(form.line.pipelines, size), form.run(size.num_microbatches * size.num_updates // num_pipelines))
+        schedule = _filled(_frame(form.line.pipelines, size), form.run(size.num_microbatches * size.num_updates // size.num_pipelines))
         # In a whole window, which begins with nothing late and ends with nothing under way.
         if limit is None or (mean := facts(schedule).mean_delay) <= limit:
             return schedule
         means.append(mean)
     least = rounded_up(min(means))
     raise ScheduleError(
-        f"amdp-auto with {num_pipelines} pipelines on {size.num_devices} devices reads weights that are at least {least:g} updates old on "
-        f"average, max_mean_staleness allows {limit:g}; use --max-mean-staleness {least:g}, more microbatches, or amdp-flush"
+        f"amdp-auto with {size.num_pipelines} pipelines on {size.num_devices} devices reads weights that are at least {least:g} updates "
+        f"old on average, max_mean_staleness allows {limit:g}; use --max-mean-staleness {least:g}, more microbatches, or amdp-flush"
     )
 
 
@@ -121,10 +131,7 @@ def _ranked(size: Size) -> list[Form]:
     most = max(least, _ACTIVATIONS * size.num_devices) if size.max_in_flight is None else size.max_in_flight
     small = [each for each in tried if each.held <= most]
     if not small:
-        raise ScheduleError(
-            f"amdp-auto with {size.num_pipelines} pipelines on {size.num_devices} devices holds at least {least} activations on some "
-            f"device, max_in_flight allows {most:g}; use --max-in-flight {least}, or fewer pipelines"
-        )
+        raise too_many_activations("amdp-auto", size, least)
     bound = max(1, min(each.max_delay for each in small))
     bounded = sorted((each for each in small if each.max_delay <= bound), key=_staleness)
     if size.max_mean_staleness is None:
@@ -143,15 +150,12 @@ def _staleness(tried: _Tried) -> tuple[float, ...]:
 @lru_cache(maxsize=256)
 def _all_tried(size: Size, sparing: bool) -> tuple[_Tried, ...]:
     """All orders for one update of a size, with few microbatches in flight, too, where memory is short."""
-    depth, num_pipelines = size.num_devices, size.num_pipelines
-    least = -(-depth // num_pipelines)
-    in_flight = range(1 if sparing else least, least + _MOST_IN_FLIGHT)
+    depth = size.num_devices
+    keys = [*rules(depth), *_update_rules(size.num_microbatches)]
     tried: list[_Tried] = []
-    for pipelines in layings(depth, num_pipelines):
+    for pipelines in layings(depth, size.num_pipelines):
         line = Line.of(pipelines, size)
-        tried += [_measured(form, size) for form in by_rule(line, in_flight, [*rules(depth), *_update_rules(size.num_microbatches)])]
-        if (repeated := in_cycles(line)) is not None:
-            tried.append(_measured(repeated[1], size))
+        tried += [_measured(form, size) for form in forms(line, keys, spare=_MOST_SPARE, sparing=sparing)]
         if pipelines == ring(depth, depth // 2) and depth % 4 == 0 and size.num_microbatches % depth == 0:
             tried.append(_measured(Form(line, _IN_ROUNDS, partial(_authors, line)), size))
     return tuple(tried)

@@ -68,27 +68,47 @@ def layings(depth: int, num_pipelines: int) -> list[Pipelines]:
     ]
 
 
-def check_pipelines(name: str, size: Size, num_pipelines: int, *, rounds_of: int = 0) -> None:
+def num_pipelines(size: Size) -> int:
+    """Of a size; half as many as devices, as in AMDP, where it does not say."""
+    return size.num_pipelines or max(1, size.num_devices // 2)
+
+
+def check_pipelines(name: str, size: Size, *, rounds_of: int = 0) -> None:
     """Checks how many pipelines and microbatches are asked for.
 
     Args:
         name: of the schedule.
         size: what is asked for.
-        num_pipelines: of it.
         rounds_of: microbatches that an update has multiples of; 0 for those of one turn.
 
     Raises:
         ScheduleError: a device would start two pipelines, or the microbatches do not divide into rounds; says what would do.
     """
     depth, number = size.num_devices, size.num_microbatches
-    if num_pipelines > depth:
-        raise ScheduleError(f"{name} starts at most one pipeline on each of {depth} devices, got {num_pipelines}; use --pipelines {depth}")
-    unit = rounds_of or num_pipelines
+    if num_pipelines(size) > depth:
+        raise ScheduleError(
+            f"{name} starts at most one pipeline on each of {depth} devices, got {size.num_pipelines}; use --pipelines {depth}"
+        )
+    unit = rounds_of or num_pipelines(size)
     if number % unit:
         near = sorted({max(unit, number // unit * unit), -(-number // unit) * unit})
         choices = " or ".join(f"--microbatches {each}" for each in near)
         reason = f"rounds of {unit} microbatches" if rounds_of else f"as many microbatches for each of its {unit} pipelines"
         raise ScheduleError(f"{name} on {depth} devices takes {reason}, got {number} an update; use {choices}")
+
+
+def too_many_activations(name: str, size: Size, least: int) -> ScheduleError:
+    """The refusal of a limit on activations that no order keeps.
+
+    Args:
+        name: of the schedule.
+        size: what is asked for, with the limit.
+        least: the activations that it must allow.
+    """
+    return ScheduleError(
+        f"{name} with {num_pipelines(size)} pipelines on {size.num_devices} devices holds at least {least} activations on some device, "
+        f"max_in_flight allows {size.max_in_flight:g}; use --max-in-flight {least}, or fewer pipelines"
+    )
 
 
 def rules(depth: int) -> list[Key]:
@@ -105,20 +125,29 @@ def rules(depth: int) -> list[Key]:
     ]
 
 
-def by_rule(line: Line, in_flight: Sequence[int], keys: Sequence[Key]) -> Iterator[Form]:
-    """Orders in which a free worker takes what a rule says."""
-    for number, key in itertools.product(in_flight, keys):
-        yield Form(line, number, partial(_dispatched, line, number, key))
+def forms(line: Line, keys: Sequence[Key], *, spare: int, sparing: bool) -> Iterator[Form]:
+    """Orders of pipelines: those by rules, and the one that repeats with the shortest period for which any was found.
+
+    Args:
+        line: the pipelines and their times.
+        keys: rules for what a free worker takes.
+        spare: with up to so many microbatches of each pipeline in flight fewer one, beyond what keeps all workers busy.
+        sparing: with fewer than that, too.
+    """
+    least = -(-line.num_workers // len(line.pipelines))
+    for in_flight, key in itertools.product(range(1 if sparing else least, least + spare), keys):
+        yield Form(line, in_flight, partial(_dispatched, line, in_flight, key))
+    if (repeated := _in_cycles(line)) is not None:
+        yield repeated
 
 
 def _dispatched(line: Line, in_flight: int, key: Key, turns: int) -> list[list[Started]]:
     return dispatch(line, turns=turns, in_flight=in_flight, key=key)
 
 
-def in_cycles(line: Line) -> tuple[float, Form] | None:
-    """The order that repeats with the shortest period for which any was found, and that period."""
+def _in_cycles(line: Line) -> Form | None:
     chance = random.Random(0)
-    num_pipelines = len(line.pipelines)
+    number = len(line.pipelines)
     work_s = line.work_s
     if not max(work_s):
         return None  # what takes no time needs no order
@@ -128,19 +157,19 @@ def in_cycles(line: Line) -> tuple[float, Form] | None:
         period_s = max(work_s) * (1 + longer / 40)
         found = []
         for trial in range(_TRIAL_CYCLES):
-            starts_s = [chance.randrange(int(period_s / step_s) or 1) * step_s if trial else 0.0 for _ in range(num_pipelines)]
+            starts_s = [chance.randrange(int(period_s / step_s) or 1) * step_s if trial else 0.0 for _ in range(number)]
             made = cycle(line, period_s=period_s, starts_s=starts_s)
             if made is not None:
                 found.append(made)
         if found:
             best = min(found, key=lambda made: made.mean_held)
-            ways_s = [0.0] * num_pipelines
-            for pipeline in range(num_pipelines):
+            ways_s = [0.0] * number
+            for pipeline in range(number):
                 of_pipeline = [started for started in best.first if started.op.pipeline == pipeline]
                 ways_s[pipeline] = max(started.end_s for started in of_pipeline) - min(started.start_s for started in of_pipeline)
             # What lasts long without any work needs no more of them than this to be seen.
             most = _MOST_IN_FLIGHT * len(line.pipelines[0])
-            return period_s, Form(line, min(math.ceil(max(ways_s) / period_s), most), best.unrolled)
+            return Form(line, min(math.ceil(max(ways_s) / period_s), most), best.unrolled)
     return None
 
 

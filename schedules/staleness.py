@@ -33,7 +33,7 @@ class StalenessLimits:
 
     @classmethod
     def of(cls, known: Facts) -> StalenessLimits:
-        """The least that allows an order."""
+        """The least in few digits that allows an order."""
         return cls(known.max_delay, known.max_mismatch, rounded_up(known.mean_delay))
 
     def __bool__(self) -> bool:
@@ -51,9 +51,9 @@ class StalenessLimits:
 
     def exceeded_by(self, known: Facts) -> dict[str, float]:
         """The limits that an order does not keep, with what it has of each."""
-        has = vars(StalenessLimits.of(known))
-        exact = {"max_mean_staleness": known.mean_delay}
-        return {name: has[name] for name, limit in self._given().items() if exact.get(name, has[name]) > limit}
+        exact = vars(StalenessLimits(known.max_delay, known.max_mismatch, known.mean_delay))
+        told = vars(StalenessLimits.of(known))
+        return {name: told[name] for name, limit in self._given().items() if exact[name] > limit}
 
     def nearest(self, found: Iterable[StalenessLimits]) -> str:
         """Of what would allow several orders the least, in words: of what is limited here."""

@@ -48,7 +48,10 @@ def test_an_order_for_measured_times_is_taken_only_where_it_keeps_what_was_allow
     arrangement = Named(config, mlp(num_layers=DEPTH), window_sizes={10})
     before = arrangement.schedule
     check_staleness(config, before)
-    arrangement.settle(COORDINATOR, name="test", measure=lambda _: unequal(DEPTH), notice=lambda _: None)
+    notices: list[str] = []
+    arrangement.settle(COORDINATOR, name="test", measure=lambda _: unequal(DEPTH), notice=notices.append)
     assert arrangement.schedule.pipelines == before.pipelines
     assert (arrangement.schedule == before) == (limit is not None)
     assert facts(arrangement.schedule).max_delay == (2 if limit is None else 1)
+    assert [notice for notice in notices if "max_staleness is 1, but 'amdp'" in notice] == notices
+    assert len(notices) == (limit is not None)
