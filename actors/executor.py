@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -23,7 +22,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from raypipe.actors import devices
 from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input
+from raypipe.actors.clock import Clock, DeviceClock, HostClock, Timed
 from raypipe.actors.faults import FaultScript
 from raypipe.actors.held import Draw, Outputs, Weights, squared_norm
 from raypipe.actors.job import Job, MessageKey, Rows
@@ -31,7 +32,7 @@ from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import Pending, Transport
 from raypipe.actors.wiring import Awaiting, Computing, EdgeSpecs, Given, Receiving, Starting, Step, WiredOp, Wirer, Wiring
 from raypipe.cut import Cut
-from raypipe.errors import AbortedError, ConfigError
+from raypipe.errors import AbortedError, ConfigError, RunError, TransportTimeoutError
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import Op, OpKind, UpdateScope
 from raypipe.schedules.lower import Collective, CollectiveKind
@@ -108,6 +109,9 @@ class Executor:
         learning_rate: of each update.
         max_grad_norm: gradients are scaled to at most this norm, over the scope of the update; `None` for no limit.
         faults: what is to go wrong.
+        on: torch's name of the device.
+        names: of all devices, for messages; their numbers by default.
+        timeout_s: until a device that works behind the host must have done another step.
     """
 
     def __init__(
@@ -123,8 +127,14 @@ class Executor:
         learning_rate: LearningRate,
         max_grad_norm: float | None = None,
         faults: FaultScript | None = None,
+        on: torch.device = devices.CPU,
+        names: Sequence[str] = (),
+        timeout_s: float = 300.0,
     ) -> None:
         self.device = device
+        self.on = on
+        self.names = names
+        self.timeout_s = timeout_s
         self.model = model
         self.held = held
         self.transport = transport
@@ -135,15 +145,36 @@ class Executor:
         self.max_grad_norm = max_grad_norm
         self.faults = faults or FaultScript()
         self.doing = "waiting to begin"
+        """What the host is at."""
         self.abort_reason: str | None = None
+        self._failure: RunError | None = None
+        self.clock: Clock = HostClock()
+        if on.type != "cpu":
+            module = torch.get_device_module(on)
+            self.clock = DeviceClock(module, timeout_s=timeout_s, check=self._look_around, stuck=self._give_up)
+
+    @property
+    def progress(self) -> str:
+        """What the device is doing, in words. Called from another thread."""
+        step = self.clock.doing()
+        return self.doing if step is None else step.name if isinstance(step, Computing) else step.doing
 
     def run(self, job: Job, window: Window) -> WindowReport:
         """Runs one window.
 
         Raises:
             TransportError: a message did not pass.
+            RunError: a device that works behind the host did not come to an end.
             AbortedError: `abort` was called.
         """
+        try:
+            return self._run(job, window)
+        except Exception as error:
+            if self._failure is not None:
+                raise self._failure from error
+            raise
+
+    def _run(self, job: Job, window: Window) -> WindowReport:
         wiring = self._wiring(job, window.num_rows or self.num_rows)
         self.transport.open_window(wiring.incoming, wiring.outgoing)
         for weights in self.held.values():
@@ -165,6 +196,38 @@ class Executor:
         self.abort_reason = reason
         self.transport.abort(reason)
 
+    def close(self) -> None:
+        """Ends the threads that it has."""
+        self.clock.close()
+
+    def _look_around(self) -> None:
+        """Ends what runs if messages will not come any more. Called from another thread."""
+        try:
+            if self.abort_reason is None:
+                self.transport.check()
+        except RunError as error:
+            self._failure = error
+            self.abort(str(error))
+
+    def _give_up(self, step: Timed) -> None:
+        """Ends what runs because the device has been at one step for too long. Called from another thread."""
+        if self.abort_reason is not None:
+            return
+        name = self._name(self.device)
+        if isinstance(step, Receiving):
+            problem = f"it did not come within {self.timeout_s:g} s"
+            self._failure = TransportTimeoutError(name, self._name(step.device), str(step.message), problem)
+        elif isinstance(step, Computing):
+            self._failure = RunError(f"device {name} has been at {step.name} for {self.timeout_s:g} s, on {self.on}, and does not end")
+        else:
+            others = ", ".join(self._name(member) for member in step.collective.devices if member != self.device)
+            problem = f"it did not end within {self.timeout_s:g} s"
+            self._failure = TransportTimeoutError(name, others, str(step.collective), problem)
+        self.abort(str(self._failure))
+
+    def _name(self, device: int) -> str:
+        return self.names[device] if self.names else str(device)
+
     def _wiring(self, job: Job, num_rows: int) -> Wiring:
         """The wiring of a job, worked out when it is first asked for."""
         key = (id(job), num_rows)
@@ -172,6 +235,18 @@ class Executor:
             # With the job, whose number nothing else may get.
             self._wirings[key] = (job, self.wirer.wire(job, num_rows))
         return self._wirings[key][1]
+
+
+Number = float | Tensor
+"""A number; one that a device works out behind the host stays there."""
+
+
+def _root(square: Tensor) -> Number:
+    return math.sqrt(square) if square.is_cpu else square.sqrt()
+
+
+def _hypot(one: Number, other: Number) -> Number:
+    return torch.hypot(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else math.hypot(one, other)
 
 
 class _Run:
@@ -185,15 +260,16 @@ class _Run:
         self.training = not job.forward_only
         self.first_microbatch = window.first_update * job.num_microbatches
         self.faults = executor.faults if executor.faults.faults else None
-        self.report = WindowReport(executor.device, time.time())
-        self.origin = time.perf_counter()
+        self.report = WindowReport(executor.device, executor.clock.begin())
+        self.mark, self.note = executor.clock.mark, executor.clock.note
         self.inbox: dict[MessageKey, list[tuple[Rows, tuple[Tensor, ...]]]] = {}
         self.outbox: dict[MessageKey, tuple[Tensor, ...]] = {}
         self.saved: dict[tuple[int, int, int], _Saved] = {}
         self.deferred: dict[tuple[int, int, int], tuple[int, PendingWeightGradient]] = {}
         self.pending: dict[Collective, Pending] = {}
         self.shared: dict[tuple[int, int], Tensor] = {}
-        self.tied_norms: dict[tuple[int, int], float] = {}
+        self.norms: dict[int, Number] = {}
+        self.tied_norms: dict[tuple[int, int], Number] = {}
         self.losses: dict[int, list[tuple[int, Tensor]]] = {}
         self.loss_gradients: dict[float, Tensor] = {}
 
@@ -206,6 +282,9 @@ class _Run:
             handlers[type(step)](step)  # type: ignore[operator]
         for name in ("inbox", "outbox", "saved", "deferred", "pending", "shared"):
             assert not getattr(self, name), f"device {executor.device}: {name} holds {list(getattr(self, name))} after the window"
+        self.report.log = executor.clock.finish()
+        self.report.norms = {update: float(norm) for update, norm in self.norms.items()}
+        self.report.outputs = {index: output.cpu() for index, output in self.report.outputs.items()}
         for index, parts in self.losses.items():
             self.report.num_rows[index] = sum(rows for rows, _ in parts)
             self.report.losses[index] = sum(rows * float(loss) for rows, loss in parts) / self.report.num_rows[index]
@@ -216,7 +295,7 @@ class _Run:
     def _compute(self, step: Computing) -> None:
         executor = self.executor
         executor.doing = step.name
-        since = time.perf_counter()
+        since = self.mark()
         if self.faults is not None:
             self.faults.strike(device=executor.device, op=step.name, window=self.window.number)
         for wired in step.ops:
@@ -235,7 +314,7 @@ class _Run:
                     self._update(wired.op, step.position)
                 case _:
                     raise AssertionError(f"no such computation: {wired.op}")
-        until = time.perf_counter()
+        until = self.mark()
         # Messages first: others may wait for them.
         for sending in step.sends:
             tensors = self.outbox[sending.key]
@@ -247,7 +326,7 @@ class _Run:
         if step.sends:
             # The receiver may have been woken on this core, where it would wait until this process sleeps, up to 0.4 ms behind an update.
             os.sched_yield()
-        self.report.log.add(step.position, since - self.origin, until - self.origin, 0)
+        self.note(step, since, until, 0)
         executor.doing = step.after
         for weights, version in step.releases:
             weights.release(version)
@@ -293,7 +372,7 @@ class _Run:
             for layer, first, end in taken.layers:
                 by_layer[layer] = tensors[first:end]
         microbatch = self.first_microbatch + wired.op.index
-        batch = self.window.batches.batch(microbatch, wired.rows) if wired.takes_batch else {}
+        batch = devices.upload(self.window.batches.batch(microbatch, wired.rows), self.executor.on) if wired.takes_batch else {}
         weights = wired.weights
         outputs = weights.run(wired.version, by_layer, batch, Draw(microbatch, wired.first_row))
         first_outputs = weights.module.first
@@ -352,7 +431,7 @@ class _Run:
         norm = self._norm(op)
         if shared is not None:
             # What stages share is limited alike on all of them. A product: other stages of this device may be yet to use the sum.
-            shared = shared * self._scale(math.sqrt(squared_norm([shared])) if self.job.update_scope is UpdateScope.STAGE else norm)
+            shared = shared * self._scale(_root(squared_norm([shared])) if self.job.update_scope is UpdateScope.STAGE else norm)
             del self.shared[op.stage, op.index]
         weights.update(
             op.index,
@@ -362,30 +441,33 @@ class _Run:
             shared=shared,
         )
 
-    def _scale(self, norm: float) -> float:
+    def _scale(self, norm: Number) -> Number:
         limit = self.executor.max_grad_norm
-        return 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
+        if limit is None:
+            return 1.0
+        if isinstance(norm, Tensor):
+            return torch.where(norm <= limit, 1.0, limit / (norm + 1e-6))
+        return 1.0 if norm <= limit else limit / (norm + 1e-6)
 
-    def _norm(self, op: Op) -> float:
+    def _norm(self, op: Op) -> Number:
         """The gradient norm that limits an update: over all stages, over those of its tie, or over what its own shares with none."""
         if self.job.update_scope is UpdateScope.GLOBAL:
-            if op.index not in self.report.norms:  # no other device: there was no collective
-                self.report.norms[op.index] = math.sqrt(self._own_squared_norm(op.index, self.executor.held))
-            return self.report.norms[op.index]
+            if op.index not in self.norms:  # no other device: there was no collective
+                self.norms[op.index] = _root(self._own_squared_norm(op.index, self.executor.held))
+            return self.norms[op.index]
         if op.stage in self.job.norm_stages:
-            self.report.norms[op.index] = math.hypot(
-                self.report.norms.get(op.index, 0.0), math.sqrt(self._own_squared_norm(op.index, (op.stage,)))
-            )
+            own = _root(self._own_squared_norm(op.index, (op.stage,)))
+            self.norms[op.index] = _hypot(self.norms[op.index], own) if op.index in self.norms else own
         tie = self.job.graph.tie_of.get(op.stage)
         if self.job.update_scope is UpdateScope.STAGE or tie is None:
-            return math.sqrt(self.executor.held[op.stage].squared_norm(op.index))
+            return _root(self.executor.held[op.stage].squared_norm(op.index))
         if (tie, op.index) not in self.tied_norms:
-            self.tied_norms[tie, op.index] = math.sqrt(self._own_squared_norm(op.index, self.job.graph.ties[tie]))
+            self.tied_norms[tie, op.index] = _root(self._own_squared_norm(op.index, self.job.graph.ties[tie]))
         return self.tied_norms[tie, op.index]
 
     def _own_squared_norm(self, update: int, stages: Collection[int]) -> Tensor:
         """What this device brings to a norm over some stages; what they share counts with the first of them."""
-        parts = [torch.zeros((), dtype=torch.float64)]
+        parts = [torch.zeros((), dtype=torch.float64, device=self.executor.on)]
         graph = self.job.graph
         for stage in self.job.norm_stages.intersection(stages):
             parts.append(self.executor.held[stage].squared_norm(update))
@@ -437,9 +519,9 @@ class _Run:
     def _receive(self, step: Receiving) -> None:
         executor = self.executor
         executor.doing = step.doing
-        since = time.perf_counter()
+        since = self.mark()
         tensors = executor.transport.recv(step.message, step.device)
-        self.report.log.add(step.position, since - self.origin, time.perf_counter() - self.origin, step.num_bytes)
+        self.note(step, since, self.mark(), step.num_bytes)
         piece = (step.message.rows, tensors)
         pieces = self.inbox.setdefault(step.key, [piece])
         if pieces[0] is not piece:
@@ -467,14 +549,14 @@ class _Run:
     def _await(self, step: Awaiting) -> None:
         collective = step.collective
         self.executor.doing = step.doing
-        since = time.perf_counter()
+        since = self.mark()
         total = self.pending.pop(collective).wait()
-        self.report.log.add(step.position, since - self.origin, time.perf_counter() - self.origin, total.nbytes)
+        self.note(step, since, self.mark(), total.nbytes)
         if collective.kind is CollectiveKind.NORM:
-            self.report.norms[collective.update] = math.sqrt(total)
+            self.norms[collective.update] = _root(total.reshape(()))
             return
         if collective.kind is CollectiveKind.TIED_NORM:
-            self.tied_norms[collective.stage, collective.update] = math.sqrt(total)
+            self.tied_norms[collective.stage, collective.update] = _root(total.reshape(()))
             return
         if collective.kind is CollectiveKind.TIED:
             self._take_shared(collective.stage, collective.update, total)

@@ -77,6 +77,23 @@ def make_group(meeting: Meeting, kind: str, members: tuple[int, ...]) -> tuple[G
     return group, lines
 
 
+class SumGroup:
+    """A set of devices that meets in sums.
+
+    Args:
+        group: of its members.
+        lines: its connections.
+    """
+
+    def __init__(self, group: Group, lines: list[Connection]) -> None:
+        self.group = group
+        self.lines = lines
+
+    def sum(self, tensor: Tensor) -> Sum:
+        """Begins to sum a tensor over the members, in place."""
+        return Sum(self.group, self.lines, tensor)
+
+
 class Sum:
     """A sum under way.
 

@@ -15,13 +15,14 @@ their gradients are summed in the precision of what the optimizer steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from raypipe.actors import devices
 from raypipe.actors.transport import TensorSpec
 from raypipe.cut import Cut
 from raypipe.errors import ConfigError, PlanError, suggestion
@@ -79,7 +80,7 @@ def build_layer(layer: Layer, *, index: int, seed: int) -> nn.Module:
     return module
 
 
-def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int) -> None:
+def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int, on: torch.device = devices.CPU) -> None:
     """Makes one parameter of each weight that several of some layers share, with the values that the first layer of its tie begins with.
 
     That layer is built for them where it is not among these, and given back.
@@ -95,7 +96,7 @@ def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int) -> N
         first = indices[0]
         source = layers[first] if first in layers else build_layer(model.layers[first], index=first, seed=seed)
         weight = _weight(source, name, first_weight)
-        shared = weight if first in layers else nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+        shared = weight if first in layers else nn.Parameter(weight.detach().to(on, copy=True), requires_grad=weight.requires_grad)
         for name, called in tie:
             module = layers.get(index_of[name])
             if module is None:
@@ -136,26 +137,28 @@ class StageModule(nn.Module):
         cut: the layers of all stages.
         stage: the stage.
         seed: of the run.
+        on: the device that computes. Layers are built on the CPU and begin with the same weights on all devices.
 
     Attributes:
         shared: each weight that the stages of its tie share with each other, in the same order on all of them.
         borrowed: by name, the weights that another stage's layer has in its file of a checkpoint.
     """
 
-    def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int) -> None:
+    def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int, on: torch.device = devices.CPU) -> None:
         super().__init__()
         if cut.ties != model.tied_layers():
             raise PlanError("the cut does not know which layers of the model share weights; make it with ties=model.tied_layers()")
         self.stage = stage
         self.seed = seed
+        self.on = on
         self.indices = cut.stages[stage]
         self.specs: dict[int, Layer] = {index: model.layers[index] for index in self.indices}
         self.inputs: dict[int, list[int]] = {index: [source for source, target in cut.edges if target == index] for index in self.indices}
         leaving = {layer for (source, _), layers in cut.crossing.items() if source == stage for layer in layers}
         last = len(model.layers) - 1
         self.kept = tuple(sorted(leaving | ({last} if last in self.indices else set())))
-        self.layers = nn.ModuleDict({str(index): build_layer(model.layers[index], index=index, seed=seed) for index in self.indices})
-        tie_layers(model, {index: self.layers[str(index)] for index in self.indices}, seed=seed)
+        self.layers = nn.ModuleDict({str(index): build_layer(model.layers[index], index=index, seed=seed).to(on) for index in self.indices})
+        tie_layers(model, {index: self.layers[str(index)] for index in self.indices}, seed=seed, on=on)
         self.shared = _shared_weights(model, cut, self, seed=seed) if stage in cut.graph.tie_of else ()
         self.borrowed = _borrowed_weights(model, self)
         self.steps = [(index, self.layers[str(index)], self.inputs[index], self.specs[index].batch) for index in self.indices]
@@ -193,9 +196,9 @@ class StageModule(nn.Module):
         """Runs a layer not known to be free of randomness: seeds it, alone in the process, and learns whether it draws."""
         with _BUILDING:
             torch.manual_seed(layer_seed(self.seed, index, draw))
-            before = torch.get_rng_state()
+            before = devices.random_state(self.on)
             result = module(*arguments)
-            self.random[index] = self.random[index] or not torch.equal(before, torch.get_rng_state())
+            self.random[index] = self.random[index] or not torch.equal(before, devices.random_state(self.on))
             if not self.random[index]:
                 del self.random[index]
             return result
@@ -281,6 +284,7 @@ class Weights:
 
     def __init__(self, module: StageModule, *, optimizer: Optimizer, rule: WeightRule) -> None:
         self.module = module
+        self.on = module.on
         self.rule = rule
         self.versioned = rule in {WeightRule.STASH, WeightRule.DOUBLE_BUFFER}
         self.names = [name for name, weight in module.named_parameters() if weight.requires_grad]
@@ -383,7 +387,7 @@ class Weights:
             (torch.zeros_like(master) if gradient is None else gradient).reshape(-1)
             for gradient, master in zip(self.gradients(update), self.masters, strict=True)
         ]
-        flat = torch.cat(parts) if parts else torch.zeros(0)
+        flat = torch.cat(parts) if parts else torch.zeros(0, device=self.on)
         self.set_flat_gradients(update, flat)
         return flat
 
@@ -400,15 +404,17 @@ class Weights:
         parts: list[Tensor] = []
         for position, weight in self._shared:
             gradient = None if position is None else gradients[position]
-            parts.append(torch.zeros(weight.numel, dtype=weight.dtype) if gradient is None else gradient.reshape(-1))
+            if gradient is None:
+                gradient = torch.zeros(weight.numel, dtype=weight.dtype, device=self.on)
+            parts.append(gradient.reshape(-1))
         return torch.cat(parts)
 
     def squared_norm(self, update: int) -> Tensor:
         """The sum of the squares of an update's gradients, in float64; those of weights that stages share are left out."""
         gradients = self.gradients(update)
-        return squared_norm([gradient for position in self._unshared if (gradient := gradients[position]) is not None])
+        return squared_norm([gradient for position in self._unshared if (gradient := gradients[position]) is not None], on=self.on)
 
-    def update(self, update: int, *, scale: float, learning_rate: float, keep_old: bool, shared: Tensor | None = None) -> None:
+    def update(self, update: int, *, scale: float | Tensor, learning_rate: float, keep_old: bool, shared: Tensor | None = None) -> None:
         """Makes version `update + 1` from version `update`.
 
         Args:
@@ -428,7 +434,8 @@ class Weights:
         if self.versioned and keep_old:
             self._move()
         if self.optimizer is not None:
-            for position in self._unshared if scale != 1.0 else ():
+            # Whether a scale that the device works out is 1 is not known here yet.
+            for position in self._unshared if isinstance(scale, Tensor) or scale != 1.0 else ():
                 if (own := gradients[position]) is not None:
                     own.mul_(scale)
             for master, gradient in zip(self.masters, gradients, strict=True):
@@ -477,7 +484,8 @@ class Weights:
 
     def flat(self) -> Tensor:
         """The newest weights as one vector."""
-        return torch.cat([master.detach().reshape(-1) for master in self.masters]) if self.masters else torch.zeros(0)
+        parts = [master.detach().reshape(-1) for master in self.masters]
+        return torch.cat(parts) if parts else torch.zeros(0, device=self.on)
 
     def release(self, version: int) -> None:
         """Gives back a version after its last reader, unless it is the newest."""
@@ -554,13 +562,17 @@ class Weights:
         master = by_name.get(f"layers.{index}.{rest}")
         if master is None or self.optimizer is None:
             raise ConfigError(f"checkpoint of layer {index} has {name!r}, but the model has no such weight")
-        self.optimizer.state[master][key] = tensor.clone()
+        # Counts of steps stay where the host reads them, unless the optimizer's one kernel does.
+        on_host = not tensor.dim() and not self.optimizer.defaults.get("fused")
+        self.optimizer.state[master][key] = tensor.to("cpu" if on_host else master.device, copy=True)
 
 
-def squared_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of some gradients, in float64."""
+def squared_norm(gradients: list[Tensor], *, on: torch.device = devices.CPU) -> Tensor:
+    """The sum of the squares of some gradients, in float64; a zero on a device where there are none."""
     if not gradients:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=on)
+    if not gradients[0].is_cpu:
+        return torch.nn.utils.get_total_norm(gradients).double().square()  # in few kernels
     # Norms per tensor in their own precision, squares and their sum in double: large models must not overflow.
     return torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in gradients]).square().sum()
 
@@ -605,14 +617,11 @@ def output_specs(
             raise ConfigError(
                 f"the batch field {field!r} has the shape {tuple(tensor.shape)}; expected {num_rows} rows, schedule.microbatch_size"
             )
-    zeros = {
-        layer: tuple(torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(spec.dtype.is_floating_point) for spec in specs)
-        for layer, specs in inputs.items()
-    }
+    zeros = {layer: tuple(stand_in(spec, on=module.on) for spec in specs) for layer, specs in inputs.items()}
     module.eval()
     try:
         with torch.enable_grad():
-            outputs: Outputs = module(zeros, batch, Draw(0))
+            outputs: Outputs = module(zeros, devices.upload(batch, module.on), Draw(0))
     except Exception as error:
         raise ConfigError(f"a forward of {where} failed: {type(error).__name__}: {error}") from error
     finally:
@@ -626,6 +635,11 @@ def output_specs(
                     f"expected tensors whose first dimension is the row ({num_rows} of them)"
                 )
     return {layer: tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors) for layer, tensors in outputs.items()}
+
+
+def stand_in(spec: TensorSpec, *, on: torch.device) -> Tensor:
+    """Zeros in place of what comes from another stage, which take a gradient as that does."""
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=on).requires_grad_(spec.dtype.is_floating_point)
 
 
 def edge_specs(cut: Cut, made: Mapping[int, tuple[TensorSpec, ...]]) -> dict[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,22 +53,38 @@ def find_slots(scaling: ScalingConfig) -> list[Slot]:
     nodes = [node for node in ray.nodes() if node["Alive"]]
     # The head comes first, so that a run that fits on it needs no network.
     nodes.sort(key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]))
-    amount = scaling.cpus_per_device
+    needs = needed(scaling)
     for node in nodes:
-        total = node["Resources"].get("CPU", 0.0)
-        address = node["NodeManagerAddress"]
-        seen.append(f"{address} has {total:g} CPU")
-        for _ in range(int(total / amount + 1e-9) if amount else scaling.num_devices):
+        resources, address = node["Resources"], node["NodeManagerAddress"]
+        seen.append(f"{address} has {amounts({kind: resources.get(kind, 0.0) for kind in needs})}")
+        for _ in range(room(resources, scaling)):
             # Several nodes of Ray may share an address.
-            slots.append(Slot(node["NodeID"], address, f"{address}/{numbers[address]}"))
+            slots.append(Slot(node["NodeID"], address, f"{address}/{numbers[address]}", needs.get("GPU", 0.0)))
             numbers[address] += 1
     if len(slots) < scaling.num_devices:
         raise PlanError(
-            f"{scaling.num_devices} devices of {amount:g} CPU are needed, the cluster has room for {len(slots)} "
-            f"({'; '.join(seen)}); add nodes, or lower scaling.num_devices or scaling.cpus_per_device"
+            f"{scaling.num_devices} devices of {amounts(needs)} are needed, the cluster has room for {len(slots)} "
+            f"({'; '.join(seen)}); add nodes, or lower scaling.num_devices, scaling.cpus_per_device"
+            + (" or scaling.gpus_per_device" if scaling.use_gpu else "")
         )
-    _wait_until_free(scaling.num_devices * amount)
+    _wait_until_free({kind: scaling.num_devices * amount for kind, amount in needs.items()})
     return slots[: scaling.num_devices]
+
+
+def needed(scaling: ScalingConfig) -> dict[str, float]:
+    """What each device reserves of its node, as Ray names it."""
+    return {"CPU": scaling.cpus_per_device} | ({"GPU": scaling.gpus_per_device} if scaling.use_gpu else {})
+
+
+def room(resources: Mapping[str, float], scaling: ScalingConfig) -> int:
+    """How many devices a node with some resources has room for, of those that are asked for."""
+    found = [int(resources.get(kind, 0.0) / amount + 1e-9) for kind, amount in needed(scaling).items() if amount]
+    return min([*found, scaling.num_devices])
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """Resources in words."""
+    return " and ".join(f"{amount:g} {kind}" for kind, amount in resources.items())
 
 
 def planned_slots(plan: Plan, scaling: ScalingConfig, *, local: bool = False, stand_ins: bool = False) -> list[Slot]:
@@ -95,10 +111,18 @@ def slots_of(
     names = {topology.node_of(device).name for device in devices}
     if local and len(names) == 1:
         nodes = [replace(node, label=next(iter(names))) for node in nodes]
-    places = locate(topology, devices, nodes, cpus_per_device=scaling.cpus_per_device, stand_ins=stand_ins)
-    _wait_until_free(len(places) * scaling.cpus_per_device)
+    places = locate(
+        topology,
+        devices,
+        nodes,
+        cpus_per_device=scaling.cpus_per_device,
+        gpus_per_device=scaling.gpus_per_device,
+        stand_ins=stand_ins,
+    )
+    num_gpus = 0 if stand_ins else sum(is_gpu(topology.device(device)) for device in devices)
+    _wait_until_free({"CPU": len(places) * scaling.cpus_per_device} | ({"GPU": num_gpus * scaling.gpus_per_device} if num_gpus else {}))
     return [
-        Slot(node.node_id, node.address, device, 1.0 if is_gpu(topology.device(device)) and not stand_ins else 0.0)
+        Slot(node.node_id, node.address, device, scaling.gpus_per_device if is_gpu(topology.device(device)) and not stand_ins else 0.0)
         for device, node in places.items()
     ]
 
@@ -126,16 +150,22 @@ def cluster_nodes() -> list[ClusterNode]:
     return found
 
 
-def _wait_until_free(num_cpus: float) -> None:
-    """Waits a little for CPUs that an earlier run is just giving back.
+def _wait_until_free(needs: Mapping[str, float]) -> None:
+    """Waits a little for CPUs and GPUs that an earlier run is just giving back.
 
     Raises:
         PlanError: others hold them.
     """
     deadline = time.monotonic() + _RELEASE_S
-    while (free := ray.available_resources().get("CPU", 0.0)) < num_cpus:
+    while True:
+        available = ray.available_resources()
+        free = {kind: available.get(kind, 0.0) for kind in needs}
+        if all(free[kind] + 1e-9 >= amount for kind, amount in needs.items()):
+            return
         if time.monotonic() > deadline:
-            raise PlanError(f"{num_cpus:g} CPUs are needed, of the cluster's only {free:g} are free; wait for other runs or add nodes")
+            raise PlanError(
+                f"{amounts(needs)} are needed, of the cluster's only {amounts(free)} are free; wait for other runs or add nodes"
+            )
         time.sleep(0.2)
 
 
@@ -159,5 +189,5 @@ def launch(slots: Sequence[Slot], *, stages: Sequence[tuple[int, ...]], run: str
             num_gpus=slot.num_gpus,
             scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node_id, soft=False),
         )
-        handles.append(actor.remote(identity, num_threads=scaling.threads_per_device))
+        handles.append(actor.remote(identity, num_threads=scaling.threads_per_device, gpu_share=slot.num_gpus))
     return handles

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
+
+from raypipe.actors import devices
 from raypipe.actors.executor import BatchSource, Executor, LearningRate, Window
 from raypipe.actors.faults import FaultScript
 from raypipe.actors.held import Optimizer, Weights, edge_specs
@@ -36,6 +39,7 @@ class LocalPipeline:
         timeout_s: for every wait between devices.
         faults: what is to go wrong.
         precision: in which the stages compute.
+        on: the device of torch that computes, for all of them.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class LocalPipeline:
         timeout_s: float = 30.0,
         faults: FaultScript | None = None,
         precision: Precision = Precision.FLOAT32,
+        on: torch.device = devices.CPU,
     ) -> None:
         self.batches = batches
         self.placement = placement
@@ -63,7 +68,7 @@ class LocalPipeline:
         self.held = [
             {
                 stage: Weights(
-                    stage_module(model, cut, stage, seed=seed, precision=precision), optimizer=optimizer, rule=schedule.weight_rule
+                    stage_module(model, cut, stage, seed=seed, precision=precision, on=on), optimizer=optimizer, rule=schedule.weight_rule
                 )
                 for stage in stages
             }
@@ -88,6 +93,8 @@ class LocalPipeline:
                 learning_rate=learning_rate,
                 max_grad_norm=max_grad_norm,
                 faults=faults,
+                on=on,
+                timeout_s=timeout_s,
             )
             for job, held in zip(self.jobs, self.held, strict=True)
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from raypipe.actors import devices
 from raypipe.actors.backward import backward_full, backward_input
-from raypipe.actors.held import Draw, Optimizer, Weights
+from raypipe.actors.held import Draw, Optimizer, Weights, stand_in
 from raypipe.actors.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import Precision
@@ -94,6 +94,7 @@ def measure_layers(
     seed: int,
     effort: Effort = USUAL_EFFORT,
     precision: Precision = Precision.FLOAT32,
+    on: torch.device = devices.CPU,
 ) -> list[LayerMeasurement]:
     """Measures every layer in order.
 
@@ -104,7 +105,9 @@ def measure_layers(
         seed: of the weights.
         effort: how often.
         precision: in which the layers compute.
+        on: the device.
     """
+    batch = devices.upload(batch, on)
     model = loss_in_float32(model, precision)
     alone = dataclasses.replace(model, ties=())  # what a layer begins with costs nothing
     cut = Cut(tuple((layer,) for layer in range(len(model.layers))), model.edges())
@@ -115,7 +118,7 @@ def measure_layers(
         made: dict[int, tuple[TensorSpec, ...]] = {}
         found.clear()
         for index in range(len(model.layers)):
-            module = stage_module(alone, cut, index, seed=seed, precision=precision)
+            module = stage_module(alone, cut, index, seed=seed, precision=precision, on=on)
             parameter_bytes = sum(weight.nbytes for weight in module.parameters())
             weights = Weights(module, optimizer=optimizer, rule=WeightRule.FLUSH)
             made |= prepare(weights, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)
@@ -158,6 +161,7 @@ class _Layer:
         self.specs = {source: made[source] for source in self.module.inputs[self.index]}
         self.output_specs = made[self.index]
         self.batch = batch
+        self.on = weights.on
         self.parameter_bytes = parameter_bytes
         self.parameters = weights.parameters(0)
 
@@ -199,12 +203,12 @@ class _Layer:
         (roots, leaves), forward_s = self._forward()
         gradients = [torch.ones_like(root) for root in roots]
         self._bind()
-        _, backward_s = _timed(lambda: backward_full(roots, gradients, leaves, self.parameters))
+        _, backward_s = self._timed(lambda: backward_full(roots, gradients, leaves, self.parameters))
         self._clear()
         (roots, leaves), _ = self._forward()
         self._bind()
         _, deferred = backward_input(roots, gradients, leaves, self.parameters, pivot=self._pivot(leaves))
-        _, weight_grad_s = _timed(deferred.run)
+        _, weight_grad_s = self._timed(deferred.run)
         samples.forward_s.append(forward_s)
         samples.backward_s.append(backward_s)
         samples.weight_grad_s.append(weight_grad_s)
@@ -253,7 +257,7 @@ class _Layer:
         peaks = []
         for work in (whole, split):
             self.module.first[0] = ()  # what was made before may not end now
-            peaks.append(_peak_bytes(work))
+            peaks.append(_peak_bytes(work) if self.on.type == "cpu" else devices.peak_bytes(work, self.on))
         self.module.first[0] = ()
         self._clear()
         return peaks[0], peaks[1]
@@ -270,10 +274,7 @@ class _Layer:
 
     def _forward(self) -> tuple[tuple[list[Tensor], list[Tensor]], float]:
         """The roots of the backward and the input leaves, and the seconds of the forward."""
-        inputs = {
-            source: tuple(torch.zeros(spec.shape, dtype=spec.dtype).requires_grad_(spec.dtype.is_floating_point) for spec in specs)
-            for source, specs in self.specs.items()
-        }
+        inputs = {source: tuple(stand_in(spec, on=self.on) for spec in specs) for source, specs in self.specs.items()}
 
         def forward() -> list[Tensor]:
             outputs = self.module(inputs, self.batch, Draw(0))[self.index]
@@ -281,7 +282,7 @@ class _Layer:
                 return [self.model.loss(outputs[0], self.batch)]
             return [tensor for tensor in outputs if tensor.requires_grad]
 
-        roots, forward_s = _timed(forward)
+        roots, forward_s = self._timed(forward)
         return (roots, [leaf for tensors in inputs.values() for leaf in tensors]), forward_s
 
     def _update(self) -> float:
@@ -290,7 +291,13 @@ class _Layer:
             self._clear()
             return 0.0
         number = self.weights.newest
-        return _timed(lambda: self.weights.update(number, scale=1.0, learning_rate=0.0, keep_old=False))[1]
+        return self._timed(lambda: self.weights.update(number, scale=1.0, learning_rate=0.0, keep_old=False))[1]
+
+    def _timed(self, what: Callable[[], T]) -> tuple[T, float]:
+        """What a function returns, and the seconds that the device takes for what it does."""
+        clock = devices.stop_watch(self.on)
+        result = what()
+        return result, clock()
 
     def _bind(self) -> None:
         self.weights.bind(0, self.weights.newest)
@@ -305,12 +312,6 @@ def _undisturbed(seconds: Sequence[float]) -> float:
     Never less than the least: of few repeats, quartiles of what they were drawn from would be guessed beyond them.
     """
     return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
-
-
-def _timed(what: Callable[[], T]) -> tuple[T, float]:
-    since = time.perf_counter()
-    result = what()
-    return result, time.perf_counter() - since
 
 
 def start_profiler() -> None:

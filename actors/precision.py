@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from raypipe.actors import devices
 from raypipe.actors.held import Draw, Outputs, StageModule, Weights, output_specs
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import Precision
@@ -51,8 +52,8 @@ class AutocastStage(StageModule):
 class LowStage(StageModule):
     """A stage that computes in low precision altogether; so are buffers, weights that are not trained, and what it takes of a batch."""
 
-    def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int) -> None:
-        super().__init__(model, cut, stage, seed=seed)
+    def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int, on: torch.device = devices.CPU) -> None:
+        super().__init__(model, cut, stage, seed=seed, on=on)
         fixed = [*self.buffers(), *(weight for weight in self.parameters() if not weight.requires_grad)]
         for tensor in fixed:
             tensor.data = _lowered(tensor.data)
@@ -69,9 +70,9 @@ def _lowered(tensor: Tensor) -> Tensor:
 _STAGES = {Precision.FLOAT32: StageModule, Precision.BF16_MIXED: AutocastStage, Precision.BF16: LowStage}
 
 
-def stage_module(model: Model, cut: Cut, stage: int, *, seed: int, precision: Precision) -> StageModule:
+def stage_module(model: Model, cut: Cut, stage: int, *, seed: int, precision: Precision, on: torch.device = devices.CPU) -> StageModule:
     """The layers of a stage as a module that computes in a precision; arguments as of `StageModule`."""
-    return _STAGES[precision](model, cut, stage, seed=seed)
+    return _STAGES[precision](model, cut, stage, seed=seed, on=on)
 
 
 def loss_in_float32(model: Model, precision: Precision) -> Model:

@@ -1,4 +1,7 @@
-"""`ProcessTransport`: messages and sums between processes, each channel through shared memory or over gloo, sums over gloo."""
+"""`ProcessTransport`: messages and sums between processes.
+
+Devices that compute on the CPU pass messages through shared memory or over gloo, and sum over gloo. GPUs do both over NCCL.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,13 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 
-from raypipe.actors import gloo, gloo_channels, shm, shm_channels
+from raypipe.actors import gloo, gloo_channels, nccl, shm, shm_channels
 from raypipe.actors.channels import ChannelError, IncomingChannel, OutgoingChannel
-from raypipe.actors.gloo_channels import Group
 from raypipe.actors.meeting import Lines, Meeting
-from raypipe.actors.sockets import Connection
 from raypipe.actors.transport import Expected, Ledger, Pending, left_over
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Collective, Message
@@ -26,6 +27,30 @@ class _Kind(StrEnum):
     CHANNEL = "channel"
     GROUP = "group"
     MEMORY = "memory"
+
+
+class SumUnderWay(Protocol):
+    """A sum under way.
+
+    Attributes:
+        tensor: this one's share; holds the sum after `wait`.
+    """
+
+    tensor: Tensor
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the sum is there; on a GPU what computes does, and not the host.
+
+        Raises:
+            ChannelError: it did not come.
+        """
+
+
+class SummingGroup(Protocol):
+    """A set of devices that meets in sums."""
+
+    def sum(self, tensor: Tensor) -> SumUnderWay:
+        """Begins to sum a tensor over the members, in place."""
 
 
 class ProcessTransport:
@@ -47,6 +72,7 @@ class ProcessTransport:
         host_ip: address of this node at the interface that carries gloo's traffic. Gloo learns of it by the environment variable
             GLOO_SOCKET_IFNAME, which is set for the whole process unless it is set already. Without it gloo looks up the host name.
         receives_ahead: messages of a channel over gloo whose memory waits for them; further ones wait at the sender.
+        library: CUDA and NCCL, for devices that are GPUs; all channels and groups are then NCCL's. `None` for CPU devices.
     """
 
     def __init__(
@@ -63,12 +89,14 @@ class ProcessTransport:
         connect_timeout_s: float | None = None,
         host_ip: str | None = None,
         receives_ahead: int = 4,
+        library: nccl.Library | None = None,
     ) -> None:
         self.device = device
         self.names = tuple(names)
         self.timeout_s = timeout_s
         self.connect_timeout_s = timeout_s if connect_timeout_s is None else connect_timeout_s
         self.receives_ahead = receives_ahead
+        self.library = library
         self.prefix = prefix
         self._store_address = store
         self._host_ip = host_ip
@@ -79,7 +107,8 @@ class ProcessTransport:
         self._sets = sorted(sets)
         self._outgoing: dict[int, OutgoingChannel] = {}
         self._incoming: dict[int, IncomingChannel] = {}
-        self._groups: dict[tuple[int, ...], tuple[Group, list[Connection]]] = {}
+        self._groups: dict[tuple[int, ...], SummingGroup] = {}
+        self._communicators: list[tuple[nccl.Communicator, str]] = []
         self._ledger = Ledger(device, self.names)
         self._lines = Lines()
         # Whoever forgets `close` must not hang at the end of the process, where gloo joins threads that may still wait.
@@ -112,7 +141,7 @@ class ProcessTransport:
 
     def _connect(self) -> None:
         mine = [(kind, members) for kind, members in self._sets if self.device in members]
-        if self._host_ip is not None and any(kind is not _Kind.MEMORY for kind, _ in mine):
+        if self._host_ip is not None and self.library is None and any(kind is not _Kind.MEMORY for kind, _ in mine):
             gloo.choose_interface(self._host_ip)
         with Meeting(
             self.device,
@@ -129,9 +158,12 @@ class ProcessTransport:
                 self._make(meeting, kind, members)
 
     def _make(self, meeting: Meeting, kind: _Kind, members: tuple[int, ...]) -> None:
+        if self.library is not None:
+            self._make_on_gpus(self.library, meeting, kind, members)
+            return
         if kind is _Kind.GROUP:
             # Gloo's sums go round from each rank to the one before it; they are to go from each member to the next, as `Cost` has it.
-            self._groups[members] = gloo.make_group(meeting, kind, members[::-1])
+            self._groups[members] = gloo.SumGroup(*gloo.make_group(meeting, kind, members[::-1]))
             return
         source, target = members
         sends = self.device == source
@@ -149,6 +181,21 @@ class ProcessTransport:
                 self._outgoing[target] = gloo_channels.Outgoing(group, name=name)
             else:
                 self._incoming[source] = gloo_channels.Incoming(group, ahead=self.receives_ahead, timeout_s=self.timeout_s)
+
+    def _make_on_gpus(self, library: nccl.Library, meeting: Meeting, kind: _Kind, members: tuple[int, ...]) -> None:
+        others = ", ".join(self.names[member] for member in members if member != self.device)
+        try:
+            communicator = nccl.connect(library, meeting, kind, members)
+        except ChannelError as error:
+            raise TransportError(self.names[self.device], others, "connecting", error.problem) from error
+        self._communicators.append((communicator, others))
+        self._lines.add([communicator])
+        if kind is _Kind.GROUP:
+            self._groups[members] = nccl.Group(library, communicator)
+        elif self.device == members[0]:
+            self._outgoing[members[1]] = nccl.Outgoing(library, communicator)
+        else:
+            self._incoming[members[0]] = nccl.Incoming(library, communicator, timeout_s=self.timeout_s)
 
     # A window
 
@@ -191,13 +238,13 @@ class ProcessTransport:
         if self._dead is not None:
             self._refuse(collective)
         try:
-            total = gloo.Sum(*self._groups[collective.devices], tensor)
+            total = self._groups[collective.devices].sum(tensor)
         except ChannelError as error:
             raise self._failure(error, collective) from error
         self._ledger.collectives.append(collective)
         return _Pending(self, collective, total)
 
-    def _finish(self, collective: Collective, total: gloo.Sum) -> None:
+    def _finish(self, collective: Collective, total: SumUnderWay) -> None:
         if self._dead is not None:
             self._refuse(collective)
         try:
@@ -227,6 +274,12 @@ class ProcessTransport:
             self._dead = error.problem
             raise
 
+    def check(self) -> None:
+        """See `Transport`."""
+        for communicator, others in self._communicators:
+            if self._dead is None and (problem := communicator.problem()) is not None:
+                raise TransportError(self.names[self.device], others, "messages", problem)
+
     # The end
 
     def abort(self, reason: str) -> None:
@@ -241,6 +294,7 @@ class ProcessTransport:
         self._dead = self._dead or "it is closed"
         _release(self._lines, self._outgoing, self._incoming)
         self._groups.clear()
+        self._communicators.clear()
         self._ledger = Ledger(self.device, self.names)
 
     # Errors
@@ -291,7 +345,7 @@ class _Pending:
 
     transport: ProcessTransport
     collective: Collective
-    total: gloo.Sum
+    total: SumUnderWay
 
     def wait(self) -> Tensor:
         self.transport._finish(self.collective, self.total)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from raypipe.actors import shm
+from raypipe.actors import cuda, devices, shm
 from raypipe.actors.checkpoint import layer_file, load_stage, with_borrowed
 from raypipe.actors.executor import BatchSource, Executor, Window
 from raypipe.actors.faults import FaultScript
@@ -73,6 +73,9 @@ class Whereabouts:
         num_cores: that the process may use.
         shares_memory: whether messages within the node can go through shared memory.
         gpus: the UUIDs of the GPUs that it was given.
+        gpu_kind: of the first of them, such as `nvidia-h200`.
+        gpu_bytes: its memory.
+        nccl: the version of NCCL, where messages need it.
     """
 
     node_id: str
@@ -82,6 +85,9 @@ class Whereabouts:
     num_cores: int
     shares_memory: bool
     gpus: tuple[str, ...] = ()
+    gpu_kind: str = ""
+    gpu_bytes: int | None = None
+    nccl: str = ""
 
 
 StageOptimizer = Callable[[int, list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -180,10 +186,19 @@ class StageActor:
     """One device's stages.
 
     Methods run one at a time, but for `status`, `read_clock` and `abort`, which Ray gives threads of their own.
+
+    Args:
+        identity: who it is.
+        num_threads: of torch on the CPU.
+        gpu_share: how much of a GPU it computes on; 0 for a CPU device.
     """
 
-    def __init__(self, identity: Identity, *, num_threads: int) -> None:
+    def __init__(self, identity: Identity, *, num_threads: int, gpu_share: float = 0.0) -> None:
         torch.set_num_threads(num_threads)
+        self._on = devices.CPU
+        if gpu_share:
+            self._on = torch.device("cuda", 0)  # Ray shows a process its own GPUs alone
+            os.environ.update(cuda.environment(f"{identity.run}-{identity.device}" if gpu_share < 1 else ""))
         start_profiler()  # layers are measured in a thread of Ray's
         self.identity = identity
         self._doing = "starting"
@@ -210,7 +225,7 @@ class StageActor:
         import ray  # noqa: PLC0415  # only Ray can tell, and the class works without it
 
         context = ray.get_runtime_context()
-        return Whereabouts(
+        place = Whereabouts(
             node_id=context.get_node_id(),
             ip=ray.util.get_node_ip_address(),
             hostname=os.uname().nodename,
@@ -219,12 +234,16 @@ class StageActor:
             shares_memory=shm.available(),
             gpus=_gpus() if context.get_accelerator_ids().get("GPU") else (),
         )
+        if self._on.type == "cpu" or not place.gpus:
+            return place
+        first = torch.cuda.get_device_properties(self._on)
+        return replace(place, gpu_kind=first.name.lower().replace(" ", "-"), gpu_bytes=first.total_memory, nccl=cuda.nccl_version())
 
     # Control: answered while the other methods compute
 
     def status(self) -> Status:
         """What this actor is doing, and for how long."""
-        doing = self._executor.doing if self._executor is not None and self._in_window else ""
+        doing = self._executor.progress if self._executor is not None and self._in_window else ""
         computes = bool(doing) and not doing.startswith("waiting")
         since_s = time.monotonic() - self._since
         return Status(self.identity.device, f"{self._doing}, {doing}" if doing else self._doing, since_s, computes)
@@ -262,7 +281,8 @@ class StageActor:
         """Measures every layer of the model on this device."""
         self._begin("measuring layers")
         batch = self._source(batches, "train").batch(0, (0.0, 1.0))
-        return measure_layers(model(), batch, optimizer=partial(build_optimizer, optimizer), seed=seed, effort=effort, precision=precision)
+        make = partial(build_optimizer, optimizer)
+        return measure_layers(model(), batch, optimizer=make, seed=seed, effort=effort, precision=precision, on=self._on)
 
     def _source(self, batches: BatchFunction, split: str) -> BatchSource:
         """The rows of a split, opened once."""
@@ -291,6 +311,8 @@ class StageActor:
         self._begin("taking stages")
         if self._transport is not None:
             self._transport.close()
+        if self._executor is not None:
+            self._executor.close()
         self._transport = self._executor = self._order = None
         self._weights, self._jobs, self._sources = {}, {}, {}
         identity = identity or replace(self.identity, stages=())
@@ -303,11 +325,11 @@ class StageActor:
         self._begin("building layers")
         if self._memory is None:
             self._source(order.batches, "train")  # may hold all of its rows
-            self._memory = memory_meter(torch.get_default_device())
+            self._memory = memory_meter(self._on)
         self._order = order
         self._model = loss_in_float32(order.model(), order.precision)
         for stage in self.identity.stages:
-            module = stage_module(self._model, order.cut, stage, seed=order.seed, precision=order.precision)
+            module = stage_module(self._model, order.cut, stage, seed=order.seed, precision=order.precision, on=self._on)
             make = partial(order.make_optimizer, stage) if order.make_optimizer else partial(build_optimizer, order.optimizer)
             self._weights[stage] = Weights(module, optimizer=make, rule=order.weight_rule)
         return {index: size for weights in self._weights.values() for index, size in _layer_sizes(weights.module).items()}
@@ -346,6 +368,7 @@ class StageActor:
             connect_timeout_s=order.connect_timeout_s,
             timeout_s=order.message_timeout_s,
             host_ip=host_ip,
+            library=None if self._on.type == "cpu" else cuda.Cuda(self._on),
         )
         self._transport.connect()
         optimizer, num_updates = self._order.optimizer, self._order.num_updates
@@ -360,6 +383,9 @@ class StageActor:
             learning_rate=partial(optimizer.rate, num_updates=num_updates),
             max_grad_norm=optimizer.max_grad_norm,
             faults=self._order.faults,
+            on=self._on,
+            names=order.names,
+            timeout_s=order.message_timeout_s,
         )
 
     def probe_link(self, order: MeetOrder, flow: Flow, *, host_ip: str) -> Readings:
@@ -418,9 +444,9 @@ class StageActor:
             device=self.identity.name,
             stages=self.identity.stage_text,
             node=f"{place.hostname} {place.ip}",
-            during=f"{self._doing}, {self._executor.doing}",
+            during=f"{self._doing}, {self._executor.progress}",
             problem=f"{type(error).__name__}: {error}",
-            remedy="see the actor's log in the Ray dashboard",
+            remedy=_OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else "see the actor's log in the Ray dashboard",
         )
 
     def save(self, folder: str) -> list[str]:
@@ -487,6 +513,12 @@ def _layer_sizes(module: StageModule) -> dict[int, LayerSize]:
         )
         counted.update(map(id, weights))
     return found
+
+
+_OUT_OF_MEMORY = (
+    "the GPU's memory is full: lower schedule.microbatch_size, use more devices, let `raypipe plan` place recomputation, or see who else "
+    "uses this GPU (nvidia-smi)"
+)
 
 
 def _gpus() -> tuple[str, ...]:

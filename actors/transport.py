@@ -84,6 +84,13 @@ class Transport(Protocol):
     def start(self, collective: Collective, tensor: Tensor) -> Pending:
         """Takes part in summing `tensor`, in place, over the members of a collective, and returns at once."""
 
+    def check(self) -> None:
+        """Looks whether something has gone wrong of which nobody was told, as happens between GPUs. Called from another thread.
+
+        Raises:
+            TransportError: it has.
+        """
+
     def close_window(self) -> None:
         """Ends a window: waits until all that was sent has left, and checks that nothing is left over.
 
@@ -326,6 +333,9 @@ class LocalTransport:
         self.ledger.collectives.append(collective)
         self.network.attend(key, self.device, collective, _copy(tensor))
         return _LocalPending(self, collective, key, tensor)
+
+    def check(self) -> None:
+        """See `Transport`; who waits is told here."""
 
     def close_window(self) -> None:
         """See `Transport`."""

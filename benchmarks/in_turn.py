@@ -61,6 +61,10 @@ class _InTurn:
         """See `Transport`."""
         return _PendingInTurn(self.transport.start(collective, tensor), self.turn)
 
+    def check(self) -> None:
+        """See `Transport`."""
+        self.transport.check()
+
     def close_window(self) -> None:
         """See `Transport`."""
         self.transport.close_window()

@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from raypipe.actors.job import jobs
 from raypipe.actors.launch import Slot, find_slots, slots_of
 from raypipe.actors.stage import LayerSize
-from raypipe.arrangement import Arrangement, Measure, Notice, run_topology, sharded
+from raypipe.arrangement import Arrangement, Measure, Notice, check_alike, num_that_measure, run_topology, sharded
 from raypipe.config import TrainConfig
 from raypipe.coordinator import Coordinator, WindowResult
 from raypipe.errors import ConfigError, InputError, PlanError
 from raypipe.model import Model
 from raypipe.network.estimate import NetworkEstimate
 from raypipe.own_schedules import family
-from raypipe.placement import check_rows, is_gpu, num_places
+from raypipe.placement import check_rows, num_places
 from raypipe.plan import Plan
 from raypipe.planner.layout import Layout
 from raypipe.planner.planners import bound_s
@@ -120,8 +120,7 @@ class Adaptive(Arrangement):
         names = [device.name for device in topology.devices][: scaling.num_devices]
         if len(names) < scaling.num_devices:
             raise PlanError(f"the run needs {scaling.num_devices} devices, {scaling.topology} has {len(names)}; lower scaling.num_devices")
-        if any(is_gpu(topology.device(name)) for name in names):
-            raise PlanError(f"{scaling.topology} has devices that are GPUs; stages train on devices of kind cpu")
+        check_alike(topology, names)
         return slots_of(topology, names, scaling, local=local and num_places(topology, names) == len(names))
 
     def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:
@@ -137,7 +136,7 @@ class Adaptive(Arrangement):
             profile, topology, self._launched = self.plan.profile, self.plan.topology, self.plan.devices
         else:
             scaling = self.config.scaling
-            profile = measure(max(coordinator.places[0].num_cores // scaling.threads_per_device, 1))
+            profile = measure(num_that_measure(coordinator, scaling))
             topology = run_topology(self.config, coordinator, notice, num_devices=scaling.num_devices)
             self._launched = tuple(device.name for device in topology.devices)[: scaling.num_devices]
         topology = only(topology, self._launched)

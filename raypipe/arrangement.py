@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from raypipe.actors.launch import Slot, find_slots, planned_slots
 from raypipe.actors.stage import LayerSize
 from raypipe.calibration import Calibration, TransportCosts
 from raypipe.config import ScalingConfig, ScheduleConfig, TrainConfig, Transport, calibration_file
-from raypipe.coordinator import Coordinator
+from raypipe.coordinator import Coordinator, on_gpus
 from raypipe.cost import plan_cost
 from raypipe.cut import Cut, joined
 from raypipe.errors import ConfigError, PlanError, ScheduleError
@@ -38,8 +38,10 @@ from raypipe.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.trace import Trace
 
 _LOOPBACK = NodeLink(bandwidth_bytes_per_s=3e9, latency_s=1e-4)
+_PCIE = NodeLink(bandwidth_bytes_per_s=2e10, latency_s=2e-5)
 _ETHERNET = NodeLink(bandwidth_bytes_per_s=1.25e9, latency_s=2e-4)
-"""What predictions assume of links that no topology file describes: gloo over loopback, and 10 Gbit/s between nodes."""
+"""What predictions assume of links that no topology file describes: gloo over loopback, PCIe 4.0 between the GPUs of a node, and 10 Gbit/s
+between nodes."""
 
 Measure = Callable[[int], ModelProfile]
 """Measures the layers of the model on so many of the run's first devices, all at the same time."""
@@ -203,7 +205,7 @@ class Named(Arrangement):
     def settle(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
         """See `Arrangement`."""
         scaling = self.config.scaling
-        profile = measure(max(coordinator.places[0].num_cores // scaling.threads_per_device, 1))
+        profile = measure(num_that_measure(coordinator, scaling))
         sizes = scaling.layers_per_stage
         cut = balanced_cut(profile, self.schedule.num_stages) if sizes is None else Cut.of_sizes(sizes, self.model.edges(), profile.ties())
         self.schedules = {size: _named_schedule(self.config, size, graph=cut.graph) for size in self.schedules}
@@ -254,6 +256,8 @@ def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, 
                 "add devices to it or lower scaling.num_devices"
             )
         return topology
+    if on_gpus(coordinator.places):
+        return _of_gpus(coordinator)
     costs = _calibrated(scaling, notice)
     nodes: dict[str, list[Device]] = {}
     cores: dict[str, int] = {}
@@ -268,6 +272,31 @@ def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, 
         ),
         default_link=_ETHERNET,
         overheads=costs.overheads if costs else None,
+    )
+
+
+def num_that_measure(coordinator: Coordinator, scaling: ScalingConfig) -> int:
+    """How many devices measure layers at the same time: as many as compute on the cores of a node, or share a GPU, while training."""
+    if on_gpus(coordinator.places):
+        return min(int(1 / scaling.gpus_per_device + 1e-9), len(coordinator.places))
+    return max(coordinator.places[0].num_cores // scaling.threads_per_device, 1)
+
+
+def _of_gpus(coordinator: Coordinator) -> ClusterTopology:
+    """The GPUs in use, with assumed links; those of a node that are fewer than its devices share their time."""
+    nodes: dict[str, list[Device]] = {}
+    gpus: dict[str, set[str]] = {}
+    for slot, place in zip(coordinator.slots, coordinator.places, strict=True):
+        memory_bytes = None if place.gpu_bytes is None else int(place.gpu_bytes * slot.num_gpus)
+        nodes.setdefault(slot.node, []).append(Device(slot.name, place.gpu_kind, memory_bytes=memory_bytes))
+        gpus.setdefault(slot.node, set()).update(place.gpus)
+    return ClusterTopology(
+        name="GPUs, assumed links",
+        nodes=tuple(
+            Node(name=node, devices=tuple(of_node), link=_PCIE, cores=len(gpus[node]) if len(gpus[node]) < len(of_node) else None)
+            for node, of_node in nodes.items()
+        ),
+        default_link=_ETHERNET,
     )
 
 
@@ -355,9 +384,7 @@ class Planned(Arrangement):
     def __init__(self, plan: Plan, config: TrainConfig, model: Model, *, window_sizes: Collection[int]) -> None:
         self.given = plan
         _check_model(plan, model)
-        if gpus := [device for device in plan.devices if is_gpu(plan.topology.device(device))]:
-            kind = plan.topology.device(gpus[0]).kind
-            raise PlanError(f"the plan {plan.name!r} is for devices of kind {kind!r} ({gpus[0]}); stages train on devices of kind cpu")
+        check_alike(plan.topology, plan.devices)
         check_rows(plan.placement, plan.microbatch_size)
         schedules = {size: sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
         super().__init__(config, model, schedules=schedules, placement=plan.placement)
@@ -397,6 +424,17 @@ class Planned(Arrangement):
                     f"layer {profile.name!r} has {sizes[layer].parameter_bytes} bytes of weights, the plan's profile says "
                     f"{profile.parameter_bytes}: it is of another model; check model.options, or profile and plan again"
                 )
+
+
+def check_alike(topology: ClusterTopology, devices: Sequence[str]) -> None:
+    """Checks that the devices of a run can pass messages to each other.
+
+    Raises:
+        PlanError: some are CPU slots, others GPUs; names one of each.
+    """
+    gpus = {is_gpu(topology.device(device)): device for device in devices}
+    if len(gpus) > 1:
+        raise PlanError(f"device {gpus[False]!r} is a CPU slot, {gpus[True]!r} a GPU: a run takes devices of one sort; plan for either")
 
 
 def stages_of(schedule: Schedule, placement: Placement) -> list[tuple[int, ...]]:

@@ -231,20 +231,24 @@ class Transport(StrEnum):
     """Shared memory; refused if devices of different nodes exchange messages."""
     GLOO = "gloo"
     """Gloo, over TCP, also within a node."""
+    NCCL = "nccl"
+    """NCCL, which GPUs use in any case; refused for CPU devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig:
-    """On what: stage actors on CPU slots.
+    """On what: stage actors on CPU slots or on GPUs.
 
     Attributes:
         num_devices: stage actors.
+        use_gpu: whether each computes on a GPU of its node; with a plan, its devices say so.
+        gpus_per_device: what each actor reserves of a GPU: less than 1 where several share one, as tests do.
         cpus_per_device: what each actor reserves of its node; Ray counts them, nothing enforces them.
         threads_per_device: torch threads of each actor on the CPU.
         topology: a `raypipe.topology/1` file for predictions, whose first devices stand for the run's in order; with `schedule.name: auto`
             they are the run's, where the file says. Left out for one made of the nodes' cores and assumed links.
         layers_per_stage: the cut, one number a stage; left out for the best cut by measured layer times.
-        transport: what carries the messages between stages; sums over several devices always go over gloo.
+        transport: what carries the messages between stages; sums over several devices go over gloo, between GPUs over NCCL.
         calibration: a `raypipe.calibration/1` file for predictions; left out for what `raypipe calibrate` wrote on this machine.
         shard_optimizer: whether of several pipelines' copies of a stage one alone keeps optimizer state; it updates and publishes the
             weights to the others (ZeRO stage 1). Otherwise all of them update.
@@ -255,6 +259,8 @@ class ScalingConfig:
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
     num_devices: int = 4
+    use_gpu: bool = False
+    gpus_per_device: float = 1.0
     cpus_per_device: float = 1.0
     threads_per_device: int = 1
     topology: str | None = None
@@ -268,6 +274,9 @@ class ScalingConfig:
         _at_least(self, 1, "num_devices", "threads_per_device")
         _one_of(self, Transport, "transport")
         codec.require_amounts(self, "cpus_per_device")
+        codec.require_amounts(self, "gpus_per_device", above_zero=True)
+        if self.gpus_per_device > 1:
+            raise codec.invalid(self, "gpus_per_device", f"expected at most 1, for a device is one GPU, got {self.gpus_per_device:g}")
 
 
 AUTO = "auto"

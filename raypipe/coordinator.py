@@ -157,8 +157,14 @@ def shared_channels(
         transport: what was asked for.
 
     Raises:
-        ConfigError: shared memory was asked for, and some cannot use it; names them.
+        ConfigError: shared memory was asked for, and some cannot use it, or what carries messages is not for such devices; names them.
     """
+    if on_gpus(places):
+        if transport not in {Transport.AUTO, Transport.NCCL}:
+            raise ConfigError(f"scaling.transport: {transport}: messages between GPUs go over NCCL; choose auto or nccl")
+        return frozenset()
+    if transport is Transport.NCCL:
+        raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm or gloo, or set scaling.use_gpu")
     if transport is Transport.GLOO:
         return frozenset()
     shared: set[Channel] = set()
@@ -173,11 +179,16 @@ def shared_channels(
     return frozenset(shared)
 
 
+def on_gpus(places: Sequence[Whereabouts]) -> bool:
+    """Whether the devices of a run are GPUs."""
+    return bool(places) and all(place.gpus for place in places)
+
+
 def check_places(slots: Sequence[Slot], places: Sequence[Whereabouts]) -> None:
     """Checks that every actor is where it was meant to be: its node, a process of its own, and a GPU of its own where it has one.
 
     Raises:
-        RunError: names the first device that is elsewhere.
+        RunError: names the first device that is elsewhere, or whose messages the others cannot read.
     """
     processes: dict[tuple[str, int], str] = {}
     gpus: dict[str, str] = {}
@@ -190,8 +201,14 @@ def check_places(slots: Sequence[Slot], places: Sequence[Whereabouts]) -> None:
         if other != slot.name:
             raise RunError(f"devices {other} and {slot.name} share the process {place.pid} on {place.ip}; try again")
         if slot.num_gpus and not place.gpus:
-            raise RunError(f"device {slot.name} was given no GPU that torch can see on {place.ip}; look at the driver there")
-        for gpu in place.gpus:
+            raise RunError(
+                f"device {slot.name} was given no GPU that torch can see on {place.ip}; look at the driver there (nvidia-smi), and whether "
+                "the torch that is installed there is one for CUDA"
+            )
+        if slot.num_gpus and place.nccl != places[0].nccl:
+            others = f"{place.nccl or 'none'} on {place.ip} ({slot.name}), {places[0].nccl or 'none'} on {places[0].ip} ({slots[0].name})"
+            raise RunError(f"devices have different versions of NCCL: {others}; install one version on all nodes")
+        for gpu in place.gpus if slot.num_gpus >= 1 else ():
             if gpus.setdefault(gpu, slot.name) != slot.name:
                 raise RunError(f"devices {gpus[gpu]} and {slot.name} were both given the GPU {gpu} on {place.ip}; see who else uses it")
 
@@ -264,6 +281,8 @@ class Coordinator:
     @property
     def channel_text(self) -> str:
         """How many channels go which way."""
+        if on_gpus(self.places):
+            return f"{len(self.channels)} channels over NCCL {self.places[0].nccl}"
         counts = {"through shared memory": len(self.shared), "over gloo": len(self.channels) - len(self.shared)}
         return ", ".join(f"{count} channels {way}" for way, count in counts.items() if count)
 

@@ -54,9 +54,14 @@ class ClusterNode:
         return f"{name}{self.address} with {self.num_cpus:g} CPU{gpus}"
 
 
+def is_cpu_kind(kind: str) -> bool:
+    """Whether a kind of device is a CPU slot: `cpu`, and kinds such as `cpu-slow`; all others are GPUs."""
+    return kind.lower().startswith("cpu")
+
+
 def is_gpu(device: Device) -> bool:
-    """Whether a device of a topology is a GPU: `cpu` and kinds such as `cpu-slow` are CPU slots, all others are GPUs."""
-    return not device.kind.lower().startswith("cpu")
+    """Whether a device of a topology is a GPU."""
+    return not is_cpu_kind(device.kind)
 
 
 def locate(
@@ -65,6 +70,7 @@ def locate(
     nodes: Sequence[ClusterNode],
     *,
     cpus_per_device: float,
+    gpus_per_device: float = 1.0,
     stand_ins: bool = False,
 ) -> dict[str, ClusterNode]:
     """The node of each of some devices of a topology.
@@ -74,6 +80,7 @@ def locate(
         devices: names of those that are needed.
         nodes: the cluster as it is, with the nodes that it has lost.
         cpus_per_device: that each CPU slot takes.
+        gpus_per_device: that each GPU device takes.
         stand_ins: whether CPU slots may stand for devices of all kinds, where nothing is computed.
 
     Raises:
@@ -93,7 +100,9 @@ def locate(
     problems += _met_twice(found)
     for name, node in found.items():
         for device in _in_order(topology, name, needed[name]):
-            problems += _unfit(topology, device, node, cpus_per_device=cpus_per_device, stand_ins=stand_ins)
+            problems += _unfit(
+                topology, device, node, cpus_per_device=cpus_per_device, gpus_per_device=gpus_per_device, stand_ins=stand_ins
+            )
     if problems:
         there = "; ".join(str(node) for node in nodes if node.alive) or "none"
         raise PlanError(
@@ -140,14 +149,16 @@ def _met_twice(found: Mapping[str, ClusterNode]) -> list[str]:
     return [f"nodes {' and '.join(map(repr, names))} are one node of the cluster" for names in by_id.values() if len(names) > 1]
 
 
-def _unfit(topology: ClusterTopology, name: str, node: ClusterNode, *, cpus_per_device: float, stand_ins: bool) -> list[str]:
+def _unfit(
+    topology: ClusterTopology, name: str, node: ClusterNode, *, cpus_per_device: float, gpus_per_device: float, stand_ins: bool
+) -> list[str]:
     """What is wrong with a device's place: the node has too few of its sort, or another kind."""
     device = topology.device(name)
     gpu = is_gpu(device) and not stand_ins
     alike = [other.name for other in topology.node_of(name).devices if stand_ins or is_gpu(other) is gpu]
     number = alike.index(name) + 1
     if gpu:
-        room = int(node.num_gpus + 1e-9)
+        room = int(node.num_gpus / gpus_per_device + 1e-9)
         if room and node.accelerators and not any(_same_kind(device.kind, kind) for kind in node.accelerators):
             return [f"device {name!r} is of kind {device.kind!r}, node {node.address} has {', '.join(node.accelerators)}"]
     else:

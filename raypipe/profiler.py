@@ -16,7 +16,7 @@ from functools import partial
 from statistics import fmean
 
 from raypipe.actors.batches import TokenSource
-from raypipe.actors.launch import Slot, cluster_nodes, find_slots
+from raypipe.actors.launch import Slot, amounts, cluster_nodes, find_slots, needed, room
 from raypipe.actors.measure import Effort, LayerMeasurement
 from raypipe.actors.stage import BatchFunction, ModelFunction
 from raypipe.config import DataConfig, ScalingConfig, TrainConfig
@@ -27,7 +27,7 @@ from raypipe.data.tokens import TokenDataset
 from raypipe.errors import ConfigError, PlanError
 from raypipe.functions import make_model
 from raypipe.model import Model
-from raypipe.placement import NODE_LABEL, ClusterNode, nodes_called
+from raypipe.placement import NODE_LABEL, ClusterNode, is_cpu_kind, nodes_called
 from raypipe.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge
 from raypipe.ray_session import session
 
@@ -54,15 +54,18 @@ class DeviceKind:
         """The kind that `cpu` or `cpu-slow=10.0.0.3` means.
 
         Raises:
-            ConfigError: it is not of this form, or no kind of CPU slot.
+            ConfigError: it is not of this form.
         """
         matched = _KIND.fullmatch(text)
         if matched is None:
             raise ConfigError(f"device kind {text!r}: expected KIND or KIND=NODE without spaces, such as cpu-slow=10.0.0.3")
         name, node = matched.groups()
-        if not name.lower().startswith("cpu"):
-            raise ConfigError(f"device kind {name!r}: layers are measured on CPU slots; call their kinds cpu, or cpu-fast and cpu-slow")
         return cls(name, node)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU; kinds of CPU slots are called `cpu`, or `cpu-fast` and `cpu-slow`."""
+        return not is_cpu_kind(self.name)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ def profile_model(
     found: dict[DeviceKind, tuple[Slot, list[list[LayerMeasurement]]]] = {}
     with session(config.cluster, num_devices=num_at_once, cpus_per_device=scaling.cpus_per_device):
         # All are found before any is measured.
-        slots = {kind: _slots(kind, scaling) for kind in kinds or (DeviceKind(DEFAULT_KIND),)}
+        default = DeviceKind("gpu" if scaling.use_gpu else DEFAULT_KIND)
+        slots = {kind: _slots(kind, dataclasses.replace(scaling, use_gpu=kind.is_gpu)) for kind in kinds or (default,)}
         for kind, of_kind in slots.items():
             notice(f"measuring {len(model.layers)} layers on {', '.join(slot.name for slot in of_kind)} ({kind.name})")
             found[kind] = of_kind[0], _measure(config, scaling, of_kind, make, rows, effort)
@@ -194,16 +198,17 @@ def _first_with_room(kind: DeviceKind, scaling: ScalingConfig) -> list[Slot]:
 
 
 def _has_room(node: ClusterNode, scaling: ScalingConfig) -> bool:
-    return node.num_cpus + 1e-9 >= scaling.num_devices * scaling.cpus_per_device
+    return room({"CPU": node.num_cpus, "GPU": node.num_gpus}, scaling) >= scaling.num_devices
 
 
 def _slots_of(node: ClusterNode, scaling: ScalingConfig) -> list[Slot]:
-    return [Slot(node.node_id, node.address, f"{node.address}/{number}") for number in range(scaling.num_devices)]
+    num_gpus = needed(scaling).get("GPU", 0.0)
+    return [Slot(node.node_id, node.address, f"{node.address}/{number}", num_gpus) for number in range(scaling.num_devices)]
 
 
 def _lacking(kind: DeviceKind, scaling: ScalingConfig, what: str) -> str:
     return (
-        f"device kind {kind.name!r}: {scaling.num_devices} devices of {scaling.cpus_per_device:g} CPU are to measure on one node, {what}; "
+        f"device kind {kind.name!r}: {scaling.num_devices} devices of {amounts(needed(scaling))} are to measure on one node, {what}; "
         "lower scaling.cpus_per_device, or how many measure at once"
     )
 

@@ -15,7 +15,7 @@ from raypipe.schedules.validate import facts
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink
 
 DEPTH = 6
-COORDINATOR = cast("Coordinator", SimpleNamespace(places=[SimpleNamespace(num_cores=1)]))
+COORDINATOR = cast("Coordinator", SimpleNamespace(places=[SimpleNamespace(num_cores=1, gpus=())]))
 
 
 def unequal(num_layers: int) -> ModelProfile:

@@ -110,7 +110,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of measurements and of layers that wait."""
     made = Clock()
-    for module in ("raypipe.actors.measure", "raypipe.models.waiting"):
+    for module in ("raypipe.actors.devices", "raypipe.models.waiting"):
         monkeypatch.setattr(f"{module}.time", made)
     return made
 
@@ -233,9 +233,9 @@ def test_a_kind_that_is_not_one_name_and_one_node_is_refused(text: str) -> None:
         DeviceKind.of(text)
 
 
-def test_kinds_other_than_cpu_slots_are_refused() -> None:
-    with pytest.raises(ConfigError, match="device kind 'h200': layers are measured on CPU slots"):
-        DeviceKind.of("h200=node-a")
+def test_kinds_that_are_not_called_cpu_are_gpus() -> None:
+    assert DeviceKind.of("h200=node-a").is_gpu
+    assert not DeviceKind.of("cpu-slow=node-a").is_gpu
 
 
 def config(path: str) -> TrainConfig:

@@ -77,7 +77,7 @@ def test_slots_that_others_hold_are_waited_for_and_then_named(monkeypatch: pytes
     chosen = plan([[(f"{node}/{number}", 1.0)] for number in range(5)], {node: 5})
     with start(chosen, [(stage,) for stage in range(5)]) as coordinator:
         coordinator.wait_until_up()
-        with pytest.raises(PlanError, match="5 CPUs are needed, of the cluster's only 4 are free"):
+        with pytest.raises(PlanError, match="5 CPU are needed, of the cluster's only 4 CPU are free"):
             rehearse(chosen)
 
 

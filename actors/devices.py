@@ -1,0 +1,57 @@
+"""What differs between a CPU and a GPU, beyond clocks and transports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from raypipe.model import Batch
+
+CPU = torch.device("cpu")
+
+
+def upload(batch: Batch, device: torch.device) -> Batch:
+    """The fields of a batch on a device; the host does not wait until they are there."""
+    if device.type == "cpu":
+        return batch
+    return {name: _pinned(tensor, device).to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy in memory that does not move, from which a GPU reads by itself; torch keeps it until it has been read."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of the generator that layers on a device draw from."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def stop_watch(device: torch.device) -> Callable[[], float]:
+    """Begins to take the time of a device; the function that it returns ends that, and returns the seconds."""
+    if device.type == "cpu":
+        since_s = time.perf_counter()
+        return lambda: time.perf_counter() - since_s
+    module = torch.get_device_module(device)
+    module.synchronize()
+    first, last = module.Event(enable_timing=True), module.Event(enable_timing=True)
+    first.record()
+
+    def stop() -> float:
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1000
+
+    return stop
+
+
+def peak_bytes(what: Callable[[], object], device: torch.device) -> int:
+    """The most bytes of tensors on a GPU at any time of what is done, beyond those before it."""
+    module = torch.get_device_module(device)
+    module.reset_peak_memory_stats(device)
+    before = module.memory_allocated(device)
+    what()
+    return int(module.max_memory_allocated(device)) - int(before)
