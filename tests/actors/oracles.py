@@ -78,13 +78,14 @@ def train_unsplit(
     autocast: AbstractContextManager[object] | None = None,
     fused: bool = False,
     optimizer: Optimizer | None = None,
+    on: torch.device | None = None,
 ) -> Trained:
     """Plain PyTorch: accumulate over the microbatches, clip by the global norm, one step of AdamW or of another optimizer.
 
     AdamW as torch has it by default, or with this weight decay for matrices and none for vectors. Instead of all parameters, groups of
     them may each be clipped by their norm. Forward and loss run in `autocast`. A fused AdamW is the same but for the last bit.
     """
-    modules = unsplit(model, seed=seed)
+    modules = unsplit(model, seed=seed, on=on)
     edges = model.edges()
     stepped = (optimizer or partial(torch.optim.AdamW, lr=learning_rate))(list(modules.parameters()))
     norms = []
@@ -99,6 +100,7 @@ def train_unsplit(
         total = 0.0
         for number in range(num_microbatches):
             batch = batches.batch(update * num_microbatches + number, (0.0, 1.0))
+            batch = {name: tensor.to(on or tensor.device) for name, tensor in batch.items()}
             values: dict[int, Tensor] = {}
             with autocast or nullcontext():
                 for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
@@ -118,9 +120,9 @@ def train_unsplit(
     return Trained(losses, [[weight.detach() for weight in module.parameters()] for module in modules], norms)
 
 
-def unsplit(model: Model, *, seed: int = 0) -> nn.ModuleList:
+def unsplit(model: Model, *, seed: int = 0, on: torch.device | None = None) -> nn.ModuleList:
     """All layers in one process; what is tied is one parameter."""
-    modules = nn.ModuleList(build_layer(layer, index=index, seed=seed) for index, layer in enumerate(model.layers))
+    modules = nn.ModuleList(build_layer(layer, index=index, seed=seed).to(on) for index, layer in enumerate(model.layers))
     by_name = {layer.name: module for layer, module in zip(model.layers, modules, strict=True)}
     for (first, name), *others in model.ties:
         for other, called in others:

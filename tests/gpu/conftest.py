@@ -1,0 +1,30 @@
+"""What tests on a GPU share. Without one they are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.cluster.conftest import Brand, brand
+
+__all__ = ["Brand", "brand"]
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """Matrix products in float32 as they are on the CPU, and not in TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.fixture(scope="session")
+def ray_with_gpus() -> Iterator[None]:
+    """A local Ray cluster that has the GPUs of this machine."""
+    ray = pytest.importorskip("ray")
+    ray.init(address="local", num_cpus=9, num_gpus=torch.cuda.device_count(), include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()

@@ -1,0 +1,176 @@
+"""Devices of one process on one GPU: that schedules compute there what the unsplit model does, and that the host never waits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from raypipe.actors import executor
+from raypipe.actors.held import Optimizer
+from raypipe.actors.local import LocalPipeline
+from raypipe.actors.optimizers import build_optimizer
+from raypipe.actors.report import mean_losses
+from raypipe.config import OptimizerConfig, OptimizerName, Precision
+from raypipe.cut import Cut
+from raypipe.model import Model
+from raypipe.models.gpt import gpt
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.ir import Schedule, Size, UpdateScope
+from raypipe.schedules.passes import over_graph
+from raypipe.trace import SpanKind
+from tests.actors.oracles import RandomTokens, train_unsplit
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+GPU = torch.device("cuda", 0)
+NUM_UPDATES = 20
+NUM_MICROBATCHES = 4
+LEARNING_RATE = 1e-3
+MAX_GRAD_NORM = 0.5
+SCHEDULES = [
+    ("gpipe", 4, 1),
+    ("1f1b", 4, 1),
+    ("interleaved", 2, 2),
+    ("zb-h1", 4, 1),
+    ("zb-v", 2, 2),
+    ("chimera", 4, 1),
+    ("dualpipe", 2, 1),
+    ("amdp-flush", 4, 1),
+]
+
+
+def model(**options: object) -> Model:
+    sizes = {"num_layers": 6, "d_model": 64, "num_heads": 4, "sequence_length": 16, "vocabulary_size": 256}
+    return gpt(**(sizes | options))  # type: ignore[arg-type]
+
+
+def adamw(weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True)
+
+
+def pipeline(
+    described: Model, schedule: Schedule, *, on: torch.device = GPU, precision: Precision = Precision.FLOAT32, make: Optimizer = adamw
+) -> LocalPipeline:
+    cut = Cut.equal(len(described.layers), schedule.num_stages, described.edges(), described.tied_layers())
+    return LocalPipeline(
+        described,
+        cut=cut,
+        schedule=over_graph(schedule, cut.graph),
+        batches=RandomTokens(),
+        optimizer=make,
+        learning_rate=lambda _: LEARNING_RATE,
+        max_grad_norm=MAX_GRAD_NORM,
+        on=on,
+        precision=precision,
+    )
+
+
+def losses_of(run: LocalPipeline, *, num_windows: int) -> list[float]:
+    return [loss for _ in range(num_windows) for loss in mean_losses(run.run_window(), num_microbatches=NUM_MICROBATCHES)]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("name", "devices", "chunks"), SCHEDULES)
+def test_twenty_updates_equal_the_unsplit_model_on_the_same_gpu(name: str, devices: int, chunks: int, tied: bool) -> None:
+    described = model(tie_embeddings=tied)
+    schedule = build(name, Size(devices, NUM_MICROBATCHES, 5, chunks, update_scope=UpdateScope.GLOBAL))
+    expected = train_unsplit(
+        described,
+        RandomTokens(),
+        num_updates=NUM_UPDATES,
+        num_microbatches=NUM_MICROBATCHES,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=MAX_GRAD_NORM,
+        optimizer=adamw,
+        on=GPU,
+    )
+    assert losses_of(pipeline(described, schedule), num_windows=4) == pytest.approx(expected.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["amdp", "amdp-auto", "pipedream-2bw", "async-1f1b"])
+def test_asynchronous_schedules_do_on_a_gpu_what_they_do_on_the_cpu(name: str) -> None:
+    schedule = build(name, Size(4, NUM_MICROBATCHES, 5))
+    losses = {on.type: losses_of(pipeline(model(dtype="float64"), schedule, on=on), num_windows=2) for on in (torch.device("cpu"), GPU)}
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-7)
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [(Precision.BF16_MIXED, 2e-3), (Precision.BF16, 2e-2)])
+def test_in_bfloat16_losses_are_near_those_of_the_unsplit_model_in_float32(precision: Precision, tolerance: float) -> None:
+    described = model()
+    expected = train_unsplit(
+        described,
+        RandomTokens(),
+        num_updates=NUM_UPDATES,
+        num_microbatches=NUM_MICROBATCHES,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=MAX_GRAD_NORM,
+        optimizer=adamw,
+        on=GPU,
+    )
+    schedule = build("1f1b", Size(4, NUM_MICROBATCHES, 5, update_scope=UpdateScope.GLOBAL))
+    found = losses_of(pipeline(described, schedule, precision=precision), num_windows=4)
+    assert found == pytest.approx(expected.losses, rel=tolerance)
+    assert found != pytest.approx(expected.losses, rel=1e-7)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "amdp"])
+def test_dropout_draws_the_same_masks_whatever_the_cut(name: str) -> None:
+    described = model(dropout=0.2)
+    whole = losses_of(pipeline(described, build("gpipe", Size(1, NUM_MICROBATCHES, 1, update_scope=UpdateScope.GLOBAL))), num_windows=1)
+    found = losses_of(pipeline(described, build(name, Size(4, NUM_MICROBATCHES, 1, update_scope=UpdateScope.GLOBAL))), num_windows=1)
+    assert found == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.fixture
+def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes torch raise where the host would wait for the GPU, while a step of a program is enqueued."""
+    for name in ("_compute", "_receive", "_start", "_await"):
+        own = getattr(executor._Run, name)
+
+        def step(self: executor._Run, what: object, own: Callable[..., None] = own) -> None:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                own(self, what)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(executor._Run, name, step)
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("optimizer", list(OptimizerName))
+@pytest.mark.parametrize("precision", list(Precision))
+@pytest.mark.parametrize("scope", list(UpdateScope))
+def test_the_host_never_waits_for_the_gpu(refuse_waits: None, scope: UpdateScope, precision: Precision, optimizer: OptimizerName) -> None:
+    config = OptimizerConfig(name=optimizer, learning_rate=LEARNING_RATE)
+    schedule = build("1f1b", Size(1, NUM_MICROBATCHES, 3, update_scope=scope))
+    run = pipeline(model(), schedule, precision=precision, make=partial(build_optimizer, config))
+    assert len(losses_of(run, num_windows=2)) == 6
+
+
+def test_spans_are_the_gpus_and_follow_each_other() -> None:
+    run = pipeline(model(d_model=256), build("1f1b", Size(1, NUM_MICROBATCHES, 2)))
+    run.run_window()
+    (report,) = run.run_window()
+    spans = report.log.spans(run.jobs[0])
+    assert {span.kind for span in spans} == {SpanKind.COMPUTE}
+    assert all(span.end_s > span.start_s for span in spans)
+    assert all(one.end_s <= other.start_s + 1e-5 for one, other in itertools.pairwise(spans))
+
+
+def test_a_checkpoint_of_a_gpu_goes_on_where_it_was() -> None:
+    schedule = build("1f1b", Size(2, NUM_MICROBATCHES, 2, update_scope=UpdateScope.GLOBAL))
+    first = pipeline(model(), schedule)
+    losses_of(first, num_windows=1)
+    second = pipeline(model(), schedule)
+    for ours, theirs in zip(second.held, first.held, strict=True):
+        for stage, weights in ours.items():
+            state = theirs[stage].state()
+            weights.load_state({layer: {name: tensor.cpu() for name, tensor in state[layer].items()} for layer in state})
+    second.num_updates = first.num_updates
+    assert losses_of(second, num_windows=1) == pytest.approx(losses_of(first, num_windows=1), rel=1e-6)
