@@ -9,7 +9,7 @@ DEMO_DATA := data/python-stdlib.parquet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test cluster-test check wheel-test clean
+.PHONY: help install demo test cluster-test gpu-test gpu-bench check wheel-test clean
 
 help:  ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,18 @@ test: $(INSTALLED)  ## runs the tests; needs no GPU
 
 cluster-test: $(INSTALLED)  ## runs the tests that need several nodes, in network namespaces; needs root and iproute2, else skips
 	$(BIN)/pytest tests/multinode
+
+# GPU machines often have a torch and a Ray of their own and no network: where there is no .venv, their Python is used as it is.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_RESULTS ?= build/gpu
+
+gpu-test:  ## runs the tests that need a GPU, with .venv or else the python3 of this machine; skips without one
+	@mkdir -p $(GPU_RESULTS)
+	$(GPU_PYTHON) -m pytest tests/gpu --junitxml=$(GPU_RESULTS)/tests.xml
+
+gpu-bench:  ## prints the figures of stages on a GPU, and writes them as JSON; less than ten minutes on one H200
+	@mkdir -p $(GPU_RESULTS)
+	$(GPU_PYTHON) benchmarks/gpu.py --json $(GPU_RESULTS)/figures.json
 
 check: $(INSTALLED)  ## checks style, format and types
 	$(BIN)/ruff check .

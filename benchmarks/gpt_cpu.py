@@ -39,9 +39,13 @@ class RandomTokens:
 
     Attributes:
         num_rows: of a microbatch.
+        num_positions: tokens of a row.
+        vocabulary_size: tokens are less than this.
     """
 
     num_rows: int
+    num_positions: int = NUM_POSITIONS
+    vocabulary_size: int = VOCABULARY_SIZE
 
     def __call__(self, split: str) -> RandomTokens:
         """The rows of a split."""
@@ -52,7 +56,7 @@ class RandomTokens:
         """The rows of a microbatch."""
         assert rows == (0.0, 1.0), "these stages have one device each"
         generator = torch.Generator().manual_seed(microbatch)
-        tokens_BS = torch.randint(VOCABULARY_SIZE, (self.num_rows, NUM_POSITIONS + 1), generator=generator)
+        tokens_BS = torch.randint(self.vocabulary_size, (self.num_rows, self.num_positions + 1), generator=generator)
         return {"tokens": tokens_BS[:, :-1].contiguous(), "targets": tokens_BS[:, 1:].contiguous()}
 
 

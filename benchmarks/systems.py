@@ -37,8 +37,8 @@ from raypipe.actors.optimizers import build_optimizer
 from raypipe.actors.report import norms_of
 from raypipe.actors.stage import BatchFunction, BuildOrder
 from raypipe.calibration import Calibration
-from raypipe.config import Transport
-from raypipe.coordinator import Coordinator
+from raypipe.config import Precision, Transport
+from raypipe.coordinator import Coordinator, WindowResult
 from raypipe.cost import Cost
 from raypipe.cut import Cut
 from raypipe.profiler import stage_costs
@@ -74,6 +74,9 @@ class Work:
         batches: opens the rows of a split.
         layers_per_stage: the cut.
         learning_rate: of AdamW, the same for all updates.
+        seed: of the first weights.
+        gpus_per_device: of raypipe's actors; 0 for CPU slots.
+        precision: in which raypipe computes.
     """
 
     schedule: str
@@ -86,6 +89,8 @@ class Work:
     layers_per_stage: tuple[int, ...]
     learning_rate: float = 1e-3
     seed: int = 0
+    gpus_per_device: float = 0.0
+    precision: Precision = Precision.FLOAT32
 
     @property
     def optimizer(self) -> OptimizerConfig:
@@ -161,12 +166,20 @@ class RaypipeSystem:
     def __init__(self, work: Work, *, transport: Transport) -> None:
         self.work = work
         self.done = 0
-        scaling = ScalingConfig(num_devices=work.num_devices, transport=transport)
+        self.last: WindowResult
+        scaling = ScalingConfig(
+            num_devices=work.num_devices,
+            transport=transport,
+            use_gpu=work.gpus_per_device > 0,
+            gpus_per_device=work.gpus_per_device or 1.0,
+        )
         name = f"benchmark-{transport}-{time.time_ns():x}"
         self.coordinator = Coordinator(run=name, slots=find_slots(scaling), stages=work.stages, scaling=scaling, cluster=ClusterConfig())
         self.coordinator.wait_until_up()
         self.transport = "gloo" if transport is Transport.GLOO else "shm"
-        (self.measured,) = self.coordinator.measure(work.model, work.batches, optimizer=work.optimizer, seed=work.seed, num_devices=1)
+        (self.measured,) = self.coordinator.measure(
+            work.model, work.batches, optimizer=work.optimizer, seed=work.seed, num_devices=1, precision=work.precision
+        )
         self.coordinator.build(
             BuildOrder(
                 model=work.model,
@@ -177,6 +190,7 @@ class RaypipeSystem:
                 num_rows=work.microbatch_size,
                 num_updates=1,
                 seed=work.seed,
+                precision=work.precision,
             )
         )
         self.coordinator.connect({"train": jobs(work.order)}, work.cut)
@@ -186,6 +200,7 @@ class RaypipeSystem:
         since = time.perf_counter()
         result = self.coordinator.run_window("train", num_updates=self.work.num_updates, first_update=self.done)
         seconds = time.perf_counter() - since
+        self.last = result
         self.done += self.work.num_updates
         by_microbatch = {index: loss for report in result.reports for index, loss in report.losses.items()}
         norms = norms_of(result.reports, scope=UpdateScope.STAGE)

@@ -1,0 +1,283 @@
+"""Figures of stages on a GPU: what raypipe costs beyond plain PyTorch, what the host costs, and whether traces and predictions hold.
+
+    python benchmarks/gpu.py [--parts stage host share] [--layers 24] [--width 1024] [--heads 16] [--positions 1024] [--vocabulary 50304]
+                             [--microbatches 4] [--rows 4] [--updates 5] [--rounds 5] [--precision bf16-mixed] [--json FILE]
+
+stage   One stage: tokens a second of one raypipe actor and of a training loop as one writes it by hand (gradients accumulated over the
+        microbatches, fused AdamW, no clipping), on the same GPU in interleaved rounds; a GPT of 355 million parameters by default.
+        MFU is 6 FLOPs a parameter and token and 12 a layer, position and width for attention, over what the GPU can do in bfloat16.
+        Also: the window by the trace, which is of CUDA events, over the driver's wall time; measured over predicted; memory.
+host    What an Op costs the host until its kernels are enqueued, with layers so small that the GPU never holds it up: of the executor,
+        and of the same layers called by hand.
+share   Two actors on one GPU, each with half of the layers, over one with all of them: what messages and sharing cost.
+
+Runs for less than ten minutes on one H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from gpt_cpu import RandomTokens
+from rounds import Summary, in_rounds, print_table, write_json
+from systems import RaypipeSystem, Work
+from torch import nn
+
+from raypipe import ClusterConfig
+from raypipe.actors.batches import FixedBatch
+from raypipe.actors.devices import upload
+from raypipe.actors.held import build_layer
+from raypipe.actors.local import LocalPipeline
+from raypipe.actors.optimizers import build_optimizer
+from raypipe.config import Precision, Transport
+from raypipe.cut import Cut
+from raypipe.errors import RaypipeError
+from raypipe.model import Model
+from raypipe.models.gpt import gpt
+from raypipe.models.mlp import mlp
+from raypipe.ray_session import session
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.ir import Size
+
+DENSE_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12, "L40S": 362e12}
+"""Of products of matrices, by a word of the GPU's name, as NVIDIA's data sheets have them without sparsity."""
+
+
+def by_hand(model: Model, *, seed: int) -> nn.Sequential:
+    """The layers of a chain, with the weights that raypipe gives them."""
+    return nn.Sequential(*(build_layer(layer, index=index, seed=seed) for index, layer in enumerate(model.layers)))
+
+
+class PlainLoop:
+    """Training as one writes it by hand for one GPU.
+
+    Args:
+        work: what to do, on one device.
+        precision: float32, or bfloat16 by autocast.
+    """
+
+    def __init__(self, work: Work, precision: Precision, device: torch.device) -> None:
+        model = work.model()
+        self.work = work
+        self.device = device
+        self.precision = precision
+        self.loss = model.loss
+        self.layers = by_hand(model, seed=work.seed).to(device)
+        self.optimizer = build_optimizer(work.optimizer, list(self.layers.parameters()))
+        self.batches = work.batches("train")
+        self.done = 0
+
+    def run_window(self) -> tuple[float, list[float]]:
+        """The seconds of the next window, and its losses."""
+        torch.cuda.synchronize()
+        since = time.perf_counter()
+        losses: list[torch.Tensor] = []
+        for _ in range(self.work.num_updates):
+            for _ in range(self.work.num_microbatches):
+                batch = upload(self.batches.batch(self.done, (0.0, 1.0)), self.device)
+                low = torch.autocast("cuda", torch.bfloat16) if self.precision is Precision.BF16_MIXED else nullcontext()
+                with low:
+                    output = self.layers(batch["tokens"])
+                loss = self.loss(output.float(), batch)
+                (loss / self.work.num_microbatches).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+                self.done += 1
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return time.perf_counter() - since, [float(loss) for loss in losses]
+
+
+def work_of(arguments: argparse.Namespace, *, num_devices: int) -> Work:
+    """One window, the blocks in equal parts, the embedding on the first stage, the head on the last."""
+    sizes = [arguments.layers // num_devices] * num_devices
+    sizes[0] += 1
+    sizes[-1] += 1
+    return Work(
+        schedule="1f1b",
+        num_devices=num_devices,
+        num_microbatches=arguments.microbatches,
+        microbatch_size=arguments.rows,
+        num_updates=arguments.updates,
+        model=partial(
+            gpt,
+            num_layers=arguments.layers,
+            d_model=arguments.width,
+            num_heads=arguments.heads,
+            sequence_length=arguments.positions,
+            vocabulary_size=arguments.vocabulary,
+        ),
+        batches=RandomTokens(arguments.rows, num_positions=arguments.positions, vocabulary_size=arguments.vocabulary),
+        layers_per_stage=tuple(sizes),
+        gpus_per_device=1.0 / num_devices if torch.cuda.device_count() < num_devices else 1.0,
+        precision=Precision(arguments.precision),
+    )
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of the benchmark found: the lines of its table and all values."""
+
+    title: str
+    rows: list[dict[str, str]]
+    values: dict[str, Any]
+
+
+def one_stage(arguments: argparse.Namespace) -> Part:
+    """One actor against the plain loop."""
+    work = work_of(arguments, num_devices=1)
+    device = torch.device("cuda", 0)
+    plain = PlainLoop(work, work.precision, device)
+    num_parameters = sum(weight.numel() for weight in plain.layers.parameters())
+    tokens = work.num_microbatches * work.microbatch_size * arguments.positions
+    flops = tokens * (6 * num_parameters + 12 * arguments.layers * arguments.width * arguments.positions)
+    name = torch.cuda.get_device_name(device)
+    peak = next((flops for word, flops in DENSE_BF16_FLOPS.items() if word in name), math.nan)
+    with closing(RaypipeSystem(work, transport=Transport.AUTO)) as raypipe:
+        predicted_s = raypipe.predicted_s(None)
+        traces: list[float] = []
+
+        def ours() -> float:
+            window = raypipe.run_window()
+            traces.append(raypipe.last.trace.makespan_s / window.seconds)
+            return window.seconds / work.num_updates
+
+        def theirs() -> float:
+            return plain.run_window()[0] / work.num_updates
+
+        first, other = raypipe.run_window().losses, plain.run_window()[1]
+        difference = max(abs(a - b) / abs(b) for a, b in zip(first, other, strict=True))
+        in_turn = in_rounds({"raypipe": ours, "plain": theirs}, num_rounds=arguments.rounds)
+        peak_bytes = raypipe.last.reports[0].peak_memory_bytes
+    found = {key: Summary.of(value) for key, value in in_turn.items()}
+    ratio = found["plain"].median / found["raypipe"].median
+    rows = [
+        {
+            "system": key,
+            "s per update": f"{summary.median:.4f} +-{summary.spread:.4f}",
+            "tokens per s": f"{tokens / summary.median:.0f}",
+            "MFU": f"{flops / summary.median / peak:.3f}",
+            "over plain": f"{found['plain'].median / summary.median:.3f}",
+            "measured / predicted": f"{summary.median / predicted_s:.3f}" if key == "raypipe" else "",
+            "trace / wall": f"{Summary.of(traces).median:.3f}" if key == "raypipe" else "",
+            "peak memory": f"{(peak_bytes or 0) / 1e9:.2f} GB" if key == "raypipe" else "",
+        }
+        for key, summary in found.items()
+    ]
+    values = {"parameters": num_parameters, "gpu": name, "seconds": found, "over_plain": ratio, "predicted_s": predicted_s}
+    values |= {"trace_over_wall": traces, "peak_memory_bytes": peak_bytes, "largest_relative_difference_of_losses": difference}
+    title = f"One stage, {num_parameters / 1e6:.0f} million parameters, {arguments.precision}, {name}; losses differ by {difference:.1g}"
+    return Part(title, rows, values)
+
+
+def host(arguments: argparse.Namespace) -> Part:
+    """The host's seconds an Op."""
+    device = torch.device("cuda", 0)
+    model = mlp(num_layers=2, width=16)
+    num_microbatches, num_updates = 64, 2
+    batches = FixedBatch({name: torch.ones(2, 16) for name in ("inputs", "targets")})
+    pipeline = LocalPipeline(
+        model,
+        cut=Cut.equal(2, 1, model.edges()),
+        schedule=build("1f1b", Size(1, num_microbatches, num_updates)),
+        batches=batches,
+        optimizer=lambda weights: torch.optim.AdamW(weights, fused=True),
+        learning_rate=lambda _: 1e-3,
+        on=device,
+    )
+    layers = by_hand(model, seed=0).to(device)
+    num_ops = 2 * num_microbatches * num_updates
+
+    def executor() -> float:
+        since = time.perf_counter()
+        pipeline.run_window()
+        return (time.perf_counter() - since) / num_ops
+
+    def plain() -> float:
+        torch.cuda.synchronize()
+        since = time.perf_counter()
+        for _ in range(num_ops // 2):
+            batch = upload(batches.batch(0, (0.0, 1.0)), device)
+            model.loss(layers(batch["inputs"]), batch).backward()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        return (time.perf_counter() - since) / num_ops
+
+    for warm_up in (executor, plain) * 2:
+        warm_up()
+    in_turn = in_rounds({"executor": executor, "plain": plain}, num_rounds=4 * arguments.rounds)
+    found = {key: Summary.of(values) for key, values in in_turn.items()}
+    rows = [{"what": key, "us an Op": f"{1e6 * summary.median:.1f} +-{1e6 * summary.spread:.1f}"} for key, summary in found.items()]
+    rows.append({"what": "the executor's own", "us an Op": f"{1e6 * (found['executor'].median - found['plain'].median):.1f}"})
+    return Part("What an Op costs the host, with layers of no size (half forwards, half backwards)", rows, {"seconds": found})
+
+
+def shared(arguments: argparse.Namespace) -> Part:
+    """One actor with all layers, two with half of them each."""
+    found: dict[str, Summary] = {}
+    for number in (1, 2):
+        work = work_of(arguments, num_devices=number)
+        with closing(RaypipeSystem(work, transport=Transport.AUTO)) as system:
+            system.run_window()
+            seconds = [system.run_window().seconds / work.num_updates for _ in range(arguments.rounds)]
+        found[f"{number} actor{'s' if number > 1 else ''}"] = Summary.of(seconds)
+    alone = found["1 actor"].median
+    rows = [
+        {
+            "on one GPU": key,
+            "s per update": f"{summary.median:.4f} +-{summary.spread:.4f}",
+            "over one actor": f"{summary.median / alone:.3f}",
+        }
+        for key, summary in found.items()
+    ]
+    return Part("Two actors on one GPU, one after the other measured", rows, {"seconds": found})
+
+
+PARTS = {"stage": one_stage, "host": host, "share": shared}
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    for name, default in {"layers": 24, "width": 1024, "heads": 16, "positions": 1024, "vocabulary": 50304}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in {"microbatches": 4, "rows": 4, "updates": 5, "rounds": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--precision", choices=[Precision.FLOAT32, Precision.BF16_MIXED], default=Precision.BF16_MIXED)
+    parser.add_argument("--json", help="file for all values")
+    return parser.parse_args()
+
+
+def measured(arguments: argparse.Namespace) -> Iterator[Part]:
+    """The parts, one after the other."""
+    with session(ClusterConfig(dashboard=False), num_devices=2, cpus_per_device=1.0):
+        for name in arguments.parts:
+            yield PARTS[name](arguments)
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Measures and prints."""
+    arguments = parsed()
+    if not torch.cuda.is_available():
+        sys.exit("torch sees no GPU here; this benchmark is for machines with one")
+    results: dict[str, Any] = {}
+    try:
+        for part in measured(arguments):
+            print_table(part.title, part.rows)
+            results[part.title] = part.values
+            write_json(arguments.json, results)
+    except RaypipeError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
