@@ -1,4 +1,7 @@
-"""Devices of one process on one GPU: that schedules compute there what the unsplit model does, and that the host never waits."""
+"""Devices of one process on one GPU: that schedules compute there what the unsplit model does, and that the host never waits.
+
+Without a GPU a device stands in for it, on which tensors of two devices do not mix, either.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ from raypipe.schedules.ir import Schedule, Size, UpdateScope
 from raypipe.schedules.passes import over_graph
 from raypipe.trace import SpanKind
 from tests.actors.oracles import RandomTokens, train_unsplit
+from tests.gpu.device import HAS_CUDA, forbid_waits, gpu
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180), pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
 
-GPU = torch.device("cuda", 0)
 NUM_UPDATES = 20
 NUM_MICROBATCHES = 4
 LEARNING_RATE = 1e-3
@@ -49,11 +52,16 @@ def model(**options: object) -> Model:
 
 
 def adamw(weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True)
+    return torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=HAS_CUDA)
 
 
 def pipeline(
-    described: Model, schedule: Schedule, *, on: torch.device = GPU, precision: Precision = Precision.FLOAT32, make: Optimizer = adamw
+    described: Model,
+    schedule: Schedule,
+    *,
+    on: torch.device | None = None,
+    precision: Precision = Precision.FLOAT32,
+    make: Optimizer = adamw,
 ) -> LocalPipeline:
     cut = Cut.equal(len(described.layers), schedule.num_stages, described.edges(), described.tied_layers())
     return LocalPipeline(
@@ -64,7 +72,7 @@ def pipeline(
         optimizer=make,
         learning_rate=lambda _: LEARNING_RATE,
         max_grad_norm=MAX_GRAD_NORM,
-        on=on,
+        on=on or gpu(),
         precision=precision,
     )
 
@@ -86,7 +94,7 @@ def test_twenty_updates_equal_the_unsplit_model_on_the_same_gpu(name: str, devic
         learning_rate=LEARNING_RATE,
         max_grad_norm=MAX_GRAD_NORM,
         optimizer=adamw,
-        on=GPU,
+        on=gpu(),
     )
     assert losses_of(pipeline(described, schedule), num_windows=4) == pytest.approx(expected.losses, rel=1e-5)
 
@@ -94,8 +102,8 @@ def test_twenty_updates_equal_the_unsplit_model_on_the_same_gpu(name: str, devic
 @pytest.mark.parametrize("name", ["amdp", "amdp-auto", "pipedream-2bw", "async-1f1b"])
 def test_asynchronous_schedules_do_on_a_gpu_what_they_do_on_the_cpu(name: str) -> None:
     schedule = build(name, Size(4, NUM_MICROBATCHES, 5))
-    losses = {on.type: losses_of(pipeline(model(dtype="float64"), schedule, on=on), num_windows=2) for on in (torch.device("cpu"), GPU)}
-    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-7)
+    losses = {on.type: losses_of(pipeline(model(dtype="float64"), schedule, on=on), num_windows=2) for on in (torch.device("cpu"), gpu())}
+    assert losses[gpu().type] == pytest.approx(losses["cpu"], rel=1e-7)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [(Precision.BF16_MIXED, 2e-3), (Precision.BF16, 2e-2)])
@@ -109,7 +117,7 @@ def test_in_bfloat16_losses_are_near_those_of_the_unsplit_model_in_float32(preci
         learning_rate=LEARNING_RATE,
         max_grad_norm=MAX_GRAD_NORM,
         optimizer=adamw,
-        on=GPU,
+        on=gpu(),
     )
     schedule = build("1f1b", Size(4, NUM_MICROBATCHES, 5, update_scope=UpdateScope.GLOBAL))
     found = losses_of(pipeline(described, schedule, precision=precision), num_windows=4)
@@ -127,26 +135,27 @@ def test_dropout_draws_the_same_masks_whatever_the_cut(name: str) -> None:
 
 @pytest.fixture
 def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Makes torch raise where the host would wait for the GPU, while a step of a program is enqueued."""
+    """Makes it an error if the host waits for the GPU while a step of a program is enqueued."""
     for name in ("_compute", "_receive", "_start", "_await"):
         own = getattr(executor._Run, name)
 
         def step(self: executor._Run, what: object, own: Callable[..., None] = own) -> None:
-            torch.cuda.set_sync_debug_mode("error")
+            forbid_waits(True)
             try:
                 own(self, what)
             finally:
-                torch.cuda.set_sync_debug_mode("default")
+                forbid_waits(False)
 
         monkeypatch.setattr(executor._Run, name, step)
     yield
-    torch.cuda.set_sync_debug_mode("default")
+    forbid_waits(False)
 
 
 @pytest.mark.parametrize("optimizer", list(OptimizerName))
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("scope", list(UpdateScope))
 def test_the_host_never_waits_for_the_gpu(refuse_waits: None, scope: UpdateScope, precision: Precision, optimizer: OptimizerName) -> None:
+    gpu()
     config = OptimizerConfig(name=optimizer, learning_rate=LEARNING_RATE)
     schedule = build("1f1b", Size(1, NUM_MICROBATCHES, 3, update_scope=scope))
     run = pipeline(model(), schedule, precision=precision, make=partial(build_optimizer, config))
@@ -174,3 +183,16 @@ def test_a_checkpoint_of_a_gpu_goes_on_where_it_was() -> None:
             weights.load_state({layer: {name: tensor.cpu() for name, tensor in state[layer].items()} for layer in state})
     second.num_updates = first.num_updates
     assert losses_of(second, num_windows=1) == pytest.approx(losses_of(first, num_windows=1), rel=1e-6)
+
+
+def test_the_device_refuses_what_these_tests_say_it_does() -> None:
+    numbers = torch.ones(3, device=gpu())
+    with pytest.raises(RuntimeError, match=r"two devices|same device"):
+        numbers + torch.ones(3)
+    forbid_waits(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"waits for the device|synchroniz"):
+            float(numbers[0])
+    finally:
+        forbid_waits(False)
+    assert float(numbers[0]) == 1.0
