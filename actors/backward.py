@@ -30,6 +30,7 @@ Limits, none of which affects the values:
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,17 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 _ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
 """What `torch.autograd.backward` calls behind checks in Python, which take 45 us where caches are cold; the engine has checks of its own.
 It is not public: where a torch is without it, the public way is taken."""
+
+
+def keep_what_compiled_forwards_save() -> None:
+    """Lets layers that this thread compiles be walked twice, by I and by W.
+
+    Their backwards would else take the memory that their forwards saved for results of their own. Torch has no public switch for that; the
+    one that it has is the thread's.
+    """
+    config = sys.modules.get("torch._functorch.config")  # loaded with the compiler
+    if config is not None:
+        config.donated_buffer = False  # type: ignore[attr-defined]
 
 
 def backward_full(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors import devices
-from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input
+from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.clock import Clock, DeviceClock, HostClock, Timed
 from raypipe.actors.faults import FaultScript
 from raypipe.actors.held import Draw, Outputs, Weights, squared_norm
@@ -175,6 +175,7 @@ class Executor:
             raise
 
     def _run(self, job: Job, window: Window) -> WindowReport:
+        keep_what_compiled_forwards_save()
         wiring = self._wiring(job, window.num_rows or self.num_rows)
         self.transport.open_window(wiring.incoming, wiring.outgoing)
         for weights in self.held.values():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors import devices
-from raypipe.actors.backward import backward_full, backward_input
+from raypipe.actors.backward import backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.held import Draw, Optimizer, Weights, stand_in
 from raypipe.actors.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.transport import TensorSpec
@@ -119,6 +119,7 @@ def measure_layers(
         found.clear()
         for index in range(len(model.layers)):
             module = stage_module(alone, cut, index, seed=seed, precision=precision, on=on)
+            keep_what_compiled_forwards_save()
             parameter_bytes = sum(weight.nbytes for weight in module.parameters())
             weights = Weights(module, optimizer=optimizer, rule=WeightRule.FLUSH)
             made |= prepare(weights, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)

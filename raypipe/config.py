@@ -64,6 +64,7 @@ class ModelConfig:
         function: `module:function`, or `path/to/file.py:function`; called with the options, it returns a `raypipe.model.Model`.
         options: keyword arguments for it.
         precision: in which it computes.
+        compile: whether each layer goes through `torch.compile`, where it runs; layers of one class and shape are compiled once.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -71,6 +72,7 @@ class ModelConfig:
     function: str
     options: dict[str, Any] = field(default_factory=dict)
     precision: Precision = Precision.FLOAT32
+    compile: bool = False
 
     def __post_init__(self) -> None:
         _one_of(self, Precision, "precision")

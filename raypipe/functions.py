@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from raypipe.errors import ConfigError, RaypipeError, suggestion
-from raypipe.model import Model
+from raypipe.model import Model, compiled
 
 
 def resolve(name: str) -> Callable[..., Any]:
@@ -69,8 +69,13 @@ def _load_file(path: str) -> ModuleType:
     return module
 
 
-def make_model(function: str | Callable[..., Any], options: Mapping[str, Any]) -> Model:
+def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *, compile_layers: bool = False) -> Model:
     """The model that a function describes with these options.
+
+    Args:
+        function: or its name.
+        options: its keyword arguments.
+        compile_layers: whether its layers are compiled where they run.
 
     Raises:
         ConfigError: the function fails with the options, or returns no `Model`.
@@ -85,7 +90,7 @@ def make_model(function: str | Callable[..., Any], options: Mapping[str, Any]) -
         raise ConfigError(f"model.function {name_of(function)}({given}) failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, Model):
         raise ConfigError(f"model.function {function!r} returned {type(model).__name__}, expected a raypipe.model.Model")
-    return model
+    return compiled(model) if compile_layers else model
 
 
 def name_of(function: str | Callable[..., Any]) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from raypipe.errors import ConfigError, suggestion
@@ -109,3 +110,15 @@ class Model:
             else:
                 pairs += [(index[name], position) for name in layer.inputs]
         return tuple(pairs)
+
+
+def compiled(model: Model) -> Model:
+    """The model with each layer compiled by torch when it first runs."""
+    return replace(model, layers=tuple(replace(layer, build=partial(_compiled, layer.build)) for layer in model.layers))
+
+
+def _compiled(build: Callable[[], nn.Module]) -> nn.Module:
+    module = build()
+    # In place, so that its weights keep their names. Microbatches of other sizes, as `predict` has them, are compiled for themselves.
+    module.compile(dynamic=False)
+    return module

@@ -133,7 +133,7 @@ def profile_model(
     names = [kind.name for kind in kinds]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"the device kind {', '.join(sorted(repeated))} is given twice; name one device of each kind")
-    make = partial(make_model, config.model.function, config.model.options)
+    make = partial(make_model, config.model.function, config.model.options, compile_layers=config.model.compile)
     model = make()
     rows = batches or _tokens(config.data, seed=config.run.seed, microbatch_size=config.schedule.microbatch_size)
     scaling = dataclasses.replace(config.scaling, num_devices=num_at_once)

@@ -173,6 +173,7 @@ class Trainer:
         model: a function that returns a `raypipe.model.Model`, or its name, `module:function`.
         model_options: its keyword arguments.
         precision: in which it computes.
+        compile_layers: whether each of its layers goes through `torch.compile`.
         data_config: which tokens; not needed with `batches`.
         batches: instead of tokens, a function from a split, `train` or `validation`, to a
             `raypipe.actors.executor.BatchSource` of `schedule_config.microbatch_size` rows; called on the actors.
@@ -195,6 +196,7 @@ class Trainer:
         *,
         model_options: Mapping[str, Any] | None = None,
         precision: Precision = Precision.FLOAT32,
+        compile_layers: bool = False,
         data_config: DataConfig | None = None,
         batches: BatchFunction | None = None,
         schedule_config: ScheduleConfig | None = None,
@@ -209,7 +211,7 @@ class Trainer:
         self.model_function = model
         self.faults = faults or FaultScript()
         config = TrainConfig(
-            model=ModelConfig(function=name_of(model), options=dict(model_options or {}), precision=precision),
+            model=ModelConfig(function=name_of(model), options=dict(model_options or {}), precision=precision, compile=compile_layers),
             data=data_config or DataConfig(path=""),
             schedule=schedule_config or ScheduleConfig(),
             optimizer=optimizer_config or OptimizerConfig(),
@@ -271,7 +273,9 @@ class _Fit:
         self.batches = trainer.batches
         self.reads_tokens = trainer.reads_tokens
         self.faults = trainer.faults
-        self.model_function = partial(make_model, trainer.model_function, self.config.model.options)
+        self.model_function = partial(
+            make_model, trainer.model_function, self.config.model.options, compile_layers=self.config.model.compile
+        )
         self.model = self.model_function()
         run = self.config.run
         folder = RunFolder.latest(run.storage_path, run.name) if resume else None
