@@ -60,12 +60,13 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         try:
-            from cupy.cuda import nccl  # noqa: PLC0415  # an extra
+            from cupy.cuda import nccl, runtime  # noqa: PLC0415  # an extra
         except ImportError as error:
             raise ConfigError(f"messages between GPUs need cupy: pip install 'raypipe[{_extra()}]' ({error})") from error
         if not nccl.available:
             raise ConfigError(f"cupy finds no NCCL library: pip install 'raypipe[{_extra()}]', or put libnccl.so.2 where it looks")
         self.nccl = nccl
+        self.runtime = runtime
 
     def unique_id(self) -> bytes:
         """See `Library`."""
@@ -106,10 +107,63 @@ class Cuda:
         """See `Library`."""
         return bool(event.query())  # type: ignore[no-untyped-call]
 
+    # Between processes of one GPU
+
+    def allocate(self, num_bytes: int) -> tuple[int, bytes]:
+        """See `SharingLibrary`."""
+        kept = _KEPT.get(num_bytes)
+        if kept:
+            return kept.pop()
+        address = int(self.runtime.malloc(num_bytes))
+        handle = bytes(self.runtime.ipcGetMemHandle(address))
+        _HANDLES[address] = num_bytes, handle
+        return address, handle
+
+    def free(self, address: int) -> None:
+        """See `SharingLibrary`."""
+        num_bytes, handle = _HANDLES[address]
+        _KEPT.setdefault(num_bytes, []).append((address, handle))
+
+    def open(self, handle: bytes) -> int:
+        """See `SharingLibrary`."""
+        return int(self.runtime.ipcOpenMemHandle(handle))
+
+    def close(self, address: int) -> None:
+        """See `SharingLibrary`."""
+        self.runtime.ipcCloseMemHandle(address)
+
+    def shared_event(self) -> tuple[torch.cuda.Event, bytes]:
+        """See `SharingLibrary`."""
+        event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+        return event, bytes(event.ipc_handle())  # type: ignore[no-untyped-call]
+
+    def open_event(self, handle: bytes) -> torch.cuda.Event:
+        """See `SharingLibrary`."""
+        return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-any-return, no-untyped-call]
+
+    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None) -> None:
+        """See `SharingLibrary`."""
+        event.record(stream or torch.cuda.current_stream(self.device))
+
+    def delay(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """See `SharingLibrary`."""
+        event.wait(stream)
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: torch.cuda.Stream | None) -> None:
+        """See `SharingLibrary`."""
+        on = stream or torch.cuda.current_stream(self.device)
+        self.runtime.memcpyAsync(target, source, num_bytes, self.runtime.memcpyDeviceToDevice, on.cuda_stream)
+
 
 def _extra() -> str:
     """The extra of raypipe that goes with torch's CUDA."""
     return "cuda13" if (torch.version.cuda or "13").startswith("13") else "cuda12"
+
+
+_HANDLES: dict[int, tuple[int, bytes]] = {}
+"""Of memory that this process has shared, by its address: its bytes and its handle."""
+_KEPT: dict[int, list[tuple[int, bytes]]] = {}
+"""That of which no channel makes use now, by its bytes."""
 
 
 class CupyCommunicator:

@@ -1,6 +1,7 @@
 """`ProcessTransport`: messages and sums between processes.
 
-Devices that compute on the CPU pass messages through shared memory or over gloo, and sum over gloo. GPUs do both over NCCL.
+Devices that compute on the CPU pass messages through shared memory or over gloo, and sum over gloo. GPUs do both over NCCL, but for
+messages between processes of one GPU, which stay in its memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NoReturn, Protocol
 
 from torch import Tensor
 
-from raypipe.actors import gloo, gloo_channels, nccl, shm, shm_channels
+from raypipe.actors import gloo, gloo_channels, ipc, nccl, shm, shm_channels
 from raypipe.actors.channels import ChannelError, IncomingChannel, OutgoingChannel
 from raypipe.actors.meeting import Lines, Meeting
 from raypipe.actors.transport import Expected, Ledger, Pending, left_over
@@ -63,7 +64,7 @@ class ProcessTransport:
         device: this one.
         names: of all devices, for messages.
         channels: all of the run as (source, target); the same list for all devices, in any order.
-        shared: those of them that go through shared memory, whose ends are processes of one host; the same for all devices.
+        shared: those of them that go through shared memory, whose ends are processes of one host, or of one GPU; the same for all devices.
         groups: the members, ascending, of all collectives of the run; the same list for all devices, in any order.
         store: host and port of the store that one process opened with `host_store`.
         prefix: keeps runs, and the attempts of a run, apart in the store; never use one twice.
@@ -72,7 +73,8 @@ class ProcessTransport:
         host_ip: address of this node at the interface that carries gloo's traffic. Gloo learns of it by the environment variable
             GLOO_SOCKET_IFNAME, which is set for the whole process unless it is set already. Without it gloo looks up the host name.
         receives_ahead: messages of a channel over gloo whose memory waits for them; further ones wait at the sender.
-        library: CUDA and NCCL, for devices that are GPUs; all channels and groups are then NCCL's. `None` for CPU devices.
+        library: CUDA and NCCL, for devices that are GPUs; groups are then NCCL's, and so are channels that are not shared. `None` for CPU
+            devices.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class ProcessTransport:
         connect_timeout_s: float | None = None,
         host_ip: str | None = None,
         receives_ahead: int = 4,
-        library: nccl.Library | None = None,
+        library: ipc.SharingLibrary | None = None,
     ) -> None:
         self.device = device
         self.names = tuple(names)
@@ -182,8 +184,17 @@ class ProcessTransport:
             else:
                 self._incoming[source] = gloo_channels.Incoming(group, ahead=self.receives_ahead, timeout_s=self.timeout_s)
 
-    def _make_on_gpus(self, library: nccl.Library, meeting: Meeting, kind: _Kind, members: tuple[int, ...]) -> None:
+    def _make_on_gpus(self, library: ipc.SharingLibrary, meeting: Meeting, kind: _Kind, members: tuple[int, ...]) -> None:
         others = ", ".join(self.names[member] for member in members if member != self.device)
+        if kind is _Kind.MEMORY:
+            source, target = members
+            line = shm.connect(meeting, source, target)
+            if self.device == source:
+                self._outgoing[target] = ipc.Outgoing(library, line, name=f"raypipe sends {source}->{target}")
+            else:
+                self._incoming[source] = ipc.Incoming(library, line, timeout_s=self.timeout_s)
+            self._lines.add([line])
+            return
         try:
             communicator = nccl.connect(library, meeting, kind, members)
         except ChannelError as error:

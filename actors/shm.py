@@ -190,6 +190,17 @@ class Line:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelError(CLOSED_BY_PEER) from error
 
+    def write_when_there_is_room(self, packet: bytes) -> None:
+        """Sends a packet; waits while the socket is full.
+
+        Raises:
+            ChannelError: the peer is gone.
+        """
+        try:
+            self.end.send(packet)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelError(CLOSED_BY_PEER) from error
+
     def write_number(self, number: int) -> None:
         """Sends a number.
 

@@ -234,7 +234,7 @@ class Transport(StrEnum):
     GLOO = "gloo"
     """Gloo, over TCP, also within a node."""
     NCCL = "nccl"
-    """NCCL, which GPUs use in any case; refused for CPU devices."""
+    """NCCL between all GPUs, also where processes share one, which `auto` lets exchange messages within it; refused for CPU devices."""
 
 
 @dataclass(frozen=True, kw_only=True)

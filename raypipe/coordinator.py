@@ -146,7 +146,7 @@ Channel = tuple[int, int]
 def shared_channels(
     channels: Iterable[Channel], *, places: Sequence[Whereabouts], names: Sequence[str], transport: Transport
 ) -> frozenset[Channel]:
-    """The channels that go through shared memory.
+    """The channels that go through shared memory, the host's or that of a GPU.
 
     Only what Ray calls one node counts as one: two nodes with one host name may be containers that share nothing.
 
@@ -162,7 +162,9 @@ def shared_channels(
     if on_gpus(places):
         if transport not in {Transport.AUTO, Transport.NCCL}:
             raise ConfigError(f"scaling.transport: {transport}: messages between GPUs go over NCCL; choose auto or nccl")
-        return frozenset()
+        if transport is Transport.NCCL:
+            return frozenset()
+        return frozenset((source, target) for source, target in channels if places[source].gpus == places[target].gpus)
     if transport is Transport.NCCL:
         raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm or gloo, or set scaling.use_gpu")
     if transport is Transport.GLOO:
@@ -282,7 +284,8 @@ class Coordinator:
     def channel_text(self) -> str:
         """How many channels go which way."""
         if on_gpus(self.places):
-            return f"{len(self.channels)} channels over NCCL {self.places[0].nccl}"
+            counts = {"within a GPU": len(self.shared), f"over NCCL {self.places[0].nccl}": len(self.channels) - len(self.shared)}
+            return ", ".join(f"{count} channels {way}" for way, count in counts.items() if count)
         counts = {"through shared memory": len(self.shared), "over gloo": len(self.channels) - len(self.shared)}
         return ", ".join(f"{count} channels {way}" for way, count in counts.items() if count)
 

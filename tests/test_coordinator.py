@@ -51,6 +51,9 @@ SLOTS = tuple(Slot(FIRST.node_id, FIRST.ip, name, num_gpus=1.0) for name in NAME
 def test_gpus_pass_messages_over_nccl_alone() -> None:
     for transport in (Transport.AUTO, Transport.NCCL):
         assert shared_channels(CHAIN[:2], places=(GPU, OTHER_GPU), names=NAMES, transport=transport) == frozenset()
+    same = (GPU, dataclasses.replace(OTHER_GPU, gpus=GPU.gpus))
+    assert shared_channels(CHAIN[:2], places=same, names=NAMES, transport=Transport.AUTO) == {(0, 1), (1, 0)}
+    assert shared_channels(CHAIN[:2], places=same, names=NAMES, transport=Transport.NCCL) == frozenset()
     with pytest.raises(ConfigError, match="transport: shm: messages between GPUs go over NCCL"):
         shared_channels(CHAIN[:2], places=(GPU, OTHER_GPU), names=NAMES, transport=Transport.SHM)
     with pytest.raises(ConfigError, match="transport: nccl: the devices are CPU slots"):

@@ -32,6 +32,7 @@ class Network:
         self.streams: list[deque[Task]] = []
         self.ids = itertools.count()
         self.meetings: dict[bytes, _Meeting] = {}
+        self.shared: dict[bytes, Any] = {}
 
     def progress(self) -> None:
         """Does all that can be done."""
@@ -64,8 +65,15 @@ class Event:
         self.lost = False
 
 
+class SharedEvent:
+    """An event that is recorded again and again; who waits for it waits for the last record before that."""
+
+    def __init__(self) -> None:
+        self.last: Event | None = None
+
+
 class FakeNccl:
-    """See `Library`.
+    """See `Library` and `SharingLibrary`.
 
     Args:
         network: that the devices share.
@@ -121,8 +129,11 @@ class FakeNccl:
                     owner.events.append(event)
         return event
 
-    def wait(self, event: Event, *, timeout_s: float) -> None:
+    def wait(self, event: Event | SharedEvent, *, timeout_s: float) -> None:
         """See `Library`."""
+        if isinstance(event, SharedEvent):
+            assert event.last is not None, "a packet follows a record"
+            event = event.last
         deadline_s = time.monotonic() + timeout_s
         while not self.happened(event):
             if event.lost:
@@ -136,6 +147,63 @@ class FakeNccl:
         """See `Library`."""
         self.network.progress()
         return event.happened
+
+    # Between processes of one GPU
+
+    def allocate(self, num_bytes: int) -> tuple[int, bytes]:
+        """See `SharingLibrary`."""
+        memory = ctypes.create_string_buffer(num_bytes)
+        return ctypes.addressof(memory), self._handle(memory)
+
+    def free(self, address: int) -> None:
+        """See `SharingLibrary`."""
+
+    def open(self, handle: bytes) -> int:
+        """See `SharingLibrary`."""
+        return ctypes.addressof(self.network.shared[handle])
+
+    def close(self, address: int) -> None:
+        """See `SharingLibrary`."""
+
+    def shared_event(self) -> tuple[SharedEvent, bytes]:
+        """See `SharingLibrary`."""
+        event = SharedEvent()
+        return event, self._handle(event)
+
+    def open_event(self, handle: bytes) -> SharedEvent:
+        """See `SharingLibrary`."""
+        event: SharedEvent = self.network.shared[handle]
+        return event
+
+    def _handle(self, what: object) -> bytes:
+        handle = next(self.network.ids).to_bytes(64, "big")
+        self.network.shared[handle] = what
+        return handle
+
+    def record(self, event: SharedEvent, stream: deque[Task] | None) -> None:
+        """See `SharingLibrary`."""
+        with self.network.changed:
+            event.last = self.reached(deque() if stream is None else stream)
+            event.last.happened = stream is None
+
+    def delay(self, stream: deque[Task], event: SharedEvent) -> None:
+        """See `SharingLibrary`."""
+        last = event.last
+        with self.network.changed:
+            stream.append(lambda: last is None or last.happened)
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: deque[Task] | None) -> None:
+        """See `SharingLibrary`."""
+
+        def act() -> bool:
+            ctypes.memmove(target, source, num_bytes)
+            return True
+
+        if stream is None:
+            act()
+            return
+        with self.network.changed:
+            stream.append(act)
 
 
 class _Work:
@@ -221,8 +289,3 @@ class FakeCommunicator:
         with self.network.changed:
             self.meeting.ended = True
         self.network.progress()
-
-
-def library_of(network: Network) -> Any:
-    """A library for a device."""
-    return FakeNccl(network)

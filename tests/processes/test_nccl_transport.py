@@ -14,7 +14,7 @@ from raypipe.actors.processes import ProcessTransport
 from raypipe.errors import TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Message
 from tests.processes.fake_nccl import FakeCommunicator, FakeNccl, Network
-from tests.processes.process_ends import Make
+from tests.processes.process_ends import Make, all_channels
 from tests.processes.transport_contract import PAIR, Connect, TransportContract, activation, announced, gradients, open_both, together
 
 
@@ -37,9 +37,23 @@ class TestChannelsOverNccl(TransportContract):
         """See `TransportContract`."""
 
 
-def test_what_was_sent_is_read_when_its_turn_comes_even_if_nobody_else_keeps_it(make: Make) -> None:
+class TestChannelsWithinAGpu(TransportContract):
+    @pytest.fixture
+    def connect(self, make: Make) -> Connect:
+        def connected(num_devices: int = 2, *, timeout_s: float = 20.0) -> Sequence[ProcessTransport]:
+            network = Network()
+            settings: dict[str, Any] = {"timeout_s": timeout_s, "connect_timeout_s": 20.0, "shared": all_channels(num_devices)}
+            ends = [make(device, num_devices, library=FakeNccl(network), **settings) for device in range(num_devices)]
+            together(*(end.connect for end in ends))
+            return ends
+
+        return connected
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["over NCCL", "within a GPU"])
+def test_what_was_sent_is_read_when_its_turn_comes_even_if_nobody_else_keeps_it(make: Make, shared: bool) -> None:
     network = Network()
-    ends = [make(device, library=FakeNccl(network)) for device in PAIR]
+    ends = [make(device, library=FakeNccl(network), shared=all_channels(2) if shared else ()) for device in PAIR]
     together(*(end.connect for end in ends))
     open_both(ends[0], ends[1], [announced(activation(index), torch.empty(1 << 16)) for index in range(8)])
     for index in range(8):
