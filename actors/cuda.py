@@ -72,6 +72,10 @@ class Cuda:
         """See `Library`."""
         return bytes(self.nccl.get_unique_id())
 
+    def current_stream(self) -> int:
+        """The address of the computing stream."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
     def communicator(self, num_ranks: int, unique_id: bytes, rank: int) -> CupyCommunicator:
         """See `Library`."""
         torch.cuda.set_device(self.device)  # of this thread
