@@ -35,6 +35,16 @@ def environment(host: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in os.environ}
 
 
+def kind(device: torch.device) -> str:
+    """What topologies call such a GPU, such as `nvidia-h200`."""
+    return torch.cuda.get_device_properties(device).name.lower().replace(" ", "-")
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Of a GPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def nccl_version() -> str:
     """The version of NCCL that messages would go over, which must be one on all devices; empty where it is missing."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -55,3 +56,25 @@ def peak_bytes(what: Callable[[], object], device: torch.device) -> int:
     before = module.memory_allocated(device)
     what()
     return int(module.max_memory_allocated(device)) - int(before)
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which this thread tells a GPU what to do in an order of its own."""
+    if device.type == "cpu":
+        return nullcontext()
+    module = torch.get_device_module(device)
+    context: AbstractContextManager[object] = module.stream(module.Stream(device))
+    return context
+
+
+def settle(device: torch.device, *, timeout_s: float) -> bool:
+    """Waits, without sleep, until a device has done what this thread told it; returns whether it did in time."""
+    if device.type == "cpu":
+        return True
+    event = torch.get_device_module(device).Event()
+    event.record()
+    deadline_s = time.monotonic() + timeout_s
+    while not event.query():
+        if time.monotonic() > deadline_s:
+            return False
+    return True

@@ -23,11 +23,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from raypipe.actors import shm
+from raypipe.actors import cuda, devices, shm
+from raypipe.actors.ipc import SharingLibrary
 from raypipe.actors.meeting import host_store
 from raypipe.actors.processes import ProcessTransport
 from raypipe.actors.transport import Expected, TensorSpec
-from raypipe.errors import TransportError
+from raypipe.errors import TransportError, TransportTimeoutError
 from raypipe.network.clocks import Exchange
 from raypipe.network.fit import RoundTrip
 from raypipe.schedules.lower import Direction, Message
@@ -194,10 +195,14 @@ class Links:
 
     Args:
         device: its number.
+        on: torch's name of it.
+        library: CUDA and NCCL, where it is a GPU.
     """
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, *, on: torch.device = devices.CPU, library: SharingLibrary | None = None) -> None:
         self.device = device
+        self.on = on
+        self.library = library
         self._transports: dict[tuple[int, int], ProcessTransport] = {}
 
     def meet(self, orders: Sequence[MeetOrder], *, host_ip: str) -> None:
@@ -225,6 +230,7 @@ class Links:
             timeout_s=order.timeout_s,
             connect_timeout_s=order.connect_timeout_s,
             host_ip=host_ip,
+            library=self.library,
         )
         transport.connect()
         self._transports[key] = transport
@@ -247,16 +253,17 @@ class Links:
             raise
 
     def _run(self, flow: Flow) -> Readings:
-        end = _End(self._transports[flow.ends], _TARGET if self.device == flow.source else _SOURCE)
-        match flow.pattern, self.device == flow.source:
-            case Ping() as ping, True:
-                end.ping(ping)
-            case Ping(), False:
-                end.answer_all()
-            case Stream() as stream, True:
-                end.send(stream)
-            case Stream() as stream, False:
-                end.receive(stream)
+        end = _End(self._transports[flow.ends], _TARGET if self.device == flow.source else _SOURCE, self.on)
+        with devices.own_stream(self.on):
+            match flow.pattern, self.device == flow.source:
+                case Ping() as ping, True:
+                    end.ping(ping)
+                case Ping(), False:
+                    end.answer_all()
+                case Stream() as stream, True:
+                    end.send(stream)
+                case Stream() as stream, False:
+                    end.receive(stream)
         return end.readings
 
     def close(self) -> None:
@@ -282,16 +289,27 @@ class _End:
     Args:
         transport: of the flow.
         peer: the other end.
+        on: the device whose memory messages are in.
     """
 
-    def __init__(self, transport: ProcessTransport, peer: int) -> None:
+    def __init__(self, transport: ProcessTransport, peer: int, on: torch.device) -> None:
         self.transport = transport
         self.peer = peer
+        self.on = on
         self.readings = Readings()
         self._epoch_s = _epoch_s()
 
     def _now_s(self) -> float:
         return self._epoch_s + time.perf_counter()
+
+    def _recv(self, message: Message) -> tuple[torch.Tensor, ...]:
+        """The next message, once it is there, on a GPU, too."""
+        tensors = self.transport.recv(message, self.peer)
+        if not devices.settle(self.on, timeout_s=self.transport.timeout_s):
+            names, own = self.transport.names, self.transport.device
+            problem = f"it did not come within {self.transport.timeout_s:g} s"
+            raise TransportTimeoutError(names[own], names[self.peer], str(message), problem)
+        return tensors
 
     # Messages and answers
 
@@ -329,14 +347,14 @@ class _End:
         """Sends messages of these sizes one by one, each after the answer to the one before."""
         self._tell(sizes)
         out, answers = _messages(sizes), _messages([1] * len(sizes))
-        memory = torch.ones(max(sizes), dtype=torch.uint8)
+        memory = torch.ones(max(sizes), dtype=torch.uint8, device=self.on)
         transport, peer = self.transport, self.peer
         transport.open_window({peer: answers}, {peer: out})
         for expected, size in zip(out, sizes, strict=True):
             data = (memory[:size],)
             handed_s = self._now_s()
             transport.send(expected.message, peer, data)
-            transport.recv(expected.message, peer)
+            self._recv(expected.message)
             self.readings.add(size, handed_s, self._now_s())
         transport.close_window()
 
@@ -348,13 +366,13 @@ class _End:
         text[1 : 1 + len(pattern)] = torch.tensor(pattern, dtype=torch.int64)
         transport = self.transport
         transport.open_window({}, {self.peer: _ANNOUNCEMENT})
-        transport.send(_ANNOUNCEMENT[0].message, self.peer, (text,))
+        transport.send(_ANNOUNCEMENT[0].message, self.peer, (text.to(self.on),))
         transport.close_window()
 
     def _hear(self) -> list[int]:
         transport = self.transport
         transport.open_window({self.peer: _ANNOUNCEMENT}, {})
-        (text,) = transport.recv(_ANNOUNCEMENT[0].message, self.peer)
+        (text,) = self._recv(_ANNOUNCEMENT[0].message)
         transport.close_window()
         count, *sizes = text.tolist()
         pattern = [size for size in sizes if size]
@@ -363,12 +381,12 @@ class _End:
     def answer_all(self) -> None:
         """Answers messages until none are announced."""
         transport, peer = self.transport, self.peer
-        answer = (torch.ones(1, dtype=torch.uint8),)
+        answer = (torch.ones(1, dtype=torch.uint8, device=self.on),)
         while sizes := self._hear():
             messages, answers = _messages(sizes), _messages([1] * len(sizes))
             transport.open_window({peer: messages}, {peer: answers})
             for expected, size in zip(messages, sizes, strict=True):
-                transport.recv(expected.message, peer)
+                self._recv(expected.message)
                 heard_s = self._now_s()
                 # Answered at once: when `send` returns, the answer may have long arrived.
                 self.readings.add(size, heard_s, heard_s)
@@ -380,7 +398,7 @@ class _End:
     def send(self, pattern: Stream) -> None:
         """Hands over all messages."""
         messages = _messages([pattern.chunk_bytes] * pattern.num_chunks)
-        data = (torch.ones(pattern.chunk_bytes, dtype=torch.uint8),)
+        data = (torch.ones(pattern.chunk_bytes, dtype=torch.uint8, device=self.on),)
         transport, peer = self.transport, self.peer
         transport.open_window({}, {peer: messages})
         for expected in messages:
@@ -395,7 +413,7 @@ class _End:
         transport, peer = self.transport, self.peer
         transport.open_window({peer: messages}, {})
         for expected in messages:
-            transport.recv(expected.message, peer)
+            self._recv(expected.message)
             arrived_s = self._now_s()
             self.readings.add(pattern.chunk_bytes, arrived_s, arrived_s)
         transport.close_window()
@@ -465,6 +483,8 @@ class Facts:
         memory_bytes: that it may use.
         shares_memory: whether messages within the node can go through shared memory.
         gpus: of the node.
+        gpu_kind: of the device itself, such as `nvidia-h200`; empty for a CPU slot.
+        gpu_bytes: its memory.
     """
 
     node_id: str
@@ -475,6 +495,8 @@ class Facts:
     memory_bytes: int
     shares_memory: bool
     gpus: tuple[Gpu, ...]
+    gpu_kind: str = ""
+    gpu_bytes: int | None = None
 
 
 def find_gpus() -> tuple[Gpu, ...]:
@@ -543,12 +565,17 @@ class ProbeActor:
 
     Args:
         device: its number.
+        use_gpu: whether it is a GPU, which Ray gave to this process alone.
     """
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, *, use_gpu: bool = False) -> None:
         torch.set_num_threads(1)
         self.device = device
-        self._links = Links(device)
+        self._on = devices.CPU
+        if use_gpu:
+            os.environ.update(cuda.environment(""))
+            self._on = torch.device("cuda", 0)
+        self._links = Links(device, on=self._on)
         self._store: object = None
 
     def __repr__(self) -> str:
@@ -567,6 +594,8 @@ class ProbeActor:
             memory_bytes=memory_bytes(),
             shares_memory=shm.available(),
             gpus=find_gpus(),
+            gpu_kind=cuda.kind(self._on) if self._on.type == "cuda" else "",
+            gpu_bytes=cuda.memory_bytes(self._on) if self._on.type == "cuda" else None,
         )
 
     def host_store(self, *, host: str, timeout_s: float) -> int:
@@ -576,7 +605,13 @@ class ProbeActor:
         return port
 
     def meet(self, orders: Sequence[MeetOrder], *, host_ip: str) -> None:
-        """Connects flows; see `Links`."""
+        """Connects flows; see `Links`.
+
+        Raises:
+            ConfigError: messages between GPUs need something that is not installed.
+        """
+        if self._on.type == "cuda" and self._links.library is None:
+            self._links.library = cuda.Cuda(self._on)
         self._links.meet(orders, host_ip=host_ip)
 
     def run(self, flows: Sequence[Flow]) -> list[Readings]:

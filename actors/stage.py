@@ -236,8 +236,7 @@ class StageActor:
         )
         if self._on.type == "cpu" or not place.gpus:
             return place
-        first = torch.cuda.get_device_properties(self._on)
-        return replace(place, gpu_kind=first.name.lower().replace(" ", "-"), gpu_bytes=first.total_memory, nccl=cuda.nccl_version())
+        return replace(place, gpu_kind=cuda.kind(self._on), gpu_bytes=cuda.memory_bytes(self._on), nccl=cuda.nccl_version())
 
     # Control: answered while the other methods compute
 

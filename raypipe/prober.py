@@ -119,6 +119,7 @@ def probe(
     *,
     budget: Budget | None = None,
     devices_per_node: int | None = None,
+    use_gpu: bool = False,
     name: str = "probed",
     notice: Notice = lambda _: None,
 ) -> Probed:
@@ -127,7 +128,8 @@ def probe(
     Args:
         cluster: which; a local one is started where there is none.
         budget: of seconds and bytes.
-        devices_per_node: of each node, at most so many CPU slots are described; `None`: all of them.
+        devices_per_node: of each node, at most so many devices are described; `None`: all of them.
+        use_gpu: whether the GPUs and the links between them are measured, and not the CPU slots.
         name: of the topology.
         notice: told how it goes.
 
@@ -142,20 +144,23 @@ def probe(
     with session(cluster, num_devices=num_devices, cpus_per_device=1.0) as connected:
         # A local cluster has a place more than devices, for the driver.
         limit = num_devices if connected.local else devices_per_node
-        nodes = _nodes()
-        overheads = calibration.of("gloo" if len(nodes) > 1 else "shm").overheads if calibration is not None else None
-        with ActorCluster.of(nodes, limit=limit, cluster=cluster, notice=notice) as found:
+        nodes = _nodes(use_gpu=use_gpu)
+        known = calibration is not None and not use_gpu
+        overheads = calibration.of("gloo" if len(nodes) > 1 else "shm").overheads if calibration is not None and known else None
+        with ActorCluster.of(nodes, limit=limit, cluster=cluster, notice=notice, use_gpu=use_gpu) as found:
             return Probe(found, budget or Budget(), name=name, overheads=overheads, notice=notice).run()
 
 
-def _nodes() -> list[ClusterNode]:
-    """The living nodes that have a CPU, the head first.
+def _nodes(*, use_gpu: bool) -> list[ClusterNode]:
+    """The living nodes that have a CPU, or a GPU, the head first.
 
     Raises:
         PlanError: there are none.
     """
     heads = {node["NodeID"] for node in ray.nodes() if "node:__internal_head__" in node["Resources"]}
-    nodes = [node for node in cluster_nodes() if node.alive and node.num_cpus >= 1]
+    nodes = [node for node in cluster_nodes() if node.alive and (node.num_gpus if use_gpu else node.num_cpus) >= 1]
+    if not nodes and use_gpu:
+        raise PlanError("the cluster has no living node with a GPU that Ray knows of; see `ray status`, and nvidia-smi on the nodes")
     if not nodes:
         raise PlanError("the cluster has no living node with a CPU; start nodes with `ray start --num-cpus=N`, see `ray status`")
     return sorted(nodes, key=lambda node: (node.node_id not in heads, node.address, node.node_id))
@@ -199,10 +204,11 @@ class ActorCluster:
     Attributes:
         nodes: in order.
         names: of the nodes, in topologies.
-        num_slots: CPU slots of each.
+        num_slots: devices of each: CPU slots, or GPUs.
         devices: those with an actor, by number.
         speakers: of each node, the number of its first device.
         start_timeout_s: until all actors must be there.
+        use_gpu: whether devices are GPUs.
     """
 
     nodes: list[ClusterNode]
@@ -211,6 +217,7 @@ class ActorCluster:
     devices: list[ProbeDevice]
     speakers: list[int]
     start_timeout_s: float
+    use_gpu: bool = False
     facts: dict[int, Facts] = field(default_factory=dict)
     num_steps: int = 0
     num_bytes: int = 0
@@ -219,10 +226,12 @@ class ActorCluster:
 
     @classmethod
     @contextmanager
-    def of(cls, nodes: list[ClusterNode], *, limit: int | None, cluster: ClusterConfig, notice: Notice) -> Iterator[ActorCluster]:
+    def of(
+        cls, nodes: list[ClusterNode], *, limit: int | None, cluster: ClusterConfig, notice: Notice, use_gpu: bool = False
+    ) -> Iterator[ActorCluster]:
         """Launches the actors, and ends them at the end of the block, however that comes."""
-        slots = [min(int(node.num_cpus + 1e-9), limit or 1 << 30) for node in nodes]
-        found = cls(nodes, [own_name(node, nodes) for node in nodes], slots, [], [], cluster.start_timeout_s)
+        slots = [min(int((node.num_gpus if use_gpu else node.num_cpus) + 1e-9), limit or 1 << 30) for node in nodes]
+        found = cls(nodes, [own_name(node, nodes) for node in nodes], slots, [], [], cluster.start_timeout_s, use_gpu)
         try:
             for number in range(len(nodes)):
                 found._launch(number)
@@ -234,7 +243,7 @@ class ActorCluster:
                 ray.kill(device.actor, no_restart=True)
 
     def device_names(self, node: int) -> list[str]:
-        """What the CPU slots of a node are called."""
+        """What the devices of a node are called."""
         return [f"{self.names[node]}/{number}" for number in range(self.num_slots[node])]
 
     def _launch(self, number: int) -> None:
@@ -242,10 +251,12 @@ class ActorCluster:
         self.speakers.append(len(self.devices))
         for name in self.device_names(number)[:_MOST_ACTORS]:
             device = len(self.devices)
-            # Without a CPU of its own: what others hold is measured as it is.
-            actor_class = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(ProbeActor)
+            # Without a CPU of its own: what others hold is measured as it is. A GPU must be its own.
+            num_gpus = 1 if self.use_gpu else 0
+            actor_class = ray.remote(num_cpus=0, num_gpus=num_gpus, max_restarts=0, max_task_retries=0)(ProbeActor)
             strategy = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-            self.devices.append(ProbeDevice(number, name, actor_class.options(scheduling_strategy=strategy).remote(device)))
+            actor = actor_class.options(scheduling_strategy=strategy).remote(device, use_gpu=self.use_gpu)
+            self.devices.append(ProbeDevice(number, name, actor))
 
     def _start(self) -> None:
         calls = {number: device.actor.facts.remote() for number, device in enumerate(self.devices)}
@@ -318,7 +329,10 @@ class ActorCluster:
                 source=source,
                 target=target,
                 names=(ends[0].name, ends[1].name),
-                shared=ends[0].node == ends[1].node and self.facts[source].shares_memory and self.facts[target].shares_memory,
+                shared=not self.use_gpu
+                and ends[0].node == ends[1].node
+                and self.facts[source].shares_memory
+                and self.facts[target].shares_memory,
                 store=self._store,
                 prefix=f"probe/{source}-{target}",
                 connect_timeout_s=_CONNECT_TIMEOUT_S,
@@ -628,8 +642,12 @@ class Probe:
         on_machine = [other for other, speaker in enumerate(cluster.speakers) if cluster.facts[speaker].hostname == facts.hostname]
         each_bytes = facts.memory_bytes // sum(cluster.num_slots[other] for other in on_machine)
         link = NodeLink(latency_s=inside.latency_s, bandwidth_bytes_per_s=inside.bandwidth_bytes_per_s) if inside is not None else None
-        devices = tuple(Device(name, "cpu", each_bytes) for name in cluster.device_names(number))
-        return Node(name=cluster.names[number], devices=devices, link=link, cores=facts.num_cores)
+        names = cluster.device_names(number)
+        if facts.gpu_kind:
+            gpus = tuple(Device(name, facts.gpu_kind, facts.gpu_bytes) for name in names)
+            return Node(name=cluster.names[number], devices=gpus, link=link)
+        slots = tuple(Device(name, "cpu", each_bytes) for name in names)
+        return Node(name=cluster.names[number], devices=slots, link=link, cores=facts.num_cores)
 
 
 def _typical(fits: Sequence[LinkFit]) -> LinkFit | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,8 +79,9 @@ Probing = Callable[..., Probed]
 def probed(monkeypatch: pytest.MonkeyPatch) -> Probing:
     """Probes simulated nodes."""
 
-    def of(num_nodes: int, network: Network, budget: Budget | None = None, *, fails_at: int | None = None) -> Probed:
+    def of(num_nodes: int, network: Network, budget: Budget | None = None, *, fails_at: int | None = None, gpu_kind: str = "") -> Probed:
         cluster = Simulated(num_nodes, network, fails_at=fails_at)
+        cluster.facts = {number: replace(facts, gpu_kind=gpu_kind, gpu_bytes=80 << 30) for number, facts in cluster.facts.items()}
         monkeypatch.setattr("raypipe.prober.time", cluster)
         return Probe(cluster, budget or Budget(), name="simulated", overheads=None, notice=lambda _: None).run()
 
@@ -112,6 +114,14 @@ def test_equal_nodes_all_have_their_limits(probed: Probing, num_nodes: int) -> N
     assert [shared.bandwidth_bytes_per_s for shared in found.topology.shared_links] == [pytest.approx(125 * MB, rel=0.1)] * 2 * num_nodes
     assert found.seconds < 30
     assert [text for text in found.notices if "shared" in text] == []
+
+
+def test_gpus_are_described_with_their_kind_and_their_own_memory(probed: Probing) -> None:
+    cpus, gpus = (probed(2, limited_nodes(2), gpu_kind=kind).topology for kind in ("", "nvidia-h200"))
+    assert [(device.kind, device.memory_bytes) for device in gpus.devices] == [("nvidia-h200", 80 << 30)] * 2
+    assert [node.cores for node in gpus.nodes] == [None, None]
+    assert [(device.kind, device.memory_bytes) for device in cpus.devices] == [("cpu", 1 << 30)] * 2
+    assert [node.cores for node in cpus.nodes] == [1, 1]
 
 
 @pytest.mark.parametrize("fails_at", [None, 60])

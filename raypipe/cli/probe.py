@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     show_default=True,
     help="Bytes that may go through all links together.",
 )
-@click.option("--devices-per-node", type=COUNT, help="Describe at most so many CPU slots of each node.  [default: all]")
+@click.option("--devices-per-node", type=COUNT, help="Describe at most so many devices of each node.  [default: all]")
+@click.option("--use-gpu", is_flag=True, help="Measure the GPUs and the links between them, not the CPU slots.")
 @click.option("--timeout-s", type=SECONDS, default=60.0, show_default=True, help="Until the probe actors must be there.")
 @json_option
 def probe(
@@ -39,6 +40,7 @@ def probe(
     budget_s: float,
     budget_bytes: int,
     devices_per_node: int | None,
+    use_gpu: bool,
     timeout_s: float,
     as_json: bool,
 ) -> None:
@@ -55,6 +57,7 @@ def probe(
         ClusterConfig(address=address, dashboard=False, log_to_driver=False, start_timeout_s=timeout_s),
         budget=Budget(seconds=budget_s, num_bytes=budget_bytes),
         devices_per_node=devices_per_node,
+        use_gpu=use_gpu,
         notice=lambda text: click.echo(text, err=True),
     )
     if output:

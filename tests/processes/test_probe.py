@@ -16,6 +16,7 @@ from raypipe.actors.probe import LEAST_PING_BYTES, Flow, Links, MeetOrder, Ping,
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.network.clocks import offset
 from raypipe.network.fit import fit
+from tests.processes.fake_nccl import FakeNccl, Network
 
 PING = Ping(seconds=0.05, most_bytes=4 * LEAST_PING_BYTES)
 _runs = itertools.count()
@@ -42,9 +43,11 @@ def both(calls: tuple[Callable[[], object], Callable[[], object]]) -> tuple[obje
     return first.result(), second.result()
 
 
-@pytest.fixture
-def pair(loopback: None) -> Iterator[Pair]:
-    links = Links(0), Links(1)
+@pytest.fixture(params=["cpu", "gpu"])
+def pair(loopback: None, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """Ends on the CPU, and ends with another library in the place of NCCL."""
+    network = Network()
+    links = (Links(0), Links(1)) if request.param == "cpu" else (Links(0, library=FakeNccl(network)), Links(1, library=FakeNccl(network)))
     yield links
     for end in links:
         end.close()
