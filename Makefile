@@ -33,11 +33,11 @@ GPU_RESULTS ?= build/gpu
 
 gpu-test:  ## runs the tests that need a GPU, with .venv or else the python3 of this machine; skips without one
 	@mkdir -p $(GPU_RESULTS)
-	$(GPU_PYTHON) -m pytest tests/gpu --junitxml=$(GPU_RESULTS)/tests.xml
+	$(GPU_PYTHON) -m pytest -W default tests/gpu --junitxml=$(GPU_RESULTS)/tests.xml
 
 gpu-bench:  ## prints the figures of stages on a GPU, and writes them as JSON; less than ten minutes on one H200
 	@mkdir -p $(GPU_RESULTS)
-	$(GPU_PYTHON) benchmarks/gpu.py --json $(GPU_RESULTS)/figures.json
+	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) benchmarks/gpu.py --json $(GPU_RESULTS)/figures.json
 
 check: $(INSTALLED)  ## checks style, format and types
 	$(BIN)/ruff check .

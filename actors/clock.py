@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from raypipe.actors.report import SpanLog
@@ -31,6 +32,9 @@ _LOOK_EVERY_S = 0.2
 
 class Clock(Protocol):
     """Finds out what the steps of a window took."""
+
+    def rest(self) -> None:
+        """Waits until the device has done all that it was told. What waits for a peer must not be begun before, or it never rests."""
 
     def begin(self) -> float:
         """Begins a window; returns the time that `time.time` reads at that moment."""
@@ -59,6 +63,9 @@ class HostClock:
     def __init__(self) -> None:
         self._log = SpanLog()
         self._origin_s = 0.0
+
+    def rest(self) -> None:
+        """See `Clock`."""
 
     def begin(self) -> float:
         """See `Clock`."""
@@ -107,12 +114,15 @@ class DeviceClock:
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="raypipe watches the device", daemon=True).start()
 
+    def rest(self) -> None:
+        """See `Clock`."""
+        self._module.synchronize()
+
     def begin(self) -> float:
         """See `Clock`."""
         with self._lock:
             self._noted, self._num_done = [], 0
             self._num_windows += 1
-        self._module.synchronize()
         self._origin = self.mark()
         self._in_window.set()
         return time.time()
@@ -143,8 +153,10 @@ class DeviceClock:
     def doing(self) -> Timed | None:
         """See `Clock`."""
         with self._lock:
-            while self._num_done < len(self._noted) and self._noted[self._num_done][2].query():
-                self._num_done += 1
+            # A device that has failed says so at every question; whoever waits for it is told what happened.
+            with suppress(RuntimeError):
+                while self._num_done < len(self._noted) and self._noted[self._num_done][2].query():
+                    self._num_done += 1
             return self._noted[self._num_done][0] if self._num_done < len(self._noted) else None
 
     def close(self) -> None:

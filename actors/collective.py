@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import ray
@@ -101,13 +102,17 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
         self._nccl = self._library.nccl
         self._communicator = self._nccl.NcclCommunicator(world_size, self._meet(), rank)
 
+    @property
+    def _keeper_name(self) -> str:
+        return f"{NAME}/{self.group_name}/{self.world_size}"
+
     def _meet(self) -> bytes:
         """The id of the communicator, which rank 0 keeps in an actor with the group's name.
 
         Raises:
             RunError: rank 0 did not come in time.
         """
-        name = f"{NAME}/{self.group_name}"
+        name = self._keeper_name
         if self.rank == 0:
             unique_id = self._library.unique_id()
             self._keeper = ray.remote(num_cpus=0)(_Keeper).options(name=name).remote(unique_id)
@@ -138,6 +143,11 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
         self._communicator.destroy()
         if self._keeper is not None:
             ray.kill(self._keeper)
+            # Until the name is gone: a group that is made anew under it must not find this one.
+            deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
+            with suppress(ValueError):
+                while ray.get_actor(self._keeper_name) and time.monotonic() < deadline_s:
+                    time.sleep(_LOOK_EVERY_S)
 
     # What ray.util.collective calls; it gives tensors in lists of one
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from raypipe.actors.channels import CLOSED_BY_PEER, ChannelError
+from raypipe.actors.ipc import Slot
 from raypipe.errors import ConfigError
 
 _BEFORE_OTHERS = -1
 """The priority of streams whose work goes before that of streams with 0, where both could begin."""
+
+_HANDLE_BYTES = 64
+"""Of memory or an event, as CUDA has them."""
+_IN_USE_S = 0.3
+"""Until a communicator is ended under a call that does not return."""
+_LOOK_EVERY_S = 0.001
 
 _TYPES = {torch.float32: "NCCL_FLOAT32", torch.float64: "NCCL_FLOAT64", torch.int64: "NCCL_INT64", torch.int32: "NCCL_INT32"}
 """Of what is summed."""
@@ -29,6 +40,8 @@ def environment(host: str) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         # What waits for a message keeps so many multiprocessors from computing.
         "NCCL_MAX_CTAS": "4",
+        # All ways are opened when a communicator is made: later that would hold hosts up, in windows.
+        "NCCL_RUNTIME_CONNECT": "0",
     }
     if host:
         found |= {"NCCL_HOSTID": host, "NCCL_MAX_CTAS": "1"}
@@ -77,6 +90,7 @@ class Cuda:
             raise ConfigError(f"cupy finds no NCCL library: pip install 'raypipe[{_extra()}]', or put libnccl.so.2 where it looks")
         self.nccl = nccl
         self.runtime = runtime
+        self._kept: dict[int, list[Slot]] = {}
 
     def unique_id(self) -> bytes:
         """See `Library`."""
@@ -89,11 +103,13 @@ class Cuda:
     def communicator(self, num_ranks: int, unique_id: bytes, rank: int) -> CupyCommunicator:
         """See `Library`."""
         torch.cuda.set_device(self.device)  # of this thread
-        return CupyCommunicator(self.nccl, self.nccl.NcclCommunicator(num_ranks, unique_id, rank))
+        return CupyCommunicator(self.nccl, self.nccl.NcclCommunicator(num_ranks, unique_id, rank), self.stream())
 
     def stream(self) -> torch.cuda.Stream:
-        """See `Library`."""
-        return torch.cuda.Stream(self.device, priority=_BEFORE_OTHERS)  # type: ignore[no-untyped-call]
+        """See `Library`. Torch's own streams are 32 in turn, of which two might be one."""
+        with torch.cuda.device(self.device):
+            made = self.runtime.streamCreateWithPriority(self.runtime.streamNonBlocking, _BEFORE_OTHERS)
+        return torch.cuda.ExternalStream(int(made), self.device)  # type: ignore[no-untyped-call]
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Library`."""
@@ -123,37 +139,43 @@ class Cuda:
 
     # Between processes of one GPU
 
-    def allocate(self, num_bytes: int) -> tuple[int, bytes]:
+    def make_slot(self, num_bytes: int) -> Slot:
         """See `SharingLibrary`."""
-        kept = _KEPT.get(num_bytes)
+        kept = self._kept.get(num_bytes)
         if kept:
             return kept.pop()
-        address = int(self.runtime.malloc(num_bytes))
-        handle = bytes(self.runtime.ipcGetMemHandle(address))
-        _HANDLES[address] = num_bytes, handle
-        return address, handle
+        address = self._malloc(num_bytes)
+        filled, taken = (torch.cuda.Event(interprocess=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        handles = [self.runtime.ipcGetMemHandle(address), *(event.ipc_handle() for event in (filled, taken))]  # type: ignore[no-untyped-call]
+        return Slot(address, num_bytes, filled, taken, b"".join(map(bytes, handles)))
 
-    def free(self, address: int) -> None:
-        """See `SharingLibrary`."""
-        num_bytes, handle = _HANDLES[address]
-        _KEPT.setdefault(num_bytes, []).append((address, handle))
+    def _malloc(self, num_bytes: int) -> int:
+        """Memory of CUDA's own, which torch gives back for it where it has too much."""
+        try:
+            return int(self.runtime.malloc(num_bytes))
+        except self.runtime.CUDARuntimeError:
+            torch.cuda.empty_cache()
+        try:
+            return int(self.runtime.malloc(num_bytes))
+        except self.runtime.CUDARuntimeError as error:
+            raise torch.OutOfMemoryError(f"no memory for {num_bytes} bytes of a message: {error}") from error
 
-    def open(self, handle: bytes) -> int:
+    def keep_slot(self, slot: Slot) -> None:
         """See `SharingLibrary`."""
-        return int(self.runtime.ipcOpenMemHandle(handle))
+        self._kept.setdefault(slot.num_bytes, []).append(slot)
 
-    def close(self, address: int) -> None:
+    def open_slot(self, num_bytes: int, handles: bytes) -> Slot:
         """See `SharingLibrary`."""
-        self.runtime.ipcCloseMemHandle(address)
+        memory, filled, taken = (handles[first : first + _HANDLE_BYTES] for first in range(0, 3 * _HANDLE_BYTES, _HANDLE_BYTES))
+        address = int(self.runtime.ipcOpenMemHandle(memory))
+        return Slot(address, num_bytes, self._open_event(filled), self._open_event(taken), handles)
 
-    def shared_event(self) -> tuple[torch.cuda.Event, bytes]:
-        """See `SharingLibrary`."""
-        event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
-        return event, bytes(event.ipc_handle())  # type: ignore[no-untyped-call]
-
-    def open_event(self, handle: bytes) -> torch.cuda.Event:
-        """See `SharingLibrary`."""
+    def _open_event(self, handle: bytes) -> torch.cuda.Event:
         return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-any-return, no-untyped-call]
+
+    def close_slot(self, slot: Slot) -> None:
+        """See `SharingLibrary`."""
+        self.runtime.ipcCloseMemHandle(slot.address)
 
     def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None) -> None:
         """See `SharingLibrary`."""
@@ -174,32 +196,33 @@ def _extra() -> str:
     return "cuda13" if (torch.version.cuda or "13").startswith("13") else "cuda12"
 
 
-_HANDLES: dict[int, tuple[int, bytes]] = {}
-"""Of memory that this process has shared, by its address: its bytes and its handle."""
-_KEPT: dict[int, list[tuple[int, bytes]]] = {}
-"""That of which no channel makes use now, by its bytes."""
-
-
 class CupyCommunicator:
     """A communicator of cupy, given tensors of torch: both see the same memory.
 
     Args:
         nccl: cupy's module.
         communicator: cupy's.
+        stream: its own.
     """
 
-    def __init__(self, nccl: Any, communicator: Any) -> None:
+    def __init__(self, nccl: Any, communicator: Any, stream: torch.cuda.Stream) -> None:
         self.nccl = nccl
         self.communicator = communicator
-        self.ended = False
+        self.stream = stream
+        self._lock = threading.Lock()
+        self._ended = False
+        self._num_calls = 0
+        """Under way in other threads: the communicator must not be freed under them."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, stream: torch.cuda.Stream) -> None:
         """See `Communicator`."""
-        self._pass(self.communicator.send, tensors, peer, stream)
+        with self._in_use():
+            self._pass(self.communicator.send, tensors, peer, stream)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, stream: torch.cuda.Stream) -> None:
         """See `Communicator`."""
-        self._pass(self.communicator.recv, tensors, peer, stream)
+        with self._in_use():
+            self._pass(self.communicator.recv, tensors, peer, stream)
 
     def _pass(self, call: Any, tensors: Sequence[Tensor], peer: int, stream: torch.cuda.Stream) -> None:
         if len(tensors) > 1:
@@ -214,20 +237,49 @@ class CupyCommunicator:
     def all_reduce(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """See `Communicator`."""
         start, kind = tensor.data_ptr(), getattr(self.nccl, _TYPES[tensor.dtype])
-        self.communicator.allReduce(start, start, tensor.numel(), kind, self.nccl.NCCL_SUM, stream.cuda_stream)
+        with self._in_use():
+            self.communicator.allReduce(start, start, tensor.numel(), kind, self.nccl.NCCL_SUM, stream.cuda_stream)
 
     def problem(self) -> str | None:
         """See `Communicator`."""
-        if self.ended:
-            return "its communicator was ended"
         try:
-            self.communicator.check_async_error()
-        except self.nccl.NcclError as error:
-            return f"NCCL failed: {error}; NCCL_DEBUG=INFO in the environment of the actors says more"
+            with self._in_use():
+                self.communicator.check_async_error()
+        except ChannelError as error:
+            return error.problem
         return None
 
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keeps the communicator while it is called.
+
+        Raises:
+            ChannelError: it has ended, or NCCL has failed.
+        """
+        with self._lock:
+            if self._ended:
+                raise ChannelError(CLOSED_BY_PEER)
+            self._num_calls += 1
+        try:
+            yield
+        except self.nccl.NcclError as error:
+            raise ChannelError(f"NCCL failed: {error}; NCCL_DEBUG=INFO in the environment of the actors says more") from error
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+
     def shut_down(self) -> None:
-        """See `Communicator`."""
-        if not self.ended:
-            self.ended = True
+        """See `Communicator`. In a thread: to end one may wait for the GPU, on which others are yet to be ended."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        threading.Thread(target=self._abort, name="raypipe ends a communicator", daemon=True).start()
+
+    def _abort(self) -> None:
+        deadline_s = time.monotonic() + _IN_USE_S
+        # A call that waits inside NCCL ends only with the communicator.
+        while self._num_calls and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_EVERY_S)
+        with suppress(self.nccl.NcclError):
             self.communicator.abort()

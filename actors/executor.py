@@ -26,7 +26,7 @@ from raypipe.actors import devices
 from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.clock import Clock, DeviceClock, HostClock, Timed
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Draw, Outputs, Weights, squared_norm
+from raypipe.actors.held import Draw, Outputs, Weights, squared_norm, stand_in
 from raypipe.actors.job import Job, MessageKey, Rows
 from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import Pending, Transport
@@ -147,7 +147,8 @@ class Executor:
         self.doing = "waiting to begin"
         """What the host is at."""
         self.abort_reason: str | None = None
-        self._failure: RunError | None = None
+        self.failure: RunError | None = None
+        """What another thread has found, while this one may be held up by the device."""
         self.clock: Clock = HostClock()
         if on.type != "cpu":
             module = torch.get_device_module(on)
@@ -170,13 +171,14 @@ class Executor:
         try:
             return self._run(job, window)
         except Exception as error:
-            if self._failure is not None:
-                raise self._failure from error
+            if self.failure is not None:
+                raise self.failure from error
             raise
 
     def _run(self, job: Job, window: Window) -> WindowReport:
         keep_what_compiled_forwards_save()
         wiring = self._wiring(job, window.num_rows or self.num_rows)
+        self.clock.rest()
         self.transport.open_window(wiring.incoming, wiring.outgoing)
         for weights in self.held.values():
             weights.module.train(not job.forward_only)
@@ -191,6 +193,37 @@ class Executor:
             if not job.forward_only:
                 weights.end_window()
         return report
+
+    def warm_up(self, batch: Batch) -> None:
+        """Runs each stage forwards and backwards once, in both ways, and drops what that gave; for a GPU, before it meets others.
+
+        CUDA loads kernels when they are first asked for, torch compiles layers when they first run, and both may wait until the GPU has
+        done all that it was told. In a window that would be messages, too, which wait for others that wait for this device.
+        """
+        last = len(self.model.layers) - 1
+        for stage, weights in self.held.items():
+            module = weights.module.train()
+            sources = [(edge, specs) for edge, specs in self.wirer.edge_specs.items() if edge[1] == stage]
+            for split in (False, True):
+                inputs: Outputs = {}
+                for edge, of_layers in sources:
+                    for layer, specs in zip(self.wirer.cut.crossing[edge], of_layers, strict=True):
+                        inputs[layer] = tuple(stand_in(spec, on=self.on) for spec in specs)
+                outputs = weights.run(weights.newest, inputs, devices.upload(batch, self.on), Draw(0))
+                roots = [tensor for tensors in outputs.values() for tensor in tensors if tensor.requires_grad]
+                if last in outputs:
+                    roots = [self.model.loss(outputs[last][0], devices.upload(batch, self.on))]
+                gradients, leaves = [torch.ones_like(root) for root in roots], [tensor for tensors in inputs.values() for tensor in tensors]
+                parameters = weights.bind(weights.newest, 0)
+                if split:
+                    pivot = () if any(leaf.requires_grad for leaf in leaves) else module.first[0]
+                    backward_input(roots, gradients, leaves, parameters, pivot=pivot)[1].run()
+                else:
+                    backward_full(roots, gradients, leaves, parameters)
+                _root(weights.squared_norm(0))
+                weights.flat_gradients(0)
+                weights.drop_gradients(0)
+                module.first[0] = ()
 
     def abort(self, reason: str) -> None:
         """Ends what runs, within a second. Called from another thread."""
@@ -207,7 +240,7 @@ class Executor:
             if self.abort_reason is None:
                 self.transport.check()
         except RunError as error:
-            self._failure = error
+            self.failure = error
             self.abort(str(error))
 
     def _give_up(self, step: Timed) -> None:
@@ -217,14 +250,14 @@ class Executor:
         name = self._name(self.device)
         if isinstance(step, Receiving):
             problem = f"it did not come within {self.timeout_s:g} s"
-            self._failure = TransportTimeoutError(name, self._name(step.device), str(step.message), problem)
+            self.failure = TransportTimeoutError(name, self._name(step.device), str(step.message), problem)
         elif isinstance(step, Computing):
-            self._failure = RunError(f"device {name} has been at {step.name} for {self.timeout_s:g} s, on {self.on}, and does not end")
+            self.failure = RunError(f"device {name} has been at {step.name} for {self.timeout_s:g} s, on {self.on}, and does not end")
         else:
             others = ", ".join(self._name(member) for member in step.collective.devices if member != self.device)
             problem = f"it did not end within {self.timeout_s:g} s"
-            self._failure = TransportTimeoutError(name, others, str(step.collective), problem)
-        self.abort(str(self._failure))
+            self.failure = TransportTimeoutError(name, others, str(step.collective), problem)
+        self.abort(str(self.failure))
 
     def _name(self, device: int) -> str:
         return self.names[device] if self.names else str(device)

@@ -622,6 +622,8 @@ def output_specs(
     try:
         with torch.enable_grad():
             outputs: Outputs = module(zeros, devices.upload(batch, module.on), Draw(0))
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise ConfigError(f"a forward of {where} failed: {type(error).__name__}: {error}") from error
     finally:

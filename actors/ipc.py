@@ -36,8 +36,8 @@ from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.lower import Message
 
 _ALIGNMENT_BYTES = 256
-_SLOT_BYTES = 1 << 16
-"""Slots have a multiple of it."""
+_SLOT_BYTES = 2 << 20
+"""Slots have a multiple of it: CUDA would carve smaller ones out of memory that it does not share alone."""
 _LOOK_EVERY_S = 0.001
 _NEW = b"\0"
 _SENT = b"\1"
@@ -45,26 +45,47 @@ _SLOT = struct.Struct("<I")
 _SIZE = struct.Struct("<Q")
 
 
+@dataclass(frozen=True)
+class Slot:
+    """Memory for one message, as one of its ends sees it.
+
+    Attributes:
+        address: of the memory.
+        num_bytes: of it.
+        filled: the event behind a message's way in.
+        taken: the event behind its way out.
+        handles: by which another process opens all three.
+    """
+
+    address: int
+    num_bytes: int
+    filled: Any
+    taken: Any
+    handles: bytes
+
+
 class SharingLibrary(Library, Protocol):
     """What is used of CUDA besides: memory and events that other processes can open."""
 
-    def allocate(self, num_bytes: int) -> tuple[int, bytes]:
-        """The address of new memory of the device, and the handle by which others open it."""
+    def make_slot(self, num_bytes: int) -> Slot:
+        """A slot of the device.
 
-    def free(self, address: int) -> None:
-        """Keeps that memory for the next that is allocated: another process may still have it open."""
+        Raises:
+            torch.OutOfMemoryError: there is no memory for it.
+        """
 
-    def open(self, handle: bytes) -> int:
-        """The address of memory that another process allocated."""
+    def keep_slot(self, slot: Slot) -> None:
+        """Keeps a slot that was made for the next that is asked for: another process may still have it open."""
 
-    def close(self, address: int) -> None:
-        """Gives an opened address back."""
+    def open_slot(self, num_bytes: int, handles: bytes) -> Slot:
+        """A slot that another process made.
 
-    def shared_event(self) -> tuple[Any, bytes]:
-        """A new event, and the handle by which others open it."""
+        Raises:
+            RuntimeError: this one cannot open it.
+        """
 
-    def open_event(self, handle: bytes) -> Any:
-        """An event that another process made."""
+    def close_slot(self, slot: Slot) -> None:
+        """Gives an opened slot back."""
 
     def record(self, event: Any, stream: Any | None) -> None:
         """Records an event behind what a stream, or the computing one, was told until now."""
@@ -74,16 +95,6 @@ class SharingLibrary(Library, Protocol):
 
     def copy(self, target: int, source: int, num_bytes: int, stream: Any | None) -> None:
         """Puts a copy from address to address into a stream, or into the computing one."""
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Memory for one message, as one of its ends sees it."""
-
-    address: int
-    num_bytes: int
-    filled: Any
-    taken: Any
 
 
 class _Description:
@@ -115,7 +126,7 @@ class Incoming:
         self.library = library
         self.line = line
         self.timeout_s = timeout_s
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._num_taken = 0
         self._prepared = Prepared(_Description)
         self._left: list[_Description] = []
@@ -146,7 +157,7 @@ class Incoming:
             self.line.write_number(self._num_taken)
         return tensors
 
-    def _next_slot(self, description: _Description) -> _Slot:
+    def _next_slot(self, description: _Description) -> Slot:
         try:
             packet = self.line.read()
             while packet[:1] == _NEW:
@@ -161,12 +172,8 @@ class Incoming:
 
     def _open_slot(self, packet: bytes) -> None:
         (num_bytes,) = _SIZE.unpack(packet[: _SIZE.size])
-        handles = packet[_SIZE.size :]
-        third = len(handles) // 3
-        memory, filled, taken = (handles[place * third : (place + 1) * third] for place in range(3))
-        library = self.library
         try:
-            self._slots.append(_Slot(library.open(memory), num_bytes, library.open_event(filled), library.open_event(taken)))
+            self._slots.append(self.library.open_slot(num_bytes, packet[_SIZE.size :]))
         except RuntimeError as error:
             problem = f"it cannot open the peer's memory on the GPU that they share ({error})"
             raise ChannelError(f"{problem}; set scaling.transport to nccl") from error
@@ -182,7 +189,8 @@ class Incoming:
         self.line.close()
         self._left.clear()
         for slot in self._slots:
-            self.library.close(slot.address)
+            with suppress(RuntimeError):  # a GPU that has failed gives nothing back
+                self.library.close_slot(slot)
         self._slots.clear()
 
 
@@ -202,7 +210,7 @@ class Outgoing:
         self.stream = library.stream()
         self.error: ChannelError | None = None
         """See `OutgoingChannel`."""
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._free: deque[int] = deque()
         self._under_way: deque[tuple[Message, int]] = deque()
         """The slots of messages of which the receiver's host has not said that it took them."""
@@ -250,12 +258,9 @@ class Outgoing:
                 self._free.remove(number)
                 return number
         size = max(1, -(-num_bytes // _SLOT_BYTES)) * _SLOT_BYTES
-        library = self.library
-        address, memory = library.allocate(size)
-        filled, filled_handle = library.shared_event()
-        taken, taken_handle = library.shared_event()
-        self._slots.append(_Slot(address, size, filled, taken))
-        packet = _NEW + _SIZE.pack(size) + memory + filled_handle + taken_handle
+        slot = self.library.make_slot(size)
+        self._slots.append(slot)
+        packet = _NEW + _SIZE.pack(size) + slot.handles
         assert len(packet) <= PACKET_BYTES, "handles are of 64 bytes each"
         self._write(packet)
         return len(self._slots) - 1
@@ -320,7 +325,7 @@ class Outgoing:
         self.line.close()
         self._left.clear()
         for slot in self._slots:
-            self.library.free(slot.address)
+            self.library.keep_slot(slot)
         self._slots.clear()
         self._under_way.clear()
         self._free.clear()

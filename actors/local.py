@@ -111,6 +111,11 @@ class LocalPipeline:
         window = Window(number=self.num_windows, first_update=0, batches=batches, keep_outputs=keep_outputs)
         return self._run(jobs(schedule, self.placement), window)
 
+    def close(self) -> None:
+        """Ends the threads that its devices have, where they are GPUs."""
+        for executor in self.executors:
+            executor.close()
+
     def _run(self, what: Sequence[Job], window: Window) -> list[WindowReport]:
         def one(executor: Executor, job: Job) -> WindowReport:
             try:

@@ -124,6 +124,7 @@ def measure_layers(
             weights = Weights(module, optimizer=optimizer, rule=WeightRule.FLUSH)
             made |= prepare(weights, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)
             found.append(_Layer(model, weights, made, batch, parameter_bytes).measure(samples[index], effort))
+    devices.drop_fillers()
     return found
 
 

@@ -43,6 +43,7 @@ class MemoryMeter(Protocol):
 
 def memory_meter(device: torch.device) -> MemoryMeter:
     """The meter of a device that holds nothing of a model yet."""
+    _load_what_comes_late(device)
     return CudaMemory(device) if device.type == "cuda" else ProcessMemory()
 
 
@@ -50,7 +51,6 @@ class ProcessMemory:
     """See the top: the memory of this process."""
 
     def __init__(self) -> None:
-        _load_what_comes_late()
         _give_back_what_is_free()
         found = _resident_bytes()
         self._before = None if found is None else found["RssAnon"]
@@ -103,12 +103,12 @@ def _resident_bytes() -> dict[str, int] | None:
     return found if {"VmHWM", "RssAnon", *_SHARED} <= found.keys() else None
 
 
-def _load_what_comes_late() -> None:
-    """Does once what stages do: torch loads the half of itself when it is first used."""
-    weight = nn.Parameter(torch.zeros(2, 2))
+def _load_what_comes_late(device: torch.device) -> None:
+    """Does once what stages do: torch loads the half of itself when it is first used, and has memory of its own for products on a GPU."""
+    weight = nn.Parameter(torch.zeros(2, 2, device=device))
     optimizer = torch.optim.AdamW([weight], fused=True)
     with torch.enable_grad():
-        nn.functional.layer_norm(torch.ones(2, 2) @ weight, (2,)).sum().backward()  # type: ignore[no-untyped-call]
+        nn.functional.layer_norm(torch.ones(2, 2, device=device) @ weight, (2,)).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
 
 

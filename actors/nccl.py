@@ -39,7 +39,15 @@ _LOOK_EVERY_S = 0.001
 
 
 class Communicator(Protocol):
-    """Some ranks that pass messages and meet in sums. What it is told happens in the order of its stream."""
+    """Some ranks that pass messages and meet in sums. What it is told happens in the order of its stream.
+
+    Attributes:
+        stream: its own.
+    """
+
+    @property
+    def stream(self) -> Any:
+        """See above."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, stream: Any) -> None:
         """Puts the sending of contiguous tensors that are not empty into a stream."""
@@ -54,7 +62,7 @@ class Communicator(Protocol):
         """What has gone wrong since, if anything has. Called from any thread."""
 
     def shut_down(self) -> None:
-        """Ends what is under way and all that follows, with any content. Called from any thread."""
+        """Ends what is under way and all that follows, with any content; does not wait for that. Called from any thread."""
 
 
 class Library(Protocol):
@@ -67,7 +75,7 @@ class Library(Protocol):
         """Makes a communicator, once all its ranks do."""
 
     def stream(self) -> Any:
-        """A new stream, before others where they compete."""
+        """A new stream, which nothing else is put into, before others where they compete."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the computing stream."""
@@ -112,18 +120,18 @@ def connect(library: Library, meeting: Meeting, kind: str, members: tuple[int, .
 
     def make() -> Communicator:
         made = library.communicator(len(members), bytes.fromhex(unique_id), rank)
-        _pass_the_first(library, made, rank, alone=len(members) > 2)
+        _pass_the_first(library, made, rank, summed=kind == "group")
         return made
 
     return _with_limit(make, meeting, ", ".join(meeting.names[other] for other in others))
 
 
-def _pass_the_first(library: Library, communicator: Communicator, rank: int, *, alone: bool) -> None:
+def _pass_the_first(library: Library, communicator: Communicator, rank: int, *, summed: bool) -> None:
     """Passes a first message or sum, for which NCCL holds the host up until its ways are open."""
-    first, stream = library.empty((1,), torch.float32), library.stream()
+    first, stream = library.empty((1,), torch.float32), communicator.stream
     first.zero_()
     library.follow(stream)
-    if alone:
+    if summed:
         communicator.all_reduce(first, stream)
     elif rank == 0:
         communicator.send([first], 1, stream)
@@ -175,7 +183,7 @@ class Incoming:
         self.library = library
         self.communicator = communicator
         self.timeout_s = timeout_s
-        self.stream = library.stream()
+        self.stream = communicator.stream
         self._left: list[Expected] = []
         """The last is the next."""
         self._posted: deque[tuple[Expected, tuple[Tensor, ...], Any]] = deque()
@@ -234,7 +242,7 @@ class Outgoing:
     def __init__(self, library: Library, communicator: Communicator) -> None:
         self.library = library
         self.communicator = communicator
-        self.stream = library.stream()
+        self.stream = communicator.stream
         self._left: list[Expected] = []
         """The last is the next."""
         self._sent: deque[tuple[Message, Any]] = deque()
@@ -305,7 +313,7 @@ class Group:
     def __init__(self, library: Library, communicator: Communicator) -> None:
         self.library = library
         self.communicator = communicator
-        self.stream = library.stream()
+        self.stream = communicator.stream
 
     def sum(self, tensor: Tensor) -> Sum:
         """Begins to sum a tensor over the members, in place."""

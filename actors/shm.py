@@ -96,7 +96,9 @@ def _call(meeting: Meeting, channel: str, source: int) -> socket.socket:
         end.connect(f"\0{name}")
     except OSError as error:
         end.close()
-        problem = f"no way through shared memory ({error.strerror}): they are not on one host; set scaling.transport to gloo"
+        problem = (
+            f"no way through shared memory ({error.strerror}): they are not on one host; set scaling.transport to gloo, or to nccl for GPUs"
+        )
         raise TransportError(meeting.name, meeting.names[source], "connecting", problem) from error
     meeting.say(f"{channel} called")
     return end

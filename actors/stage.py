@@ -174,12 +174,24 @@ class Status:
         doing: in words.
         since_s: seconds since it began the call that it is in.
         computes: whether it runs an Op of a window, and does not wait for another device.
+        failure: why its window cannot end, where the thread that runs it cannot say so itself.
     """
 
     device: int
     doing: str
     since_s: float
     computes: bool
+    failure: RunError | None = None
+
+
+def remedy_of(error: BaseException) -> str:
+    """What helps where something raised that raypipe does not know."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            "the GPU's memory is full: lower schedule.microbatch_size, use more devices, let `raypipe plan` place recomputation, or see "
+            "who else uses this GPU (nvidia-smi)"
+        )
+    return "see the actor's log in the Ray dashboard"
 
 
 class StageActor:
@@ -196,6 +208,7 @@ class StageActor:
     def __init__(self, identity: Identity, *, num_threads: int, gpu_share: float = 0.0) -> None:
         torch.set_num_threads(num_threads)
         self._on = devices.CPU
+        self._cuda: cuda.Cuda | None = None
         if gpu_share:
             self._on = torch.device("cuda", 0)  # Ray shows a process its own GPUs alone
             os.environ.update(cuda.environment(f"{identity.run}-{identity.device}" if gpu_share < 1 else ""))
@@ -245,7 +258,8 @@ class StageActor:
         doing = self._executor.progress if self._executor is not None and self._in_window else ""
         computes = bool(doing) and not doing.startswith("waiting")
         since_s = time.monotonic() - self._since
-        return Status(self.identity.device, f"{self._doing}, {doing}" if doing else self._doing, since_s, computes)
+        failure = self._executor.failure if self._executor is not None and self._in_window else None
+        return Status(self.identity.device, f"{self._doing}, {doing}" if doing else self._doing, since_s, computes, failure)
 
     def read_clock(self) -> float:
         """The time by this node's clock, which windows begin by."""
@@ -367,9 +381,8 @@ class StageActor:
             connect_timeout_s=order.connect_timeout_s,
             timeout_s=order.message_timeout_s,
             host_ip=host_ip,
-            library=None if self._on.type == "cpu" else cuda.Cuda(self._on),
+            library=self._library() if order.channels or order.groups else None,
         )
-        self._transport.connect()
         optimizer, num_updates = self._order.optimizer, self._order.num_updates
         self._executor = Executor(
             device=self.identity.device,
@@ -386,6 +399,15 @@ class StageActor:
             names=order.names,
             timeout_s=order.message_timeout_s,
         )
+        if self._on.type != "cpu":
+            self._executor.warm_up(self._source(self._order.batches, "train").batch(0, (0.0, 1.0)))
+        self._transport.connect()
+
+    def _library(self) -> cuda.Cuda | None:
+        """CUDA and NCCL, where this device is a GPU that meets others."""
+        if self._on.type != "cpu" and self._cuda is None:
+            self._cuda = cuda.Cuda(self._on)
+        return self._cuda
 
     def probe_link(self, order: MeetOrder, flow: Flow, *, host_ip: str) -> Readings:
         """Takes part in measuring a link, over a channel of its own; returns what this end noted.
@@ -445,7 +467,7 @@ class StageActor:
             node=f"{place.hostname} {place.ip}",
             during=f"{self._doing}, {self._executor.progress}",
             problem=f"{type(error).__name__}: {error}",
-            remedy=_OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else "see the actor's log in the Ray dashboard",
+            remedy=remedy_of(error),
         )
 
     def save(self, folder: str) -> list[str]:
@@ -512,12 +534,6 @@ def _layer_sizes(module: StageModule) -> dict[int, LayerSize]:
         )
         counted.update(map(id, weights))
     return found
-
-
-_OUT_OF_MEMORY = (
-    "the GPU's memory is full: lower schedule.microbatch_size, use more devices, let `raypipe plan` place recomputation, or see who else "
-    "uses this GPU (nvidia-smi)"
-)
 
 
 def _gpus() -> tuple[str, ...]:

@@ -4,8 +4,9 @@
                              [--microbatches 4] [--rows 4] [--updates 5] [--rounds 5] [--precision bf16-mixed] [--json FILE]
 
 stage   One stage: tokens a second of one raypipe actor and of a training loop as one writes it by hand (gradients accumulated over the
-        microbatches, fused AdamW, no clipping), on the same GPU in interleaved rounds; a GPT of 355 million parameters by default.
-        MFU is 6 FLOPs a parameter and token and 12 a layer, position and width for attention, over what the GPU can do in bfloat16.
+        microbatches, fused AdamW, no clipping), on the same GPU in interleaved rounds; a GPT of 355 million parameters by default, and a
+        head of its own with 52 million. MFU is 6 FLOPs a token and parameter of all but the embedding, which multiplies nothing, and 12
+        a layer, position and width for attention, over what the GPU can do in bfloat16.
         Also: the window by the trace, which is of CUDA events, over the driver's wall time; measured over predicted; memory.
 host    What an Op costs the host until its kernels are enqueued, with layers so small that the GPU never holds it up: of the executor,
         and of the same layers called by hand.
@@ -139,7 +140,8 @@ def one_stage(arguments: argparse.Namespace) -> Part:
     plain = PlainLoop(work, work.precision, device)
     num_parameters = sum(weight.numel() for weight in plain.layers.parameters())
     tokens = work.num_microbatches * work.microbatch_size * arguments.positions
-    flops = tokens * (6 * num_parameters + 12 * arguments.layers * arguments.width * arguments.positions)
+    num_multiplied = num_parameters - sum(weight.numel() for weight in plain.layers[0].parameters())
+    flops = tokens * (6 * num_multiplied + 12 * arguments.layers * arguments.width * arguments.positions)
     name = torch.cuda.get_device_name(device)
     peak = next((flops for word, flops in DENSE_BF16_FLOPS.items() if word in name), math.nan)
     with closing(RaypipeSystem(work, transport=Transport.AUTO)) as raypipe:

@@ -276,9 +276,12 @@ def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, 
 
 
 def num_that_measure(coordinator: Coordinator, scaling: ScalingConfig) -> int:
-    """How many devices measure layers at the same time: as many as compute on the cores of a node, or share a GPU, while training."""
+    """How many devices measure layers at the same time: as many as compute on the cores of a node while training, one of GPUs.
+
+    Devices that share a GPU take turns there, which is the simulation's to say.
+    """
     if on_gpus(coordinator.places):
-        return min(int(1 / scaling.gpus_per_device + 1e-9), len(coordinator.places))
+        return 1
     return max(coordinator.places[0].num_cores // scaling.threads_per_device, 1)
 
 

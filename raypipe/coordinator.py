@@ -29,7 +29,7 @@ from raypipe.actors.launch import Slot, launch
 from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.probe import Flow, MeetOrder
 from raypipe.actors.report import WindowReport
-from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status, Whereabouts
+from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status, Whereabouts, remedy_of
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
 from raypipe.cut import Cut
@@ -164,7 +164,11 @@ def shared_channels(
             raise ConfigError(f"scaling.transport: {transport}: messages between GPUs go over NCCL; choose auto or nccl")
         if transport is Transport.NCCL:
             return frozenset()
-        return frozenset((source, target) for source, target in channels if places[source].gpus == places[target].gpus)
+        return frozenset(
+            (source, target)
+            for source, target in channels
+            if places[source].gpus == places[target].gpus and places[source].node_id == places[target].node_id
+        )
     if transport is Transport.NCCL:
         raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm or gloo, or set scaling.use_gpu")
     if transport is Transport.GLOO:
@@ -206,6 +210,11 @@ def check_places(slots: Sequence[Slot], places: Sequence[Whereabouts]) -> None:
             raise RunError(
                 f"device {slot.name} was given no GPU that torch can see on {place.ip}; look at the driver there (nvidia-smi), and whether "
                 "the torch that is installed there is one for CUDA"
+            )
+        if slot.num_gpus and not place.nccl and len(slots) > 1:
+            raise RunError(
+                f"device {slot.name} on {place.ip} has no cupy with NCCL, over which GPUs pass messages: pip install 'raypipe[cuda13]' "
+                "there, or raypipe[cuda12] for a torch for CUDA 12"
             )
         if slot.num_gpus and place.nccl != places[0].nccl:
             others = f"{place.nccl or 'none'} on {place.ip} ({slot.name}), {places[0].nccl or 'none'} on {places[0].ip} ({slots[0].name})"
@@ -640,6 +649,8 @@ class Coordinator:
         for device, status in self._statuses(devices, what, timeout_s=1.0 if late else patience_s).items():
             if isinstance(status, RaypipeError):
                 return status
+            if status is not None and status.failure is not None:
+                return status.failure
             if status is None:
                 remedy = "look at its node: it may be down, cut off, out of memory, or have no free CPU for it"
                 return self._failure(device, what, "does not answer", remedy)
@@ -697,7 +708,7 @@ class Coordinator:
             remedy = _START_REMEDY if isinstance(self.state, Launched) else _DEATH_REMEDY
             return self._failure(device, what, f"its process died ({reason[:300]})", remedy)
         cause = error.cause if isinstance(error, RayTaskError) else error
-        return self._failure(device, what, f"{type(cause).__name__}: {cause}", "see the actor's log in the Ray dashboard")
+        return self._failure(device, what, f"{type(cause).__name__}: {cause}", remedy_of(cause))
 
     # Ending
 

@@ -124,6 +124,31 @@ def test_spans_are_the_devices_seconds_since_the_window_began(clock: DeviceClock
     assert clock.doing() is None
 
 
+def test_a_window_begins_without_rest_and_rests_before_anything_waits_for_a_peer(
+    clock: DeviceClock, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(device, "synchronize", lambda: seen.append("rest"))
+    clock.begin()
+    assert not seen
+    clock.finish()
+    model = mlp(num_layers=2)
+    pipeline = LocalPipeline(
+        model,
+        cut=Cut.equal(2, 1, model.edges()),
+        schedule=build("1f1b", Size(1, 2)),
+        batches=RandomRows(dtype=torch.float32),
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
+        learning_rate=lambda _: 0.1,
+    )
+    executor = pipeline.executors[0]
+    executor.clock = clock
+    opened = executor.transport.open_window
+    monkeypatch.setattr(executor.transport, "open_window", lambda *what: seen.append("open") or opened(*what))
+    pipeline.run_window()
+    assert seen == ["rest", "open"]
+
+
 def test_the_host_is_a_few_steps_ahead_and_no_more(clock: DeviceClock, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raypipe.actors.clock._STEPS_AHEAD", 3)
     clock.begin()

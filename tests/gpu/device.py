@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import backend_registration, cpp_extension
+from torch.utils import backend_registration
 
 _SOURCE = Path(__file__).with_name("stand_in.cpp")
 _BUILDS = Path(__file__).parents[2] / "build" / "stand_in"
@@ -76,6 +76,8 @@ def _stand_in() -> torch.device:
 
 def _built() -> Path:
     """The library, compiled when this torch first needs it."""
+    from torch.utils import cpp_extension
+
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None:
         pytest.skip("needs a GPU, or a C++ compiler for a device that stands in for one")

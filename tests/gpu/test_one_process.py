@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from raypipe.actors import executor
+from raypipe.actors import executor as of_programs
 from raypipe.actors.held import Optimizer
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.optimizers import build_optimizer
@@ -137,16 +137,16 @@ def test_dropout_draws_the_same_masks_whatever_the_cut(name: str) -> None:
 def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes it an error if the host waits for the GPU while a step of a program is enqueued."""
     for name in ("_compute", "_receive", "_start", "_await"):
-        own = getattr(executor._Run, name)
+        own = getattr(of_programs._Run, name)
 
-        def step(self: executor._Run, what: object, own: Callable[..., None] = own) -> None:
+        def step(self: of_programs._Run, what: object, own: Callable[..., None] = own) -> None:
             forbid_waits(True)
             try:
                 own(self, what)
             finally:
                 forbid_waits(False)
 
-        monkeypatch.setattr(executor._Run, name, step)
+        monkeypatch.setattr(of_programs._Run, name, step)
     yield
     forbid_waits(False)
 
@@ -160,6 +160,16 @@ def test_the_host_never_waits_for_the_gpu(refuse_waits: None, scope: UpdateScope
     schedule = build("1f1b", Size(1, NUM_MICROBATCHES, 3, update_scope=scope))
     run = pipeline(model(), schedule, precision=precision, make=partial(build_optimizer, config))
     assert len(losses_of(run, num_windows=2)) == 6
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "pipedream-2bw"])
+@pytest.mark.parametrize("precision", list(Precision))
+def test_a_run_before_the_first_window_leaves_nothing_behind(name: str, precision: Precision) -> None:
+    schedule = build(name, Size(4, NUM_MICROBATCHES, 2, update_scope=UpdateScope.GLOBAL))
+    cold, warm = (pipeline(model(), schedule, precision=precision) for _ in range(2))
+    for executor in warm.executors:
+        executor.warm_up(RandomTokens().batch(0, (0.0, 1.0)))
+    assert losses_of(warm, num_windows=2) == losses_of(cold, num_windows=2)
 
 
 def test_spans_are_the_gpus_and_follow_each_other() -> None:

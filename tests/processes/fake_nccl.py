@@ -12,12 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from raypipe.actors.channels import CLOSED_BY_PEER, ChannelError
+from raypipe.actors.ipc import Slot
 from raypipe.errors import TransportTimeoutError
 
 Task = Callable[[], bool]
@@ -32,7 +32,7 @@ class Network:
         self.streams: list[deque[Task]] = []
         self.ids = itertools.count()
         self.meetings: dict[bytes, _Meeting] = {}
-        self.shared: dict[bytes, Any] = {}
+        self.shared: dict[bytes, tuple[Slot, object]] = {}
 
     def progress(self) -> None:
         """Does all that can be done."""
@@ -94,7 +94,7 @@ class FakeNccl:
             meeting.ranks.add(rank)
             changed.notify_all()
             assert changed.wait_for(lambda: len(meeting.ranks) == num_ranks, 20.0)
-        return FakeCommunicator(self.network, meeting, rank, num_ranks)
+        return FakeCommunicator(self.network, meeting, rank, num_ranks, self.stream())
 
     def stream(self) -> deque[Task]:
         """See `Library`."""
@@ -150,35 +150,25 @@ class FakeNccl:
 
     # Between processes of one GPU
 
-    def allocate(self, num_bytes: int) -> tuple[int, bytes]:
+    def make_slot(self, num_bytes: int) -> Slot:
         """See `SharingLibrary`."""
         memory = ctypes.create_string_buffer(num_bytes)
-        return ctypes.addressof(memory), self._handle(memory)
+        handles = next(self.network.ids).to_bytes(3 * 64, "big")
+        slot = Slot(ctypes.addressof(memory), num_bytes, SharedEvent(), SharedEvent(), handles)
+        self.network.shared[handles] = slot, memory
+        return slot
 
-    def free(self, address: int) -> None:
+    def keep_slot(self, slot: Slot) -> None:
         """See `SharingLibrary`."""
 
-    def open(self, handle: bytes) -> int:
+    def open_slot(self, num_bytes: int, handles: bytes) -> Slot:
         """See `SharingLibrary`."""
-        return ctypes.addressof(self.network.shared[handle])
+        slot, _ = self.network.shared[handles]
+        assert slot.num_bytes == num_bytes
+        return slot
 
-    def close(self, address: int) -> None:
+    def close_slot(self, slot: Slot) -> None:
         """See `SharingLibrary`."""
-
-    def shared_event(self) -> tuple[SharedEvent, bytes]:
-        """See `SharingLibrary`."""
-        event = SharedEvent()
-        return event, self._handle(event)
-
-    def open_event(self, handle: bytes) -> SharedEvent:
-        """See `SharingLibrary`."""
-        event: SharedEvent = self.network.shared[handle]
-        return event
-
-    def _handle(self, what: object) -> bytes:
-        handle = next(self.network.ids).to_bytes(64, "big")
-        self.network.shared[handle] = what
-        return handle
 
     def record(self, event: SharedEvent, stream: deque[Task] | None) -> None:
         """See `SharingLibrary`."""
@@ -226,8 +216,9 @@ class _Work:
 class FakeCommunicator:
     """See `Communicator`."""
 
-    def __init__(self, network: Network, meeting: _Meeting, rank: int, num_ranks: int) -> None:
+    def __init__(self, network: Network, meeting: _Meeting, rank: int, num_ranks: int, stream: deque[Task]) -> None:
         self.network = network
+        self.stream = stream
         self.meeting = meeting
         self.rank = rank
         self.num_ranks = num_ranks
