@@ -119,9 +119,8 @@ def test_a_device_that_hangs_is_named_by_who_waits_for_it(tmp_path: Path) -> Non
 
 def test_memory_that_is_not_there_is_told_with_a_remedy(tmp_path: Path) -> None:
     free, _ = torch.cuda.mem_get_info()
-    held = torch.empty(
-        free - (3 << 30), dtype=torch.uint8, device="cuda"
-    )  # what is left takes two processes of CUDA, and no 2 GB of weights
+    # What is left takes two processes of CUDA, but not 2 GB of weights with their gradients and moments.
+    held = torch.empty(free - (6 << 30), dtype=torch.uint8, device="cuda")
     wide = {"num_layers": 2, "d_model": 1024, "num_heads": 4, "sequence_length": 16, "vocabulary_size": 500_000}
     with pytest.raises((RunError, StageFailedError), match=r"(?i)out of memory[\s\S]*memory is full"):
         Trainer(
