@@ -43,7 +43,6 @@ class MemoryMeter(Protocol):
 
 def memory_meter(device: torch.device) -> MemoryMeter:
     """The meter of a device that holds nothing of a model yet."""
-    _load_what_comes_late(device)
     return CudaMemory(device) if device.type == "cuda" else ProcessMemory()
 
 
@@ -51,6 +50,7 @@ class ProcessMemory:
     """See the top: the memory of this process."""
 
     def __init__(self) -> None:
+        _load_what_comes_late(torch.device("cpu"))
         _give_back_what_is_free()
         found = _resident_bytes()
         self._before = None if found is None else found["RssAnon"]
@@ -81,6 +81,7 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        _load_what_comes_late(device)
         self._before = torch.cuda.memory_allocated(device)
 
     def begin(self) -> None:
