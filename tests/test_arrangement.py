@@ -6,9 +6,10 @@ from typing import cast
 
 import pytest
 
-from raypipe.arrangement import Named, check_staleness
+from raypipe.arrangement import Named, check_alike, check_staleness
 from raypipe.config import DataConfig, ModelConfig, ScalingConfig, ScheduleConfig, TrainConfig
 from raypipe.coordinator import Coordinator
+from raypipe.errors import PlanError
 from raypipe.models.mlp import mlp
 from raypipe.profile import LayerProfile, ModelProfile
 from raypipe.schedules.validate import facts
@@ -55,3 +56,12 @@ def test_an_order_for_measured_times_is_taken_only_where_it_keeps_what_was_allow
     assert facts(arrangement.schedule).max_delay == (2 if limit is None else 1)
     assert [notice for notice in notices if "max_staleness is 1, but 'amdp'" in notice] == notices
     assert len(notices) == (limit is not None)
+
+
+def test_devices_of_two_sorts_are_refused_in_one_run() -> None:
+    devices = tuple(Device(f"n/{number}", kind) for number, kind in enumerate(("cpu", "cpu-slow", "h200", "a100")))
+    topology = ClusterTopology(name="lab", nodes=(Node(name="n", devices=devices, link=NodeLink(latency_s=0.0)),))
+    check_alike(topology, ["n/0", "n/1"])
+    check_alike(topology, ["n/2", "n/3"])
+    with pytest.raises(PlanError, match=r"device 'n/1' is a CPU slot, 'n/3' a GPU"):
+        check_alike(topology, ["n/1", "n/3"])

@@ -222,7 +222,7 @@ def test_a_plan_for_gpus_is_not_trained_on_cpus(tmp_path: Path) -> None:
     node = plan.topology.nodes[0]
     gpus = dataclasses.replace(node, devices=tuple(dataclasses.replace(device, kind="h200") for device in node.devices))
     topology = dataclasses.replace(plan.topology, nodes=(gpus,))
-    with pytest.raises(PlanError, match="for devices of kind 'h200'"):
+    with pytest.raises(PlanError, match=r"is GPU \(kind 'h200'\) number 1 of its node, node .* has 0"):
         trainer(tmp_path, dataclasses.replace(plan, topology=topology, topology_digest=topology.digest)).fit()
 
 
