@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from raypipe.actors.transport import Expected, TensorSpec
+from raypipe.actors.transport import Expected, TensorSpec, not_next
 from raypipe.errors import TransportError
 from raypipe.schedules.lower import Message
 
@@ -54,6 +54,16 @@ class Prepared(Generic[P]):
                 del self._lists[next(iter(self._lists))]
             known = self._lists[id(messages)] = messages, [self._prepare(message) for message in messages]
         return known[1]
+
+
+def check_next(expected: Expected, message: Message) -> None:
+    """Nothing, if the next message that was announced is this one.
+
+    Raises:
+        ChannelError: it is another one.
+    """
+    if expected.message is not message and expected.message != message:
+        raise ChannelError(not_next(expected))
 
 
 def check_tensors(expected: Expected, tensors: Sequence[Tensor]) -> None:

@@ -200,30 +200,38 @@ class Executor:
         CUDA loads kernels when they are first asked for, torch compiles layers when they first run, and both may wait until the GPU has
         done all that it was told. In a window that would be messages, too, which wait for others that wait for this device.
         """
-        last = len(self.model.layers) - 1
-        for stage, weights in self.held.items():
-            module = weights.module.train()
-            sources = [(edge, specs) for edge, specs in self.wirer.edge_specs.items() if edge[1] == stage]
+        for weights in self.held.values():
+            weights.module.train()
             for split in (False, True):
-                inputs: Outputs = {}
-                for edge, of_layers in sources:
-                    for layer, specs in zip(self.wirer.cut.crossing[edge], of_layers, strict=True):
-                        inputs[layer] = tuple(stand_in(spec, on=self.on) for spec in specs)
-                outputs = weights.run(weights.newest, inputs, devices.upload(batch, self.on), Draw(0))
-                roots = [tensor for tensors in outputs.values() for tensor in tensors if tensor.requires_grad]
-                if last in outputs:
-                    roots = [self.model.loss(outputs[last][0], devices.upload(batch, self.on))]
-                gradients, leaves = [torch.ones_like(root) for root in roots], [tensor for tensors in inputs.values() for tensor in tensors]
-                parameters = weights.bind(weights.newest, 0)
-                if split:
-                    pivot = () if any(leaf.requires_grad for leaf in leaves) else module.first[0]
-                    backward_input(roots, gradients, leaves, parameters, pivot=pivot)[1].run()
-                else:
-                    backward_full(roots, gradients, leaves, parameters)
-                _root(weights.squared_norm(0))
-                weights.flat_gradients(0)
-                weights.drop_gradients(0)
-                module.first[0] = ()
+                self._run_once(weights, devices.upload(batch, self.on), split=split)
+
+    def _run_once(self, weights: Weights, batch: Batch, *, split: bool) -> None:
+        """Runs a stage over zeros, with the whole backward or with one in two parts."""
+        module, last = weights.module, len(self.model.layers) - 1
+        inputs: Outputs = {}
+        for (source, target), of_layers in self.wirer.edge_specs.items():
+            if target == module.stage:
+                crossing = self.wirer.cut.crossing[source, target]
+                inputs |= {
+                    layer: tuple(stand_in(spec, on=self.on) for spec in specs) for layer, specs in zip(crossing, of_layers, strict=True)
+                }
+        outputs = weights.run(weights.newest, inputs, batch, Draw(0))
+        roots = [tensor for tensors in outputs.values() for tensor in tensors if tensor.requires_grad]
+        if last in outputs:
+            roots = [self.model.loss(outputs[last][0], batch)]
+        gradients = [torch.ones_like(root) for root in roots]
+        leaves = [tensor for tensors in inputs.values() for tensor in tensors]
+        parameters = weights.bind(weights.newest, 0)
+        if split:
+            pivot = () if any(leaf.requires_grad for leaf in leaves) else module.first[0]
+            _, deferred = backward_input(roots, gradients, leaves, parameters, pivot=pivot)
+            deferred.run()
+        else:
+            backward_full(roots, gradients, leaves, parameters)
+        _root(weights.squared_norm(0))
+        weights.flat_gradients(0)
+        weights.drop_gradients(0)
+        module.first[0] = ()
 
     def abort(self, reason: str) -> None:
         """Ends what runs, within a second. Called from another thread."""

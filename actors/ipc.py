@@ -28,10 +28,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from raypipe.actors.channels import ChannelError, Prepared, check_tensors
+from raypipe.actors.channels import ChannelError, Prepared, check_next, check_tensors
 from raypipe.actors.nccl import Library
 from raypipe.actors.shm import PACKET_BYTES, Line
-from raypipe.actors.transport import NO_MORE, Expected, not_next
+from raypipe.actors.transport import NO_MORE, Expected
 from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.lower import Message
 
@@ -142,8 +142,7 @@ class Incoming:
         if not self._left:
             raise ChannelError(NO_MORE)
         description = self._left.pop()
-        if description.expected.message is not message and description.expected.message != message:
-            raise ChannelError(not_next(description.expected))
+        check_next(description.expected, message)
         slot = self._next_slot(description)
         library = self.library
         tensors = tuple(library.empty(spec.shape, spec.dtype) for spec in description.expected.tensors)
@@ -234,8 +233,7 @@ class Outgoing:
         if not self._left:
             raise ChannelError(NO_MORE)
         description = self._left.pop()
-        if description.expected.message is not message and description.expected.message != message:
-            raise ChannelError(not_next(description.expected))
+        check_next(description.expected, message)
         check_tensors(description.expected, tensors)
         self._hear()
         number = self._free_slot(description.num_bytes)

@@ -27,9 +27,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from raypipe.actors.channels import ChannelError, check_tensors
+from raypipe.actors.channels import ChannelError, check_next, check_tensors
 from raypipe.actors.meeting import Meeting
-from raypipe.actors.transport import NO_MORE, Expected, not_next, summing_dtype
+from raypipe.actors.transport import NO_MORE, Expected, summing_dtype
 from raypipe.schedules.lower import Message
 
 T = TypeVar("T")
@@ -214,8 +214,7 @@ class Incoming:
             raise ChannelError(NO_MORE)
         self._post()
         expected, tensors, event = self._posted.popleft()
-        if expected.message is not message and expected.message != message:
-            raise ChannelError(not_next(expected))
+        check_next(expected, message)
         self.library.wait(event, timeout_s=self.timeout_s)
         return tensors
 
@@ -263,8 +262,7 @@ class Outgoing:
         if not self._left:
             raise ChannelError(NO_MORE)
         expected = self._left.pop()
-        if expected.message is not message and expected.message != message:
-            raise ChannelError(not_next(expected))
+        check_next(expected, message)
         check_tensors(expected, tensors)
         carried = _with_bytes(self.library, [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors])
         self.library.follow(self.stream)

@@ -145,8 +145,9 @@ def probe(
         # A local cluster has a place more than devices, for the driver.
         limit = num_devices if connected.local else devices_per_node
         nodes = _nodes(use_gpu=use_gpu)
-        known = calibration is not None and not use_gpu
-        overheads = calibration.of("gloo" if len(nodes) > 1 else "shm").overheads if calibration is not None and known else None
+        overheads = None
+        if calibration is not None and not use_gpu:
+            overheads = calibration.of("gloo" if len(nodes) > 1 else "shm").overheads
         with ActorCluster.of(nodes, limit=limit, cluster=cluster, notice=notice, use_gpu=use_gpu) as found:
             return Probe(found, budget or Budget(), name=name, overheads=overheads, notice=notice).run()
 

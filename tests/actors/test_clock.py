@@ -76,6 +76,18 @@ def step(position: int) -> Computing:
     return Computing(position, f"F{position}", "", (), (), ())
 
 
+def pipeline_of(num_devices: int) -> LocalPipeline:
+    model = mlp(num_layers=4)
+    return LocalPipeline(
+        model,
+        cut=Cut.equal(4, num_devices, model.edges()),
+        schedule=build("1f1b", Size(num_devices, 4)),
+        batches=RandomRows(dtype=torch.float32),
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
+        learning_rate=lambda _: 0.1,
+    )
+
+
 class Seen:
     """What a clock called, and when."""
 
@@ -132,15 +144,7 @@ def test_a_window_begins_without_rest_and_rests_before_anything_waits_for_a_peer
     clock.begin()
     assert not seen
     clock.finish()
-    model = mlp(num_layers=2)
-    pipeline = LocalPipeline(
-        model,
-        cut=Cut.equal(2, 1, model.edges()),
-        schedule=build("1f1b", Size(1, 2)),
-        batches=RandomRows(dtype=torch.float32),
-        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
-        learning_rate=lambda _: 0.1,
-    )
+    pipeline = pipeline_of(1)
     executor = pipeline.executors[0]
     executor.clock = clock
     own = executor.transport.open_window
@@ -217,15 +221,7 @@ def test_what_a_device_does_not_get_past_ends_the_window_with_its_name(
 ) -> None:
     monkeypatch.setattr("raypipe.actors.clock._LOOK_EVERY_S", 0.01)
     device = StopsAfter(number_of_events)
-    model = mlp(num_layers=4)
-    pipeline = LocalPipeline(
-        model,
-        cut=Cut.equal(4, 2, model.edges()),
-        schedule=build("1f1b", Size(2, 4)),
-        batches=RandomRows(dtype=torch.float32),
-        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
-        learning_rate=lambda _: 0.1,
-    )
+    pipeline = pipeline_of(2)
     executor = pipeline.executors[1]
     executor.timeout_s = 0.3
     executor.clock = DeviceClock(device, timeout_s=0.3, check=executor._look_around, stuck=executor._give_up)

@@ -7,10 +7,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.cluster.conftest import Brand, brand
-
-__all__ = ["Brand", "brand"]
-
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
