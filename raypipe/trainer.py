@@ -240,6 +240,7 @@ class Trainer:
             config.model.function,
             model_options=config.model.options,
             precision=config.model.precision,
+            compile_layers=config.model.compile,
             data_config=config.data,
             schedule_config=config.schedule,
             optimizer_config=config.optimizer,

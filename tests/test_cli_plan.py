@@ -121,6 +121,11 @@ def test_a_missing_profile_is_named(run: Run, inputs: tuple[object, ...]) -> Non
     assert "nowhere.json" in refused(run("plan", "--profile", "nowhere.json", *inputs[2:], "--microbatches", 4))
 
 
+@pytest.mark.parametrize("transport", ["auto", "shm", "gloo", "nccl"])
+def test_a_rehearsal_takes_the_names_of_transports_as_configurations_have_them(run: Run, transport: str) -> None:
+    assert "none.json: there is no such file" in refused(run("rehearse", "none.json", "--transport", transport))
+
+
 def test_a_plan_can_be_read_by_others(run: Run, inputs: tuple[object, ...], tmp_path: Path) -> None:
     written = tmp_path / "plan.json"
     assert run("plan", *inputs, "--microbatches", 4, *QUICK, "-o", written).code == 0

@@ -1,11 +1,25 @@
 """What a driver program may write into a configuration."""
 
+from dataclasses import fields
 from enum import StrEnum
 from typing import Any
 
 import pytest
 
-from raypipe.config import ModelConfig, OptimizerConfig, OptimizerName, Precision, ScalingConfig, ScheduleConfig, Transport
+from raypipe.config import (
+    AdaptationConfig,
+    ClusterConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OptimizerName,
+    Precision,
+    RunConfig,
+    ScalingConfig,
+    ScheduleConfig,
+    TrainConfig,
+    Transport,
+)
 from raypipe.errors import FormatError
 from raypipe.schedules.ir import UpdateScope
 
@@ -29,3 +43,23 @@ def test_what_the_staleness_may_be_on_average_is_an_amount() -> None:
     assert ScheduleConfig(max_mean_staleness=0.25).staleness.max_mean_staleness == 0.25
     with pytest.raises(FormatError, match=r"ScheduleConfig: max_mean_staleness: expected a finite number >= 0, got -0.5"):
         ScheduleConfig(max_mean_staleness=-0.5)
+
+
+def test_the_trainer_of_a_configuration_leaves_nothing_out() -> None:
+    from raypipe.trainer import Trainer  # loads torch
+
+    config = TrainConfig(
+        model=ModelConfig(function="raypipe.models.gpt:gpt", options={"num_layers": 3}, precision=Precision.BF16, compile=True),
+        data=DataConfig(path="tokens.parquet"),
+        schedule=ScheduleConfig(name="gpipe"),
+        optimizer=OptimizerConfig(name=OptimizerName.NADAMW),
+        scaling=ScalingConfig(num_devices=3),
+        cluster=ClusterConfig(dashboard=False),
+        run=RunConfig(num_updates=7),
+        adaptation=AdaptationConfig(enabled=True),
+    )
+    default = TrainConfig(model=ModelConfig(function="a:b"), data=DataConfig(path=""))
+    different = {part.name: getattr(config, part.name) != getattr(default, part.name) for part in fields(TrainConfig)}
+    assert different == {**dict.fromkeys(different, True), "plan": False}, "a new part of the configuration belongs in this test"
+    assert all(getattr(config.model, part.name) != getattr(default.model, part.name) for part in fields(ModelConfig))
+    assert Trainer.of(config).config == config

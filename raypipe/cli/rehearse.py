@@ -34,7 +34,7 @@ _SCALE = click.FloatRange(min=0.0, min_open=True, max=1e6)
 @click.option("--address", metavar="A", help="Of the Ray cluster; left out for RAY_ADDRESS, else one node is started.")
 @click.option("--cpus-per-device", type=click.FloatRange(min=0.0), default=1.0, show_default=True, help="What each device reserves.")
 @click.option(
-    "--transport", type=click.Choice(list(Transport)), default=Transport.AUTO, show_default=True, help="What carries the messages."
+    "--transport", type=click.Choice([str(choice) for choice in Transport]), default="auto", show_default=True, help="Of the messages."
 )
 @click.option("--stand-ins", is_flag=True, help="Let CPU slots stand for devices of other kinds: nothing is computed.")
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the trace (.json, or .parquet with a row a span).")
@@ -47,7 +47,7 @@ def rehearse(
     byte_scale: float,
     address: str | None,
     cpus_per_device: float,
-    transport: Transport,
+    transport: str,
     stand_ins: bool,
     output: str | None,
     as_json: bool,
@@ -65,7 +65,7 @@ def rehearse(
         time_scale=time_scale,
         byte_scale=byte_scale,
         cluster=ClusterConfig(address=address, dashboard=False, log_to_driver=False),
-        scaling=ScalingConfig(cpus_per_device=cpus_per_device, transport=transport),
+        scaling=ScalingConfig(cpus_per_device=cpus_per_device, transport=Transport(transport)),
         stand_ins=stand_ins,
         notice=lambda text: progress.print(text, highlight=False, soft_wrap=True),
     )
