@@ -35,7 +35,7 @@ gpu-test:  ## runs the tests that need a GPU, with .venv or else the python3 of 
 	@mkdir -p $(GPU_RESULTS)
 	$(GPU_PYTHON) -m pytest -W default tests/gpu --junitxml=$(GPU_RESULTS)/tests.xml
 
-gpu-bench:  ## prints the figures of stages on a GPU, and writes them as JSON; less than ten minutes on one H200
+gpu-bench:  ## prints the figures of stages on a GPU, and writes them as JSON; meant to take ten minutes on one H200
 	@mkdir -p $(GPU_RESULTS)
 	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) benchmarks/gpu.py --json $(GPU_RESULTS)/figures.json
 

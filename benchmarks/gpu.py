@@ -12,7 +12,7 @@ host    What an Op costs the host until its kernels are enqueued, with layers so
         and of the same layers called by hand.
 share   Two actors on one GPU, each with half of the layers, over one with all of them: what messages and sharing cost.
 
-Runs for less than ten minutes on one H200.
+Meant to take less than ten minutes on one H200; not timed yet.
 """
 
 from __future__ import annotations
