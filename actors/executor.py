@@ -64,14 +64,14 @@ class Window:
     Attributes:
         number: counted from 0 for each program; for faults and messages.
         first_update: updates done before it.
-        batches: where the rows come from.
+        batches: where the rows come from; `None` for a device whose stages read none.
         keep_outputs: whether the last layer's outputs are reported (evaluation only).
         num_rows: rows of a microbatch, where there are others than the stages were connected for.
     """
 
     number: int
     first_update: int
-    batches: BatchSource
+    batches: BatchSource | None
     keep_outputs: bool = False
     num_rows: int | None = None
 
@@ -414,7 +414,7 @@ class _Run:
             for layer, first, end in taken.layers:
                 by_layer[layer] = tensors[first:end]
         microbatch = self.first_microbatch + wired.op.index
-        batch = devices.upload(self.window.batches.batch(microbatch, wired.rows), self.executor.on) if wired.takes_batch else {}
+        batch = self._rows(microbatch, wired.rows) if wired.takes_batch else {}
         weights = wired.weights
         outputs = weights.run(wired.version, by_layer, batch, Draw(microbatch, wired.first_row))
         first_outputs = weights.module.first
@@ -423,6 +423,10 @@ class _Run:
         loss = self._loss(wired, outputs, batch) if wired.takes_loss else None
         # The loss stands for the outputs: its backward begins with it, and logits are large.
         return _Saved(wired.version, inputs, outputs if loss is None else {}, pivot, loss)
+
+    def _rows(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        assert self.window.batches is not None, "a device whose stages read rows has some"
+        return devices.upload(self.window.batches.batch(microbatch, rows), self.executor.on)
 
     def _loss(self, wired: WiredOp, outputs: Outputs, batch: Batch) -> Tensor:
         model = self.executor.model

@@ -37,7 +37,7 @@ class StageMetrics:
         busy = log.seconds(job, SpanKind.COMPUTE)
         wait = log.seconds(job, SpanKind.RECV) + log.seconds(job, SpanKind.COLLECTIVE)
         # Counters refuse zero.
-        for counter, amount in ((self._busy, busy), (self._wait, wait), (self._received, float(sum(log.sizes_bytes)))):
+        for counter, amount in ((self._busy, busy), (self._wait, wait), (self._received, log.num_bytes(job, SpanKind.RECV))):
             if amount > 0:
                 counter.inc(amount)
         if log.ends_s:

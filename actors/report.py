@@ -55,6 +55,12 @@ class SpanLog:
             if _SPAN_KINDS[type(items[position])] is kind
         )
 
+    def num_bytes(self, job: Job, kind: SpanKind) -> float:
+        """The bytes of all spans of a kind."""
+        items = job.program.items
+        sizes = zip(self.positions, self.sizes_bytes, strict=True)
+        return float(sum(size for position, size in sizes if _SPAN_KINDS[type(items[position])] is kind))
+
 
 _SPAN_KINDS: dict[type[Item], SpanKind] = {Compute: SpanKind.COMPUTE, Recv: SpanKind.RECV, Await: SpanKind.COLLECTIVE}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -226,6 +226,7 @@ class StageActor:
         self._memory: MemoryMeter | None = None
         self._weights: dict[int, Weights] = {}
         self._sources: dict[str, BatchSource] = {}
+        self._reads_rows = True
         self._jobs: dict[str, Job] = {}
         self._links = Links(identity.device)
         self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
@@ -303,6 +304,11 @@ class StageActor:
             self._sources[split] = batches(split)
         return self._sources[split]
 
+    def _rows(self, split: str) -> BatchSource | None:
+        """The rows of a split for the stages of this device; `None` where they read none, and the file may not even be there."""
+        assert self._order is not None, "build comes before rows"
+        return self._source(self._order.batches, split) if self._reads_rows else None
+
     def check_storage(self, folder: str) -> None:
         """Checks that this node can write to a folder, where checkpoints will go.
 
@@ -336,11 +342,14 @@ class StageActor:
     def build(self, order: BuildOrder) -> dict[int, LayerSize]:
         """Builds the layers of this device's stages; returns the size of each."""
         self._begin("building layers")
-        if self._memory is None:
-            self._source(order.batches, "train")  # may hold all of its rows
-            self._memory = memory_meter(self._on)
         self._order = order
         self._model = loss_in_float32(order.model(), order.precision)
+        held = {index for stage in self.identity.stages for index in order.cut.stages[stage]}
+        # The loss is taken behind the last layer.
+        self._reads_rows = len(self._model.layers) - 1 in held or any(self._model.layers[index].batch for index in held)
+        self._rows("train")  # may be all that there are, which are no memory of the stages
+        if self._memory is None:
+            self._memory = memory_meter(self._on)
         for stage in self.identity.stages:
             module = stage_module(self._model, order.cut, stage, seed=order.seed, precision=order.precision, on=self._on)
             make = partial(order.make_optimizer, stage) if order.make_optimizer else partial(build_optimizer, order.optimizer)
@@ -400,7 +409,8 @@ class StageActor:
             timeout_s=order.message_timeout_s,
         )
         if self._on.type != "cpu":
-            self._executor.warm_up(self._source(self._order.batches, "train").batch(0, (0.0, 1.0)))
+            rows = self._rows("train")
+            self._executor.warm_up(rows.batch(0, (0.0, 1.0)) if rows is not None else {})
         self._transport.connect()
 
     def _library(self) -> cuda.Cuda | None:
@@ -430,8 +440,7 @@ class StageActor:
             StageFailedError: an Op raised.
             TransportError: a message did not pass.
         """
-        assert self._order is not None, "build comes before run"
-        return self._run(name, Window(number, first_update, self._source(self._order.batches, split)))
+        return self._run(name, Window(number, first_update, self._rows(split)))
 
     def run_on(self, name: str, *, number: int, batches: BatchSource, num_rows: int) -> WindowReport:
         """Runs a program of forwards over given rows, so many a microbatch; the report has the outputs."""
@@ -497,11 +506,13 @@ class StageActor:
         """The layers whose states this device's stages need."""
         return list(dict.fromkeys(layer for weights in self._weights.values() for layer in weights.module.needed_layers))
 
-    def hand_out(self, layer: int) -> dict[str, torch.Tensor]:
-        """The weights and optimizer state of a layer, as `take_in` takes them."""
-        self._begin(f"handing layer {layer} out")
-        weights = next(weights for weights in self._owned() if layer in weights.module.indices)
-        return {name: tensor.cpu() for name, tensor in weights.state()[layer].items()}
+    def hand_out(self, layers: Sequence[int]) -> Iterator[dict[str, torch.Tensor] | None]:
+        """The weights and optimizer state of each layer, as `take_in` takes them; then `None`, for whoever asks whether all is done."""
+        for layer in layers:
+            self._begin(f"handing layer {layer} out")
+            weights = next(weights for weights in self._owned() if layer in weights.module.indices)
+            yield {name: tensor.cpu() for name, tensor in weights.state()[layer].items()}
+        yield None
 
     def take_in(self, layers: Sequence[int], *states: Mapping[str, torch.Tensor]) -> None:
         """Takes layers with their optimizer state over from those that held them before.

@@ -139,7 +139,7 @@ class Adaptive(Arrangement):
             profile = measure(num_that_measure(coordinator, scaling))
             topology = run_topology(self.config, coordinator, notice, num_devices=scaling.num_devices)
             self._launched = tuple(device.name for device in topology.devices)[: scaling.num_devices]
-        topology = only(topology, self._launched)
+        topology = topology.only(self._launched)
         nodes = {(slot.node, topology.node_of(device).name) for slot, device in zip(coordinator.slots, self._launched, strict=True)}
         if len(nodes) == len({address for address, _ in nodes}) == len({name for _, name in nodes}):
             self._nodes = dict(nodes)
@@ -241,6 +241,14 @@ class Adaptive(Arrangement):
         names = self.policy.problem.names
         return [self._launched.index(names[device]) for group in choice.layout.workers for device in group]
 
+    def leave_out(self, slots: Sequence[int]) -> list[str]:
+        """Plans without some slots from now on, given by number, of which what runs needs none; returns their devices' names."""
+        names = [self._launched[slot] for slot in slots]
+        self.policy.leave_out(names)
+        self._choice = self.policy.choice
+        self._first = None  # named by numbers that are others now
+        return names
+
     def take(self, choice: Choice) -> None:
         """Arranges all as a choice says; what runs does not notice before it is moved."""
         self._choice = choice
@@ -296,23 +304,6 @@ def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: in
     for job in jobs(schedule, placement):
         if any(abs(end * microbatch_size - round(end * microbatch_size)) > _NO_ROW for rows in job.rows for end in rows):
             raise PlanError(f"the order {schedule.name!r} cuts microbatches of {microbatch_size} rows into parts that are no whole rows")
-
-
-def only(topology: ClusterTopology, devices: Sequence[str]) -> ClusterTopology:
-    """A topology with some of its devices alone."""
-    kept = set(devices)
-    gone = {device.name for device in topology.devices} - kept
-    return dataclasses.replace(
-        topology,
-        nodes=tuple(
-            dataclasses.replace(node, devices=tuple(device for device in node.devices if device.name in kept)) for node in topology.nodes
-        ),
-        links=tuple(link for link in topology.links if not {link.source, link.target} & gone),
-        shared_links=tuple(
-            dataclasses.replace(shared, members=tuple(pair for pair in shared.members if not set(pair) & gone))
-            for shared in topology.shared_links
-        ),
-    )
 
 
 def _divisions(num_microbatches: int, microbatch_size: int) -> Iterator[tuple[int, int]]:

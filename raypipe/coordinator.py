@@ -48,6 +48,9 @@ _GRACE_S = 3.0
 _POLL_S = 5.0
 _NUM_CLOCK_READINGS = 15
 """Of each node; the quickest of them counts."""
+_CLOCKS_HOLD_S = 60.0
+"""Until clocks are compared again: at 20 millionths of drift they are a millisecond off after that."""
+_LINK_ANSWER_S = 1.0
 _LINK_CONNECT_S = 5.0
 _LINK_MESSAGE_S = 2.0
 """A link that takes longer is not worth a window's wait."""
@@ -307,7 +310,7 @@ class Coordinator:
             RunError: names those that did not come in time, or came elsewhere.
         """
         calls = {device: actor.whereabouts.remote() for device, actor in enumerate(self._actors)}
-        self._places_of_all = tuple(self._gather(calls, "starting", timeout_s=self.cluster.start_timeout_s).values())
+        self._places_of_all = tuple(self._gather(calls, _STARTING, timeout_s=self.cluster.start_timeout_s).values())
         check_places(self.slots, self.places)
         for device, (slot, place) in enumerate(zip(self.slots, self.places, strict=True)):
             _LOG.debug("device %d (%s): stages %s, pid %d on %s", device, slot.name, self.stages[device], place.pid, place.hostname)
@@ -378,16 +381,16 @@ class Coordinator:
                 actor.assign.remote(None)
         self._gather(calls, "taking stages")
 
-    def gone(self, devices: Sequence[int]) -> list[str]:
-        """The names of the slots among some, by number, whose actors are dead or do not answer."""
+    def gone(self, devices: Iterable[int], *, timeout_s: float | None = None) -> list[int]:
+        """The slots among some, by number, whose actors are dead or do not answer in time (`cluster.silence_timeout_s` by default)."""
         refs = {number: self._all_actors[number].status.options(concurrency_group="control").remote() for number in devices}
-        ray.wait(list(refs.values()), num_returns=len(refs), timeout=self.cluster.silence_timeout_s)
-        found: list[str] = []
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=self.cluster.silence_timeout_s if timeout_s is None else timeout_s)
+        found: list[int] = []
         for number, ref in refs.items():
             try:
                 ray.get(ref, timeout=0)
             except (GetTimeoutError, RayError):
-                found.append(self._all_slots[number].name)
+                found.append(number)
         return found
 
     def move(
@@ -426,9 +429,13 @@ class Coordinator:
     def _handed_out(self) -> dict[int, Any]:
         """A reference to the state of each layer, by its number, once all are in the object stores."""
         owned = self._gather({device: actor.owned_layers.remote() for device, actor in enumerate(self._actors)}, "asking for layers")
-        refs = {layer: self._actors[device].hand_out.remote(layer) for device, layers in owned.items() for layer in layers}
-        # Behind all of them: a dead or silent actor is noticed here.
-        self._gather({device: actor.owned_layers.remote() for device, actor in enumerate(self._actors)}, "handing layers out")
+        refs: dict[int, Any] = {}
+        done: dict[int, Any] = {}
+        for device, layers in owned.items():
+            if layers:
+                *states, done[device] = self._actors[device].hand_out.options(num_returns=len(layers) + 1).remote(layers)
+                refs |= dict(zip(layers, states, strict=True))
+        self._gather(done, "handing layers out")
         return refs
 
     def connect(self, jobs: Mapping[str, Sequence[Job]], cut: Cut) -> None:
@@ -475,14 +482,16 @@ class Coordinator:
             for device, actor in enumerate(self._actors)
         }
         self._gather(loads, "taking programs")
-        self.clock_offsets_s = self._read_clocks()
+        self._read_clocks()
         self._move(Connected(self._epoch))
 
-    def _read_clocks(self) -> tuple[float, ...]:
-        """By how much the clock of each device's node is ahead of the driver's; nothing where all devices are on one node."""
+    def _read_clocks(self) -> None:
+        """Finds by how much the clock of each device's node is ahead of the driver's; nothing where all devices are on one node."""
+        self._clocks_read_s = time.monotonic()
         nodes = [place.node_id for place in self.places]
         if len(set(nodes)) == 1:
-            return ()
+            self.clock_offsets_s = ()
+            return
         firsts = {node: nodes.index(node) for node in nodes}
         exchanges: dict[str, list[Exchange]] = {node: [] for node in firsts}
         for _ in range(_NUM_CLOCK_READINGS):
@@ -494,7 +503,7 @@ class Coordinator:
         found = {node: offset(of_node) for node, of_node in exchanges.items()}
         for node, clock in found.items():
             _LOG.debug("the clock of node %s is ahead by %.6f s, at most %.6f s off", node[:8], clock.offset_s, clock.residual_s)
-        return tuple(found[node].offset_s for node in nodes)
+        self.clock_offsets_s = tuple(found[node].offset_s for node in nodes)
 
     def _edge_specs(self, cut: Cut) -> dict[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]:
         """What travels along each edge: asked stage by stage, in topological order."""
@@ -528,6 +537,8 @@ class Coordinator:
         )
 
     def _window(self, job: str, call: Callable[[Any], Any], *, num_updates: int) -> WindowResult:
+        if time.monotonic() - self._clocks_read_s > _CLOCKS_HOLD_S:
+            self._read_clocks()
         number = self._windows[job]
         self._move(Running(self._epoch, number, job))
         since = time.perf_counter()
@@ -569,6 +580,10 @@ class Coordinator:
     def probe_link(self, source_node: str, target_node: str) -> None:
         """Measures the link between two nodes, given by their addresses; takes a tenth of a second, and never fails the run."""
         source, target = self._watch.devices((source_node, target_node))  # as launched: idle actors probe, too
+        if gone := self.gone((source, target), timeout_s=_LINK_ANSWER_S):  # the other end would wait for it, and all for that one
+            problem = f"{' and '.join(self._all_slots[number].name for number in gone)} does not answer"
+            self._watch.failed((source_node, target_node), problem, now_s=time.time())
+            return
         self._num_links_probed += 1
         order = MeetOrder(
             source=source,
@@ -686,6 +701,12 @@ class Coordinator:
             # One may have died without having been asked for anything.
             statuses = self._statuses(range(len(self._actors)), what, timeout_s=1.0).values()
             failures += [status for status in statuses if isinstance(status, RaypipeError)]
+        if isinstance(self.state, Moving) and not any(map(_is_death, failures)):
+            # Or one that is left out from now on, with what it handed out.
+            for number in self.gone(set(range(len(self._all_actors))) - set(self._crew), timeout_s=1.0):
+                slot = self._all_slots[number]
+                problem = "its process died, or does not answer, and others are to take over the layers that it held"
+                failures.append(StageFailedError(slot.name, "none", slot.node, what, problem, _DEATH_REMEDY))
         failure = min(failures, key=_rank)
         self._move(Failed(failure))
         raise failure
@@ -705,7 +726,7 @@ class Coordinator:
         if isinstance(error, RayActorError):
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             reason = next((line for line in lines if "reason" in line.lower() or "exit" in line.lower()), lines[-1] if lines else "")
-            remedy = _START_REMEDY if isinstance(self.state, Launched) else _DEATH_REMEDY
+            remedy = _START_REMEDY if what == _STARTING else _DEATH_REMEDY
             return self._failure(device, what, f"its process died ({reason[:300]})", remedy)
         cause = error.cause if isinstance(error, RayTaskError) else error
         return self._failure(device, what, f"{type(cause).__name__}: {cause}", remedy_of(cause))
@@ -724,6 +745,8 @@ class Coordinator:
         for actor in self._all_actors:
             ray.kill(actor, no_restart=True)
 
+
+_STARTING = "starting"
 
 _DEATH_REMEDY = "look at its node for an out-of-memory kill or a crash; `--resume` goes on from the last checkpoint"
 

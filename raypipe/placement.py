@@ -8,6 +8,7 @@ all of it in one message.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -170,8 +171,9 @@ def _unfit(
 
 
 def _same_kind(kind: str, accelerator: str) -> bool:
-    ours, theirs = ("".join(filter(str.isalnum, text.lower())) for text in (kind, accelerator))
-    return ours == "gpu" or ours in theirs or theirs in ours
+    """Whether one name has all words and numbers of the other, as `A100` of `nvidia-a100-sxm4`, not of `A10`; `gpu` is any."""
+    ours, theirs = (set(re.findall(r"[a-z]+|[0-9]+", text.lower())) - {"g", "gb"} for text in (kind, accelerator))
+    return ours == {"gpu"} or ours <= theirs or theirs <= ours
 
 
 def least_rows(boundaries: Iterable[float], *, most: int) -> int:

@@ -4,6 +4,7 @@ runs/gpt/
     config.yaml          every value, defaults included
     versions.json        of raypipe, Python, torch, ray and the machine
     plan.json            stages, devices, order, profile, topology: `raypipe simulate plan.json`
+                         (of a run that was resumed, what ran before is in config- and plan-until-update-000100.yaml and .json)
     metrics.jsonl        one line an update or evaluation
     adaptation.jsonl     of an adaptive run, one line a decision, with the facts that it was made of; what ran before a switch is in
                          plan-, trace- and predicted-until-update-000030.json
@@ -20,12 +21,17 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from raypipe.errors import ConfigError
+from raypipe.config import TrainConfig
+from raypipe.errors import ConfigError, FormatError
+
+_CONFIG = "config.yaml"
+_UNTIL = re.compile(r".*-until-update-(\d+)\.(?:json|yaml)")
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,8 @@ class RunFolder:
         base = Path(storage_path).absolute()
         found = {
             int(match[1] or 1): path
-            for path in base.glob(f"{name}*")
-            if (match := numbered.fullmatch(path.name)) and any(path.glob("checkpoints/*/checkpoint.json"))
+            for path in (base.iterdir() if base.is_dir() else ())
+            if (match := numbered.fullmatch(path.name)) and _is_of(name, path) and any(path.glob("checkpoints/*/checkpoint.json"))
         }
         if not found:
             raise ConfigError(
@@ -84,6 +90,31 @@ class RunFolder:
     def file(self, name: str) -> Path:
         """The path of a file in it."""
         return self.path / name
+
+    @property
+    def config(self) -> TrainConfig:
+        """What runs, or ran last.
+
+        Raises:
+            FormatError: the file is missing or damaged.
+        """
+        return TrainConfig.load(self.file(_CONFIG))
+
+    def begin(self, config: TrainConfig) -> None:
+        """Writes what is to run."""
+        config.save(self.file(_CONFIG))
+        self.write_json("versions.json", versions())
+
+    def begin_again(self, config: TrainConfig, *, update: int) -> None:
+        """Writes what is to run from an update on; what ran until then stays beside it, what ran after it is forgotten."""
+        self._forget_after(update)
+        for name in (_CONFIG, "plan.json"):
+            path = self.file(name)
+            kept = self.file(f"{path.stem}-until-update-{update:06d}{path.suffix}")
+            # Where there is one, it is what ran until then: what would have followed it never came as far as a checkpoint.
+            if path.exists() and not kept.exists():
+                path.rename(kept)
+        self.begin(config)
 
     def new_checkpoint(self, update: int) -> Path:
         """An empty folder for a checkpoint; what an interrupted one left there is removed."""
@@ -103,19 +134,42 @@ class RunFolder:
         with self.file("adaptation.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def forget_after(self, update: int) -> None:
-        """Leaves out of the metrics and decisions what a resumed run will do again: the updates after this one."""
-        for path in (self.file("metrics.jsonl"), self.file("adaptation.jsonl")):
-            if path.exists():
-                lines = [line for line in path.read_text(encoding="utf-8").splitlines() if json.loads(line)["update"] <= update]
-                path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        for path in self.path.glob("*-until-update-*"):
-            if path.suffix == ".json" and int(path.stem.rpartition("-")[2]) > update:
+    def _forget_after(self, update: int) -> None:
+        """Leaves out what a resumed run does again: updates after this one, and what came of it after its checkpoint."""
+        # The evaluation at its checkpoint is done again.
+        _keep_lines(self.file("metrics.jsonl"), lambda line: line["update"] <= update if "loss" in line else line["update"] < update)
+        _keep_lines(self.file("adaptation.jsonl"), lambda line: line["update"] < update)
+        for path in self.path.iterdir():
+            if (match := _UNTIL.fullmatch(path.name)) and int(match[1]) > update:
                 path.unlink()
 
     def write_json(self, name: str, content: Any) -> None:
         """Writes a file of the run as JSON."""
         self.file(name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _is_of(name: str, folder: Path) -> bool:
+    """Whether a folder is of a run of this name, and not of one that is called like its second."""
+    try:
+        return RunFolder(folder).config.run.name == name
+    except FormatError:
+        return False
+
+
+def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Leaves the wanted lines of a file of JSON lines; the last one may have been interrupted, and is left out then."""
+    if not path.exists():
+        return
+    kept: list[str] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if wanted(json.loads(line)):
+                kept.append(f"{line}\n")
+        except json.JSONDecodeError:
+            continue
+    beside = path.with_suffix(".partial")
+    beside.write_text("".join(kept), encoding="utf-8")
+    beside.replace(path)
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -253,6 +254,18 @@ class ClusterTopology:
     def node_of(self, device: str) -> Node:
         """The node that a device belongs to; raises as `device`."""
         return self._located(device)[1]
+
+    def only(self, devices: Collection[str]) -> ClusterTopology:
+        """The cluster with some of its devices alone, given by name."""
+        gone = {device.name for device in self.devices} - set(devices)
+        return replace(
+            self,
+            nodes=tuple(replace(node, devices=tuple(device for device in node.devices if device.name not in gone)) for node in self.nodes),
+            links=tuple(link for link in self.links if not {link.source, link.target} & gone),
+            shared_links=tuple(
+                replace(shared, members=tuple(pair for pair in shared.members if not set(pair) & gone)) for shared in self.shared_links
+            ),
+        )
 
     def path(self, source: str, target: str) -> Path:
         """What a transfer between two devices, given by name, passes through; nothing where they are the same.

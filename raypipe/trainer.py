@@ -52,7 +52,7 @@ from raypipe.policies.concurrency import Decision
 from raypipe.profile import ModelProfile
 from raypipe.profiler import model_profile
 from raypipe.ray_session import session
-from raypipe.run_folder import RunFolder, versions
+from raypipe.run_folder import RunFolder
 from raypipe.sample import NUM_BYTES, generate
 from raypipe.schedules.validate import facts
 from raypipe.show.page import draw_page
@@ -286,7 +286,8 @@ class _Fit:
         self.arrangement = self._arranged(trainer.plan, sizes)
         self._check_tokens()
         self.folder = folder or RunFolder.create(run.storage_path, run.name)
-        self._write_folder()
+        if self.resumed is None:
+            self.folder.begin(self.config)
         self.losses: list[float] = []
         self.validation_losses: list[tuple[int, float]] = []
         self.stretches: list[_Stretch] = []
@@ -336,33 +337,36 @@ class _Fit:
             )
         if index.seed != run.seed:
             raise ConfigError(f"{checkpoint.path} is of a run with run.seed={index.seed}, got {run.seed}; the order of rows would change")
-        if (config := folder.file("config.yaml")).exists():
-            before, now = TrainConfig.load(config).optimizer.name, self.config.optimizer.name
-            if before is not now:
-                raise ConfigError(
-                    f"{checkpoint.path} has the state of optimizer.name={before}, which {now} cannot go on from; set it to {before}"
-                )
+        before, now = folder.config, self.config
+        if before.optimizer.name is not now.optimizer.name:
+            raise ConfigError(
+                f"{checkpoint.path} has the state of optimizer.name={before.optimizer.name}, which {now.optimizer.name} cannot go on from; "
+                f"set it to {before.optimizer.name}"
+            )
+        # A window's rows are found by its number: with others an update they would be skipped, or come twice.
+        had, has = (config.schedule.num_microbatches * config.schedule.microbatch_size for config in (before, now))
+        if had != has:
+            raise ConfigError(
+                f"{checkpoint.path} is of a run with {had} rows an update, got {has}; choose schedule.num_microbatches and "
+                f"schedule.microbatch_size with the product {had}"
+            )
+        if self.reads_tokens and before.data.sequence_length != now.data.sequence_length:
+            raise ConfigError(
+                f"{checkpoint.path} is of a run with data.sequence_length={before.data.sequence_length}, got {now.data.sequence_length}; "
+                "the order of rows would change"
+            )
         if index.update >= run.num_updates:
             raise ConfigError(f"{checkpoint.path} has done {index.update} updates already; raise run.num_updates ({run.num_updates})")
         return checkpoint
 
-    def _write_folder(self) -> None:
-        """Writes what runs; what ran before a resumed run stays beside it."""
-        config = self.folder.file("config.yaml")
-        if self.resumed is not None:
-            self.folder.forget_after(self.first_update)
-            if config.exists():
-                config.rename(self.folder.file(f"config-until-update-{self.first_update:06d}.yaml"))
-        self.config.save(config)
-        self.folder.write_json("versions.json", versions())
-
     def _windows(self, first: int) -> list[tuple[int, int]]:
         """Pairs (first update, number of updates): windows end where an evaluation or a checkpoint is due."""
         run = self.config.run
+        stops = (run.evaluate_every if self.config.data.num_validation_microbatches else 0, run.checkpoint_every)
         found: list[tuple[int, int]] = []
         while first < run.num_updates:
             ends = [first + self.config.schedule.updates_per_window, run.num_updates]
-            ends += [(first // every + 1) * every for every in (run.evaluate_every, run.checkpoint_every) if every]
+            ends += [(first // every + 1) * every for every in stops if every]
             end = min(ends)
             found.append((first, end - first))
             first = end
@@ -376,9 +380,9 @@ class _Fit:
         with session(config.cluster, num_devices=num_places, cpus_per_device=config.scaling.cpus_per_device) as cluster:
             if cluster.dashboard_url:
                 self.listener.notice(f"Ray dashboard: {cluster.dashboard_url} (if it asks for a token: ray get-auth-token)")
-            self.metrics = RunMetrics(run=self.folder.path.name)
             slots = self.arrangement.find_slots(local=cluster.local)
             name = f"{self.folder.path.name}-{time.time_ns() // 1_000_000:x}"
+            self.metrics = RunMetrics(run=name)
             with Coordinator(
                 run=name, slots=slots, stages=self.arrangement.stages, scaling=config.scaling, cluster=config.cluster
             ) as coordinator:
@@ -400,11 +404,15 @@ class _Fit:
         arrangement = self.arrangement
         arrangement.settle(coordinator, name=self.folder.path.name, measure=self._measure, notice=self.listener.notice)
         plan, schedule = arrangement.plan, arrangement.schedule
-        self._begin_stretch("")
+        if self.resumed is None:
+            self._begin_stretch("")
         sizes = coordinator.build(self._build_order())
         arrangement.check_layers(sizes)
         if self.resumed is not None:
             coordinator.load(self.resumed.path)
+            # Not before: what cannot go on leaves the folder as it was.
+            self.folder.begin_again(self.config, update=self.first_update)
+            self._begin_stretch("")
             self.listener.notice(f"resumed from {self.resumed.path} at update {self.first_update}")
         coordinator.connect(arrangement.jobs(), arrangement.cut)
         if coordinator.channels:
@@ -524,8 +532,10 @@ class _Fit:
             "decided_s": time.perf_counter() - since,
         }
         if decision.switch and (gone := self.coordinator.gone(arrangement.devices_of(decision.choice))):
-            line |= {"switch": False, "text": f"stays, since {' and '.join(gone)} would be needed and do not answer: {decision.text}"}
-            self.listener.notice(f"update {done}: {line['text']}")
+            names = arrangement.leave_out(gone)
+            text = f"stays, and goes on without {' and '.join(names)}: needed for another way, but gone or silent ({decision.text})"
+            line |= {"switch": False, "text": text}
+            self.listener.notice(f"update {done}: {text}")
         try:
             if line["switch"]:
                 self._switch(arrangement, decision, done)

@@ -1,17 +1,17 @@
 """Chimera: pipelines in opposite directions fill each other's bubbles (Li and Hoefler, SC 2021, arXiv 2107.06925, section 3).
 
-P pipelines of D stages lie on the same D devices; P is even and divides D. Half of them run down, pipeline 2q with stage s on
-device 2qD/P + s (mod D); half of them run up, pipeline 2q+1 with stage s on the device opposite to that. Each device holds P
-stages. Microbatch m passes through pipeline m mod P. Four devices, two pipelines, F = B (even microbatches run down):
+N pipelines of D stages lie on the same D devices; N is even and divides D. Half of them run down, pipeline 2q with stage s on
+device 2qD/N + s (mod D); half of them run up, pipeline 2q+1 with stage s on the device opposite to that. Each device holds N
+stages. Microbatch m passes through pipeline m mod N. Four devices, two pipelines, F = B (even microbatches run down):
 
     worker 0   F0 F2 .  F1 B1 F3 B3 B0 .  B2
     worker 1   .  F0 F1 F2 F3 B1 B0 B3 B2
     worker 2   .  F1 F0 F3 F2 B0 B1 B2 B3
     worker 3   F1 F3 .  F0 B0 F2 B2 B1 .  B3
 
-This is a unit: D/P forward slots of each pipeline on each device, and as many backward slots. The k-th of a pipeline has its F
+This is a unit: D/N forward slots of each pipeline on each device, and as many backward slots. The k-th of a pipeline has its F
 of stage s in slot 2k+s and its B in slot 2k+2D-1-s. The stages that a device holds of pipelines down differ from those of
-pipelines up by odd numbers and among themselves by multiples of 2D/P, and the backwards of one direction begin where the
+pipelines up by odd numbers and among themselves by multiples of 2D/N, and the backwards of one direction begin where the
 forwards of the other end: no two Ops meet in a slot. A worker runs its Ops in the order of their slots, however long they take.
 
 More than D microbatches need several units. There are three ways to put them together (section 3.5):
@@ -38,11 +38,11 @@ as the backwards of the other direction do.
 With f and b the times of a forward and of a backward slot, K whole units (M/D, with doubled forwards M/2D) leave each device
 idle for
 
-    (2D/P - 2) (max(f, b) + (K - 1) |f - b|)
+    (2D/N - 2) (max(f, b) + (K - 1) |f - b|)
 
 With two pipelines and B = 2F these are (D-2)(2F + (K-1)F) in chimera, (D-2) 2F in chimera-doubling and (D-2) F in
 chimera-halving, where 1F1B has (D-1) 3F; with D pipelines there are no bubbles at all. Activations held: at most D, 2D where
-forwards are doubled; D/P - 1 less on a device where a pipeline starts, half of that less where backwards are halved.
+forwards are doubled; D/N - 1 less on a device where a pipeline starts, half of that less where backwards are halved.
 
 A number of microbatches that makes no whole unit leaves out the last ones; pipelines differ by one microbatch at most.
 """
@@ -164,8 +164,8 @@ FAMILY = Family(
     build=chimera,
     title="pipelines in opposite directions fill each other's bubbles",
     paper="Li and Hoefler, SC 2021, arXiv 2107.06925",
-    bubble="(2D/P-2)(B+(M/D-1)(B-F)) idle",
-    memory="[D-D/P+1, D]",
+    bubble="(2D/N-2)(B+(M/D-1)(B-F)) idle",
+    memory="[D-D/N+1, D]",
     mismatch="0",
     delay="0",
     makespan_s=lambda size, times: _makespan_s(_DIRECT, size, times),
@@ -177,8 +177,8 @@ FAMILY_DOUBLING = Family(
     build=chimera_doubling,
     title="chimera with forwards of two microbatches at once",
     paper="Li and Hoefler, SC 2021, arXiv 2107.06925",
-    bubble="(2D/P-2)2F idle if B = 2F",
-    memory="[2D-D/P+1, 2D]",
+    bubble="(2D/N-2)2F idle if B = 2F",
+    memory="[2D-D/N+1, 2D]",
     mismatch="0",
     delay="0",
     makespan_s=lambda size, times: _makespan_s(_DOUBLING, size, times),
@@ -190,8 +190,8 @@ FAMILY_HALVING = Family(
     build=chimera_halving,
     title="chimera with backwards of half a microbatch at a time",
     paper="Li and Hoefler, SC 2021, arXiv 2107.06925",
-    bubble="(2D/P-2)F idle if B = 2F",
-    memory="[D-(D/P-1)/2, D]",
+    bubble="(2D/N-2)F idle if B = 2F",
+    memory="[D-(D/N-1)/2, D]",
     mismatch="0",
     delay="0",
     makespan_s=lambda size, times: _makespan_s(_HALVING, size, times),

@@ -68,19 +68,21 @@ class Line:
 
     def after(self, op: Op) -> Op | None:
         """The F or B of the same microbatch that follows; `None` behind the last."""
-        if op.kind is OpKind.BACKWARD:
-            return op._replace(stage=op.stage - 1) if op.stage else None
-        if op.stage == len(self.pipelines[op.pipeline]) - 1:
-            return op._replace(kind=OpKind.BACKWARD)
-        return op._replace(stage=op.stage + 1)
+        kind, stage, index, pipeline, part = op
+        if kind is OpKind.BACKWARD:
+            return Op(kind, stage - 1, index, pipeline, part) if stage else None
+        if stage == len(self.pipelines[pipeline]) - 1:
+            return Op(OpKind.BACKWARD, stage, index, pipeline, part)
+        return Op(kind, stage + 1, index, pipeline, part)
 
     def before(self, op: Op) -> Op | None:
         """The F or B of the same microbatch, on any worker, that an F or B follows; `None` for the first."""
-        if op.kind is OpKind.FORWARD:
-            return op._replace(stage=op.stage - 1) if op.stage else None
-        if op.stage == len(self.pipelines[op.pipeline]) - 1:
-            return op._replace(kind=OpKind.FORWARD)
-        return op._replace(stage=op.stage + 1)
+        kind, stage, index, pipeline, part = op
+        if kind is OpKind.FORWARD:
+            return Op(kind, stage - 1, index, pipeline, part) if stage else None
+        if stage == len(self.pipelines[pipeline]) - 1:
+            return Op(OpKind.FORWARD, stage, index, pipeline, part)
+        return Op(kind, stage + 1, index, pipeline, part)
 
 
 @dataclass(frozen=True, slots=True)

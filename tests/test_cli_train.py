@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from raypipe.actors.checkpoint import Checkpoint, CheckpointIndex
 from raypipe.cli import main
+from raypipe.config import TrainConfig
 from raypipe.data.prepare import prepare
+from raypipe.run_folder import RunFolder
 
 CONFIG = """
 format: raypipe.train/1
@@ -81,6 +84,33 @@ def test_bad_input_is_one_clear_message(config: Path, capsys: pytest.CaptureFixt
 def test_resuming_what_was_never_begun_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(config), "--resume"]) == 2
     assert "has a checkpoint to resume from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("schedule.num_microbatches=4", "is of a run with 64 rows an update, got 32"),
+        ("data.sequence_length=16", "is of a run with data.sequence_length=32, got 16"),
+        ("optimizer.name=nadamw", "set it to adamw"),
+        ("run.seed=3", "is of a run with run.seed=0, got 3"),
+        ("model.options.num_layers=3", "is of a model with the layers"),
+        ("run.num_updates=4", "has done 4 updates already"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_and_loses_nothing(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    changes = (f"run.storage_path={tmp_path}", "schedule.num_microbatches=8", "schedule.microbatch_size=8")
+    folder = RunFolder.create(str(tmp_path), "run")
+    folder.begin(TrainConfig.load(config, overrides=changes))
+    layers = ("embedding", *(f"block-{number}" for number in range(4)), "head")
+    Checkpoint.finish(folder.new_checkpoint(4), CheckpointIndex(update=4, layers=layers, model="raypipe.models.gpt:gpt", seed=0))
+    folder.add_metrics({"update": 5, "loss": 1.0})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    given = [part for change in (*changes, override) for part in ("--set", change)]
+    assert main(["train", str(config), *given, "--resume"]) == 2
+    assert message in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def test_random_bytes_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,3 +171,26 @@ def test_the_fewest_rows_are_those_of_which_all_boundaries_are_whole() -> None:
     assert least_rows([0.0, 1 / 3, 0.5, 1.0], most=12) == 6
     assert least_rows([0.0, 1.0], most=12) == 1
     assert least_rows([0.0, 1 / 3, 0.5, 1.0], most=4) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "accelerator", "same"),
+    [
+        ("nvidia-a100-sxm4-40gb", "A100", True),
+        ("nvidia-a100-sxm4-40gb", "A100-40G", True),
+        ("nvidia-a100-sxm4-40gb", "A100-80G", False),
+        ("rtx4090", "NVIDIA-GeForce-RTX-4090", True),
+        ("nvidia-l40s", "L4", False),
+        ("a10", "A100", False),
+        ("nvidia-a100", "A10", False),
+        ("gpu", "H200", True),
+    ],
+)
+def test_kinds_of_gpus_are_compared_by_whole_words(kind: str, accelerator: str, same: bool) -> None:
+    nodes = [ClusterNode("d" * 40, "10.0.0.4", hostname="far", num_cpus=2, num_gpus=1, accelerators=(accelerator,))]
+    lab = topology(("far", 1), kind=kind)
+    if same:
+        assert list(locate(lab, ["far/0"], nodes, cpus_per_device=1.0)) == ["far/0"]
+    else:
+        with pytest.raises(PlanError, match=f"is of kind '{kind}', node 10.0.0.4 has {accelerator}"):
+            locate(lab, ["far/0"], nodes, cpus_per_device=1.0)

@@ -52,8 +52,8 @@ def schedules(
 ) -> None:
     """List the schedules by name, or compare all of them at one size.
 
-    Bubble, memory, mismatch and delay are formulas over D devices, M microbatches, V chunks, P pipelines, the device s, and the
-    seconds F, B, I and W of a stage, with F&B for a forward and a backward that overlap.
+    Bubble, memory, mismatch and delay are formulas over D devices, M microbatches, V stages a device, N pipelines, K = M/D, the
+    device s, and the seconds F, B, I and W of a stage, with F&B for a forward and a backward that overlap.
 
     With --devices and --microbatches each is built, validated and simulated on the same model: times are those of a device's share
     of it, and a schedule with two stages a device has stages of half these times.
@@ -87,6 +87,12 @@ def _refuse_without_size(given: Mapping[str, object]) -> None:
         raise click.UsageError(f"{options[0]} needs {missing}: all schedules are then compared at that size")
 
 
+_LETTERS = (
+    "D devices, M microbatches, V stages a device, N pipelines, K = M/D, s the device; F, B, I and W the seconds of a stage's forward, "
+    "backward, and its parts for inputs and weights, F&B of a forward and a backward that overlap; memory in activations of a stage"
+)
+
+
 def _list(*, as_json: bool) -> None:
     rows = [{column: str(getattr(family, column)) for column in _COLUMNS} for family in own_schedules.families()]
     if as_json:
@@ -96,6 +102,8 @@ def _list(*, as_json: bool) -> None:
     terminal = console()
     # A line each, so that others can search it; only a terminal breaks what it cannot show.
     (terminal if terminal.is_terminal else plain_console(_WIDTH)).print(shown)
+    if terminal.is_terminal:
+        terminal.print(_LETTERS, highlight=False)
 
 
 def _compare(size: Size, times: StageSeconds, *, num_chunks: int | None, sort: _Sort, as_json: bool) -> None:

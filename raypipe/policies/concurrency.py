@@ -14,6 +14,7 @@ What was tried and turned out slower than predicted is remembered, and undone by
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
@@ -183,6 +184,30 @@ class ConcurrencyPolicy:
         self._pending = False
         if took_s is not None:
             self.switch_s = took_s
+
+    def leave_out(self, devices: Sequence[str]) -> None:
+        """Plans without some devices from now on, of which the present way needs none, and looks for a way again after the next window.
+
+        Args:
+            devices: names.
+        """
+        names = self.problem.names
+        kept = [number for number, name in enumerate(names) if name not in devices]
+        number_of = {old: new for new, old in enumerate(kept)}
+
+        def left(problem: Problem) -> Problem:
+            return replace(problem, topology=problem.topology.only([names[number] for number in kept]))
+
+        def renumbered(choice: Choice) -> Choice:
+            workers = tuple(tuple(number_of[device] for device in group) for group in choice.layout.workers)
+            return replace(choice, layout=replace(choice.layout, workers=workers))
+
+        self.problem, self._chosen_with = left(self.problem), left(self._chosen_with)
+        self._problems = {division: left(problem) for division, problem in self._problems.items()}
+        self.choice = renumbered(self.choice)
+        ran = {choice: errors for choice, errors in self._errors.items() if {*itertools.chain(*choice.layout.workers)} <= number_of.keys()}
+        self._errors = {renumbered(choice): errors for choice, errors in ran.items()}
+        self._pending, self._searched_with = False, None
 
     # Between windows
 

@@ -118,3 +118,26 @@ def test_devices_of_one_stage_may_get_other_rows() -> None:
     assert decision.switch
     assert decision.choice.rows == ((2, 6),)
     assert decision.text.startswith("other rows for the devices of a stage")
+
+
+def test_a_device_that_is_gone_is_planned_without_and_the_others_keep_their_names() -> None:
+    run = Simulated()
+    truth = cluster(speeds={1: 0.1})
+    for _ in range(8):
+        run.window(truth)
+    used = run.run.plan.devices
+    assert "n1/0" not in used, "a device so slow is of no use"
+    assert run.run.leave_out([1]) == ["n1/0"]
+    now = run.run.policy.choice
+    assert [run.run.policy.problem.names[device] for group in now.layout.workers for device in group] == list(used)
+
+    before_s = run.update_s(truth)
+    a, b = (NODES.index(name.partition("/")[0]) for name in used[:2])
+    truth = cluster(slow(a, b), speeds={1: 0.1})
+    slowed_s = run.update_s(truth)
+    assert slowed_s > 1.2 * before_s, "the link is one that is used"
+    decisions = [run.window(truth) for _ in range(6)]
+    assert any(decision.switch for decision in decisions if decision is not None)
+    assert "n1/0" not in run.run.plan.devices
+    assert run.run.devices == [NODES.index(name.partition("/")[0]) for name in run.run.plan.devices]
+    assert run.update_s(truth) < slowed_s / 1.05
