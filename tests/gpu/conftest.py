@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
+
+from tests.gpu.device import gpu
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Brings the device in before any test: autograd knows the devices that there were at the first backward of its process."""
+    if not session.config.option.collectonly and any(item.get_closest_marker("gpu") for item in session.items):
+        with suppress(pytest.skip.Exception):  # the tests that need it say so
+            gpu()
 
 
 @pytest.fixture(autouse=True)
