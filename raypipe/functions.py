@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -91,6 +92,14 @@ def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *
     if not isinstance(model, Model):
         raise ConfigError(f"model.function {function!r} returned {type(model).__name__}, expected a raypipe.model.Model")
     return compiled(model) if compile_layers else model
+
+
+def keyword(function: str | Callable[..., Any], options: Mapping[str, Any], name: str) -> object:
+    """What a function is called with under a name, its own default included; `None` where it has no such argument."""
+    if name in options:
+        return options[name]
+    parameter = inspect.signature(resolve(function) if isinstance(function, str) else function).parameters.get(name)
+    return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
 
 
 def name_of(function: str | Callable[..., Any]) -> str:

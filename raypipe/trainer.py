@@ -45,7 +45,7 @@ from raypipe.config import (
 from raypipe.coordinator import Coordinator, WindowResult
 from raypipe.data.tokens import TokenDataset
 from raypipe.errors import ConfigError
-from raypipe.functions import make_model, name_of
+from raypipe.functions import keyword, make_model, name_of
 from raypipe.model import Model
 from raypipe.plan import Plan
 from raypipe.policies.concurrency import Decision
@@ -274,6 +274,7 @@ class _Fit:
         self.batches = trainer.batches
         self.reads_tokens = trainer.reads_tokens
         self.faults = trainer.faults
+        self.function = trainer.model_function
         self.model_function = partial(
             make_model, trainer.model_function, self.config.model.options, compile_layers=self.config.model.compile
         )
@@ -316,6 +317,11 @@ class _Fit:
         data = self.config.data
         for split in ("train", "validation") if data.num_validation_microbatches else ("train",):
             tokens = TokenDataset(data.path, sequence_length=data.sequence_length, seed=0, split=split)
+        known = keyword(self.function, self.config.model.options, "vocabulary_size")
+        if isinstance(known, int) and known < tokens.vocabulary_size:
+            raise ConfigError(
+                f"model.options.vocabulary_size is {known}, {data.path} has {tokens.vocabulary_size} different tokens; set it to that"
+            )
         if self.config.run.sample_bytes and tokens.vocabulary_size != NUM_BYTES:
             raise ConfigError(
                 f"run.sample_bytes needs tokens that are bytes, {data.path} has {tokens.vocabulary_size} different ones; set it to 0"

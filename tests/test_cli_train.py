@@ -67,6 +67,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("data.path={folder}/none.parquet", "there is no such file"),
         ("data.path={folder}/random.parquet", "cannot be read as Parquet"),
         ("data.sequence_length=100000000", "sequence"),
+        ("model.options.vocabulary_size=100", "model.options.vocabulary_size is 100, "),
         ("run.storage_path={folder}/config.yaml", "no folder can be made there"),
         ("no-equals-sign", "expected key=value"),
     ],

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypipe.data.prepare import prepare
+from raypipe.data.tokenizers import FileTokenizer
 from raypipe.data.tokens import FORMAT, SCHEMA, TokenDataset, permutation
 from raypipe.errors import ConfigError, FormatError, InputError, UnknownNameError
 
@@ -382,3 +383,77 @@ class TestTokenDatasetRefuses:
             TokenDataset(token_file, sequence_length=8, seed=-1)
         with pytest.raises(UnknownNameError, match=r"no split is called 'valid'.*choose from: train, validation"):
             TokenDataset(token_file, sequence_length=8, seed=0, split="valid")
+
+
+WORDS = [f"w{number}" for number in range(400)]
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path: Path) -> Path:
+    """One token a word, each of two bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {word: number for number, word in enumerate(["<unk>", *WORDS, "<|endoftext|>", "<stop>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+class TestTokenizer:
+    def test_its_tokens_come_back_as_they_were_whatever_their_width(self, tmp_path: Path, word_tokenizer: Path) -> None:
+        text = tmp_path / "words.txt"
+        text.write_text(" ".join(WORDS[number * 7 % 400] for number in range(1000)))
+        path = tmp_path / "tokens.parquet"
+        done = prepare(text, output=path, validation_fraction=0.0, tokenizer=FileTokenizer(word_tokenizer))
+        # 1000 words are less than a piece of a single file.
+        assert (done.num_documents, done.num_train_tokens) == (1, 1001)
+        metadata = pq.read_schema(path).metadata
+        assert (metadata[b"vocabulary_size"], metadata[b"token_bytes"], metadata[b"separator"]) == (b"403", b"2", b"401")
+        assert metadata[b"tokenizer"].startswith(b"tokenizer.json sha256:")
+        data = TokenDataset(path, sequence_length=1000, seed=0)
+        assert data.vocabulary_size == 403
+        assert data.rows(0, 1).tolist() == [[*(1 + number * 7 % 400 for number in range(1000)), 401]]
+
+    def test_documents_end_with_the_token_that_is_named(self, tmp_path: Path, word_tokenizer: Path, folder: Path) -> None:
+        path = tmp_path / "tokens.parquet"
+        prepare(folder, output=path, validation_fraction=0.0, tokenizer=FileTokenizer(word_tokenizer, separator="<stop>"))
+        for tokens in pq.read_table(path)["tokens"].to_pylist():
+            assert np.frombuffer(tokens, dtype="<u2")[-1] == 402
+
+    def test_a_character_is_not_cut_where_a_text_without_line_ends_is(self, tmp_path: Path, word_tokenizer: Path) -> None:
+        text = tmp_path / "long.txt"
+        text.write_text("x" + "\u20ac" * 20_000, encoding="utf-8")  # three bytes each
+        for tokenizer in (FileTokenizer(word_tokenizer), None):
+            prepare(text, output=tmp_path / "tokens.parquet", validation_fraction=0.0, tokenizer=tokenizer)
+        pieces = pq.read_table(tmp_path / "tokens.parquet")["tokens"].to_pylist()
+        assert len(pieces) > 2
+        assert "".join(piece[:-1].decode() for piece in pieces) == text.read_text(encoding="utf-8")
+
+    def test_what_is_not_utf8_is_refused_by_name(self, tmp_path: Path, word_tokenizer: Path) -> None:
+        text = tmp_path / "latin.txt"
+        text.write_bytes("caf\u00e9 au lait".encode("latin-1"))
+        with pytest.raises(FormatError, match=r"latin.txt.*is not UTF-8"):
+            prepare(text, output=tmp_path / "tokens.parquet", tokenizer=FileTokenizer(word_tokenizer))
+
+    def test_files_that_are_no_tokenizers_are_refused(self, tmp_path: Path, word_tokenizer: Path) -> None:
+        (tmp_path / "broken.json").write_text("{}")
+        with pytest.raises(FormatError, match=r"broken.json.*no tokenizer.json"):
+            FileTokenizer(tmp_path / "broken.json")
+        with pytest.raises(FormatError, match="cannot be read"):
+            FileTokenizer(tmp_path / "none.json")
+        with pytest.raises(ConfigError, match=r"no token '<stob>'.*did you mean '<stop>'"):
+            FileTokenizer(word_tokenizer, separator="<stob>")
+
+    @pytest.mark.parametrize(
+        ("metadata", "message"),
+        [
+            ({"token_bytes": "3"}, "metadata.token_bytes: expected one of 1, 2, 4, got 3"),
+            ({"token_bytes": "2", "vocabulary_size": "70000"}, "metadata.vocabulary_size: expected a whole number from 0 to 65536"),
+            ({"token_bytes": "4", "vocabulary_size": "70000"}, "ends within a token of 4 bytes"),
+        ],
+    )
+    def test_a_file_that_contradicts_itself_is_refused(self, tmp_path: Path, metadata: dict[str, str], message: str) -> None:
+        path = write_tokens(tmp_path / "tokens.parquet", tokens=b"abcdefghij", metadata=metadata)
+        with pytest.raises(FormatError, match=message):
+            TokenDataset(path, sequence_length=2, seed=0)

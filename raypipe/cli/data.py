@@ -18,19 +18,29 @@ def data(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-@data.command(epilog=example("raypipe data prepare python-stdlib -o tokens.parquet"))
+@data.command(
+    epilog=example(
+        "raypipe data prepare python-stdlib -o tokens.parquet", "raypipe data prepare texts/ --tokenizer tokenizer.json -o t.parquet"
+    )
+)
 @click.argument("source")
 @click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="The token file to write (Parquet).")
 @click.option("--validation-fraction", type=float, default=0.05, show_default=True, help="Share of the documents to validate with.")
+@click.option("--tokenizer", type=click.Path(), metavar="FILE", help="A tokenizer.json; left out for one token a byte.")
+@click.option("--separator", metavar="TOKEN", help="Of the tokenizer, the token that ends each document.  [default: its end of text]")
 @json_option
-def prepare(source: str, *, output: str, validation_fraction: float, as_json: bool) -> None:
-    """Turn text into tokens, one a byte.
+def prepare(source: str, *, output: str, validation_fraction: float, tokenizer: str | None, separator: str | None, as_json: bool) -> None:
+    """Turn text into tokens: one a byte, or those of a tokenizer.
 
     SOURCE is a text file, a folder of them, or python-stdlib for the source of Python's standard library.
     """
+    if separator is not None and tokenizer is None:
+        raise click.UsageError("--separator is a token of a --tokenizer; bytes are separated by byte 0")
     from raypipe.data.prepare import prepare as prepare_tokens  # noqa: PLC0415  # loads pyarrow: not for --help
+    from raypipe.data.tokenizers import FileTokenizer  # noqa: PLC0415  # likewise
 
-    prepared = prepare_tokens(source, output=output, validation_fraction=validation_fraction)
+    made = None if tokenizer is None else FileTokenizer(tokenizer, separator=separator)
+    prepared = prepare_tokens(source, output=output, validation_fraction=validation_fraction, tokenizer=made)
     if as_json:
         print_json(dataclasses.asdict(prepared))
         return

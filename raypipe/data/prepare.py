@@ -1,4 +1,4 @@
-"""Writes text as a token file: one token a byte, one row a document. `raypipe.data.tokens` describes the file.
+"""Writes text as a token file: one token a byte, or those of a tokenizer, one row a document. `raypipe.data.tokens` describes the file.
 
 The same text gives the same file, byte for byte (under one version of pyarrow): documents come in the order of their names, a
 document's split depends on its name alone, and neither dates nor the folder's place are written.
@@ -23,14 +23,12 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raypipe.data.tokens import FORMAT, MAX_VOCABULARY, SCHEMA, Split
+from raypipe.data.tokenizers import Bytes, Tokenizer
+from raypipe.data.tokens import FORMAT, SCHEMA, Split, bytes_of_token
 from raypipe.errors import ConfigError, FormatError, InputError, suggestion
 
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".md", ".py", ".rst")
-SEPARATOR = 0
-"""The token that ends each document: the byte that no text holds."""
-
 _FILE_PIECE_BYTES = 4 * 1024
 """Length of the documents that a single text file is cut into: short enough that a small file has some for validation."""
 _FOLDER_PIECE_BYTES = 1024 * 1024
@@ -90,13 +88,15 @@ def prepare(
     output: str | os.PathLike[str],
     validation_fraction: float = 0.05,
     suffixes: Sequence[str] = SUFFIXES,
+    tokenizer: Tokenizer | None = None,
 ) -> PreparedData:
     """Writes the text of a source as the token file `output` and returns what it holds.
 
-    Each document ends with one separator, byte 0. A document goes to the validation split if the hash of its name says so, so the
-    split's share of the tokens comes near `validation_fraction` only where there are many documents. A single file is cut at line
-    ends into documents of about 4 KiB, a file of a folder into documents of about 1 MiB; the pieces are called `NAME#0`, `NAME#1`,
-    and so on. Files without text are left out. The file appears whole or not at all: it is written under another name and renamed.
+    Each document ends with one separator, byte 0 or the tokenizer's. A document goes to the validation split if the hash of its name
+    says so, so the split's share of the tokens comes near `validation_fraction` only where there are many documents. A single file is
+    cut at line ends into documents of about 4 KiB, a file of a folder into documents of about 1 MiB; the pieces are called `NAME#0`,
+    `NAME#1`, and so on. Files without text are left out. The file appears whole or not at all: it is written under another name and
+    renamed.
 
     Args:
         source: "python-stdlib" (the sources and the reference topics of the running Python, without its tests), the path of a text
@@ -105,6 +105,7 @@ def prepare(
         output: the file to write; its folder is made if need be.
         validation_fraction: the share of documents, at least 0 and less than 1.
         suffixes: what the names of a folder's text files end with.
+        tokenizer: what makes the tokens; left out for one a byte.
 
     Raises:
         ConfigError: `validation_fraction` is out of range.
@@ -122,7 +123,7 @@ def prepare(
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        counts = _write(temporary, texts, validation_fraction)
+        counts = _write(temporary, texts, validation_fraction, tokenizer or Bytes())
         temporary.replace(path)
         file_bytes = path.stat().st_size
     except OSError as error:
@@ -141,9 +142,10 @@ def prepare(
     )
 
 
-def _write(path: Path, source: _Source, validation_fraction: float) -> Counter[str]:
+def _write(path: Path, source: _Source, validation_fraction: float, tokenizer: Tokenizer) -> Counter[str]:
     """Writes the file and returns its number of documents, and of tokens by split."""
     counts: Counter[str] = Counter()
+    token_bytes = bytes_of_token(tokenizer.vocabulary_size)
     with pq.ParquetWriter(
         path,
         SCHEMA,
@@ -154,10 +156,10 @@ def _write(path: Path, source: _Source, validation_fraction: float) -> Counter[s
         # A stored Arrow schema would hide the metadata that is added below from those who read the file as an Arrow table.
         store_schema=False,
     ) as writer:
-        for group in _row_groups(source, validation_fraction):
+        for group in _row_groups(source, validation_fraction, tokenizer):
             counts["documents"] += len(group)
             for row in group:
-                counts[row["split"]] += len(row["tokens"])
+                counts[row["split"]] += len(row["tokens"]) // token_bytes
             writer.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
         if not counts[Split.TRAIN]:
             problem = (
@@ -166,9 +168,10 @@ def _write(path: Path, source: _Source, validation_fraction: float) -> Counter[s
             raise InputError(f"{source.name}: {problem} give more text")
         writer.add_key_value_metadata({
             "format": FORMAT,
-            "tokenizer": "bytes",
-            "vocabulary_size": str(MAX_VOCABULARY),
-            "separator": str(SEPARATOR),
+            "tokenizer": tokenizer.name,
+            "vocabulary_size": str(tokenizer.vocabulary_size),
+            "token_bytes": str(token_bytes),
+            "separator": str(tokenizer.separator),
             "source": source.name,
             "license": source.license,
             **{split.count_key: str(counts[split]) for split in Split},
@@ -176,13 +179,13 @@ def _write(path: Path, source: _Source, validation_fraction: float) -> Counter[s
     return counts
 
 
-def _row_groups(source: _Source, validation_fraction: float) -> Iterator[list[dict[str, Any]]]:
+def _row_groups(source: _Source, validation_fraction: float, tokenizer: Tokenizer) -> Iterator[list[dict[str, Any]]]:
     """Yields the rows of each row group, some 16 MiB of tokens."""
     group: list[dict[str, Any]] = []
     num_bytes = 0
-    for name, document in _documents(source):
-        group.append({"document": name, "split": _split(name, validation_fraction).value, "tokens": document + bytes([SEPARATOR])})
-        num_bytes += len(document) + 1
+    for name, tokens in _documents(source, tokenizer):
+        group.append({"document": name, "split": _split(name, validation_fraction).value, "tokens": tokens})
+        num_bytes += len(tokens)
         if num_bytes >= _ROW_GROUP_BYTES:
             yield group
             group, num_bytes = [], 0
@@ -196,17 +199,16 @@ def _split(name: str, validation_fraction: float) -> Split:
     return Split.VALIDATION if int.from_bytes(digest[:8], "big") < validation_fraction * 2**64 else Split.TRAIN
 
 
-def _documents(source: _Source) -> Iterator[tuple[str, bytes]]:
-    """Yields names and texts of the documents, none of them empty."""
+def _documents(source: _Source, tokenizer: Tokenizer) -> Iterator[tuple[str, bytes]]:
+    """Yields names and tokens of the documents, none of them empty."""
     for text in source.texts:
         try:
             with io.BytesIO(text.content) if isinstance(text.content, bytes) else text.content.open("rb") as stream:
                 for name, piece in _pieces(text.name, stream, source.piece_bytes):
-                    if bytes([SEPARATOR]) in piece:
-                        raise FormatError(
-                            str(text.content), "", "it holds a zero byte, so it is not text; convert it to UTF-8 or leave it out"
-                        )
-                    yield name, piece
+                    try:
+                        yield name, tokenizer.encode(piece)
+                    except ValueError as error:
+                        raise FormatError(str(text.content), "", f"{error}; convert it to UTF-8 or leave it out") from error
         except OSError as error:
             raise FormatError(str(text.content), "", f"it cannot be read ({error}); leave it out or let it be read") from error
 
@@ -222,6 +224,9 @@ def _pieces(name: str, stream: BinaryIO, piece_bytes: int) -> Iterator[tuple[str
     piece = read()
     while piece:
         following = read()
+        # A character is not cut: bytes that begin with the bits 10 belong to the one before them.
+        cut = next((at for at, byte in enumerate(following[:3]) if byte >> 6 != 0b10), 3)
+        piece, following = piece + following[:cut], following[cut:]
         yield (f"{name}#{number}" if number or following else name), piece
         number += 1
         piece = following

@@ -4,10 +4,12 @@ A token file (`raypipe.tokens/1`, Parquet) holds one row a document:
 
     document  string   its name
     split     string   "train" or "validation"
-    tokens    binary   one byte a token, so the bytes of a split's rows, one after the other, are its token array
+    tokens    binary   `token_bytes` bytes a token, the lowest first, so the bytes of a split's rows, one after the other, are its
+                       token array
 
-and, as the metadata of the file, `format`, `tokenizer`, `vocabulary_size` (at most 256), `separator` (the token that ends each
-document), `source`, `license`, `num_train_tokens` and `num_validation_tokens`. `raypipe data prepare` writes such files.
+and, as the metadata of the file, `format`, `tokenizer`, `vocabulary_size`, `token_bytes` (1, 2 or 4; 1 where it is not stated),
+`separator` (the token that ends each document), `source`, `license`, `num_train_tokens` and `num_validation_tokens`. `raypipe data
+prepare` writes such files.
 
     tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...        sequence_length T = 4
     sequence 0 t0 t1 t2 t3 t4                           T + 1 tokens: inputs are the first T, targets the last T
@@ -31,15 +33,29 @@ import pyarrow.parquet as pq
 from raypipe.errors import ConfigError, FormatError, UnknownNameError
 
 FORMAT = "raypipe.tokens/1"
-MAX_VOCABULARY = 256
 SCHEMA = pa.schema([
     pa.field("document", pa.string(), nullable=False),
     pa.field("split", pa.string(), nullable=False),
     pa.field("tokens", pa.binary(), nullable=False),
 ])
 
+_TYPES: Mapping[int, npt.DTypeLike] = {1: "<u1", 2: "<u2", 4: "<u4"}
+"""Of tokens, by their bytes."""
+
 # Names another file than the one at hand: that may be a text, which the command would replace.
 _REMEDY = "make a token file with `raypipe data prepare python-stdlib -o tokens.parquet`"
+
+
+def bytes_of_token(vocabulary_size: int) -> int:
+    """The fewest bytes that hold each token of a vocabulary.
+
+    Raises:
+        ConfigError: it has more than 2**32.
+    """
+    for num_bytes in _TYPES:
+        if vocabulary_size <= 256**num_bytes:
+            return num_bytes
+    raise ConfigError(f"a token file holds tokens of at most {max(_TYPES)} bytes, not a vocabulary of {vocabulary_size}")
 
 
 class Split(StrEnum):
@@ -60,8 +76,8 @@ class TokenDataset:
     The training split is shuffled anew in each epoch; the validation split is read in order, again and again. Sequences run over
     the ends of documents, and the tokens after the last whole sequence are left out.
 
-    The split is held in memory, one byte a token; loading it takes one row group (16 MiB of tokens as `raypipe data prepare` writes
-    them) more. A shuffled epoch takes 8 bytes a sequence, and twice that while it is drawn.
+    The split is held in memory, as wide as in the file; loading it takes one row group (16 MiB of tokens as `raypipe data prepare`
+    writes them) more. A shuffled epoch takes 8 bytes a sequence, and twice that while it is drawn.
 
     Args:
         path: the token file.
@@ -132,14 +148,14 @@ def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
     return order
 
 
-def _load(path: str, split: Split) -> tuple[npt.NDArray[np.uint8], int]:
+def _load(path: str, split: Split) -> tuple[npt.NDArray[Any], int]:
     """Returns the tokens of the split and the vocabulary size."""
     try:
         with pa.memory_map(path) as mapped, pq.ParquetFile(mapped) as file:
-            vocabulary_size, num_tokens = _check_header(path, file, split)
-            tokens = np.empty(num_tokens, dtype=np.uint8)
+            vocabulary_size, num_tokens, token_bytes = _check_header(path, file, split)
+            tokens = np.empty(num_tokens, dtype=_TYPES[token_bytes])
             filled = 0
-            for part in _parts(path, file, split):
+            for part in _parts(path, file, split, token_bytes):
                 # Counts past the end too, so that the message below tells how many there are.
                 tokens[filled : filled + len(part)] = part[: max(num_tokens - filled, 0)]
                 filled += len(part)
@@ -156,8 +172,8 @@ def _load(path: str, split: Split) -> tuple[npt.NDArray[np.uint8], int]:
     return tokens, vocabulary_size
 
 
-def _check_header(path: str, file: pq.ParquetFile, split: Split) -> tuple[int, int]:
-    """Returns the vocabulary size and the number of tokens that the file states for the split."""
+def _check_header(path: str, file: pq.ParquetFile, split: Split) -> tuple[int, int, int]:
+    """Returns the vocabulary size, the number of tokens that the file states for the split, and the bytes of each."""
     metadata: Mapping[bytes, bytes] = file.metadata.metadata or {}
     stated = metadata.get(b"format", b"").decode(errors="replace")
     if stated != FORMAT:
@@ -167,10 +183,14 @@ def _check_header(path: str, file: pq.ParquetFile, split: Split) -> tuple[int, i
         got = str(file.schema_arrow.field(index).type) if index >= 0 else "no such column"
         if got != str(field.type):
             raise FormatError(path, field.name, f"expected a column of type {field.type}, got {got}; {_REMEDY}")
+    token_bytes = _count(path, metadata, "token_bytes", maximum=max(_TYPES)) if b"token_bytes" in metadata else 1
+    if token_bytes not in _TYPES:
+        raise FormatError(path, "metadata.token_bytes", f"expected one of {', '.join(map(str, _TYPES))}, got {token_bytes}; {_REMEDY}")
     return (
-        _count(path, metadata, "vocabulary_size", maximum=MAX_VOCABULARY),
-        # A token takes a byte of memory, so this bound only keeps a damaged count from asking for all of it.
+        _count(path, metadata, "vocabulary_size", maximum=256**token_bytes),
+        # Tokens are held in memory, so this bound only keeps a damaged count from asking for all of it.
         _count(path, metadata, split.count_key, maximum=2**40),
+        token_bytes,
     )
 
 
@@ -182,23 +202,27 @@ def _count(path: str, metadata: Mapping[bytes, bytes], key: str, *, maximum: int
     return int(text)
 
 
-def _parts(path: str, file: pq.ParquetFile, split: Split) -> Iterator[npt.NDArray[np.uint8]]:
+def _parts(path: str, file: pq.ParquetFile, split: Split, token_bytes: int) -> Iterator[npt.NDArray[Any]]:
     """Yields the tokens of the split in the order of the file, as views of Arrow's memory."""
     for group in range(file.num_row_groups):
         table = file.read_row_group(group, columns=["split", "tokens"])
         for chunk in table.filter(pc.equal(table["split"], split.value))["tokens"].chunks:
             if chunk.null_count:
                 raise FormatError(path, "tokens", f"row group {group} holds a document without tokens; {_REMEDY}")
-            yield _bytes_of(chunk)
+            found, whole = _bytes_of(chunk, token_bytes)
+            if not whole:
+                raise FormatError(path, "tokens", f"a document of row group {group} ends within a token of {token_bytes} bytes; {_REMEDY}")
+            yield found.view(_TYPES[token_bytes])
 
 
-def _bytes_of(chunk: Any) -> npt.NDArray[np.uint8]:
-    """Returns the bytes of all values of a pyarrow binary array, which lie one after the other, without a copy."""
+def _bytes_of(chunk: Any, unit: int) -> tuple[npt.NDArray[np.uint8], bool]:
+    """Returns the bytes of all values of a pyarrow binary array, which lie one after the other, and whether each has whole units."""
     _, offsets_buffer, data_buffer = chunk.buffers()
     if not len(chunk) or data_buffer is None:
-        return np.empty(0, dtype=np.uint8)
-    offsets = np.frombuffer(offsets_buffer, dtype=np.int32)
-    return np.frombuffer(data_buffer, dtype=np.uint8)[offsets[chunk.offset] : offsets[chunk.offset + len(chunk)]]
+        return np.empty(0, dtype=np.uint8), True
+    offsets = np.frombuffer(offsets_buffer, dtype=np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+    found = np.frombuffer(data_buffer, dtype=np.uint8)[offsets[0] : offsets[-1]]
+    return found, not np.any((offsets - offsets[0]) % unit)
 
 
 def _or_larger_fraction(split: Split) -> str:

@@ -1,0 +1,98 @@
+"""What makes tokens of text: one a byte, or a tokenizer of the library `tokenizers`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from raypipe.data.tokens import bytes_of_token
+from raypipe.errors import ConfigError, FormatError, suggestion
+
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""How tokenizers call the token that ends a text."""
+
+
+class Tokenizer(Protocol):
+    """Makes tokens of the texts of a source."""
+
+    @property
+    def name(self) -> str:
+        """What a token file says of it."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Every token is less than this."""
+
+    @property
+    def separator(self) -> int:
+        """The token that ends each document."""
+
+    def encode(self, text: bytes) -> bytes:
+        """The tokens of a document, with the separator behind them, each of as many bytes as the vocabulary needs, the lowest first.
+
+        Raises:
+            ValueError: it is not text; says why.
+        """
+
+
+class Bytes:
+    """A token is a byte; documents end with the one that no text holds."""
+
+    name = "bytes"
+    vocabulary_size = 256
+    separator = 0
+
+    def encode(self, text: bytes) -> bytes:
+        """See `Tokenizer`."""
+        end = bytes([self.separator])
+        if end in text:
+            raise ValueError("it holds a zero byte, so it is not text")
+        return text + end
+
+
+class FileTokenizer:
+    """A tokenizer in the file format of the library `tokenizers`, such as the `tokenizer.json` of a published model.
+
+    Args:
+        path: the file.
+        separator: the token that ends each document; left out for what such tokens are usually called.
+
+    Raises:
+        ConfigError: the library is not installed, or the tokenizer has no such token.
+        FormatError: the file cannot be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, separator: str | None = None) -> None:
+        try:
+            import tokenizers  # noqa: PLC0415  # an extra
+        except ImportError as error:
+            raise ConfigError("a tokenizer's file needs the library tokenizers: pip install 'raypipe[tokenizers]'") from error
+        try:
+            content = Path(path).read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except OSError as error:
+            raise FormatError(os.fspath(path), "", f"it cannot be read ({error.strerror})") from error
+        except Exception as error:  # the library has no classes of its own for them
+            raise FormatError(os.fspath(path), "", f"it is no tokenizer.json of the library tokenizers ({error})") from error
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.name = f"{Path(path).name} sha256:{hashlib.sha256(content).hexdigest()}"
+        self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
+        name = separator or next((end for end in _ENDS if end in vocabulary), None)
+        if name is None:
+            raise ConfigError(f"{os.fspath(path)} has none of the tokens {', '.join(_ENDS)} to end documents with; name one (--separator)")
+        if name not in vocabulary:
+            raise ConfigError(f"{os.fspath(path)} has no token {name!r} to end documents with{suggestion(name, list(vocabulary))}")
+        self.separator = vocabulary[name]
+        self._type = np.dtype(f"<u{bytes_of_token(self.vocabulary_size)}")
+
+    def encode(self, text: bytes) -> bytes:
+        """See `Tokenizer`."""
+        try:
+            tokens = self._tokenizer.encode(text.decode(), add_special_tokens=False).ids
+        except UnicodeDecodeError as error:
+            raise ValueError(f"it is not UTF-8 ({error})") from error
+        return np.array([*tokens, self.separator], dtype=self._type).tobytes()
