@@ -56,7 +56,7 @@ _NOTHING = 1e-9
 """Of a time, what is no difference."""
 _FEW_TURNS = 24
 """Microbatches of each pipeline, at least, over which all orders are measured."""
-_MANY_TURNS = 192
+_MANY_TURNS = 96
 """Likewise those that may be taken: some by rules go round in several updates, of which a few say little of the time."""
 _MOST_WRONG = 1.1
 """By what factor the time over a few may differ from the time over many."""
@@ -122,7 +122,8 @@ def _filled(frame: Schedule, done: Sequence[Sequence[Started]]) -> Schedule:
     return replace(frame, programs=tuple(map(tuple, with_updates(frame, done))))
 
 
-def _ranked(size: Size) -> list[Form]:
+@lru_cache(maxsize=256)
+def _ranked(size: Size) -> tuple[Form, ...]:
     """Orders of one way to lay the pipelines, the best one first: one, or with a limit on the mean staleness those that may keep it.
 
     Raises:
@@ -143,11 +144,11 @@ def _ranked(size: Size) -> list[Form]:
     if size.max_mean_staleness is None:
         allowed_s = (_NEARLY + _NOTHING) * min(_update_s(each.form, size) for each in sorted(bounded, key=_time)[:_FASTEST])
         fast = (each for each in bounded if each.update_s <= _MOST_WRONG * allowed_s and _update_s(each.form, size) <= allowed_s)
-        return [next(fast).form]
+        return (next(fast).form,)
     within = sorted((each for each in bounded if each.mean_delay <= size.max_mean_staleness), key=_time)
     within[:_FASTEST] = sorted(within[:_FASTEST], key=lambda each: _update_s(each.form, size))
     best = [*within, *(each for each in bounded[:_LEAST_STALE] if each not in within)]
-    return [each.form for each in best if each.form.line.pipelines == best[0].form.line.pipelines]
+    return tuple(each.form for each in best if each.form.line.pipelines == best[0].form.line.pipelines)
 
 
 def _time(tried: _Tried) -> float:
