@@ -258,6 +258,7 @@ class Coordinator:
         self._jobs: dict[str, tuple[Job, ...]] = {}
         self._epoch = 0
         self.clock_offsets_s: tuple[float, ...] = ()
+        self._clocks_read_s = 0.0
         self._watch = NetworkWatch(run=run, nodes=[slot.node for slot in slots], now_s=time.time())
         self._store: tuple[str, int] = ("", 0)
         self._num_links_probed = 0

@@ -142,9 +142,11 @@ def _ranked(size: Size) -> tuple[Form, ...]:
     bound = max(1, min(each.max_delay for each in small))
     bounded = sorted((each for each in small if each.max_delay <= bound), key=_staleness)
     if size.max_mean_staleness is None:
-        allowed_s = (_NEARLY + _NOTHING) * min(_update_s(each.form, size) for each in sorted(bounded, key=_time)[:_FASTEST])
-        fast = (each for each in bounded if each.update_s <= _MOST_WRONG * allowed_s and _update_s(each.form, size) <= allowed_s)
-        return (next(fast).form,)
+        fastest = sorted(bounded, key=_time)[:_FASTEST]
+        allowed_s = (_NEARLY + _NOTHING) * min(_update_s(each.form, size) for each in fastest)
+        # Those are looked at in any case: one of them is fast enough.
+        worth_a_look = (each for each in bounded if each in fastest or each.update_s <= _MOST_WRONG * allowed_s)
+        return (next(each.form for each in worth_a_look if _update_s(each.form, size) <= allowed_s),)
     within = sorted((each for each in bounded if each.mean_delay <= size.max_mean_staleness), key=_time)
     within[:_FASTEST] = sorted(within[:_FASTEST], key=lambda each: _update_s(each.form, size))
     best = [*within, *(each for each in bounded[:_LEAST_STALE] if each not in within)]

@@ -68,20 +68,19 @@ class Line:
 
     def after(self, op: Op) -> Op | None:
         """The F or B of the same microbatch that follows; `None` behind the last."""
-        kind, stage, index, pipeline, part = op
-        if kind is OpKind.BACKWARD:
-            return Op(kind, stage - 1, index, pipeline, part) if stage else None
-        if stage == len(self.pipelines[pipeline]) - 1:
-            return Op(OpKind.BACKWARD, stage, index, pipeline, part)
-        return Op(kind, stage + 1, index, pipeline, part)
+        return self._beside(op, OpKind.BACKWARD)
 
     def before(self, op: Op) -> Op | None:
         """The F or B of the same microbatch, on any worker, that an F or B follows; `None` for the first."""
+        return self._beside(op, OpKind.FORWARD)
+
+    def _beside(self, op: Op, towards_first: OpKind) -> Op | None:
+        """One step along the chain, up to the last stage and, as the other kind, back to the first."""
         kind, stage, index, pipeline, part = op
-        if kind is OpKind.FORWARD:
+        if kind is towards_first:
             return Op(kind, stage - 1, index, pipeline, part) if stage else None
         if stage == len(self.pipelines[pipeline]) - 1:
-            return Op(OpKind.FORWARD, stage, index, pipeline, part)
+            return Op(towards_first, stage, index, pipeline, part)
         return Op(kind, stage + 1, index, pipeline, part)
 
 
