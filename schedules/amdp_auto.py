@@ -227,8 +227,9 @@ def _steady_s(form: Form, schedule: Schedule, done: Sequence[Sequence[Started]],
     """Seconds of an update of these."""
     ends_s = [0.0] * schedule.num_updates
     for started in itertools.chain.from_iterable(done):
-        update = schedule.update(started.op)
-        ends_s[update] = max(ends_s[update], started.end_s)
+        if started.op.stage == 0 and started.op.kind is OpKind.BACKWARD:  # a microbatch ends there
+            update = schedule.update(started.op)
+            ends_s[update] = max(ends_s[update], started.end_s)
     turns = schedule.num_microbatches // len(schedule.pipelines)
     return max(max(form.line.work_s) * turns, (ends_s[first + count - 1] - ends_s[first - 1]) / count)
 

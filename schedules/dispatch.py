@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule, ops_of
 
@@ -112,15 +113,13 @@ def dispatch(line: Line, *, turns: int, in_flight: int, key: Key) -> list[list[S
         key: which of those that wait a free worker takes.
     """
     num_pipelines = len(line.pipelines)
-    waiting: list[list[tuple[float, Op]]] = [[] for _ in range(line.num_workers)]
+    ways = [_way(line, pipeline) for pipeline in range(num_pipelines)]
+    waiting: list[list[tuple[tuple[float, ...], int, int, Op]]] = [[] for _ in range(line.num_workers)]
     free: list[bool] = [True] * line.num_workers
     done: list[list[Started]] = [[] for _ in range(line.num_workers)]
-    events: list[tuple[float, bool, int, Op]] = []  # when, whether it ends rather than arrives, a number that orders the rest
+    # When, whether it ends rather than arrives, a number that orders the rest, and which step of its pipeline's way it is.
+    events: list[tuple[float, bool, int, int, Op]] = []
     numbers = itertools.count()
-
-    def push(at_s: float, op: Op, *, ends: bool = False) -> None:
-        heapq.heappush(events, (at_s, ends, next(numbers), op))
-
     ended = [0] * num_pipelines
     admitted = [0] * num_pipelines
 
@@ -128,41 +127,68 @@ def dispatch(line: Line, *, turns: int, in_flight: int, key: Key) -> list[list[S
         slowest = min(ended)
         for pipeline in range(num_pipelines):
             while admitted[pipeline] < min(turns, ended[pipeline] + in_flight, slowest + in_flight + 1):
-                push(at_s, Op(OpKind.FORWARD, 0, admitted[pipeline] * num_pipelines + pipeline, pipeline))
+                op = Op(OpKind.FORWARD, 0, admitted[pipeline] * num_pipelines + pipeline, pipeline)
+                heapq.heappush(events, (at_s, False, next(numbers), 0, op))
                 admitted[pipeline] += 1
-
-    def go_on(op: Op, at_s: float) -> None:
-        """Lets what follows an Op arrive."""
-        after = line.after(op)
-        if after is not None:
-            push(at_s + line.hop_s(op, after), after)
-        else:
-            ended[op.pipeline] += 1
-            admit(at_s)
 
     admit(0.0)
     while events:
         now_s = events[0][0]
         touched: set[int] = set()
         while events and events[0][0] == now_s:
-            _, ends, _, op = heapq.heappop(events)
-            worker = line.pipelines[op.pipeline][op.stage]
+            _, ends, number, at, op = heapq.heappop(events)
+            way = ways[op.pipeline]
+            worker = way[at].worker
             touched.add(worker)
-            if ends:
-                free[worker] = True
-                go_on(op, now_s)
+            if not ends:
+                heapq.heappush(waiting[worker], (key(now_s, op), number, at, op))
+                continue
+            free[worker] = True
+            if at + 1 < len(way):
+                after = way[at + 1]
+                arrives_s = now_s + way[at].hop_s
+                heapq.heappush(events, (arrives_s, False, next(numbers), at + 1, Op(after.kind, after.stage, op.index, op.pipeline)))
             else:
-                waiting[worker].append((now_s, op))
+                ended[op.pipeline] += 1
+                admit(now_s)
         for worker in sorted(touched):
-            if free[worker] and (arrived := waiting[worker]):
-                taken = min(arrived, key=lambda each: key(*each))
-                arrived.remove(taken)
-                op = taken[1]
-                end_s = now_s + line.seconds(op)
+            if free[worker] and waiting[worker]:
+                _, _, at, op = heapq.heappop(waiting[worker])
+                end_s = now_s + ways[op.pipeline][at].seconds
                 free[worker] = False
                 done[worker].append(Started(op, now_s, end_s))
-                push(end_s, op, ends=True)
+                heapq.heappush(events, (end_s, True, next(numbers), at, op))
     return done
+
+
+class _Step(NamedTuple):
+    """What is the same for all microbatches of a pipeline, worked out once: searches run this loop millions of times.
+
+    Attributes:
+        kind: F or B.
+        stage: of the chain.
+        worker: that has it.
+        seconds: that it takes.
+        hop_s: until the next step may start.
+    """
+
+    kind: OpKind
+    stage: int
+    worker: int
+    seconds: float
+    hop_s: float
+
+
+def _way(line: Line, pipeline: int) -> list[_Step]:
+    """The steps of a microbatch."""
+    steps: list[_Step] = []
+    op: Op | None = Op(OpKind.FORWARD, 0, pipeline, pipeline)
+    while op is not None:
+        after = line.after(op)
+        hop_s = line.hop_s(op, after) if after is not None else 0.0
+        steps.append(_Step(op.kind, op.stage, line.pipelines[pipeline][op.stage], line.seconds(op), hop_s))
+        op = after
+    return steps
 
 
 def timed(line: Line, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
