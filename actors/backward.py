@@ -115,7 +115,8 @@ def backward_input(
     assert all(tensor.grad_fn is None for tensor in inputs), "the inputs of a stage are leaves: detach what the stage before sent"
     roots = _roots(outputs, output_gradients)
     edges = [root.edge for root in roots]
-    pivots = {edge.node: edge for edge in (get_gradient_edge(tensor) for tensor in pivot if tensor.requires_grad)}
+    inside = [tensor for tensor in pivot if isinstance(tensor, Tensor) and tensor.requires_grad]
+    pivots = {edge.node: edge for edge in map(get_gradient_edge, inside)}
     graph = _walk(edges, inputs=inputs, pivots=pivots, parameters=parameters)
     owners = _owners(graph, edges)
 

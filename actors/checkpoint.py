@@ -118,7 +118,7 @@ def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
     """
     modules = [build_layer(layer, index=index, seed=checkpoint.index.seed) for index, layer in enumerate(model.layers)]
     tie_layers(model, dict(enumerate(modules)), seed=checkpoint.index.seed)
-    known = without_aliases(nn.ModuleList(modules).state_dict())
+    known = without_aliases(nn.ModuleList(modules))
     for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
         tensors = load_layer(checkpoint.path, index, layer.name)
         weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(OPTIMIZER)}

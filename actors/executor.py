@@ -26,7 +26,7 @@ from raypipe.actors import devices
 from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.clock import Clock, DeviceClock, HostClock, Timed
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Draw, Outputs, Weights, squared_norm, stand_in
+from raypipe.actors.held import Draw, Outputs, Weights, squared_norm, stand_in, unchanged_buffers
 from raypipe.actors.job import Job, MessageKey, Rows
 from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import Pending, Transport
@@ -202,8 +202,9 @@ class Executor:
         """
         for weights in self.held.values():
             weights.module.train()
-            for split in (False, True):
-                self._run_once(weights, devices.upload(batch, self.on), split=split)
+            with unchanged_buffers(weights.module):
+                for split in (False, True):
+                    self._run_once(weights, devices.upload(batch, self.on), split=split)
 
     def _run_once(self, weights: Weights, batch: Batch, *, split: bool) -> None:
         """Runs a stage over zeros, with the whole backward or with one in two parts."""
@@ -376,10 +377,16 @@ class _Run:
     def _forward(self, wired: WiredOp) -> None:
         messages = [self._take(taken.key) for taken in wired.activations]
         if wired.recomputed:
+            inputs = [tensor for tensors in messages for tensor in tensors]
+            # A layer may write into what takes no gradient, and the forward that runs again must find it as it was.
+            copies = [
+                tuple([tensor if number in taken.leaves else tensor.clone() for number, tensor in enumerate(tensors)])
+                for taken, tensors in zip(wired.activations, messages, strict=True)
+            ]
             with torch.no_grad():
-                found = self._layers(wired, messages, with_gradients=False)
+                found = self._layers(wired, copies, with_gradients=False)
             # The inputs alone are kept: they are what the stages before hold anyway, or next to nothing beside what layers save.
-            self.saved[wired.key] = replace(found, outputs={}, pivot=(), loss=None)
+            self.saved[wired.key] = replace(found, inputs=inputs, outputs={}, pivot=(), loss=None)
         else:
             found = self._layers(wired, messages, with_gradients=self.training)
             if self.training:
@@ -416,11 +423,12 @@ class _Run:
         microbatch = self.first_microbatch + wired.op.index
         batch = self._rows(microbatch, wired.rows) if wired.takes_batch else {}
         weights = wired.weights
-        outputs = weights.run(wired.version, by_layer, batch, Draw(microbatch, wired.first_row))
+        draw = Draw(microbatch, wired.first_row)
+        outputs = weights.run(wired.version, by_layer, batch, draw)
         first_outputs = weights.module.first
         pivot = () if has_leaves else first_outputs[0]
         first_outputs[0] = ()
-        loss = self._loss(wired, outputs, batch) if wired.takes_loss else None
+        loss = self._loss(wired, outputs, batch, draw) if wired.takes_loss else None
         # The loss stands for the outputs: its backward begins with it, and logits are large.
         return _Saved(wired.version, inputs, outputs if loss is None else {}, pivot, loss)
 
@@ -428,14 +436,15 @@ class _Run:
         assert self.window.batches is not None, "a device whose stages read rows has some"
         return devices.upload(self.window.batches.batch(microbatch, rows), self.executor.on)
 
-    def _loss(self, wired: WiredOp, outputs: Outputs, batch: Batch) -> Tensor:
+    def _loss(self, wired: WiredOp, outputs: Outputs, batch: Batch, draw: Draw) -> Tensor:
         model = self.executor.model
         output = outputs[len(model.layers) - 1]
         if len(output) != 1:
             raise ConfigError(f"the model's last layer gives {len(output)} tensors; the loss takes one")
         if self.window.keep_outputs:
             self.report.outputs[wired.op.index] = output[0].detach()
-        loss = model.loss(output[0], batch)
+        with wired.weights.module.seeded(len(model.layers), draw):
+            loss = model.loss(output[0], batch)
         if loss.dim():
             raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}; expected a scalar, the mean over the rows")
         return loss

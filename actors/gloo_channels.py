@@ -97,6 +97,8 @@ def _on_the_wire(tensor: Tensor) -> Tensor:
     """What gloo carries for a tensor: its contiguous memory, or one byte if there is none."""
     if not tensor.numel():
         return torch.zeros(1, dtype=torch.uint8)
+    if tensor.is_complex() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
     # Gloo keeps the tensor until it has left, but not what it was computed from. `detach` costs 30 us where caches are cold.
     return (tensor.detach() if tensor.requires_grad else tensor).contiguous()
 

@@ -15,9 +15,10 @@ their gradients are summed in the precision of what the optimizer steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,10 @@ Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZER = "optimizer/"
 """What the names of optimizer state begin with in checkpoints; no module can be called so."""
 
-_BUILDING = threading.Lock()
-"""Torch's generator belongs to the process: layers that draw from it, at making or in forward, do so one at a time."""
+_DRAWING = threading.Lock()
+"""Torch's generator belongs to the process: layers that may draw from it, at making or in forward, do so one at a time."""
+_COUNTS = frozenset({"step", "mu_product"})
+"""Names of optimizer state that is one number a weight, whatever the weight's shape."""
 
 
 class Draw(NamedTuple):
@@ -69,7 +72,7 @@ def build_layer(layer: Layer, *, index: int, seed: int) -> nn.Module:
     Raises:
         ConfigError: the user's function failed, or gave no module.
     """
-    with _BUILDING:
+    with _DRAWING:
         torch.manual_seed(layer_seed(seed, index))
         try:
             module = layer.build()
@@ -163,8 +166,7 @@ class StageModule(nn.Module):
         self.borrowed = _borrowed_weights(model, self)
         self.steps = [(index, self.layers[str(index)], self.inputs[index], self.specs[index].batch) for index in self.indices]
         self.takes_batch = any(spec.batch for spec in self.specs.values())
-        self.random = dict.fromkeys(self.indices, False)
-        """The layers that may draw random numbers, and whether they did."""
+        _check_state(self)
         # The first layer's outputs of the last forward. In a list: setting an attribute of a module takes microseconds.
         self.first: list[tuple[Tensor, ...]] = [()]
 
@@ -182,26 +184,37 @@ class StageModule(nn.Module):
             draw: for randomness.
         """
         values = dict(inputs)
-        maybe_random = self.random if self.training else ()
         for index, module, sources, fields in self.steps:
             arguments = [tensor for source in sources for tensor in values[source]]
             for field in fields:
                 arguments.append(batch[field])
-            result = self._run_seeded(index, module, arguments, draw) if index in maybe_random else module(*arguments)
+            with self.seeded(index, draw):
+                result = module(*arguments)
             values[index] = result if isinstance(result, tuple) else (result,)
         self.first[0] = values[self.indices[0]]
         return {index: values[index] for index in self.kept}
 
-    def _run_seeded(self, index: int, module: nn.Module, arguments: list[Tensor], draw: Draw) -> Any:
-        """Runs a layer not known to be free of randomness: seeds it, alone in the process, and learns whether it draws."""
-        with _BUILDING:
-            torch.manual_seed(layer_seed(self.seed, index, draw))
-            before = devices.random_state(self.on)
-            result = module(*arguments)
-            self.random[index] = self.random[index] or not torch.equal(before, devices.random_state(self.on))
-            if not self.random[index]:
-                del self.random[index]
-            return result
+    @contextmanager
+    def seeded(self, layer: int, draw: Draw) -> Iterator[None]:
+        """What a layer, or behind the last one the loss, draws within depends on nothing else; alone in the process."""
+        with _DRAWING:
+            devices.seed(self.on, layer_seed(self.seed, layer, draw))
+            yield
+
+
+def _check_state(module: StageModule) -> None:
+    """Sees that a checkpoint will be able to hold the state of a stage's layers: that shows here, and not after days of training.
+
+    Raises:
+        ConfigError: it will not.
+    """
+    for name, value in module.state_dict().items():
+        _, index, rest = name.split(".", 2)
+        where = f"{rest!r} of layer {module.specs[int(index)].name!r}"
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"{where} is {type(value).__name__}, and checkpoints hold tensors; register a buffer in its place")
+        if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+            raise ConfigError(f"{where} has one number in several places, and could not be loaded again; register its `.clone()`")
 
 
 class SharedWeight(NamedTuple):
@@ -289,6 +302,7 @@ class Weights:
         self.versioned = rule in {WeightRule.STASH, WeightRule.DOUBLE_BUFFER}
         self.names = [name for name, weight in module.named_parameters() if weight.requires_grad]
         own = dict(module.named_parameters())
+        self._hooks = [_hooks_of(own[name]) for name in self.names]
         self.masters = [nn.Parameter(own[name].data) for name in self.names]
         self._shared = [(self.names.index(weight.name) if weight.name else None, weight) for weight in module.shared]
         shared = {position for position, _ in self._shared}
@@ -330,10 +344,14 @@ class Weights:
         self._bring(self.newest)
 
     def _leaves(self) -> dict[str, Tensor]:
-        return {
-            name: master.data.requires_grad_() if dtype == master.dtype else _copy(master, dtype)
-            for name, master, dtype in zip(self.names, self.masters, self._dtypes, strict=True)
-        }
+        leaves: dict[str, Tensor] = {}
+        for name, master, dtype, hooks in zip(self.names, self.masters, self._dtypes, self._hooks, strict=True):
+            leaf = leaves[name] = master.data.requires_grad_() if dtype == master.dtype else _copy(master, dtype)
+            for hook in hooks.on_gradient:
+                leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+            for hook in hooks.when_summed:
+                leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return leaves
 
     def begin_window(self) -> None:
         """Counts versions anew: what is newest becomes version 0."""
@@ -382,20 +400,31 @@ class Weights:
         return self._gradients.setdefault(update, [None] * len(self.names))
 
     def flat_gradients(self, update: int) -> Tensor:
-        """The gradient buffer of an update as one vector, zeros where there is none, for a reduction; from then on it lies there alone."""
+        """The gradient buffer of an update as one vector, for a reduction; from then on it lies there alone.
+
+        At its end stands for each weight a 1 where it has a gradient and a 0 where it has none, and zeros in its place.
+        """
+        gradients = self.gradients(update)
         parts = [
             (torch.zeros_like(master) if gradient is None else gradient).reshape(-1)
-            for gradient, master in zip(self.gradients(update), self.masters, strict=True)
+            for gradient, master in zip(gradients, self.masters, strict=True)
         ]
-        flat = torch.cat(parts) if parts else torch.zeros(0, device=self.on)
-        self.set_flat_gradients(update, flat)
+        there = [gradient is not None for gradient in gradients]
+        flat = torch.cat([*parts, torch.tensor(there, dtype=parts[0].dtype if parts else torch.float32, device=self.on)])
+        self._lay_gradients(update, flat, there)
         return flat
 
     def set_flat_gradients(self, update: int, flat: Tensor) -> None:
-        """Replaces the gradient buffer of an update by the parts of a vector."""
-        sizes = [master.numel() for master in self.masters]
+        """Replaces the gradient buffer of an update by the parts of a sum of such vectors; what has no gradient anywhere has none."""
+        there = [gradient is not None for gradient in self.gradients(update)]
+        if not all(there):  # only then: to read what others have, the host waits for the device
+            there = [bool(count) for count in flat[len(flat) - len(there) :].tolist()]
+        self._lay_gradients(update, flat, there)
+
+    def _lay_gradients(self, update: int, flat: Tensor, there: Sequence[bool]) -> None:
+        *parts, _ = torch.split(flat, [*(master.numel() for master in self.masters), len(self.masters)])
         self._gradients[update] = [
-            part.view_as(master).to(master.dtype) for part, master in zip(torch.split(flat, sizes), self.masters, strict=True)
+            _laid_as(master, part) if has else None for part, master, has in zip(parts, self.masters, there, strict=True)
         ]
 
     def shared_gradients(self, update: int) -> Tensor:
@@ -430,7 +459,7 @@ class Weights:
             parts = torch.split(shared, [weight.numel for _, weight in self._shared])
             for (position, _), part in zip(self._shared, parts, strict=True):
                 if position is not None:
-                    gradients[position] = part.view_as(self.masters[position]).to(self.masters[position].dtype)
+                    gradients[position] = _laid_as(self.masters[position], part)
         if self.versioned and keep_old:
             self._move()
         if self.optimizer is not None:
@@ -504,10 +533,25 @@ class Weights:
         if self.versioned:
             for own, leaf in zip(self._own, self.parameters(self.newest), strict=True):
                 own.data = leaf.data
+        self.check_in_place()
         assert not any(gradient is not None for buffer in self._gradients.values() for gradient in buffer), (
             f"stage {self.module.stage} has gradients left of updates {sorted(self._gradients)}"
         )
         self._gradients.clear()
+
+    def check_in_place(self) -> None:
+        """Sees that layers compute with what the optimizer steps.
+
+        Raises:
+            ConfigError: a layer has put other memory in a weight's place.
+        """
+        for name, own, master in zip(self.names, self._own, self.masters, strict=True):
+            if own.dtype == master.dtype and own.data_ptr() != master.data_ptr():
+                _, index, rest = name.split(".", 2)
+                raise ConfigError(
+                    f"layer {self.module.specs[int(index)].name!r} has put another tensor in the place of its weight {rest!r}, where no "
+                    "update would reach it; write in place, `weight.data.copy_(...)`"
+                )
 
     def state(self) -> dict[int, dict[str, Tensor]]:
         """For each layer, its weights, buffers and optimizer state by name, such as `weight` and `optimizer/exp_avg/weight`.
@@ -516,7 +560,7 @@ class Weights:
         """
         found: dict[int, dict[str, Tensor]] = {index: {} for index in self.module.indices}
         borrowed = self.module.borrowed
-        for name, tensor in without_aliases(self.module.state_dict()).items():
+        for name, tensor in without_aliases(self.module).items():
             _, index, rest = name.split(".", 2)
             if name not in borrowed:
                 found[int(index)][rest] = tensor
@@ -537,7 +581,7 @@ class Weights:
             ConfigError: a tensor is missing, unknown or of another shape.
         """
         assert len(self._versions) == 1, "weights are loaded between windows only"
-        own = without_aliases(self.module.state_dict())
+        own = without_aliases(self.module)
         by_name = dict(zip(self.names, self.masters, strict=True))
         for index, tensors in layers.items():
             wanted = {name.split(".", 2)[2] for name in own if name.split(".", 2)[1] == str(index)}
@@ -563,8 +607,10 @@ class Weights:
         if master is None or self.optimizer is None:
             raise ConfigError(f"checkpoint of layer {index} has {name!r}, but the model has no such weight")
         # Counts of steps stay where the host reads them, unless the optimizer's one kernel does.
-        on_host = not tensor.dim() and not self.optimizer.defaults.get("fused")
-        self.optimizer.state[master][key] = tensor.to("cpu" if on_host else master.device, copy=True)
+        on_host = key in _COUNTS and not self.optimizer.defaults.get("fused")
+        loaded = tensor.to("cpu" if on_host else master.device, copy=True)
+        laid_out = key not in _COUNTS and tensor.shape == master.shape
+        self.optimizer.state[master][key] = _laid_as(master, loaded, dtype=tensor.dtype) if laid_out else loaded
 
 
 def squared_norm(gradients: list[Tensor], *, on: torch.device = devices.CPU) -> Tensor:
@@ -577,6 +623,30 @@ def squared_norm(gradients: list[Tensor], *, on: torch.device = devices.CPU) -> 
     return torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in gradients]).square().sum()
 
 
+def _laid_as(weight: Tensor, values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Numbers in the weight's shape, dtype and order of memory: kernels of optimizers pair them with its own by memory alone."""
+    shaped = values.view_as(weight).to(dtype or weight.dtype)
+    return shaped if weight.is_contiguous() else torch.empty_like(weight, dtype=shaped.dtype, requires_grad=False).copy_(shaped)
+
+
+@dataclass(frozen=True)
+class _Hooks:
+    """What a weight's maker has hooked to it.
+
+    Attributes:
+        on_gradient: `Tensor.register_hook`.
+        when_summed: `Tensor.register_post_accumulate_grad_hook`.
+    """
+
+    on_gradient: tuple[Callable[[Tensor], Tensor | None], ...]
+    when_summed: tuple[Callable[[Tensor], None], ...]
+
+
+def _hooks_of(weight: Tensor) -> _Hooks:
+    # Torch has no other way to ask.
+    return _Hooks(tuple((weight._backward_hooks or {}).values()), tuple((weight._post_accumulate_grad_hooks or {}).values()))
+
+
 def _copy(master: Tensor, dtype: torch.dtype) -> Tensor:
     """A leaf of another precision, whose gradients are summed in that of the weight."""
     leaf = master.data.to(dtype).requires_grad_()
@@ -584,12 +654,19 @@ def _copy(master: Tensor, dtype: torch.dtype) -> Tensor:
     return leaf
 
 
-def without_aliases(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state, each under the first of its names."""
-    seen: set[tuple[int, tuple[int, ...]]] = set()
+def without_aliases(module: nn.Module) -> dict[str, Tensor]:
+    """The state of a module, each weight under the first of its names, each buffer under the first that it has in a layer.
+
+    Args:
+        module: of layers, whose states' names begin with a number, or `layers.` and a number.
+    """
+    seen: set[tuple[str, int, tuple[int, ...]]] = set()
     found: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        key = (tensor.data_ptr(), tuple(tensor.shape))
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    for name, tensor in module.state_dict().items():
+        # What a model ties is said; buffers that layers have in common are found by nobody else, whatever the cut.
+        layer = name.removeprefix("layers.").partition(".")[0] if name in buffers else ""
+        key = (layer, tensor.data_ptr(), tuple(tensor.shape))
         if not tensor.numel() or key not in seen:
             found[name] = tensor
             seen.add(key)
@@ -620,7 +697,7 @@ def output_specs(
     zeros = {layer: tuple(stand_in(spec, on=module.on) for spec in specs) for layer, specs in inputs.items()}
     module.eval()
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), unchanged_buffers(module):
             outputs: Outputs = module(zeros, devices.upload(batch, module.on), Draw(0))
     except torch.OutOfMemoryError:
         raise
@@ -637,6 +714,19 @@ def output_specs(
                     f"expected tensors whose first dimension is the row ({num_rows} of them)"
                 )
     return {layer: tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors) for layer, tensors in outputs.items()}
+
+
+@contextmanager
+def unchanged_buffers(module: nn.Module) -> Iterator[None]:
+    """A context after which running statistics and the like are as they were before."""
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, buffer in module.named_buffers():
+            if name in before and buffer.shape == before[name].shape and not torch.equal(buffer, before[name]):
+                with torch.no_grad():
+                    buffer.copy_(before[name])
 
 
 def stand_in(spec: TensorSpec, *, on: torch.device) -> Tensor:

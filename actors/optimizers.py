@@ -20,4 +20,5 @@ def build_optimizer(config: OptimizerConfig, weights: list[torch.nn.Parameter]) 
         return torch.optim.NAdam(
             groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, momentum_decay=_AT_ONCE, decoupled_weight_decay=True
         )
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+    fused = all(weight.is_floating_point() for weight in weights)  # complex ones have no kernel of their own
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=fused)

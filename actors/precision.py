@@ -96,7 +96,9 @@ def prepare(
     if isinstance(module, LowStage):
         weights.lower(weights.names, LOW)
     if not isinstance(module, AutocastStage):
-        return output_specs(module, inputs, batch, num_rows=num_rows)
+        specs = output_specs(module, inputs, batch, num_rows=num_rows)
+        weights.check_in_place()
+        return specs
     uses = _Uses(weights)
     with _eagerly(), uses.watched():
         specs = output_specs(module, inputs, batch, num_rows=num_rows)
@@ -108,6 +110,7 @@ def prepare(
             "backward reads the weights of its forward"
         )
     weights.lower(uses.cast - both, LOW)
+    weights.check_in_place()
     return specs
 
 

@@ -488,7 +488,7 @@ class StageActor:
             for index, tensors in weights.state().items():
                 name = layer_file(index, self._model.layers[index].name)
                 partial_file = Path(folder) / f"{name}.partial"
-                save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, partial_file, metadata={"layer": str(index)})
+                save_file(apart(tensors), partial_file, metadata={"layer": str(index)})
                 partial_file.rename(Path(folder) / name)
                 names.append(name)
         return names
@@ -532,6 +532,17 @@ class StageActor:
         assert self._model is not None, "build comes before load"
         for weights in self._weights.values():
             weights.load_state(load_stage(folder, self._model, weights.module))
+
+
+def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors contiguous, no two of them in the same memory, as safetensors takes them."""
+    found: dict[str, torch.Tensor] = {}
+    memory: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        found[name] = whole.clone() if whole.untyped_storage().data_ptr() in memory else whole
+        memory.add(whole.untyped_storage().data_ptr())
+    return found
 
 
 def _layer_sizes(module: StageModule) -> dict[int, LayerSize]:

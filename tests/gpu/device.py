@@ -64,7 +64,6 @@ def _stand_in() -> torch.device:
             "current_device": lambda: 0,
             "synchronize": lambda *_: None,
             "manual_seed_all": lambda _: None,
-            "get_rng_state": lambda *_: torch.get_rng_state(),
             "get_amp_supported_dtype": lambda: [torch.bfloat16],
             "_is_in_bad_fork": lambda: False,
         }.items():

@@ -98,6 +98,8 @@ VIEWS: dict[str, Tensor] = {
     "strided": torch.arange(12.0)[::3],
     "expanded": torch.ones(1, 3).expand(4, 3),
     "needing a gradient": torch.ones(3, requires_grad=True) * 2,
+    "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "negative": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
 }
 
 
