@@ -443,7 +443,7 @@ class _Run:
             raise ConfigError(f"the model's last layer gives {len(output)} tensors; the loss takes one")
         if self.window.keep_outputs:
             self.report.outputs[wired.op.index] = output[0].detach()
-        with wired.weights.module.seeded(len(model.layers), draw):
+        with wired.weights.module.seeded_loss(draw):
             loss = model.loss(output[0], batch)
         if loss.dim():
             raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}; expected a scalar, the mean over the rows")

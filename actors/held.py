@@ -155,6 +155,7 @@ class StageModule(nn.Module):
         self.seed = seed
         self.on = on
         self.indices = cut.stages[stage]
+        self.num_layers = len(model.layers)
         self.specs: dict[int, Layer] = {index: model.layers[index] for index in self.indices}
         self.inputs: dict[int, list[int]] = {index: [source for source, target in cut.edges if target == index] for index in self.indices}
         leaving = {layer for (source, _), layers in cut.crossing.items() if source == stage for layer in layers}
@@ -184,22 +185,27 @@ class StageModule(nn.Module):
             draw: for randomness.
         """
         values = dict(inputs)
-        for index, module, sources, fields in self.steps:
-            arguments = [tensor for source in sources for tensor in values[source]]
-            for field in fields:
-                arguments.append(batch[field])
-            with self.seeded(index, draw):
+        with _DRAWING:
+            for index, module, sources, fields in self.steps:
+                arguments = [tensor for source in sources for tensor in values[source]]
+                for field in fields:
+                    arguments.append(batch[field])
+                self._seed(index, draw)
                 result = module(*arguments)
-            values[index] = result if isinstance(result, tuple) else (result,)
+                values[index] = result if isinstance(result, tuple) else (result,)
         self.first[0] = values[self.indices[0]]
         return {index: values[index] for index in self.kept}
 
     @contextmanager
-    def seeded(self, layer: int, draw: Draw) -> Iterator[None]:
-        """What a layer, or behind the last one the loss, draws within depends on nothing else; alone in the process."""
+    def seeded_loss(self, draw: Draw) -> Iterator[None]:
+        """A context for the loss, whose random numbers are those of a layer behind the last."""
         with _DRAWING:
-            devices.seed(self.on, layer_seed(self.seed, layer, draw))
+            self._seed(self.num_layers, draw)
             yield
+
+    def _seed(self, layer: int, draw: Draw) -> None:
+        """Lets what is drawn from now on depend on these alone."""
+        devices.seed(self.on, layer_seed(self.seed, layer, draw))
 
 
 def _check_state(module: StageModule) -> None:
