@@ -46,7 +46,7 @@ def family(name: str) -> Family:
     bundled = {found.name: found for found in catalogue.FAMILIES}
     if name in bundled:
         return bundled[name]
-    if name.endswith((".csv", ".json")):
+    if is_file(name):
         return _of_file(name)
     if name.endswith(".py"):
         raise ConfigError(f"schedule {name!r}: name the function in it, as in {name}:function")
@@ -70,6 +70,16 @@ def families() -> tuple[Family, ...]:
     return tuple(found)
 
 
+def overlaps(name: str) -> bool:
+    """Whether the updates of that schedule overlap; a function is not known to have such. Errors as of `family`."""
+    return family(name).weight_rule is not WeightRule.FLUSH
+
+
+def is_file(name: str) -> bool:
+    """Whether a file holds it: one order, which may be that of a whole window."""
+    return name.endswith((".csv", ".json"))
+
+
 def build(name: str, size: Size) -> Schedule:
     """The schedule of that name and size; one that is not bundled is validated.
 
@@ -79,7 +89,9 @@ def build(name: str, size: Size) -> Schedule:
     return catalogue.of_size(family(name), size)
 
 
-def _described(name: str, build_size: Callable[[Size], Schedule], *, title: str, chunks: int = 1) -> Family:
+def _described(
+    name: str, build_size: Callable[[Size], Schedule], *, title: str, chunks: int = 1, weight_rule: WeightRule = WeightRule.FLUSH
+) -> Family:
     """A family of which nothing is known but its orders."""
     return Family(
         name=name,
@@ -93,6 +105,7 @@ def _described(name: str, build_size: Callable[[Size], Schedule], *, title: str,
         makespan_s=lambda size, times: None,
         peak_in_flight=lambda size, worker: facts(build_size(size)).peak_in_flight[worker],
         default_chunks=chunks,
+        weight_rule=weight_rule,
     )
 
 
@@ -214,7 +227,8 @@ def _is_op(op: object) -> bool:
 def _of_file(path: str) -> Family:
     order = load_order(path)
     chunks = math.ceil(order.num_stages / order.num_workers)
-    return _described(path, partial(_sized, path, order), title=f"the order in {PurePath(path).name}", chunks=chunks)
+    title = f"the order in {PurePath(path).name}"
+    return _described(path, partial(_sized, path, order), title=title, chunks=chunks, weight_rule=order.weight_rule)
 
 
 def _sized(path: str, order: Schedule, size: Size) -> Schedule:
@@ -238,9 +252,11 @@ def _sized(path: str, order: Schedule, size: Size) -> Schedule:
     order = replace(order, update_scope=size.update_scope or order.update_scope)
     if size.num_updates != order.num_updates:
         if order.num_updates > 1:
+            # A plan of a synchronous order is one of an update.
+            options = "" if order.weight_rule is WeightRule.FLUSH else "--updates-per-window, "
             raise ScheduleError(
                 f"{path} is the order of {order.num_updates} updates, asked for {size.num_updates}; use --updates {order.num_updates} "
-                "(schedule.updates_per_window), or write the order of one update, which is repeated"
+                f"({options}schedule.updates_per_window), or write the order of one update, which is repeated"
             )
         order = repeated(order, num_updates=size.num_updates)
     try:

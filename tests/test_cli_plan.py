@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raypipe.cli.plan import plan_figures
 from raypipe.plan import Plan
-from raypipe.profile import ModelProfile
-from raypipe.topology import ClusterTopology
+from raypipe.profile import LayerTimes, ModelProfile
+from raypipe.topology import ClusterTopology, Device, Node, NodeLink
 from tests.test_cli import Run, refused, run
 
 __all__ = ["run"]
@@ -50,6 +51,18 @@ def test_a_person_sees_stages_devices_memory_and_the_gap(run: Run, inputs: tuple
     assert ran.code == 0
     for word in ("stage", "layers", "devices (share of the rows)", "peak memory", "no plan takes less than", "gap", "samples/s"):
         assert word in ran.out
+
+
+def test_an_update_that_takes_no_time_is_shown_without_a_rate(run: Run, tmp_path: Path) -> None:
+    """Each layer takes none on one of two devices."""
+    profile, topology = tmp_path / "profile.json", tmp_path / "topology.yaml"
+    free, slow = (LayerTimes(forward_s=time_s, backward_s=time_s, weight_grad_s=0.0) for time_s in (0.0, 1.0))
+    replace(ModelProfile.uniform(2), device_kinds={"one": (free, slow), "other": (slow, free)}).save(profile)
+    node = Node(name="n", devices=(Device("d0", "one"), Device("d1", "other")), link=NodeLink(latency_s=0.0))
+    ClusterTopology(name="t", nodes=(node,)).save(topology)
+    ran = run("plan", "--profile", profile, "--topology", topology, "--microbatches", 4, *QUICK, "--compare")
+    assert ran.code == 0
+    assert "update 0 s, bubble 0.0%; no plan takes less than 0 s; planned in" in ran.out
 
 
 def test_all_planners_are_compared(run: Run, inputs: tuple[object, ...]) -> None:

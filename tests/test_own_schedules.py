@@ -152,6 +152,13 @@ def test_an_asynchronous_order_keeps_its_rule_in_a_json_file_and_loses_it_in_a_c
     )
 
 
+def test_a_file_says_whether_its_updates_overlap(tmp_path: Path) -> None:
+    for name, rule in (("async-1f1b", WeightRule.LIVE), ("pipedream-2bw", WeightRule.DOUBLE_BUFFER), ("1f1b", WeightRule.FLUSH)):
+        path = written(catalogue.build(name, Size(2, 4)), tmp_path / "order.json")
+        assert own_schedules.family(path).weight_rule is rule
+        assert own_schedules.overlaps(path) == own_schedules.overlaps(name) == (rule is not WeightRule.FLUSH)
+
+
 def test_a_json_file_keeps_graph_rule_and_scope(tmp_path: Path) -> None:
     schedule = replace(handwritten.two_branches(4), weight_rule=WeightRule.STASH, update_scope=UpdateScope.STAGE)
     save_schedule(schedule, tmp_path / "branches.json")

@@ -168,15 +168,17 @@ def _print(found: Plan, figures: dict[str, Any], others: dict[str, Plan | str]) 
         screen.print(f"\nrun forwards again, to fit into memory: stages {', '.join(map(str, figures['recomputed_stages']))}", markup=False)
     if figures["idle_devices"]:
         screen.print(f"\nidle: {', '.join(figures['idle_devices'])}", markup=False)
+    # Where each layer takes no time on some device, an update may take none, and the bound is none.
+    update_s, rate, gap = figures["update_s"], figures["samples_per_s"], figures["optimality_gap"]
     screen.print(
-        f"\nupdate {seconds(figures['update_s'])}, {figures['samples_per_s']:.4g} samples/s, bubble {ratio(figures['bubble_ratio'])}; "
-        f"no plan takes less than {seconds(figures['lower_bound_s'])} (gap {ratio(figures['optimality_gap'])}); "
+        f"\nupdate {seconds(update_s)}, {'' if rate is None else f'{rate:.4g} samples/s, '}bubble {ratio(figures['bubble_ratio'])}; "
+        f"no plan takes less than {seconds(figures['lower_bound_s'])}{'' if gap is None else f' (gap {ratio(gap)})'}; "
         f"planned in {seconds(figures['planning_s'])}",
         markup=False,
     )
     if others:
         rows = [
-            (name, other.order.name, seconds(_update_s(other)), f"{_update_s(other) / figures['update_s']:.3f}")
+            (name, other.order.name, seconds(_update_s(other)), f"{_update_s(other) / update_s:.3f}" if update_s else "")
             if isinstance(other, Plan)
             else (name, "none", "", "")
             for name, other in others.items()

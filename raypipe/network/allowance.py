@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ _LEAST_IN_FAN_S = 0.01
 """Of streams that together are expected to last longer, and are looked at again if they do not."""
 _COMPANY_LOOKS, _FAN_LOOKS = 1.25, 3.0
 """How often a round is measured, about: where all that leaves a node has the node's limit, three times."""
+_PARTS_OF_S = 10
+"""Of a second: how exactly a budget is asked for."""
 _USED = 0.8
 """Of the seconds; what takes longer than thought, and what is measured again at the end, has the rest."""
 _PING_SHARE, _STREAM_SHARE = 0.6, 0.25
@@ -128,18 +131,19 @@ def divide(
     met, rounds = tournament(classes), num_rounds(classes)
     num_pings = 2 * sum(map(len, met)) + num_inside
     num_streams = sum(map(len, (*company(met, len(classes)), *fan_rounds(len(classes)))))
-    ping_bytes = int(_PING_SHARE * budget.num_bytes / max(num_pings, 1))
-    if num_pings and ping_bytes < least_ping_bytes:
-        least = least_ping_bytes * num_pings / _PING_SHARE
+    # Rounded up, as it is said.
+    least_bytes = math.ceil(least_ping_bytes * num_pings / _PING_SHARE)
+    if budget.num_bytes < least_bytes:
         raise InputError(
-            f"a budget of {size(budget.num_bytes)} is too small: {num_pings} directed links take at least {size(least)}; "
-            f"raise --budget-bytes to {least:.0f}"
+            f"a budget of {size(budget.num_bytes)} is too small: {num_pings} directed links take at least {size(least_bytes)}; "
+            f"raise --budget-bytes to {least_bytes}"
         )
+    ping_bytes = max(int(_PING_SHARE * budget.num_bytes / max(num_pings, 1)), least_ping_bytes)
     fixed_s = _STEP_S * (rounds.tournament + rounds_inside)
     pings_s = _PING_S * (rounds.tournament + rounds_inside / 4)
     streams = _COMPANY_LOOKS * rounds.company + _FAN_LOOKS * rounds.fans
     usable_s = _USED * budget.seconds
-    least_s = (fixed_s + _LEAST_SCALE * pings_s) / _USED
+    least_s = math.ceil(_PARTS_OF_S * (fixed_s + _LEAST_SCALE * pings_s) / _USED) / _PARTS_OF_S
     if budget.seconds < least_s:
         raise InputError(
             f"a budget of {seconds(budget.seconds)} is too small: {rounds.tournament} rounds between {len(classes)} nodes and "

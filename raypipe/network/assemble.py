@@ -12,7 +12,8 @@ from raypipe.network.sharing import Shared
 from raypipe.topology import ClusterTopology, Link, Node, NodeLink, Overheads, SharedLink
 
 _ALIKE = 0.05
-"""Bandwidths of two directions, or of links that were not measured and the most common one, that differ by less are written as one."""
+"""Bandwidths of two directions that differ by less are written as one; likewise the figures of links that were not measured and the
+most common ones."""
 _LIMITS = 0.95
 """What passes through a shared link must be able to fill it by so much more, or it limits nobody."""
 
@@ -54,7 +55,7 @@ def assemble(
         default = NodeLink(latency_s=everywhere[0], bandwidth_bytes_per_s=everywhere[1])
         for a, b in pairs:
             like = of_classes.get((classes[a], classes[b]), everywhere)
-            if (a, b) not in figures and not _alike(like[1], everywhere[1]):
+            if (a, b) not in figures and not all(map(_alike, like, everywhere)):
                 figures[a, b] = (like[0], like[1])
     return ClusterTopology(
         name=name,

@@ -162,24 +162,23 @@ class NetworkEstimate:
         self.links: dict[NodePair, LinkEstimate] = {(a, b): LinkEstimate() for a in names for b in names if a != b}
 
     def seed(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None, at_s: float = 0.0) -> None:
-        """Begins with the links of a topology, where it has a link between two of the nodes.
+        """Begins with the links of a topology, where it has one between two of the nodes; of a link without limit, with the latency.
 
         Args:
             topology: probed, or assumed.
             names: what a node is called in it, where it is not called the same.
             at_s: when it was measured.
         """
-        by_pair = {pair: link for link in topology.links for pair in link.directions}
+        by_pair = _between_nodes(topology)
         known = {node.name for node in topology.nodes}
-        node_of = _nodes_of(topology)
-        # Links between devices decide before those between their nodes.
-        by_pair |= {
-            (node_of[a], node_of[b]): link for (a, b), link in by_pair.items() if node_of[a] != node_of[b] and {a, b}.isdisjoint(known)
-        }
         for (a, b), estimate in self.links.items():
             ends = _called(a, names), _called(b, names)
-            link = by_pair.get(ends) or (topology.default_link if known.issuperset(ends) else None)
-            if link is not None and link.bandwidth_bytes_per_s is not None:
+            link = by_pair.get(ends, topology.default_link if known.issuperset(ends) else None)
+            if link is None:
+                continue
+            if link.bandwidth_bytes_per_s is None:
+                estimate.latency_s = link.latency_s
+            else:
                 estimate.set(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, at_s=at_s)
 
     def observe(self, transfers: Iterable[Transfer]) -> list[NodePair]:
@@ -204,17 +203,19 @@ class NetworkEstimate:
     def snapshot(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None) -> ClusterTopology:
         """The topology with the current bandwidth of each link that was seen; all else as it is.
 
+        So are links that tell several devices of a node apart: what two nodes exchange does not say which of them it took.
+
         Args:
             topology: whose nodes are called as here, as a probed one's are.
             names: what a node is called in it, where it is not called the same.
         """
-        by_pair = {pair: link for link in topology.links for pair in link.directions}
+        by_pair = _between_nodes(topology)
         seen: dict[NodePair, Link] = {}
         for (a, b), estimate in self.links.items():
             pair = (_called(a, names), _called(b, names))
+            before = by_pair.get(pair, topology.default_link)
             bandwidth = estimate.bandwidth_bytes_per_s
-            if bandwidth is not None:
-                before = by_pair.get(pair) or topology.default_link
+            if bandwidth is not None and (before is not None or pair not in by_pair):
                 latency_s = before.latency_s if before is not None else estimate.latency_s
                 seen[pair] = Link(source=pair[0], target=pair[1], bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, one_way=True)
         kept: list[Link] = []
@@ -226,6 +227,19 @@ class NetworkEstimate:
             else:
                 kept += [replace(link, source=source, target=target, one_way=True) for source, target in left]
         return replace(topology, links=(*kept, *seen.values()))
+
+
+def _between_nodes(topology: ClusterTopology) -> dict[NodePair, Link | None]:
+    """The link that all devices of a node take to those of another; `None` where several devices of one take others.
+
+    Nodes that only the default link joins are left out.
+    """
+    by_pair = {pair: link for link in topology.links for pair in link.directions}
+    node_of, nodes = _nodes_of(topology), {node.name for node in topology.nodes}
+    of_several = {device.name for node in topology.nodes if len(node.devices) > 1 for device in node.devices}
+    # As `ClusterTopology.path` chooses; the most specific is the last.
+    rising = sorted(by_pair, key=lambda ends: (ends[0] not in nodes, ends[1] not in nodes))
+    return {(node_of[a], node_of[b]): by_pair[a, b] if of_several.isdisjoint((a, b)) else None for a, b in rising}
 
 
 def _nodes_of(topology: ClusterTopology) -> dict[str, str]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from raypipe.errors import ScheduleError
-from raypipe.own_schedules import build
+from raypipe.own_schedules import build, is_file, overlaps
 from raypipe.planner.layout import Judge, Layout
 from raypipe.planner.problem import Group, Problem
 from raypipe.schedules.ir import OpKind, Schedule, Size
@@ -30,11 +30,12 @@ worker has more microbatches under way than `async-1f1b`, which hides messages t
 def layouts(judge: Judge, workers: tuple[Group, ...], order: str) -> Iterator[Layout]:
     """The order on these workers, with its cut balanced over them; nothing where it cannot take so many workers, layers or microbatches."""
     problem = judge.problem
+    num_updates = problem.updates_per_window if is_file(order) and overlaps(order) else 1
     for num_chunks in _NUM_CHUNKS.get(order, (2, 1)):
         done = False
         for num_pipelines in _num_pipelines(order, len(workers)):
             try:
-                size = Size(len(workers), problem.num_microbatches, num_chunks=num_chunks, num_pipelines=num_pipelines)
+                size = Size(len(workers), problem.num_microbatches, num_updates, num_chunks=num_chunks, num_pipelines=num_pipelines)
                 schedule = build(order, replace(size, update_scope=problem.update_scope, max_mean_staleness=problem.max_mean_staleness))
             except ScheduleError as error:
                 judge.refusals.append(str(error))

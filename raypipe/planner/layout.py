@@ -19,12 +19,12 @@ import numpy as np
 from raypipe.cost import layout_cost, published_copies, weight_versions
 from raypipe.cut import Cut
 from raypipe.errors import InputError, ScheduleError
-from raypipe.own_schedules import build, family
+from raypipe.own_schedules import build, is_file, overlaps
 from raypipe.plan import Plan, Predicted, Replica
 from raypipe.planner.problem import Group, Problem
 from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules import list_order
-from raypipe.schedules.ir import Schedule, Size, StageGraph, WeightRule
+from raypipe.schedules.ir import Schedule, Size, StageGraph
 from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.passes import over_graph, recompute
 from raypipe.schedules.staleness import StalenessLimits
@@ -267,7 +267,7 @@ class Judge:
         if key not in self.numbered:
             placement = _placement(shares)
             try:
-                schedule = self.schedule(layout, cut, num_updates=min(self.num_updates(layout), _JUDGED_UPDATES))
+                schedule = self.schedule(layout, cut, num_updates=self._num_judged(layout))
                 if self.check is not None:
                     self.check(schedule, placement, self.problem.microbatch_size)
                 allowed = self._allowed(layout, cut)
@@ -354,7 +354,12 @@ class Judge:
 
     def num_updates(self, layout: Layout) -> int:
         """Updates of the order that is planned: one, which is repeated, or a window of them where they overlap."""
-        return 1 if family(layout.order).weight_rule is WeightRule.FLUSH else self.problem.updates_per_window
+        return self.problem.updates_per_window if overlaps(layout.order) else 1
+
+    def _num_judged(self, layout: Layout) -> int:
+        """Updates that are simulated: of a file all, which may be the order of the whole window alone."""
+        count = self.num_updates(layout)
+        return count if is_file(layout.order) else min(count, _JUDGED_UPDATES)
 
     def schedule(self, layout: Layout, cut: Cut, *, num_updates: int) -> Schedule:
         """So many updates in the layout's order.

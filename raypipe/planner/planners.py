@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain, islice, pairwise, zip_longest
 
 from raypipe.errors import PlanError, UnknownNameError
-from raypipe.own_schedules import family
+from raypipe.own_schedules import family, overlaps
 from raypipe.plan import Plan
 from raypipe.planner import baselines, chunks
 from raypipe.planner.bound import plan_bound
@@ -101,9 +101,7 @@ def asynchronous_orders(problem: Problem, schedule: str) -> tuple[str, ...]:
     """The orders whose updates overlap that may be chosen."""
     if schedule == AUTO:
         return chunks.ASYNCHRONOUS if problem.staleness.allow_delay else ()
-    if schedule in chunks.ASYNCHRONOUS:
-        return (schedule,)
-    return ()
+    return (schedule,) if overlaps(schedule) else ()
 
 
 def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISIONS) -> list[tuple[int, int]]:
@@ -203,7 +201,9 @@ def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged
     """
     sorted_problem, numbers = canonical(judge.problem)
     sorted_judge = Judge(sorted_problem, numbered=judge.numbered, too_stale=judge.too_stale, refusals=judge.refusals, check=judge.check)
-    begin = [judged.layout for judged in _proposed(sorted_judge, schedule)] if sorted_problem.num_devices <= MOST_UNITS else []
+    few = sorted_problem.num_devices <= MOST_UNITS
+    # Other orders hold more or fewer activations, so that which forwards are run again is found anew.
+    begin = [replace(judged.layout, recomputed=None) for judged in _proposed(sorted_judge, schedule)] if few else []
     found = _searched(sorted_judge, schedule, budget, begin)
     best = None if found is None else judge.simulate(renumbered(found.layout, numbers))
     for judged in _proposed(judge, schedule):
@@ -276,7 +276,8 @@ def climbed(
     for _ in range(most_steps):
         if judged is None:
             return None
-        tried: list[Judged | None] = [judge.simulate(layout) for layout in neighbours(judged.layout)]
+        # Which forwards are run again is found anew: other stages may lack memory then.
+        tried = [judge.simulate(layout) for layout in neighbours(replace(judged.layout, recomputed=None))]
         best = judged
         for candidate in tried:
             best = better(best, candidate) or best
@@ -287,13 +288,15 @@ def climbed(
 
 
 def check_possible(problem: Problem) -> None:
-    """Refuses a model without work, and one whose layers cannot lie on the devices, whatever the plan.
+    """Refuses a model without work on some kind of device, and one whose layers cannot lie on the devices, whatever the plan.
 
     Raises:
         PlanError: names the layer that fits nowhere, or says how much all of them need and how much there is.
     """
-    if not problem.prefix_s[:, :, -1].any():
-        raise PlanError(f"the layers of {problem.profile.name!r} take no time; measure them with `raypipe profile`")
+    for kind, whole in zip(problem.kinds, problem.prefix_s[:, :, -1], strict=True):
+        if not whole.any():
+            where = f" on devices of kind {kind!r}" if kind else ""
+            raise PlanError(f"the layers of {problem.profile.name!r} take no time{where}; measure them with `raypipe profile`")
     largest = max(problem.memory_bytes)
     if largest == math.inf:
         return

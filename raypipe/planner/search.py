@@ -158,9 +158,12 @@ class Search:
                 current, current_s = best, best_s
 
     def changed(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """The layout with one thing changed at random; `None` where that thing cannot be changed."""
+        """The layout with one thing changed at random; `None` where that thing cannot be changed.
+
+        Which forwards are run again is left open: the stages that a simulated layout names may be others after a change.
+        """
         change = rng.choices(_CHANGES, weights=_WEIGHTS)[0]
-        return change(self, layout, rng)
+        return change(self, replace(layout, recomputed=None), rng)
 
     def _idle(self, layout: Layout) -> list[int]:
         used = {device for group in layout.workers for device in group}
@@ -335,7 +338,7 @@ class Search:
         """
         rng = random.Random(1)
         pool = sorted(begin, key=lambda judged: (judged.rank, str(judged.layout)))
-        seen = {judged.layout for judged in pool}
+        seen = {replace(judged.layout, recomputed=None) for judged in pool}
         pool = pool[:_POOL]
         for _ in range(20 * num_simulations):
             if num_simulations <= 0:

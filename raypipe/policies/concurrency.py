@@ -39,6 +39,8 @@ from raypipe.topology import ClusterTopology
 
 _CHANGED = 1.15
 """By how much a fact must change to be looked at."""
+_NO_LIMIT_BYTES_PER_S = 1e15
+"""Stands for a link without limit, so that what changes to or from one is finite."""
 _SURE_GAIN = 1.25
 """A gain for which one window is enough."""
 _WINDOWS = 3
@@ -284,9 +286,11 @@ class ConcurrencyPolicy:
         new = self._now
         for (sources, targets), path in zip(new.blocks, _bandwidths(new), strict=True):
             was = float(old.bandwidth[sources[0], targets[-1]])
-            if math.isfinite(was) and math.isfinite(path) and sources != targets:
+            if sources != targets:
                 ends = " -> ".join(new.topology.node_of(new.names[group[0]]).name for group in (sources, targets))
-                yield path / was, f"link {ends} {'fell' if path < was else 'rose'} to {path * 8 / 1e6:.4g} Mbit/s"
+                now = f"{path * 8 / 1e6:.4g} Mbit/s" if math.isfinite(path) else "no limit"
+                change = min(path, _NO_LIMIT_BYTES_PER_S) / min(was, _NO_LIMIT_BYTES_PER_S)
+                yield change, f"link {ends} {'fell' if path < was else 'rose'} to {now}"
         for name in new.names:
             change = new.topology.device(name).speed / old.topology.device(name).speed
             yield change, f"device {name} computes {change:.2f}x as fast as before"
@@ -401,7 +405,7 @@ class ConcurrencyPolicy:
     def num_pipelines(self, choice: Choice) -> int:
         """The layings of the model that a way has."""
         judge = self.judge_of(choice)
-        return len(judge.schedule(choice.layout, judge.cut(choice.layout), num_updates=1).pipelines)
+        return len(judge.schedule(choice.layout, judge.cut(choice.layout), num_updates=judge.num_updates(choice.layout)).pipelines)
 
 
 def _neighbours(layout: Layout) -> Iterator[Layout]:

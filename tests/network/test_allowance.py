@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,10 +51,21 @@ def test_the_least_that_is_named_is_enough() -> None:
     with pytest.raises(InputError, match=r"a budget of 1 s is too small: 6 rounds between 4 nodes and 8 within them") as caught:
         divided(4, seconds=1.0, num_inside=8)
     (least,) = re.findall(r"--budget-s to ([\d.]+)", str(caught.value))
-    assert divided(4, seconds=float(least) + 0.1, num_inside=8).ping_s > 0
+    assert divided(4, seconds=float(least), num_inside=8).ping_s > 0
     with pytest.raises(InputError, match="12 directed links take at least 21 MB; raise --budget-bytes to 20971520"):
         divided(4, num_bytes=10_000_000)
     assert divided(4, num_bytes=20_971_520).ping_bytes >= LEAST_PING
+
+
+@pytest.mark.parametrize("too_small", [{"seconds": 0.01}, {"num_bytes": 1000}])
+@pytest.mark.parametrize("num_inside", [0, 1, 3])
+def test_a_budget_that_is_raised_as_told_suffices(too_small: dict[str, Any], num_inside: int) -> None:
+    for num_nodes in range(2, 25):
+        with pytest.raises(InputError) as caught:
+            divided(num_nodes, **too_small, num_inside=num_inside * num_nodes, rounds_inside=num_inside)
+        ((option, least),) = re.findall(r"raise --budget-(\w+) to ([\d.]+)$", str(caught.value))
+        raised: dict[str, Any] = {"seconds": float(least)} if option == "s" else {"num_bytes": int(least)}
+        assert divided(num_nodes, **raised, num_inside=num_inside * num_nodes, rounds_inside=num_inside).ping_bytes >= LEAST_PING
 
 
 def test_a_small_budget_gives_up_the_search_for_shared_links_first() -> None:

@@ -84,6 +84,17 @@ def test_links_that_were_not_measured_are_like_those_of_their_class() -> None:
     assert not any({"10.0.0.5", "10.0.0.6"} == {link.source, link.target} for link in found.links), "the default link serves them"
 
 
+def test_links_that_were_not_measured_have_the_latency_of_their_class_too() -> None:
+    nodes, classes = [node(number) for number in range(6)], ["near"] * 3 + ["far"] * 3
+    across = {pair: fitted(1e8, 5e-3) for pair in ((0, 3), (3, 0))}
+    within = {pair: fitted(1e8, 1e-5) for pair in ((0, 1), (1, 0), (3, 4), (4, 3))}
+    found = assemble(name="lab", nodes=nodes, fits=across | within, classes=classes)
+    assert found.path("10.0.0.2/0", "10.0.0.6/0").latency_s == 5e-3
+    assert found.path("10.0.0.6/0", "10.0.0.2/0").latency_s == 5e-3
+    assert found.path("10.0.0.2/0", "10.0.0.3/0").latency_s == 1e-5
+    assert not any({"10.0.0.2", "10.0.0.3"} == {link.source, link.target} for link in found.links), "the default link serves them"
+
+
 def test_nodes_of_which_nothing_was_measured_are_an_error() -> None:
     with pytest.raises(RunError, match="no link between two nodes was measured"):
         assemble(name="lab", nodes=[node(0), node(1)], fits={}, classes=["a", "a"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -124,6 +125,69 @@ def test_nodes_may_be_called_otherwise_in_the_topology() -> None:
     assert network.links["10.0.0.1", "10.0.0.2"].latency_s == 1e-3
     network.links["10.0.0.2", "10.0.0.1"].set(bandwidth_bytes_per_s=7e6, latency_s=1e-3, at_s=6.0)
     assert network.snapshot(topology(), names=names).path("b/0", "a/0").bandwidth_bytes_per_s == pytest.approx(7e6)
+
+
+TWO_EACH = tuple(Node(name=name, devices=(Device(f"{name}0", "cpu"), Device(f"{name}1", "cpu"))) for name in "ab")
+ONE_EACH = tuple(replace(node, devices=node.devices[:1]) for node in TWO_EACH)
+
+
+def link(source: str, target: str, bandwidth: float | None, latency_s: float) -> Link:
+    return Link(source=source, target=target, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+
+
+def figures(topology: ClusterTopology) -> dict[tuple[str, str], tuple[float, float]]:
+    """Bandwidth and latency of each pair of devices of different nodes, rounded."""
+    pairs = [(a.name, b.name) for a in topology.devices for b in topology.devices if topology.node_of(a.name) != topology.node_of(b.name)]
+    paths = {pair: topology.path(*pair) for pair in pairs}
+    return {pair: (float(f"{path.bandwidth_bytes_per_s:.6g}"), path.latency_s) for pair, path in paths.items()}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "links"),
+    [
+        (TWO_EACH, (link("a0", "b0", 1e9, 1e-5), link("a1", "b1", 1e7, 1e-3))),
+        (TWO_EACH, (link("a0", "b", 1e9, 1e-5),)),
+        (TWO_EACH, (link("a", "b1", 1e9, 1e-5), link("a", "b", 1e7, 1e-3))),
+        (ONE_EACH, (link("a0", "b", 1e9, 1e-5),)),
+        (ONE_EACH, (link("a0", "b0", 1e9, 1e-5), link("a", "b", 1e7, 1e-3))),
+        (ONE_EACH, (link("a0", "b0", None, 1e-5),)),
+    ],
+)
+def test_where_nothing_was_seen_a_snapshot_changes_nothing(nodes: tuple[Node, ...], links: tuple[Link, ...]) -> None:
+    begun = ClusterTopology(name="t", nodes=nodes, links=links, default_link=NodeLink(bandwidth_bytes_per_s=1e8, latency_s=1e-4))
+    network = NetworkEstimate("ab")
+    network.seed(begun)
+    assert figures(network.snapshot(begun)) == figures(begun)
+
+
+def test_links_that_tell_several_devices_of_a_node_apart_stay_as_they_are() -> None:
+    rails = ClusterTopology(
+        name="rails", nodes=TWO_EACH, links=(link("a0", "b0", 1e9, 1e-5), link("a1", "b1", 1e7, 1e-3), link("a", "b", 1e6, 0.0))
+    )
+    network = NetworkEstimate("ab")
+    network.seed(rails)
+    network.observe(Transfer("a", "b", 1_000_000, 0.5, at_s=float(number)) for number in range(20))
+    assert network.snapshot(rails) == rails
+
+
+def test_the_link_of_two_devices_alone_on_their_nodes_is_followed() -> None:
+    begun = ClusterTopology(name="t", nodes=ONE_EACH, links=(link("a0", "b0", 1e9, 1e-5),), default_link=NodeLink(latency_s=0.1))
+    network = NetworkEstimate("ab")
+    network.seed(begun)
+    network.observe(Transfer("a", "b", 1_000_000, 0.1 + 1e-5, at_s=float(number)) for number in range(20))
+    now = network.snapshot(begun)
+    assert now.path("a0", "b0").bandwidth_bytes_per_s == pytest.approx(1e7, rel=0.01)
+    assert (now.path("a0", "b0").latency_s, now.path("b0", "a0").latency_s) == (1e-5, 1e-5)
+
+
+def test_the_latency_of_a_link_without_limit_is_counted_once() -> None:
+    begun = ClusterTopology(name="t", nodes=ONE_EACH, links=(link("a", "b", None, 0.01),))
+    network = NetworkEstimate("ab")
+    network.seed(begun)
+    network.observe(Transfer("a", "b", 100_000, 0.01 + 0.005, at_s=float(number)) for number in range(20))
+    path = network.snapshot(begun).path("a0", "b0")
+    assert path.latency_s == 0.01
+    assert path.bandwidth_bytes_per_s == pytest.approx(100_000 / 0.005)
 
 
 def test_links_that_are_not_seen_grow_old() -> None:

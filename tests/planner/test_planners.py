@@ -10,14 +10,16 @@ import pytest
 
 from raypipe.cost import plan_cost
 from raypipe.errors import PlanError, UnknownNameError
+from raypipe.own_schedules import build
 from raypipe.plan import Plan
 from raypipe.planner.bound import plan_bound
-from raypipe.planner.layout import Judge
-from raypipe.planner.planners import PLANNERS, best_division, divided, make, solve
+from raypipe.planner.layout import Judge, Layout
+from raypipe.planner.planners import PLANNERS, best_division, climbed, divided, make, solve
 from raypipe.planner.problem import Problem
 from raypipe.planner.search import Budget
-from raypipe.profile import LayerProfile, ModelProfile
-from raypipe.schedules.ir import WeightRule
+from raypipe.profile import LayerProfile, LayerTimes, ModelProfile
+from raypipe.schedule_file import save_schedule
+from raypipe.schedules.ir import Size, WeightRule
 from raypipe.schedules.validate import facts
 from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
@@ -135,6 +137,32 @@ def test_few_ways_to_divide_rows_are_all_tried_and_of_many_some() -> None:
     assert (many[0], many[-1]) == ((1, 720720), (63, 11440))
 
 
+# Forwards that are run again
+
+
+def of_memory(memory_bytes: int, *, num_devices: int = 3, num_layers: int = 6) -> Problem:
+    """Layers that save ten times what their weights take."""
+    profile = ModelProfile.uniform(num_layers, output_bytes=10, saved_bytes=500, parameter_bytes=50, microbatch_size=8)
+    return Problem(profile, ClusterTopology.uniform(num_devices, bandwidth_bytes_per_s=1000.0, memory_bytes=memory_bytes), 8, 8)
+
+
+@pytest.mark.parametrize("memory_bytes", [2000, 2600])
+def test_where_forwards_run_again_the_search_still_changes_the_number_of_stages(memory_bytes: int) -> None:
+    plan = make(of_memory(memory_bytes), budget=Budget(300, 40))
+    assert plan.predicted is not None
+    assert max(plan.predicted.peak_memory_bytes) <= memory_bytes
+
+
+def test_a_layer_that_is_moved_may_end_that_a_forward_runs_again() -> None:
+    judge = Judge(of_memory(2600, num_devices=2, num_layers=4))
+    begin = judge.simulate(Layout((0, 3, 4), ((0,), (1,))))
+    assert begin is not None
+    assert begin.layout.recomputed == (0,)
+    found = climbed(judge, begin, most_steps=1)
+    assert found is not None
+    assert (found.layout.cuts, found.layout.recomputed, found.missing_bytes) == ((0, 2, 4), (), 0)
+
+
 # What is refused
 
 
@@ -190,6 +218,16 @@ def test_layers_that_take_no_time_are_refused() -> None:
         make(problem)
 
 
+def test_a_kind_of_device_on_which_layers_take_no_time_is_refused() -> None:
+    free = (LayerTimes(forward_s=0.0, backward_s=0.0, weight_grad_s=0.0),) * 3
+    profile = replace(ModelProfile.uniform(3), device_kinds={"gpu": free})
+    node = Node(name="n", devices=(Device("d0", "cpu"), Device("d1", "gpu")), link=NodeLink(latency_s=0.0))
+    problem = Problem(profile, ClusterTopology(name="t", nodes=(node,)), 4, 1)
+    with pytest.raises(PlanError, match="the layers of 'uniform' take no time on devices of kind 'gpu'; measure them"):
+        make(problem)
+    assert make(replace(problem, topology=ClusterTopology(name="t", nodes=(replace(node, devices=node.devices[:1]),))), budget=TINY)
+
+
 def test_a_node_without_devices_may_join_the_others() -> None:
     nodes = (Node(name="head", devices=(), cores=4), *(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in ("a", "b")))
     links = tuple(Link(source=one, target=other, latency_s=0.0) for one, other in (("head", "a"), ("head", "b"), ("a", "b")))
@@ -238,6 +276,32 @@ def test_a_plan_whose_updates_overlap_promises_its_part_of_a_window(name: str) -
     assert plan.predicted.lower_bound_s <= plan.predicted.update_s
     if name != "amdp":  # a round of which has a bubble, too
         assert plan.predicted.update_s < make(problem, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("planner", ["raypipe", "1f1b-equal"])
+@pytest.mark.parametrize("num_updates", [1, 7])
+def test_orders_of_ones_own_whose_updates_overlap_are_planned_as_the_bundled_ones(planner: str, num_updates: int, tmp_path: Path) -> None:
+    problem = uniform_chain(num_microbatches=2, updates_per_window=7)
+    bundled = make(problem, name=planner, schedule="async-1f1b", budget=TINY).predicted
+    assert bundled is not None
+    path = str(tmp_path / "order.json")
+    save_schedule(build("async-1f1b", Size(4, 2, num_updates)), path)
+    for name in ("raypipe.schedules.one_f_one_b_async:FAMILY_ASYNC", path):
+        plan = make(problem, name=planner, schedule=name, budget=TINY)
+        assert (plan.order.weight_rule, plan.order.num_updates) == (WeightRule.LIVE, 7)
+        assert plan.predicted is not None
+        assert plan.predicted.lower_bound_s == bundled.lower_bound_s
+        assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / 7)
+        assert plan.predicted.update_s >= bundled.update_s * (1 - 1e-9)
+        if name != path or num_updates == 7:  # the order of one update, again and again, drains in between
+            assert plan.predicted.update_s == pytest.approx(bundled.update_s)
+
+
+def test_a_file_of_a_window_is_refused_for_another_window_with_the_option_that_would_do(tmp_path: Path) -> None:
+    path = str(tmp_path / "order.json")
+    save_schedule(build("async-1f1b", Size(4, 8, 3)), path)
+    with pytest.raises(PlanError, match=r"is the order of 3 updates, asked for 7; use --updates 3 \(--updates-per-window, schedule\."):
+        make(uniform_chain(updates_per_window=7), name="1f1b-equal", schedule=path)
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved", "async-1f1b", "amdp"])

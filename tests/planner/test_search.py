@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -78,3 +79,11 @@ def test_whatever_is_changed_a_layout_stays_a_plan(seed: int) -> None:
         assert all(first < end for first, end in itertools.pairwise(layout.cuts))
     assert len(kinds) > 5
     assert len(search._CHANGES) == len(search._WEIGHTS)
+
+
+def test_a_change_leaves_open_which_forwards_run_again() -> None:
+    searching = Search(Judge(random_problem(1, num_devices=6, num_layers=7, memory_bytes=600_000_000)))
+    rng = random.Random(1)
+    begin = replace(next(iter(searching.starts())), recomputed=(0,))
+    changed = [searching.changed(begin, rng) for _ in range(100)]
+    assert {layout.recomputed for layout in changed if layout is not None} == {None}

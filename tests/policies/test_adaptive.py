@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from raypipe.adaptive import Adaptive, check_runnable
+from raypipe.arrangement import Named
 from raypipe.config import AdaptationConfig, DataConfig, ModelConfig, ScalingConfig, ScheduleConfig, TrainConfig
 from raypipe.coordinator import WindowResult
 from raypipe.models.waiting import waiting
@@ -63,6 +64,31 @@ class Simulated:
             self.run.take(decision.choice)
             self.run.policy.adopt(decision.choice, took_s=2.0)
         return decision
+
+
+def limits(name: str, **given: Any) -> tuple[int | None, int | None, float | None]:
+    """What the policy of a run that begins with a schedule may choose: latest, mismatch and mean."""
+    model = waiting(num_layers=PROFILE.num_layers - 1)
+    config = TrainConfig(
+        model=ModelConfig(function="raypipe.models.waiting:waiting"),
+        data=DataConfig(path=""),
+        schedule=ScheduleConfig(name=name, num_microbatches=4, microbatch_size=1, updates_per_window=UPDATES_PER_WINDOW, **given),
+        scaling=ScalingConfig(num_devices=4),
+        adaptation=AdaptationConfig(enabled=True),
+    )
+    start = None if name == "auto" else Named(config, model, window_sizes={UPDATES_PER_WINDOW})
+    run = Adaptive(config, model, window_sizes={UPDATES_PER_WINDOW}, start=start, can_divide=False)
+    found = run._policy(PROFILE, cluster()).problem.staleness
+    return found.max_staleness, found.max_mismatch, found.max_mean_staleness
+
+
+def test_limits_that_are_left_out_are_those_of_a_beginning_whose_updates_overlap() -> None:
+    assert limits("async-1f1b") == (1, 1, None)
+    assert limits("async-1f1b", max_mean_staleness=3.0) == (1, 1, 3.0)
+    assert limits("async-1f1b", max_staleness=2, max_mismatch=3) == (2, 3, None)
+    for name in ("1f1b", "auto"):
+        assert limits(name) == (None, None, None)
+        assert limits(name, max_mean_staleness=3.0) == (None, None, 3.0)
 
 
 def test_a_device_that_stays_slow_stays_known_as_slow_after_the_switch() -> None:

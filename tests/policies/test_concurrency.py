@@ -162,6 +162,22 @@ def test_a_link_that_drops_is_left_within_two_windows_for_what_is_best_without_i
     assert "predicted" in text
 
 
+def test_a_link_without_limit_that_becomes_slow_is_left() -> None:
+    """Until the first transfers are seen nothing is known of its bandwidth."""
+    free = replace(cluster(), default_link=NodeLink(latency_s=4e-4))
+    policy = ConcurrencyPolicy(problem(free))
+    groups = policy.choose().layout.workers
+    before_s = seconds_of(policy.choice, free)
+    assert not policy.after_window(Facts(PROFILE, free), update_s=before_s, updates_left=1000).switch
+    slowed = replace(free, links=cluster(slow(groups[0][0], groups[1][0])).links)
+    decision = policy.after_window(Facts(PROFILE, slowed), update_s=seconds_of(policy.choice, slowed), updates_left=1000)
+    assert decision.switch
+    assert "fell to 20 Mbit/s" in decision.text
+    policy.adopt(decision.choice, took_s=2.0)
+    back = policy.after_window(Facts(PROFILE, free), update_s=seconds_of(policy.choice, free), updates_left=1000)
+    assert back.switch or "is asked for" in back.text, "it was looked at"
+
+
 def test_a_device_that_slows_down_gets_less_to_do() -> None:
     run = Run(begun())
     for _ in range(5):
