@@ -15,7 +15,7 @@ their gradients are summed in the precision of what the optimizer steps.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -99,7 +99,10 @@ def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int, on: 
         first = indices[0]
         source = layers[first] if first in layers else build_layer(model.layers[first], index=first, seed=seed)
         weight = _weight(source, name, first_weight)
-        shared = weight if first in layers else nn.Parameter(weight.detach().to(on, copy=True), requires_grad=weight.requires_grad)
+        shared = weight
+        if first not in layers:
+            shared = nn.Parameter(weight.detach().to(on, copy=True), requires_grad=weight.requires_grad)
+            _hook(shared, _hooks_of(weight))
         for name, called in tie:
             module = layers.get(index_of[name])
             if module is None:
@@ -217,8 +220,9 @@ def _check_state(module: StageModule) -> None:
     for name, value in module.state_dict().items():
         _, index, rest = name.split(".", 2)
         where = f"{rest!r} of layer {module.specs[int(index)].name!r}"
-        if not isinstance(value, Tensor):
-            raise ConfigError(f"{where} is {type(value).__name__}, and checkpoints hold tensors; register a buffer in its place")
+        if rest.rpartition(".")[2] == "_extra_state" or not isinstance(value, Tensor) or value.layout is not torch.strided:
+            what = f"a tensor of {value.layout}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"{where} is {what}, and checkpoints hold parameters and dense buffers; register a buffer in its place")
         if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
             raise ConfigError(f"{where} has one number in several places, and could not be loaded again; register its `.clone()`")
 
@@ -287,6 +291,14 @@ class _Version:
 
     leaves: dict[str, Tensor]
 
+    def __post_init__(self) -> None:
+        self.places = _places(self.leaves.values())
+
+
+def _places(tensors: Iterable[Tensor]) -> list[int]:
+    """Where tensors lie in memory."""
+    return [tensor.data_ptr() for tensor in tensors]
+
 
 class Weights:
     """The weights of one stage in every version that is still to be read, their gradients and their optimizer.
@@ -321,6 +333,7 @@ class Weights:
         self._versions = {0: _Version(dict(zip(self.names, self._own, strict=True)))}
         self._gradients: dict[int, list[Tensor | None]] = {}
         self._bound: tuple[int, int] | None = None
+        self._places = _places(self._own)
         if self.versioned:
             self._versions[0] = _Version(self._leaves())
 
@@ -347,16 +360,14 @@ class Weights:
                 own.data = master.data.to(to)
                 own.grad_dtype = master.dtype
                 self._lowered.append((master, own))
+        self._places = _places(self._own)
         self._bring(self.newest)
 
     def _leaves(self) -> dict[str, Tensor]:
         leaves: dict[str, Tensor] = {}
         for name, master, dtype, hooks in zip(self.names, self.masters, self._dtypes, self._hooks, strict=True):
             leaf = leaves[name] = master.data.requires_grad_() if dtype == master.dtype else _copy(master, dtype)
-            for hook in hooks.on_gradient:
-                leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-            for hook in hooks.when_summed:
-                leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            _hook(leaf, hooks)
         return leaves
 
     def begin_window(self) -> None:
@@ -416,7 +427,9 @@ class Weights:
             for gradient, master in zip(gradients, self.masters, strict=True)
         ]
         there = [gradient is not None for gradient in gradients]
-        flat = torch.cat([*parts, torch.tensor(there, dtype=parts[0].dtype if parts else torch.float32, device=self.on)])
+        # Made on the device: the host would wait until it had sent them.
+        yes, no = (torch.full((1,), value, dtype=parts[0].dtype if parts else None, device=self.on) for value in (1.0, 0.0))
+        flat = torch.cat([*parts, *(yes if has else no for has in there)]) if parts else no[:0]
         self._lay_gradients(update, flat, there)
         return flat
 
@@ -492,6 +505,7 @@ class Weights:
         for master, own, dtype in zip(self.masters, self._own, self._dtypes, strict=True):
             if master.dtype == dtype:
                 master.data = own.data = master.data.clone()
+        self._places = _places(self._own)
 
     def _bring(self, version: int) -> None:
         if self.versioned:
@@ -530,29 +544,37 @@ class Weights:
     def _drop(self, version: int) -> None:
         if self._bound is not None and self._bound[0] == version:
             self.unbind()
-        self._versions.pop(version, None)
+        dropped = self._versions.pop(version, None)
+        if dropped is not None:
+            self._check(dropped.leaves.values(), dropped.places)
 
     def end_window(self) -> None:
         """Makes the module's own weights the newest version, for evaluation and checkpoints."""
+        self.check_in_place()
         for version in [version for version in self._versions if self.versioned and version != self.newest]:
             del self._versions[version]
         if self.versioned:
             for own, leaf in zip(self._own, self.parameters(self.newest), strict=True):
                 own.data = leaf.data
-        self.check_in_place()
+            self._places = _places(self._own)
         assert not any(gradient is not None for buffer in self._gradients.values() for gradient in buffer), (
             f"stage {self.module.stage} has gradients left of updates {sorted(self._gradients)}"
         )
         self._gradients.clear()
 
     def check_in_place(self) -> None:
-        """Sees that layers compute with what the optimizer steps.
+        """Sees that layers compute with what updates write.
 
         Raises:
             ConfigError: a layer has put other memory in a weight's place.
         """
-        for name, own, master in zip(self.names, self._own, self.masters, strict=True):
-            if own.dtype == master.dtype and own.data_ptr() != master.data_ptr():
+        self._check(self._own, self._places)
+        for version in self._versions.values() if self.versioned else ():
+            self._check(version.leaves.values(), version.places)
+
+    def _check(self, weights: Iterable[Tensor], places: Sequence[int]) -> None:
+        for name, now, before in zip(self.names, _places(weights), places, strict=True):
+            if now != before:
                 _, index, rest = name.split(".", 2)
                 raise ConfigError(
                     f"layer {self.module.specs[int(index)].name!r} has put another tensor in the place of its weight {rest!r}, where no "
@@ -653,6 +675,13 @@ def _hooks_of(weight: Tensor) -> _Hooks:
     return _Hooks(tuple((weight._backward_hooks or {}).values()), tuple((weight._post_accumulate_grad_hooks or {}).values()))
 
 
+def _hook(weight: Tensor, hooks: _Hooks) -> None:
+    for on_gradient in hooks.on_gradient:
+        weight.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+    for when_summed in hooks.when_summed:
+        weight.register_post_accumulate_grad_hook(when_summed)  # type: ignore[no-untyped-call]
+
+
 def _copy(master: Tensor, dtype: torch.dtype) -> Tensor:
     """A leaf of another precision, whose gradients are summed in that of the weight."""
     leaf = master.data.to(dtype).requires_grad_()
@@ -703,7 +732,7 @@ def output_specs(
     zeros = {layer: tuple(stand_in(spec, on=module.on) for spec in specs) for layer, specs in inputs.items()}
     module.eval()
     try:
-        with torch.enable_grad(), unchanged_buffers(module):
+        with torch.enable_grad():
             outputs: Outputs = module(zeros, devices.upload(batch, module.on), Draw(0))
     except torch.OutOfMemoryError:
         raise
@@ -725,7 +754,7 @@ def output_specs(
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     """A context after which running statistics and the like are as they were before."""
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in module.named_buffers() if buffer.layout is torch.strided}
     try:
         yield
     finally:

@@ -109,8 +109,8 @@ def prepare(
             "would be out of date in the backward. Set model.precision to bf16 or float32, use two weights, or take a schedule whose "
             "backward reads the weights of its forward"
         )
-    weights.lower(uses.cast - both, LOW)
     weights.check_in_place()
+    weights.lower(uses.cast - both, LOW)
     return specs
 
 

@@ -39,8 +39,10 @@ from raypipe.topology import ClusterTopology
 
 _CHANGED = 1.15
 """By how much a fact must change to be looked at."""
-_NO_LIMIT_BYTES_PER_S = 1e15
+_NO_LIMIT_BYTES_PER_S = 1e30
 """Stands for a link without limit, so that what changes to or from one is finite."""
+_UNSTATED = math.log(1e12)
+"""No link that has a limit changes by such a factor."""
 _SURE_GAIN = 1.25
 """A gain for which one window is enough."""
 _WINDOWS = 3
@@ -299,7 +301,10 @@ class ConcurrencyPolicy:
 
     def _cause(self) -> str:
         """What has changed most since the present way was chosen."""
-        change, text = max(self._changes(self._chosen_with), key=lambda change: abs(math.log(change[0])))
+        changes = sorted(self._changes(self._chosen_with), key=lambda change: abs(math.log(change[0])))
+        # What a link without stated limit can do is news, too, but says least of why now.
+        known = [each for each in changes if not _unstated(each[0])]
+        change, text = known[-1] if known and _beyond(known[-1][0]) else changes[-1]
         return text if _beyond(change) else "as measured"
 
     # Ways to run
@@ -406,6 +411,11 @@ class ConcurrencyPolicy:
         """The layings of the model that a way has."""
         judge = self.judge_of(choice)
         return len(judge.schedule(choice.layout, judge.cut(choice.layout), num_updates=judge.num_updates(choice.layout)).pipelines)
+
+
+def _unstated(change: float) -> bool:
+    """Whether a bandwidth has changed from no limit, or to none."""
+    return abs(math.log(change)) > _UNSTATED
 
 
 def _neighbours(layout: Layout) -> Iterator[Layout]:

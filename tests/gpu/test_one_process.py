@@ -148,10 +148,13 @@ def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("optimizer", list(OptimizerName))
 @pytest.mark.parametrize("precision", list(Precision))
 @pytest.mark.parametrize("scope", list(UpdateScope))
-def test_the_host_never_waits_for_the_gpu(refuse_waits: None, scope: UpdateScope, precision: Precision, optimizer: OptimizerName) -> None:
+@pytest.mark.parametrize(("name", "devices"), [("1f1b", 1), ("chimera", 2)])
+def test_the_host_never_waits_for_the_gpu(
+    refuse_waits: None, name: str, devices: int, scope: UpdateScope, precision: Precision, optimizer: OptimizerName
+) -> None:
     gpu()
     config = OptimizerConfig(name=optimizer, learning_rate=LEARNING_RATE)
-    schedule = build("1f1b", Size(1, NUM_MICROBATCHES, 3, update_scope=scope))
+    schedule = build(name, Size(devices, NUM_MICROBATCHES, 3, update_scope=scope))
     run = pipeline(model(), schedule, precision=precision, make=partial(build_optimizer, config))
     assert len(losses_of(run, num_windows=2)) == 6
 
