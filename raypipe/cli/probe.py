@@ -105,8 +105,7 @@ def _print(found: Probed) -> None:
                 left=2,
             )
         )
-    rounds = found.allowance.rounds
-    between = rounds.total if found.allowance.looks_for_sharing else rounds.tournament
+    between = found.allowance.num_rounds
     planned = f"{counted(between, 'round')} between nodes" if between else "no rounds between nodes"
     screen.print(f"\n{planned}; {counted(found.num_steps, 'measurement')}, {size(found.num_bytes)}, {seconds(found.seconds)}")
 

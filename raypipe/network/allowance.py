@@ -67,6 +67,7 @@ class Allowance:
         stream_s: for the rate of a pair in company.
         stream_bytes: likewise.
         rounds: of nodes.
+        looks: how often each pair of nodes is measured, at different moments, where there is time to spare.
         looks_for_sharing: whether the budget suffices to look for shared links.
     """
 
@@ -75,7 +76,14 @@ class Allowance:
     stream_s: float
     stream_bytes: int
     rounds: NumRounds
+    looks: int
     looks_for_sharing: bool
+
+    @property
+    def num_rounds(self) -> int:
+        """Between nodes, those of a second look too; what a finding is looked at more closely with comes on top."""
+        rounds = self.rounds
+        return self.looks * rounds.tournament + (rounds.company + rounds.fans if self.looks_for_sharing else 0)
 
     def streams_s(self, pairs: Round, bandwidths: Rates) -> dict[Pair, float]:
         """How long the stream of each pair of a round is to last by itself, so that the round lasts `stream_s`.
@@ -156,4 +164,8 @@ def divide(
     if not sharing:
         streams = 0.0
     scale = min((usable_s - fixed_s - streams * _STEP_S) / max(pings_s + streams * _STREAM_S, 1e-9), 1.0)
-    return Allowance(scale * _PING_S, ping_bytes, scale * _STREAM_S, stream_bytes, rounds, sharing)
+    again_s = rounds.tournament * (_PING_S + _STEP_S)
+    looks = 1
+    if fixed_s + pings_s + streams * (_STREAM_S + _STEP_S) + again_s <= usable_s and ping_bytes >= 2 * least_ping_bytes:
+        looks, ping_bytes = 2, ping_bytes // 2
+    return Allowance(scale * _PING_S, ping_bytes, scale * _STREAM_S, stream_bytes, rounds, looks, sharing)

@@ -40,8 +40,9 @@ def test_what_is_planned_stays_within_the_budget(num_nodes: int, seconds: float,
         return
     met = tournament(["node"] * num_nodes)
     streams = [*company(met, num_nodes), *fan_rounds(num_nodes)] if found.looks_for_sharing else []
-    assert found.rounds.tournament * found.ping_s + len(streams) * found.stream_s + num_inside * found.ping_s / 4 <= seconds
+    assert found.looks * found.rounds.tournament * found.ping_s + len(streams) * found.stream_s + num_inside * found.ping_s / 4 <= seconds
     num_pings = 2 * sum(map(len, met)) + num_inside
+    num_pings += (found.looks - 1) * 2 * sum(map(len, met))
     assert num_pings * found.ping_bytes + sum(map(len, streams)) * found.stream_bytes <= num_bytes
     assert found.ping_bytes >= LEAST_PING or not num_pings
     assert found.ping_s > 0
@@ -72,6 +73,14 @@ def test_a_small_budget_gives_up_the_search_for_shared_links_first() -> None:
     assert divided(8).looks_for_sharing
     assert not divided(8, seconds=4.0).looks_for_sharing
     assert not divided(8, num_bytes=100 << 20).looks_for_sharing
+
+
+def test_pairs_are_measured_twice_where_there_is_time_and_the_search_for_shared_links_loses_none() -> None:
+    assert (divided(4).looks, divided(4).num_rounds) == (2, 2 * 6 + 12 + 8)
+    assert divided(4).stream_s == divided(4, seconds=600.0).stream_s
+    assert divided(4, seconds=10.0).looks == 1
+    assert divided(4, num_bytes=20_971_520).looks == 1, "fewer bytes would not do"
+    assert divided(16).looks == 1
 
 
 def test_streams_that_would_be_over_in_no_time_tell_nothing_of_sharing() -> None:

@@ -80,7 +80,7 @@ def test_the_limits_of_equal_nodes_on_one_switch_are_found_within_the_usual_budg
     bandwidths = dict.fromkeys(pairs, GBIT)
     # What a round takes besides its streams, as on two busy cores.
     step_s = 0.05
-    took_s = (allowance.ping_s + step_s) * (allowance.rounds.tournament + 3)
+    took_s = (allowance.ping_s + step_s) * (allowance.looks * allowance.rounds.tournament + 3)
 
     def together(pairs: Round) -> dict[Pair, float]:
         nonlocal took_s
