@@ -19,8 +19,9 @@ install: $(INSTALLED)  ## makes .venv with raypipe, its dependencies and the dev
 demo: $(INSTALLED) $(DEMO_DATA)  ## trains a small GPT on the source of Python's standard library, on the CPU
 	$(BIN)/raypipe train examples/gpt_python_stdlib.yaml
 
+# A file's tests run in one process, which remembers the orders that it has searched for.
 test: $(INSTALLED)  ## runs the tests; needs no GPU, and a C++ compiler for a device that stands in for one, else skips
-	$(BIN)/pytest -n auto --ignore=tests/processes --ignore=tests/cluster --ignore=tests/multinode --ignore=tests/gpu
+	$(BIN)/pytest -n auto --dist loadfile --ignore=tests/processes --ignore=tests/cluster --ignore=tests/multinode --ignore=tests/gpu
 	$(BIN)/pytest tests/gpu
 	$(BIN)/pytest tests/processes tests/cluster
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -43,10 +44,16 @@ def all_sizes(family: Family, num_devices: int) -> Iterator[Size]:
             yield Size(num_devices, num_microbatches, 1 + num_microbatches % 3, family.default_chunks, num_pipelines)
 
 
+@cache
+def built(family: Family, size: Size) -> Schedule:
+    """Made once for all tests: searches take seconds."""
+    return catalogue.build(family.name, size)
+
+
 def accepted(family: Family, num_devices: int) -> Iterator[tuple[Size, Schedule]]:
     for size in all_sizes(family, num_devices):
         if strategies.takes(family.name, size):
-            yield size, catalogue.build(family.name, size)
+            yield size, built(family, size)
 
 
 def one_update(schedule: Schedule, update: int) -> list[list[tuple[Op, ...]]]:
@@ -67,7 +74,7 @@ def one_update(schedule: Schedule, update: int) -> list[list[tuple[Op, ...]]]:
 def test_every_size_is_valid_or_refused_with_what_would_work(family: Family, num_devices: int) -> None:
     for size in all_sizes(family, num_devices):
         if strategies.takes(family.name, size):
-            validate(catalogue.build(family.name, size))
+            validate(built(family, size))
         else:
             with pytest.raises(ScheduleError, match=r"use |leave ") as refusal:
                 catalogue.build(family.name, size)
@@ -201,7 +208,7 @@ def test_every_update_has_the_same_order(family: Family, num_devices: int) -> No
 def test_lowered_programs_run_to_the_end_however_devices_interleave(family: Family, num_devices: int, scope: UpdateScope) -> None:
     for size in all_sizes(family, num_devices):
         if size.num_microbatches % 2 == (scope is UpdateScope.GLOBAL) and strategies.takes(family.name, size):
-            scoped = catalogue.build(family.name, replace(size, update_scope=scope))
+            scoped = built(family, replace(size, update_scope=scope))
             programs = lower(scoped)
             for seed in (size.num_microbatches, 1000 + size.num_chunks):
                 reference.check_one_order(reference.run(scoped, programs, seed).starts)
