@@ -182,4 +182,5 @@ def load_layer(folder: str | os.PathLike[str], index: int, name: str) -> dict[st
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise FormatError(str(path), "", f"cannot be read as safetensors ({error}); use an earlier checkpoint") from None
+        problem = f"cannot be read as safetensors ({error}); to go on from an earlier checkpoint, remove this one's folder"
+        raise FormatError(str(path), "", problem) from None

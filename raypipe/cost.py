@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.cut import Cut
 from raypipe.plan import Plan
-from raypipe.profile import ModelProfile, most_working_bytes
+from raypipe.profile import ModelProfile, most_working_bytes, repeated_shares
 from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, WeightRule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message, Placement
 from raypipe.schedules.passes import recomputed_stages
@@ -166,7 +166,8 @@ class Cost:
         """Seconds from the last member's start to the end.
 
         A norm, or the sum of a tie whose size is not known, is a few bytes that every member sends to every other: one latency. Other
-        sums and publications go round a ring, 2 (r-1) steps of 1/r of the bytes over its slowest link (Patarasuk and Yuan, 2009).
+        sums and publications go round a ring, 2 (r-1) steps of 1/r of the bytes over its slowest link (Patarasuk and Yuan, 2009); what
+        several links of the ring pass through, they share.
         """
         members = collective.devices
         pairs = list(zip(members, members[1:] + members[:1], strict=True))
@@ -174,8 +175,7 @@ class Cost:
         if collective.kind.is_norm or of_no_size:
             return max((self.path(source, target).latency_s for source in members for target in members if source != target), default=0.0)
         steps, share = 2 * (len(members) - 1), self.collective_bytes(collective) / len(members)
-        paths = [self.path(source, target) for source, target in pairs]
-        return steps * max(path.latency_s + share / path.bandwidth_bytes_per_s for path in paths)
+        return steps * max(latency_s + share * s_per_byte for latency_s, s_per_byte in ring([self.path(*pair) for pair in pairs]))
 
     def memory_step_bytes(self, device: int, op: Op, share: float = 1.0) -> tuple[int, int]:
         """Bytes that an Op takes at its start and frees at its end."""
@@ -360,28 +360,39 @@ def weight_versions(schedule: Schedule, placement: Placement) -> dict[int, float
     }
 
 
+def ring(paths: Sequence[Path]) -> set[tuple[float, float]]:
+    """Latency, in seconds, and seconds of a byte of each different link of a ring whose members all send at the same time.
+
+    Args:
+        paths: from each member to the next.
+    """
+    uses = Counter(name for path in paths for name, _ in path.resources)
+    return {
+        (path.latency_s, max((uses[name] / bandwidth for name, bandwidth in path.resources), default=1 / path.bandwidth_bytes_per_s))
+        for path in paths
+    }
+
+
 def _stage_cost(
     profile: ModelProfile, layers: tuple[int, ...], device: Device, scale: float, state_bytes_per_parameter_byte: float
 ) -> StageCost:
     times = profile.for_kind(device.kind)
     profiles = [profile.layers[layer] for layer in layers]
-    parameter_bytes = sum(layer.parameter_bytes for layer in profiles)
-    for tie in profile.ties():  # what layers of one stage share is there once
-        shared = sorted(profile.layers[layer].shared_bytes for layer in tie if layer in layers)
-        parameter_bytes -= sum(shared[:-1])
+    own = [1 - repeated for repeated in repeated_shares(profiles)]  # what layers of one stage share is there once
+    parameter_bytes = sum(round(layer.parameter_bytes * share) for layer, share in zip(profiles, own, strict=True))
     factor = scale / device.speed
     return StageCost(
         forward_s=sum(times[layer].forward_s for layer in layers) * factor,
         backward_s=sum(times[layer].backward_s for layer in layers) * factor,
         weight_grad_s=sum(times[layer].weight_grad_s for layer in layers) * factor,
-        update_s=sum(layer.update_s or 0.0 for layer in profiles) / device.speed,
+        update_s=sum((layer.update_s or 0.0) * share for layer, share in zip(profiles, own, strict=True)) / device.speed,
         saved_bytes=round(sum(layer.saved_bytes for layer in profiles) * scale),
         weight_grad_saved_bytes=round(
             sum(layer.saved_bytes if layer.weight_grad_saved_bytes is None else layer.weight_grad_saved_bytes for layer in profiles) * scale
         ),
         parameter_bytes=parameter_bytes,
         state_bytes=round(parameter_bytes * state_bytes_per_parameter_byte),
-        low_precision_bytes=sum(layer.low_precision_bytes or 0 for layer in profiles),
+        low_precision_bytes=sum(round((layer.low_precision_bytes or 0) * share) for layer, share in zip(profiles, own, strict=True)),
         gradient_bytes=round(parameter_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
         working_bytes=round(most_working_bytes(profiles) * scale),
         # Autograd keeps the whole graph while the gradients from which W starts pile up.

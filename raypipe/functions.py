@@ -50,7 +50,7 @@ def named(name: str, *, what: str, such_as: str) -> object:
     except ModuleNotFoundError as error:
         remedy = "check the name, that it is installed, or name its file: path/to/file.py:function"
         raise ConfigError(f"{what} {name!r}: no module {error.name!r}; {remedy}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends with sys.exit() shall not end the command in silence
         raise ConfigError(f"{what} {name!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -86,7 +86,7 @@ def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *
         model = found(**options)
     except RaypipeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends with sys.exit() shall not end the command in silence
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise ConfigError(f"model.function {name_of(function)}({given}) failed: {type(error).__name__}: {error}") from error
     if not isinstance(model, Model):

@@ -24,7 +24,7 @@ from itertools import accumulate
 import networkx as nx
 
 from raypipe.errors import InputError
-from raypipe.profile import LayerProfile, LayerTimes, ModelProfile, most_working_bytes
+from raypipe.profile import LayerProfile, LayerTimes, ModelProfile, most_working_bytes, repeated_shares
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
     held = [layer.weight_grad_saved_bytes for layer in layers]
     updates = [layer.update_s for layer in layers]
     copies = [layer.low_precision_bytes for layer in layers]
+    own = [1 - repeated for repeated in repeated_shares(layers)]
     is_worked = any(layer.working_bytes is not None for layer in layers)
     return LayerProfile(
         name=layers[0].name if len(layers) == 1 else f"{layers[0].name}..{layers[-1].name}",
@@ -174,7 +175,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         weight_grad_s=min(times.weight_grad_s, times.backward_s),
         output_bytes=output_bytes,
         saved_bytes=sum(layer.saved_bytes for layer in layers),
-        parameter_bytes=sum(layer.parameter_bytes for layer in layers),
+        parameter_bytes=sum(round(layer.parameter_bytes * share) for layer, share in zip(layers, own, strict=True)),
         # A layer that was not measured may keep all.
         weight_grad_saved_bytes=None
         if all(amount is None for amount in held)
@@ -182,8 +183,12 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         tied=tied,
         tied_bytes=_tied_bytes(layers) if tied is not None else None,
         gradient_rows=weighted[0].gradient_rows if len(weighted) == 1 else None,
-        update_s=None if all(amount is None for amount in updates) else sum(amount or 0.0 for amount in updates),
-        low_precision_bytes=None if all(amount is None for amount in copies) else sum(amount or 0 for amount in copies),
+        update_s=None
+        if all(amount is None for amount in updates)
+        else sum((amount or 0.0) * share for amount, share in zip(updates, own, strict=True)),
+        low_precision_bytes=None
+        if all(amount is None for amount in copies)
+        else sum(round((amount or 0) * share) for amount, share in zip(copies, own, strict=True)),
         working_bytes=most_working_bytes(layers) if is_worked else None,
         input_grad_working_bytes=sum(layer.input_grad_working_bytes or 0 for layer in layers) if is_worked else None,
     )

@@ -131,7 +131,7 @@ def _of_entry(name: str, entry: EntryPoint) -> Family:
     what = f"schedule {name!r} (entry point {entry.value}{package})"
     try:
         loaded = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() shall not end the command in silence
         raise ConfigError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
     return _of_object(name, what, loaded)
 
@@ -159,7 +159,7 @@ def _checked(what: str, function: Callable[[Size], object], size: Size) -> Sched
         returned = function(size)
     except RaypipeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit() shall not end the command in silence
         words = f"{size.num_devices} devices, {size.num_microbatches} microbatches and {size.num_updates} updates"
         raise ScheduleError(f"{what} failed for {words}: {type(error).__name__}: {error}{_place(error)}") from error
     if not isinstance(returned, Schedule):
@@ -181,7 +181,7 @@ def _checked(what: str, function: Callable[[Size], object], size: Size) -> Sched
     return schedule
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Where in somebody else's code an exception was raised: there is no traceback on the command line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return "" if last.filename == __file__ else f" ({PurePath(last.filename).name}, line {last.lineno})"

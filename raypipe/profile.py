@@ -127,6 +127,18 @@ class LayerProfile:
         return LayerTimes(forward_s=self.forward_s, backward_s=self.backward_s, weight_grad_s=self.weight_grad_s)
 
 
+def repeated_shares(layers: Sequence[LayerProfile]) -> list[float]:
+    """Of each layer's weights, the share that another of some layers on one device has too, and that is held and stepped with that one."""
+    held: dict[str, LayerProfile] = {}
+    for layer in layers:
+        if layer.tied is not None and (layer.tied not in held or layer.shared_bytes > held[layer.tied].shared_bytes):
+            held[layer.tied] = layer
+    return [
+        0.0 if layer.tied is None or held[layer.tied] is layer or not layer.parameter_bytes else layer.shared_bytes / layer.parameter_bytes
+        for layer in layers
+    ]
+
+
 def most_working_bytes(layers: Sequence[LayerProfile]) -> int:
     """The most that layers which follow each other need for a while, beyond all that they keep.
 

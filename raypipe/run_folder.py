@@ -18,10 +18,11 @@ runs/gpt/
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -127,12 +128,12 @@ class RunFolder:
     def add_metrics(self, line: dict[str, Any]) -> None:
         """Adds one line to the metrics."""
         with self.file("metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(without_nan(line)) + "\n")
 
     def add_decision(self, line: dict[str, Any]) -> None:
         """Adds one line to the decisions of an adaptive run."""
         with self.file("adaptation.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(without_nan(line)) + "\n")
 
     def _forget_after(self, update: int) -> None:
         """Leaves out what a resumed run does again: updates after this one, and what came of it after its checkpoint."""
@@ -145,7 +146,16 @@ class RunFolder:
 
     def write_json(self, name: str, content: Any) -> None:
         """Writes a file of the run as JSON."""
-        self.file(name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        self.file(name).write_text(json.dumps(without_nan(content), indent=1) + "\n", encoding="utf-8")
+
+
+def without_nan(content: Any) -> Any:
+    """The same for JSON, which has neither NaN nor infinity: `None` in their place."""
+    if isinstance(content, Mapping):
+        return {key: without_nan(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [without_nan(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def _is_of(name: str, folder: Path) -> bool:

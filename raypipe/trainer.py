@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -290,6 +291,7 @@ class _Fit:
         if self.resumed is None:
             self.folder.begin(self.config)
         self.losses: list[float] = []
+        self._has_diverged = False
         self.validation_losses: list[tuple[int, float]] = []
         self.stretches: list[_Stretch] = []
         self.figures: dict[str, float] = {}
@@ -360,6 +362,11 @@ class _Fit:
             raise ConfigError(
                 f"{checkpoint.path} is of a run with data.sequence_length={before.data.sequence_length}, got {now.data.sequence_length}; "
                 "the order of rows would change"
+            )
+        if before.data.path != now.data.path:
+            # The same file may lie elsewhere by now.
+            self.listener.notice(
+                f"data.path is {now.data.path}, and was {before.data.path} in the run that goes on: losses of other text do not compare"
             )
         if index.update >= run.num_updates:
             raise ConfigError(f"{checkpoint.path} has done {index.update} updates already; raise run.num_updates ({run.num_updates})")
@@ -500,6 +507,11 @@ class _Fit:
             "bubble_ratio": result.trace.bubble_ratio,
             "updates": first + size,
         }
+        diverged = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if diverged is not None and not self._has_diverged:
+            self._has_diverged = True
+            text = "what is saved from now on comes of it; remove those checkpoints to resume from before, and lower the learning rate"
+            self.listener.notice(f"update {first + diverged + 1}: the loss is {losses[diverged]}; {text}")
         for number, loss in enumerate(losses):
             self.folder.add_metrics({
                 "update": first + number + 1,
@@ -537,7 +549,9 @@ class _Fit:
             "speeds": {device.name: device.speed for device in facts.devices},
             "decided_s": time.perf_counter() - since,
         }
-        if decision.switch and (gone := self.coordinator.gone(arrangement.devices_of(decision.choice))):
+        # A device that the present way needs, too, fails as it does without a switch: with its name.
+        others = set(arrangement.devices_of(decision.choice)).difference(arrangement.devices) if decision.switch else set()
+        if others and (gone := self.coordinator.gone(sorted(others))):
             names = arrangement.leave_out(gone)
             text = f"stays, and goes on without {' and '.join(names)}: needed for another way, but gone or silent ({decision.text})"
             line |= {"switch": False, "text": text}

@@ -40,6 +40,7 @@ class NetworkWatch:
         self._metrics = LinkMetrics(run=run) if self.estimate.links else None
         self._probed_at_s = now_s
         self._tried_at_s: dict[NodePair, float] = {}
+        self._num_failed: dict[NodePair, int] = {}
 
     def seed(self, topology: ClusterTopology, devices: Sequence[str], *, now_s: float) -> None:
         """Begins with what a topology says of the links, if it has the run's devices.
@@ -77,8 +78,10 @@ class NetworkWatch:
         return pair
 
     def devices(self, pair: NodePair) -> tuple[int, int]:
-        """The devices that probe a link: the first of each node."""
-        return self.nodes.index(pair[0]), self.nodes.index(pair[1])
+        """The devices that probe a link: the first of each node, and others by turns where that failed, for they may be gone."""
+        sources, targets = ([device for device, node in enumerate(self.nodes) if node == end] for end in pair)
+        turn = self._num_failed.get(pair, 0)
+        return sources[turn % len(sources)], targets[turn // len(sources) % len(targets)]
 
     def probed(self, pair: NodePair, readings: Readings, *, now_s: float) -> None:
         """Takes what the source of a probe noted."""
@@ -92,4 +95,5 @@ class NetworkWatch:
     def failed(self, pair: NodePair, problem: object, *, now_s: float) -> None:
         """Notes that a link could not be probed."""
         self._tried_at_s[pair] = now_s
+        self._num_failed[pair] = self._num_failed.get(pair, 0) + 1
         _LOG.warning("the link %s -> %s could not be probed: %s", *pair, problem)

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -430,7 +430,7 @@ def test_simulate_refuses_a_cluster_without_links(run: Run, files: dict[str, Pat
     assert "no link from device 'device0'" in refused(run("simulate", files["plan"], "--topology", tmp_path / "islands.yaml"))
 
 
-@pytest.mark.parametrize("output", ["/missing/trace.json", "/missing/trace.parquet"])
+@pytest.mark.parametrize("output", ["/missing/trace.json", "/missing/trace.parquet", "x" * 300 + ".json"])
 def test_simulate_refuses_an_output_that_cannot_be_written(run: Run, files: dict[str, Path], output: str) -> None:
     assert f"{output}: cannot be written" in refused(run("simulate", files["plan"], "-o", output))
 
@@ -517,6 +517,16 @@ def test_show_compares_two_traces(run: Run, files: dict[str, Path], tmp_path: Pa
         assert run("show", files["trace"], tmp_path / "slow.json", "-o", tmp_path / name) == Ran(0, "", "")
 
 
+def test_show_draws_two_traces_on_one_time_axis(run: Run, files: dict[str, Path], tmp_path: Path) -> None:
+    trace = Trace.load(files["trace"])
+    spans = tuple(span._replace(start_s=span.start_s * 2.3, end_s=span.end_s * 2.3) for span in trace.spans)
+    replace(trace, spans=spans).save(tmp_path / "slow.json")
+    lines = run("show", files["trace"], tmp_path / "slow.json").out.splitlines()
+    rulers = [line for line in lines if line.split()[:1] == ["0"] and line.endswith("s")]
+    assert len(rulers) > 1
+    assert rulers[: len(rulers) // 2] == rulers[len(rulers) // 2 :]
+
+
 def test_show_reads_the_csv_that_torch_writes(run: Run, tmp_path: Path) -> None:
     """Without updates, with empty cells for idle slots and slots that overlap."""
     (tmp_path / "torch.csv").write_text("0F0,0F1,,,0B0,0B1\n,1F0,1B0,1F1,1I1,1W1\n")
@@ -593,6 +603,17 @@ def test_data_prepare_turns_text_into_tokens(run: Run, tmp_path: Path) -> None:
     assert prepared["file_bytes"] == (tmp_path / "tokens.parquet").stat().st_size
     ran = run("data", "prepare", tmp_path / "text.txt", "-o", tmp_path / "tokens.parquet", "--validation-fraction", 0)
     assert " 0 to validate with" in ran.out
+
+
+def test_data_prepare_keeps_its_tokenizer(run: Run, tmp_path: Path) -> None:
+    library = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    library.Tokenizer(library.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).save(str(path))
+    (tmp_path / "text.txt").write_text("a a a")
+    before = path.read_bytes()
+    said = refused(run("data", "prepare", tmp_path / "text.txt", "--tokenizer", path, "-o", path))
+    assert f"{path}: the output would replace {path}, which it is made from; choose another output" in said
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from raypipe.cli.plan import plan_figures
 from raypipe.plan import Plan
 from raypipe.profile import LayerTimes, ModelProfile
+from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology, Device, Node, NodeLink
 from tests.test_cli import Run, refused, run
 
@@ -124,6 +127,9 @@ def test_a_malformed_topology_is_refused_at_its_place(run: Run, inputs: tuple[ob
         (("--microbatches", 4, "--planner", "rapipe"), "did you mean 'raypipe'"),
         (("--microbatches", 4, "--schedule", "1f2b"), "did you mean '1f1b'"),
         (("--microbatches", 4, "--effort", 0), "effort"),
+        (("--microbatches", 4, "--effort", "nan"), "'--effort': nan is not a finite number"),
+        (("--microbatches", 4, "--max-mean-staleness", "nan"), "'--max-mean-staleness': nan is not a finite number"),
+        (("--microbatches", 4, "--max-mean-staleness", "inf"), "'--max-mean-staleness': inf is not a finite number"),
     ],
 )
 def test_wrong_arguments_are_refused(run: Run, inputs: tuple[object, ...], arguments: tuple[object, ...], said: str) -> None:
@@ -132,6 +138,78 @@ def test_wrong_arguments_are_refused(run: Run, inputs: tuple[object, ...], argum
 
 def test_a_missing_profile_is_named(run: Run, inputs: tuple[object, ...]) -> None:
     assert "nowhere.json" in refused(run("plan", "--profile", "nowhere.json", *inputs[2:], "--microbatches", 4))
+
+
+def test_outputs_are_looked_at_before_the_work(run: Run, inputs: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*_: object, **__: object) -> None:
+        pytest.fail("worked before it looked at the output")
+
+    for module in ("plan.make", "schedule.simulated", "simulate.simulate_plan"):
+        monkeypatch.setattr(f"raypipe.cli.{module}", work)
+    commands = (
+        ("plan", *inputs, "--microbatches", 4),
+        ("rehearse", "none.json"),
+        ("simulate", "none.json"),
+        ("schedule", "1f1b", "--devices", 2, "--microbatches", 2, "--format", "csv"),
+    )
+    for command in commands:
+        assert "/missing/out.json: cannot be written: its folder does not exist" in refused(run(*command, "-o", "/missing/out.json"))
+
+
+def test_calibrate_looks_at_its_output_before_it_measures(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A stand-in for what loads ray and measures for most of a minute.
+    stand_in = types.ModuleType("raypipe.calibrator")
+    monkeypatch.setitem(sys.modules, "raypipe.calibrator", stand_in)
+    (tmp_path / "file").touch()
+    assert "its folder cannot be made" in refused(run("calibrate", "-o", tmp_path / "file" / "lab.json"))
+    assert "it is a folder" in refused(run("calibrate", "-o", tmp_path))
+
+
+def test_no_output_replaces_what_it_is_made_from(run: Run, inputs: tuple[object, ...], tmp_path: Path) -> None:
+    made = tmp_path / "plan.json"
+    assert run("plan", *inputs, "--microbatches", 4, *QUICK, "-o", made).code == 0
+    (tmp_path / "other").symlink_to(tmp_path)  # the same file under another name
+    profile, topology = (Path(str(inputs[at])) for at in (1, 3))
+    order = tmp_path / "order.csv"
+    assert run("schedule", "1f1b", "--devices", 2, "--microbatches", 2, "-o", order).code == 0
+    commands = (
+        (("plan", *inputs, "--microbatches", 4), profile),
+        (("plan", *inputs, "--microbatches", 4), topology),
+        (("simulate", made), made),
+        (("simulate", made, "--topology", topology), topology),
+        (("rehearse", made), made),
+        (("schedule", order, "--devices", 2, "--microbatches", 2), order),
+    )
+    for command, source in commands:
+        before = source.read_bytes()
+        output = tmp_path / "other" / source.name
+        assert f"{output}: the output would replace {source}, which it is made from" in refused(run(*command, "-o", output))
+        assert source.read_bytes() == before
+
+
+def test_names_with_brackets_are_printed_as_they_are(run: Run, tmp_path: Path) -> None:
+    """Rich takes `[mlp]` for markup, and `[/red]` for markup that ends nothing."""
+    profile, topology, made, trace = (tmp_path / name for name in ("profile.json", "topology.yaml", "plan.json", "trace.json"))
+    uniform = ModelProfile.uniform(2, forward_s=0.01, backward_s=0.02)
+    layers = tuple(replace(layer, name=f"blocks[mlp].{at}") for at, layer in enumerate(uniform.layers))
+    replace(uniform, layers=layers).save(profile)
+    device = Device("d0", "cpu[/red]")
+    ClusterTopology(name="lab[/red]", nodes=(Node(name="n:cat:n", devices=(device,)),)).save(topology)
+    planned = run("plan", "--profile", profile, "--topology", topology, "--microbatches", 4, *QUICK, "-o", made)
+    replace(simulate_plan(Plan.load(made)), devices=("rack[/red]gpu",)).save(trace)
+    order = tmp_path / "order[red].csv"
+    assert run("schedule", "1f1b", "--devices", 2, "--microbatches", 2, "-o", order).code == 0
+    shown = [run("show", path).out for path in (profile, topology, made, trace, order)]
+    for text, words in (
+        (planned.out, ("blocks[mlp].1", "lab[/red]")),
+        (shown[0], ("blocks[mlp].1",)),
+        (shown[1], ("lab[/red]", "cpu[/red]", "n:cat:n")),
+        (shown[2], ("blocks[mlp].1", "lab[/red]")),
+        (shown[3], ("rack[/red]gpu |", "rack[/red]gpu   ")),
+        (shown[4], ("order[red]",)),
+    ):
+        for word in words:
+            assert word in text
 
 
 @pytest.mark.parametrize("transport", ["auto", "shm", "gloo", "nccl"])

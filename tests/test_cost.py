@@ -16,7 +16,7 @@ from raypipe.schedules.ir import Op, OpKind, Schedule, Size
 from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
 from raypipe.schedules.passes import over_graph, shard_optimizer
 from raypipe.simulate import simulate_plan
-from raypipe.topology import ClusterTopology, Device, Node, NodeLink, Path
+from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink, Path
 from tests.schedules import handwritten
 
 STAGE = StageCost(
@@ -103,6 +103,26 @@ def test_the_slowest_link_of_a_ring_sets_its_pace() -> None:
 
     collective = Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1, 2))
     assert replace(cost(), path=path).collective_s(collective) == pytest.approx(4 * 1000 / 3 / 10)
+
+
+def test_links_of_a_ring_share_what_they_pass_through() -> None:
+    collective = Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1, 2, 3))
+    shared = Path(0.0, 100.0, (("root", 100.0),))
+    assert replace(cost(), path=lambda _source, _target: shared).collective_s(collective) == pytest.approx(6 * 4 * 250 / 100)
+    nodes = tuple(
+        Node(
+            name=name,
+            devices=(Device(f"{name}0", "gpu"), Device(f"{name}1", "gpu")),
+            link=NodeLink(latency_s=0.0, bandwidth_bytes_per_s=1e6),
+        )
+        for name in "ab"
+    )
+    topology = ClusterTopology(name="t", nodes=nodes, links=(Link(source="a", target="b", latency_s=0.0, bandwidth_bytes_per_s=100.0),))
+
+    def ring_s(*names: str) -> float:
+        return replace(cost(), path=lambda source, target: topology.path(names[source], names[target])).collective_s(collective)
+
+    assert ring_s("a0", "b0", "a1", "b1") == pytest.approx(2 * ring_s("a0", "a1", "b0", "b1"))
 
 
 def test_a_norm_takes_the_longest_latency() -> None:
@@ -232,6 +252,10 @@ def test_stages_share_what_their_layers_share_and_one_stage_holds_it_once() -> N
     assert together.order.ties == ()
     assert plan_cost(together).tied_bytes == {}
     assert [plan_cost(together).stages[stage, stage].parameter_bytes for stage in range(2)] == [140, 200]
+    alike = [replace(one, tied_bytes=None, update_s=1.0, low_precision_bytes=50) for one in tied]
+    whole = plan(replace(profile, layers=(*alike, layer("b"), layer("c"))), ClusterTopology.uniform(2), ((0, 1), (2, 3)))
+    stage = plan_cost(whole).stages[0, 0]
+    assert (stage.parameter_bytes, stage.update_s, stage.low_precision_bytes) == (100, 1.0, 50), "one weight is stepped and copied once"
 
 
 def test_the_simulator_pays_for_the_sum_of_a_tie() -> None:

@@ -415,6 +415,16 @@ class TestTokenizer:
         assert data.vocabulary_size == 403
         assert data.rows(0, 1).tolist() == [[*(1 + number * 7 % 400 for number in range(1000)), 401]]
 
+    def test_lengths_that_its_file_sets_neither_cut_nor_fill_a_text(self, word_tokenizer: Path) -> None:
+        text = " ".join(WORDS[:10]).encode()
+        expected = FileTokenizer(word_tokenizer).encode(text)
+        library = pytest.importorskip("tokenizers")
+        for change, options in (("enable_truncation", {"max_length": 4}), ("enable_padding", {"length": 32})):
+            made = library.Tokenizer.from_file(str(word_tokenizer))
+            getattr(made, change)(**options)
+            made.save(str(word_tokenizer))
+            assert FileTokenizer(word_tokenizer).encode(text) == expected
+
     def test_documents_end_with_the_token_that_is_named(self, tmp_path: Path, word_tokenizer: Path, folder: Path) -> None:
         path = tmp_path / "tokens.parquet"
         prepare(folder, output=path, validation_fraction=0.0, tokenizer=FileTokenizer(word_tokenizer, separator="<stop>"))

@@ -14,6 +14,8 @@ from raypipe import own_schedules
 from raypipe.cli import main
 from raypipe.config import ScheduleConfig
 from raypipe.errors import ConfigError, FormatError, InputError, ScheduleError, UnknownNameError
+from raypipe.functions import make_model
+from raypipe.model import Model
 from raypipe.schedule_file import save_schedule
 from raypipe.schedules import catalogue
 from raypipe.schedules.family import Family
@@ -268,6 +270,9 @@ def lists(size):
 def raises(size):
     raise ValueError("too narrow")
 
+def exits(size):
+    raise SystemExit("enough")
+
 def refuses(size):
     raise ScheduleError("use an odd number of devices")
 
@@ -317,6 +322,7 @@ def own(tmp_path: Path) -> Callable[[str], str]:
     ("function", "problem"),
     [
         ("raises", "failed for 2 devices, 2 microbatches and 3 updates: ValueError: too narrow (own.py, line 12)"),
+        ("exits", "failed for 2 devices, 2 microbatches and 3 updates: SystemExit: enough (own.py, line 15)"),
         ("refuses", "use an odd number of devices"),
         ("nothing", "returned NoneType, expected a raypipe.schedules.ir.Schedule"),
         ("no_argument", "TypeError: no_argument() takes 0 positional arguments but 1 was given"),
@@ -343,6 +349,21 @@ def test_a_function_that_fails_is_named(own: Callable[[str], str], capsys: pytes
         assert f"schedule '{own(function)}'" in output.err
 
 
+def test_a_file_that_ends_the_process_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import sys\n\ndef eager(size): ...\n\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match=r"script.py failed: SystemExit: 3"):
+        own_schedules.family(f"{path}:eager")
+
+
+def test_a_model_that_ends_the_process_is_named() -> None:
+    def model(code: int) -> Model:
+        raise SystemExit(code)
+
+    with pytest.raises(ConfigError, match=r"model\(code=3\) failed: SystemExit: 3"):
+        make_model(model, {"code": 3})
+
+
 def test_lists_and_texts_will_do_for_tuples_and_rules(own: Callable[[str], str], tmp_path: Path) -> None:
     built = own_schedules.build(own("lists"), Size(2, 3, 2))
     assert built == catalogue.build("gpipe", Size(2, 3, 2))
@@ -365,6 +386,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     def install(**entries: str) -> None:
         (tmp_path / "my_orders.py").write_text(OWN)
+        (tmp_path / "my_script.py").write_text("raise SystemExit(3)")
         folder = tmp_path / "my_orders-1.0.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: my-orders\nVersion: 1.0\n")
@@ -403,6 +425,7 @@ def test_bundled_names_cannot_be_taken(installed: Callable[..., None]) -> None:
     [
         ("my_orders:missing", "AttributeError: module 'my_orders' has no attribute 'missing'"),
         ("no_such_orders:f", "ModuleNotFoundError: No module named 'no_such_orders'"),
+        ("my_script:f", "SystemExit: 3"),
         ("my_orders:__name__", "expected a function from a Size to a Schedule, or a Family, got str"),
     ],
 )

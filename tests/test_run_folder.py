@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,13 @@ def test_what_comes_again_is_left_out_of_the_records(tmp_path: Path) -> None:
         "trace-until-update-000002.json",
         "trace-until-update-000004.json",
     ]
+
+
+def test_figures_that_are_no_numbers_are_null_in_files_of_json(tmp_path: Path) -> None:
+    folder = begun(tmp_path, "gpt")
+    folder.add_metrics({"update": 1, "loss": math.nan, "norms": (math.inf, 1.0)})
+    assert json.loads(folder.file("metrics.jsonl").read_text(), parse_constant=pytest.fail) == {
+        "update": 1,
+        "loss": None,
+        "norms": [None, 1.0],
+    }

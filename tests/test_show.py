@@ -22,7 +22,7 @@ from raypipe.schedules import catalogue
 from raypipe.schedules.ir import OpKind, Schedule, Size
 from raypipe.schedules.lower import lower
 from raypipe.show import amounts, differences, tables
-from raypipe.show.grid import timed_grid
+from raypipe.show.grid import timed_grid, timed_grids
 from raypipe.show.labels import Labels
 from raypipe.show.network import draw_topology
 from raypipe.show.palette import COLOURS, NAMES, colour
@@ -156,6 +156,29 @@ def test_what_is_left_out_of_a_grid_is_said() -> None:
     assert "Ops are too short for their label at" in crowded
     assert "Ops are too short to be seen" in crowded
     assert "52 more devices are left out" in timed_grid(traced(family("gpipe", 100, 1)), width=80).plain
+
+
+def test_grids_of_several_traces_have_one_time_axis() -> None:
+    fine = traced(family("1f1b", 4, 8))
+    coarse = replace(
+        fine,
+        devices=("a longer name", *fine.devices[1:]),
+        spans=tuple(span._replace(start_s=span.start_s * 2.3, end_s=span.end_s * 2.3) for span in fine.spans if "0" in span.name),
+    )
+    drawn = [grid.plain for grid in timed_grids((fine, coarse), width=150)]
+    assert len({next(line for line in grid.splitlines() if line.endswith(" s")) for grid in drawn}) == 1
+    starts = [{line.index("|") for line in grid.splitlines() if "|" in line} for grid in drawn]
+    assert starts[0] == starts[1] == {len("a longer name ")}
+    columns = [sum(map(len, rows(grid))) for grid in drawn]
+    assert columns[1] / columns[0] == pytest.approx(coarse.makespan_s / fine.makespan_s, rel=0.05)
+
+
+def test_a_trace_without_time_leaves_the_other_its_grid() -> None:
+    still = Trace("still", Source.MEASURED, ("0",), 1, (Span(0, SpanKind.COMPUTE, "0F0", 0.0, 0.0),))
+    moving = traced(family("1f1b", 2, 2))
+    first, second = timed_grids((still, moving), width=80)
+    assert first.plain == "no Op takes any time"
+    assert second.plain == timed_grid(moving, width=80).plain
 
 
 def test_slots_that_overlap_are_drawn_as_one() -> None:

@@ -137,3 +137,13 @@ def test_a_run_on_one_node_watches_nothing() -> None:
     watch = NetworkWatch(run="test", nodes=["10.0.0.1"] * 2, now_s=0.0)
     watch.observe([], now_s=1e6)
     assert watch.due(now_s=1e6) is None
+
+
+def test_a_link_whose_probe_fails_is_probed_by_other_devices_of_its_nodes() -> None:
+    watch = NetworkWatch(run="r", nodes=["a", "a", "b"], now_s=0.0)
+    pair = ("a", "b")
+    assert watch.devices(pair) == (0, 2)
+    watch.failed(pair, "device a/0 does not answer", now_s=0.0)
+    assert watch.devices(pair) == (1, 2)
+    watch.failed(pair, "device a/1 does not answer", now_s=0.0)
+    assert watch.devices(pair) == (0, 2)

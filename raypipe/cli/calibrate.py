@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from raypipe.cli.options import example, json_option
+from raypipe.cli.options import check_folder, example, json_option
 from raypipe.cli.screen import console, print_json
 from raypipe.config import ClusterConfig, calibration_file
+from raypipe.errors import InputError
 from raypipe.show.amounts import seconds
 
 
@@ -23,11 +24,15 @@ def calibrate(*, output: str | None, address: str | None, as_json: bool) -> None
     Stages that wait instead of computing run for less than a minute; keep the machine quiet meanwhile. Predictions of training
     runs on this machine use the result from then on.
     """
+    path = Path(output) if output else calibration_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{path}: its folder cannot be made ({error.strerror}); choose another with -o") from error
+    check_folder(str(path))
     from raypipe.calibrator import TRANSPORTS, calibrate  # noqa: PLC0415  # loads ray and torch
 
     found = calibrate(ClusterConfig(address=address, dashboard=False), transports=TRANSPORTS)
-    path = Path(output) if output else calibration_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
     found.save(path)
     if as_json:
         costs = {

@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from raypipe.cli.options import example, json_option
+from raypipe.cli.options import check_not_input, example, json_option
 from raypipe.cli.screen import print_json
 
 
@@ -36,6 +36,7 @@ def prepare(source: str, *, output: str, validation_fraction: float, tokenizer: 
     """
     if separator is not None and tokenizer is None:
         raise click.UsageError("--separator is a token of a --tokenizer; bytes are separated by byte 0")
+    check_not_input(output, tokenizer)
     from raypipe.data.prepare import prepare as prepare_tokens  # noqa: PLC0415  # loads pyarrow: not for --help
     from raypipe.data.tokenizers import FileTokenizer  # noqa: PLC0415  # likewise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,17 @@ class _Seconds(click.ParamType[float]):
 SECONDS = _Seconds()
 
 
+class FiniteRange(click.FloatRange):
+    """A number within limits: `click.FloatRange` lets NaN pass, and infinity where there is no limit."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; anything else is a usage error."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
 def json_option(command: F) -> F:
     """Adds `--json`, which every command has."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")(command)
@@ -57,10 +69,28 @@ def check_folder(path: str) -> None:
         InputError: there is no such folder, or the file is one itself.
     """
     file = Path(path).absolute()
-    if file.is_dir():
-        raise InputError(f"{path}: is a folder; name a file")
-    if not file.parent.is_dir():
-        raise InputError(f"{path}: its folder does not exist; make it first")
+    # These say no, where methods of Path raise, of a name that is too long or a folder that may not be looked into.
+    if os.path.isdir(file):
+        raise InputError(f"{path}: cannot be written: it is a folder; name a file")
+    if not os.path.isdir(file.parent):
+        raise InputError(f"{path}: cannot be written: its folder does not exist; make it first")
+
+
+def check_not_input(output: str | os.PathLike[str], *inputs: str | os.PathLike[str] | None) -> None:
+    """Sees that a file that is to be written is none of those that it is made from, which would be lost.
+
+    Args:
+        output: the file to write.
+        inputs: the files that are read; `None` for one that was not given.
+
+    Raises:
+        InputError: it is one of them, whatever each is called.
+    """
+    for path in inputs:
+        # Two names of one terminal or pipe are no loss.
+        if path is not None and os.path.isfile(output) and os.path.isfile(path) and os.path.samefile(output, path):
+            name, source = os.fspath(output), os.fspath(path)
+            raise InputError(f"{name}: the output would replace {source}, which it is made from; choose another output")
 
 
 def output_suffix(path: str, *choices: str) -> str:

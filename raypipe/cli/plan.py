@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from raypipe.cli.options import COUNT, example, json_option
+from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json
 from raypipe.errors import InputError
 from raypipe.plan import Plan
@@ -40,12 +40,10 @@ from raypipe.topology import ClusterTopology
     "--max-staleness", type=click.IntRange(0), help="Most updates between the weights of a forward and those that its gradient changes."
 )
 @click.option("--max-mismatch", type=click.IntRange(0), help="Most weight versions between the forward and the backward of a microbatch.")
-@click.option(
-    "--max-mean-staleness", type=click.FloatRange(0), help="The updates of --max-staleness on average over microbatches and stages."
-)
+@click.option("--max-mean-staleness", type=FiniteRange(0), help="The updates of --max-staleness on average over microbatches and stages.")
 @click.option("--updates-per-window", type=COUNT, default=10, show_default=True, help="Updates between two drains, where updates overlap.")
 @click.option("--recompute/--no-recompute", default=True, show_default=True, help="Whether forwards may run again where memory is short.")
-@click.option("--effort", type=click.FloatRange(0.01, 100), default=1.0, show_default=True, help="How hard to search, over the usual.")
+@click.option("--effort", type=FiniteRange(0.01, 100), default=1.0, show_default=True, help="How hard to search, over the usual.")
 @click.option("--compare", is_flag=True, help="Show what every planner finds, too.")
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the plan.")
 @json_option
@@ -69,6 +67,9 @@ def plan(
     as_json: bool,
 ) -> None:
     """Choose stages, replication, devices and schedule for a model on a cluster, and say how far from optimal that may be."""
+    if output:
+        check_folder(output)
+        check_not_input(output, profile, topology)
     model = ModelProfile.load(profile)
     if (batch_size is None) == (microbatches is None) or (batch_size is not None and microbatch_size is not None):
         raise click.UsageError("give either --microbatches, with --microbatch-size if it is not the profile's, or --batch-size")

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
-from raypipe.cli.options import COUNT, check_folder, example, json_option, output_suffix
-from raypipe.cli.screen import console, print_json
+from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option, output_suffix
+from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.config import TrainConfig
 from raypipe.interrupts import put_off
 from raypipe.linearize import Chain, linearize
@@ -82,7 +81,7 @@ class _Found:
 @click.option("--microbatch-size", type=COUNT, help="Rows of the microbatch behind that file, which does not tell.")
 @click.option(
     "--weight-grad-share",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=WEIGHT_GRAD_SHARE,
     show_default=True,
     help="Weight gradient's share of a backward in that file, of operators with weights.",
@@ -119,6 +118,7 @@ def profile(
     _check_options(context, config, from_pipedream, microbatch_size)
     output_suffix(output, "json")
     check_folder(output)
+    check_not_input(output, config, from_pipedream)
     most = max_crossing if chain else None
     if from_pipedream is not None:
         assert microbatch_size is not None, "checked with the options"
@@ -182,7 +182,7 @@ def _measured(config: TrainConfig, device_kinds: str | None, *, repeats: int, pa
         from raypipe.profiler import DeviceKind, profile_model  # noqa: PLC0415
 
     logging.getLogger("ray").setLevel(logging.WARNING)
-    screen = Console(stderr=True)
+    screen = progress_console()
     kinds = [DeviceKind.of(text.strip()) for text in device_kinds.split(",")] if device_kinds else []
     profiled = profile_model(
         config,

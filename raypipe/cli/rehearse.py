@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from raypipe.cli.figures import trace_figures
-from raypipe.cli.options import COUNT, example, json_option
-from raypipe.cli.screen import console, print_json
+from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
+from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.config import ClusterConfig, ScalingConfig, Transport
 from raypipe.interrupts import put_off
 from raypipe.plan import Plan
@@ -21,7 +21,7 @@ from raypipe.show.tables import comparison_table
 if TYPE_CHECKING:
     from raypipe.rehearsal import Rehearsal
 
-_SCALE = click.FloatRange(min=0.0, min_open=True, max=1e6)
+_SCALE = FiniteRange(min=0.0, min_open=True, max=1e6)
 
 
 @click.command(
@@ -32,7 +32,7 @@ _SCALE = click.FloatRange(min=0.0, min_open=True, max=1e6)
 @click.option("--time-scale", type=_SCALE, default=1.0, show_default=True, help="Seconds of a wait for each second of computation.")
 @click.option("--byte-scale", type=_SCALE, default=1.0, show_default=True, help="Bytes sent for each byte of the plan.")
 @click.option("--address", metavar="A", help="Of the Ray cluster; left out for RAY_ADDRESS, else one node is started.")
-@click.option("--cpus-per-device", type=click.FloatRange(min=0.0), default=1.0, show_default=True, help="What each device reserves.")
+@click.option("--cpus-per-device", type=FiniteRange(min=0.0), default=1.0, show_default=True, help="What each device reserves.")
 @click.option(
     "--transport", type=click.Choice([str(choice) for choice in Transport]), default="auto", show_default=True, help="Of the messages."
 )
@@ -53,12 +53,15 @@ def rehearse(
     as_json: bool,
 ) -> None:
     """Run the plan in the file PLAN on its cluster, with a wait for each computation and messages of the real size."""
+    if output:
+        check_folder(output)
+        check_not_input(output, plan)
     loaded = Plan.load(plan)
     with put_off():
         from raypipe.rehearsal import rehearse as run  # noqa: PLC0415  # loads ray and torch: not before the plan is known to be good
 
     logging.getLogger("ray").setLevel(logging.WARNING)
-    progress = Console(stderr=True)
+    progress = progress_console()
     done = run(
         loaded,
         num_updates=updates,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from raypipe import codec, own_schedules, schedule_file
 from raypipe.cli.figures import schedule_figures
-from raypipe.cli.options import COUNT, SECONDS, example, json_option, output_suffix
+from raypipe.cli.options import COUNT, SECONDS, FiniteRange, check_folder, check_not_input, example, json_option, output_suffix
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.cost import equal_stages
 from raypipe.errors import InputError, ScheduleError
@@ -120,7 +120,7 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
 @click.option("--weight-grad", type=SECONDS, help="Seconds of that for the weight gradient.  [default: half of it]")
 @click.option("--latency", type=SECONDS, default=0.0, show_default=True, help="Seconds between devices: a pure delay.")
 @click.option("--max-in-flight", type=float, help="Most stage activations a device may hold, for schedules that are searched for.")
-@click.option("--max-mean-staleness", type=click.FloatRange(0), help="Most updates that gradients may be late on average.")
+@click.option("--max-mean-staleness", type=FiniteRange(0), help="Most updates that gradients may be late on average.")
 @click.option(
     "--weight-grad-share",
     type=float,
@@ -162,6 +162,11 @@ def schedule(
     """
     if as_json and format_name and not output:
         raise click.UsageError("--json and --format both write to stdout; give --format a file with -o, or leave one of them out")
+    if output:
+        if not format_name:
+            output_suffix(output, *_FORMATS)
+        check_folder(output)
+        check_not_input(output, name if own_schedules.is_file(name) else None)
     family = own_schedules.family(name)
     times = stage_seconds(forward, backward, weight_grad, latency)
     size = Size(

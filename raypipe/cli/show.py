@@ -24,7 +24,7 @@ from raypipe.schedules.ir import Schedule
 from raypipe.show import differences
 from raypipe.show.amounts import ratio, seconds
 from raypipe.show.causes import findings
-from raypipe.show.grid import timed_grid
+from raypipe.show.grid import timed_grid, timed_grids
 from raypipe.show.tables import idle_table, link_table, node_table, plan_table, profile_table, table, trace_table
 from raypipe.simulate import simulate_plan
 from raypipe.topology import ClusterTopology
@@ -146,10 +146,10 @@ def _of_trace(trace: Trace) -> _Drawing:
     return _Drawing(figures, lambda screen: _print_trace(screen, trace), _svg_of(trace), _html_of(trace))
 
 
-def _print_trace(screen: Console, trace: Trace, *, end_s: float = 0.0) -> None:
+def _print_trace(screen: Console, trace: Trace) -> None:
     screen.print(f"{trace.source}: {trace.name}", style="bold", markup=False, soft_wrap=True)
     screen.print()
-    screen.print(timed_grid(trace, width=screen.width, end_s=end_s), soft_wrap=True)
+    screen.print(timed_grid(trace, width=screen.width), soft_wrap=True)
     screen.print()
     screen.print(trace_table(trace))
     screen.print(f"\nupdate {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}")
@@ -216,10 +216,10 @@ def _of_pair(files: tuple[str, ...], contents: list[Content]) -> _Drawing:
     compared = differences.differences(first, second)
 
     def text(screen: Console) -> None:
-        end_s = max(trace.makespan_s for trace in traces)
-        for trace, word in zip(traces, differences.names(first, second), strict=True):
+        grids = timed_grids(traces, width=screen.width)
+        for trace, word, grid in zip(traces, differences.names(first, second), grids, strict=True):
             screen.print(f"{word}: {trace.name}", style="bold", markup=False, soft_wrap=True)
-            screen.print(timed_grid(trace, width=screen.width, end_s=end_s), soft_wrap=True)
+            screen.print(grid, soft_wrap=True)
             screen.print()
         screen.print(table(differences.header(first, second), differences.rows(compared)))
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from raypipe.cli.figures import trace_figures
-from raypipe.cli.options import example, json_option
+from raypipe.cli.options import check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json
 from raypipe.plan import Plan
 from raypipe.show.amounts import counted, ratio, seconds
@@ -25,6 +25,9 @@ from raypipe.trace import Trace
 @json_option
 def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bool) -> None:
     """Predict how long the plan in the file PLAN takes, without Ray, torch or a cluster."""
+    if output:
+        check_folder(output)
+        check_not_input(output, plan, topology)
     loaded = Plan.load(plan)
     if topology:
         # The digest tells whether the plan's own topology was changed; this one is meant to be another.

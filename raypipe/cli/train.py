@@ -14,8 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import console as stdout_console
+from raypipe.cli.screen import progress_console
 from raypipe.config import TrainConfig
 from raypipe.interrupts import put_off
+from raypipe.run_folder import without_nan
 from raypipe.show.tables import comparison_table
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: boo
         from raypipe.trainer import Trainer  # noqa: PLC0415  # loads ray and torch: not before the configuration is known to be good
 
     logging.getLogger("ray").setLevel(logging.WARNING)
-    console = Console(stderr=True)
+    console = progress_console()
     screen = _Screen(console, loaded.run.num_updates)
     trainer = Trainer.of(loaded)
     if console.is_terminal:
@@ -92,7 +94,7 @@ def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: boo
     else:
         result = trainer.fit(listener=screen, resume=resume)
     if as_json:
-        click.echo(json.dumps(_document(result)))
+        click.echo(json.dumps(without_nan(_document(result))))
         return
     _show(result, stdout_console())
 

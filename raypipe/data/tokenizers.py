@@ -74,6 +74,9 @@ class FileTokenizer:
         try:
             content = Path(path).read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+            # The file may say that texts are cut or filled up to a length; a document is to keep all of its tokens and no others.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
         except OSError as error:
             raise FormatError(os.fspath(path), "", f"it cannot be read ({error.strerror})") from error
         except Exception as error:  # the library has no classes of its own for them

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from raypipe.cost import STATE_BYTES_PER_PARAMETER_BYTE
+from raypipe.cost import STATE_BYTES_PER_PARAMETER_BYTE, ring
 from raypipe.errors import PlanError
 from raypipe.profile import ModelProfile
 from raypipe.schedules.ir import UpdateScope
@@ -62,6 +62,7 @@ class Problem:
     updates_per_window: int = 10
     update_scope: UpdateScope | None = None
     _rows: dict[Group, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _rings: dict[Group, set[tuple[float, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _demands: dict[Group, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -310,7 +311,9 @@ class Problem:
         if size == 1:
             return parameter_bytes * 0.0
         slowest: float | Floats = 0.0
-        ring = {(self.latency_s[ends], self.bandwidth[ends]) for ends in zip(group, (*group[1:], group[0]), strict=True)}
-        for latency_s, bandwidth in ring:  # Mostly few different ones.
-            slowest = np.maximum(slowest, latency_s + parameter_bytes / size / bandwidth)
+        key = tuple(group)
+        if key not in self._rings:
+            self._rings[key] = ring([self.path(*ends) for ends in zip(key, (*key[1:], key[0]), strict=True)])
+        for latency_s, s_per_byte in self._rings[key]:  # Mostly few different ones.
+            slowest = np.maximum(slowest, latency_s + parameter_bytes / size * s_per_byte)
         return 2 * (size - 1) * slowest

@@ -262,7 +262,7 @@ class ConcurrencyPolicy:
             return self._stay(f"the best other way is predicted {gain:.2f}x as fast, {self.least_gain:.2f}x is asked for", gain)
         num_updates = min(self.horizon_updates, updates_left)
         saved_s = (now_s - best_s) * num_updates
-        switch_s = self.switch_s if self.switch_s is not None else _SWITCH_S + self._moved_s(choice)
+        switch_s = self.switch_s if self.switch_s is not None else _SWITCH_S + self.moved_s(choice)
         what = f"{self._difference(self.choice, choice)}: {self._cause()}; predicted {gain:.2f}x"
         if saved_s <= switch_s:
             pays = f"the {saved_s:.1f} s that it saves in {num_updates} updates do not pay for the {switch_s:.1f} s of a switch"
@@ -379,10 +379,10 @@ class ConcurrencyPolicy:
         _, _, choice, judged = min(found)
         return choice, judged
 
-    def _moved_s(self, choice: Choice) -> float:
+    def moved_s(self, choice: Choice) -> float:
         """Seconds in which the layers that change their device get there, one after the other over the slowest link."""
         problem = self._now
-        held = [_held(way.layout) for way in (self.choice, choice)]
+        held = [self._held(way) for way in (self.choice, choice)]
         moved = {(device, layer) for device, layer in held[1] if (device, layer) not in held[0]}
         num_bytes = sum(problem.profile.layers[layer].parameter_bytes for _, layer in moved) * STATE_BYTES_PER_PARAMETER_BYTE
         slowest = float(np.min(problem.bandwidth))
@@ -409,8 +409,22 @@ class ConcurrencyPolicy:
 
     def num_pipelines(self, choice: Choice) -> int:
         """The layings of the model that a way has."""
+        return len(self._pipelines(choice))
+
+    def _pipelines(self, choice: Choice) -> tuple[tuple[int, ...], ...]:
         judge = self.judge_of(choice)
-        return len(judge.schedule(choice.layout, judge.cut(choice.layout), num_updates=judge.num_updates(choice.layout)).pipelines)
+        return judge.schedule(choice.layout, judge.cut(choice.layout), num_updates=judge.num_updates(choice.layout)).pipelines
+
+    def _held(self, choice: Choice) -> set[tuple[int, int]]:
+        """Pairs of a device and a layer that it holds."""
+        layout = choice.layout
+        return {
+            (device, layer)
+            for laying in self._pipelines(choice)
+            for stage, worker in enumerate(laying)
+            for device in layout.workers[worker]
+            for layer in range(layout.cuts[stage], layout.cuts[stage + 1])
+        }
 
 
 def _unstated(change: float) -> bool:
@@ -434,14 +448,3 @@ def _beyond(change: float) -> bool:
 def _bandwidths(problem: Problem) -> Floats:
     """Bytes per second of each block of pairs of devices."""
     return np.array([problem.bandwidth[sources[0], targets[-1]] for sources, targets in problem.blocks])
-
-
-def _held(layout: Layout) -> set[tuple[int, int]]:
-    """Pairs of a device and a layer that it holds, at least: of orders with several pipelines those of the first."""
-    num_workers = len(layout.workers)
-    return {
-        (device, layer)
-        for stage in range(layout.num_stages)
-        for device in layout.workers[stage % num_workers]
-        for layer in range(layout.cuts[stage], layout.cuts[stage + 1])
-    }

@@ -44,7 +44,7 @@ class _Scale:
         return min(round(time_s * self.columns_per_s), self.num_columns)
 
 
-def timed_grid(trace: Trace, *, width: int, end_s: float = 0.0) -> Text:
+def timed_grid(trace: Trace, *, width: int) -> Text:
     """The trace as text, coloured for consoles that can; a legend and what was left out stand below.
 
     Where it does not fit the width it goes on in further bands; where these are too many, one column stands for more time and
@@ -53,17 +53,47 @@ def timed_grid(trace: Trace, *, width: int, end_s: float = 0.0) -> Text:
     Args:
         trace: simulated or measured.
         width: columns of the terminal.
-        end_s: time at the right edge, if that is later than the trace's own end.
     """
-    labels = Labels(trace)
+    return timed_grids((trace,), width=width)[0]
+
+
+def timed_grids(traces: Sequence[Trace], *, width: int) -> tuple[Text, ...]:
+    """Each trace as `timed_grid` draws it, all on one time axis: a column is the same time in each."""
+    makespan_s = max(trace.makespan_s for trace in traces)
+    drawn = [_Drawn(trace, _computing(trace), Labels(trace)) for trace in traces]
+    head = max((len(name) for trace in traces for name in trace.devices[:_MOST_ROWS]), default=0)
+    timed = [each for each in drawn if any(each.rows)]
+    if not timed:
+        return tuple(Text("no Op takes any time") for _ in traces)
+    scale = _scale(timed, makespan_s=makespan_s, columns=max(width - head - 2, 10))
+    return tuple(_grid(each, scale, head=head, makespan_s=makespan_s) for each in drawn)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What is drawn of a trace.
+
+    Attributes:
+        trace: itself.
+        rows: for each device that is shown the spans of its Ops that take time.
+        labels: of those.
+    """
+
+    trace: Trace
+    rows: Sequence[Sequence[Span]]
+    labels: Labels
+
+
+def _computing(trace: Trace) -> list[list[Span]]:
     rows = trace.by_device[:_MOST_ROWS]
-    computing = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > max(span.start_s, 0.0)] for row in rows]
-    head = max((len(name) for name in trace.devices[:_MOST_ROWS]), default=0)
-    makespan_s = max(trace.makespan_s, end_s)
-    if not any(computing):
+    return [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > max(span.start_s, 0.0)] for row in rows]
+
+
+def _grid(drawn: _Drawn, scale: _Scale, *, head: int, makespan_s: float) -> Text:
+    trace, labels = drawn.trace, drawn.labels
+    if not any(drawn.rows):
         return Text("no Op takes any time")
-    scale = _scale(computing, labels, makespan_s=makespan_s, columns=max(width - head - 2, 10))
-    lines = [_Line(name, scale, row, labels, trace.makespan_s) for name, row in zip(trace.devices, computing, strict=False)]
+    lines = [_Line(name, scale, row, labels, trace.makespan_s) for name, row in zip(trace.devices, drawn.rows, strict=False)]
     out = Text()
     for start in range(0, scale.column(trace.makespan_s), scale.band):
         for line in lines:
@@ -111,12 +141,16 @@ def _joined(texts: list[str]) -> list[str]:
     return [*texts[:1], *(f"&{text}" for text in texts[1:])]
 
 
-def _scale(rows: Sequence[Sequence[Span]], labels: Labels, *, makespan_s: float, columns: int) -> _Scale:
-    unit_s = _common_unit(sorted(span.end_s - span.start_s for row in rows for span in row))
+def _scale(drawn: Sequence[_Drawn], *, makespan_s: float, columns: int) -> _Scale:
+    """The scale that fits the rows of all traces together."""
+    # Each span with the length of its label: that depends on the other Ops of its trace.
+    lengths = [(span.end_s - span.start_s, len(each.labels.text(span))) for each in drawn for row in each.rows for span in row]
+    num_rows = max(len(each.rows) for each in drawn)
+    unit_s = _common_unit(sorted(duration_s for duration_s, _ in lengths))
     fitting: list[_Scale] = []
     # With a blank behind each label if possible: in one band, in several; then without; then in one band with few labels.
     for blanks in (1, 0):
-        density = sorted((len(labels.text(span)) + blanks) / (span.end_s - span.start_s) for row in rows for span in row)
+        density = sorted((length + blanks) / duration_s for duration_s, length in lengths)
         # Labels that fit all but the shortest few: an update of a microsecond shall not make the drawing endless.
         columns_per_s = density[int((len(density) - 1) * (1 - _LEAST_SHARE))]
         columns_a_unit = max(math.ceil(columns_per_s * unit_s - 1e-6), 1)
@@ -125,10 +159,10 @@ def _scale(rows: Sequence[Sequence[Span]], labels: Labels, *, makespan_s: float,
             continue
         needed = math.ceil(makespan_s * columns_per_s - 1e-6)
         band = min(needed, max(columns // columns_a_unit, 1) * columns_a_unit)
-        if math.ceil(needed / band) * (len(rows) + 1) <= _MOST_LINES:
+        if math.ceil(needed / band) * (num_rows + 1) <= _MOST_LINES:
             fitting.append(_Scale(columns_per_s, needed, band))
     in_one_band = [scale for scale in fitting if scale.num_columns == scale.band]
-    if labels.with_stage:
+    if any(each.labels.with_stage for each in drawn):
         in_one_band = [scale for scale in in_one_band if scale is fitting[0]]  # 0F00F1 is hard to read, F0F1 is not
     return (in_one_band or fitting or [_Scale(columns / makespan_s, columns, columns)])[0]
 

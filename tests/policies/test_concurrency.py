@@ -271,3 +271,28 @@ def test_fewer_pipelines_are_chosen_where_memory_is_short_and_the_line_says_so()
     assert decision.switch
     assert decision.text.startswith("4 -> 2 pipelines")
     assert policy.num_pipelines(decision.choice) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "moved"),
+    [
+        (("interleaved", 8, 0), ("zb-v", 8, 0), 4),  # the second stages lie on other devices
+        (("1f1b", 4, 0), ("zb-v", 8, 0), 6),
+        (("1f1b", 4, 0), ("chimera", 4, 2), 8),  # every device gets the stage of the one opposite, too
+        (("1f1b", 4, 0), ("gpipe", 4, 0), 0),
+    ],
+)
+def test_a_switch_moves_the_layers_that_a_device_did_not_hold(
+    before: tuple[str, int, int], after: tuple[str, int, int], moved: int
+) -> None:
+    profile = ModelProfile.uniform(8, parameter_bytes=100)
+    policy = ConcurrencyPolicy(
+        Problem(profile, ClusterTopology.uniform(4, bandwidth_bytes_per_s=10.0), num_microbatches=8, microbatch_size=1)
+    )
+
+    def way(order: str, num_stages: int, num_pipelines: int) -> Choice:
+        cuts = tuple(range(0, 9, 8 // num_stages))
+        return policy.choice_of((8, 1), Layout(cuts, ((0,), (1,), (2,), (3,)), order, None, num_pipelines, ()))
+
+    policy.adopt(way(*before))
+    assert policy.moved_s(way(*after)) == moved * 100 * 3 / 10.0, "a weight has as much optimizer state again, twice"
