@@ -13,13 +13,14 @@ A folder without `checkpoint.json` is one whose writing was interrupted, and is 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ from raypipe.model import Model
 
 FORMAT = "raypipe.checkpoint/1"
 _INDEX = "checkpoint.json"
+_LOG = logging.getLogger("raypipe.checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +90,32 @@ class Checkpoint:
                 found.append(cls.open(file.parent))
             except FormatError as error:
                 problem = error
-        if problem is not None and not found:
+        for checkpoint in sorted(found, key=lambda one: one.index.update, reverse=True):
+            try:
+                checkpoint.check()
+            except FormatError as error:
+                _LOG.warning("%s is left out: %s", checkpoint.path, error)
+                problem = error
+            else:
+                return checkpoint
+        if problem is not None:
             raise problem
-        return max(found, key=lambda checkpoint: checkpoint.index.update, default=None)
+        return None
+
+    def check(self) -> None:
+        """Sees that the files of its layers are whole, those that are here: a full disk or a power cut leaves parts of them.
+
+        Raises:
+            FormatError: one is not.
+        """
+        for index, name in enumerate(self.index.layers):
+            path = Path(self.path) / layer_file(index, name)
+            if path.is_file():
+                try:
+                    with safe_open(path, framework="pt"):
+                        pass
+                except (SafetensorError, OSError) as error:
+                    raise _damaged(path, error) from None
 
     @classmethod
     def finish(cls, path: str | os.PathLike[str], index: CheckpointIndex) -> Checkpoint:
@@ -182,5 +207,10 @@ def load_layer(folder: str | os.PathLike[str], index: int, name: str) -> dict[st
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        problem = f"cannot be read as safetensors ({error}); to go on from an earlier checkpoint, remove this one's folder"
-        raise FormatError(str(path), "", problem) from None
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> FormatError:
+    return FormatError(
+        str(path), "", f"cannot be read as safetensors ({error}); to go on from an earlier checkpoint, remove this one's folder"
+    )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.cut import Cut
 from raypipe.plan import Plan
-from raypipe.profile import ModelProfile, most_working_bytes, repeated_shares
+from raypipe.profile import LayerProfile, LayerTimes, ModelProfile, most_working_bytes, repeated_shares
 from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, WeightRule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message, Placement
 from raypipe.schedules.passes import recomputed_stages
@@ -373,6 +373,12 @@ def ring(paths: Sequence[Path]) -> set[tuple[float, float]]:
     }
 
 
+def _slower(times: LayerTimes, layer: LayerProfile) -> float:
+    """How many times as long as the profile's a kind of device takes for a layer: so long its optimizer takes, too, which is not kept."""
+    first_s = layer.forward_s + layer.backward_s
+    return (times.forward_s + times.backward_s) / first_s if first_s else 1.0
+
+
 def _stage_cost(
     profile: ModelProfile, layers: tuple[int, ...], device: Device, scale: float, state_bytes_per_parameter_byte: float
 ) -> StageCost:
@@ -385,7 +391,11 @@ def _stage_cost(
         forward_s=sum(times[layer].forward_s for layer in layers) * factor,
         backward_s=sum(times[layer].backward_s for layer in layers) * factor,
         weight_grad_s=sum(times[layer].weight_grad_s for layer in layers) * factor,
-        update_s=sum((layer.update_s or 0.0) * share for layer, share in zip(profiles, own, strict=True)) / device.speed,
+        update_s=sum(
+            (layer.update_s or 0.0) * share * _slower(times[number], layer)
+            for number, layer, share in zip(layers, profiles, own, strict=True)
+        )
+        / device.speed,
         saved_bytes=round(sum(layer.saved_bytes for layer in profiles) * scale),
         weight_grad_saved_bytes=round(
             sum(layer.saved_bytes if layer.weight_grad_saved_bytes is None else layer.weight_grad_saved_bytes for layer in profiles) * scale

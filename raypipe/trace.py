@@ -151,7 +151,7 @@ class Trace:
 
     @cached_property
     def update_ends_s(self) -> tuple[float, ...]:
-        """For each update, when its last Op ended: its U, or its last Op of any kind where there is no U."""
+        """For each update, when its last U ended; where there is none, one end for all of them: that of the last Op."""
         ends: dict[int, float] = defaultdict(float)
         for span in self.spans:
             if span.kind is SpanKind.COMPUTE:
@@ -162,14 +162,18 @@ class Trace:
 
     @property
     def update_s(self) -> float:
-        """Seconds per update: the time between the ends of the first and the last, or all of it where there is one."""
+        """Seconds per update: the time between the ends of the first and the last, or all of it where there is one, or none has a U."""
         ends = self.update_ends_s
-        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0]
+        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] / self.num_updates
 
     @property
     def steady_update_s(self) -> float:
-        """Seconds per update far from the ends of the window: over the middle half of its updates."""
-        return steady_s(self.update_ends_s) or self.update_s
+        """Seconds per update far from the ends of the window: over the middle half of its updates.
+
+        A window of less than four updates is all ends; there, no less than the busiest device computes.
+        """
+        found = steady_s(self.update_ends_s) or self.update_s
+        return found if len(self.update_ends_s) >= 4 else max(found, max(self.busy_s, default=0.0) / self.num_updates)
 
     def of_updates(self, first: int, end: int) -> Trace:
         """The part from the end of update `first` - 1 to that of update `end` - 1, with times counted from its begin."""

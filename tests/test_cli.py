@@ -485,7 +485,7 @@ def test_show_writes_a_page(run: Run, files: dict[str, Path], tmp_path: Path, ki
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("kind", ["plan", "trace"])
+@pytest.mark.parametrize("kind", ["plan", "trace", "schedule"])
 def test_show_tells_where_the_time_goes(run: Run, files: dict[str, Path], kind: str) -> None:
     out = run("show", files[kind]).out
     assert "of each device went" in out

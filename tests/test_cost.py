@@ -287,10 +287,11 @@ def test_a_device_twice_as_fast_takes_half_the_time() -> None:
 def test_a_kind_of_device_has_its_own_times_where_it_was_measured() -> None:
     nodes = (Node(name="n", devices=(Device("x", "cpu"), Device("y", "gpu")), link=NodeLink(latency_s=0.0)),)
     times = tuple(LayerTimes(forward_s=0.1, backward_s=0.3, weight_grad_s=0.1) for _ in range(2))
-    profile = ModelProfile(name="m", microbatch_size=1, layers=(layer("a"), layer("b")), device_kinds={"gpu": times})
+    profile = ModelProfile(name="m", microbatch_size=1, layers=(layer("a"), layer("b", update_s=0.6)), device_kinds={"gpu": times})
     found = plan_cost(plan(profile, ClusterTopology(name="t", nodes=nodes), ((0,), (1,)), microbatch_size=1))
     assert found.stages[0, 0].backward_s == 2.0
     assert found.stages[1, 1].backward_s == 0.3
+    assert found.stages[1, 1].update_s == pytest.approx(0.6 * 0.4 / 3.0), "as much less as its layer"
 
 
 def test_an_output_crosses_once_however_many_layers_take_it() -> None:

@@ -258,3 +258,15 @@ def test_columns_of_different_lengths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text(json.dumps(content))
     with pytest.raises(FormatError, match="its columns have different lengths"):
         Trace.load(tmp_path / "trace.json")
+
+
+def test_orders_without_updates_have_their_windows_divided_by_the_number_of_updates() -> None:
+    spans = (Span(0, SpanKind.COMPUTE, "0F0", 0.0, 6.0),)
+    forward = Trace(name="f", source=Source.SIMULATED, devices=("d",), num_updates=3, spans=spans)
+    assert (forward.makespan_s, forward.update_s) == (6.0, 2.0)
+
+
+def test_a_short_window_of_an_asynchronous_order_is_no_faster_than_its_busiest_device() -> None:
+    schedule = catalogue.build("amdp", Size(4, 4, num_updates=2))
+    trace = simulate(lower(schedule), equal_stages(schedule), name="run", num_updates=2)
+    assert trace.update_s < trace.steady_update_s == 12.0

@@ -125,7 +125,12 @@ def _of_one(content: Content) -> _Drawing:
 def _of_schedule(schedule: Schedule) -> _Drawing:
     trace = simulated(schedule, StageSeconds())
     figures = schedule_figures(schedule, trace, steady_update_s=trace.steady_update_s)
-    return _Drawing(figures, lambda screen: print_schedule(screen, schedule, trace, figures), _svg_of(trace), _html_of(trace))
+
+    def text(screen: Console) -> None:
+        print_schedule(screen, schedule, trace, figures)
+        _print_idle(screen, trace)
+
+    return _Drawing({**figures, "idle": idle_figures(divide(trace))}, text, _svg_of(trace), _html_of(trace))
 
 
 def _of_plan(plan: Plan) -> _Drawing:
@@ -153,6 +158,10 @@ def _print_trace(screen: Console, trace: Trace) -> None:
     screen.print()
     screen.print(trace_table(trace))
     screen.print(f"\nupdate {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}")
+    _print_idle(screen, trace)
+
+
+def _print_idle(screen: Console, trace: Trace) -> None:
     division = divide(trace)
     screen.print(f"\nwhere the {seconds(trace.makespan_s)} of each device went", style="bold")
     screen.print(idle_table(division))

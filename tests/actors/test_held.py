@@ -126,6 +126,25 @@ def test_the_newest_readable_checkpoint_is_taken(tmp_path: Path) -> None:
     assert found.index.update == 1
 
 
+def test_a_checkpoint_with_a_damaged_layer_is_not_taken_while_another_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files: list[Path] = []
+    for update in (1, 2):
+        folder = tmp_path / "checkpoints" / f"update-{update}"
+        folder.mkdir(parents=True)
+        files.append(folder / layer_file(0, "a"))
+        save_file({"weight": torch.zeros(1000)}, files[-1])
+        Checkpoint.finish(folder, CheckpointIndex(update=update, layers=("a",), model="m", seed=0))
+    assert (found := Checkpoint.latest(tmp_path)) is not None
+    assert found.index.update == 2
+    files[1].write_bytes(files[1].read_bytes()[:2000])
+    assert (found := Checkpoint.latest(tmp_path)) is not None
+    assert found.index.update == 1
+    assert "update-2 is left out: " in caplog.text
+    files[0].write_bytes(b"")
+    with pytest.raises(FormatError, match="remove this one's folder"):
+        Checkpoint.latest(tmp_path)
+
+
 def test_gradients_of_mixed_precision_pass_through_one_vector() -> None:
     weights = held(model_of(Mixed))
     weights.begin_window()
