@@ -29,6 +29,10 @@ def calibration_file() -> Path:
     return Path(folder, "raypipe", f"calibration-{os.uname().nodename}.json")
 
 
+_MOST_UPDATES = 10_000_000
+"""Windows are laid out when a run begins."""
+
+
 def _at_least(owner: object, least: int, *names: str) -> None:
     for name in names:
         if getattr(owner, name) < least:
@@ -368,6 +372,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_updates")
+        if self.num_updates > _MOST_UPDATES:
+            raise codec.invalid(self, "num_updates", f"expected at most {_MOST_UPDATES:,}, got {self.num_updates:,}; a run can be resumed")
         _at_least(self, 0, "seed", "evaluate_every", "checkpoint_every", "sample_bytes")
         if not self.name or self.name != os.path.basename(self.name) or self.name in {".", ".."}:
             raise codec.invalid(self, "name", f"expected a name for a folder, got {self.name!r}")

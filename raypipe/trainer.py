@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -372,18 +372,16 @@ class _Fit:
             raise ConfigError(f"{checkpoint.path} has done {index.update} updates already; raise run.num_updates ({run.num_updates})")
         return checkpoint
 
-    def _windows(self, first: int) -> list[tuple[int, int]]:
+    def _windows(self, first: int) -> Iterator[tuple[int, int]]:
         """Pairs (first update, number of updates): windows end where an evaluation or a checkpoint is due."""
         run = self.config.run
         stops = (run.evaluate_every if self.config.data.num_validation_microbatches else 0, run.checkpoint_every)
-        found: list[tuple[int, int]] = []
         while first < run.num_updates:
             ends = [first + self.config.schedule.updates_per_window, run.num_updates]
             ends += [(first // every + 1) * every for every in stops if every]
             end = min(ends)
-            found.append((first, end - first))
+            yield first, end - first
             first = end
-        return found
 
     def run(self) -> Result:
         """Launches, plans, trains and reports."""

@@ -63,3 +63,11 @@ def test_the_trainer_of_a_configuration_leaves_nothing_out() -> None:
     assert different == {**dict.fromkeys(different, True), "plan": False}, "a new part of the configuration belongs in this test"
     assert all(getattr(config.model, part.name) != getattr(default.model, part.name) for part in fields(ModelConfig))
     assert Trainer.of(config).config == config
+
+
+@pytest.mark.parametrize(
+    ("num_updates", "problem"), [(0, "expected at least 1, got 0"), (10**12, "expected at most 10,000,000, got 1,000,000,000,000")]
+)
+def test_a_run_has_some_updates_and_not_endlessly_many(num_updates: int, problem: str) -> None:
+    with pytest.raises(FormatError, match=problem):
+        RunConfig(num_updates=num_updates)
