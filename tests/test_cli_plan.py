@@ -187,8 +187,9 @@ def test_no_output_replaces_what_it_is_made_from(run: Run, inputs: tuple[object,
         assert source.read_bytes() == before
 
 
-def test_names_with_brackets_are_printed_as_they_are(run: Run, tmp_path: Path) -> None:
+def test_names_with_brackets_are_printed_as_they_are(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rich takes `[mlp]` for markup, and `[/red]` for markup that ends nothing."""
+    monkeypatch.setenv("COLUMNS", "160")  # narrow terminals cut names
     profile, topology, made, trace = (tmp_path / name for name in ("profile.json", "topology.yaml", "plan.json", "trace.json"))
     uniform = ModelProfile.uniform(2, forward_s=0.01, backward_s=0.02)
     layers = tuple(replace(layer, name=f"blocks[mlp].{at}") for at, layer in enumerate(uniform.layers))
