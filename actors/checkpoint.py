@@ -211,6 +211,4 @@ def load_layer(folder: str | os.PathLike[str], index: int, name: str) -> dict[st
 
 
 def _damaged(path: Path, error: Exception) -> FormatError:
-    return FormatError(
-        str(path), "", f"cannot be read as safetensors ({error}); to go on from an earlier checkpoint, remove this one's folder"
-    )
+    return FormatError(str(path), "", f"cannot be read as safetensors ({error}); remove the folder of this checkpoint")

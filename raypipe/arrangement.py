@@ -118,14 +118,15 @@ class Arrangement(ABC):
         overlaps = plan.order.weight_rule is not WeightRule.FLUSH
         # A window's part where updates overlap, as planned and as bounded.
         update_s = self.predicted.makespan_s / self.predicted.num_updates if overlaps else self.predicted.update_s
-        # Stages that update by themselves begin the next update before this one has ended: the bound is of one alone.
         bound_s = plan.predicted.lower_bound_s if plan.predicted else None
+        # The bound is of one update by itself; stages that update by themselves begin the next before this one has ended, and may beat it.
+        is_bound = bound_s is not None and bound_s <= update_s * (1 + 1e-9)
         figures = Predicted(
             update_s=update_s,
             bubble_ratio=self.predicted.bubble_ratio,
             device_bubble_ratios=self.predicted.device_bubble_ratios,
             peak_memory_bytes=self.predicted.peak_memory_bytes,
-            lower_bound_s=bound_s if bound_s is None or bound_s <= update_s * (1 + 1e-9) else None,
+            lower_bound_s=bound_s if is_bound else None,
         )
         self.plan = dataclasses.replace(plan, predicted=figures)
 

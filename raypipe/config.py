@@ -352,7 +352,7 @@ class RunConfig:
         name: of the run; its folder in the storage path.
         storage_path: folder of all runs; with several nodes, one that all of them share.
         seed: of weights, the order of rows and dropout.
-        num_updates: how many.
+        num_updates: how many, at most 10,000,000.
         evaluate_every: updates between evaluations; 0 for one at the end alone.
         checkpoint_every: updates between checkpoints; 0 for one at the end alone.
         sample_bytes: how much text to generate at the end, for models of bytes; 0 for none.

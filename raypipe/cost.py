@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.cut import Cut
 from raypipe.plan import Plan
-from raypipe.profile import LayerProfile, LayerTimes, ModelProfile, most_working_bytes, repeated_shares
+from raypipe.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
 from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, WeightRule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message, Placement
 from raypipe.schedules.passes import recomputed_stages
@@ -373,7 +373,7 @@ def ring(paths: Sequence[Path]) -> set[tuple[float, float]]:
     }
 
 
-def _slower(times: LayerTimes, layer: LayerProfile) -> float:
+def _times_as_long(times: LayerTimes, layer: LayerProfile) -> float:
     """How many times as long as the profile's a kind of device takes for a layer: so long its optimizer takes, too, which is not kept."""
     first_s = layer.forward_s + layer.backward_s
     return (times.forward_s + times.backward_s) / first_s if first_s else 1.0
@@ -384,17 +384,14 @@ def _stage_cost(
 ) -> StageCost:
     times = profile.for_kind(device.kind)
     profiles = [profile.layers[layer] for layer in layers]
-    own = [1 - repeated for repeated in repeated_shares(profiles)]  # what layers of one stage share is there once
-    parameter_bytes = sum(round(layer.parameter_bytes * share) for layer, share in zip(profiles, own, strict=True))
+    held = held_once(profiles)
+    parameter_bytes = sum(layer.parameter_bytes for layer in held)
     factor = scale / device.speed
     return StageCost(
         forward_s=sum(times[layer].forward_s for layer in layers) * factor,
         backward_s=sum(times[layer].backward_s for layer in layers) * factor,
         weight_grad_s=sum(times[layer].weight_grad_s for layer in layers) * factor,
-        update_s=sum(
-            (layer.update_s or 0.0) * share * _slower(times[number], layer)
-            for number, layer, share in zip(layers, profiles, own, strict=True)
-        )
+        update_s=sum((layer.update_s or 0.0) * _times_as_long(times[number], layer) for number, layer in zip(layers, held, strict=True))
         / device.speed,
         saved_bytes=round(sum(layer.saved_bytes for layer in profiles) * scale),
         weight_grad_saved_bytes=round(
@@ -402,7 +399,7 @@ def _stage_cost(
         ),
         parameter_bytes=parameter_bytes,
         state_bytes=round(parameter_bytes * state_bytes_per_parameter_byte),
-        low_precision_bytes=sum(round((layer.low_precision_bytes or 0) * share) for layer, share in zip(profiles, own, strict=True)),
+        low_precision_bytes=sum(layer.low_precision_bytes or 0 for layer in held),
         gradient_bytes=round(parameter_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
         working_bytes=round(most_working_bytes(profiles) * scale),
         # Autograd keeps the whole graph while the gradients from which W starts pile up.

@@ -24,7 +24,7 @@ from itertools import accumulate
 import networkx as nx
 
 from raypipe.errors import InputError
-from raypipe.profile import LayerProfile, LayerTimes, ModelProfile, most_working_bytes, repeated_shares
+from raypipe.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
     """One layer that stands for several."""
     times = _added(layers)
     weighted = [layer for layer in layers if layer.parameter_bytes]
-    held = [layer.weight_grad_saved_bytes for layer in layers]
-    updates = [layer.update_s for layer in layers]
-    copies = [layer.low_precision_bytes for layer in layers]
-    own = [1 - repeated for repeated in repeated_shares(layers)]
+    saved = [layer.weight_grad_saved_bytes for layer in layers]
+    held = held_once(layers)
+    updates = [layer.update_s for layer in held]
+    copies = [layer.low_precision_bytes for layer in held]
     is_worked = any(layer.working_bytes is not None for layer in layers)
     return LayerProfile(
         name=layers[0].name if len(layers) == 1 else f"{layers[0].name}..{layers[-1].name}",
@@ -175,20 +175,16 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         weight_grad_s=min(times.weight_grad_s, times.backward_s),
         output_bytes=output_bytes,
         saved_bytes=sum(layer.saved_bytes for layer in layers),
-        parameter_bytes=sum(round(layer.parameter_bytes * share) for layer, share in zip(layers, own, strict=True)),
+        parameter_bytes=sum(layer.parameter_bytes for layer in held),
         # A layer that was not measured may keep all.
         weight_grad_saved_bytes=None
-        if all(amount is None for amount in held)
-        else sum(layer.saved_bytes if amount is None else amount for layer, amount in zip(layers, held, strict=True)),
+        if all(amount is None for amount in saved)
+        else sum(layer.saved_bytes if amount is None else amount for layer, amount in zip(layers, saved, strict=True)),
         tied=tied,
         tied_bytes=_tied_bytes(layers) if tied is not None else None,
         gradient_rows=weighted[0].gradient_rows if len(weighted) == 1 else None,
-        update_s=None
-        if all(amount is None for amount in updates)
-        else sum((amount or 0.0) * share for amount, share in zip(updates, own, strict=True)),
-        low_precision_bytes=None
-        if all(amount is None for amount in copies)
-        else sum(round((amount or 0) * share) for amount, share in zip(copies, own, strict=True)),
+        update_s=None if all(amount is None for amount in updates) else sum(amount or 0.0 for amount in updates),
+        low_precision_bytes=None if all(amount is None for amount in copies) else sum(amount or 0 for amount in copies),
         working_bytes=most_working_bytes(layers) if is_worked else None,
         input_grad_working_bytes=sum(layer.input_grad_working_bytes or 0 for layer in layers) if is_worked else None,
     )

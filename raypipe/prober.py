@@ -510,8 +510,8 @@ class Probe:
                     )
                 for pair, (source, target) in self._ping(pairs, pattern).items():
                     self._keep_faster(pair, fit(round_trips(source), link=self._link(pair)))
-                    clocks = [offset(exchanges(source, target)), *filter(None, [self.clocks.get(pair)])]
-                    self.clocks[pair] = min(clocks, key=lambda clock: clock.residual_s)
+                    seen = offset(exchanges(source, target))
+                    self.clocks[pair] = min(seen, self.clocks.get(pair, seen), key=lambda clock: clock.residual_s)
                 num_rounds += 1
 
     def _keep_faster(self, pair: Pair, link: LinkFit) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
@@ -127,16 +127,26 @@ class LayerProfile:
         return LayerTimes(forward_s=self.forward_s, backward_s=self.backward_s, weight_grad_s=self.weight_grad_s)
 
 
-def repeated_shares(layers: Sequence[LayerProfile]) -> list[float]:
-    """Of each layer's weights, the share that another of some layers on one device has too, and that is held and stepped with that one."""
-    held: dict[str, LayerProfile] = {}
+def held_once(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
+    """Layers of one device, where a weight that several share is held and stepped once: counted with one of them alone."""
+    with_most: dict[str, LayerProfile] = {}
     for layer in layers:
-        if layer.tied is not None and (layer.tied not in held or layer.shared_bytes > held[layer.tied].shared_bytes):
-            held[layer.tied] = layer
-    return [
-        0.0 if layer.tied is None or held[layer.tied] is layer or not layer.parameter_bytes else layer.shared_bytes / layer.parameter_bytes
-        for layer in layers
-    ]
+        if layer.tied is not None and (layer.tied not in with_most or layer.shared_bytes > with_most[layer.tied].shared_bytes):
+            with_most[layer.tied] = layer
+    return [layer if layer.tied is None or with_most[layer.tied] is layer else _without_shared(layer) for layer in layers]
+
+
+def _without_shared(layer: LayerProfile) -> LayerProfile:
+    rest_bytes = layer.parameter_bytes - layer.shared_bytes
+    rest = rest_bytes / layer.parameter_bytes if layer.parameter_bytes else 1.0
+    return replace(
+        layer,
+        tied=None,
+        tied_bytes=None,
+        parameter_bytes=rest_bytes,
+        update_s=None if layer.update_s is None else layer.update_s * rest,
+        low_precision_bytes=None if layer.low_precision_bytes is None else round(layer.low_precision_bytes * rest),
+    )
 
 
 def most_working_bytes(layers: Sequence[LayerProfile]) -> int:

@@ -267,23 +267,7 @@ def test_less_than_one_tensor_is_refused() -> None:
 
 
 def test_a_weight_that_merged_layers_share_is_there_and_stepped_once() -> None:
-    def layer(name: str, tied: str | None = None) -> LayerProfile:
-        return LayerProfile(
-            name=name,
-            forward_s=1.0,
-            backward_s=2.0,
-            weight_grad_s=1.0,
-            output_bytes=8,
-            saved_bytes=8,
-            parameter_bytes=100,
-            update_s=0.5,
-            tied=tied,
-        )
-
-    edges = tuple(NamedEdge(producer=producer, consumer=consumer) for producer, consumer in ("sa", "sb", "aj", "bj"))
-    towers = ModelProfile(
-        name="towers", microbatch_size=1, layers=(layer("s"), layer("a", "t"), layer("b", "t"), layer("j")), named_edges=edges
-    )
-    chain = linearize(towers).profile
-    assert sum(one.parameter_bytes for one in chain.layers) == 300
+    towers = {name: replace(layer(name, tied=tie), update_s=0.5) for name, tie in (("a", None), ("b", "w"), ("c", "w"), ("d", None))}
+    chain = linearize(dag("ab ac bd cd", **towers)).profile
+    assert sum(one.parameter_bytes for one in chain.layers) == 15
     assert sum(one.update_s or 0.0 for one in chain.layers) == 1.5

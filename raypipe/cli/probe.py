@@ -190,6 +190,7 @@ def _figures(found: Probed) -> dict[str, Any]:
             for shared in found.topology.shared_links
         ],
         "num_rounds": {"tournament": rounds.tournament, "company": rounds.company, "fans": rounds.fans},
+        "looks": found.allowance.looks,
         "num_steps": found.num_steps,
         "num_bytes": found.num_bytes,
         "seconds": found.seconds,

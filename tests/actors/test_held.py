@@ -141,7 +141,7 @@ def test_a_checkpoint_with_a_damaged_layer_is_not_taken_while_another_is_whole(t
     assert found.index.update == 1
     assert "update-2 is left out: " in caplog.text
     files[0].write_bytes(b"")
-    with pytest.raises(FormatError, match="remove this one's folder"):
+    with pytest.raises(FormatError, match="remove the folder of this checkpoint"):
         Checkpoint.latest(tmp_path)
 
 
