@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypipe.actors.cores import Place
 from raypipe.actors.stage import Identity, StageActor
 from raypipe.config import ScalingConfig
 from raypipe.errors import PlanError
@@ -179,6 +180,8 @@ def launch(slots: Sequence[Slot], *, stages: Sequence[tuple[int, ...]], run: str
         scaling: resources and threads of each actor.
     """
     handles: list[Any] = []
+    counts = Counter(slot.node_id for slot in slots)
+    positions: Counter[str] = Counter()
     for device, (slot, held) in enumerate(zip(slots, stages, strict=True)):
         identity = Identity(run=run, device=device, name=slot.name, stages=held)
         # Concurrency groups can be named here only, not in `.options`.
@@ -189,5 +192,7 @@ def launch(slots: Sequence[Slot], *, stages: Sequence[tuple[int, ...]], run: str
             num_gpus=slot.num_gpus,
             scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node_id, soft=False),
         )
-        handles.append(actor.remote(identity, num_threads=scaling.threads_per_device, gpu_share=slot.num_gpus))
+        place = Place(positions[slot.node_id], counts[slot.node_id]) if scaling.bind_cores else None
+        positions[slot.node_id] += 1
+        handles.append(actor.remote(identity, num_threads=scaling.threads_per_device, gpu_share=slot.num_gpus, place=place))
     return handles

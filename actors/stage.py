@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from raypipe.actors import cuda, devices, shm
+from raypipe.actors import cores, cuda, devices, shm
 from raypipe.actors.checkpoint import layer_file, load_stage, with_borrowed
 from raypipe.actors.executor import BatchSource, Executor, Window
 from raypipe.actors.faults import FaultScript
@@ -70,7 +70,7 @@ class Whereabouts:
         ip: of the node.
         hostname: of the node.
         pid: of the process.
-        num_cores: that the process may use.
+        num_cores: that the actors of the node may use.
         shares_memory: whether messages within the node can go through shared memory.
         gpus: the UUIDs of the GPUs that it was given.
         gpu_kind: of the first of them, such as `nvidia-h200`.
@@ -203,15 +203,19 @@ class StageActor:
         identity: who it is.
         num_threads: of torch on the CPU.
         gpu_share: how much of a GPU it computes on; 0 for a CPU device.
+        place: which actor of its node it is, if it is to keep to some cores.
     """
 
-    def __init__(self, identity: Identity, *, num_threads: int, gpu_share: float = 0.0) -> None:
+    def __init__(self, identity: Identity, *, num_threads: int, gpu_share: float = 0.0, place: cores.Place | None = None) -> None:
         torch.set_num_threads(num_threads)
+        self._num_cores = len(cores.usable())
         self._on = devices.CPU
         self._cuda: cuda.Cuda | None = None
         if gpu_share:
             self._on = torch.device("cuda", 0)  # Ray shows a process its own GPUs alone
             os.environ.update(cuda.environment(f"{identity.run}-{identity.device}" if gpu_share < 1 else ""))
+        if place is not None:
+            cores.bind(cores.near(self._on) if gpu_share else cores.share(cores.usable(), place, num_threads=num_threads))
         start_profiler()  # layers are measured in a thread of Ray's
         self.identity = identity
         self._doing = "starting"
@@ -244,7 +248,7 @@ class StageActor:
             ip=ray.util.get_node_ip_address(),
             hostname=os.uname().nodename,
             pid=os.getpid(),
-            num_cores=len(os.sched_getaffinity(0)),
+            num_cores=self._num_cores,
             shares_memory=shm.available(),
             gpus=_gpus() if context.get_accelerator_ids().get("GPU") else (),
         )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 
 import pytest
 import ray
 
+from raypipe.actors.cores import Place, share, usable
 from raypipe.actors.launch import cluster_nodes, planned_slots
 from raypipe.config import ClusterConfig, ScalingConfig
 from raypipe.coordinator import Coordinator
@@ -41,6 +43,19 @@ def test_actors_are_named_after_the_plans_devices_and_found_where_it_says() -> N
         assert {place.node_id for place in coordinator.places} == {ray.nodes()[0]["NodeID"]}
         assert len({place.pid for place in coordinator.places}) == 2
         assert all(place.gpus == () for place in coordinator.places)
+
+
+def test_actors_keep_to_cores_where_they_are_told_to_and_tell_of_all() -> None:
+    node, cores = this_node(), usable()
+    chosen = plan([[(f"{node}/{number}", 1.0)] for number in range(3)], {node: 3})
+    scaling = ScalingConfig(bind_cores=True)
+    slots = planned_slots(chosen, scaling)
+    with Coordinator(run="bound", slots=slots, stages=[(0,), (1,), (2,)], scaling=scaling, cluster=ClusterConfig()) as coordinator:
+        coordinator.wait_until_up()
+        for number, place in enumerate(coordinator.places):
+            expected = set(share(cores, Place(number, 3), num_threads=1))
+            assert all(os.sched_getaffinity(int(thread)) == expected for thread in os.listdir(f"/proc/{place.pid}/task"))
+            assert place.num_cores == len(cores)
 
 
 def test_the_cluster_tells_of_its_nodes() -> None:
