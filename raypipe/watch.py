@@ -62,7 +62,7 @@ class NetworkWatch:
         """Takes what the devices did in a window."""
         if self._metrics is None:
             return
-        for source, target in self.estimate.observe(transfers(logs)):
+        for source, target in self.estimate.observe(transfers(logs, self.estimate)):
             bandwidth = self.estimate.links[source, target].bandwidth_bytes_per_s
             _LOG.info("the link %s -> %s has changed; it now carries %.3g bytes/s", source, target, bandwidth)
         self._metrics.record(self.estimate, now_s=now_s)

@@ -11,6 +11,9 @@ after five.
 
 A link that no transfer tells of, because its receivers never wait for it or because the plan does not use it, grows old: `idle`
 names it, and whoever is able to probes it.
+
+Links that pass through one bottleneck slow each other, which says nothing of either: `company` names those that `transfers` keeps apart.
+What such a bottleneck carries follows the links that it alone limits.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from raypipe.topology import ClusterTopology, Link
+from raypipe.topology import ClusterTopology, Link, SharedLink
 
 NodePair = tuple[str, str]
 """Two nodes by name, the sender first."""
@@ -36,6 +39,8 @@ _LEAST_BEHIND = math.ceil(_LIMIT / (_CLIP - _SLACK))
 _LEAST_DEVIATION = 0.03
 _NUM_FIRST = 5
 """Transfers by whose median an estimate begins."""
+_LIMITED = 0.9
+"""A link that carries so much of what its bottleneck does is limited by that."""
 _MAD_TO_DEVIATION = 1.4826
 _ABS_TO_DEVIATION = math.sqrt(math.pi / 2)
 
@@ -148,6 +153,23 @@ class Transfer:
     at_s: float
 
 
+@dataclass(frozen=True)
+class _Bottleneck:
+    """What several links pass through, as a topology says.
+
+    Attributes:
+        links: those of which all transfers do.
+        members: those of which all or some do.
+        alone_bytes_per_s: what the fastest of `links` carried by itself.
+        limits: whether that was all that the bottleneck carries.
+    """
+
+    links: frozenset[NodePair]
+    members: frozenset[NodePair]
+    alone_bytes_per_s: float
+    limits: bool
+
+
 class NetworkEstimate:
     """The current estimate of every link between some nodes.
 
@@ -160,9 +182,10 @@ class NetworkEstimate:
         names = list(dict.fromkeys(nodes))
         self.began_at_s = at_s
         self.links: dict[NodePair, LinkEstimate] = {(a, b): LinkEstimate() for a in names for b in names if a != b}
+        self._bottlenecks: dict[str, _Bottleneck] = {}
 
     def seed(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None, at_s: float = 0.0) -> None:
-        """Begins with the links of a topology, where it has one between two of the nodes; of a link without limit, with the latency.
+        """Begins with what a topology says that each two of the nodes reach by themselves; where there is no limit, with the latency.
 
         Args:
             topology: probed, or assumed.
@@ -171,15 +194,33 @@ class NetworkEstimate:
         """
         by_pair = _between_nodes(topology)
         known = {node.name for node in topology.nodes}
-        for (a, b), estimate in self.links.items():
-            ends = _called(a, names), _called(b, names)
+        called = {pair: (_called(pair[0], names), _called(pair[1], names)) for pair in self.links}
+        through, through_part = _through(topology), _through(topology, whole=False)
+        for pair, estimate in self.links.items():
+            ends = called[pair]
             link = by_pair.get(ends, topology.default_link if known.issuperset(ends) else None)
             if link is None:
                 continue
-            if link.bandwidth_bytes_per_s is None:
+            limits = [shared.bandwidth_bytes_per_s for shared in topology.shared_links if ends in through[shared.name]]
+            bandwidth = min([*limits, *([] if link.bandwidth_bytes_per_s is None else [link.bandwidth_bytes_per_s])], default=None)
+            if bandwidth is None:
                 estimate.latency_s = link.latency_s
             else:
-                estimate.set(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, at_s=at_s)
+                estimate.set(bandwidth_bytes_per_s=bandwidth, latency_s=link.latency_s, at_s=at_s)
+        self._bottlenecks = {}
+        for shared in topology.shared_links:
+            links, members = (
+                frozenset(pair for pair, ends in called.items() if ends in pairs[shared.name]) for pairs in (through, through_part)
+            )
+            alone = self._fastest(links)
+            self._bottlenecks[shared.name] = _Bottleneck(links, members, alone, alone >= _LIMITED * shared.bandwidth_bytes_per_s)
+
+    def _fastest(self, pairs: Iterable[NodePair]) -> float:
+        return max((self.links[pair].bandwidth_bytes_per_s or 0.0 for pair in pairs), default=0.0)
+
+    def company(self, pair: NodePair) -> frozenset[NodePair]:
+        """The links that pass through a bottleneck of this one."""
+        return frozenset[NodePair]().union(*(one.members for one in self._bottlenecks.values() if pair in one.members)) - {pair}
 
     def observe(self, transfers: Iterable[Transfer]) -> list[NodePair]:
         """Takes transfers in any order; returns the links that they show to have changed."""
@@ -226,7 +267,16 @@ class NetworkEstimate:
                 kept.append(link)
             else:
                 kept += [replace(link, source=source, target=target, one_way=True) for source, target in left]
-        return replace(topology, links=(*kept, *seen.values()))
+        return replace(topology, links=(*kept, *seen.values()), shared_links=tuple(map(self._now, topology.shared_links)))
+
+    def _now(self, shared: SharedLink) -> SharedLink:
+        """A shared link with what it carries now, as far as its members tell: no less than one of them by itself."""
+        found = self._bottlenecks.get(shared.name)
+        if found is None or not found.alone_bytes_per_s:
+            return shared
+        fastest, bandwidth = self._fastest(found.links), shared.bandwidth_bytes_per_s
+        now = bandwidth * fastest / found.alone_bytes_per_s if found.limits else max(bandwidth, fastest)
+        return replace(shared, bandwidth_bytes_per_s=now)
 
 
 def _between_nodes(topology: ClusterTopology) -> dict[NodePair, Link | None]:
@@ -240,6 +290,16 @@ def _between_nodes(topology: ClusterTopology) -> dict[NodePair, Link | None]:
     # As `ClusterTopology.path` chooses; the most specific is the last.
     rising = sorted(by_pair, key=lambda ends: (ends[0] not in nodes, ends[1] not in nodes))
     return {(node_of[a], node_of[b]): by_pair[a, b] if of_several.isdisjoint((a, b)) else None for a, b in rising}
+
+
+def _through(topology: ClusterTopology, *, whole: bool = True) -> dict[str, frozenset[NodePair]]:
+    """The pairs of different nodes of which all transfers pass through each shared link, or also those of which some do."""
+    node_of = _nodes_of(topology)
+    parts = {device.name for node in topology.nodes if whole and len(node.devices) > 1 for device in node.devices}
+    return {
+        shared.name: frozenset((node_of[a], node_of[b]) for a, b in shared.members if node_of[a] != node_of[b] and parts.isdisjoint((a, b)))
+        for shared in topology.shared_links
+    }
 
 
 def _nodes_of(topology: ClusterTopology) -> dict[str, str]:

@@ -7,21 +7,22 @@ A message is handed over when the Op that makes it ends. If the receiver already
 
 If the receiver comes later, nobody knows when it arrived, and it tells nothing. Messages that follow each other on a link without a
 pause count as one transfer, since they were in each other's way: devices of two nodes share what joins these. What a collective of
-the same two nodes was in the way of does not count.
+the same two nodes was in the way of does not count, nor what passed through a bottleneck together with what other links carried.
 
 The receiver's and the sender's spans are compared, so their clocks are corrected before (`clocks`).
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from raypipe.network.estimate import Transfer
+from raypipe.network.estimate import LinkEstimate, NetworkEstimate, Transfer
 from raypipe.schedules.lower import Await, Collective, DeviceProgram, Recv, Send, Start
 
 _WAITED_S = 3e-4
@@ -29,6 +30,8 @@ _WAITED_SHARE = 0.25
 """A receive has waited if it took longer than so many seconds, and than this share of the time that the message had for itself, since
 it was handed over and the one before was taken. Taking what is there takes a while, too: a millisecond where it is large and the
 machine busy, which would be put down to the link."""
+_ON_ITS_WAY = 3.0
+"""A message whose receiver came later is taken to have been under way for at most so many times what its link would need."""
 _LEAST_BYTES = 16_384
 """Fewer bytes tell of the latency, not of the bandwidth."""
 
@@ -87,6 +90,29 @@ class _Carried:
     awaited: bool
 
 
+class _Times:
+    """A union of spans of time.
+
+    Args:
+        spans: in any order.
+    """
+
+    def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
+        self.starts_s: list[float] = []
+        self.ends_s: list[float] = []
+        for start_s, end_s in sorted(spans):
+            if self.ends_s and start_s <= self.ends_s[-1]:
+                self.ends_s[-1] = max(self.ends_s[-1], end_s)
+            else:
+                self.starts_s.append(start_s)
+                self.ends_s.append(end_s)
+
+    def meet(self, begin_s: float, end_s: float) -> bool:
+        """Whether one of them overlaps with a span."""
+        first = bisect.bisect_right(self.ends_s, begin_s)
+        return first < len(self.starts_s) and self.starts_s[first] < end_s
+
+
 @dataclass(frozen=True)
 class _Run:
     """Messages that follow each other on a link without a pause, in the order in which they were handed over."""
@@ -105,14 +131,14 @@ class _Run:
     def num_bytes(self) -> int:
         return sum(message.num_bytes for message in self.messages)
 
-    def tells(self, in_the_way: Sequence[tuple[float, float]]) -> bool:
+    def tells(self, in_the_way: _Times) -> bool:
         """Whether begin and end are known, and are those of these messages alone."""
         begin_s, end_s = self.begin_s, self.end_s
         return (
             all(message.awaited for message in self.messages)
             and self.num_bytes >= _LEAST_BYTES
             and end_s > begin_s
-            and not any(since_s < end_s and begin_s < until_s for since_s, until_s in in_the_way)
+            and not in_the_way.meet(begin_s, end_s)
         )
 
 
@@ -167,19 +193,31 @@ class _Seen:
         return found
 
 
-def transfers(logs: Sequence[DeviceLog]) -> list[Transfer]:
+def transfers(logs: Sequence[DeviceLog], known: NetworkEstimate) -> list[Transfer]:
     """The transfers between nodes whose begin and end are known.
 
     Args:
         logs: of all devices, by number.
+        known: of the links so far.
     """
     seen = _Seen(logs)
-    return [
-        Transfer(*ends, run.num_bytes, run.end_s - run.begin_s, run.end_s)
-        for ends, carried in seen.wires().items()
-        for run in _runs(carried)
-        if run.tells(seen.summed[frozenset(ends)])
-    ]
+    wires = seen.wires()
+    busy = {ends: [_under_way(message, known.links[ends]) for message in carried] for ends, carried in wires.items()}
+    found: list[Transfer] = []
+    for ends, carried in wires.items():
+        company = known.company(ends)
+        sums = (span for pair in (ends, *company) for span in seen.summed[frozenset(pair)])
+        in_the_way = _Times([*sums, *(span for pair in company for span in busy.get(pair, ()))])
+        found += [Transfer(*ends, run.num_bytes, run.end_s - run.begin_s, run.end_s) for run in _runs(carried) if run.tells(in_the_way)]
+    return found
+
+
+def _under_way(message: _Carried, link: LinkEstimate) -> tuple[float, float]:
+    """From when to when a message was on its link, or may have been."""
+    if message.awaited or link.bandwidth_bytes_per_s is None:
+        return message.handed_s, message.taken_s
+    alone_s = link.latency_s + message.num_bytes / link.bandwidth_bytes_per_s
+    return message.handed_s, min(message.taken_s, message.handed_s + _ON_ITS_WAY * alone_s)
 
 
 def _runs(carried: Sequence[_Carried]) -> Iterator[_Run]:

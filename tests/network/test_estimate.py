@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.network.estimate import LinkEstimate, NetworkEstimate, Transfer
-from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink
+from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 
 LATENCY_S = 2e-4
 NUM_BYTES = 200_000
@@ -188,6 +188,75 @@ def test_the_latency_of_a_link_without_limit_is_counted_once() -> None:
     path = network.snapshot(begun).path("a0", "b0")
     assert path.latency_s == 0.01
     assert path.bandwidth_bytes_per_s == pytest.approx(100_000 / 0.005)
+
+
+def switched(shared: float, link: float) -> ClusterTopology:
+    """Three nodes; what leaves the first shares its network card."""
+    return ClusterTopology(
+        name="t",
+        nodes=tuple(Node(name=name, devices=(Device(f"{name}0", "cpu"),)) for name in "abc"),
+        default_link=NodeLink(bandwidth_bytes_per_s=link, latency_s=0.0),
+        shared_links=(SharedLink(name="card", bandwidth_bytes_per_s=shared, members=(("a", "b"), ("a", "c"))),),
+    )
+
+
+def after(topology: ClusterTopology, **bandwidths: float) -> ClusterTopology:
+    """The topology after transfers between nodes whose names are the two letters of each keyword."""
+    network = NetworkEstimate("abc")
+    network.seed(topology)
+    for pair, bandwidth in bandwidths.items():
+        network.observe(Transfer(pair[0], pair[1], 1_000_000, 1_000_000 / bandwidth, at_s=float(number)) for number in range(40))
+    return network.snapshot(topology)
+
+
+def card(topology: ClusterTopology) -> float:
+    (shared,) = topology.shared_links
+    return shared.bandwidth_bytes_per_s
+
+
+@pytest.mark.parametrize(("shared", "link"), [(1e8, 1e8), (1e8, 1e10), (1e9, 1e8)])
+def test_what_is_shared_stays_where_nothing_was_seen(shared: float, link: float) -> None:
+    begun = switched(shared, link)
+    assert after(begun).shared_links == begun.shared_links
+    assert figures(after(begun)) == figures(begun)
+
+
+def test_a_link_begins_with_what_it_reaches_through_its_bottleneck() -> None:
+    network = NetworkEstimate("abc")
+    network.seed(switched(1e8, 1e10))
+    assert network.links["a", "b"].bandwidth_bytes_per_s == pytest.approx(1e8)
+    assert network.links["b", "a"].bandwidth_bytes_per_s == pytest.approx(1e10)
+    assert network.observe(Transfer("a", "b", 1_000_000, 0.01, at_s=float(number)) for number in range(40)) == []
+
+
+def test_what_limits_its_links_alone_follows_the_fastest_of_them() -> None:
+    assert card(after(switched(1e8, 1e10), ab=1e9)) == pytest.approx(1e9, rel=0.05)
+    assert card(after(switched(1e8, 1e8), ab=2e7)) == pytest.approx(1e8), "the other link was not seen to be slower"
+    assert card(after(switched(1e8, 1e8), ab=2e7, ac=2e7)) == pytest.approx(2e7, rel=0.05)
+
+
+def test_what_more_than_one_link_is_needed_to_fill_is_not_slower_because_they_are() -> None:
+    assert card(after(switched(1e9, 4e8), ab=1e8, ac=1e8)) == 1e9
+    assert card(after(switched(1e9, 4e8), ab=3e9)) == pytest.approx(3e9, rel=0.05)
+
+
+def test_what_only_some_devices_of_a_node_share_is_company_and_no_limit_of_the_others() -> None:
+    root = SharedLink(name="root", bandwidth_bytes_per_s=1e7, members=(("a0", "b"), ("b", "a")))
+    begun = ClusterTopology(
+        name="t", nodes=TWO_EACH, default_link=NodeLink(bandwidth_bytes_per_s=1e8, latency_s=1e-4), shared_links=(root,)
+    )
+    network = NetworkEstimate("ab")
+    network.seed(begun)
+    assert network.company(("a", "b")) == {("b", "a")}
+    assert figures(network.snapshot(begun)) == figures(begun)
+
+
+def test_links_know_with_which_others_they_share_something() -> None:
+    network = NetworkEstimate("abc")
+    assert network.company(("a", "b")) == set()
+    network.seed(switched(1e8, 1e8))
+    assert network.company(("a", "b")) == {("a", "c")}
+    assert network.company(("b", "a")) == set()
 
 
 def test_links_that_are_not_seen_grow_old() -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
+from raypipe.network.estimate import NetworkEstimate, Transfer
 from raypipe.network.transfers import DeviceLog, transfers
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Size, UpdateScope
+from raypipe.schedules.ir import Size, StageGraph, UpdateScope
 from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, DeviceProgram, Message, Recv, Send, Start, lower
+from raypipe.schedules.passes import over_graph
+from raypipe.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
 
 LATENCY_S = 1e-3
 COMPUTE_S = 5e-3
@@ -41,8 +44,10 @@ def play(
     bandwidth: dict[tuple[str, str], float],
     num_bytes: int,
     began_s: Sequence[float] = (),
+    shared: Sequence[Sequence[tuple[str, str]]] = (),
 ) -> list[DeviceLog]:
-    """The logs of a window: Ops of 5 ms, messages first come first served on the one wire between two nodes."""
+    """The logs of a window: Ops of 5 ms, messages first come first served on the one wire between two nodes, or that such wires share."""
+    wire_of = {pair: pairs[0] for pairs in shared for pair in pairs}
     heads, clocks, ends = ([0.0] * len(programs) for _ in range(3))
     head = [int(value) for value in heads]
     logs = [Log() for _ in programs]
@@ -66,6 +71,7 @@ def play(
                 clocks[device] = ends[device] = clocks[device] + COMPUTE_S
             case Send():
                 wire = (nodes[device], nodes[item.device])
+                wire = wire_of.get(wire, wire)
                 begin_s = max(free.get(wire, 0.0), ends[device])
                 free[wire] = begin_s + num_bytes / bandwidth.get(wire, 1e12)
                 arrivals[item.message] = free[wire] + LATENCY_S
@@ -89,7 +95,7 @@ def programs(name: str = "1f1b", *, num_devices: int = 4) -> tuple[DeviceProgram
 def test_awaited_messages_tell_the_bandwidth_of_their_links(name: str) -> None:
     bandwidth = {("a", "b"): 1e7, ("b", "a"): 2e7, ("b", "c"): 4e7, ("c", "b"): 5e6}
     logs = play(programs(name), ["a", "b", "b", "c"], bandwidth=bandwidth, num_bytes=100_000)
-    found = transfers(logs)
+    found = transfers(logs, NetworkEstimate({log.node for log in logs}))
     seen: dict[tuple[str, str], list[float]] = {}
     for transfer in found:
         pair = (transfer.source, transfer.target)
@@ -103,10 +109,14 @@ def test_awaited_messages_tell_the_bandwidth_of_their_links(name: str) -> None:
 def test_devices_that_began_at_other_times_are_put_on_one_clock() -> None:
     bandwidth = {("a", "b"): 1e7, ("b", "a"): 1e7}
     logs = play(programs(num_devices=2), "ab", bandwidth=bandwidth, num_bytes=100_000, began_s=[3.0, -2.0])
-    found = transfers(logs)
+    found = transfers(logs, NetworkEstimate({log.node for log in logs}))
     assert found
     # Of messages in a row, the wire may rest for as long as the one before is still on its way.
     assert all(-1e-9 < transfer.seconds - LATENCY_S - transfer.num_bytes / 1e7 < LATENCY_S for transfer in found)
+
+
+def told(logs: Sequence[DeviceLog]) -> list[Transfer]:
+    return transfers(logs, NetworkEstimate("ab"))
 
 
 def message(index: int) -> Message:
@@ -134,17 +144,17 @@ FIRST, SECOND = message(0), message(1)
 
 def test_a_message_whose_receiver_came_late_tells_nothing() -> None:
     sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0)]
-    assert transfers(handmade(sender, [(COMPUTE, 0.0, 5.0), (Recv(FIRST, 0), 5.0, 5.0001)])) == []
+    assert told(handmade(sender, [(COMPUTE, 0.0, 5.0), (Recv(FIRST, 0), 5.0, 5.0001)])) == []
     slowly_taken = [(COMPUTE, 0.0, 1.05), (Recv(FIRST, 0), 1.05, 1.051)]
-    assert transfers(handmade(sender, slowly_taken)) == [], "a millisecond of 51 may be that of taking what was there"
-    (found,) = transfers(handmade(sender, [(Recv(FIRST, 0), 0.0, 1.25)]))
+    assert told(handmade(sender, slowly_taken)) == [], "a millisecond of 51 may be that of taking what was there"
+    (found,) = told(handmade(sender, [(Recv(FIRST, 0), 0.0, 1.25)]))
     assert found.seconds == pytest.approx(0.25)
     assert (found.num_bytes, found.at_s) == (100_000, 1.25)
 
 
 def test_messages_in_each_others_way_count_as_one() -> None:
     sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0), (COMPUTE, 1.0, 1.1), (Send(SECOND, 1), 1.1, 1.1)]
-    (found,) = transfers(handmade(sender, [(Recv(FIRST, 0), 0.0, 1.25), (Recv(SECOND, 0), 1.25, 1.5)]))
+    (found,) = told(handmade(sender, [(Recv(FIRST, 0), 0.0, 1.25), (Recv(SECOND, 0), 1.25, 1.5)]))
     assert found.num_bytes == 200_000
     assert found.seconds == pytest.approx(0.5)
 
@@ -152,16 +162,40 @@ def test_messages_in_each_others_way_count_as_one() -> None:
 def test_a_message_behind_one_that_arrived_unseen_tells_nothing() -> None:
     sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0), (COMPUTE, 1.0, 1.1), (Send(SECOND, 1), 1.1, 1.1)]
     receiver = [(COMPUTE, 0.0, 1.2), (Recv(FIRST, 0), 1.2, 1.2001), (Recv(SECOND, 0), 1.2001, 1.5)]
-    assert transfers(handmade(sender, receiver)) == []
+    assert told(handmade(sender, receiver)) == []
 
 
 def test_small_messages_tell_nothing_of_the_bandwidth() -> None:
     sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0)]
-    assert transfers(handmade(sender, [(Recv(FIRST, 0), 0.0, 1.25)], num_bytes=400)) == []
+    assert told(handmade(sender, [(Recv(FIRST, 0), 0.0, 1.25)], num_bytes=400)) == []
 
 
 def test_what_a_collective_was_in_the_way_of_does_not_count() -> None:
     collective = Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1))
     sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0), (Start(collective), 1.0, 1.0), (Await(collective), 1.0, 1.2)]
     receiver = [(COMPUTE, 0.0, 0.9), (Start(collective), 0.9, 0.9), (Recv(FIRST, 0), 0.9, 1.25), (Await(collective), 1.25, 1.3)]
-    assert transfers(handmade(sender, receiver)) == []
+    assert told(handmade(sender, receiver)) == []
+
+
+def test_links_that_share_a_bottleneck_are_not_told_by_what_they_do_together() -> None:
+    """The first stage sends to two branches through one network card, which carries no more than each link by itself."""
+    bandwidth = 1e8
+    card = SharedLink(name="card", bandwidth_bytes_per_s=bandwidth, members=(("a", "b"), ("a", "c")))
+    nodes = tuple(Node(name=name, devices=(Device(f"{name}0", "cpu"),)) for name in "abcd")
+    topology = ClusterTopology(
+        name="t", nodes=nodes, default_link=NodeLink(latency_s=LATENCY_S, bandwidth_bytes_per_s=bandwidth), shared_links=(card,)
+    )
+    graph = StageGraph(4, ((0, 1), (0, 2), (1, 3), (2, 3)))
+    branches = lower(over_graph(catalogue.build("gpipe", Size(4, 8, 3, update_scope=UpdateScope.STAGE)), graph))
+    wires = dict.fromkeys([("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"), ("b", "a"), ("c", "a"), ("d", "b"), ("d", "c")], bandwidth)
+    logs = play(branches, "abcd", bandwidth=wires, num_bytes=100_000, shared=[(("a", "b"), ("a", "c"))])
+    apart = NetworkEstimate("abcd")
+    apart.seed(replace(topology, shared_links=()))
+    together = NetworkEstimate("abcd")
+    together.seed(topology)
+    wrong = transfers(logs, apart)
+    told = transfers(logs, together)
+    assert any(one.num_bytes / (one.seconds - LATENCY_S) < 0.7 * bandwidth for one in wrong if one.source == "a")
+    assert {(one.source, one.target) for one in told} >= {("b", "d"), ("c", "d"), ("d", "b"), ("d", "c")}
+    # Of messages in a row, the wire may rest for as long as the one before is still on its way.
+    assert all(one.num_bytes / (one.seconds - LATENCY_S) > 0.8 * bandwidth for one in told)
