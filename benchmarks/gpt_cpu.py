@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 from rounds import Summary, in_rounds, print_table, write_json
-from systems import SYSTEMS, UNBOUND, System, Window, Work, start
+from systems import SYSTEMS, System, Window, Work, start
 
 from raypipe import ClusterConfig, RunConfig, ScalingConfig, ScheduleConfig, Trainer
 from raypipe.errors import RaypipeError
@@ -157,7 +157,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=4, help="of a microbatch")
-    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=UNBOUND)
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=5, help="of a window")
     parser.add_argument("--json", help="file for all values")

@@ -1,7 +1,7 @@
 """What running a schedule costs beyond its work: stages that wait, on raypipe and on torch.distributed.pipelining.
 
     python benchmarks/overhead.py [--devices 4 8] [--microbatches 8 16 32] [--schedules gpipe 1f1b interleaved zb-v]
-                                  [--systems raypipe raypipe-gloo torch raypipe-bound ...] [--rounds 5] [--updates 20] [--wait-ms 5]
+                                  [--systems raypipe raypipe-gloo torch] [--rounds 5] [--updates 20] [--wait-ms 5]
                                   [--calibration FILE] [--json FILE]
 
 A forward waits once, a backward twice (input gradient, weight gradient), on the first stage too; 64 KB pass from stage to stage.
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from rounds import Summary, in_rounds, print_table, write_json
-from systems import SYSTEMS, TORCH_SCHEDULES, UNBOUND, RaypipeSystem, System, TorchSystem, Window, Work, start
+from systems import SYSTEMS, TORCH_SCHEDULES, RaypipeSystem, System, TorchSystem, Window, Work, start
 from waiting import WIDTH, NumberedRows, equal_waits, layers_per_stage
 
 from raypipe.calibration import Calibration
@@ -207,7 +207,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--schedules", nargs="+", choices=list(TORCH_SCHEDULES), default=list(TORCH_SCHEDULES))
-    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=UNBOUND)
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--wait-ms", type=float, default=5.0)
@@ -226,7 +226,7 @@ def main() -> None:
         for microbatches in arguments.microbatches
     ]
     results: list[Measured] = []
-    num_places = max(arguments.devices) * len([name for name in arguments.systems if SYSTEMS[name].transport])
+    num_places = max(arguments.devices) * len([name for name in arguments.systems if name != "torch"])
     try:
         calibration = Calibration.load(arguments.calibration)
         with session(ClusterConfig(dashboard=False, log_to_driver=False), num_devices=num_places, cpus_per_device=1.0):

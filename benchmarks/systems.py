@@ -3,7 +3,6 @@
     raypipe         Ray actors; messages as raypipe chooses by itself: shared memory on one node
     raypipe-gloo    Ray actors; all messages by gloo
     torch           plain processes and gloo, torch's own schedules
-    ...-bound       likewise, where each process keeps to some cores, neighbours to different ones (`scaling.bind_cores`)
 
 Both run a window of updates when they are told to, and the clock of the driver counts from telling to the last answer.
 Layers, first weights, rows, loss and optimizer are the same; no update waits for other stages, no gradient is clipped.
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from raypipe import ClusterConfig, Model, OptimizerConfig, ScalingConfig
-from raypipe.actors import cores
 from raypipe.actors.held import build_layer
 from raypipe.actors.job import jobs
 from raypipe.actors.launch import find_slots
@@ -50,25 +48,8 @@ from raypipe.schedules.lower import lower
 from raypipe.simulate import Numbered
 from raypipe.topology import Overheads, Path
 
-
-class Way(NamedTuple):
-    """How a system is run.
-
-    Attributes:
-        transport: raypipe's; `None` for torch.
-        bound: whether each process keeps to some cores.
-    """
-
-    transport: Transport | None
-    bound: bool
-
-
-_TRANSPORTS = {"raypipe": Transport.AUTO, "raypipe-gloo": Transport.GLOO, "torch": None}
-SYSTEMS = {name + end: Way(transport, bound) for end, bound in (("", False), ("-bound", True)) for name, transport in _TRANSPORTS.items()}
-"""The systems by name."""
-
-UNBOUND = list(_TRANSPORTS)
-"""Those that run as systems do that nobody has told otherwise."""
+SYSTEMS = {"raypipe": Transport.AUTO, "raypipe-gloo": Transport.GLOO, "torch": None}
+"""The systems by name, with raypipe's transport."""
 
 TORCH_SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -170,8 +151,8 @@ class System(Protocol):
 
 def start(name: str, work: Work) -> System:
     """Starts a system of this name."""
-    transport, bound = SYSTEMS[name]
-    return TorchSystem(work, bound=bound) if transport is None else RaypipeSystem(work, transport=transport, bound=bound)
+    transport = SYSTEMS[name]
+    return TorchSystem(work) if transport is None else RaypipeSystem(work, transport=transport)
 
 
 class RaypipeSystem:
@@ -180,17 +161,15 @@ class RaypipeSystem:
     Args:
         work: what to do.
         transport: what carries the messages.
-        bound: whether each actor keeps to some cores.
     """
 
-    def __init__(self, work: Work, *, transport: Transport, bound: bool = False) -> None:
+    def __init__(self, work: Work, *, transport: Transport) -> None:
         self.work = work
         self.done = 0
         self.last: WindowResult
         scaling = ScalingConfig(
             num_devices=work.num_devices,
             transport=transport,
-            bind_cores=bound,
             use_gpu=work.gpus_per_device > 0,
             gpus_per_device=work.gpus_per_device or 1.0,
         )
@@ -265,15 +244,11 @@ class RaypipeSystem:
 class TorchSystem:
     """Processes that run torch's schedule and wait at pipes between windows.
 
-    Args:
-        work: what to do.
-        bound: whether each process keeps to some cores.
-
     Attributes:
         order: the Ops of each rank as torch orders them, for the schedules with several stages a rank; else empty.
     """
 
-    def __init__(self, work: Work, *, bound: bool = False) -> None:
+    def __init__(self, work: Work) -> None:
         self.work = work
         self.resources = ExitStack()
         folder = self.resources.enter_context(tempfile.TemporaryDirectory())
@@ -282,7 +257,7 @@ class TorchSystem:
         self.processes = []
         for rank in range(work.num_devices):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(work, rank, bound, f"file://{folder}/store", there), daemon=True)
+            process = context.Process(target=_serve, args=(work, rank, f"file://{folder}/store", there), daemon=True)
             process.start()
             there.close()
             self.pipes.append(here)
@@ -325,11 +300,9 @@ class _Share:
     squared_norm: float
 
 
-def _serve(work: Work, rank: int, bound: bool, store: str, pipe: Connection) -> None:
+def _serve(work: Work, rank: int, store: str, pipe: Connection) -> None:
     """The life of one of torch's processes: it works when told, and ends when the driver closes the pipe."""
     torch.set_num_threads(1)
-    if bound:
-        cores.bind(cores.share(cores.usable(), cores.Place(rank, work.num_devices), num_threads=1))
     patience = timedelta(seconds=_PATIENCE_S)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=work.num_devices, timeout=patience)
     process = _Rank(work, rank)

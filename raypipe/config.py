@@ -251,8 +251,8 @@ class ScalingConfig:
         gpus_per_device: what each actor reserves of a GPU: less than 1 where several share one, as tests do.
         cpus_per_device: what each actor reserves of its node; Ray counts them, nothing enforces them.
         threads_per_device: torch threads of each actor on the CPU.
-        bind_cores: whether each actor keeps to some cores of its node: those next to its GPU; on the CPU an equal share, neighbours on
-            different ones where actors are more than cores. For nodes with several sockets; unequal stages lose each other's cores.
+        bind_cores: whether each actor keeps to some cores of its node: those next to its GPU; on the CPU an equal share, if there is a
+            core for each thread. For nodes with several sockets.
         topology: a `raypipe.topology/1` file for predictions, whose first devices stand for the run's in order; with `schedule.name: auto`
             they are the run's, where the file says. Left out for one made of the nodes' cores and assumed links.
         layers_per_stage: the cut, one number a stage; left out for the best cut by measured layer times.

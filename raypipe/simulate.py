@@ -184,8 +184,8 @@ class Timing:
 
     @cached_property
     def makespan_s(self) -> float:
-        """Seconds until the last slot ends."""
-        return max((row[-1] for row in self.ends if row), default=0.0)
+        """Seconds until the last slot, or the last wait, ends."""
+        return max([*(row[-1] for row in self.ends if row), *(row[-1][3] for row in self.waits if row)], default=0.0)
 
     @cached_property
     def update_ends_s(self) -> tuple[float, ...]:

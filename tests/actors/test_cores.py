@@ -22,13 +22,10 @@ def test_a_node_of_many_cores_is_shared_equally_and_no_core_twice() -> None:
     assert shares(4, 1) == [[0, 1, 2, 3]]
 
 
-def test_where_actors_are_more_than_cores_neighbours_have_different_ones() -> None:
-    assert shares(2, 5) == [[0], [1], [0], [1], [0]]
-
-
-def test_an_actor_has_a_core_for_each_of_its_threads_as_far_as_there_are() -> None:
-    assert shares(4, 4, num_threads=2) == [[0, 1], [2, 3], [0, 1], [2, 3]]
-    assert shares(2, 2, num_threads=8) == [[0, 1], [0, 1]]
+def test_where_threads_are_more_than_cores_all_may_use_all() -> None:
+    assert shares(2, 3) == [[0, 1]] * 3
+    assert shares(4, 2, num_threads=2) == [[0, 1], [2, 3]]
+    assert shares(4, 2, num_threads=3) == [[0, 1, 2, 3]] * 2
 
 
 @pytest.fixture

@@ -47,13 +47,16 @@ def test_actors_are_named_after_the_plans_devices_and_found_where_it_says() -> N
 
 def test_actors_keep_to_cores_where_they_are_told_to_and_tell_of_all() -> None:
     node, cores = this_node(), usable()
-    chosen = plan([[(f"{node}/{number}", 1.0)] for number in range(3)], {node: 3})
+    workers: Workers = [[(f"{node}/{number}", 1.0)] for number in range(min(len(cores), 3))]
+    chosen = plan(workers, {node: len(workers)})
     scaling = ScalingConfig(bind_cores=True)
     slots = planned_slots(chosen, scaling)
-    with Coordinator(run="bound", slots=slots, stages=[(0,), (1,), (2,)], scaling=scaling, cluster=ClusterConfig()) as coordinator:
+    with Coordinator(
+        run="bound", slots=slots, stages=[(stage,) for stage in range(len(workers))], scaling=scaling, cluster=ClusterConfig()
+    ) as coordinator:
         coordinator.wait_until_up()
         for number, place in enumerate(coordinator.places):
-            expected = set(share(cores, Place(number, 3), num_threads=1))
+            expected = set(share(cores, Place(number, len(workers)), num_threads=1))
             assert all(os.sched_getaffinity(int(thread)) == expected for thread in os.listdir(f"/proc/{place.pid}/task"))
             assert place.num_cores == len(cores)
 
