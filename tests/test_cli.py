@@ -190,6 +190,7 @@ def test_ctrl_c_gives_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_signal_from_the_terminal_gives_130() -> None:
     code = (
         "import os, signal, sys, raypipe.cli.schedule as module\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "module.simulate = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\n"
         "from raypipe.cli import main\n"
         "sys.exit(main())"
