@@ -26,7 +26,7 @@ from raypipe.actors import devices
 from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.clock import Clock, DeviceClock, HostClock, Timed
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Draw, Outputs, Weights, squared_norm, stand_in, unchanged_buffers
+from raypipe.actors.held import Draw, Outputs, Weights, stand_in, unchanged_buffers
 from raypipe.actors.job import Job, MessageKey, Rows
 from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import Pending, Transport
@@ -486,7 +486,9 @@ class _Run:
         norm = self._norm(op)
         if shared is not None:
             # What stages share is limited alike on all of them. A product: other stages of this device may be yet to use the sum.
-            shared = shared * self._scale(_root(squared_norm([shared])) if self.job.update_scope is UpdateScope.STAGE else norm)
+            shared = shared * self._scale(
+                _root(weights.shared_squared_norm(shared)) if self.job.update_scope is UpdateScope.STAGE else norm
+            )
             del self.shared[op.stage, op.index]
         weights.update(
             op.index,
@@ -529,7 +531,7 @@ class _Run:
             if stage in graph.tie_of and stage == graph.ties[graph.tie_of[stage]][0]:
                 shared = self._shared(stage, update)
                 assert shared is not None, "it is tied"
-                parts.append(squared_norm([shared]))
+                parts.append(self.executor.held[stage].shared_squared_norm(shared))
         return torch.stack(parts).sum()
 
     # Weights that stages share

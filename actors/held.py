@@ -447,15 +447,24 @@ class Weights:
         ]
 
     def shared_gradients(self, update: int) -> Tensor:
-        """What this stage brings to the sum of the gradients of all weights that its tie shares, as one vector."""
+        """What this stage brings to the sum of the gradients of all weights that its tie shares, as one vector.
+
+        At its end stands for each weight a 1 where it has a gradient and a 0 where it has none, and zeros in its place.
+        """
         gradients = self.gradients(update)
         parts: list[Tensor] = []
+        there: list[Tensor] = []
         for position, weight in self._shared:
             gradient = None if position is None else gradients[position]
+            there.append(torch.full((1,), float(gradient is not None), dtype=weight.dtype, device=self.on))
             if gradient is None:
                 gradient = torch.zeros(weight.numel, dtype=weight.dtype, device=self.on)
             parts.append(gradient.reshape(-1))
-        return torch.cat(parts)
+        return torch.cat([*parts, *there])
+
+    def shared_squared_norm(self, shared: Tensor) -> Tensor:
+        """The sum of the squares of the gradients in a sum of such vectors, in float64."""
+        return squared_norm([shared[: len(shared) - len(self._shared)]])
 
     def squared_norm(self, update: int) -> Tensor:
         """The sum of the squares of an update's gradients, in float64; those of weights that stages share are left out."""
@@ -475,9 +484,10 @@ class Weights:
         gradients = self.gradients(update)
         del self._gradients[update]
         if shared is not None:
-            parts = torch.split(shared, [weight.numel for _, weight in self._shared])
-            for (position, _), part in zip(self._shared, parts, strict=True):
-                if position is not None:
+            *parts, there = torch.split(shared, [*(weight.numel for _, weight in self._shared), len(self._shared)])
+            for number, ((position, _), part) in enumerate(zip(self._shared, parts, strict=True)):
+                # Only then: to read what others have, the host waits for the device.
+                if position is not None and (gradients[position] is not None or bool(there[number])):
                     gradients[position] = _laid_as(self.masters[position], part)
         if self.versioned and keep_old:
             self._move()

@@ -397,3 +397,32 @@ def test_a_cut_or_a_schedule_that_does_not_know_the_ties_is_refused() -> None:
 def test_the_unsplit_gpt_has_one_weight_less() -> None:
     sizes = [sum(weight.numel() for weight in unsplit(gpt(tie_embeddings=tied)).parameters()) for tied in (False, True)]
     assert sizes[0] - sizes[1] == 256 * 256
+
+
+class WithSpare(nn.Module):
+    """A layer and a weight that it computes nothing with."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layer = build()
+        self.spare = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("scope", [UpdateScope.GLOBAL, UpdateScope.STAGE])
+def test_a_shared_weight_without_any_gradient_is_left_alone(stages: int, scope: UpdateScope) -> None:
+    """As by torch's optimizers, which would else let it decay."""
+    plain = mlp(num_layers=4, dtype="float64")
+    layers = tuple(dataclasses.replace(layer, build=partial(WithSpare, layer.build)) for layer in plain.layers)
+    tie: Tie = (("layer-0", "spare"), ("layer-3", "spare"))
+    model = dataclasses.replace(plain, layers=layers, ties=(tie,))
+    run = pipeline(model, build("1f1b", Size(stages, NUM_MICROBATCHES, 3, update_scope=scope)))
+    before = {index: copies[0][1].clone() for index, copies in layers_of(run).items()}
+    run.run_window()
+    for index, copies in layers_of(run).items():
+        for spare, weight, _ in copies:
+            assert torch.equal(spare, torch.ones_like(spare))
+            assert not torch.equal(weight, before[index])
