@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
 from rich.table import Table
 
 from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
-from raypipe.cli.screen import console, print_json
+from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.errors import InputError
 from raypipe.plan import Plan
+from raypipe.planner.layout import Judged, Seen
 from raypipe.planner.planners import AUTO, PLANNERS, best_division, make
 from raypipe.planner.problem import Problem
 from raypipe.planner.search import Budget
@@ -87,15 +91,18 @@ def plan(
     )
     budget = Budget.usual(problem.num_devices, effort=effort)
     began_s = time.perf_counter()
-    if batch_size is not None:
-        problem = best_division(problem, name=planner, schedule=schedule, budget=budget)
-    found = make(problem, name=planner, schedule=schedule, budget=budget)
+    with _watched() as seen:
+        if batch_size is not None:
+            problem = best_division(problem, name=planner, schedule=schedule, budget=budget, seen=seen)
+        found = make(problem, name=planner, schedule=schedule, budget=budget, seen=seen)
     took_s = time.perf_counter() - began_s
     if output:
         found.save(output)
     figures = plan_figures(found) | {"planning_s": took_s}
-    others = _others(problem, budget, besides=planner) if compare else {}
+    others: dict[str, Plan | str] = {}
     if compare:
+        with _watched() as seen:
+            others = _others(problem, budget, besides=planner, seen=seen)
         figures["compared"] = {
             name: {"schedule": other.order.name, "update_s": _update_s(other)} if isinstance(other, Plan) else {"error": other}
             for name, other in others.items()
@@ -106,6 +113,22 @@ def plan(
     _print(found, figures, others)
     if output:
         console().print(f"\nwritten to {output}", soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _watched() -> Iterator[Seen]:
+    """Says on a terminal how far the search is: many microbatches take minutes."""
+    update_s, num_seen = math.inf, 0
+    with progress_console().status("planning") as status:
+
+        def seen(judged: Judged) -> None:
+            nonlocal update_s, num_seen
+            num_seen += 1
+            update_s = min(update_s, math.inf if judged.missing_bytes else judged.update_s)
+            best = "none fits yet" if update_s == math.inf else f"the best takes {seconds(update_s)} an update"
+            status.update(f"planning: {counted(num_seen, 'plan')} simulated, {best}")
+
+        yield seen
 
 
 def plan_figures(found: Plan) -> dict[str, Any]:
@@ -144,13 +167,13 @@ def _update_s(found: Plan) -> float:
     return found.predicted.update_s
 
 
-def _others(problem: Problem, budget: Budget, *, besides: str) -> dict[str, Plan | str]:
+def _others(problem: Problem, budget: Budget, *, besides: str, seen: Seen) -> dict[str, Plan | str]:
     """What the other planners find, or why they do not."""
     found: dict[str, Plan | str] = {}
     for other in PLANNERS:
         if other.name != besides:
             try:
-                found[other.name] = make(problem, name=other.name, budget=budget)
+                found[other.name] = make(problem, name=other.name, budget=budget, seen=seen)
             except InputError as error:
                 found[other.name] = str(error)
     return found

@@ -106,6 +106,14 @@ class Judged:
         return self.missing_bytes, self.update_s
 
 
+Seen = Callable[[Judged], None]
+"""Told of every layout that is simulated."""
+
+
+def unwatched(_: Judged) -> None:
+    """Does nothing with it."""
+
+
 @dataclass
 class Judge:
     """Estimates and simulates layouts of one problem, and remembers what several of them share.
@@ -114,6 +122,7 @@ class Judge:
         problem: what is planned.
         numbered: orders and their lowered programs, which are the same on all devices that divide the rows alike.
         check: raises an `InputError` for an order, a placement and rows of a microbatch that are not to be chosen.
+        seen: told of every layout that is simulated.
     """
 
     problem: Problem
@@ -123,6 +132,7 @@ class Judge:
     refusals: list[str] = field(default_factory=list, repr=False)
     """Why orders cannot be."""
     check: Callable[[Schedule, Placement, int], None] | None = None
+    seen: Seen = unwatched
     _channels: dict[tuple[Group, Group], Channel] = field(default_factory=dict)
     _stages: dict[tuple[Group, int, int], tuple[float, float, float]] = field(default_factory=dict)
 
@@ -314,7 +324,9 @@ class Judge:
         missing = 0.0
         if any(problem.memory_bytes[device] < math.inf for device in devices):
             missing = max(peak - problem.memory_bytes[device] for peak, device in zip(timing.peak_memory_bytes, devices, strict=True))
-        return Judged(layout, timing, max(missing, 0.0), self.num_updates(layout))
+        judged = Judged(layout, timing, max(missing, 0.0), self.num_updates(layout))
+        self.seen(judged)
+        return judged
 
     def _allowed(self, layout: Layout, cut: Cut) -> bool:
         """Whether an order is no staler than the problem allows, in a whole window."""

@@ -14,7 +14,7 @@ from raypipe.plan import Plan
 from raypipe.planner import baselines, chunks
 from raypipe.planner.bound import plan_bound
 from raypipe.planner.canonical import canonical, renumbered
-from raypipe.planner.layout import Judge, Judged, Layout
+from raypipe.planner.layout import Judge, Judged, Layout, Seen, unwatched
 from raypipe.planner.partition import MOST_UNITS
 from raypipe.planner.problem import Group, Problem
 from raypipe.planner.search import Budget, Search, better
@@ -71,7 +71,7 @@ def planner(name: str) -> Planner:
     raise UnknownNameError("planner", name, [known.name for known in PLANNERS])
 
 
-def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Plan:
+def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None, seen: Seen = unwatched) -> Plan:
     """The best plan that a planner finds, simulated.
 
     Args:
@@ -79,12 +79,13 @@ def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budge
         name: of the planner.
         schedule: the order of Ops; `auto` to choose. Planners other than raypipe's bring their own order for `auto`.
         budget: how hard raypipe's own searches.
+        seen: told how it goes.
 
     Raises:
         UnknownNameError: no planner or schedule is called so.
         PlanError: nothing fits into memory, or the planner has nothing for this problem.
     """
-    judge = Judge(problem)
+    judge = Judge(problem, seen=seen)
     found = solve(judge, name=name, schedule=schedule, budget=budget)
     return judge.plan(found, planner=name, lower_bound_s=bound_s(problem, schedule))
 
@@ -120,7 +121,9 @@ def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISI
     return [ways[round(at * (len(ways) - 1) / (most - 1))] for at in range(most)]
 
 
-def best_division(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Problem:
+def best_division(
+    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None, seen: Seen = unwatched
+) -> Problem:
     """The problem with its rows divided into as many microbatches as a quick search finds best.
 
     Rows are taken to cost alike in microbatches of any size, besides the topology's overheads for each.
@@ -130,6 +133,7 @@ def best_division(problem: Problem, *, name: str = "raypipe", schedule: str = AU
         name: of the planner.
         schedule: as of `make`.
         budget: of the whole search; a fifth of it is spent on each way to divide.
+        seen: told how it goes.
 
     Raises:
         PlanError: none of them has a plan; says what is wrong with the last.
@@ -142,7 +146,7 @@ def best_division(problem: Problem, *, name: str = "raypipe", schedule: str = AU
     for num_microbatches, microbatch_size in divided(batch_size, most_microbatches=_MICROBATCHES_A_DEVICE * problem.num_devices):
         candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         try:
-            found = solve(Judge(candidate), name=name, schedule=schedule, budget=quick)
+            found = solve(Judge(candidate, seen=seen), name=name, schedule=schedule, budget=quick)
         except PlanError as error:
             failure = error
             continue
@@ -200,7 +204,14 @@ def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged
     in the end, so that none of them is ever ahead.
     """
     sorted_problem, numbers = canonical(judge.problem)
-    sorted_judge = Judge(sorted_problem, numbered=judge.numbered, too_stale=judge.too_stale, refusals=judge.refusals, check=judge.check)
+    sorted_judge = Judge(
+        sorted_problem,
+        numbered=judge.numbered,
+        too_stale=judge.too_stale,
+        refusals=judge.refusals,
+        check=judge.check,
+        seen=judge.seen,
+    )
     few = sorted_problem.num_devices <= MOST_UNITS
     # Other orders hold more or fewer activations, so that which forwards are run again is found anew.
     begin = [replace(judged.layout, recomputed=None) for judged in _proposed(sorted_judge, schedule)] if few else []

@@ -13,7 +13,7 @@ from raypipe.errors import PlanError, UnknownNameError
 from raypipe.own_schedules import build
 from raypipe.plan import Plan
 from raypipe.planner.bound import plan_bound
-from raypipe.planner.layout import Judge, Layout
+from raypipe.planner.layout import Judge, Judged, Layout
 from raypipe.planner.planners import PLANNERS, best_division, climbed, divided, make, solve
 from raypipe.planner.problem import Problem
 from raypipe.planner.search import Budget
@@ -61,6 +61,16 @@ def test_a_plan_is_whole_and_promises_what_its_simulation_says(name: str) -> Non
         assert sum(replica.share for replica in worker) == pytest.approx(1.0)
         for replica in worker:
             assert replica.share * problem.microbatch_size == pytest.approx(round(replica.share * problem.microbatch_size))
+
+
+def test_all_that_is_simulated_is_told_and_none_of_it_is_faster() -> None:
+    problem, told = islands((2, 2), num_layers=6), list[Judged]()
+    plan = make(problem, budget=SMALL, seen=told.append)
+    assert plan.predicted is not None
+    assert min(judged.update_s for judged in told if not judged.missing_bytes) == pytest.approx(plan.predicted.update_s)
+    division = list[Judged]()
+    best_division(problem, budget=TINY, seen=division.append)
+    assert len({len(judged.timing.order.programs[0].items) for judged in division}) > 1, "several ways to divide"
 
 
 def test_one_device_gives_one_stage() -> None:
