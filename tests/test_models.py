@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import pickle
+import threading
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -17,6 +19,7 @@ from raypipe.models.bert import bert
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.models.towers import two_towers
+from raypipe.models.waiting import sleep
 
 
 @pytest.fixture(autouse=True)
@@ -340,3 +343,21 @@ def test_a_model_and_its_modules_travel_by_pickle(model: Model) -> None:
 def test_refusals_of_models_are_the_users_input() -> None:
     with pytest.raises(InputError):
         gpt(d_model=-1)
+
+
+def test_threads_that_wait_in_place_of_computing_are_woken_in_time() -> None:
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:
+        pytest.skip("needs Linux")
+    slack_ns: list[int] = []
+
+    def wait() -> None:
+        slack_ns.append(prctl(30, 0, 0, 0, 0))  # PR_GET_TIMERSLACK
+        sleep(0.0)
+        slack_ns.append(prctl(30, 0, 0, 0, 0))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert slack_ns[0] > 1
+    assert slack_ns[1] == 1

@@ -9,7 +9,6 @@ ports and input gradients hand out the same memory again and again, and only the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from raypipe.model import Layer, Model
+from raypipe.models.waiting import sleep
 
 if TYPE_CHECKING:
     from raypipe.model import Batch
@@ -104,7 +104,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *_: Tensor) -> Any:
         if ctx.wait_s:  # type: ignore[attr-defined]
-            time.sleep(ctx.wait_s)  # type: ignore[attr-defined]
+            sleep(ctx.wait_s)  # type: ignore[attr-defined]
         gradients = [
             ctx.zeros(number) if needed else None  # type: ignore[attr-defined]
             for number, needed in enumerate(ctx.needs_input_grad[3:])  # type: ignore[attr-defined]
@@ -171,7 +171,7 @@ class WaitingStage(nn.Module):
         waits, rows = self.waits, inputs[0].shape[0]
         part = rows / self.num_rows
         if waits.forward_s:
-            time.sleep(waits.forward_s * part)
+            sleep(waits.forward_s * part)
         shapes = [tuple(x.shape) for x in inputs]
         # `detach` makes another tensor of the same memory: autograd notes its place in the graph in the one that it is given.
         passed: Tensor = _Wait.apply(  # type: ignore[no-untyped-call]
@@ -205,5 +205,5 @@ class WaitingOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Waits."""
         if self.wait_s:
-            time.sleep(self.wait_s)
+            sleep(self.wait_s)
         return None

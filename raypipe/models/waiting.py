@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from raypipe.model import Batch
 
 
+_PR_SET_TIMERSLACK = 29
+"""Of prctl(2)."""
+_exact = threading.local()
+"""Whether this thread's sleeps are."""
+
+
 def waiting(
     *,
     num_layers: int = 4,
@@ -49,13 +55,8 @@ def mean(output: Tensor, _: Batch) -> Tensor:
     return output.mean()
 
 
-_PR_SET_TIMERSLACK = 29
-"""Of prctl(2)."""
-_exact = threading.local()
-
-
-def _sleep(seconds: float) -> None:
-    """Sleeps, without the 50 us and more that Linux lets a thread sleep longer to wake fewer times."""
+def sleep(seconds: float) -> None:
+    """Sleeps, not the 50 us longer that Linux takes for most threads to wake fewer times."""
     if not getattr(_exact, "is_set", False):
         _exact.is_set = True
         if prctl := getattr(ctypes.CDLL(None), "prctl", None):
@@ -73,7 +74,7 @@ class _WaitInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        _sleep(ctx.wait_s)  # type: ignore[attr-defined]
+        sleep(ctx.wait_s)  # type: ignore[attr-defined]
         return gradients[0], None
 
 
@@ -109,7 +110,7 @@ class Waiting(nn.Module):
         """Returns x + weight."""
         if self.num_rows:
             self.share = x.shape[0] / self.num_rows
-        _sleep(self.forward_s * self.share)
+        sleep(self.forward_s * self.share)
         passed: Tensor = _WaitInBackward.apply(x, self.input_grad_s * self.share)  # type: ignore[no-untyped-call]
         weight = self.weight
         if not hasattr(weight, "waits"):  # once for each tensor that holds a version of the weight
@@ -117,4 +118,4 @@ class Waiting(nn.Module):
         return passed + weight
 
     def _wait(self, _: Tensor) -> None:
-        _sleep(self.weight_grad_s * self.share)
+        sleep(self.weight_grad_s * self.share)
