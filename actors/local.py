@@ -62,6 +62,7 @@ class LocalPipeline:
         self.batches = batches
         self.placement = placement
         self.jobs = jobs(schedule, placement)
+        self._evaluations: dict[Schedule, tuple[Job, ...]] = {}
         self.num_windows = 0
         self.num_updates = 0
         stages_of = [sorted({op.stage for op, place in schedule.ops() if place.worker == job.program.worker}) for job in self.jobs]
@@ -109,7 +110,9 @@ class LocalPipeline:
     def evaluate(self, schedule: Schedule, *, batches: BatchSource, keep_outputs: bool = False) -> list[WindowReport]:
         """Runs a schedule of forwards only over other rows."""
         window = Window(number=self.num_windows, first_update=0, batches=batches, keep_outputs=keep_outputs)
-        return self._run(jobs(schedule, self.placement), window)
+        if schedule not in self._evaluations:  # executors keep what they work out for each job
+            self._evaluations[schedule] = jobs(schedule, self.placement)
+        return self._run(self._evaluations[schedule], window)
 
     def close(self) -> None:
         """Ends the threads that its devices have, where they are GPUs."""
