@@ -26,7 +26,7 @@ from raypipe.actors import devices
 from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.clock import Clock, DeviceClock, HostClock, Timed
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Draw, Outputs, Weights, stand_in, unchanged_buffers
+from raypipe.actors.held import Draw, Outputs, Weights, stand_in, unchanged
 from raypipe.actors.job import Job, MessageKey, Rows
 from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import Pending, Transport
@@ -202,7 +202,7 @@ class Executor:
         """
         for weights in self.held.values():
             weights.module.train()
-            with unchanged_buffers(weights.module):
+            with unchanged(weights.module):
                 for split in (False, True):
                     self._run_once(weights, devices.upload(batch, self.on), split=split)
 
@@ -445,8 +445,11 @@ class _Run:
             self.report.outputs[wired.op.index] = output[0].detach()
         with wired.weights.module.seeded_loss(draw):
             loss = model.loss(output[0], batch)
-        if loss.dim():
-            raise ConfigError(f"the model's loss has shape {tuple(loss.shape)}; expected a scalar, the mean over the rows")
+        if not isinstance(loss, Tensor) or loss.dim():
+            what = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is of type {type(loss).__name__}"
+            raise ConfigError(f"the model's loss {what}; expected a scalar tensor, the mean over the rows")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ConfigError("the model's loss has no gradient, so nothing would be trained; it is detached, or made of constants alone")
         return loss
 
     def _backward(self, wired: WiredOp) -> None:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from raypipe.actors import devices
 from raypipe.actors.transport import TensorSpec
@@ -38,6 +39,8 @@ OPTIMIZER = "optimizer/"
 
 _DRAWING = threading.Lock()
 """Torch's generator belongs to the process: layers that may draw from it, at making or in forward, do so one at a time."""
+_BUILT: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The layer that each weight was built for: built twice, it would be stepped in two places of one process, and differ between two."""
 _COUNTS = frozenset({"step", "mu_product"})
 """Names of optimizer state that is one number a weight, whatever the weight's shape."""
 
@@ -80,6 +83,13 @@ def build_layer(layer: Layer, *, index: int, seed: int) -> nn.Module:
             raise ConfigError(f"layer {layer.name!r} could not be built: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"layer {layer.name!r}: its build function returned {type(module).__name__}, expected a torch.nn.Module")
+    for name, weight in module.named_parameters():
+        if weight in _BUILT:
+            raise ConfigError(
+                f"layer {layer.name!r}: its build function returned the weight {name!r}, with which layer {_BUILT[weight]!r} was built "
+                "before; make a new one each time, as by copy.deepcopy, and name in the model's ties what layers are to share"
+            )
+        _BUILT[weight] = layer.name
     return module
 
 
@@ -735,6 +745,8 @@ def output_specs(
     names = ", ".join(spec.name for spec in module.specs.values())
     where = f"stage {module.stage} (layers {names})"
     for field, tensor in batch.items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(f"the batch field {field!r} is of type {type(tensor).__name__}; expected a tensor")
         if not tensor.dim() or tensor.shape[0] != num_rows:
             raise ConfigError(
                 f"the batch field {field!r} has the shape {tuple(tensor.shape)}; expected {num_rows} rows, schedule.microbatch_size"
@@ -747,31 +759,50 @@ def output_specs(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise ConfigError(f"a forward of {where} failed: {type(error).__name__}: {error}") from error
+        over = " over zeros, in place of what other stages send," if zeros else ""
+        remedy = "; layers that cannot take them need another cut, or get the tensor as a batch field" if zeros else ""
+        raise ConfigError(f"a forward of {where}{over} failed: {type(error).__name__}: {error}{remedy}") from error
     finally:
         module.first[0] = ()
     for layer, tensors in outputs.items():
         for tensor in tensors:
             if not isinstance(tensor, Tensor) or not tensor.dim() or tensor.shape[0] != num_rows:
                 shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                taker = "the loss" if layer == module.num_layers - 1 else "other stages"
                 raise ConfigError(
-                    f"layer {module.specs[layer].name!r} of {where} gives {shape} to other stages; "
+                    f"layer {module.specs[layer].name!r} of {where} gives {shape} to {taker}; "
                     f"expected tensors whose first dimension is the row ({num_rows} of them)"
                 )
     return {layer: tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors) for layer, tensors in outputs.items()}
 
 
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
 @contextmanager
-def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """A context after which running statistics and the like are as they were before."""
-    before = {name: buffer.clone() for name, buffer in module.named_buffers() if buffer.layout is torch.strided}
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """A context after which weights, buffers and what layers note of themselves are as before: layers may begin by what they see first.
+
+    Copies wait in the host's memory.
+    """
+    # Some of torch's own layers write into their buffers unseen.
+    tensors: list[tuple[Tensor, int, Tensor]] = [(weight, weight._version, _on_host(weight)) for weight in module.parameters()]
+    tensors += [(buffer, -1, _on_host(buffer)) for buffer in module.buffers() if buffer.layout is torch.strided]
+    noted = [(part, dict(part.__dict__), dict(part._buffers)) for part in module.modules()]
     try:
         yield
     finally:
-        for name, buffer in module.named_buffers():
-            if name in before and buffer.shape == before[name].shape and not torch.equal(buffer, before[name]):
-                with torch.no_grad():
-                    buffer.copy_(before[name])
+        for part, attributes, buffers in noted:
+            for name in part.__dict__.keys() - attributes.keys():
+                del part.__dict__[name]
+            part.__dict__.update(attributes)
+            part._buffers.clear()
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, version, before in tensors:
+                if tensor._version != version:
+                    tensor.copy_(before)
 
 
 def stand_in(spec: TensorSpec, *, on: torch.device) -> Tensor:

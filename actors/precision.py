@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from raypipe.actors import devices
-from raypipe.actors.held import Draw, Outputs, StageModule, Weights, output_specs
+from raypipe.actors.held import Draw, Outputs, StageModule, Weights, output_specs, unchanged
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import Precision
 from raypipe.cut import Cut
@@ -43,9 +43,8 @@ class AutocastStage(StageModule):
 
     def forward(self, inputs: Outputs, batch: Batch, draw: Draw) -> Outputs:
         """The outputs that other stages or the loss take."""
-        given = next(tensor for tensors in (*inputs.values(), tuple(batch.values())) for tensor in tensors)
         # What comes from other stages are leaves here, and no leaves in the unsplit model: of these nothing is cached.
-        with torch.autocast(given.device.type, dtype=LOW, cache_enabled=False):
+        with torch.autocast(self.on.type, dtype=LOW, cache_enabled=False):
             return super().forward(inputs, batch, draw)
 
 
@@ -96,11 +95,12 @@ def prepare(
     if isinstance(module, LowStage):
         weights.lower(weights.names, LOW)
     if not isinstance(module, AutocastStage):
-        specs = output_specs(module, inputs, batch, num_rows=num_rows)
+        with unchanged(module):
+            specs = output_specs(module, inputs, batch, num_rows=num_rows)
         weights.check_in_place()
         return specs
     uses = _Uses(weights)
-    with _eagerly(), uses.watched():
+    with unchanged(module), _eagerly(), uses.watched():
         specs = output_specs(module, inputs, batch, num_rows=num_rows)
     both = uses.cast & uses.plain
     if both and weights.rule is WeightRule.LIVE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from raypipe.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError
 from raypipe.model import Model
 from raypipe.schedules.ir import WeightRule
+
+_LOG = logging.getLogger("raypipe.stage")
 
 ModelFunction = Callable[[], Model]
 BatchFunction = Callable[[str], BatchSource]
@@ -473,6 +476,7 @@ class StageActor:
 
     def _failure(self, error: Exception) -> StageFailedError:
         assert self._executor is not None, "only a window fails so"
+        _LOG.error("%s, %s", self._doing, self._executor.progress, exc_info=error)  # the driver is told the last line alone
         place = self.whereabouts()
         return StageFailedError(
             device=self.identity.name,

@@ -12,6 +12,7 @@ States are classes with the data that hold in them. Only the coordinator has act
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -726,7 +727,9 @@ class Coordinator:
             return error.cause
         if isinstance(error, RayActorError):
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = next((line for line in lines if "reason" in line.lower() or "exit" in line.lower()), lines[-1] if lines else "")
+            # Not what Ray says of the actor, such as its name, which is the user's.
+            told = [line for line in lines if not _FACT.match(line)]
+            reason = next((line for line in told if "reason" in line.lower() or "exit" in line.lower()), lines[-1] if lines else "")
             remedy = _START_REMEDY if what == _STARTING else _DEATH_REMEDY
             return self._failure(device, what, f"its process died ({reason[:300]})", remedy)
         cause = error.cause if isinstance(error, RayTaskError) else error
@@ -748,6 +751,8 @@ class Coordinator:
 
 
 _STARTING = "starting"
+
+_FACT = re.compile(r"[a-z_]+: ")
 
 _DEATH_REMEDY = "look at its node for an out-of-memory kill or a crash; `--resume` goes on from the last checkpoint"
 

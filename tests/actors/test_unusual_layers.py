@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raypipe.actors.checkpoint import Checkpoint, CheckpointIndex, layer_file, load_modules, load_stage
-from raypipe.actors.held import StageModule, Weights
+from raypipe.actors.held import StageModule, Weights, build_layer
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.optimizers import build_optimizer
 from raypipe.actors.report import mean_losses
@@ -497,3 +498,56 @@ class Expanded(nn.Linear):
 def test_what_no_checkpoint_can_hold_is_refused_before_training(layer: Build, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         pipeline(model_of(layer, dense))
+
+
+class BeginsByWhatItSees(nn.Module):
+    """Scales by what its first rows are like, as ActNorm does (Kingma and Dhariwal 2018), and counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.has_begun = False
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.has_begun:
+            with torch.no_grad():
+                self.scale.copy_(1 / (x.std() + 1e-6))
+            self.has_begun = True
+        self.count += 1
+        scaled: Tensor = x * self.scale
+        return scaled
+
+
+def test_layers_that_begin_by_what_they_see_first_see_rows_and_no_zeros() -> None:
+    trained = pipeline(model_of(dense, dense, BeginsByWhatItSees, dense))
+    layer: Any = trained.held[1][1].module.layers["2"]
+    assert (layer.scale.item(), layer.has_begun, layer.count.item()) == (1.0, False, 0)
+    trained.executors[1].warm_up(Rows().batch(0, (0.0, 1.0)))
+    assert (layer.scale.item(), layer.has_begun, layer.count.item()) == (1.0, False, 0)
+    run(trained, 1)
+    assert layer.count.item() == NUM_MICROBATCHES
+    assert 0.1 < layer.scale.item() < 100
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda output, _: output.detach().mean(), "has no gradient"),
+        (lambda *_: 1.0, "is of type float"),
+        (lambda output, _: output, r"has shape \("),
+    ],
+)
+def test_a_loss_that_trains_nothing_is_refused(loss: Callable[..., Tensor], said: str) -> None:
+    trained = pipeline(replace(model_of(dense, dense), loss=loss))
+    with pytest.raises(ConfigError, match=f"the model's loss {said}"):
+        run(trained, 1)
+
+
+def test_a_weight_that_was_given_before_is_refused() -> None:
+    module = dense()
+    build_layer(Layer("a", lambda: module), index=0, seed=0)
+    with pytest.raises(ConfigError, match=r"layer 'b': .* with which layer 'a' was built before; .* copy.deepcopy"):
+        build_layer(Layer("b", lambda: module), index=0, seed=0)
+    build_layer(Layer("c", lambda: copy.deepcopy(module)), index=0, seed=0)
