@@ -56,6 +56,8 @@ def compare(predicted: Trace, measured: Sequence[Trace]) -> list[Figure]:
     if all(any(trace.peak_memory_bytes) for trace in (predicted, *measured)):
         for device, name in enumerate(predicted.devices):
             peaks = [float(trace.peak_memory_bytes[device]) for trace in measured]
+            if not statistics.median(peaks):
+                continue  # less than what was there before the model: nobody knows by how much
             figures.append(_figure(f"memory of device {name}", "bytes", float(predicted.peak_memory_bytes[device]), peaks))
     return figures
 

@@ -76,7 +76,8 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     except (RayError, ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
         ray.shutdown()
         where = f"the Ray cluster at {address!r} cannot be reached" if address else "a local Ray cluster cannot be started"
-        raise RunError(f"{where}: {error}; check cluster.address, RAY_ADDRESS and `ray status`") from error
+        tokens = ", and that RAY_AUTH_MODE=token is set here if it is where the cluster was started" if address else ""
+        raise RunError(f"{where}: {error}; check cluster.address, RAY_ADDRESS and `ray status`{tokens}") from error
     try:
         with also_on_sigterm():  # after ray.init, which sets a handler of its own
             url = context.dashboard_url
