@@ -759,9 +759,8 @@ def output_specs(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        over = " over zeros, in place of what other stages send," if zeros else ""
-        remedy = "; layers that cannot take them need another cut, or get the tensor as a batch field" if zeros else ""
-        raise ConfigError(f"a forward of {where}{over} failed: {type(error).__name__}: {error}{remedy}") from error
+        over = " (it ran over zeros, in place of what other stages send)" if zeros else ""
+        raise ConfigError(f"a forward of {where} failed: {type(error).__name__}: {error}{over}") from error
     finally:
         module.first[0] = ()
     for layer, tensors in outputs.items():
