@@ -202,8 +202,8 @@ class NetworkEstimate:
             if link is None:
                 continue
             limits = [shared.bandwidth_bytes_per_s for shared in topology.shared_links if ends in through[shared.name]]
-            bandwidth = min([*limits, *([] if link.bandwidth_bytes_per_s is None else [link.bandwidth_bytes_per_s])], default=None)
-            if bandwidth is None:
+            bandwidth = min(link.bandwidth_bytes_per_s or math.inf, *limits, math.inf)
+            if bandwidth == math.inf:
                 estimate.latency_s = link.latency_s
             else:
                 estimate.set(bandwidth_bytes_per_s=bandwidth, latency_s=link.latency_s, at_s=at_s)
@@ -267,9 +267,9 @@ class NetworkEstimate:
                 kept.append(link)
             else:
                 kept += [replace(link, source=source, target=target, one_way=True) for source, target in left]
-        return replace(topology, links=(*kept, *seen.values()), shared_links=tuple(map(self._now, topology.shared_links)))
+        return replace(topology, links=(*kept, *seen.values()), shared_links=tuple(map(self._as_it_is_now, topology.shared_links)))
 
-    def _now(self, shared: SharedLink) -> SharedLink:
+    def _as_it_is_now(self, shared: SharedLink) -> SharedLink:
         """A shared link with what it carries now, as far as its members tell: no less than one of them by itself."""
         found = self._bottlenecks.get(shared.name)
         if found is None or not found.alone_bytes_per_s:

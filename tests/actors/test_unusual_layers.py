@@ -551,3 +551,33 @@ def test_a_weight_that_was_given_before_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layer 'b': .* with which layer 'a' was built before; .* copy.deepcopy"):
         build_layer(Layer("b", lambda: module), index=0, seed=0)
     build_layer(Layer("c", lambda: copy.deepcopy(module)), index=0, seed=0)
+
+
+class Queries(nn.Module):
+    """Learned rows, from nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.rows * 2
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = dense()
+
+    def forward(self, queries: Tensor, inputs: Tensor) -> Tensor:
+        added: Tensor = self.dense(queries + inputs)
+        return added
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_a_stage_may_begin_with_nothing(precision: Precision) -> None:
+    layers = (Layer("queries", Queries, inputs=()), Layer("added", Added, inputs=("queries",), batch=("inputs",)))
+    trained = pipeline(Model(layers, squared), precision=precision)
+    before = trained.held[0][0].masters[0].detach().clone()
+    run(trained, 1)
+    assert not torch.equal(trained.held[0][0].masters[0], before)
