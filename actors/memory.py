@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -115,9 +114,7 @@ def _load_what_comes_late(device: torch.device) -> None:
 
 
 def _give_back_what_is_free() -> None:
-    """Lets the C library give free pages back, also those that it was told to keep, and Arrow those that reading rows took."""
+    """Lets the C library give free pages back, also those that it was told to keep."""
     gc.collect()
-    if arrow := sys.modules.get("pyarrow"):
-        arrow.default_memory_pool().release_unused()
     with suppress(AttributeError, OSError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
