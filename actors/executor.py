@@ -24,13 +24,14 @@ from torch import Tensor
 
 from raypipe.actors import devices
 from raypipe.actors.backward import PendingWeightGradient, backward_full, backward_input, keep_what_compiled_forwards_save
+from raypipe.actors.borders import EdgeSpecs, Place, stand_in, unchanged
 from raypipe.actors.clock import Clock, DeviceClock, HostClock, Timed
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Draw, Outputs, Weights, stand_in, unchanged
+from raypipe.actors.held import Draw, Outputs, Weights
 from raypipe.actors.job import Job, MessageKey, Rows
 from raypipe.actors.report import WindowReport
 from raypipe.actors.transport import Pending, Transport
-from raypipe.actors.wiring import Awaiting, Computing, EdgeSpecs, Given, Receiving, Starting, Step, WiredOp, Wirer, Wiring
+from raypipe.actors.wiring import Awaiting, Computing, Given, Receiving, Starting, Step, WiredOp, Wirer, Wiring
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RunError, TransportTimeoutError
 from raypipe.model import Batch, Model
@@ -214,7 +215,8 @@ class Executor:
             if target == module.stage:
                 crossing = self.wirer.cut.crossing[source, target]
                 inputs |= {
-                    layer: tuple(stand_in(spec, on=self.on) for spec in specs) for layer, specs in zip(crossing, of_layers, strict=True)
+                    layer: tuple(stand_in(tensor, on=self.on) for tensor in tensors)
+                    for layer, tensors in zip(crossing, of_layers, strict=True)
                 }
         outputs = weights.run(weights.newest, inputs, batch, Draw(0))
         roots = [tensor for tensors in outputs.values() for tensor in tensors if tensor.requires_grad]
@@ -425,6 +427,10 @@ class _Run:
         weights = wired.weights
         draw = Draw(microbatch, wired.first_row)
         outputs = weights.run(wired.version, by_layer, batch, draw)
+        if with_gradients:
+            for layer, number in wired.constants:
+                if outputs[layer][number].requires_grad:
+                    raise self._unforeseen((layer, number), f"takes a gradient in {wired.op}")
         first_outputs = weights.module.first
         pivot = () if has_leaves else first_outputs[0]
         first_outputs[0] = ()
@@ -467,7 +473,25 @@ class _Run:
             for number in given.leaves:
                 gradient = found[number]
                 message.append(torch.zeros_like(inputs[number]) if gradient is None else gradient)
+            for number in given.without:
+                if found[number] is not None:
+                    raise self._unforeseen(self._place(wired, number), f"gets a gradient from {wired.op}")
             self._give(given, wired.rows, tuple(message))
+
+    def _place(self, wired: WiredOp, number: int) -> Place:
+        """Where an input of a stage is made."""
+        stage = wired.op.stage
+        edges = [(source, stage) for source in self.job.graph.predecessors[stage]]
+        return [place for edge in edges for place, _ in self.executor.wirer.places(edge)][number]
+
+    def _unforeseen(self, place: Place, what: str) -> ConfigError:
+        """What is wrong with a layer whose gradients depend on values."""
+        layer, number = place
+        name = self.executor.model.layers[layer].name
+        return ConfigError(
+            f"output {number} of layer {name!r} {what}, but had none when stages were tried over zeros, and stages exchange what they had "
+            "then; let it depend on weights and inputs in the same way whatever their values, such as by adding 0 times what it left out"
+        )
 
     def _roots(self, wired: WiredOp, saved: _Saved) -> tuple[list[Tensor], list[Tensor]]:
         """Where the backward of a stage begins: its loss, or the outputs with the sums of what their consumers sent back."""

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from raypipe.actors import devices
-from raypipe.actors.transport import TensorSpec
 from raypipe.cut import Cut
 from raypipe.errors import ConfigError, PlanError, suggestion
 from raypipe.model import Batch, Layer, Model
@@ -726,89 +725,3 @@ def without_aliases(module: nn.Module) -> dict[str, Tensor]:
             found[name] = tensor
             seen.add(key)
     return found
-
-
-def output_specs(
-    module: StageModule, inputs: Mapping[int, tuple[TensorSpec, ...]], batch: Batch, *, num_rows: int
-) -> dict[int, tuple[TensorSpec, ...]]:
-    """The shapes and dtypes of what a stage gives, found by one forward over zeros, with gradients as in training.
-
-    Args:
-        module: the stage.
-        inputs: the tensors of layers in other stages.
-        batch: the fields of one microbatch.
-        num_rows: of the microbatch.
-
-    Raises:
-        ConfigError: the forward failed, or the first dimension of a tensor is not the row.
-    """
-    names = ", ".join(spec.name for spec in module.specs.values())
-    where = f"stage {module.stage} (layers {names})"
-    for field, tensor in batch.items():
-        if not isinstance(tensor, Tensor):
-            raise ConfigError(f"the batch field {field!r} is of type {type(tensor).__name__}; expected a tensor")
-        if not tensor.dim() or tensor.shape[0] != num_rows:
-            raise ConfigError(
-                f"the batch field {field!r} has the shape {tuple(tensor.shape)}; expected {num_rows} rows, schedule.microbatch_size"
-            )
-    zeros = {layer: tuple(stand_in(spec, on=module.on) for spec in specs) for layer, specs in inputs.items()}
-    module.eval()
-    try:
-        with torch.enable_grad():
-            outputs: Outputs = module(zeros, devices.upload(batch, module.on), Draw(0))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        over = " (it ran over zeros, in place of what other stages send)" if zeros else ""
-        raise ConfigError(f"a forward of {where} failed: {type(error).__name__}: {error}{over}") from error
-    finally:
-        module.first[0] = ()
-    for layer, tensors in outputs.items():
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor) or not tensor.dim() or tensor.shape[0] != num_rows:
-                shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                taker = "the loss" if layer == module.num_layers - 1 else "other stages"
-                raise ConfigError(
-                    f"layer {module.specs[layer].name!r} of {where} gives {shape} to {taker}; "
-                    f"expected tensors whose first dimension is the row ({num_rows} of them)"
-                )
-    return {layer: tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors) for layer, tensors in outputs.items()}
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """A context after which weights, buffers and what layers note of themselves are as before: layers may begin by what they see first.
-
-    Copies wait in the host's memory.
-    """
-    # Some of torch's own layers write into their buffers unseen.
-    tensors: list[tuple[Tensor, int, Tensor]] = [(weight, weight._version, _on_host(weight)) for weight in module.parameters()]
-    tensors += [(buffer, -1, _on_host(buffer)) for buffer in module.buffers() if buffer.layout is torch.strided]
-    noted = [(part, dict(part.__dict__), dict(part._buffers)) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, attributes, buffers in noted:
-            for name in part.__dict__.keys() - attributes.keys():
-                del part.__dict__[name]
-            part.__dict__.update(attributes)
-            part._buffers.clear()
-            part._buffers.update(buffers)
-        with torch.no_grad():
-            for tensor, version, before in tensors:
-                if tensor._version != version:
-                    tensor.copy_(before)
-
-
-def stand_in(spec: TensorSpec, *, on: torch.device) -> Tensor:
-    """Zeros in place of what comes from another stage, which take a gradient as that does."""
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=on).requires_grad_(spec.dtype.is_floating_point)
-
-
-def edge_specs(cut: Cut, made: Mapping[int, tuple[TensorSpec, ...]]) -> dict[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]:
-    """What travels along each edge of the stage graph, from what each layer gives."""
-    return {edge: tuple(made[layer] for layer in layers) for edge, layers in cut.crossing.items()}

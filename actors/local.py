@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from raypipe.actors import devices
+from raypipe.actors.borders import LayerOutput, edge_specs
 from raypipe.actors.executor import BatchSource, Executor, LearningRate, Window
 from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Optimizer, Weights, edge_specs
+from raypipe.actors.held import Optimizer, Weights
 from raypipe.actors.job import Job, jobs
 from raypipe.actors.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.report import WindowReport
-from raypipe.actors.transport import LocalNetwork, TensorSpec
+from raypipe.actors.transport import LocalNetwork
 from raypipe.config import Precision
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError
@@ -78,7 +79,7 @@ class LocalPipeline:
         network = LocalNetwork(len(self.jobs), timeout_s=timeout_s)
         batch = batches.batch(0, (0.0, 1.0))
         num_rows = len(next(iter(batch.values())))
-        made: dict[int, tuple[TensorSpec, ...]] = {}
+        made: dict[int, tuple[LayerOutput, ...]] = {}
         for stage in range(len(cut.stages)):
             for weights in (held[stage] for held in self.held if stage in held):
                 made |= prepare(weights, made, batch, num_rows=num_rows)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from raypipe.actors import devices
 from raypipe.actors.backward import backward_full, backward_input, keep_what_compiled_forwards_save
-from raypipe.actors.held import Draw, Optimizer, Weights, stand_in
+from raypipe.actors.borders import LayerOutput, stand_in
+from raypipe.actors.held import Draw, Optimizer, Weights
 from raypipe.actors.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.transport import TensorSpec
 from raypipe.config import Precision
@@ -115,7 +116,7 @@ def measure_layers(
     samples = [_Samples() for _ in model.layers]
     found: list[LayerMeasurement] = []
     for _ in range(effort.passes):
-        made: dict[int, tuple[TensorSpec, ...]] = {}
+        made: dict[int, tuple[LayerOutput, ...]] = {}
         found.clear()
         for index in range(len(model.layers)):
             module = stage_module(alone, cut, index, seed=seed, precision=precision, on=on)
@@ -155,13 +156,15 @@ class _Saved:
 
 
 class _Layer:
-    def __init__(self, model: Model, weights: Weights, made: dict[int, tuple[TensorSpec, ...]], batch: Batch, parameter_bytes: int) -> None:
+    def __init__(
+        self, model: Model, weights: Weights, made: dict[int, tuple[LayerOutput, ...]], batch: Batch, parameter_bytes: int
+    ) -> None:
         self.model = model
         self.weights = weights
         self.module = weights.module.train()
         self.index = self.module.stage
-        self.specs = {source: made[source] for source in self.module.inputs[self.index]}
-        self.output_specs = made[self.index]
+        self.inputs = {source: made[source] for source in self.module.inputs[self.index]}
+        self.outputs = made[self.index]
         self.batch = batch
         self.on = weights.on
         self.parameter_bytes = parameter_bytes
@@ -179,7 +182,7 @@ class _Layer:
             forward_s=_undisturbed(samples.forward_s),
             backward_s=backward_s,
             weight_grad_s=min(_undisturbed(samples.weight_grad_s), backward_s),
-            output_bytes=sum(_spec_bytes(spec) for spec in self.output_specs),
+            output_bytes=sum(_spec_bytes(given.spec) for given in self.outputs),
             saved_bytes=saved_bytes,
             weight_grad_saved_bytes=weight_grad_saved_bytes,
             parameter_bytes=self.parameter_bytes,
@@ -276,7 +279,7 @@ class _Layer:
 
     def _forward(self) -> tuple[tuple[list[Tensor], list[Tensor]], float]:
         """The roots of the backward and the input leaves, and the seconds of the forward."""
-        inputs = {source: tuple(stand_in(spec, on=self.on) for spec in specs) for source, specs in self.specs.items()}
+        inputs = {source: tuple(stand_in(given, on=self.on) for given in of_layer) for source, of_layer in self.inputs.items()}
 
         def forward() -> list[Tensor]:
             outputs = self.module(inputs, self.batch, Draw(0))[self.index]

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from raypipe.actors import devices
-from raypipe.actors.held import Draw, Outputs, StageModule, Weights, output_specs, unchanged
-from raypipe.actors.transport import TensorSpec
+from raypipe.actors.borders import LayerOutput, output_specs, unchanged
+from raypipe.actors.held import Draw, Outputs, StageModule, Weights
 from raypipe.config import Precision
 from raypipe.cut import Cut
 from raypipe.errors import ConfigError
@@ -84,8 +84,8 @@ def _loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: Batch)
 
 
 def prepare(
-    weights: Weights, inputs: Mapping[int, tuple[TensorSpec, ...]], batch: Batch, *, num_rows: int
-) -> dict[int, tuple[TensorSpec, ...]]:
+    weights: Weights, inputs: Mapping[int, tuple[LayerOutput, ...]], batch: Batch, *, num_rows: int
+) -> dict[int, tuple[LayerOutput, ...]]:
     """Makes the copies of weights that a stage computes with, and returns what it gives, as `output_specs` does.
 
     Raises:

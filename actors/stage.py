@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from raypipe.actors import cores, cuda, devices, shm
+from raypipe.actors.borders import EdgeSpecs, LayerOutput
 from raypipe.actors.checkpoint import layer_file, load_stage, with_borrowed
 from raypipe.actors.executor import BatchSource, Executor, Window
 from raypipe.actors.faults import FaultScript
@@ -28,8 +29,6 @@ from raypipe.actors.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.probe import Flow, Links, MeetOrder, Readings
 from raypipe.actors.processes import ProcessTransport
 from raypipe.actors.report import WindowReport
-from raypipe.actors.transport import TensorSpec
-from raypipe.actors.wiring import EdgeSpecs
 from raypipe.config import OptimizerConfig, Precision
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError
@@ -363,7 +362,7 @@ class StageActor:
             self._weights[stage] = Weights(module, optimizer=make, rule=order.weight_rule)
         return {index: size for weights in self._weights.values() for index, size in _layer_sizes(weights.module).items()}
 
-    def output_specs(self, stage: int, made: Mapping[int, tuple[TensorSpec, ...]]) -> dict[int, tuple[TensorSpec, ...]]:
+    def output_specs(self, stage: int, made: Mapping[int, tuple[LayerOutput, ...]]) -> dict[int, tuple[LayerOutput, ...]]:
         """What a stage gives, from what the stages before it give; gets its weights ready for the precision of the run."""
         assert self._order is not None, "build comes before output_specs"
         self._begin(f"finding the shapes of stage {stage}")

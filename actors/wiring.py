@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from raypipe.actors.borders import EdgeSpecs, EdgeTensor, Place
 from raypipe.actors.held import Weights
 from raypipe.actors.job import Job, MessageKey, Rows, message_key, row_range
 from raypipe.actors.transport import Expected, TensorSpec
@@ -19,14 +20,6 @@ from raypipe.cut import Cut
 from raypipe.errors import PlanError
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import Await, Collective, Compute, Direction, Message, Recv, Send, Start
-
-EdgeSpecs = Mapping[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]
-"""For each edge (source, target) of the stage graph and each layer that crosses it, its tensors for a whole microbatch."""
-
-
-def takes_gradient(dtype: torch.dtype) -> bool:
-    """Whether tensors of a dtype can have a gradient."""
-    return dtype.is_floating_point or dtype.is_complex
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +29,7 @@ class Activations:
     Attributes:
         key: of the message.
         layers: for each layer that crosses the edge, its first tensor in the message and the end.
-        leaves: the numbers of the tensors that take a gradient.
+        leaves: the numbers of the tensors that the stage finds gradients of.
     """
 
     key: MessageKey
@@ -65,12 +58,14 @@ class Given:
         key: of the message.
         layers: whose tensors an activation consists of.
         leaves: which of the stage's inputs, counted over all its edges, a gradient consists of the gradients of.
+        without: of its other inputs from there, those whose gradients would be missed; there are none.
         here: whether that stage is on this device: nothing is sent.
     """
 
     key: MessageKey
     layers: tuple[int, ...]
     leaves: tuple[int, ...]
+    without: tuple[int, ...]
     here: bool
 
 
@@ -95,6 +90,7 @@ class WiredOp:
         activations: that a forward takes.
         gradients: that a backward takes.
         given: to other stages.
+        constants: what a forward gives other stages that has no use for a gradient.
     """
 
     op: Op
@@ -113,6 +109,7 @@ class WiredOp:
     activations: tuple[Activations, ...]
     gradients: tuple[Gradients, ...]
     given: tuple[Given, ...]
+    constants: tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +251,16 @@ class Wirer:
                 announced.setdefault(item.device, []).append(Expected(item.message, self._specs(item.message, num_rows)))
         return Wiring(tuple(self._steps(job, num_rows)), incoming, outgoing)
 
+    def places(self, edge: tuple[int, int]) -> list[tuple[Place, EdgeTensor]]:
+        """The tensors of an edge, and where they are made."""
+        layers = zip(self.cut.crossing[edge], self.edge_specs[edge], strict=True)
+        return [((layer, number), tensor) for layer, tensors in layers for number, tensor in enumerate(tensors)]
+
     def _specs(self, message: Message, num_rows: int) -> tuple[TensorSpec, ...]:
         """The tensors of a message: the edge's, or those of their gradients, for its share of a microbatch."""
         edge = (min(message.source, message.target), max(message.source, message.target))
-        specs = self._flat_specs(edge)
-        if message.direction is Direction.GRADIENT:
-            specs = [spec for spec in specs if takes_gradient(spec.dtype)]
+        back = message.direction is Direction.GRADIENT
+        specs = [tensor.spec for tensor in self._tensors(edge) if tensor.returns or not back]
         first, end = row_range(message.rows, num_rows)
         return tuple(TensorSpec((end - first, *spec.shape[1:]), spec.dtype) for spec in specs)
 
@@ -313,18 +314,21 @@ class Wirer:
         activations: tuple[Activations, ...] = ()
         gradients: tuple[Gradients, ...] = ()
         given: list[Given] = []
+        constants: tuple[Place, ...] = ()
         if op.kind in {OpKind.FORWARD, OpKind.RECOMPUTE}:
             activations = tuple(self._activations(op, *source) for source in sources)
+            constants = tuple(place for _, edge in targets for place, tensor in self.places(edge) if not tensor.takes_gradient)
         if op.kind is OpKind.FORWARD:
-            given = [self._given(job, Direction.ACTIVATION, op, target, self.cut.crossing[edge], ()) for target, edge in targets]
+            given = [self._given(job, Direction.ACTIVATION, op, target, self.cut.crossing[edge]) for target, edge in targets]
         elif op.kind.gives_input_gradient:
             gradients = tuple(self._gradients(op, *target) for target in targets)
             num_inputs = 0
             for source, edge in sources:
-                specs = self._flat_specs(edge)
-                leaves = tuple(num_inputs + number for number, spec in enumerate(specs) if takes_gradient(spec.dtype))
-                given.append(self._given(job, Direction.GRADIENT, op, source, (), leaves))
-                num_inputs += len(specs)
+                tensors = self._tensors(edge)
+                leaves = tuple(num_inputs + number for number, tensor in enumerate(tensors) if tensor.returns)
+                without = tuple(num_inputs + number for number, tensor in enumerate(tensors) if tensor.takes_gradient > tensor.returns)
+                given.append(self._given(job, Direction.GRADIENT, op, source, (), leaves, without))
+                num_inputs += len(tensors)
         takes_loss = op.stage in graph.sinks
         return WiredOp(
             op=op,
@@ -343,10 +347,11 @@ class Wirer:
             activations=activations,
             gradients=gradients,
             given=tuple(given),
+            constants=constants,
         )
 
-    def _flat_specs(self, edge: tuple[int, int]) -> list[TensorSpec]:
-        return [spec for specs in self.edge_specs[edge] for spec in specs]
+    def _tensors(self, edge: tuple[int, int]) -> list[EdgeTensor]:
+        return [tensor for _, tensor in self.places(edge)]
 
     def _activations(self, op: Op, source: int, edge: tuple[int, int]) -> Activations:
         layers: list[tuple[int, int, int]] = []
@@ -354,17 +359,25 @@ class Wirer:
         for layer, specs in zip(self.cut.crossing[edge], self.edge_specs[edge], strict=True):
             layers.append((layer, first, first + len(specs)))
             first += len(specs)
-        leaves = tuple(number for number, spec in enumerate(self._flat_specs(edge)) if takes_gradient(spec.dtype))
+        leaves = tuple(number for number, tensor in enumerate(self._tensors(edge)) if tensor.takes_gradient)
         return Activations((Direction.ACTIVATION, source, op.stage, op.index, op.pipeline, op.part), tuple(layers), leaves)
 
     def _gradients(self, op: Op, target: int, edge: tuple[int, int]) -> Gradients:
-        layers = zip(self.cut.crossing[edge], self.edge_specs[edge], strict=True)
-        roots = tuple((layer, number) for layer, specs in layers for number, spec in enumerate(specs) if takes_gradient(spec.dtype))
+        roots = tuple(place for place, tensor in self.places(edge) if tensor.returns)
         return Gradients((Direction.GRADIENT, target, op.stage, op.index, op.pipeline, op.part), roots)
 
-    def _given(self, job: Job, direction: Direction, op: Op, other: int, layers: tuple[int, ...], leaves: tuple[int, ...]) -> Given:
+    def _given(
+        self,
+        job: Job,
+        direction: Direction,
+        op: Op,
+        other: int,
+        layers: tuple[int, ...] = (),
+        leaves: tuple[int, ...] = (),
+        without: tuple[int, ...] = (),
+    ) -> Given:
         key = (direction, op.stage, other, op.index, op.pipeline, op.part)
-        return Given(key, layers, leaves, here=not job.num_sends[key])
+        return Given(key, layers, leaves, without, here=not job.num_sends[key])
 
 
 def _sending(send: Send, rows: Rows, num_rows: int) -> Sending:

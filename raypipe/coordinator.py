@@ -23,15 +23,14 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from raypipe.actors.borders import EdgeSpecs, LayerOutput, edge_specs
 from raypipe.actors.executor import BatchSource
-from raypipe.actors.held import edge_specs
 from raypipe.actors.job import Job
 from raypipe.actors.launch import Slot, launch
 from raypipe.actors.measure import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.probe import Flow, MeetOrder
 from raypipe.actors.report import WindowReport
 from raypipe.actors.stage import BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status, Whereabouts, remedy_of
-from raypipe.actors.transport import TensorSpec
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
 from raypipe.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError, TransportError, TransportTimeoutError
@@ -507,9 +506,9 @@ class Coordinator:
             _LOG.debug("the clock of node %s is ahead by %.6f s, at most %.6f s off", node[:8], clock.offset_s, clock.residual_s)
         self.clock_offsets_s = tuple(found[node].offset_s for node in nodes)
 
-    def _edge_specs(self, cut: Cut) -> dict[tuple[int, int], tuple[tuple[TensorSpec, ...], ...]]:
+    def _edge_specs(self, cut: Cut) -> EdgeSpecs:
         """What travels along each edge: asked stage by stage, in topological order."""
-        made: dict[int, tuple[TensorSpec, ...]] = {}
+        made: dict[int, tuple[LayerOutput, ...]] = {}
         for stage in range(len(cut.stages)):
             # All that hold it: each of them gets its weights ready.
             holders = [device for device, stages in enumerate(self.stages) if stage in stages]

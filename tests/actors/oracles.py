@@ -101,12 +101,13 @@ def train_unsplit(
         for number in range(num_microbatches):
             batch = batches.batch(update * num_microbatches + number, (0.0, 1.0))
             batch = {name: tensor.to(on or tensor.device) for name, tensor in batch.items()}
-            values: dict[int, Tensor] = {}
+            values: dict[int, tuple[Tensor, ...]] = {}
             with autocast or nullcontext():
                 for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
-                    inputs = [values[source] for source, target in edges if target == index]
-                    values[index] = module(*inputs, *(batch[field] for field in layer.batch))
-                loss = model.loss(values[len(modules) - 1], batch)
+                    inputs = [tensor for source, target in edges if target == index for tensor in values[source]]
+                    given = module(*inputs, *(batch[field] for field in layer.batch))
+                    values[index] = given if isinstance(given, tuple) else (given,)
+                loss = model.loss(values[len(modules) - 1][0], batch)
             (loss / num_microbatches).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         found = [

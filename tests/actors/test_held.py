@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from raypipe.actors.borders import LayerOutput, output_specs
 from raypipe.actors.checkpoint import Checkpoint, CheckpointIndex, layer_file, load_modules
-from raypipe.actors.held import Draw, StageModule, Weights, layer_seed, output_specs
+from raypipe.actors.held import Draw, StageModule, Weights, layer_seed
 from raypipe.actors.transport import TensorSpec
 from raypipe.cut import Cut
 from raypipe.errors import ConfigError, FormatError
@@ -185,7 +186,7 @@ def test_the_module_itself_keeps_no_version_that_nobody_reads(received: bool) ->
 def test_a_layer_that_changes_its_input_in_place_is_refused_before_training() -> None:
     weights = held(model_of(partial(nn.Linear, 4, 4), InPlace), stage=1)
     with pytest.raises(ConfigError, match=r"stage 1 \(layers layer-1\) failed: .*in-place"):
-        output_specs(weights.module, {0: (TensorSpec((3, 4), torch.float32),)}, {}, num_rows=3)
+        output_specs(weights.module, {0: (LayerOutput(TensorSpec((3, 4), torch.float32), takes_gradient=True),)}, {}, num_rows=3)
 
 
 def test_a_tensor_without_rows_cannot_cross_stages() -> None:

@@ -91,7 +91,7 @@ def furthest(run: LocalPipeline, expected: list[list[Tensor]]) -> float:
 
 def message_dtypes(run: LocalPipeline) -> set[torch.dtype]:
     edges = run.executors[0].wirer.edge_specs
-    return {spec.dtype for layers in edges.values() for specs in layers for spec in specs}
+    return {tensor.spec.dtype for layers in edges.values() for tensors in layers for tensor in tensors}
 
 
 def by_hand(kind: type[HandPipeline], model: Model, schedule: Schedule) -> list[list[Tensor]]:
@@ -214,9 +214,7 @@ def test_a_gpt_under_autocast_equals_plain_autocast(name: str) -> None:
     expected = plain_autocast(model, RandomTokens(), cached=True)
     assert losses == pytest.approx(expected.losses, abs=TOLERANCE)
     assert furthest(run, expected.layers) < TOLERANCE
-    assert {
-        spec.dtype for executor in run.executors for edge in executor.wirer.edge_specs.values() for specs in edge for spec in specs
-    } == {torch.float32}
+    assert message_dtypes(run) == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])

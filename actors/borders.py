@@ -1,0 +1,191 @@
+"""What crosses the borders of stages: found once, by a forward of each stage over zeros and the graphs that these leave.
+
+    layer       gives            its gradient comes back from the next stage, if
+    embed       x, mask          x leads to the loss there, and takes one; the mask takes none
+    block       x, mask, aux     aux is used by no later layer: nothing comes back, and its weights stay as they are
+
+Gradients that are not there cost nothing: a mask that goes from layer to layer, a frozen stage, what nobody uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from raypipe.actors import devices
+from raypipe.actors.held import Draw, Outputs, StageModule
+from raypipe.actors.transport import TensorSpec
+from raypipe.cut import Cut
+from raypipe.errors import ConfigError
+from raypipe.model import Batch
+
+Place = tuple[int, int]
+"""A tensor that a layer gives: the layer, and which of its outputs."""
+
+
+@dataclass(frozen=True)
+class LayerOutput:
+    """A tensor that a layer gives to other stages, or to the loss.
+
+    Attributes:
+        spec: its shape for a whole microbatch, and its dtype.
+        takes_gradient: whether its stage has a use for a gradient of it.
+        reaches: the tensors of other stages that a gradient of it leads to one of.
+    """
+
+    spec: TensorSpec
+    takes_gradient: bool
+    reaches: frozenset[Place] = field(default=frozenset(), repr=False)
+
+
+@dataclass(frozen=True)
+class EdgeTensor:
+    """A tensor that goes along an edge of the stage graph.
+
+    Attributes:
+        spec: its shape for a whole microbatch, and its dtype.
+        takes_gradient: whether the stage that gives it has a use for a gradient.
+        returns: whether a gradient comes back: it takes one, and the stage that it goes to has one.
+    """
+
+    spec: TensorSpec
+    takes_gradient: bool
+    returns: bool
+
+
+EdgeSpecs = Mapping[tuple[int, int], tuple[tuple[EdgeTensor, ...], ...]]
+"""For each edge (source, target) of the stage graph and each layer that crosses it, its tensors."""
+
+
+def output_specs(
+    module: StageModule, inputs: Mapping[int, tuple[LayerOutput, ...]], batch: Batch, *, num_rows: int
+) -> dict[int, tuple[LayerOutput, ...]]:
+    """What a stage gives, found by one forward over zeros, with gradients as in training.
+
+    Args:
+        module: the stage.
+        inputs: the tensors of layers in other stages.
+        batch: the fields of one microbatch.
+        num_rows: of the microbatch.
+
+    Raises:
+        ConfigError: the forward failed, or the first dimension of a tensor is not the row.
+    """
+    names = ", ".join(spec.name for spec in module.specs.values())
+    where = f"stage {module.stage} (layers {names})"
+    for name, tensor in batch.items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(f"the batch field {name!r} is of type {type(tensor).__name__}; expected a tensor")
+        if not tensor.dim() or tensor.shape[0] != num_rows:
+            raise ConfigError(
+                f"the batch field {name!r} has the shape {tuple(tensor.shape)}; expected {num_rows} rows, schedule.microbatch_size"
+            )
+    zeros = {layer: tuple(stand_in(given, on=module.on) for given in of_layer) for layer, of_layer in inputs.items()}
+    module.train()
+    try:
+        with torch.enable_grad():
+            outputs: Outputs = module(zeros, devices.upload(batch, module.on), Draw(0))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        over = " (it ran over zeros, in place of what other stages send)" if zeros else ""
+        raise ConfigError(f"a forward of {where} failed: {type(error).__name__}: {error}{over}") from error
+    finally:
+        module.first[0] = ()
+    for layer, tensors in outputs.items():
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor) or not tensor.dim() or tensor.shape[0] != num_rows:
+                shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                taker = "the loss" if layer == module.num_layers - 1 else "other stages"
+                raise ConfigError(
+                    f"layer {module.specs[layer].name!r} of {where} gives {shape} to {taker}; "
+                    f"expected tensors whose first dimension is the row ({num_rows} of them)"
+                )
+    leaves = {tensor: (layer, number) for layer, tensors in zeros.items() for number, tensor in enumerate(tensors)}
+    return {layer: tuple(_layer_output(tensor, leaves) for tensor in tensors) for layer, tensors in outputs.items()}
+
+
+def _layer_output(tensor: Tensor, leaves: Mapping[Tensor, Place]) -> LayerOutput:
+    return LayerOutput(TensorSpec(tuple(tensor.shape), tensor.dtype), tensor.requires_grad, frozenset(_reached(tensor, leaves)))
+
+
+def _reached(tensor: Tensor, leaves: Mapping[Tensor, Place]) -> Iterator[Place]:
+    """The leaves that a backward from a tensor leads to."""
+    stack: list[Node] = [get_gradient_edge(tensor).node] if tensor.requires_grad else []
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        leaf = getattr(node, "variable", None)  # AccumulateGrad tells its tensor
+        if leaf is not None and leaf in leaves:
+            yield leaves[leaf]
+        fresh = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= fresh
+        stack += fresh
+
+
+def edge_specs(cut: Cut, made: Mapping[int, Sequence[LayerOutput]]) -> EdgeSpecs:
+    """What travels along each edge of the stage graph.
+
+    Args:
+        cut: the layers of all stages, which are numbered in topological order.
+        made: what each layer gives.
+    """
+    last = max(layer for stage in cut.stages for layer in stage)
+    # Of a consumer that has a gradient for nothing that it gives, none comes either: from the loss to the first stage.
+    wanted: set[Place] = {(last, number) for number in range(len(made[last]))}
+    found: dict[tuple[int, int], tuple[tuple[EdgeTensor, ...], ...]] = {}
+    for stage in reversed(range(len(cut.stages))):
+        returned = {
+            place
+            for layer in cut.stages[stage]
+            for number, given in enumerate(made.get(layer, ()))
+            if (layer, number) in wanted
+            for place in given.reaches
+        }
+        wanted |= returned
+        for edge, layers in cut.crossing.items():
+            if edge[1] == stage:
+                found[edge] = tuple(
+                    tuple(EdgeTensor(given.spec, given.takes_gradient, (layer, at) in returned) for at, given in enumerate(made[layer]))
+                    for layer in layers
+                )
+    return found
+
+
+def stand_in(given: LayerOutput | EdgeTensor, *, on: torch.device) -> Tensor:
+    """Zeros in place of what comes from another stage, which take a gradient as that does."""
+    return torch.zeros(given.spec.shape, dtype=given.spec.dtype, device=on).requires_grad_(given.takes_gradient)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """A context after which weights, buffers and what layers note of themselves are as before: layers may begin by what they see first.
+
+    Copies wait in the host's memory.
+    """
+    # Some of torch's own layers write into their buffers unseen.
+    tensors: list[tuple[Tensor, int, Tensor]] = [(weight, weight._version, _on_host(weight)) for weight in module.parameters()]
+    tensors += [(buffer, -1, _on_host(buffer)) for buffer in module.buffers() if buffer.layout is torch.strided]
+    noted = [(part, dict(part.__dict__), dict(part._buffers)) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes, buffers in noted:
+            for name in part.__dict__.keys() - attributes.keys():
+                del part.__dict__[name]
+            part.__dict__.update(attributes)
+            part._buffers.clear()
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, version, before in tensors:
+                if tensor._version != version:
+                    tensor.copy_(before)
