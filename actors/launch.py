@@ -55,13 +55,15 @@ def find_slots(scaling: ScalingConfig) -> list[Slot]:
     # The head comes first, so that a run that fits on it needs no network.
     nodes.sort(key=lambda node: ("node:__internal_head__" not in node["Resources"], node["NodeManagerAddress"], node["NodeID"]))
     needs = needed(scaling)
+    names = {node.node_id: node.name for node in cluster_nodes()}
     for node in nodes:
         resources, address = node["Resources"], node["NodeManagerAddress"]
         seen.append(f"{address} has {amounts({kind: resources.get(kind, 0.0) for kind in needs})}")
         for _ in range(room(resources, scaling)):
             # Several nodes of Ray may share an address.
-            slots.append(Slot(node["NodeID"], address, f"{address}/{numbers[address]}", needs.get("GPU", 0.0)))
-            numbers[address] += 1
+            name = names.get(node["NodeID"], address)
+            slots.append(Slot(node["NodeID"], address, f"{name}/{numbers[name]}", needs.get("GPU", 0.0)))
+            numbers[name] += 1
     if len(slots) < scaling.num_devices:
         raise PlanError(
             f"{scaling.num_devices} devices of {amounts(needs)} are needed, the cluster has room for {len(slots)} "

@@ -49,6 +49,11 @@ class ClusterNode:
     num_gpus: float = 0.0
     accelerators: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """What topologies call it if nothing else is known: its label, else its address."""
+        return self.label or self.address
+
     def __str__(self) -> str:
         name = f"{self.label} " if self.label and self.label != self.address else ""
         gpus = f", {self.num_gpus:g} GPU" if self.num_gpus else ""

@@ -203,7 +203,7 @@ def _has_room(node: ClusterNode, scaling: ScalingConfig) -> bool:
 
 def _slots_of(node: ClusterNode, scaling: ScalingConfig) -> list[Slot]:
     num_gpus = needed(scaling).get("GPU", 0.0)
-    return [Slot(node.node_id, node.address, f"{node.address}/{number}", num_gpus) for number in range(scaling.num_devices)]
+    return [Slot(node.node_id, node.address, f"{node.name}/{number}", num_gpus) for number in range(scaling.num_devices)]
 
 
 def _lacking(kind: DeviceKind, scaling: ScalingConfig, what: str) -> str:

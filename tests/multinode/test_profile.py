@@ -42,7 +42,7 @@ def profile(machines: Cluster, folder: Path, *options: str) -> tuple[dict[str, A
 def test_kinds_are_measured_on_the_nodes_that_have_them(machines: Cluster, tmp_path: Path) -> None:
     document, found = profile(machines, tmp_path, "--device-kinds", f"cpu-fast=node1,cpu-slow={machines.nodes[0].ip}")
     devices = {kind: of_kind["device"] for kind, of_kind in document["device_kinds"].items()}
-    assert devices == {"cpu-fast": f"{machines.nodes[1].ip}/0", "cpu-slow": f"{machines.nodes[0].ip}/0"}
+    assert devices == {"cpu-fast": "node1/0", "cpu-slow": "node0/0"}
     assert list(found.device_kinds) == ["cpu-fast", "cpu-slow"]
     assert found.for_kind("cpu-fast") == tuple(layer.times for layer in found.layers) != found.for_kind("cpu-slow")
 
@@ -50,4 +50,4 @@ def test_kinds_are_measured_on_the_nodes_that_have_them(machines: Cluster, tmp_p
 def test_devices_that_measure_at_once_are_on_the_first_node_with_room_for_all(machines: Cluster, tmp_path: Path) -> None:
     # The first three nodes have two CPUs each, the last has three.
     document, _ = profile(machines, tmp_path, "--device-kinds", "cpu", "--at-once", "3")
-    assert document["device_kinds"]["cpu"]["device"] == f"{machines.nodes[3].ip}/0"
+    assert document["device_kinds"]["cpu"]["device"] == "node3/0"
