@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from raypipe import codec, own_schedules
+from raypipe.cache import cache_folder
 from raypipe.errors import ConfigError
 from raypipe.schedules.ir import Size, UpdateScope
 from raypipe.schedules.staleness import StalenessLimits
@@ -25,8 +26,7 @@ FORMAT = "raypipe.train/1"
 
 def calibration_file() -> Path:
     """Where `raypipe calibrate` writes, and predictions look for, what running costs on this machine."""
-    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(folder, "raypipe", f"calibration-{os.uname().nodename}.json")
+    return cache_folder() / f"calibration-{os.uname().nodename}.json"
 
 
 _MOST_UPDATES = 10_000_000

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # units of its own tier as long as no cycle arises. Every import runs `__init__` first, which is why it stands at the ground.
 # A name may stand here before its module exists.
 TIERS: tuple[tuple[str, ...], ...] = (
-    ("__init__", "errors", "interrupts"),
+    ("__init__", "cache", "errors", "interrupts"),
     ("schedules",),
     ("tree",),
     ("codec",),

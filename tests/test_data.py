@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -467,3 +469,79 @@ class TestTokenizer:
         path = write_tokens(tmp_path / "tokens.parquet", tokens=b"abcdefghij", metadata=metadata)
         with pytest.raises(FormatError, match=message):
             TokenDataset(path, sequence_length=2, seed=0)
+
+
+class TestFlatCopies:
+    """Of large splits; here of all."""
+
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr("raypipe.data.tokens._MAPPED_BYTES", 1)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        return tmp_path / "cache" / "raypipe" / "tokens"
+
+    @pytest.mark.parametrize("token_bytes", [1, 2, 4])
+    def test_hold_the_tokens_of_the_file(self, token_bytes: int, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokens = np.arange(240 // token_bytes, dtype=f"<u{token_bytes}").tobytes()
+        header = {"num_train_tokens": str(240 // token_bytes), "token_bytes": str(token_bytes)}
+        path = write_tokens(tmp_path / "a.parquet", tokens=tokens, metadata=header)
+        mapped = [TokenDataset(path, sequence_length=7, seed=1).rows(0, 9) for _ in range(2)]
+        assert [file.read_bytes() for file in cache.glob("*.tokens")] == [tokens]
+        monkeypatch.setattr("raypipe.data.tokens._MAPPED_BYTES", 2**28)
+        held = TokenDataset(path, sequence_length=7, seed=1).rows(0, 9)
+        assert np.array_equal(mapped[0], held)
+        assert np.array_equal(mapped[1], held)
+
+    def test_are_written_by_one_process_of_all(self, cache: Path, tmp_path: Path) -> None:
+        path = write_tokens(tmp_path / "a.parquet", tokens=bytes(range(200)) * 1000, metadata={"num_train_tokens": "200000"})
+        code = (
+            "import logging, sys; logging.basicConfig(level='INFO'); from raypipe.data import tokens; tokens._MAPPED_BYTES = 1; "
+            f"print(tokens.TokenDataset({str(path)!r}, sequence_length=100, seed=1).rows(0, 50).sum())"
+        )
+        processes = [
+            subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)
+        ]
+        ended = [process.communicate(timeout=60) for process in processes]
+        assert len({out for out, _ in ended}) == 1
+        assert sum(err.count("wrote a flat copy") for _, err in ended) == 1
+        assert not list(cache.glob("*.part"))
+
+    def test_of_what_the_file_held_before_are_removed(self, cache: Path, tmp_path: Path) -> None:
+        for tokens in (b"abcdefghij", b"klmnopqrst"):
+            before = list(cache.glob("*"))
+            path = write_tokens(tmp_path / "a.parquet", tokens=tokens)
+            other = write_tokens(tmp_path / "b.parquet")
+            TokenDataset(other, sequence_length=3, seed=1)
+            assert bytes(np.sort(TokenDataset(path, sequence_length=3, seed=1).rows(0, 3)[:, 0]).astype(np.uint8)) == tokens[0:9:3]
+        assert len(before) == 4
+        assert len(list(cache.glob("*.tokens"))) == 2
+
+    def test_that_are_damaged_are_written_again(self, cache: Path, tmp_path: Path) -> None:
+        path = write_tokens(tmp_path / "a.parquet")
+        rows = TokenDataset(path, sequence_length=3, seed=1).rows(0, 3)
+        next(cache.glob("*.tokens")).write_bytes(b"a")
+        assert np.array_equal(TokenDataset(path, sequence_length=3, seed=1).rows(0, 3), rows)
+
+    def test_of_files_that_contradict_themselves_are_not_made(self, cache: Path, tmp_path: Path) -> None:
+        for key, value in (("num_train_tokens", "11"), ("vocabulary_size", "99")):
+            path = write_tokens(tmp_path / "a.parquet", metadata={key: value})
+            with pytest.raises(FormatError):
+                TokenDataset(path, sequence_length=3, seed=1)
+        assert {file.suffix for file in cache.glob("*")} == {".lock"}
+
+    def test_are_done_without_where_they_cannot_be_written(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "cache").write_text("no folder", encoding="utf-8")
+        assert TokenDataset(write_tokens(tmp_path / "a.parquet"), sequence_length=3, seed=1).num_tokens == 10
+        assert re.search(r"held in memory, since there can be no flat copy of them: .*cache.*: Not a directory", caplog.text)
+
+    def test_that_another_process_does_not_end_are_not_waited_for(
+        self, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = write_tokens(tmp_path / "a.parquet")
+        TokenDataset(path, sequence_length=3, seed=1)
+        next(cache.glob("*.tokens")).unlink()
+        monkeypatch.setattr("raypipe.data.flat._PATIENCE_S", 0.5)
+        with next(cache.glob("*.lock")).open("a") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert TokenDataset(path, sequence_length=3, seed=1).num_tokens == 10
+        assert re.search(r"another process holds .*\.lock, and .*\.part has not grown for 0.5 s", caplog.text)

@@ -18,11 +18,13 @@ prepare` writes such files.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from functools import lru_cache
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +32,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from raypipe.data.flat import FlatCopyError, mapped_tokens
 from raypipe.errors import ConfigError, FormatError, UnknownNameError
 
+_LOG = logging.getLogger("raypipe.data")
 FORMAT = "raypipe.tokens/1"
 SCHEMA = pa.schema([
     pa.field("document", pa.string(), nullable=False),
@@ -41,6 +45,9 @@ SCHEMA = pa.schema([
 
 _TYPES: Mapping[int, npt.DTypeLike] = {1: "<u1", 2: "<u2", 4: "<u4"}
 """Of tokens, by their bytes."""
+
+_MAPPED_BYTES = 2**28
+"""Splits of as many are mapped, not held in memory."""
 
 # Names another file than the one at hand: that may be a text, which the command would replace.
 _REMEDY = "make a token file with `raypipe data prepare python-stdlib -o tokens.parquet`"
@@ -76,8 +83,10 @@ class TokenDataset:
     The training split is shuffled anew in each epoch; the validation split is read in order, again and again. Sequences run over
     the ends of documents, and the tokens after the last whole sequence are left out.
 
-    The split is held in memory, as wide as in the file; loading it takes one row group (16 MiB of tokens as `raypipe data prepare`
-    writes them) more. A shuffled epoch takes 8 bytes a sequence, and twice that while it is drawn.
+    A split of less than 256 MiB is held in memory, as wide as in the file; a larger one is mapped from a flat copy, which the first
+    process of a node writes to `~/.cache/raypipe/tokens` (see `raypipe.data.flat`), and held in memory only where that cannot be
+    written. Loading takes one row group (16 MiB of tokens as `raypipe data prepare` writes them) more, a shuffled epoch 8 bytes a
+    sequence, and twice that while it is drawn.
 
     Args:
         path: the token file.
@@ -148,32 +157,73 @@ def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
     return order
 
 
+class _Header(NamedTuple):
+    """What the file states.
+
+    Attributes:
+        vocabulary_size: every token is less.
+        num_tokens: of the split.
+        token_bytes: of each.
+    """
+
+    vocabulary_size: int
+    num_tokens: int
+    token_bytes: int
+
+
 def _load(path: str, split: Split) -> tuple[npt.NDArray[Any], int]:
     """Returns the tokens of the split and the vocabulary size."""
     try:
         with pa.memory_map(path) as mapped, pq.ParquetFile(mapped) as file:
-            vocabulary_size, num_tokens, token_bytes = _check_header(path, file, split)
-            tokens = np.empty(num_tokens, dtype=_TYPES[token_bytes])
+            header = _check_header(path, file, split)
+            num_bytes = header.num_tokens * header.token_bytes
+            if num_bytes >= _MAPPED_BYTES:
+                try:
+                    return _mapped(path, file, split, header), header.vocabulary_size
+                except FlatCopyError as error:
+                    why = "%s: %.1f GB of tokens are held in memory, since there can be no flat copy of them: %s"
+                    _LOG.warning(why, path, num_bytes / 1e9, error)
+            tokens = np.empty(header.num_tokens, dtype=_TYPES[header.token_bytes])
             filled = 0
-            for part in _parts(path, file, split, token_bytes):
-                # Counts past the end too, so that the message below tells how many there are.
-                tokens[filled : filled + len(part)] = part[: max(num_tokens - filled, 0)]
+            for part in _checked_parts(path, file, split, header):
+                tokens[filled : filled + len(part)] = part
                 filled += len(part)
+            return tokens, header.vocabulary_size
     except FileNotFoundError as error:
         raise FormatError(path, "", f"there is no such file; make it with `raypipe data prepare python-stdlib -o {path}`") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last for damaged names of columns
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FormatError(path, "", f"it cannot be read as Parquet ({problem}); {_REMEDY}") from error
-    if filled != num_tokens:
-        raise FormatError(path, f"metadata.{split.count_key}", f"states {num_tokens}, but the rows hold {filled}; {_REMEDY}")
-    largest = int(tokens.max(initial=0))
-    if largest >= vocabulary_size:
-        raise FormatError(path, "tokens", f"holds token {largest}, but the vocabulary has {vocabulary_size}; {_REMEDY}")
-    return tokens, vocabulary_size
 
 
-def _check_header(path: str, file: pq.ParquetFile, split: Split) -> tuple[int, int, int]:
-    """Returns the vocabulary size, the number of tokens that the file states for the split, and the bytes of each."""
+def _mapped(path: str, file: pq.ParquetFile, split: Split, header: _Header) -> npt.NDArray[Any]:
+    """The tokens of a split, mapped."""
+
+    def write(copy: BinaryIO) -> None:
+        for part in _checked_parts(path, file, split, header):
+            copy.write(part.data)
+
+    now = os.stat(path)
+    content = repr((now.st_size, now.st_mtime_ns, sorted((file.metadata.metadata or {}).items()))).encode()
+    num_bytes = header.num_tokens * header.token_bytes
+    return mapped_tokens(path, split=split, content=content, num_bytes=num_bytes, write=write).view(_TYPES[header.token_bytes])
+
+
+def _checked_parts(path: str, file: pq.ParquetFile, split: Split, header: _Header) -> Iterator[npt.NDArray[Any]]:
+    """Yields the tokens of a split as far as the file states them; at the end they are what it states."""
+    found = largest = 0
+    for part in _parts(path, file, split, header.token_bytes):
+        largest = max(largest, int(part.max(initial=0)))
+        # Counts past the end too, so that the message below tells how many there are.
+        yield part[: max(header.num_tokens - found, 0)]
+        found += len(part)
+    if found != header.num_tokens:
+        raise FormatError(path, f"metadata.{split.count_key}", f"states {header.num_tokens}, but the rows hold {found}; {_REMEDY}")
+    if largest >= header.vocabulary_size:
+        raise FormatError(path, "tokens", f"holds token {largest}, but the vocabulary has {header.vocabulary_size}; {_REMEDY}")
+
+
+def _check_header(path: str, file: pq.ParquetFile, split: Split) -> _Header:
     metadata: Mapping[bytes, bytes] = file.metadata.metadata or {}
     stated = metadata.get(b"format", b"").decode(errors="replace")
     if stated != FORMAT:
@@ -186,9 +236,9 @@ def _check_header(path: str, file: pq.ParquetFile, split: Split) -> tuple[int, i
     token_bytes = _count(path, metadata, "token_bytes", maximum=max(_TYPES)) if b"token_bytes" in metadata else 1
     if token_bytes not in _TYPES:
         raise FormatError(path, "metadata.token_bytes", f"expected one of {', '.join(map(str, _TYPES))}, got {token_bytes}; {_REMEDY}")
-    return (
+    return _Header(
         _count(path, metadata, "vocabulary_size", maximum=256**token_bytes),
-        # Tokens are held in memory, so this bound only keeps a damaged count from asking for all of it.
+        # Tokens may be held in memory, so this bound only keeps a damaged count from asking for all of it.
         _count(path, metadata, split.count_key, maximum=2**40),
         token_bytes,
     )

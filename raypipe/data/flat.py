@@ -1,0 +1,106 @@
+"""Flat copies of large splits of token files: what is in Parquet cannot be mapped, and a copy in each actor's memory would be many.
+
+    tokens.parquet                                    documents in compressed row groups
+    ~/.cache/raypipe/tokens/HASH-HASH-train.tokens    its training split, one token after the other, as wide as in the file
+
+One process of a node writes the copy, the others wait for it; all of them map it, and share what the system keeps of it in memory. The
+first hash is of the token file's path, the second of what it holds: the copies of what it held before are removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from raypipe.cache import cache_folder
+
+_LOG = logging.getLogger("raypipe.data")
+_POLL_S = 0.2
+_PATIENCE_S = 120.0
+"""Until a copy that another process writes must have grown."""
+
+
+class FlatCopyError(Exception):
+    """There can be no copy here; says why."""
+
+
+def mapped_tokens(source: str, *, split: str, content: bytes, num_bytes: int, write: Callable[[BinaryIO], None]) -> npt.NDArray[np.uint8]:
+    """The bytes of the tokens of a split, mapped from its flat copy, which is written if need be; they cannot be changed.
+
+    Args:
+        source: the token file.
+        split: of it.
+        content: what tells the file as it is from what it was before.
+        num_bytes: of the tokens, at least one.
+        write: writes all of them.
+
+    Raises:
+        FlatCopyError: the copy cannot be written here, or another process does not come to an end with it.
+    """
+    digests = (hashlib.sha256(part).hexdigest()[:16] for part in (os.path.realpath(source).encode(), content))
+    name = f"{'-'.join(digests)}-{split}"
+    folder = cache_folder() / "tokens"
+    path = folder / f"{name}.tokens"
+    try:
+        if not _is_whole(path, num_bytes):
+            folder.mkdir(parents=True, exist_ok=True)
+            part = folder / f"{name}.part"
+            with _locked(folder / f"{name}.lock", part):
+                if not _is_whole(path, num_bytes):
+                    _write(path, part, source, write)
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise FlatCopyError(f"{error.filename or folder}: {error.strerror or error}") from error
+    mapped.madvise(mmap.MADV_RANDOM)  # rows are read in no order
+    return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def _is_whole(path: Path, num_bytes: int) -> bool:
+    return path.exists() and path.stat().st_size == num_bytes
+
+
+def _write(path: Path, part: Path, source: str, write: Callable[[BinaryIO], None]) -> None:
+    """Writes a copy, whole or not at all, and removes those of what the token file held before."""
+    for other in path.parent.glob(f"{path.name.partition('-')[0]}-*-{path.stem.rpartition('-')[2]}.*"):
+        if other.stem != path.stem:
+            other.unlink(missing_ok=True)  # who has mapped it keeps it
+    try:
+        with part.open("wb") as file:
+            write(file)
+        num_bytes = part.stat().st_size
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    _LOG.info("wrote a flat copy of the tokens of %s, to be mapped: %s, %.1f GB", source, path, num_bytes / 1e9)
+
+
+@contextmanager
+def _locked(lock: Path, part: Path) -> Iterator[None]:
+    """A context that one process of all has at a time; it ends with the process, too."""
+    with lock.open("a") as file:
+        size, since = -1, time.monotonic()
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pass
+            grown = part.stat().st_size if part.exists() else 0
+            if grown != size:
+                size, since = grown, time.monotonic()
+            elif time.monotonic() - since > _PATIENCE_S:
+                raise FlatCopyError(f"another process holds {lock}, and {part.name} has not grown for {_PATIENCE_S:g} s")
+            time.sleep(_POLL_S)
+        yield
