@@ -304,6 +304,8 @@ def _walk(roots: Iterable[GradientEdge], *, inputs: Iterable[Tensor], pivots: Co
                 stack += [child for child, _ in edges if child is not None and child not in children]
                 continue
             leaf = getattr(node, "variable", None)  # AccumulateGrad tells its tensor
+            if not isinstance(leaf, Tensor):
+                continue
             if leaf in inputs:
                 height[node] = 0
                 graph.inputs[node] = leaf

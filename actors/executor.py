@@ -489,8 +489,8 @@ class _Run:
         layer, number = place
         name = self.executor.model.layers[layer].name
         return ConfigError(
-            f"output {number} of layer {name!r} {what}, but had none when stages were tried over zeros, and stages exchange what they had "
-            "then; let it depend on weights and inputs in the same way whatever their values, such as by adding 0 times what it left out"
+            f"output {number} of layer {name!r} {what}, but none of the forwards before training had a gradient of it, so that stages "
+            f"exchange none; say Layer({name!r}, ..., gradients_vary=True)"
         )
 
     def _roots(self, wired: WiredOp, saved: _Saved) -> tuple[list[Tensor], list[Tensor]]:

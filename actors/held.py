@@ -167,6 +167,7 @@ class StageModule(nn.Module):
         self.seed = seed
         self.on = on
         self.indices = cut.stages[stage]
+        self.names = tuple(layer.name for layer in model.layers)
         self.num_layers = len(model.layers)
         self.specs: dict[int, Layer] = {index: model.layers[index] for index in self.indices}
         self.inputs: dict[int, list[int]] = {index: [source for source, target in cut.edges if target == index] for index in self.indices}

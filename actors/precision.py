@@ -102,6 +102,7 @@ def prepare(
     uses = _Uses(weights)
     with unchanged(module), _eagerly(), uses.watched():
         specs = output_specs(module, inputs, batch, num_rows=num_rows)
+    weights.check_in_place()
     both = uses.cast & uses.plain
     if both and weights.rule is WeightRule.LIVE:
         raise ConfigError(
@@ -109,7 +110,6 @@ def prepare(
             "would be out of date in the backward. Set model.precision to bf16 or float32, use two weights, or take a schedule whose "
             "backward reads the weights of its forward"
         )
-    weights.check_in_place()
     weights.lower(uses.cast - both, LOW)
     return specs
 

@@ -37,12 +37,15 @@ class Layer:
         inputs: the layers whose outputs the module takes, in this order; `None` for the layer before it in the list.
             A module that returns a tuple passes each of its tensors.
         batch: fields of the batch that the module takes after its inputs.
+        gradients_vary: whether its outputs have gradients, or later layers have gradients of them, in some microbatches only. Stages
+            exchange such gradients always then, as zeros where there are none; left out, what a few forwards before training show.
     """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: tuple[str, ...] | None = None
     batch: tuple[str, ...] = ()
+    gradients_vary: bool = False
 
 
 @dataclass(frozen=True)

@@ -87,16 +87,20 @@ class Judged:
         timing: of one update, or of a few where updates overlap.
         missing_bytes: of memory, on the device that lacks most; 0 where all fits.
         num_updates: of the window that is planned.
+        extrapolated_s: seconds of one update, where `timing` is of one with fewer microbatches.
     """
 
     layout: Layout
     timing: Timing
     missing_bytes: float
     num_updates: int = 1
+    extrapolated_s: float | None = None
 
     @property
     def update_s(self) -> float:
         """Seconds of one update: its part of the whole window, with what fills and drains the pipeline."""
+        if self.extrapolated_s is not None:
+            return self.extrapolated_s
         more = self.num_updates - max(len(self.timing.order.updates), 1)
         return (self.timing.makespan_s + more * self.timing.steady_update_s) / self.num_updates
 
@@ -262,13 +266,16 @@ class Judge:
 
         Where it is left open which forwards are run again and the estimate of what fits was wrong, or there is none: all of them.
         """
-        found = self._simulate(replace(layout, recomputed=self.recomputed(layout) if layout.num_stages == len(layout.workers) else ()))
+        found = self.simulate_as_it_is(
+            replace(layout, recomputed=self.recomputed(layout) if layout.num_stages == len(layout.workers) else ())
+        )
         if found is None or not found.missing_bytes or layout.recomputed is not None or not self.problem.recompute:
             return found
-        again = self._simulate(replace(layout, recomputed=tuple(range(layout.num_stages))))
+        again = self.simulate_as_it_is(replace(layout, recomputed=tuple(range(layout.num_stages))))
         return again if again is not None and again.rank < found.rank else found
 
-    def _simulate(self, layout: Layout) -> Judged | None:
+    def simulate_as_it_is(self, layout: Layout) -> Judged | None:
+        """The same of a layout that says which forwards are run again."""
         shares = self.shares(layout)
         if shares is None:
             return None
@@ -320,13 +327,16 @@ class Judge:
             published=published_copies(schedule),
         )
         timing = numbered.run(cost)
-        devices = [device for group in layout.workers for device in group]
-        missing = 0.0
-        if any(problem.memory_bytes[device] < math.inf for device in devices):
-            missing = max(peak - problem.memory_bytes[device] for peak, device in zip(timing.peak_memory_bytes, devices, strict=True))
-        judged = Judged(layout, timing, max(missing, 0.0), self.num_updates(layout))
+        limited = any(problem.memory_bytes[device] < math.inf for group in layout.workers for device in group)
+        missing = self.missing_of(layout, timing.peak_memory_bytes) if limited else 0.0
+        judged = Judged(layout, timing, missing, self.num_updates(layout))
         self.seen(judged)
         return judged
+
+    def missing_of(self, layout: Layout, peaks: Sequence[float]) -> float:
+        """Bytes of memory that are missing on the device that lacks most, of those that a layout holds at most by device."""
+        devices = [device for group in layout.workers for device in group]
+        return max(0.0, *(peak - self.problem.memory_bytes[device] for peak, device in zip(peaks, devices, strict=True)))
 
     def _allowed(self, layout: Layout, cut: Cut) -> bool:
         """Whether an order is no staler than the problem allows, in a whole window."""

@@ -9,11 +9,12 @@ from functools import partial
 from itertools import chain, islice, pairwise, zip_longest
 
 from raypipe.errors import PlanError, UnknownNameError
-from raypipe.own_schedules import family, overlaps
+from raypipe.own_schedules import family, is_file, overlaps
 from raypipe.plan import Plan
 from raypipe.planner import baselines, chunks
 from raypipe.planner.bound import plan_bound
 from raypipe.planner.canonical import canonical, renumbered
+from raypipe.planner.extrapolation import ShortJudge
 from raypipe.planner.layout import Judge, Judged, Layout, Seen, unwatched
 from raypipe.planner.partition import MOST_UNITS
 from raypipe.planner.problem import Group, Problem
@@ -213,9 +214,14 @@ def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged
         seen=judge.seen,
     )
     few = sorted_problem.num_devices <= MOST_UNITS
+    # Of one length alone may be what overlaps or comes from a file.
+    short = None if schedule != AUTO and (overlaps(schedule) or is_file(schedule)) else ShortJudge.of(sorted_judge)
+    searching = short or sorted_judge
     # Other orders hold more or fewer activations, so that which forwards are run again is found anew.
-    begin = [replace(judged.layout, recomputed=None) for judged in _proposed(sorted_judge, schedule)] if few else []
-    found = _searched(sorted_judge, schedule, budget, begin)
+    begin = [replace(judged.layout, recomputed=None) for judged in _proposed(searching, schedule)] if few else []
+    found = _searched(searching, schedule, budget, begin)
+    if short is not None:
+        found = short.decided(found, sorted_judge)
     best = None if found is None else judge.simulate(renumbered(found.layout, numbers))
     for judged in _proposed(judge, schedule):
         best = better(best, judged)
