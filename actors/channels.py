@@ -79,7 +79,9 @@ def check_tensors(expected: Expected, tensors: Sequence[Tensor]) -> None:
         else:
             return
     got = Expected(expected.message, tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors))
-    raise ChannelError(f"it was announced as {expected}, and not as {got}")
+    raise ChannelError(
+        f"it was announced as {expected}, and not as {got}; what crosses stages has one shape in all microbatches, that of the first one"
+    )
 
 
 def wait_until_empty(condition: threading.Condition, queue: Sized, *, given_up: Callable[[], bool], timeout_s: float) -> None:

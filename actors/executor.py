@@ -455,7 +455,10 @@ class _Run:
             what = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is of type {type(loss).__name__}"
             raise ConfigError(f"the model's loss {what}; expected a scalar tensor, the mean over the rows")
         if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ConfigError("the model's loss has no gradient, so nothing would be trained; it is detached, or made of constants alone")
+            raise ConfigError(
+                "the model's loss has no gradient, so nothing would be trained: no weight takes one, or the loss is detached or made of "
+                "constants alone"
+            )
         return loss
 
     def _backward(self, wired: WiredOp) -> None:

@@ -652,6 +652,8 @@ class Weights:
             return
         key, rest = name.removeprefix(OPTIMIZER).split("/", 1)
         master = by_name.get(f"layers.{index}.{rest}")
+        if f"layers.{index}.{rest}" in own and master is None:
+            return  # it is frozen now
         if master is None or self.optimizer is None:
             raise ConfigError(f"checkpoint of layer {index} has {name!r}, but the model has no such weight")
         # Counts of steps stay where the host reads them, unless the optimizer's one kernel does.

@@ -102,6 +102,19 @@ class DataConfig:
         _at_least(self, 1, "sequence_length")
         _at_least(self, 0, "num_validation_microbatches")
 
+    @property
+    def file(self) -> str:
+        """The absolute path of the token file.
+
+        Raises:
+            ConfigError: there is none, since the run has batches of its own.
+        """
+        if not self.path:
+            raise ConfigError(
+                "data.path names no token file; a run with batches of its own is started from Python, with Trainer(batches=...)"
+            )
+        return os.path.abspath(self.path)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
@@ -190,7 +203,7 @@ class OptimizerConfig:
     Attributes:
         name: which.
         learning_rate: the highest.
-        final_learning_rate: at the last update.
+        final_learning_rate: at the last update; left out for a tenth of the highest.
         warmup_updates: until the highest is reached.
         beta1: decay of the first moment.
         beta2: decay of the second.
@@ -203,7 +216,7 @@ class OptimizerConfig:
 
     name: OptimizerName = OptimizerName.ADAMW
     learning_rate: float = 1e-3
-    final_learning_rate: float = 1e-4
+    final_learning_rate: float | None = None
     warmup_updates: int = 20
     beta1: float = 0.9
     beta2: float = 0.95
@@ -225,7 +238,8 @@ class OptimizerConfig:
         if update < self.warmup_updates:
             return self.learning_rate * (update + 1) / self.warmup_updates
         progress = min((update - self.warmup_updates) / max(num_updates - 1 - self.warmup_updates, 1), 1.0)
-        return self.final_learning_rate + (self.learning_rate - self.final_learning_rate) * (1 + math.cos(math.pi * progress)) / 2
+        final = self.learning_rate / 10 if self.final_learning_rate is None else self.final_learning_rate
+        return final + (self.learning_rate - final) * (1 + math.cos(math.pi * progress)) / 2
 
 
 class Transport(StrEnum):

@@ -7,7 +7,6 @@ they do not disturb each other where they share a machine or a network.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -159,8 +158,8 @@ def _spreads(measured: Sequence[Sequence[LayerMeasurement]]) -> tuple[float, ...
 
 def _tokens(data: DataConfig, *, seed: int, microbatch_size: int) -> TokenSource:
     """How actors open the tokens, which are tried here first."""
-    TokenDataset(data.path, sequence_length=data.sequence_length, seed=seed, split="train")
-    return TokenSource(path=os.path.abspath(data.path), sequence_length=data.sequence_length, seed=seed, microbatch_size=microbatch_size)
+    TokenDataset(data.file, sequence_length=data.sequence_length, seed=seed, split="train")
+    return TokenSource(path=data.file, sequence_length=data.sequence_length, seed=seed, microbatch_size=microbatch_size)
 
 
 def _slots(kind: DeviceKind, scaling: ScalingConfig) -> list[Slot]:

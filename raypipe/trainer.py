@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -175,7 +174,7 @@ class Trainer:
         model_options: its keyword arguments.
         precision: in which it computes.
         compile_layers: whether each of its layers goes through `torch.compile`.
-        data_config: which tokens; not needed with `batches`.
+        data_config: which tokens; with `batches`, whose path is left empty, how many microbatches an evaluation takes.
         batches: instead of tokens, a function from a split, `train` or `validation`, to a
             `raypipe.actors.executor.BatchSource` of `schedule_config.microbatch_size` rows; called on the actors.
         schedule_config: in which order the stages work.
@@ -224,10 +223,12 @@ class Trainer:
         )
         self.plan = Plan.load(plan) if plan is not None else None
         self.config = with_plan(config, self.plan) if self.plan is not None else config
-        if (data_config is None) == (batches is None):
+        if batches is None and data_config is None:
             raise ConfigError("give the trainer either data_config or batches")
+        if batches is not None and self.config.data.path:
+            raise ConfigError("give the trainer either batches or a data_config with a path; without one it says how long evaluations are")
         self.batches: BatchFunction = batches or TokenSource(
-            path=os.path.abspath(self.config.data.path),
+            path=self.config.data.file,
             sequence_length=self.config.data.sequence_length,
             seed=self.config.run.seed,
             microbatch_size=self.config.schedule.microbatch_size,

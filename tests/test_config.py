@@ -20,7 +20,7 @@ from raypipe.config import (
     TrainConfig,
     Transport,
 )
-from raypipe.errors import FormatError
+from raypipe.errors import ConfigError, FormatError
 from raypipe.schedules.ir import UpdateScope
 
 NAMES = [
@@ -71,3 +71,16 @@ def test_the_trainer_of_a_configuration_leaves_nothing_out() -> None:
 def test_a_run_has_some_updates_and_not_endlessly_many(num_updates: int, problem: str) -> None:
     with pytest.raises(FormatError, match=problem):
         RunConfig(num_updates=num_updates)
+
+
+def test_the_final_learning_rate_is_a_tenth_of_the_highest_if_nothing_is_said() -> None:
+    config = OptimizerConfig(learning_rate=2e-5, warmup_updates=2)
+    rates = [config.rate(update, num_updates=12) for update in range(12)]
+    assert max(rates) == pytest.approx(2e-5)
+    assert rates[-1] == pytest.approx(2e-6)
+    assert OptimizerConfig(learning_rate=2e-5, final_learning_rate=0.0).rate(11, num_updates=12) < 1e-20
+
+
+def test_a_run_with_batches_of_its_own_has_no_token_file() -> None:
+    with pytest.raises(ConfigError, match=r"data.path names no token file; a run with batches of its own is started from Python"):
+        _ = DataConfig(path="").file

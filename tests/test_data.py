@@ -7,6 +7,7 @@ import fcntl
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -545,3 +546,16 @@ class TestFlatCopies:
             fcntl.flock(held, fcntl.LOCK_EX)
             assert TokenDataset(path, sequence_length=3, seed=1).num_tokens == 10
         assert re.search(r"another process holds .*\.lock, and .*\.part has not grown for 0.5 s", caplog.text)
+
+    def test_of_a_process_that_forked_meanwhile_are_waited_for_no_longer_than_they_take(self, cache: Path, tmp_path: Path) -> None:
+        path = write_tokens(tmp_path / "a.parquet")
+        TokenDataset(path, sequence_length=3, seed=1)
+        whole = next(cache.glob("*.tokens"))
+        with next(cache.glob("*.lock")).open("a") as held:  # as a child has it that knows of no copy
+            fcntl.flock(held, fcntl.LOCK_EX)
+            content = whole.read_bytes()
+            whole.unlink()
+            timer = threading.Timer(0.5, whole.write_bytes, (content,))
+            timer.start()
+            assert TokenDataset(path, sequence_length=3, seed=1).rows(0, 1).shape == (1, 4)
+            timer.join()

@@ -16,7 +16,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,7 +56,7 @@ def mapped_tokens(source: str, *, split: str, content: bytes, num_bytes: int, wr
         if not _is_whole(path, num_bytes):
             folder.mkdir(parents=True, exist_ok=True)
             part = folder / f"{name}.part"
-            with _locked(folder / f"{name}.lock", part):
+            with _locked(folder / f"{name}.lock", part, needless=lambda: _is_whole(path, num_bytes)):
                 if not _is_whole(path, num_bytes):
                     _write(path, part, source, write)
         with path.open("rb") as file:
@@ -79,6 +79,8 @@ def _write(path: Path, part: Path, source: str, write: Callable[[BinaryIO], None
     try:
         with part.open("wb") as file:
             write(file)
+            file.flush()
+            os.fsync(file.fileno())  # a name that outlives a power cut stands for what it says
         num_bytes = part.stat().st_size
         part.replace(path)
     finally:
@@ -87,20 +89,25 @@ def _write(path: Path, part: Path, source: str, write: Callable[[BinaryIO], None
 
 
 @contextmanager
-def _locked(lock: Path, part: Path) -> Iterator[None]:
-    """A context that one process of all has at a time; it ends with the process, too."""
+def _locked(lock: Path, part: Path, *, needless: Callable[[], bool]) -> Iterator[None]:
+    """A context that one process of all has at a time, until it is needless; it ends with the process, too."""
     with lock.open("a") as file:
         size, since = -1, time.monotonic()
-        while True:
-            try:
+        while not needless():
+            with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
-                pass
-            grown = part.stat().st_size if part.exists() else 0
+            grown = 0
+            with suppress(FileNotFoundError):
+                grown = part.stat().st_size
             if grown != size:
+                if size < 0:
+                    _LOG.info("waiting for another process that writes %s", part)
                 size, since = grown, time.monotonic()
             elif time.monotonic() - since > _PATIENCE_S:
                 raise FlatCopyError(f"another process holds {lock}, and {part.name} has not grown for {_PATIENCE_S:g} s")
             time.sleep(_POLL_S)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked in between has the file, too

@@ -204,7 +204,9 @@ def _mapped(path: str, file: pq.ParquetFile, split: Split, header: _Header) -> n
             copy.write(part.data)
 
     now = os.stat(path)
-    content = repr((now.st_size, now.st_mtime_ns, sorted((file.metadata.metadata or {}).items()))).encode()
+    with open(path, "rb") as whole:  # the end tells row groups, with their sizes and some of what is in them
+        whole.seek(-min(now.st_size, file.metadata.serialized_size + 8), os.SEEK_END)
+        content = f"{now.st_size} {now.st_mtime_ns} ".encode() + whole.read()
     num_bytes = header.num_tokens * header.token_bytes
     return mapped_tokens(path, split=split, content=content, num_bytes=num_bytes, write=write).view(_TYPES[header.token_bytes])
 

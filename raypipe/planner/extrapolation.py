@@ -18,7 +18,7 @@ _GAIN = 2
 """Times that two short updates must be shorter than the long one."""
 _FULL = 2
 """Times of the devices' number that the shorter one has microbatches at least, for any order's activations in flight."""
-_MOST_KEPT = 8
+_MOST_KEPT = 4
 
 
 def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | None:
@@ -41,11 +41,11 @@ class ShortJudge(Judge):
 
     Attributes:
         lengths: their microbatches.
-        best: the best that it has seen, first the best.
+        best: for each order the best layouts that it has seen, first the best.
     """
 
     lengths: tuple[int, int] = (1, 2)
-    best: list[Judged] = field(default_factory=list, repr=False)
+    best: dict[str, list[Judged]] = field(default_factory=dict, repr=False)
     _parts: tuple[Judge, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,12 +74,15 @@ class ShortJudge(Judge):
         update_s = more.update_s + times * (more.update_s - fewer.update_s)
         judged = replace(more, missing_bytes=self.missing_of(layout, peaks), extrapolated_s=update_s)
         self.seen(judged)
-        if all(kept.layout != layout for kept in self.best):
-            self.best = sorted((*self.best, judged), key=lambda one: one.rank)[:_MOST_KEPT]
+        of_order = self.best.setdefault(layout.order, [])
+        if all(kept.layout != layout for kept in of_order):
+            of_order.append(judged)
+            of_order.sort(key=lambda one: one.rank)
+            del of_order[_MOST_KEPT:]
         return judged
 
     def decided(self, found: Judged | None, judge: Judge) -> Judged | None:
-        """The best of the kept layouts of what was found, simulated as wholes.
+        """The best of what was found and of the other layouts that are kept of its order, simulated as wholes.
 
         Args:
             found: by this judge.
@@ -88,8 +91,7 @@ class ShortJudge(Judge):
         if found is None:
             return None
         best: Judged | None = None
-        # An order that was chosen for a reason besides its time stays chosen.
-        alike = (kept.layout for kept in (found, *self.best) if kept.layout.order == found.layout.order)
+        alike = (kept.layout for kept in (found, *self.best[found.layout.order]))
         for layout in dict.fromkeys(replace(layout, recomputed=None) for layout in alike):
             best = better(best, judge.simulate(layout))
         return best

@@ -219,9 +219,8 @@ def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged
     searching = short or sorted_judge
     # Other orders hold more or fewer activations, so that which forwards are run again is found anew.
     begin = [replace(judged.layout, recomputed=None) for judged in _proposed(searching, schedule)] if few else []
-    found = _searched(searching, schedule, budget, begin)
-    if short is not None:
-        found = short.decided(found, sorted_judge)
+    whole = (lambda judged: judged) if short is None else partial(short.decided, judge=sorted_judge)
+    found = _searched(searching, schedule, budget, begin, whole)
     best = None if found is None else judge.simulate(renumbered(found.layout, numbers))
     for judged in _proposed(judge, schedule):
         best = better(best, judged)
@@ -236,15 +235,25 @@ def _proposed(judge: Judge, schedule: str) -> Iterator[Judged]:
             yield found
 
 
-def _searched(judge: Judge, schedule: str, budget: Budget, begin: list[Layout]) -> Judged | None:
-    """The search over orders of one stage a worker, then every other order on the workers of what it found."""
+def _searched(
+    judge: Judge, schedule: str, budget: Budget, begin: list[Layout], whole: Callable[[Judged | None], Judged | None]
+) -> Judged | None:
+    """The search over orders of one stage a worker, then every other order on the workers of what it found.
+
+    Args:
+        judge: by which it searches.
+        schedule: as of `make`.
+        budget: how hard.
+        begin: layouts to begin with.
+        whole: makes of what is judged best what is decided by.
+    """
     overlapping = asynchronous_orders(judge.problem, schedule)
     several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
     single = ("1f1b", "list") if several or overlapping else (schedule,)
     search = Search(judge, single, budget, begin)
     best = search.run()
     if not several and not overlapping:
-        return best
+        return whole(best)
     tops = search.best_layouts(max(budget.num_simulations // 30, 1))
     others: Judged | None = None
     if schedule == AUTO:
@@ -264,6 +273,7 @@ def _searched(judge: Judge, schedule: str, budget: Budget, begin: list[Layout]) 
     in_turns = (layout for turn in zip_longest(*rows) for layout in turn if layout is not None)
     for layout in chain(candidates, islice(in_turns, max(budget.num_simulations // 3, 1))):
         others = better(others, climbed(judge, judge.simulate(layout), most_steps=budget.num_simulations // 30))
+    best, others = whole(best), whole(others)
     if schedule != AUTO or best is None or others is None:
         return others if schedule != AUTO else best or others
     # What divides backwards or stages costs more than it says here: it must be ahead by more than predictions are wrong.

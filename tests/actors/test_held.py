@@ -204,3 +204,14 @@ def test_seeds_differ_between_layers_microbatches_and_rows() -> None:
 def test_a_layer_whose_name_is_no_name_for_a_file_is_refused() -> None:
     with pytest.raises(ConfigError, match="'enc/0'; use letters"):
         Model((Layer("enc/0", Tied, inputs=(), batch=("inputs",)),), mean_squared_error)
+
+
+def test_what_the_optimizer_noted_of_weights_that_are_frozen_now_is_left_out() -> None:
+    before = held(model_of(partial(nn.Linear, 4, 4)))
+    for weight in before.masters:
+        weight.grad = torch.ones_like(weight)
+    assert before.optimizer is not None
+    before.optimizer.step()
+    after = held(model_of(lambda: nn.Linear(4, 4).requires_grad_(False)))
+    after.load_state(before.state())
+    assert torch.equal(after.module.get_parameter("layers.0.weight"), before.module.get_parameter("layers.0.weight"))
