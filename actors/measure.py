@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypipe.actors import devices
 from raypipe.actors.backward import backward_full, backward_input, keep_what_compiled_forwards_save
@@ -49,6 +49,7 @@ class LayerMeasurement:
         working_bytes: the most that forward and backward take at any time, beyond what autograd keeps; what it passes on, the gradient
             of that and the gradients of its inputs are part of it, and a gradient of a weight before it is added to the others.
         input_grad_working_bytes: the same of the forward and the input gradient, where the backward is split.
+        frozen_bytes: of those of its weights that are not trained.
     """
 
     name: str
@@ -65,6 +66,7 @@ class LayerMeasurement:
     working_bytes: int
     input_grad_working_bytes: int
     low_precision_bytes: int = 0
+    frozen_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,10 @@ def measure_layers(
         for index in range(len(model.layers)):
             module = stage_module(alone, cut, index, seed=seed, precision=precision, on=on)
             keep_what_compiled_forwards_save()
-            parameter_bytes = sum(weight.nbytes for weight in module.parameters())
+            sizes = _sizes_of(module)
             weights = Weights(module, optimizer=optimizer, rule=WeightRule.FLUSH)
             made |= prepare(weights, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)
-            found.append(_Layer(model, weights, made, batch, parameter_bytes).measure(samples[index], effort))
+            found.append(_Layer(model, weights, made, batch, sizes).measure(samples[index], effort))
     devices.drop_fillers()
     return found
 
@@ -157,7 +159,7 @@ class _Saved:
 
 class _Layer:
     def __init__(
-        self, model: Model, weights: Weights, made: dict[int, tuple[LayerOutput, ...]], batch: Batch, parameter_bytes: int
+        self, model: Model, weights: Weights, made: dict[int, tuple[LayerOutput, ...]], batch: Batch, sizes: tuple[int, int]
     ) -> None:
         self.model = model
         self.weights = weights
@@ -167,7 +169,7 @@ class _Layer:
         self.outputs = made[self.index]
         self.batch = batch
         self.on = weights.on
-        self.parameter_bytes = parameter_bytes
+        self.sizes = sizes
         self.parameters = weights.parameters(0)
 
     def measure(self, samples: _Samples, effort: Effort) -> LayerMeasurement:
@@ -185,9 +187,10 @@ class _Layer:
             output_bytes=sum(_spec_bytes(given.spec) for given in self.outputs),
             saved_bytes=saved_bytes,
             weight_grad_saved_bytes=weight_grad_saved_bytes,
-            parameter_bytes=self.parameter_bytes,
+            parameter_bytes=self.sizes[0],
             tied_bytes=self._tied_bytes(),
             low_precision_bytes=self.weights.low_precision_bytes,
+            frozen_bytes=self.sizes[1],
             update_s=_undisturbed(samples.update_s),
             spread=samples.spread,
             working_bytes=working_bytes,
@@ -309,6 +312,12 @@ class _Layer:
 
     def _clear(self) -> None:
         self.weights.drop_gradients(self.weights.newest)
+
+
+def _sizes_of(module: nn.Module) -> tuple[int, int]:
+    """Bytes of all weights, and of those that are not trained."""
+    frozen = [weight.nbytes for weight in module.parameters() if not weight.requires_grad]
+    return sum(weight.nbytes for weight in module.parameters()), sum(frozen)
 
 
 def _undisturbed(seconds: Sequence[float]) -> float:

@@ -41,13 +41,14 @@ class StageCost:
         update_s: seconds of U.
         saved_bytes: held from F to the end of B, or of I where the backward is split.
         weight_grad_saved_bytes: of these, held on until the end of W.
-        parameter_bytes: the weights as the optimizer steps them; also what copies of a stage sum and publish.
+        parameter_bytes: the weights as the optimizer steps them.
         state_bytes: optimizer state, held throughout.
         low_precision_bytes: copies of weights, half as long as these, that one version computes with in place of them.
         kept_bytes: of the saved ones, held from F to R where the forward is run again; `None` where it is not.
         gradient_bytes: gradients of the weights, held from the first backward of an update to its U.
         working_bytes: beyond the saved ones, held while F, B, W or R run.
         input_grad_working_bytes: likewise while I runs.
+        frozen_bytes: of the weights, those that are not trained.
     """
 
     forward_s: float
@@ -63,6 +64,12 @@ class StageCost:
     gradient_bytes: int = 0
     working_bytes: int = 0
     input_grad_working_bytes: int = 0
+    frozen_bytes: int = 0
+
+    @property
+    def trained_bytes(self) -> int:
+        """The weights that the optimizer steps: what copies of a stage sum and publish."""
+        return self.parameter_bytes - self.frozen_bytes
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,7 @@ class Cost:
             return _NORM_BYTES
         if collective.kind is CollectiveKind.TIED:
             return self.tied_bytes.get(collective.stage, 0)
-        return self.stages[collective.devices[0], collective.stage].parameter_bytes
+        return self.stages[collective.devices[0], collective.stage].trained_bytes
 
     def collective_s(self, collective: Collective) -> float:
         """Seconds from the last member's start to the end.
@@ -205,11 +212,11 @@ class Cost:
     def standing_bytes(self, device: int) -> int:
         """Bytes held throughout: weights in as many versions as the schedule keeps, and optimizer state.
 
-        Of a weight that is computed with in low precision, a version is the copy alone; the weight itself is held once.
+        Of a weight that is computed with in low precision, a version is the copy alone; the weight itself is held once, as frozen ones are.
         """
         held = [stage for (at, _), stage in self.stages.items() if at == device]
-        version_bytes = sum(stage.parameter_bytes - stage.low_precision_bytes for stage in held)
-        copied_bytes = sum(2 * stage.low_precision_bytes for stage in held)
+        version_bytes = sum(stage.trained_bytes - stage.low_precision_bytes for stage in held)
+        copied_bytes = sum(2 * stage.low_precision_bytes + stage.frozen_bytes for stage in held)
         versions = self.weight_versions.get(device, 1.0)
         return round(version_bytes * versions) + copied_bytes + sum(stage.state_bytes for stage in held)
 
@@ -385,7 +392,7 @@ def _stage_cost(
     times = profile.for_kind(device.kind)
     profiles = [profile.layers[layer] for layer in layers]
     held = held_once(profiles)
-    parameter_bytes = sum(layer.parameter_bytes for layer in held)
+    trained_bytes = sum(layer.trained_bytes for layer in held)
     factor = scale / device.speed
     return StageCost(
         forward_s=sum(times[layer].forward_s for layer in layers) * factor,
@@ -397,10 +404,11 @@ def _stage_cost(
         weight_grad_saved_bytes=round(
             sum(layer.saved_bytes if layer.weight_grad_saved_bytes is None else layer.weight_grad_saved_bytes for layer in profiles) * scale
         ),
-        parameter_bytes=parameter_bytes,
-        state_bytes=round(parameter_bytes * state_bytes_per_parameter_byte),
+        parameter_bytes=sum(layer.parameter_bytes for layer in held),
+        frozen_bytes=sum(layer.frozen_bytes or 0 for layer in held),
+        state_bytes=round(trained_bytes * state_bytes_per_parameter_byte),
         low_precision_bytes=sum(layer.low_precision_bytes or 0 for layer in held),
-        gradient_bytes=round(parameter_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
+        gradient_bytes=round(trained_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
         working_bytes=round(most_working_bytes(profiles) * scale),
         # Autograd keeps the whole graph while the gradients from which W starts pile up.
         input_grad_working_bytes=round(sum(layer.input_grad_working_bytes or 0 for layer in profiles) * scale),

@@ -176,6 +176,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         output_bytes=output_bytes,
         saved_bytes=sum(layer.saved_bytes for layer in layers),
         parameter_bytes=sum(layer.parameter_bytes for layer in held),
+        frozen_bytes=sum(layer.frozen_bytes or 0 for layer in held) or None,
         # A layer that was not measured may keep all.
         weight_grad_saved_bytes=None
         if all(amount is None for amount in saved)

@@ -74,6 +74,7 @@ class LayerProfile:
         working_bytes: the most that its forward or its backward needs for a while, beyond what it keeps: gradients of activations, that of
             a weight before it is added to the others; None: not measured.
         input_grad_working_bytes: likewise its input gradient, where the backward is split.
+        frozen_bytes: size of those of its weights that are not trained: without gradients, optimizer state and sums; None: it has none.
     """
 
     __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
@@ -93,6 +94,7 @@ class LayerProfile:
     low_precision_bytes: int | None = None
     working_bytes: int | None = None
     input_grad_working_bytes: int | None = None
+    frozen_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -110,9 +112,17 @@ class LayerProfile:
             "low_precision_bytes",
             "working_bytes",
             "input_grad_working_bytes",
+            "frozen_bytes",
         )
+        if (self.frozen_bytes or 0) > self.parameter_bytes:
+            raise codec.invalid(self, "frozen_bytes", f"{self.frozen_bytes} is more than parameter_bytes, {self.parameter_bytes}")
         if self.tied_bytes is not None and self.tied_bytes > self.parameter_bytes:
             raise codec.invalid(self, "tied_bytes", f"{self.tied_bytes} is more than parameter_bytes, {self.parameter_bytes}")
+
+    @property
+    def trained_bytes(self) -> int:
+        """Size of its weights that are trained."""
+        return self.parameter_bytes - (self.frozen_bytes or 0)
 
     @property
     def shared_bytes(self) -> int:
@@ -146,6 +156,7 @@ def _without_shared(layer: LayerProfile) -> LayerProfile:
         parameter_bytes=rest_bytes,
         update_s=None if layer.update_s is None else layer.update_s * rest,
         low_precision_bytes=None if layer.low_precision_bytes is None else round(layer.low_precision_bytes * rest),
+        frozen_bytes=None if layer.frozen_bytes is None else min(layer.frozen_bytes, rest_bytes),
     )
 
 

@@ -269,6 +269,7 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
             low_precision_bytes=of_devices[0].low_precision_bytes or None,
             working_bytes=of_devices[0].working_bytes,
             input_grad_working_bytes=of_devices[0].input_grad_working_bytes,
+            frozen_bytes=of_devices[0].frozen_bytes or None,
         )
         for times, of_devices in zip(_times(measured), zip(*measured, strict=True), strict=True)
     )

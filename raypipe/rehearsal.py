@@ -207,7 +207,7 @@ class Scaled:
             input_grad_s=cost.backward_s - cost.weight_grad_s,
             weight_grad_s=cost.weight_grad_s,
             update_s=cost.update_s,
-            num_parameters=max(cost.parameter_bytes // NUMBER_BYTES, 1) if copies > 1 else 1,
+            num_parameters=max(cost.trained_bytes // NUMBER_BYTES, 1) if copies > 1 else 1,
             num_tied=num_tied,
         )
 
@@ -231,6 +231,7 @@ def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: f
             weight_grad_s=stage.weight_grad_s * time_scale,
             update_s=stage.update_s * time_scale,
             parameter_bytes=round(stage.parameter_bytes * byte_scale),
+            frozen_bytes=round(stage.frozen_bytes * byte_scale),
         )
         for place, stage in cost.stages.items()
     }

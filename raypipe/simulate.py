@@ -296,7 +296,7 @@ class _Gradients:
 
     def __init__(self, cost: Cost, device: int, microbatches_per_update: int) -> None:
         self.sizes = {stage: found.gradient_bytes for (at, stage), found in cost.stages.items() if at == device}
-        self.weights = {stage: found.parameter_bytes for (at, stage), found in cost.stages.items() if at == device}
+        self.weights = {stage: found.trained_bytes for (at, stage), found in cost.stages.items() if at == device}
         self.microbatches_per_update = microbatches_per_update
         self.there: set[tuple[int, int]] = set()
         """Stages and updates that have some."""

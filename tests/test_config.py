@@ -78,7 +78,7 @@ def test_the_final_learning_rate_is_a_tenth_of_the_highest_if_nothing_is_said() 
     rates = [config.rate(update, num_updates=12) for update in range(12)]
     assert max(rates) == pytest.approx(2e-5)
     assert rates[-1] == pytest.approx(2e-6)
-    assert OptimizerConfig(learning_rate=2e-5, final_learning_rate=0.0).rate(11, num_updates=12) < 1e-20
+    assert OptimizerConfig(learning_rate=2e-5, final_learning_rate=0.0, warmup_updates=2).rate(11, num_updates=12) < 1e-20
 
 
 def test_a_run_with_batches_of_its_own_has_no_token_file() -> None:

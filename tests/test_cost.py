@@ -340,6 +340,18 @@ def test_of_a_weight_in_low_precision_a_version_is_the_copy_and_the_weight_is_he
     assert plan_cost(two_versions).standing_bytes(0) == 2 * (20 + 40) + 80 + 200
 
 
+def test_frozen_weights_are_held_once_and_nothing_else() -> None:
+    layers = tuple(replace(layer(name), frozen_bytes=70, low_precision_bytes=10) for name in "abcd")
+    profile = ModelProfile(name="m", microbatch_size=1, layers=layers)
+    one_version = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
+    stage = plan_cost(one_version).stages[0, 0]
+    assert (stage.parameter_bytes, stage.trained_bytes, stage.gradient_bytes, stage.state_bytes) == (100, 30, 30, 60)
+    assert plan_cost(one_version).standing_bytes(0) == 70 + 20 + (10 + 10) + 60
+    two_versions = replace(one_version, order=ScheduleFile.of(handwritten.pipedream_2bw()))
+    assert plan_cost(two_versions).standing_bytes(0) - plan_cost(one_version).standing_bytes(0) == 10 + 10
+    assert plan_cost(one_version).collective_bytes(Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1))) == 30
+
+
 def test_a_copy_that_another_one_updates_holds_no_optimizer_state() -> None:
     profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
     four = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)

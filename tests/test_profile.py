@@ -55,6 +55,7 @@ def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
         tied_bytes=draw(st.none() | st.integers(0, parameter_bytes)),
         gradient_rows=draw(st.none() | amounts),
         low_precision_bytes=draw(st.none() | amounts),
+        frozen_bytes=draw(st.none() | st.integers(0, parameter_bytes)),
         working_bytes=draw(st.none() | amounts),
         input_grad_working_bytes=draw(st.none() | amounts),
         **draw(times()),

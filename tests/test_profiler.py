@@ -57,6 +57,16 @@ def test_bytes_are_those_of_the_tensors_that_are_kept() -> None:
     assert first.weight_grad_saved_bytes == 3 * TENSOR_BYTES
 
 
+def test_frozen_weights_are_told_from_trained_ones() -> None:
+    model = one_layer(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH).double().requires_grad_(False), nn.Linear(WIDTH, 1).double()))
+    (found,) = measure(model, batch("inputs"))
+    assert (found.parameter_bytes, found.frozen_bytes) == ((WIDTH + 1) * (WIDTH + 1) * 8, (WIDTH + 1) * WIDTH * 8)
+    profile = model_profile([[found]], model, name="m", microbatch_size=NUM_ROWS)
+    assert profile.layers[0].trained_bytes == (WIDTH + 1) * 8
+    (trained,) = measure(one_layer(lambda: nn.Linear(WIDTH, 1).double()), batch("inputs"))
+    assert model_profile([[trained]], model, name="m", microbatch_size=NUM_ROWS).layers[0].frozen_bytes is None
+
+
 def test_measuring_in_a_thread_writes_nothing_where_the_profiler_was_started_before() -> None:
     script = """
 import threading
@@ -77,7 +87,8 @@ def test_what_a_layer_needs_for_a_while_is_counted_beyond_what_it_keeps() -> Non
         return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64), nn.Sigmoid())
 
     inner = Layer("inner", build)
-    layers = (Layer("entry", nn.Identity, inputs=(), batch=("inputs",)), inner, Layer("exit", nn.Identity))
+    entry = partial(nn.Linear, WIDTH, WIDTH, dtype=torch.float64)
+    layers = (Layer("entry", entry, inputs=(), batch=("inputs",)), inner, Layer("exit", nn.Identity))
     measured = measure(Model(layers, mean), batch("inputs"))[1]
     # Kept are its input and the output of the sigmoid. At the most there are besides the gradients of that, of the product, of the input
     # and of the weight, which is then added to the others.

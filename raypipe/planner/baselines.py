@@ -70,7 +70,7 @@ class _Uniform:
     @cached_property
     def parameter_bytes(self) -> Floats:
         """By [first layer, end]."""
-        prefix = self.problem.parameter_prefix
+        prefix = self.problem.trained_prefix
         return np.maximum(prefix[None, :] - prefix[:, None], 0.0)
 
     @cached_property
@@ -360,7 +360,7 @@ def _metis_s(judge: Judge, workers: Sequence[Group], cuts: Sequence[int], within
         first, end = cuts[stage], cuts[stage + 1]
         stages.append(sum(judge.stage(group, first, end)[:2]))
         bandwidth = between if len({problem.node_of[device] for device in group}) > 1 else within
-        num_bytes = float(problem.parameter_prefix[end] - problem.parameter_prefix[first])
+        num_bytes = float(problem.trained_prefix[end] - problem.trained_prefix[first])
         sums.append(2 * (len(group) - 1) / len(group) * num_bytes / bandwidth)
         if stage:
             crosses = problem.node_of[workers[stage - 1][-1]] != problem.node_of[group[0]]

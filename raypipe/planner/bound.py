@@ -83,7 +83,7 @@ class _Bounds:
         off_diagonal = ~np.eye(problem.num_devices, dtype=bool)
         self.best_bandwidth = float(problem.bandwidth[off_diagonal].max(initial=0.0))
         self.best_latency_s = float(problem.latency_s[off_diagonal].min(initial=math.inf))
-        self.layer_bytes = np.diff(problem.parameter_prefix)
+        self.layer_bytes = np.diff(problem.trained_prefix)
 
     def _work_s(self, devices: Group) -> float:
         """All work on some devices: a dual solution, prices y_l <= z_d x the seconds of layer l on device d, with z summing to 1.

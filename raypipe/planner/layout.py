@@ -181,7 +181,7 @@ class Judge:
             forward, input_grad, weight_grad = (prefix[:, end] - prefix[:, first]).tolist()
             forward_s = max(forward_s, forward * factor)
             backward_s = max(backward_s, (input_grad + weight_grad) * factor)
-        num_bytes = float(problem.parameter_prefix[end] - problem.parameter_prefix[first])
+        num_bytes = float(problem.trained_prefix[end] - problem.trained_prefix[first])
         own_s = problem.overheads_s
         return forward_s + own_s[0], backward_s + own_s[1], float(problem.sum_s(group, num_bytes))
 

@@ -125,7 +125,7 @@ class Partition:
         forward = problem.prefix_s[:, 0, None, :] - problem.prefix_s[:, 0, :, None]
         backward = problem.prefix_s[:, 1:].sum(axis=1)
         backward = backward[:, None, :] - backward[:, :, None]
-        parameter_bytes = problem.parameter_prefix[None, :] - problem.parameter_prefix[:, None]
+        parameter_bytes = problem.trained_prefix[None, :] - problem.trained_prefix[:, None]
         empty = np.tril(np.ones((size, size), dtype=bool))
         fixed_s = sum(problem.overheads_s)
         found = {}

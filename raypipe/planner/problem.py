@@ -141,15 +141,15 @@ class Problem:
         return found
 
     @cached_property
-    def parameter_prefix(self) -> Floats:
-        """Parameter bytes of all layers before each position."""
-        return np.concatenate(([0.0], np.cumsum([float(layer.parameter_bytes) for layer in self.profile.layers])))
+    def trained_prefix(self) -> Floats:
+        """Bytes of the weights of all layers before each position that are trained, which copies of a stage sum."""
+        return np.concatenate(([0.0], np.cumsum([float(layer.trained_bytes) for layer in self.profile.layers])))
 
     @cached_property
     def standing_prefix(self) -> Floats:
         """Bytes of weights, their copies in low precision, gradients and optimizer state of all layers before each position."""
-        copies = np.cumsum([float(layer.low_precision_bytes or 0) for layer in self.profile.layers])
-        return self.parameter_prefix * (1 + self.state_bytes_per_parameter_byte) + np.concatenate(([0.0], copies))
+        besides = np.cumsum([float((layer.low_precision_bytes or 0) + (layer.frozen_bytes or 0)) for layer in self.profile.layers])
+        return self.trained_prefix * (1 + self.state_bytes_per_parameter_byte) + np.concatenate(([0.0], besides))
 
     @cached_property
     def saved_prefix(self) -> Floats:

@@ -81,7 +81,7 @@ def test_the_least_sum_under_a_limit_is_that_of_all_contiguous_plans(seed: int) 
 def test_what_does_not_fit_is_no_stage(seed: int, schedule: str, again: bool) -> None:
     num_devices, num_layers = 2 + seed % 4, 4 + seed % 4
     problem = random_problem(seed, num_devices=num_devices, num_layers=num_layers)
-    needed = float(problem.parameter_prefix[-1]) * (1 + problem.state_bytes_per_parameter_byte)
+    needed = float(problem.trained_prefix[-1]) * (1 + problem.state_bytes_per_parameter_byte)
     problem = random_problem(seed, num_devices=num_devices, num_layers=num_layers, memory_bytes=round(0.7 * needed) + 20 * MB)
     problem = replace(problem, recompute=again)
     judge = Judge(problem)

@@ -173,6 +173,17 @@ def test_a_layer_that_is_moved_may_end_that_a_forward_runs_again() -> None:
     assert (found.layout.cuts, found.layout.recomputed, found.missing_bytes) == ((0, 2, 4), (), 0)
 
 
+def test_frozen_weights_need_no_memory_but_their_own() -> None:
+    problem = of_memory(250, num_devices=2, num_layers=4)
+    layers = tuple(replace(layer, saved_bytes=5) for layer in problem.profile.layers)
+    with pytest.raises(PlanError, match="too little"):
+        make(replace(problem, profile=replace(problem.profile, layers=layers)), budget=TINY)
+    frozen = tuple(replace(layer, frozen_bytes=45) for layer in layers)
+    plan = make(replace(problem, profile=replace(problem.profile, layers=frozen)), budget=TINY)
+    assert plan.predicted is not None
+    assert max(plan.predicted.peak_memory_bytes) <= 250
+
+
 # What is refused
 
 
