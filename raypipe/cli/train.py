@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import click
@@ -29,6 +30,7 @@ class _Screen:
 
     def __init__(self, console: Console, num_updates: int) -> None:
         self.console = console
+        self.num_done = 0
         self.bar = Progress(
             TextColumn("update"),
             MofNCompleteColumn(),
@@ -45,8 +47,15 @@ class _Screen:
         """Prints a line."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
+    def interrupted(self, checkpoint_every: int) -> None:
+        """Says what is left of a run that is interrupted."""
+        saved = f"the newest checkpoint stays, one every {checkpoint_every} updates; --resume goes on from it"
+        nothing = "nothing was saved, since run.checkpoint_every is 0"
+        self.notice(f"interrupted after update {self.num_done}; {saved if checkpoint_every else nothing}")
+
     def progress(self, progress: trainer.Progress) -> None:
         """Moves the bar, or prints a line."""
+        self.num_done = progress.update
         validation = "-" if progress.validation_loss is None else f"{progress.validation_loss:.3f}"
         speed = f"{progress.tokens_per_s:,.0f}"
         if not self.console.is_terminal:
@@ -88,11 +97,12 @@ def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: boo
     console = progress_console()
     screen = _Screen(console, loaded.run.num_updates)
     trainer = Trainer.of(loaded)
-    if console.is_terminal:
-        with Live(screen.bar, console=console, refresh_per_second=4):
+    try:
+        with Live(screen.bar, console=console, refresh_per_second=4) if console.is_terminal else nullcontext():
             result = trainer.fit(listener=screen, resume=resume)
-    else:
-        result = trainer.fit(listener=screen, resume=resume)
+    except KeyboardInterrupt:
+        screen.interrupted(loaded.run.checkpoint_every)
+        raise
     if as_json:
         click.echo(json.dumps(without_nan(_document(result))))
         return

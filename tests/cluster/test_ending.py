@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,8 @@ def test_ctrl_c_at_any_moment_leaves_no_process(config: Path, brand: Brand, mome
         if moment != "importing":
             assert process.returncode == 130, stderr.decode()[-2000:]
             assert b"Traceback" not in stderr
+        if moment == "training":
+            assert re.search(rb"interrupted after update \d+0; nothing was saved, since run.checkpoint_every is 0", stderr)
     finally:
         process.kill()
         process.communicate()

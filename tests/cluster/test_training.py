@@ -348,3 +348,23 @@ def test_a_layer_that_cannot_be_built_is_named(tmp_path: Path) -> None:
         Trainer(
             "raypipe.models.gpt:gpt", model_options={"num_heads": 3}, batches=rows, run_config=RunConfig(storage_path=str(tmp_path))
         ).fit()
+
+
+def test_evaluations_with_batches_of_ones_own_are_as_long_as_said(tmp_path: Path) -> None:
+    given = trainer(tmp_path, num_updates=1)
+    told = Trainer(
+        "raypipe.models.mlp:mlp",
+        model_options={"num_layers": 2, "dtype": "float64"},
+        batches=rows,
+        data_config=DataConfig(path="", num_validation_microbatches=0),
+        schedule_config=ScheduleConfig(num_microbatches=NUM_MICROBATCHES, microbatch_size=NUM_ROWS),
+        optimizer_config=adamw_settings(max_grad_norm=None),
+        scaling_config=ScalingConfig(num_devices=1),
+        run_config=RunConfig(name="test", storage_path=str(tmp_path), num_updates=2),
+    )
+    assert (given.config.data.num_validation_microbatches, told.config.data.num_validation_microbatches) == (8, 0)
+    assert told.fit().validation_losses == []
+    with pytest.raises(ConfigError, match="either batches or a data_config with a path"):
+        Trainer("raypipe.models.mlp:mlp", batches=rows, data_config=DataConfig(path="tokens.parquet"))
+    with pytest.raises(ConfigError, match=r"data.path names no token file"):
+        Trainer("raypipe.models.mlp:mlp", data_config=DataConfig(path=""))
