@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from raypipe.actors.batches import FixedBatch, TokenSource
@@ -388,6 +389,8 @@ class _Fit:
         """Launches, plans, trains and reports."""
         config = self.config
         self.listener.notice(f"run folder: {self.folder.path}")
+        if "working_dir_files" in Path(self.folder.path).absolute().parts:
+            self.listener.notice("it lies in Ray's copy of the job's working directory, which is removed some day; set run.storage_path")
         num_places = self.arrangement.num_places
         with session(config.cluster, num_devices=num_places, cpus_per_device=config.scaling.cpus_per_device) as cluster:
             if cluster.dashboard_url:
