@@ -242,12 +242,15 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _noise(given: LayerOutput, number: int, *, on: torch.device) -> Tensor:
-    """Values that lead layers elsewhere than zeros do; those of indices do not change, of which some may be too large."""
+    """Values from 0 to 1, which lead layers elsewhere than zeros do; those of indices do not change, of which some may be too large.
+
+    Others may be no probabilities, and what refuses these on a GPU ends the process.
+    """
     spec = given.spec
     if not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype == torch.bool):
         return stand_in(given, on=on)
-    values = torch.randn(spec.shape, generator=torch.Generator().manual_seed(number))
-    noise = values > 0 if spec.dtype == torch.bool else values.to(spec.dtype)
+    values = torch.rand(spec.shape, generator=torch.Generator().manual_seed(number))
+    noise = values < 0.5 if spec.dtype == torch.bool else values.to(spec.dtype)
     return noise.to(on).requires_grad_(given.takes_gradient)
 
 
