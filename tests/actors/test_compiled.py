@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from raypipe.actors.local import LocalPipeline
@@ -13,6 +15,7 @@ from raypipe.actors.report import mean_losses
 from raypipe.config import Precision
 from raypipe.cut import Cut
 from raypipe.functions import make_model
+from raypipe.model import Batch, Layer, Model, compiled
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Size
 from tests.actors.oracles import RandomTokens
@@ -58,3 +61,21 @@ def test_compiled_layers_learn_the_same(counter: CompileCounterWithBackend, sche
     assert counter.frame_count, "nothing was compiled"
     assert losses == pytest.approx(expected, rel=1e-6 if precision is Precision.FLOAT32 else 1e-3)
     assert found == names
+
+
+def test_layers_that_are_torchs_own_modules_are_compiled(counter: CompileCounterWithBackend) -> None:
+    makes: list[Callable[[], nn.Module]] = [
+        partial(nn.Linear, 4, 4),
+        partial(nn.Sequential, nn.Linear(4, 4), nn.Tanh()),
+        nn.GELU,
+    ] * 2
+    x = torch.randn(2, 4, requires_grad=True)
+    for make in makes:
+        module, plain = compiled(Model((Layer("layer", make),), squared)).layers[0].build(), make()
+        plain.load_state_dict(module.state_dict())  # under the same names
+        assert torch.equal(module(x), plain(x))
+    assert counter.frame_count == 3, "each class is compiled, once for all of one shape"
+
+
+def squared(output: Tensor, _: Batch) -> Tensor:
+    return output.square().mean()
