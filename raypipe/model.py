@@ -123,7 +123,7 @@ def compiled(model: Model) -> Model:
 
 def _compiled(build: Callable[[], nn.Module]) -> nn.Module:
     module = build()
-    if type(module).__module__.partition(".")[0] == "torch":
+    if type(module).forward.__module__.partition(".")[0] == "torch":
         # Torch's compiler passes over functions of torch's own, unless another one calls them.
         module.forward = MethodType(_forward_of(type(module)), module)  # type: ignore[arg-type]
     # In place, so that its weights keep their names. Microbatches of other sizes, as `predict` has them, are compiled for themselves.
