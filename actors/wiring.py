@@ -326,7 +326,9 @@ class Wirer:
             for source, edge in sources:
                 tensors = self._tensors(edge)
                 leaves = tuple(num_inputs + number for number, tensor in enumerate(tensors) if tensor.returns)
-                without = tuple(num_inputs + number for number, tensor in enumerate(tensors) if tensor.takes_gradient > tensor.returns)
+                without = tuple(
+                    num_inputs + number for number, tensor in enumerate(tensors) if tensor.takes_gradient and not tensor.returns
+                )
                 given.append(self._given(job, Direction.GRADIENT, op, source, (), leaves, without))
                 num_inputs += len(tensors)
         takes_loss = op.stage in graph.sinks

@@ -49,9 +49,9 @@ class _Screen:
 
     def interrupted(self, checkpoint_every: int) -> None:
         """Says what is left of a run that is interrupted."""
-        saved = f"the newest checkpoint stays, one every {checkpoint_every} updates; --resume goes on from it"
-        nothing = "nothing was saved, since run.checkpoint_every is 0"
-        self.notice(f"interrupted after update {self.num_done}; {saved if checkpoint_every else nothing}")
+        saved = self.num_done // checkpoint_every * checkpoint_every if checkpoint_every else 0
+        left = f"--resume goes on from update {saved}" if saved else f"it wrote no checkpoint (run.checkpoint_every is {checkpoint_every})"
+        self.notice(f"interrupted after update {self.num_done}; {left}")
 
     def progress(self, progress: trainer.Progress) -> None:
         """Moves the bar, or prints a line."""

@@ -17,7 +17,7 @@ from raypipe.planner.search import better
 _GAIN = 2
 """Times that two short updates must be shorter than the long one."""
 _FULL = 2
-"""Times of the devices' number that the shorter one has microbatches at least, for any order's activations in flight."""
+"""Times of the devices' number by which the two differ at least; the shorter one has twice that, for any order's activations in flight."""
 _MOST_KEPT = 4
 
 
@@ -67,12 +67,14 @@ class ShortJudge(Judge):
             self.refusals += [problem for part in self._parts for problem in part.refusals[:1] if problem not in self.refusals]
             return None
         times = (self.problem.num_microbatches - self.lengths[1]) / (self.lengths[1] - self.lengths[0])
-        peaks = [
-            behind + times * (behind - before)
-            for before, behind in zip(fewer.timing.peak_memory_bytes, more.timing.peak_memory_bytes, strict=True)
-        ]
-        update_s = more.update_s + times * (more.update_s - fewer.update_s)
-        judged = replace(more, missing_bytes=self.missing_of(layout, peaks), extrapolated_s=update_s)
+
+        def on_the_line(short: float, long: float) -> float:
+            return long + times * (long - short)
+
+        missing_bytes = self.missing_of(
+            layout, lambda: list(map(on_the_line, fewer.timing.peak_memory_bytes, more.timing.peak_memory_bytes))
+        )
+        judged = replace(more, missing_bytes=missing_bytes, extrapolated_s=on_the_line(fewer.update_s, more.update_s))
         self.seen(judged)
         of_order = self.best.setdefault(layout.order, [])
         if all(kept.layout != layout for kept in of_order):

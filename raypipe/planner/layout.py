@@ -327,16 +327,22 @@ class Judge:
             published=published_copies(schedule),
         )
         timing = numbered.run(cost)
-        limited = any(problem.memory_bytes[device] < math.inf for group in layout.workers for device in group)
-        missing = self.missing_of(layout, timing.peak_memory_bytes) if limited else 0.0
+        missing = self.missing_of(layout, lambda: timing.peak_memory_bytes)
         judged = Judged(layout, timing, missing, self.num_updates(layout))
         self.seen(judged)
         return judged
 
-    def missing_of(self, layout: Layout, peaks: Sequence[float]) -> float:
-        """Bytes of memory that are missing on the device that lacks most, of those that a layout holds at most by device."""
-        devices = [device for group in layout.workers for device in group]
-        return max(0.0, *(peak - self.problem.memory_bytes[device] for peak, device in zip(peaks, devices, strict=True)))
+    def missing_of(self, layout: Layout, peaks: Callable[[], Sequence[float]]) -> float:
+        """Bytes of memory that are missing on the device that lacks most.
+
+        Args:
+            layout: its devices.
+            peaks: what they hold at most; worked out only where memory is limited.
+        """
+        limits = [self.problem.memory_bytes[device] for group in layout.workers for device in group]
+        if min(limits) == math.inf:
+            return 0.0
+        return max(0.0, *(peak - limit for peak, limit in zip(peaks(), limits, strict=True)))
 
     def _allowed(self, layout: Layout, cut: Cut) -> bool:
         """Whether an order is no staler than the problem allows, in a whole window."""

@@ -155,6 +155,34 @@ def layers_of(pipeline: LocalPipeline) -> dict[int, list[list[Tensor]]]:
     return found
 
 
+def off_unsplit(
+    trained: LocalPipeline,
+    model: Model,
+    batches: BatchSource,
+    *,
+    num_updates: int,
+    num_microbatches: int,
+    learning_rate: float,
+    optimizer: Optimizer,
+) -> float:
+    """How far the weights of all copies are from those of the unsplit model after as many updates."""
+    whole = train_unsplit(
+        model,
+        batches,
+        num_updates=num_updates,
+        num_microbatches=num_microbatches,
+        learning_rate=learning_rate,
+        max_grad_norm=1e9,
+        optimizer=optimizer,
+    )
+    return max(
+        float((found - expected).abs().max())
+        for index, copies in layers_of(trained).items()
+        for copy in copies
+        for found, expected in zip(copy, whole.layers[index], strict=True)
+    )
+
+
 @dataclass(eq=False)
 class _Dense:
     """One layer by hand: tanh(x W' + b), or without tanh."""

@@ -28,7 +28,7 @@ from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Op, OpKind, Size, WeightRule
 from raypipe.schedules.lower import Compute
 from raypipe.schedules.passes import over_graph, recompute
-from tests.actors.oracles import layers_of, train_unsplit
+from tests.actors.oracles import layers_of, off_unsplit
 
 WIDTH, RATE = 8, 0.01
 NUM_MICROBATCHES = 4
@@ -105,20 +105,8 @@ def run(trained: LocalPipeline, num_windows: int) -> list[float]:
 
 def off(trained: LocalPipeline, model: Model, *, num_updates: int, rows: Rows | None = None) -> float:
     """How far the weights of all copies are from those of the unsplit model."""
-    whole = train_unsplit(
-        model,
-        rows or Rows(),
-        num_updates=num_updates,
-        num_microbatches=NUM_MICROBATCHES,
-        learning_rate=RATE,
-        max_grad_norm=1e9,
-        optimizer=adamw,
-    )
-    return max(
-        float((a - b).abs().max())
-        for index, copies in layers_of(trained).items()
-        for copy in copies
-        for a, b in zip(copy, whole.layers[index], strict=True)
+    return off_unsplit(
+        trained, model, rows or Rows(), num_updates=num_updates, num_microbatches=NUM_MICROBATCHES, learning_rate=RATE, optimizer=adamw
     )
 
 
