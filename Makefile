@@ -21,9 +21,9 @@ demo: $(INSTALLED) $(DEMO_DATA)  ## trains a small GPT on the source of Python's
 
 # A file's tests run in one process, which remembers the orders that it has searched for.
 test: $(INSTALLED)  ## runs the tests; needs no GPU, and a C++ compiler for a device that stands in for one, else skips
-	$(BIN)/pytest -n auto --dist loadfile --ignore=tests/processes --ignore=tests/cluster --ignore=tests/multinode --ignore=tests/gpu
+	$(BIN)/pytest -n auto --dist loadfile --ignore=tests/processes --ignore=tests/on_ray --ignore=tests/multinode --ignore=tests/gpu
 	$(BIN)/pytest tests/gpu
-	$(BIN)/pytest tests/processes tests/cluster
+	$(BIN)/pytest tests/processes tests/on_ray
 
 cluster-test: $(INSTALLED)  ## runs the tests that need several nodes, in network namespaces; needs root and iproute2, else skips
 	$(BIN)/pytest tests/multinode

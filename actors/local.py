@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from raypipe.actors import devices
-from raypipe.actors.borders import LayerOutput, edge_specs
-from raypipe.actors.executor import BatchSource, Executor, LearningRate, Window
-from raypipe.actors.faults import FaultScript
-from raypipe.actors.held import Optimizer, Weights
-from raypipe.actors.job import Job, jobs
-from raypipe.actors.precision import loss_in_float32, prepare, stage_module
-from raypipe.actors.report import WindowReport
-from raypipe.actors.transport import LocalNetwork
+from raypipe.actors.execution.executor import BatchSource, Executor, LearningRate, Window
+from raypipe.actors.execution.faults import FaultScript
+from raypipe.actors.execution.job import Job, jobs
+from raypipe.actors.execution.report import WindowReport
+from raypipe.actors.stage.gradient_flow import LayerOutput, edge_specs
+from raypipe.actors.stage.precision import loss_in_float32, prepare, stage_module
+from raypipe.actors.stage.weights import Optimizer, Weights
+from raypipe.actors.transport.protocol import LocalNetwork
+from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
-from raypipe.cut import Cut
 from raypipe.errors import AbortedError
 from raypipe.model import Model
 from raypipe.schedules.ir import Schedule

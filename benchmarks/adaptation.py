@@ -28,15 +28,15 @@ from rounds import Summary, print_table, write_json
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in namespaces is made by the tests' own tools
 
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.topology import ClusterTopology, Link
 from raypipe.errors import PlanError
-from raypipe.plan import Plan
-from raypipe.planner.planners import make
-from raypipe.planner.problem import Problem
-from raypipe.planner.search import Budget
-from raypipe.topology import ClusterTopology, Link
-from tests.cluster.plans import lab
+from raypipe.planning.planners import make
+from raypipe.planning.problem import Problem
+from raypipe.planning.search import Budget
 from tests.multinode.adapting_run import UPDATES_PER_WINDOW
 from tests.multinode.cluster import Cluster, cluster
+from tests.on_ray.plans import lab
 
 RATE = 25e6
 GOODPUT = 0.992

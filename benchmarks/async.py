@@ -30,12 +30,12 @@ from typing import Any
 from async_cases import BATCHES, OWN, SHAPES, Case, compared, cuts_of, plan_of, problem_of
 from rounds import Summary, in_rounds, print_table, write_json
 
-from raypipe.calibration import Calibration
+from raypipe.artifacts.calibration import Calibration
+from raypipe.cluster.session import session
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import RaypipeError
-from raypipe.ray_session import session
-from raypipe.rehearsal import Rehearsal, rehearse
 from raypipe.schedules.ir import UpdateScope
+from raypipe.training.rehearsal import Rehearsal, rehearse
 
 _WINDOWS = 2
 """Of each rehearsal, besides the first."""

@@ -10,24 +10,24 @@ from typing import Any
 
 from models import MEMORY_BYTES_PER_S, Transformer
 
-from raypipe.calibration import TransportCosts
-from raypipe.cost import Cost, layout_cost, published_copies, weight_versions
-from raypipe.cut import Cut
+from raypipe.artifacts.calibration import TransportCosts
+from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.plan import Plan, make_plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.errors import ScheduleError
-from raypipe.plan import Plan, make_plan
-from raypipe.planner.balance import balanced_cut
-from raypipe.planner.chunks import balanced, neighbours
-from raypipe.planner.layout import Judge, Layout
-from raypipe.planner.problem import Problem
-from raypipe.profile import ModelProfile
+from raypipe.planning.balance import balanced_cut
+from raypipe.planning.chunks import balanced, neighbours
+from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.dispatch import Line, defer_updates
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule
 from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.passes import repeated, shard_optimizer
+from raypipe.schedules.search.dispatch import Line, defer_updates
 from raypipe.schedules.validate import facts
-from raypipe.simulate import Numbered, Timing
-from raypipe.topology import ClusterTopology, Device, Node, NodeLink
+from raypipe.simulation.cost import Cost, layout_cost, published_copies, weight_versions
+from raypipe.simulation.simulator import Numbered, Timing
 
 ROWS = 4
 """Sequences of a microbatch."""

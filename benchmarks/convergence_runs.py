@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from in_turn import in_turn
 
-from raypipe.actors.batches import MaskedTokenBatches, TokenBatches
-from raypipe.actors.executor import BatchSource
+from raypipe.actors.execution.batches import MaskedTokenBatches, TokenBatches
+from raypipe.actors.execution.executor import BatchSource
+from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.optimizers import build_optimizer
-from raypipe.actors.report import mean_losses
+from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig, OptimizerName
-from raypipe.cut import Cut
 from raypipe.data.tokens import Split, TokenDataset
 from raypipe.model import Model
 from raypipe.models.bert import bert

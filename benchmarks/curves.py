@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import svg
 
-from raypipe.show.amounts import number, ticks
-from raypipe.show.paper import MARGIN, WIDTH, document, place, safe_text
+from raypipe.show.svg_document import MARGIN, WIDTH, document, place, safe_text
+from raypipe.units import number, ticks
 
 COLOURS = ("#222222", "#d1495b", "#2e86ab", "#edae49", "#3c8d53", "#8a6fb5", "#c46a2b", "#6c757d")
 """Told apart by lightness, too."""

@@ -22,12 +22,12 @@ from rounds import Summary, in_rounds, print_table, write_json
 from systems import SYSTEMS, System, Window, Work, start
 
 from raypipe import ClusterConfig, RunConfig, ScalingConfig, ScheduleConfig, Trainer
+from raypipe.cluster.session import session
 from raypipe.errors import RaypipeError
 from raypipe.model import Batch
 from raypipe.models.gpt import gpt
-from raypipe.ray_session import session
 from raypipe.schedules.ir import UpdateScope
-from raypipe.simulate import simulate_plan
+from raypipe.simulation.simulator import simulate_plan
 
 NUM_POSITIONS = 128
 VOCABULARY_SIZE = 256

@@ -34,18 +34,18 @@ from systems import RaypipeSystem, Work
 from torch import nn
 
 from raypipe import ClusterConfig
-from raypipe.actors.batches import FixedBatch
 from raypipe.actors.devices import upload
-from raypipe.actors.held import build_layer
+from raypipe.actors.execution.batches import FixedBatch
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.optimizers import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.actors.stage.weights import build_layer
+from raypipe.artifacts.cut import Cut
+from raypipe.cluster.session import session
 from raypipe.config import Precision, Transport
-from raypipe.cut import Cut
 from raypipe.errors import RaypipeError
 from raypipe.model import Model
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
-from raypipe.ray_session import session
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Size
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.transport import Expected, Pending, Transport
+from raypipe.actors.transport.protocol import Expected, Pending, Transport
 from raypipe.schedules.lower import Collective, Message
 
 

@@ -4,7 +4,7 @@
                                 [--windows 2] [--holes] [--json FILE]
 
 A GPT over four stage actors, each schedule in a run of its own. Predicted are the peaks of the simulated window, from layers as they
-were measured; measured are those of the actors' processes (`raypipe.actors.memory`), medians over the windows after the first.
+were measured; measured are those of the actors' processes (`raypipe.actors.measure.memory`), medians over the windows after the first.
 
 The C library keeps what is freed, and does not fill all of the holes: glibc 2.36 does not give an aligned block to a request of the
 same size. To see what the model says of tensors, they get pages of their own here, which the system takes back. `--holes` leaves that
@@ -25,14 +25,14 @@ import torch
 from rounds import print_table, write_json
 
 from raypipe import ClusterConfig, Model, RunConfig, ScalingConfig, ScheduleConfig, Trainer
-from raypipe.comparison import Figure
+from raypipe.analysis.comparison import Figure
+from raypipe.artifacts.schedule import ScheduleFile
+from raypipe.cluster.session import session
 from raypipe.model import Batch
 from raypipe.models.gpt import gpt
-from raypipe.ray_session import session
-from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.passes import recompute
-from raypipe.trainer import Result
+from raypipe.training.trainer import Result
 
 NUM_DEVICES = 4
 NUM_POSITIONS = 128

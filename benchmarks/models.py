@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from raypipe.linearize import linearize
-from raypipe.pipedream import read_pipedream
-from raypipe.profile import LayerProfile, ModelProfile
+from raypipe.artifacts.profile import LayerProfile, ModelProfile
+from raypipe.profiling.linearize import linearize
+from raypipe.profiling.pipedream import read_pipedream
 
 PROFILES = Path(__file__).parent / "data" / "pipedream_profiles"
 

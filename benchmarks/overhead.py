@@ -30,17 +30,17 @@ from rounds import Summary, in_rounds, print_table, write_json
 from systems import SYSTEMS, TORCH_SCHEDULES, RaypipeSystem, System, TorchSystem, Window, Work, start
 from waiting import WIDTH, NumberedRows, equal_waits, layers_per_stage
 
-from raypipe.calibration import Calibration
+from raypipe.artifacts.calibration import Calibration
+from raypipe.cluster.session import session
 from raypipe.config import ClusterConfig, calibration_file
-from raypipe.cost import StageCost, equal_stages
 from raypipe.errors import RaypipeError
-from raypipe.ray_session import session
 from raypipe.schedules.catalogue import family
 from raypipe.schedules.family import synchronous
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
 from raypipe.schedules.text import parse_op
-from raypipe.simulate import simulate
+from raypipe.simulation.cost import StageCost, equal_stages
+from raypipe.simulation.simulator import simulate
 
 NUM_ROWS = 256
 """Of WIDTH float32 numbers: 64 KB."""

@@ -25,12 +25,12 @@ from typing import Any
 from models import models
 from rounds import print_table, write_json
 
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 from raypipe.errors import PlanError
-from raypipe.planner.bound import plan_bound
-from raypipe.planner.layout import Judge
-from raypipe.planner.planners import PLANNERS, solve
-from raypipe.planner.problem import Problem
-from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.planning.layout import Judge
+from raypipe.planning.plan_bound import plan_bound
+from raypipe.planning.planners import PLANNERS, solve
+from raypipe.planning.problem import Problem
 
 OWN = "raypipe"
 HARD = ("two islands", "star", "random 1", "random 2", "random 3")

@@ -17,13 +17,13 @@ from itertools import combinations
 
 from rounds import print_table
 
-from raypipe.planner.layout import Judge
-from raypipe.planner.order import recursive
-from raypipe.planner.partition import Partition
-from raypipe.planner.planners import make
-from raypipe.planner.problem import Problem
-from raypipe.profile import ModelProfile
-from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
+from raypipe.planning.device_order import recursive
+from raypipe.planning.layout import Judge
+from raypipe.planning.partition import Partition
+from raypipe.planning.planners import make
+from raypipe.planning.problem import Problem
 
 GB = 1_000_000_000
 NUM_SEEDS = 5

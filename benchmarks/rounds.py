@@ -18,7 +18,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from raypipe.run_folder import versions
+from raypipe.artifacts.versions import versions
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

@@ -17,13 +17,13 @@ from typing import Any
 
 from rounds import Summary, print_table, write_json
 
-from raypipe.cost import Cost, equal_stages
+from raypipe.artifacts.topology import Path
 from raypipe.schedules.catalogue import build, family
 from raypipe.schedules.ir import Schedule, Size
 from raypipe.schedules.lower import lower
 from raypipe.schedules.validate import validate
-from raypipe.simulate import Numbered, Timing
-from raypipe.topology import Path
+from raypipe.simulation.cost import Cost, equal_stages
+from raypipe.simulation.simulator import Numbered, Timing
 
 
 def linked(schedule: Schedule) -> Cost:

@@ -30,23 +30,23 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from raypipe import ClusterConfig, Model, OptimizerConfig, ScalingConfig
-from raypipe.actors.held import build_layer
-from raypipe.actors.job import jobs
-from raypipe.actors.launch import find_slots
-from raypipe.actors.optimizers import build_optimizer
-from raypipe.actors.report import norms_of
-from raypipe.actors.stage import BatchFunction, BuildOrder
-from raypipe.calibration import Calibration
+from raypipe.actors.actor import BatchFunction, BuildOrder
+from raypipe.actors.execution.job import jobs
+from raypipe.actors.execution.report import norms_of
+from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.actors.stage.weights import build_layer
+from raypipe.artifacts.calibration import Calibration
+from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.topology import Overheads, Path
+from raypipe.cluster.coordinator import Coordinator, WindowResult
+from raypipe.cluster.slots import find_slots
 from raypipe.config import Precision, Transport
-from raypipe.coordinator import Coordinator, WindowResult
-from raypipe.cost import Cost
-from raypipe.cut import Cut
-from raypipe.profiler import stage_costs
+from raypipe.profiling.profiler import stage_costs
 from raypipe.schedules.catalogue import build, family
 from raypipe.schedules.ir import Schedule, Size, UpdateScope
 from raypipe.schedules.lower import lower
-from raypipe.simulate import Numbered
-from raypipe.topology import Overheads, Path
+from raypipe.simulation.cost import Cost
+from raypipe.simulation.simulator import Numbered
 
 SYSTEMS = {"raypipe": Transport.AUTO, "raypipe-gloo": Transport.GLOO, "torch": None}
 """The systems by name, with raypipe's transport."""

@@ -22,9 +22,9 @@ from multiprocessing.connection import Connection
 import torch
 from rounds import Summary, in_rounds, print_table, write_json
 
-from raypipe.actors.meeting import host_store
-from raypipe.actors.processes import ProcessTransport
-from raypipe.actors.transport import Expected, TensorSpec
+from raypipe.actors.transport.process import ProcessTransport
+from raypipe.actors.transport.protocol import Expected, TensorSpec
+from raypipe.actors.transport.rendezvous import host_store
 from raypipe.schedules.lower import Direction, Message
 
 TIMEOUT_S = 60.0

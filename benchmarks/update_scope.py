@@ -17,12 +17,12 @@ from rounds import Summary, in_rounds, print_table, write_json
 from waiting import NumberedRows, equal_waits, layers_per_stage
 
 from raypipe import ClusterConfig, RunConfig, ScalingConfig, ScheduleConfig, Trainer
-from raypipe.cost import equal_stages
-from raypipe.ray_session import session
+from raypipe.cluster.session import session
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Size, UpdateScope
 from raypipe.schedules.lower import lower
-from raypipe.simulate import simulate
+from raypipe.simulation.cost import equal_stages
+from raypipe.simulation.simulator import simulate
 
 NUM_DEVICES = 4
 NUM_MICROBATCHES = 12

@@ -1,12 +1,12 @@
 """Plans and simulates a model of 24 equal layers on eight devices of two nodes: no GPU, no Ray, no torch."""
 
-from raypipe.plan import make_plan
-from raypipe.planner.balance import balanced_cut
-from raypipe.profile import ModelProfile
+from raypipe.artifacts.plan import make_plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.planning.balance import balanced_cut
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Size
-from raypipe.simulate import simulate_plan
-from raypipe.topology import ClusterTopology
+from raypipe.simulation.simulator import simulate_plan
 
 profile = ModelProfile.uniform(24, forward_s=0.010, backward_s=0.020, output_bytes=16_000_000)
 cluster = ClusterTopology.uniform(8, devices_per_node=4, latency_s=20e-6, bandwidth_bytes_per_s=12.5e9)

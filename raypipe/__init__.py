@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from raypipe.model import Layer, Model
-    from raypipe.trainer import Result, Trainer
+    from raypipe.training.trainer import Result, Trainer
 
 __version__ = "0.1.0"
 

@@ -14,14 +14,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
-from raypipe import codec, own_schedules
-from raypipe.cache import cache_folder
+from raypipe.artifacts import codec
+from raypipe.artifacts.tree import yaml_text, yaml_tree
 from raypipe.errors import ConfigError
-from raypipe.schedules.ir import Size, UpdateScope
+from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.staleness import StalenessLimits
-from raypipe.tree import yaml_text, yaml_tree
 
 FORMAT = "raypipe.train/1"
+
+
+def cache_folder() -> Path:
+    """Return the folder for files that raypipe can make again; it may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "raypipe")
 
 
 def calibration_file() -> Path:
@@ -172,19 +176,6 @@ class ScheduleConfig:
     def staleness(self) -> StalenessLimits:
         """What is allowed of an order."""
         return StalenessLimits(self.max_staleness, self.max_mismatch, self.max_mean_staleness)
-
-    def size(self, *, num_devices: int, num_updates: int) -> Size:
-        """What the schedule's generator is asked for."""
-        return Size(
-            num_devices=num_devices,
-            num_microbatches=self.num_microbatches,
-            num_updates=num_updates,
-            num_chunks=self.num_chunks or own_schedules.family(self.name).default_chunks,
-            num_pipelines=self.num_pipelines,
-            update_scope=self.update_scope,
-            max_in_flight=self.max_in_flight,
-            max_mean_staleness=self.max_mean_staleness,
-        )
 
 
 class OptimizerName(StrEnum):

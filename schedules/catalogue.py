@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raypipe.errors import ScheduleError, UnknownNameError
-from raypipe.schedules import (
+from raypipe.schedules.families import (
     amdp,
     amdp_auto,
     chimera,

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-from raypipe.schedules.dispatch import Line, defer_updates
 from raypipe.schedules.ir import (
     Op,
     OpKind,
@@ -24,6 +23,7 @@ from raypipe.schedules.ir import (
     WeightRule,
     ops_of,
 )
+from raypipe.schedules.search.dispatch import Line, defer_updates
 
 
 def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:

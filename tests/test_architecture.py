@@ -15,31 +15,28 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The units, each a module or a package right under raypipe, from the ground up. A unit may import the tiers below its own, and
-# units of its own tier as long as no cycle arises. Every import runs `__init__` first, which is why it stands at the ground.
-# A name may stand here before its module exists.
-TIERS: tuple[tuple[str, ...], ...] = (
-    ("__init__", "cache", "errors", "interrupts"),
+# The folders, and the few modules beside them, from the ground up. A unit may import the floors below its own, and units of its own
+# floor as long as no cycle arises. Every import runs `__init__` first, which is why it stands at the ground.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("__init__", "errors", "units"),
     ("schedules",),
-    ("tree",),
-    ("codec",),
-    ("config", "cut", "data", "functions", "model", "own_schedules", "profile", "schedule_file", "topology"),
-    ("cost", "linearize", "pipedream", "plan", "trace"),
-    ("bounds", "calibration", "comparison", "idle", "network", "placement", "planner", "policies", "show", "simulate"),
-    ("actors", "models"),
-    ("coordinator", "prober", "profiler", "ray_session", "run_folder", "sample", "watch"),
-    ("arrangement", "calibrator", "rehearsal"),
-    ("adaptive",),
-    ("trainer",),
+    ("artifacts",),
+    ("model", "config", "user_code", "schedule_registry"),
+    ("data", "models", "network", "simulation"),
+    ("planning", "analysis"),
+    ("show", "actors"),
+    ("cluster",),
+    ("profiling",),
+    ("training",),
     ("cli", "__main__"),
 )
-TIER_OF = {unit: tier for tier, units in enumerate(TIERS) for unit in units}
-STANDARD_LIBRARY_ONLY = {"__init__", "errors", "schedules"}
+FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
+STANDARD_LIBRARY_ONLY = {"__init__", "errors", "units", "schedules"}
 COMMAND_LINE = {"cli", "__main__"}
 
-# What needs a cluster or takes seconds to load; nothing below this tier may.
+# What needs a cluster or takes seconds to load; nothing outside of these folders may.
 HEAVY = {"ray", "torch", "cupy"}
-FIRST_HEAVY_TIER = TIER_OF["actors"]
+HEAVY_FOLDERS = {"models", "actors", "cluster", "profiling", "training"} | COMMAND_LINE
 
 # Distributions that are not called like the module they hold. Pydantic requires pydantic_core in the one version that fits it.
 DISTRIBUTION_OF = {"cupy": "cupy-cuda12x", "pydantic_core": "pydantic", "pynvml": "nvidia-ml-py", "svg": "svg.py", "yaml": "pyyaml"}
@@ -74,8 +71,8 @@ class Source:
         return self.module.split(".")[1] if "." in self.module else "__init__"
 
     @property
-    def tier(self) -> int:
-        return TIER_OF.get(self.unit, len(TIERS))
+    def floor(self) -> int:
+        return FLOOR_OF.get(self.unit, len(FLOORS))
 
     def imports(self) -> list[Import]:
         return list(self._imports_in(self.tree, typing_only=False, in_function=False))
@@ -162,22 +159,23 @@ def library() -> list[Source]:
 
 
 def known_units() -> set[str]:
-    return set(TIER_OF) | {path.stem for path in (ROOT / "raypipe").iterdir()}
+    return set(FLOOR_OF) | {path.stem for path in (ROOT / "raypipe").iterdir()}
 
 
 def upward_imports(source: Source) -> Iterator[str]:
     for unit, imported in source.imported_units():
-        if TIER_OF.get(unit, 0) > source.tier:
+        if FLOOR_OF.get(unit, 0) > source.floor:
             yield f"{source.path}:{imported.line}: {source.unit} imports {unit}, which stands above it"
         elif unit == "__init__" and not imported.name.endswith("__") and "." in imported.name:
             yield f"{source.path}:{imported.line}: {imported.name} is there for users; import it from the module that defines it"
 
 
 def heavy_imports(source: Source) -> Iterator[str]:
+    names = ", ".join(sorted(HEAVY_FOLDERS))
     for imported in source.imports():
         if imported.top in HEAVY and not imported.typing_only:
-            if source.tier < FIRST_HEAVY_TIER:
-                yield f"{source.path}:{imported.line}: {imported.top} may be imported from actors upward only"
+            if source.unit not in HEAVY_FOLDERS:
+                yield f"{source.path}:{imported.line}: {imported.top} may be imported in {names} only"
             elif source.unit in COMMAND_LINE and not imported.in_function:
                 yield f"{source.path}:{imported.line}: the command line imports {imported.top} inside the function that needs it"
 
@@ -248,13 +246,13 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def test_every_module_has_a_tier() -> None:
+def test_every_module_has_a_floor() -> None:
     for module in library():
-        assert module.unit in TIER_OF, f"{module.path} is in no tier; add {module.unit!r} to TIERS in tests/test_architecture.py"
+        assert module.unit in FLOOR_OF, f"{module.path} is on no floor; add {module.unit!r} to TIERS in tests/test_architecture.py"
 
 
-def test_no_unit_has_two_tiers() -> None:
-    assert sum(len(units) for units in TIERS) == len(TIER_OF)
+def test_no_unit_has_two_floors() -> None:
+    assert sum(len(units) for units in FLOORS) == len(FLOOR_OF)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -277,36 +275,36 @@ def test_units_do_not_import_each_other_in_a_circle() -> None:
 @pytest.mark.parametrize(
     ("rule", "module", "text"),
     [
-        (upward_imports, "raypipe.cost", "from raypipe.simulate import run"),
-        (upward_imports, "raypipe.cost", "import raypipe.simulate"),
-        (upward_imports, "raypipe.cost", "from raypipe import simulate"),
-        (upward_imports, "raypipe.cost", "from . import simulate"),
-        (upward_imports, "raypipe.cost", "from .simulate import run"),
-        (upward_imports, "raypipe.cost", "def f():\n    import raypipe.simulate"),
-        (upward_imports, "raypipe.cost", "if TYPE_CHECKING:\n    import raypipe.simulate"),
-        (upward_imports, "raypipe.cost", "from raypipe import Trainer"),
-        (upward_imports, "raypipe", "from raypipe.trainer import Trainer"),
-        (upward_imports, "raypipe.schedules.ir", "from ..topology import Link"),
+        (upward_imports, "raypipe.simulation.cost", "from raypipe.planning.layout import Layout"),
+        (upward_imports, "raypipe.simulation.cost", "import raypipe.planning.layout"),
+        (upward_imports, "raypipe.simulation.cost", "from raypipe import planning"),
+        (upward_imports, "raypipe.simulation.cost", "from .. import planning"),
+        (upward_imports, "raypipe.simulation.cost", "from ..planning.layout import Layout"),
+        (upward_imports, "raypipe.simulation.cost", "def f():\n    import raypipe.planning"),
+        (upward_imports, "raypipe.simulation.cost", "if TYPE_CHECKING:\n    import raypipe.planning"),
+        (upward_imports, "raypipe.simulation.cost", "from raypipe import Trainer"),
+        (upward_imports, "raypipe", "from raypipe.training.trainer import Trainer"),
+        (upward_imports, "raypipe.schedules.ir", "from ..artifacts.topology import Link"),
         (upward_imports, "raypipe.errors", "from raypipe.schedules import ir"),
-        (heavy_imports, "raypipe.simulate", "import torch.nn"),
-        (heavy_imports, "raypipe.planner.exact", "def f():\n    from ray import get"),
+        (heavy_imports, "raypipe.simulation.simulator", "import torch.nn"),
+        (heavy_imports, "raypipe.planning.exact", "def f():\n    from ray import get"),
         (heavy_imports, "raypipe.model", "if TYPE_CHECKING:\n    pass\nelse:\n    import cupy"),
         (heavy_imports, "raypipe.cli", "import ray"),
         (undeclared_imports, "raypipe.schedules.ir", "import yaml"),
-        (undeclared_imports, "raypipe.trainer", "import pandas"),
-        (private_names, "raypipe.actors.stage", "import ray._private.worker"),
-        (private_names, "raypipe.actors.stage", "import ray\nray._private.worker"),
-        (private_names, "raypipe.actors.stage", "from torch import _C"),
-        (private_names, "raypipe.actors.stage", "import torch.distributed as dist\ndist._shutdown()"),
-        (private_names, "raypipe.actors.stage", "def f():\n    from torch import autograd\n    autograd._x.y()"),
-        (prints, "raypipe.actors.stage", "print(1)"),
-        (logging_set_ups, "raypipe.trainer", "import logging\nlogging.basicConfig()"),
-        (logging_set_ups, "raypipe.trainer", "from logging import basicConfig as set_up\nset_up(level=1)"),
-        (import_path_edits, "raypipe.trainer", "import sys\nsys.path.insert(0, '.')"),
-        (import_path_edits, "raypipe.trainer", "from sys import path\npath.append('.')"),
-        (import_path_edits, "raypipe.trainer", "import sys\nsys.path[0] = '.'"),
-        (import_path_edits, "raypipe.trainer", "import sys\nsys.path += ['.']"),
-        (import_path_edits, "raypipe.trainer", "import sys\ndel sys.path[0]"),
+        (undeclared_imports, "raypipe.training.trainer", "import pandas"),
+        (private_names, "raypipe.actors.actor", "import ray._private.worker"),
+        (private_names, "raypipe.actors.actor", "import ray\nray._private.worker"),
+        (private_names, "raypipe.actors.actor", "from torch import _C"),
+        (private_names, "raypipe.actors.actor", "import torch.distributed as dist\ndist._shutdown()"),
+        (private_names, "raypipe.actors.actor", "def f():\n    from torch import autograd\n    autograd._x.y()"),
+        (prints, "raypipe.actors.actor", "print(1)"),
+        (logging_set_ups, "raypipe.training.trainer", "import logging\nlogging.basicConfig()"),
+        (logging_set_ups, "raypipe.training.trainer", "from logging import basicConfig as set_up\nset_up(level=1)"),
+        (import_path_edits, "raypipe.training.trainer", "import sys\nsys.path.insert(0, '.')"),
+        (import_path_edits, "raypipe.training.trainer", "from sys import path\npath.append('.')"),
+        (import_path_edits, "raypipe.training.trainer", "import sys\nsys.path[0] = '.'"),
+        (import_path_edits, "raypipe.training.trainer", "import sys\nsys.path += ['.']"),
+        (import_path_edits, "raypipe.training.trainer", "import sys\ndel sys.path[0]"),
     ],
 )
 def test_a_planted_fault_is_found(rule: Rule, module: str, text: str) -> None:
@@ -317,15 +315,15 @@ def test_a_planted_fault_is_found(rule: Rule, module: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ("raypipe.simulate", "from raypipe.cost import seconds\nfrom raypipe import __version__"),
-        ("raypipe.show", "from raypipe.trace import Trace"),
-        ("raypipe", "if TYPE_CHECKING:\n    from raypipe.trainer import Trainer"),
-        ("raypipe.schedules.gpipe", "from .ir import Op\nfrom ..errors import ScheduleError"),
+        ("raypipe.simulation.simulator", "from raypipe.simulation.cost import seconds\nfrom raypipe import __version__"),
+        ("raypipe.show", "from raypipe.artifacts.trace import Trace"),
+        ("raypipe", "if TYPE_CHECKING:\n    from raypipe.training.trainer import Trainer"),
+        ("raypipe.schedules.families.gpipe", "from .ir import Op\nfrom ..errors import ScheduleError"),
         ("raypipe.model", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import nn"),
-        ("raypipe.actors.stage", "import torch\ntorch.__version__\nself._torch = torch.nn\nself._torch._x"),
+        ("raypipe.actors.actor", "import torch\ntorch.__version__\nself._torch = torch.nn\nself._torch._x"),
         ("raypipe.cli", "def train():\n    import ray\n    print(ray.__version__)"),
-        ("raypipe.codec", "import yaml"),
-        ("raypipe.trainer", "import sys\nfolders = list(sys.path)"),
+        ("raypipe.artifacts.codec", "import yaml"),
+        ("raypipe.training.trainer", "import sys\nfolders = list(sys.path)"),
     ],
 )
 def test_what_is_allowed_is_left_alone(module: str, text: str) -> None:

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import yaml
 
+from raypipe.artifacts.plan import make_plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cli import main
+from raypipe.cluster.node_matching import NODE_LABEL, is_gpu
 from raypipe.config import TrainConfig
-from raypipe.placement import NODE_LABEL, is_gpu
-from raypipe.plan import make_plan
-from raypipe.planner.balance import balanced_cut
-from raypipe.profile import ModelProfile
+from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Size
-from raypipe.simulate import simulate_plan
-from raypipe.topology import ClusterTopology
+from raypipe.simulation.simulator import simulate_plan
 from tests import kuberay
 
 ROOT = Path(__file__).parents[1]

@@ -46,7 +46,7 @@ def test_what_the_staleness_may_be_on_average_is_an_amount() -> None:
 
 
 def test_the_trainer_of_a_configuration_leaves_nothing_out() -> None:
-    from raypipe.trainer import Trainer  # loads torch
+    from raypipe.training.trainer import Trainer  # loads torch
 
     config = TrainConfig(
         model=ModelConfig(function="raypipe.models.gpt:gpt", options={"num_layers": 3}, precision=Precision.BF16, compile=True),

@@ -11,7 +11,7 @@ from raypipe.cli.options import check_folder, example, json_option
 from raypipe.cli.screen import console, print_json
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import InputError
-from raypipe.show.amounts import seconds
+from raypipe.units import seconds
 
 
 @click.command(epilog=example("raypipe calibrate", "raypipe calibrate -o lab.json"))
@@ -30,7 +30,7 @@ def calibrate(*, output: str | None, address: str | None, as_json: bool) -> None
     except OSError as error:
         raise InputError(f"{path}: its folder cannot be made ({error.strerror}); choose another with -o") from error
     check_folder(str(path))
-    from raypipe.calibrator import TRANSPORTS, calibrate  # noqa: PLC0415  # loads ray and torch
+    from raypipe.profiling.calibrator import TRANSPORTS, calibrate  # noqa: PLC0415  # loads ray and torch
 
     found = calibrate(ClusterConfig(address=address, dashboard=False), transports=TRANSPORTS)
     found.save(path)

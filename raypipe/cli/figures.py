@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from raypipe.analysis.idle import IDLE, Division
+from raypipe.artifacts.trace import Trace
 from raypipe.errors import InputError
-from raypipe.idle import IDLE, Division
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.validate import facts
-from raypipe.trace import Trace
 
 
 def schedule_figures(schedule: Schedule, trace: Trace, *, steady_update_s: float) -> dict[str, Any]:

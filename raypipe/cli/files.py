@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from raypipe import codec, plan, profile, schedule_file, topology, trace
+from raypipe.artifacts import codec, plan, profile, topology, trace
+from raypipe.artifacts import schedule as schedule_file
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.artifacts.trace import Trace
 from raypipe.errors import FormatError, suggestion
-from raypipe.plan import Plan
-from raypipe.profile import ModelProfile
 from raypipe.schedules.ir import Schedule
-from raypipe.topology import ClusterTopology
-from raypipe.trace import Trace
 
 Content = Schedule | Plan | ClusterTopology | ModelProfile | Trace
 

@@ -11,19 +11,19 @@ from typing import Any
 import click
 from rich.table import Table
 
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.errors import InputError
-from raypipe.plan import Plan
-from raypipe.planner.layout import Judged, Seen
-from raypipe.planner.planners import AUTO, PLANNERS, best_division, make
-from raypipe.planner.problem import Problem
-from raypipe.planner.search import Budget
-from raypipe.profile import ModelProfile
+from raypipe.planning.layout import Judged, Seen
+from raypipe.planning.planners import AUTO, PLANNERS, best_division, make
+from raypipe.planning.problem import Problem
+from raypipe.planning.search import Budget
 from raypipe.schedules.passes import recomputed_stages
-from raypipe.show.amounts import counted, ratio, seconds, size
 from raypipe.show.tables import table
-from raypipe.topology import ClusterTopology
+from raypipe.units import counted, ratio, seconds, size
 
 
 @click.command(

@@ -10,12 +10,12 @@ from raypipe.cli.options import COUNT, SECONDS, check_folder, example, json_opti
 from raypipe.cli.screen import console, print_json
 from raypipe.config import ClusterConfig
 from raypipe.network.allowance import Budget
-from raypipe.show.amounts import counted, ratio, seconds, size
 from raypipe.show.tables import shared_words, table
+from raypipe.units import counted, ratio, seconds, size
 
 if TYPE_CHECKING:
+    from raypipe.cluster.prober import Probed, ProbedNode
     from raypipe.network.fit import LinkFit
-    from raypipe.prober import Probed, ProbedNode
 
 
 @click.command(epilog=example("raypipe probe -o topology.yaml", "raypipe probe --address 10.0.0.1:6379 --budget-s 20 --json"))
@@ -51,7 +51,7 @@ def probe(
     """
     if output:
         check_folder(output)
-    from raypipe.prober import probe as measure  # noqa: PLC0415  # loads ray and torch
+    from raypipe.cluster.prober import probe as measure  # noqa: PLC0415  # loads ray and torch
 
     found = measure(
         ClusterConfig(address=address, dashboard=False, log_to_driver=False, start_timeout_s=timeout_s),

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from raypipe.artifacts.profile import LayerTimes, ModelProfile
 from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option, output_suffix
 from raypipe.cli.screen import console, print_json, progress_console
+from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
-from raypipe.interrupts import put_off
-from raypipe.linearize import Chain, linearize
-from raypipe.pipedream import WEIGHT_GRAD_SHARE, read_pipedream
-from raypipe.profile import LayerTimes, ModelProfile
-from raypipe.show.amounts import counted, ratio, seconds, size
+from raypipe.profiling.linearize import Chain, linearize
+from raypipe.profiling.pipedream import WEIGHT_GRAD_SHARE, read_pipedream
 from raypipe.show.tables import table
+from raypipe.units import counted, ratio, seconds, size
 
 if TYPE_CHECKING:
-    from raypipe.profiler import Measured
+    from raypipe.profiling.profiler import Measured
 
 _LARGE_SPREAD = 0.1
 _LARGE_SHARE = 0.01
@@ -178,8 +178,8 @@ def _found(profile: ModelProfile, max_tensors: int | None, kinds: tuple[Measured
 
 def _measured(config: TrainConfig, device_kinds: str | None, *, repeats: int, passes: int, at_once: int, max_tensors: int | None) -> _Found:
     with put_off():
-        from raypipe.actors.measure import Effort  # noqa: PLC0415  # loads torch: not before the configuration is known to be good
-        from raypipe.profiler import DeviceKind, profile_model  # noqa: PLC0415
+        from raypipe.actors.measure.layers import Effort  # noqa: PLC0415  # loads torch: not before the configuration is known to be good
+        from raypipe.profiling.profiler import DeviceKind, profile_model  # noqa: PLC0415
 
     logging.getLogger("ray").setLevel(logging.WARNING)
     screen = progress_console()

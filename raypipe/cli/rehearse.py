@@ -9,17 +9,17 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from raypipe.artifacts.plan import Plan
 from raypipe.cli.figures import trace_figures
 from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json, progress_console
+from raypipe.cluster.signals import put_off
 from raypipe.config import ClusterConfig, ScalingConfig, Transport
-from raypipe.interrupts import put_off
-from raypipe.plan import Plan
-from raypipe.show.amounts import counted, seconds
 from raypipe.show.tables import comparison_table
+from raypipe.units import counted, seconds
 
 if TYPE_CHECKING:
-    from raypipe.rehearsal import Rehearsal
+    from raypipe.training.rehearsal import Rehearsal
 
 _SCALE = FiniteRange(min=0.0, min_open=True, max=1e6)
 
@@ -58,7 +58,7 @@ def rehearse(
         check_not_input(output, plan)
     loaded = Plan.load(plan)
     with put_off():
-        from raypipe.rehearsal import rehearse as run  # noqa: PLC0415  # loads ray and torch: not before the plan is known to be good
+        from raypipe.training.rehearsal import rehearse as run  # noqa: PLC0415  # loads ray and torch: not before the plan is known to be good
 
     logging.getLogger("ray").setLevel(logging.WARNING)
     progress = progress_console()

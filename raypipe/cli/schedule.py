@@ -11,13 +11,15 @@ from typing import Any
 import click
 from rich.console import Console
 
-from raypipe import codec, own_schedules, schedule_file
+from raypipe import schedule_registry
+from raypipe.artifacts import codec
+from raypipe.artifacts import schedule as schedule_file
+from raypipe.artifacts.schedule import ScheduleFile
+from raypipe.artifacts.trace import Trace
 from raypipe.cli.figures import schedule_figures
 from raypipe.cli.options import COUNT, SECONDS, FiniteRange, check_folder, check_not_input, example, json_option, output_suffix
 from raypipe.cli.screen import console, plain_console, print_json
-from raypipe.cost import equal_stages
 from raypipe.errors import InputError, ScheduleError
-from raypipe.schedule_file import ScheduleFile
 from raypipe.schedules import catalogue
 from raypipe.schedules.family import Family
 from raypipe.schedules.ir import Schedule, Size, StageTimes, UpdateScope, WeightRule
@@ -25,11 +27,11 @@ from raypipe.schedules.lower import lower
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.schedules.text import to_csv, to_torch_csv
 from raypipe.schedules.validate import facts, validate
-from raypipe.show.amounts import counted, ratio, seconds
 from raypipe.show.grid import timed_grid
 from raypipe.show.tables import schedule_table
-from raypipe.simulate import simulate
-from raypipe.trace import Trace
+from raypipe.simulation.cost import equal_stages
+from raypipe.simulation.simulator import simulate
+from raypipe.units import counted, ratio, seconds
 
 _STEADY_UPDATES = 9
 # Two million Ops take some two minutes and two gigabytes; what all updates wait for grows with the square of the stages.
@@ -166,8 +168,8 @@ def schedule(
         if not format_name:
             output_suffix(output, *_FORMATS)
         check_folder(output)
-        check_not_input(output, name if own_schedules.is_file(name) else None)
-    family = own_schedules.family(name)
+        check_not_input(output, name if schedule_registry.is_file(name) else None)
+    family = schedule_registry.family(name)
     times = stage_seconds(forward, backward, weight_grad, latency)
     size = Size(
         num_devices=devices,

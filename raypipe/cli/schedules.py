@@ -7,15 +7,15 @@ from enum import StrEnum
 
 import click
 
-from raypipe import own_schedules
+from raypipe import schedule_registry
 from raypipe.cli.options import COUNT, SECONDS, example, json_option
 from raypipe.cli.schedule import StageSeconds, stage_seconds
+from raypipe.cli.schedule_comparison import survey
 from raypipe.cli.screen import console, plain_console, print_json
-from raypipe.cli.zoo import survey
 from raypipe.schedules.ir import Size
-from raypipe.show.amounts import counted, seconds
+from raypipe.show.schedule_comparison import LEGEND, zoo_tables
 from raypipe.show.tables import table
-from raypipe.show.zoo import LEGEND, zoo_tables
+from raypipe.units import counted, seconds
 
 _COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")
 _WIDTH = 300
@@ -94,7 +94,7 @@ _LETTERS = (
 
 
 def _list(*, as_json: bool) -> None:
-    rows = [{column: str(getattr(family, column)) for column in _COLUMNS} for family in own_schedules.families()]
+    rows = [{column: str(getattr(family, column)) for column in _COLUMNS} for family in schedule_registry.families()]
     if as_json:
         print_json(rows)
         return
@@ -107,7 +107,7 @@ def _list(*, as_json: bool) -> None:
 
 
 def _compare(size: Size, times: StageSeconds, *, num_chunks: int | None, sort: _Sort, as_json: bool) -> None:
-    zoo = survey(own_schedules.families(), size, times, num_chunks=num_chunks)
+    zoo = survey(schedule_registry.families(), size, times, num_chunks=num_chunks)
     rows = sorted(zoo.figures, key=lambda figures: figures["makespan_s"]) if sort is _Sort.MAKESPAN else list(zoo.figures)
     if as_json:
         print_json({

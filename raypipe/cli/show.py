@@ -9,7 +9,12 @@ from typing import Any
 import click
 from rich.console import Console
 
-from raypipe import codec
+from raypipe.analysis.idle import divide
+from raypipe.artifacts import codec
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.artifacts.trace import Trace
 from raypipe.cli.figures import idle_figures, schedule_figures, trace_figures
 from raypipe.cli.files import Content, load
 from raypipe.cli.options import example, json_option, output_suffix
@@ -17,18 +22,13 @@ from raypipe.cli.schedule import StageSeconds, print_schedule, simulated
 from raypipe.cli.screen import console, print_json
 from raypipe.cli.simulate import plan_figures
 from raypipe.errors import InputError
-from raypipe.idle import divide
-from raypipe.plan import Plan
-from raypipe.profile import ModelProfile
 from raypipe.schedules.ir import Schedule
 from raypipe.show import differences
-from raypipe.show.amounts import ratio, seconds
 from raypipe.show.causes import findings
 from raypipe.show.grid import timed_grid, timed_grids
 from raypipe.show.tables import idle_table, link_table, node_table, plan_table, profile_table, table, trace_table
-from raypipe.simulate import simulate_plan
-from raypipe.topology import ClusterTopology
-from raypipe.trace import Trace
+from raypipe.simulation.simulator import simulate_plan
+from raypipe.units import ratio, seconds
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from typing import Any
 
 import click
 
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.artifacts.trace import Trace
 from raypipe.cli.figures import trace_figures
 from raypipe.cli.options import check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json
-from raypipe.plan import Plan
-from raypipe.show.amounts import counted, ratio, seconds
 from raypipe.show.tables import trace_table
-from raypipe.simulate import simulate_plan
-from raypipe.topology import ClusterTopology
-from raypipe.trace import Trace
+from raypipe.simulation.simulator import simulate_plan
+from raypipe.units import counted, ratio, seconds
 
 
 @click.command(epilog=example("raypipe simulate plan.json", "raypipe simulate plan.json --topology other.yaml -o trace.json"))

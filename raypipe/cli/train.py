@@ -16,13 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import console as stdout_console
 from raypipe.cli.screen import progress_console
+from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
-from raypipe.interrupts import put_off
-from raypipe.run_folder import without_nan
 from raypipe.show.tables import comparison_table
+from raypipe.training.run_folder import without_nan
 
 if TYPE_CHECKING:
-    from raypipe import trainer
+    from raypipe.training import trainer
 
 
 class _Screen:
@@ -91,7 +91,7 @@ def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: boo
     if as_json:  # what actors print would come between
         loaded = dataclasses.replace(loaded, cluster=dataclasses.replace(loaded.cluster, log_to_driver=False))
     with put_off():
-        from raypipe.trainer import Trainer  # noqa: PLC0415  # loads ray and torch: not before the configuration is known to be good
+        from raypipe.training.trainer import Trainer  # noqa: PLC0415  # loads ray and torch: not before the configuration is known to be good
 
     logging.getLogger("ray").setLevel(logging.WARNING)
     console = progress_console()

@@ -23,7 +23,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from raypipe.cache import cache_folder
+from raypipe.config import cache_folder
 
 _LOG = logging.getLogger("raypipe.data")
 _POLL_S = 0.2

@@ -39,9 +39,9 @@ def bert(
 ) -> Model:
     """Returns the model: layers `embedding`, `block-0` ... and `head`, and the mean cross entropy of the masked tokens.
 
-    Batch fields, as `raypipe.actors.batches.MaskedTokenSource` gives them: `tokens` and `targets`, both int64 [B, T] with T at most
-    `sequence_length`. Tokens are at most `vocabulary_size`, which is the mask. Between the layers pass hidden states [B, T, d_model];
-    the last returns logits [B, T, vocabulary_size].
+    Batch fields, as `raypipe.actors.execution.batches.MaskedTokenSource` gives them: `tokens` and `targets`, both int64 [B, T]
+    with T at most `sequence_length`. Tokens are at most `vocabulary_size`, which is the mask. Between the layers pass hidden states
+    [B, T, d_model]; the last returns logits [B, T, vocabulary_size].
 
     Args:
         num_layers: blocks.

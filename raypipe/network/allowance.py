@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from raypipe.errors import InputError
 from raypipe.network.rounds import NumRounds, Pair, Round, company, fan_rounds, num_rounds, tournament
 from raypipe.network.sharing import Rates, fastest_of_nodes
-from raypipe.show.amounts import seconds, size
+from raypipe.units import seconds, size
 
 _PING_S = 0.4
 _STREAM_S = 0.15

@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 
+from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, Overheads, SharedLink
 from raypipe.errors import RunError
 from raypipe.network.fit import LinkFit
 from raypipe.network.rounds import Pair
 from raypipe.network.sharing import Shared
-from raypipe.topology import ClusterTopology, Link, Node, NodeLink, Overheads, SharedLink
 
 _ALIKE = 0.05
 """Bandwidths of two directions that differ by less are written as one; likewise the figures of links that were not measured and the

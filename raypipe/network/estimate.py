@@ -23,7 +23,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from raypipe.topology import ClusterTopology, Link, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Link, SharedLink
 
 NodePair = tuple[str, str]
 """Two nodes by name, the sender first."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from raypipe.idle import Cause, Culprit, Division, Root
-from raypipe.show.amounts import counted, ratio
+from raypipe.analysis.idle import Cause, Culprit, Division, Root
+from raypipe.units import counted, ratio
 
 NAMES: Mapping[Cause, str] = {
     Cause.COMPUTE: "computing",

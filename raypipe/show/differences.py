@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from raypipe.comparison import Figure
-from raypipe.show.amounts import ratio, seconds, size
-from raypipe.trace import Source, SpanKind, Trace, ops_named
+from raypipe.analysis.comparison import Figure
+from raypipe.artifacts.trace import Source, SpanKind, Trace, ops_named
+from raypipe.units import ratio, seconds, size
 
 _WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.MEASURED: "measured"}
 

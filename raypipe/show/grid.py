@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from raypipe.artifacts.trace import Span, SpanKind, Trace
 from raypipe.schedules.ir import Op
-from raypipe.show.amounts import number, seconds, ticks, time_unit
 from raypipe.show.labels import Labels, Piece
 from raypipe.show.palette import NAMES, colour, pipeline_words
-from raypipe.trace import Span, SpanKind, Trace
+from raypipe.units import number, seconds, ticks, time_unit
 
 _MOST_ROWS = 48
 _MOST_LINES = 40

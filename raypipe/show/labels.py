@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+from raypipe.artifacts.trace import Span, SpanKind, Trace, ops_named
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.trace import Span, SpanKind, Trace, ops_named
 
 
 class Piece(NamedTuple):

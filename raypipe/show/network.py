@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import svg
 
-from raypipe.show.amounts import counted, number, size
-from raypipe.show.paper import MARGIN, WIDTH, document, place, safe_text
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node
+from raypipe.show.svg_document import MARGIN, WIDTH, document, place, safe_text
 from raypipe.show.tables import link_words, shared_words
-from raypipe.topology import ClusterTopology, Device, Link, Node
+from raypipe.units import counted, number, size
 
 _MOST_NODES = 60
 _MOST_DEVICES = 8

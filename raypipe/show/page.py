@@ -17,18 +17,18 @@ from importlib.resources import files
 from string import Template
 
 from raypipe import __version__
-from raypipe.idle import IDLE, Cause
+from raypipe.analysis.idle import IDLE, Cause
+from raypipe.artifacts.trace import SpanKind, Trace
 from raypipe.schedules.ir import OpKind
 from raypipe.show import palette
-from raypipe.show.amounts import counted, ratio, seconds, size
 from raypipe.show.causes import MEANINGS, device_words, findings
 from raypipe.show.differences import differences, header, rows
 from raypipe.show.labels import Labels
 from raypipe.show.page_data import page_data
 from raypipe.show.page_tables import comparison_tables, idle_table, wait_tables
-from raypipe.show.paper import escape
+from raypipe.show.svg_document import escape
 from raypipe.show.view import CAUSES, View, has_memory, part_s, part_words, parts_of, views_of
-from raypipe.trace import SpanKind, Trace
+from raypipe.units import counted, ratio, seconds, size
 
 
 def draw_page(traces: Sequence[Trace]) -> str:

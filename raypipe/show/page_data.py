@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from raypipe.idle import Cause, Division
+from raypipe.analysis.idle import Cause, Division
+from raypipe.artifacts.trace import SpanKind, Trace, message_named
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Direction
 from raypipe.show import palette
 from raypipe.show.causes import MEANINGS, NAMES, device_words
 from raypipe.show.labels import Labels
 from raypipe.show.view import View, has_memory
-from raypipe.trace import SpanKind, Trace, message_named
 
 _DIGITS = 9
 """Times are drawn to so many digits of the whole window."""

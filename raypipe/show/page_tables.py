@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from raypipe.show.amounts import counted, ratio, seconds, time_unit
 from raypipe.show.causes import MEANINGS, device_words
 from raypipe.show.differences import kind_differences, op_differences
-from raypipe.show.paper import escape
+from raypipe.show.svg_document import escape
 from raypipe.show.view import CAUSES, View, part_s, part_words, parts_of
+from raypipe.units import counted, ratio, seconds, time_unit
 
 _OPEN_ROWS = 24
 _MOST_OPS = 12

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import svg
 
-from raypipe.show.amounts import number, ratio, seconds, size, ticks, time_unit
+from raypipe.artifacts.trace import Span, SpanKind, Trace
 from raypipe.show.differences import differences, header, names, rows
 from raypipe.show.labels import Labels
 from raypipe.show.palette import COLOURS, NAMES, colour, pipeline_words
-from raypipe.show.paper import MARGIN, WIDTH, document, escape, place, safe_text
-from raypipe.trace import Span, SpanKind, Trace
+from raypipe.show.svg_document import MARGIN, WIDTH, document, escape, place, safe_text
+from raypipe.units import number, ratio, seconds, size, ticks, time_unit
 
 MOST_DEVICES = 256
 """Rows of a trace; further devices are counted only."""

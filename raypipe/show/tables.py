@@ -7,15 +7,15 @@ from typing import Any
 
 from rich.table import Table
 
-from raypipe.comparison import Figure
-from raypipe.cost import plan_cost
-from raypipe.idle import Cause, Division
-from raypipe.plan import Plan
-from raypipe.profile import ModelProfile
+from raypipe.analysis.comparison import Figure
+from raypipe.analysis.idle import Cause, Division
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Link, NodeLink, SharedLink
+from raypipe.artifacts.trace import Trace
 from raypipe.schedules.ir import Schedule
-from raypipe.show.amounts import number, ratio, seconds, size
-from raypipe.topology import ClusterTopology, Link, NodeLink, SharedLink
-from raypipe.trace import Trace
+from raypipe.simulation.cost import plan_cost
+from raypipe.units import number, ratio, seconds, size
 
 MOST_ROWS = 48
 _BAR = 20

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from raypipe.idle import IDLE, Cause, Division, divide
+from raypipe.analysis.idle import IDLE, Cause, Division, divide
+from raypipe.artifacts.trace import SpanKind, Trace, ops_named
 from raypipe.schedules.ir import OpKind
 from raypipe.show import palette
 from raypipe.show.causes import NAMES
 from raypipe.show.differences import names
-from raypipe.trace import SpanKind, Trace, ops_named
 
 CAUSES: Mapping[str, Cause] = {str(cause): cause for cause in IDLE}
 """The parts that are causes, by name."""

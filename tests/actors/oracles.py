@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raypipe.actors.executor import BatchSource
-from raypipe.actors.held import Optimizer, build_layer
+from raypipe.actors.execution.executor import BatchSource
 from raypipe.actors.local import LocalPipeline
-from raypipe.cut import Cut
+from raypipe.actors.stage.weights import Optimizer, build_layer
+from raypipe.artifacts.cut import Cut
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import Op, OpKind, Schedule, WeightRule, ops_of
 

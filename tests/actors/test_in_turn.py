@@ -11,12 +11,12 @@ import torch
 from in_turn import in_turn
 from torch import Tensor, nn
 
-from raypipe.actors.faults import FaultScript, ScriptedFault
+from raypipe.actors.execution.faults import FaultScript, ScriptedFault
+from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.optimizers import build_optimizer
-from raypipe.actors.report import mean_losses
+from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig
-from raypipe.cut import Cut
 from raypipe.model import Batch, Layer, Model
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypipe.actors.faults import Fault, FaultKind, FaultScript
+from raypipe.actors.execution.faults import Fault, FaultKind, FaultScript
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import RunError, StageFailedError
 from raypipe.models.gpt import gpt
 from raypipe.schedules.ir import UpdateScope
-from raypipe.trainer import Result, Trainer
+from raypipe.training.trainer import Result, Trainer
 from tests.actors.oracles import RandomTokens, train_unsplit
 
 pytestmark = [

@@ -12,19 +12,19 @@ from functools import partial
 import pytest
 import torch
 
-from raypipe.actors import executor as of_programs
-from raypipe.actors.held import Optimizer
+from raypipe.actors.execution import executor as of_programs
+from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.optimizers import build_optimizer
-from raypipe.actors.report import mean_losses
+from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.actors.stage.weights import Optimizer
+from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.trace import SpanKind
 from raypipe.config import OptimizerConfig, OptimizerName, Precision
-from raypipe.cut import Cut
 from raypipe.model import Model
 from raypipe.models.gpt import gpt
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Schedule, Size, UpdateScope
 from raypipe.schedules.passes import over_graph
-from raypipe.trace import SpanKind
 from tests.actors.oracles import RandomTokens, train_unsplit
 from tests.gpu.device import HAS_CUDA, forbid_waits, gpu
 

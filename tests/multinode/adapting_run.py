@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from raypipe.actors.batches import FixedBatch
-from raypipe.actors.executor import BatchSource
+from raypipe.actors.execution.batches import FixedBatch
+from raypipe.actors.execution.executor import BatchSource
 from raypipe.config import AdaptationConfig, ClusterConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
-from raypipe.trainer import Progress, Trainer
+from raypipe.training.trainer import Progress, Trainer
 
 NUM_LAYERS = 8
 WIDTH = 100_000

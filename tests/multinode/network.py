@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypipe.interrupts import put_off
+from raypipe.cluster.signals import put_off
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = Path("/tmp")  # not the TMPDIR of whoever runs the tests: Ray's sockets lie below, and their paths may have 107 bytes

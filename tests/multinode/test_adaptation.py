@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from raypipe.topology import Link
-from tests.cluster.plans import lab
+from raypipe.artifacts.topology import Link
 from tests.multinode.cluster import Cluster
 from tests.multinode.test_plans import GOODPUT, LATENCY_S
+from tests.on_ray.plans import lab
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 

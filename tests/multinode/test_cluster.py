@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from tests.cluster.conftest import Brand
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.network import MARK, NetworkError
+from tests.on_ray.conftest import Brand
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import Brand
 from tests.multinode.network import FOLDERS, MARK, ROOT, Network, NetworkError, network, why_not
+from tests.on_ray.conftest import Brand
 
 MBIT = 1e6 / 8  # bytes per second
 

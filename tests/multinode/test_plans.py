@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Link
 from raypipe.data.prepare import prepare
-from raypipe.plan import Plan
-from raypipe.planner.planners import make
-from raypipe.planner.problem import Problem
-from raypipe.profile import ModelProfile
+from raypipe.planning.planners import make
+from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Schedule, Size
-from raypipe.topology import ClusterTopology, Link
-from tests.cluster.plans import Workers, lab, plan_of
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.network import NetworkError
+from tests.on_ray.plans import Workers, lab, plan_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
@@ -164,10 +164,10 @@ def test_the_planned_placement_beats_the_naive_order_by_what_was_predicted(four:
 
 PLACES = """
 import json, sys, ray
-from raypipe.actors.launch import planned_slots
+from raypipe.cluster.slots import planned_slots
 from raypipe.config import ClusterConfig, ScalingConfig
-from raypipe.coordinator import Coordinator
-from raypipe.plan import Plan
+from raypipe.cluster.coordinator import Coordinator
+from raypipe.artifacts.plan import Plan
 ray.init(log_to_driver=False, logging_level="ERROR")
 plan = Plan.load(sys.argv[1])
 slots = planned_slots(plan, ScalingConfig())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.topology import ClusterTopology
+from raypipe.artifacts.topology import ClusterTopology
 from tests.multinode.cluster import Cluster
 from tests.multinode.network import NetworkError
 

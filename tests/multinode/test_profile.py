@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from raypipe.artifacts.profile import ModelProfile
 from raypipe.data.prepare import prepare
-from raypipe.profile import ModelProfile
 from tests.multinode.cluster import Cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import torch
 
-from raypipe.actors.batches import FixedBatch
-from raypipe.actors.executor import BatchSource
-from raypipe.actors.job import jobs
-from raypipe.actors.launch import Slot, cluster_nodes
-from raypipe.actors.stage import BuildOrder
+from raypipe.actors.actor import BuildOrder
+from raypipe.actors.execution.batches import FixedBatch
+from raypipe.actors.execution.executor import BatchSource
+from raypipe.actors.execution.job import jobs
+from raypipe.artifacts.cut import Cut
+from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.session import session
+from raypipe.cluster.slots import Slot, cluster_nodes
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
-from raypipe.coordinator import Coordinator
-from raypipe.cut import Cut
 from raypipe.models.waiting import waiting
-from raypipe.ray_session import session
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Size, UpdateScope
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, Overheads
 from raypipe.errors import RunError
 from raypipe.network.assemble import assemble
 from raypipe.network.fit import LinkFit
 from raypipe.network.rounds import Pair
 from raypipe.network.sharing import Shared
-from raypipe.topology import ClusterTopology, Device, Node, NodeLink, Overheads
 
 
 def node(number: int) -> Node:

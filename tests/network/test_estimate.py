@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 from raypipe.network.estimate import LinkEstimate, NetworkEstimate, Transfer
-from raypipe.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 
 LATENCY_S = 2e-4
 NUM_BYTES = 200_000

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
 from raypipe.network.estimate import NetworkEstimate, Transfer
 from raypipe.network.transfers import DeviceLog, transfers
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Size, StageGraph, UpdateScope
 from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, DeviceProgram, Message, Recv, Send, Start, lower
 from raypipe.schedules.passes import over_graph
-from raypipe.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
 
 LATENCY_S = 1e-3
 COMPUTE_S = 5e-3

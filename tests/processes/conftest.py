@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from raypipe.actors.meeting import host_store
-from raypipe.actors.processes import ProcessTransport
+from raypipe.actors.transport.process import ProcessTransport
+from raypipe.actors.transport.rendezvous import host_store
 from tests.processes.process_ends import INTERFACE, Make, Peers, connect_and_hang, settings
 
 _runs = itertools.count()

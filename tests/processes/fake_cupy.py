@@ -1,4 +1,4 @@
-"""cupy's NCCL and CUDA's stream for `raypipe.actors.collective`, in a process without a GPU: notes what is asked of them."""
+"""cupy's NCCL and CUDA's stream for `raypipe.actors.transport.ray_backend`, in a process without a GPU: notes what is asked of them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Communicator:
 
 
 class FakeCuda:
-    """In place of `raypipe.actors.cuda.Cuda`."""
+    """In place of `raypipe.actors.transport.cuda.Cuda`."""
 
     def __init__(self) -> None:
         self.nccl = FakeNccl()

@@ -1,4 +1,4 @@
-"""NCCL and CUDA for transports of one process, on the CPU: `Library` as `raypipe.actors.nccl` uses it.
+"""NCCL and CUDA for transports of one process, on the CPU: `Library` as `raypipe.actors.transport.nccl` uses it.
 
 The computing stream is the host. Other streams hold what they were told as tasks, which are done when somebody looks: a send puts its
 bytes down when its turn comes, a receive waits for them. Like NCCL it knows memory by its address alone, and nobody but `use` keeps it.
@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from raypipe.actors.channels import CLOSED_BY_PEER, ChannelError
-from raypipe.actors.ipc import Slot
+from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
+from raypipe.actors.transport.cuda_ipc import Slot
 from raypipe.errors import TransportTimeoutError
 
 Task = Callable[[], bool]

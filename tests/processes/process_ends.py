@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from raypipe.actors.processes import ProcessTransport
+from raypipe.actors.transport.process import ProcessTransport
 from tests.processes.transport_contract import GROUPS, NAMES
 
 INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypipe.actors.meeting import host_store
-from raypipe.actors.processes import ProcessTransport
-from raypipe.actors.sockets import connections, interface_of
-from raypipe.actors.transport import Pending
+from raypipe.actors.transport.process import ProcessTransport
+from raypipe.actors.transport.protocol import Pending
+from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.sockets import connections, interface_of
 from raypipe.errors import AbortedError, InputError, TransportError, TransportTimeoutError
 from tests.processes.process_ends import INTERFACE, Make, Peers
 from tests.processes.transport_contract import (
@@ -265,8 +265,8 @@ def test_abort_ends_the_wait_for_a_store_that_hangs(make: Make) -> None:
 
 LEAVES_WITHOUT_CLOSE = """
 import torch
-from raypipe.actors.meeting import host_store
-from raypipe.actors.processes import ProcessTransport
+from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.process import ProcessTransport
 from tests.processes.process_ends import settings
 from tests.processes.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypipe.actors import memory
-from raypipe.actors.memory import CudaMemory, ProcessMemory, memory_meter
+from raypipe.actors.measure import memory
+from raypipe.actors.measure.memory import CudaMemory, ProcessMemory, memory_meter
 
 MB = 10**6
 NOISE_BYTES = 16 * MB

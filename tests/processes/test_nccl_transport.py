@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypipe.actors.processes import ProcessTransport
+from raypipe.actors.transport.process import ProcessTransport
 from raypipe.errors import TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Message
 from tests.processes.fake_nccl import FakeCommunicator, FakeNccl, Network

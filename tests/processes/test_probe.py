@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from raypipe.actors import probe
-from raypipe.actors.probe import LEAST_PING_BYTES, Flow, Links, MeetOrder, Ping, Readings, Stream, by_device, exchanges, round_trips
+from raypipe.actors.measure import links
+from raypipe.actors.measure.links import LEAST_PING_BYTES, Flow, Links, MeetOrder, Ping, Readings, Stream, by_device, exchanges, round_trips
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.network.clocks import offset
 from raypipe.network.fit import fit
@@ -119,7 +119,7 @@ def test_a_stream_lasts_as_long_as_it_should_and_no_more_than_it_may() -> None:
     assert stream.num_bytes == pytest.approx(10e6, rel=0.1)
     assert Stream.lasting(0.1, bytes_per_s=100e6, most_bytes=1 << 20).num_bytes <= 1.1 * (1 << 20)
     slow = Stream.lasting(0.1, bytes_per_s=1e4, most_bytes=1 << 30)
-    assert slow.num_bytes >= 2 * probe.WARM_UP_BYTES
+    assert slow.num_bytes >= 2 * links.WARM_UP_BYTES
 
 
 def test_each_device_has_its_part_of_the_flows() -> None:
@@ -128,8 +128,8 @@ def test_each_device_has_its_part_of_the_flows() -> None:
 
 
 def test_a_node_without_a_driver_has_no_gpus() -> None:
-    assert all(gpu.memory_bytes > 0 for gpu in probe.find_gpus())
-    assert probe.memory_bytes() > 1 << 20
+    assert all(gpu.memory_bytes > 0 for gpu in links.find_gpus())
+    assert links.memory_bytes() > 1 << 20
 
 
 class Driver:
@@ -185,7 +185,7 @@ class Driver:
 def test_gpus_are_described_as_far_as_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     monkeypatch.setitem(sys.modules, "pynvml", driver)
-    with_links, without = probe.find_gpus()
+    with_links, without = links.find_gpus()
     assert (with_links.name, with_links.uuid, with_links.memory_bytes) == ("NVIDIA H200", "GPU-0", 150_000_000_000)
     assert (with_links.pcie_generation, with_links.pcie_lanes, with_links.numa_node, with_links.num_nvlinks) == (5, 16, None, 4)
     assert (without.name, without.memory_bytes, without.pcie_generation, without.num_nvlinks) == ("NVIDIA Old", 0, 0, 0)

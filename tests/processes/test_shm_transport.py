@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypipe.actors import gloo, shm
-from raypipe.actors.processes import ProcessTransport
-from raypipe.actors.shm_channels import MAX_SLOTS
+from raypipe.actors.transport import gloo, shm
+from raypipe.actors.transport.process import ProcessTransport
+from raypipe.actors.transport.shm_channel import MAX_SLOTS
 from raypipe.errors import AbortedError, TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Direction, Message
 from tests.processes.process_ends import INTERFACE, Make, Peers, all_channels
@@ -340,9 +340,9 @@ def test_views_that_stand_for_other_numbers_are_sent_as_what_they_stand_for(pair
 
 NO_MEMORY = """
 import resource, pytest
-from raypipe.actors.meeting import host_store
-from raypipe.actors.processes import ProcessTransport
-from raypipe.actors.shm_channels import MAX_SLOTS
+from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.process import ProcessTransport
+from raypipe.actors.transport.shm_channel import MAX_SLOTS
 from raypipe.errors import TransportError
 from tests.processes.process_ends import all_channels, settings
 from tests.processes.transport_contract import *
@@ -502,9 +502,9 @@ def test_sums_pass_beside_shared_memory(peers: Peers) -> None:
 
 LEAVES_WITHOUT_CLOSE = """
 import os, signal
-from raypipe.actors.meeting import host_store
-from raypipe.actors.processes import ProcessTransport
-from raypipe.actors.shm_channels import MAX_SLOTS
+from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.process import ProcessTransport
+from raypipe.actors.transport.shm_channel import MAX_SLOTS
 from tests.processes.process_ends import all_channels, settings
 from tests.processes.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypipe.actors.transport import Expected, TensorSpec, Transport
+from raypipe.actors.transport.protocol import Expected, TensorSpec, Transport
 from raypipe.errors import AbortedError, TransportError, TransportTimeoutError
 from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
 

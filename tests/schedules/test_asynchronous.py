@@ -12,10 +12,10 @@ import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.dispatch import Line, defer_updates, timed
 from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule, reads
 from raypipe.schedules.lower import lower
 from raypipe.schedules.passes import add_reductions
+from raypipe.schedules.search.dispatch import Line, defer_updates, timed
 from raypipe.schedules.validate import facts, validate
 from tests import strategies
 from tests.schedules import reference

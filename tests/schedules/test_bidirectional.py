@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from raypipe.cost import equal_stages
+from raypipe.artifacts.trace import SpanKind, Trace
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, Together, ops_of
 from raypipe.schedules.lower import lower
 from raypipe.schedules.passes import add_reductions
 from raypipe.schedules.validate import facts, validate
-from raypipe.simulate import simulate
-from raypipe.trace import SpanKind, Trace
+from raypipe.simulation.cost import equal_stages
+from raypipe.simulation.simulator import simulate
 from tests import strategies
 from tests.schedules import handwritten, reference
 

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.cut import Cut
-from raypipe.plan import make_plan
-from raypipe.profile import ModelProfile
+from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.plan import make_plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Together, UpdateScope, WeightRule, ops_of
 from raypipe.schedules.lower import Await, CollectiveKind, Compute, Start, lower
 from raypipe.schedules.passes import one_of_repeated, recompute, recomputed_stages, repeated, shard_optimizer
 from raypipe.schedules.validate import facts, validate
-from raypipe.simulate import simulate_plan
-from raypipe.topology import ClusterTopology
+from raypipe.simulation.simulator import simulate_plan
 from tests.schedules import handwritten, reference
 from tests.strategies import AMDPS, ASYNCHRONOUS, BIDIRECTIONAL, FAMILY_NAMES, near
 

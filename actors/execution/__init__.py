@@ -1,0 +1,1 @@
+"""Runs a device's lowered program."""

@@ -1,0 +1,106 @@
+"""Where stage actors get their rows: a pure function of the microbatch's number, read on the node that needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raypipe.actors.execution.executor import BatchSource
+from raypipe.actors.execution.job import row_range
+from raypipe.data.masking import mask_rows
+from raypipe.data.tokens import TokenDataset
+from raypipe.model import Batch
+
+
+@dataclass(frozen=True)
+class TokenBatches:
+    """Rows of a token dataset: fields `tokens` and `targets`, both int64 [rows, sequence_length], targets one token later.
+
+    Attributes:
+        dataset: where the rows come from.
+        microbatch_size: rows of a microbatch.
+    """
+
+    dataset: TokenDataset
+    microbatch_size: int
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        """The rows of a microbatch: `microbatch_size` of the dataset's endless stream, from `microbatch * microbatch_size` on."""
+        first, end = row_range(rows, self.microbatch_size)
+        tokens_BS = torch.from_numpy(self.dataset.rows(microbatch * self.microbatch_size + first, end - first))
+        return {"tokens": tokens_BS[:, :-1].contiguous(), "targets": tokens_BS[:, 1:].contiguous()}
+
+
+@dataclass(frozen=True)
+class MaskedTokenBatches:
+    """Rows of a token dataset for a masked language model: fields `tokens` and `targets`, both int64 [rows, sequence_length].
+
+    `raypipe.data.masking` says which tokens are masked, by the dataset's seed, and what then stands in both.
+
+    Attributes:
+        dataset: where the rows come from; the last token of each is left out.
+        microbatch_size: rows of a microbatch.
+    """
+
+    dataset: TokenDataset
+    microbatch_size: int
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        """The rows of a microbatch: those that `TokenBatches` would give."""
+        first, end = row_range(rows, self.microbatch_size)
+        first_sample = microbatch * self.microbatch_size + first
+        tokens_BT = self.dataset.rows(first_sample, end - first)[:, :-1]
+        inputs_BT, targets_BT = mask_rows(
+            tokens_BT, first=first_sample, seed=self.dataset.seed, vocabulary_size=self.dataset.vocabulary_size
+        )
+        return {"tokens": torch.from_numpy(inputs_BT), "targets": torch.from_numpy(targets_BT)}
+
+
+@dataclass(frozen=True)
+class FixedBatch:
+    """The same rows for every microbatch: for generation and tests.
+
+    Attributes:
+        fields: by name, [rows, ...].
+    """
+
+    fields: Batch
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:  # the protocol's argument
+        """The rows, whatever the microbatch."""
+        size = next(iter(self.fields.values())).shape[0]
+        first, end = row_range(rows, size)
+        return {name: tensor[first:end] for name, tensor in self.fields.items()}
+
+
+@dataclass(frozen=True)
+class TokenSource:
+    """How an actor opens its rows: small enough to be sent, opened where it is used.
+
+    Attributes:
+        path: of the Parquet file.
+        sequence_length: tokens of a row.
+        seed: of the order of rows.
+        microbatch_size: rows of a microbatch.
+    """
+
+    path: str
+    sequence_length: int
+    seed: int
+    microbatch_size: int
+
+    def __call__(self, split: str) -> BatchSource:
+        """The rows of a split, `train` or `validation`."""
+        dataset = TokenDataset(self.path, sequence_length=self.sequence_length, seed=self.seed, split=split)
+        return TokenBatches(dataset, self.microbatch_size)
+
+
+@dataclass(frozen=True)
+class MaskedTokenSource(TokenSource):
+    """The same for a masked language model: `Trainer(bert, batches=MaskedTokenSource(...))`."""
+
+    def __call__(self, split: str) -> BatchSource:
+        """The rows of a split, `train` or `validation`, masked."""
+        dataset = TokenDataset(self.path, sequence_length=self.sequence_length, seed=self.seed, split=split)
+        return MaskedTokenBatches(dataset, self.microbatch_size)

@@ -1,0 +1,111 @@
+"""What a device tells of a window, and what the devices' reports tell together."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from raypipe.actors.execution.job import Job
+from raypipe.artifacts.trace import Span, SpanKind
+from raypipe.schedules.ir import UpdateScope
+from raypipe.schedules.lower import Await, Compute, Item, Recv
+
+
+@dataclass
+class SpanLog:
+    """The spans of a device as columns of numbers: they reach the driver in a small part of the time that objects take.
+
+    Attributes:
+        positions: of the items that took time.
+        starts_s: seconds since the device began.
+        ends_s: likewise.
+        sizes_bytes: of what was received or summed.
+    """
+
+    positions: array[int] = field(default_factory=lambda: array("Q"))
+    starts_s: array[float] = field(default_factory=lambda: array("d"))
+    ends_s: array[float] = field(default_factory=lambda: array("d"))
+    sizes_bytes: array[int] = field(default_factory=lambda: array("Q"))
+
+    def add(self, position: int, start_s: float, end_s: float, size_bytes: int) -> None:
+        """Notes one."""
+        self.positions.append(position)
+        self.starts_s.append(start_s)
+        self.ends_s.append(end_s)
+        self.sizes_bytes.append(size_bytes)
+
+    def spans(self, job: Job, *, shift_s: float = 0.0) -> list[Span]:
+        """The spans of a job's window, that much later."""
+        items, names, device = job.program.items, job.names, job.program.device
+        return [
+            Span(device, _SPAN_KINDS[type(items[position])], names[position], start_s + shift_s, end_s + shift_s, size)
+            for position, start_s, end_s, size in zip(self.positions, self.starts_s, self.ends_s, self.sizes_bytes, strict=True)
+        ]
+
+    def seconds(self, job: Job, kind: SpanKind) -> float:
+        """The seconds of all spans of a kind."""
+        items = job.program.items
+        return sum(
+            end_s - start_s
+            for position, start_s, end_s in zip(self.positions, self.starts_s, self.ends_s, strict=True)
+            if _SPAN_KINDS[type(items[position])] is kind
+        )
+
+    def num_bytes(self, job: Job, kind: SpanKind) -> float:
+        """The bytes of all spans of a kind."""
+        items = job.program.items
+        sizes = zip(self.positions, self.sizes_bytes, strict=True)
+        return float(sum(size for position, size in sizes if _SPAN_KINDS[type(items[position])] is kind))
+
+
+_SPAN_KINDS: dict[type[Item], SpanKind] = {Compute: SpanKind.COMPUTE, Recv: SpanKind.RECV, Await: SpanKind.COLLECTIVE}
+
+
+@dataclass
+class WindowReport:
+    """What a device did in a window.
+
+    Attributes:
+        device: its number.
+        began_s: when its first item began, by the clock that `time.time` reads.
+        log: of its spans, in seconds since then.
+        losses: by microbatch of the window, the mean over the rows of this device.
+        num_rows: by microbatch, the rows of it that these losses are of.
+        norms: by update of the window, the gradient norm: over all stages where the update's scope is global, else over the
+            stages that count here.
+        outputs: by microbatch, if they were asked for.
+        peak_memory_bytes: the most that the device held, as `raypipe.actors.measure.memory` counts it; `None` where that is not known.
+    """
+
+    device: int
+    began_s: float
+    log: SpanLog = field(default_factory=SpanLog)
+    losses: dict[int, float] = field(default_factory=dict)
+    num_rows: dict[int, int] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    peak_memory_bytes: int | None = None
+
+
+def norms_of(reports: Sequence[WindowReport], *, scope: UpdateScope) -> dict[int, float]:
+    """The gradient norm over all stages by update, from what the devices know of it."""
+    known: dict[int, list[float]] = {}
+    for report in reports:
+        for update, norm in report.norms.items():
+            known.setdefault(update, []).append(norm)
+    return {update: norms[0] if scope is UpdateScope.GLOBAL else math.hypot(*norms) for update, norms in known.items()}
+
+
+def mean_losses(reports: Sequence[WindowReport], *, num_microbatches: int) -> list[float]:
+    """The loss of each update: the mean over the rows of its microbatches."""
+    sums: dict[int, tuple[float, int]] = {}
+    for report in reports:
+        for index, loss in report.losses.items():
+            total, rows = sums.get(index, (0.0, 0))
+            sums[index] = (total + loss * report.num_rows[index], rows + report.num_rows[index])
+    means = [total / rows for _, (total, rows) in sorted(sums.items())]
+    return [sum(means[first : first + num_microbatches]) / num_microbatches for first in range(0, len(means), num_microbatches)]

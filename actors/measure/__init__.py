@@ -1,0 +1,1 @@
+"""What an actor measures: layers, links, memory and its own windows."""

@@ -1,0 +1,100 @@
+"""Metrics of stage actors, at the metrics port of their nodes."""
+
+from __future__ import annotations
+
+from ray.util.metrics import Counter, Gauge
+
+from raypipe.actors.execution.job import Job
+from raypipe.actors.execution.report import WindowReport
+from raypipe.artifacts.trace import SpanKind
+from raypipe.network.estimate import NetworkEstimate
+
+_TAGS = ("run", "device", "stages")
+
+
+class StageMetrics:
+    """Seconds and bytes of one device, counted over the run; Ray exports them as `ray_raypipe_...`.
+
+    Args:
+        run: the run's name.
+        device: the device's name.
+        stages: the stages it holds, in text.
+    """
+
+    def __init__(self, *, run: str, device: str, stages: str) -> None:
+        tags = {"run": run, "device": device, "stages": stages}
+        self._busy = Counter("raypipe_busy_seconds", description="Seconds in which the device computed", tag_keys=_TAGS)
+        self._wait = Counter("raypipe_wait_seconds", description="Seconds in which the device waited for others", tag_keys=_TAGS)
+        self._bubble = Gauge("raypipe_bubble_ratio", description="Share of the last window in which it did not compute", tag_keys=_TAGS)
+        self._received = Counter("raypipe_received_bytes", description="Bytes of messages that arrived", tag_keys=_TAGS)
+        self._memory = Gauge("raypipe_peak_memory_bytes", description="The most that the device held in the last window", tag_keys=_TAGS)
+        for metric in (self._busy, self._wait, self._bubble, self._received, self._memory):
+            metric.set_default_tags(tags)
+
+    def record(self, report: WindowReport, job: Job) -> None:
+        """Adds a window."""
+        log = report.log
+        busy = log.seconds(job, SpanKind.COMPUTE)
+        wait = log.seconds(job, SpanKind.RECV) + log.seconds(job, SpanKind.COLLECTIVE)
+        # Counters refuse zero.
+        for counter, amount in ((self._busy, busy), (self._wait, wait), (self._received, log.num_bytes(job, SpanKind.RECV))):
+            if amount > 0:
+                counter.inc(amount)
+        if log.ends_s:
+            self._bubble.set(1 - busy / max(log.ends_s))
+        if report.peak_memory_bytes is not None:
+            self._memory.set(report.peak_memory_bytes)
+
+
+class RunMetrics:
+    """Figures of the whole run, from the driver.
+
+    Args:
+        run: the run's name.
+    """
+
+    def __init__(self, *, run: str) -> None:
+        self._gauges = {
+            name: Gauge(f"raypipe_{name}", description=text, tag_keys=("run",))
+            for name, text in (
+                ("loss", "Training loss of the last update"),
+                ("validation_loss", "Loss of the last evaluation"),
+                ("tokens_per_s", "Tokens per second over the last window"),
+                ("update_seconds", "Seconds per update over the last window"),
+                ("updates", "Updates done"),
+                ("pipelines", "Pipelines that run at once"),
+                ("switches", "Switches to another way to run so far"),
+                ("predicted_update_seconds", "Seconds per update as predicted for the way that runs"),
+            )
+        }
+        for gauge in self._gauges.values():
+            gauge.set_default_tags({"run": run})
+
+    def record(self, name: str, value: float) -> None:
+        """Sets one figure."""
+        self._gauges[name].set(value)
+
+
+class LinkMetrics:
+    """The current estimates of the links between nodes, from the driver.
+
+    Args:
+        run: the run's name.
+    """
+
+    def __init__(self, *, run: str) -> None:
+        tags = ("run", "source", "target")
+        self._bandwidth = Gauge("raypipe_link_bandwidth_bytes_per_s", description="What the link carries, as last seen", tag_keys=tags)
+        self._age = Gauge("raypipe_link_age_seconds", description="Since the link was last seen", tag_keys=tags)
+        self._changes = Gauge("raypipe_link_changes", description="Step changes of the link so far", tag_keys=tags)
+        for gauge in (self._bandwidth, self._age, self._changes):
+            gauge.set_default_tags({"run": run})
+
+    def record(self, network: NetworkEstimate, *, now_s: float) -> None:
+        """Sets the figures of all links."""
+        for pair, link in network.links.items():
+            tags = dict(zip(("source", "target"), pair, strict=True))
+            if link.bandwidth_bytes_per_s is not None:
+                self._bandwidth.set(link.bandwidth_bytes_per_s, tags)
+            self._age.set(network.age_s(pair, now_s=now_s), tags)
+            self._changes.set(link.num_changes, tags)

@@ -1,0 +1,285 @@
+"""CUDA and NCCL as `raypipe.actors.transport.nccl` needs them, by torch and cupy."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
+from raypipe.actors.transport.cuda_ipc import Slot
+from raypipe.errors import ConfigError
+
+_BEFORE_OTHERS = -1
+"""The priority of streams whose work goes before that of streams with 0, where both could begin."""
+
+_HANDLE_BYTES = 64
+"""Of memory or an event, as CUDA has them."""
+_IN_USE_S = 0.3
+"""Until a communicator is ended under a call that does not return."""
+_LOOK_EVERY_S = 0.001
+
+_TYPES = {torch.float32: "NCCL_FLOAT32", torch.float64: "NCCL_FLOAT64", torch.int64: "NCCL_INT64", torch.int32: "NCCL_INT32"}
+"""Of what is summed."""
+
+
+def environment(host: str) -> dict[str, str]:
+    """What the processes of a run on GPUs must have in their environment before they touch CUDA; what is there already stays.
+
+    Args:
+        host: unlike for each process that shares a GPU with another, by which NCCL takes them for hosts of their own; empty else.
+    """
+    found = {
+        # Each stream gets a queue of its own, up to so many: in a common one, a kernel that waits for a peer holds up the others.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+        # What waits for a message keeps so many multiprocessors from computing.
+        "NCCL_MAX_CTAS": "4",
+        # All ways are opened when a communicator is made: later that would hold hosts up, in windows.
+        "NCCL_RUNTIME_CONNECT": "0",
+    }
+    if host:
+        found |= {"NCCL_HOSTID": host, "NCCL_MAX_CTAS": "1"}
+    return {name: value for name, value in found.items() if name not in os.environ}
+
+
+def kind(device: torch.device) -> str:
+    """What topologies call such a GPU, such as `nvidia-h200`."""
+    return torch.cuda.get_device_properties(device).name.lower().replace(" ", "-")
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Of a GPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def nccl_version() -> str:
+    """The version of NCCL that messages would go over, which must be one on all devices; empty where it is missing."""
+    try:
+        from cupy.cuda import nccl  # noqa: PLC0415  # an extra
+    except ImportError:
+        return ""
+    if not nccl.available:
+        return ""
+    number = int(nccl.get_version())
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+class Cuda:
+    """The CUDA device of this process, with its current stream as the one that computes.
+
+    Args:
+        device: of torch.
+
+    Raises:
+        ConfigError: cupy or NCCL is missing; says what to install.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        try:
+            from cupy.cuda import nccl, runtime  # noqa: PLC0415  # an extra
+        except ImportError as error:
+            raise ConfigError(f"messages between GPUs need cupy: pip install 'raypipe[{_extra()}]' ({error})") from error
+        if not nccl.available:
+            raise ConfigError(f"cupy finds no NCCL library: pip install 'raypipe[{_extra()}]', or put libnccl.so.2 where it looks")
+        self.nccl = nccl
+        self.runtime = runtime
+        self._kept: dict[int, list[Slot]] = {}
+
+    def unique_id(self) -> bytes:
+        """See `Library`."""
+        return bytes(self.nccl.get_unique_id())
+
+    def current_stream(self) -> int:
+        """The address of the computing stream."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def communicator(self, num_ranks: int, unique_id: bytes, rank: int) -> CupyCommunicator:
+        """See `Library`."""
+        torch.cuda.set_device(self.device)  # of this thread
+        return CupyCommunicator(self.nccl, self.nccl.NcclCommunicator(num_ranks, unique_id, rank), self.stream())
+
+    def stream(self) -> torch.cuda.Stream:
+        """See `Library`. Torch's own streams are 32 in turn, of which two might be one."""
+        with torch.cuda.device(self.device):
+            made = self.runtime.streamCreateWithPriority(self.runtime.streamNonBlocking, _BEFORE_OTHERS)
+        return torch.cuda.ExternalStream(int(made), self.device)  # type: ignore[no-untyped-call]
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See `Library`."""
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """See `Library`."""
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def use(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """See `Library`."""
+        tensor.record_stream(stream)
+
+    def reached(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """See `Library`."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait(self, event: torch.cuda.Event, *, timeout_s: float) -> None:  # the limit is the clock's
+        """See `Library`."""
+        event.wait(torch.cuda.current_stream(self.device))
+
+    def happened(self, event: torch.cuda.Event) -> bool:
+        """See `Library`."""
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+    # Between processes of one GPU
+
+    def make_slot(self, num_bytes: int) -> Slot:
+        """See `SharingLibrary`."""
+        kept = self._kept.get(num_bytes)
+        if kept:
+            return kept.pop()
+        address = self._malloc(num_bytes)
+        filled, taken = (torch.cuda.Event(interprocess=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        handles = [self.runtime.ipcGetMemHandle(address), *(event.ipc_handle() for event in (filled, taken))]  # type: ignore[no-untyped-call]
+        return Slot(address, num_bytes, filled, taken, b"".join(map(bytes, handles)))
+
+    def _malloc(self, num_bytes: int) -> int:
+        """Memory of CUDA's own, which torch gives back for it where it has too much."""
+        try:
+            return int(self.runtime.malloc(num_bytes))
+        except self.runtime.CUDARuntimeError:
+            torch.cuda.empty_cache()
+        try:
+            return int(self.runtime.malloc(num_bytes))
+        except self.runtime.CUDARuntimeError as error:
+            raise torch.OutOfMemoryError(f"no memory for {num_bytes} bytes of a message: {error}") from error
+
+    def keep_slot(self, slot: Slot) -> None:
+        """See `SharingLibrary`."""
+        self._kept.setdefault(slot.num_bytes, []).append(slot)
+
+    def open_slot(self, num_bytes: int, handles: bytes) -> Slot:
+        """See `SharingLibrary`."""
+        memory, filled, taken = (handles[first : first + _HANDLE_BYTES] for first in range(0, 3 * _HANDLE_BYTES, _HANDLE_BYTES))
+        address = int(self.runtime.ipcOpenMemHandle(memory))
+        return Slot(address, num_bytes, self._open_event(filled), self._open_event(taken), handles)
+
+    def _open_event(self, handle: bytes) -> torch.cuda.Event:
+        return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-any-return, no-untyped-call]
+
+    def close_slot(self, slot: Slot) -> None:
+        """See `SharingLibrary`."""
+        self.runtime.ipcCloseMemHandle(slot.address)
+
+    def record(self, event: torch.cuda.Event, stream: torch.cuda.Stream | None) -> None:
+        """See `SharingLibrary`."""
+        event.record(stream or torch.cuda.current_stream(self.device))
+
+    def delay(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """See `SharingLibrary`."""
+        event.wait(stream)
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: torch.cuda.Stream | None) -> None:
+        """See `SharingLibrary`."""
+        on = stream or torch.cuda.current_stream(self.device)
+        self.runtime.memcpyAsync(target, source, num_bytes, self.runtime.memcpyDeviceToDevice, on.cuda_stream)
+
+
+def _extra() -> str:
+    """The extra of raypipe that goes with torch's CUDA."""
+    return "cuda13" if (torch.version.cuda or "13").startswith("13") else "cuda12"
+
+
+class CupyCommunicator:
+    """A communicator of cupy, given tensors of torch: both see the same memory.
+
+    Args:
+        nccl: cupy's module.
+        communicator: cupy's.
+        stream: its own.
+    """
+
+    def __init__(self, nccl: Any, communicator: Any, stream: torch.cuda.Stream) -> None:
+        self.nccl = nccl
+        self.communicator = communicator
+        self.stream = stream
+        self._lock = threading.Lock()
+        self._ended = False
+        self._num_calls = 0
+        """Under way in other threads: the communicator must not be freed under them."""
+
+    def send(self, tensors: Sequence[Tensor], peer: int, stream: torch.cuda.Stream) -> None:
+        """See `Communicator`."""
+        with self._in_use():
+            self._pass(self.communicator.send, tensors, peer, stream)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, stream: torch.cuda.Stream) -> None:
+        """See `Communicator`."""
+        with self._in_use():
+            self._pass(self.communicator.recv, tensors, peer, stream)
+
+    def _pass(self, call: Any, tensors: Sequence[Tensor], peer: int, stream: torch.cuda.Stream) -> None:
+        if len(tensors) > 1:
+            self.nccl.groupStart()
+        try:
+            for tensor in tensors:
+                call(tensor.data_ptr(), tensor.nbytes, self.nccl.NCCL_UINT8, peer, stream.cuda_stream)
+        finally:
+            if len(tensors) > 1:
+                self.nccl.groupEnd()
+
+    def all_reduce(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """See `Communicator`."""
+        start, kind = tensor.data_ptr(), getattr(self.nccl, _TYPES[tensor.dtype])
+        with self._in_use():
+            self.communicator.allReduce(start, start, tensor.numel(), kind, self.nccl.NCCL_SUM, stream.cuda_stream)
+
+    def problem(self) -> str | None:
+        """See `Communicator`."""
+        try:
+            with self._in_use():
+                self.communicator.check_async_error()
+        except ChannelError as error:
+            return error.problem
+        return None
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keeps the communicator while it is called.
+
+        Raises:
+            ChannelError: it has ended, or NCCL has failed.
+        """
+        with self._lock:
+            if self._ended:
+                raise ChannelError(CLOSED_BY_PEER)
+            self._num_calls += 1
+        try:
+            yield
+        except self.nccl.NcclError as error:
+            raise ChannelError(f"NCCL failed: {error}; NCCL_DEBUG=INFO in the environment of the actors says more") from error
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+
+    def shut_down(self) -> None:
+        """See `Communicator`. In a thread: to end one may wait for the GPU, on which others are yet to be ended."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+        threading.Thread(target=self._abort, name="raypipe ends a communicator", daemon=True).start()
+
+    def _abort(self) -> None:
+        deadline_s = time.monotonic() + _IN_USE_S
+        # A call that waits inside NCCL ends only with the communicator.
+        while self._num_calls and time.monotonic() < deadline_s:
+            time.sleep(_LOOK_EVERY_S)
+        with suppress(self.nccl.NcclError):
+            self.communicator.abort()

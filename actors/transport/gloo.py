@@ -1,0 +1,147 @@
+"""Process groups of torch's gloo, which carry messages and sums between processes and hosts over TCP.
+
+Each channel (ordered pair of devices) that goes over gloo has a process group of its own with two ranks, and so has each set
+of devices that meets in collectives. None of them is torch's default group. What shapes the code, here and in `gloo_channels`:
+
+* A message passes when both ends have named it: gloo sends no data before the receive is posted. So receives are posted
+  ahead, the next one before the current is waited for, and sends wait in the sender's memory, never in its program.
+* Gloo only learns that a send has ended when somebody waits for it. A thread for each channel does, now and then.
+* A message that is longer than its receive would end the process. So the tag by which gloo pairs them is made of all that
+  both ends believe: the message, its number on the channel, shape and dtype. If they differ, nothing passes and time runs out.
+* A wait inside gloo ends early only if its connection does. `abort` shuts the connections down; which ones they are is found
+  by comparing this process's connections before and after a group is made, and what the other members saw.
+* A wait for a message that ran out of time breaks its connection. A transport with an error is therefore out of use: close it.
+* A sum waits for its neighbours in the ring alone. Who looks at the other members' connections meanwhile sees them end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp  # type: ignore[attr-defined]  # public, says the manual
+
+from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
+from raypipe.actors.transport.gloo_channel import UNLIMITED, Group, cause, failure
+from raypipe.actors.transport.protocol import summing_dtype
+from raypipe.actors.transport.rendezvous import Meeting, limit
+from raypipe.actors.transport.sockets import Connection, connections, interface_of
+from raypipe.errors import TransportError
+
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_LOOK_EVERY_S = 0.3
+
+
+def choose_interface(host_ip: str) -> None:
+    """Lets gloo use the interface with an address, unless the user chose one. Gloo learns of it by the process's environment."""
+    if _INTERFACE_VARIABLE not in os.environ:
+        interface = interface_of(host_ip)
+        if interface is not None:
+            os.environ[_INTERFACE_VARIABLE] = interface
+
+
+def make_group(meeting: Meeting, kind: str, members: tuple[int, ...]) -> tuple[Group, list[Connection]]:
+    """The process group of this device and the others, once all have come, which takes a millisecond; its ranks follow `members`.
+
+    Returns:
+        the group, and its connections in this process.
+
+    Raises:
+        TransportTimeoutError: a member did not come in time.
+        TransportError: one came and went.
+        AbortedError: `abort` was called.
+    """
+    others = [member for member in members if member != meeting.device]
+    name = f"{kind} {'-'.join(map(str, members))}"
+    meeting.say(f"{name} ready")
+    meeting.hear(f"{name} ready", others)
+    before = connections()
+    rank = members.index(meeting.device)
+    try:
+        group = cast(Group, ProcessGroupGloo(PrefixStore(name, meeting.store), rank, len(members), limit(meeting.left_s)))
+    except RuntimeError as error:
+        meeting.lines.check()
+        peers = ", ".join(meeting.names[other] for other in others)
+        meeting.check_deadline(peers, "it came, but did not answer")
+        raise TransportError(meeting.name, peers, "connecting", cause(error)) from error
+    mine = connections() - before
+    # Other threads of this process open connections, too. The group's are those that another member sees from its end.
+    meeting.say(f"{name} made", json.dumps([(connection.local, connection.remote) for connection in mine]))
+    theirs = {(remote, local) for said in meeting.hear(f"{name} made", others) for local, remote in json.loads(said)}
+    lines = [connection for connection in mine if (connection.local, connection.remote) in theirs]
+    meeting.lines.add(lines)
+    return group, lines
+
+
+class SumGroup:
+    """A set of devices that meets in sums.
+
+    Args:
+        group: of its members.
+        lines: its connections.
+    """
+
+    def __init__(self, group: Group, lines: list[Connection]) -> None:
+        self.group = group
+        self.lines = lines
+
+    def sum(self, tensor: Tensor) -> Sum:
+        """Begins to sum a tensor over the members, in place."""
+        return Sum(self.group, self.lines, tensor)
+
+
+class Sum:
+    """A sum under way.
+
+    16-bit floats are summed in float32 and rounded once, at the cost of twice the bytes.
+
+    Args:
+        group: of the members.
+        lines: its connections.
+        tensor: this one's share; holds the sum after `wait`.
+    """
+
+    def __init__(self, group: Group, lines: list[Connection], tensor: Tensor) -> None:
+        self.lines = lines
+        self.tensor = tensor
+        # An empty tensor is not sent; its members meet over a stand-in.
+        sent = tensor.detach() if tensor.numel() else torch.zeros(1)
+        # `tensor` itself where gloo can work on it in place.
+        self._summed = sent.to(summing_dtype(sent.dtype)).contiguous()
+        try:
+            self._work = group.allreduce([self._summed], ReduceOp.SUM, UNLIMITED)
+        except RuntimeError as error:
+            raise failure(error) from error
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the sum is there.
+
+        Raises:
+            ChannelError: it did not come.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        ended = completed = False
+        while True:
+            left_s = deadline_s - time.monotonic()
+            try:
+                self._work.wait(limit(min(max(left_s, 0.0), _LOOK_EVERY_S)))
+                break
+            except RuntimeError as error:
+                if self._work.is_completed():
+                    if completed:
+                        raise failure(error) from error
+                    completed = True  # perhaps just after the time was over: a wait for it says how it ended
+                    continue
+                if left_s <= 0.0:
+                    raise failure(error, waited_s=timeout_s) from error
+                if ended:
+                    raise ChannelError(CLOSED_BY_PEER) from error
+            # A member that has all it needs of the sum may leave before this one has: what it sent gets one more look's time.
+            ended = any(line.ended() for line in self.lines)
+        target = self.tensor.detach()
+        if target.numel() and target.data_ptr() != self._summed.data_ptr():
+            target.copy_(self._summed)

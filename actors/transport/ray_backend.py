@@ -1,0 +1,228 @@
+"""Raypipe's NCCL as a backend of `ray.util.collective`, for actors of one's own that pass tensors between GPUs.
+
+    import raypipe.actors.transport.ray_backend as collective     # in the driver and in every actor
+    collective.register()
+    ray.util.collective.init_collective_group(world_size, rank, backend="raypipe_nccl")
+
+Takes tensors of torch, and arrays of cupy as tensors of the same memory (DLPack). Everything happens in the order of torch's current
+stream: what computes there next sees the result, and no host waits. As with NCCL itself, two ranks that send to each other first wait for
+ever.
+
+Ray's own backend fails for arrays of cupy, and orders nothing against torch's streams (Ray 2.60).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.collective import register_collective_backend
+from ray.util.collective.collective_group.base_collective_group import BaseGroup
+from ray.util.collective.types import (
+    AllGatherOptions,
+    AllReduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    RecvOptions,
+    ReduceOp,
+    ReduceOptions,
+    ReduceScatterOptions,
+    SendOptions,
+)
+from torch import Tensor
+from torch.utils import dlpack
+
+from raypipe.actors.transport.cuda import Cuda, nccl_version
+from raypipe.errors import RunError
+
+NAME = "raypipe_nccl"
+_CONNECT_TIMEOUT_S = 60.0
+_LOOK_EVERY_S = 0.02
+_KINDS = {
+    torch.float16: "NCCL_FLOAT16",
+    torch.bfloat16: "NCCL_BFLOAT16",
+    torch.float32: "NCCL_FLOAT32",
+    torch.float64: "NCCL_FLOAT64",
+    torch.int8: "NCCL_INT8",
+    torch.uint8: "NCCL_UINT8",
+    torch.int32: "NCCL_INT32",
+    torch.int64: "NCCL_INT64",
+}
+_OPERATIONS = {ReduceOp.SUM: "NCCL_SUM", ReduceOp.PRODUCT: "NCCL_PROD", ReduceOp.MIN: "NCCL_MIN", ReduceOp.MAX: "NCCL_MAX"}
+
+
+class NcclLibrary(Protocol):
+    """What a group needs of `Cuda`."""
+
+    nccl: Any
+    """cupy's module."""
+
+    def unique_id(self) -> bytes:
+        """What the members of a new communicator know it by."""
+
+    def current_stream(self) -> int:
+        """The address of the computing stream."""
+
+
+def register() -> None:
+    """Makes the backend known to this process; again and again, if one likes."""
+    try:
+        register_collective_backend(NAME, NcclGroup)
+    except ValueError:  # it is known
+        return
+
+
+def _library() -> NcclLibrary:
+    return Cuda(torch.device("cuda", torch.cuda.current_device()))
+
+
+class _Keeper:
+    """Keeps the id of a communicator."""
+
+    def __init__(self, unique_id: bytes) -> None:
+        self._unique_id = unique_id
+
+    def kept(self) -> bytes:
+        """What it keeps."""
+        return self._unique_id
+
+
+class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
+    """The ranks of a group, one communicator."""
+
+    def __init__(self, world_size: int, rank: int, group_name: str) -> None:
+        super().__init__(world_size, rank, group_name)
+        self._library = _library()
+        self._keeper: Any = None
+        self._nccl = self._library.nccl
+        self._communicator = self._nccl.NcclCommunicator(world_size, self._meet(), rank)
+
+    @property
+    def _keeper_name(self) -> str:
+        return f"{NAME}/{self.group_name}/{self.world_size}"
+
+    def _meet(self) -> bytes:
+        """The id of the communicator, which rank 0 keeps in an actor with the group's name.
+
+        Raises:
+            RunError: rank 0 did not come in time.
+        """
+        name = self._keeper_name
+        if self.rank == 0:
+            unique_id = self._library.unique_id()
+            self._keeper = ray.remote(num_cpus=0)(_Keeper).options(name=name).remote(unique_id)
+            ray.get(self._keeper.kept.remote(), timeout=_CONNECT_TIMEOUT_S)
+            return unique_id
+        deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
+        while True:
+            try:
+                return bytes(ray.get(ray.get_actor(name).kept.remote(), timeout=_CONNECT_TIMEOUT_S))
+            except (ValueError, RayActorError, GetTimeoutError):
+                if time.monotonic() > deadline_s:
+                    problem = f"rank 0 of the collective group {self.group_name!r} did not come within {_CONNECT_TIMEOUT_S:g} s"
+                    raise RunError(problem) from None
+            time.sleep(_LOOK_EVERY_S)
+
+    @classmethod
+    def backend(cls) -> str:
+        """Its name."""
+        return NAME.upper()
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        """Whether this process has NCCL."""
+        return bool(nccl_version())
+
+    def destroy_group(self) -> None:
+        """Ends the communicator."""
+        self._communicator.destroy()
+        if self._keeper is not None:
+            ray.kill(self._keeper)
+            # Until the name is gone: a group that is made anew under it must not find this one.
+            deadline_s = time.monotonic() + _CONNECT_TIMEOUT_S
+            with suppress(ValueError):
+                while ray.get_actor(self._keeper_name) and time.monotonic() < deadline_s:
+                    time.sleep(_LOOK_EVERY_S)
+
+    # What ray.util.collective calls; it gives tensors in lists of one
+
+    def allreduce(self, tensor: Sequence[Any], allreduce_options: Any = AllReduceOptions()) -> None:  # noqa: B008  # as Ray has it
+        """Combines a tensor of each rank, in place."""
+        given = _one(tensor)
+        operation = self._operation(allreduce_options)
+        self._communicator.allReduce(given.data_ptr(), given.data_ptr(), given.numel(), self._kind(given), operation, self._stream())
+
+    def barrier(self, barrier_options: Any = BarrierOptions()) -> None:  # noqa: B008
+        """Lets the streams of all ranks meet."""
+        self.allreduce([torch.zeros(1, device="cuda")])
+
+    def reduce(self, tensor: Sequence[Any], reduce_options: Any = ReduceOptions()) -> None:  # noqa: B008
+        """Combines a tensor of each rank in that of the root; those of the others stay as they are."""
+        given, root = _one(tensor), reduce_options.root_rank
+        operation = self._operation(reduce_options)
+        self._communicator.reduce(given.data_ptr(), given.data_ptr(), given.numel(), self._kind(given), operation, root, self._stream())
+
+    def broadcast(self, tensor: Sequence[Any], broadcast_options: Any = BroadcastOptions()) -> None:  # noqa: B008
+        """Gives all ranks the tensor of the root."""
+        given, root = _one(tensor), broadcast_options.root_rank
+        self._communicator.broadcast(given.data_ptr(), given.data_ptr(), given.numel(), self._kind(given), root, self._stream())
+
+    def allgather(self, tensor_list: Sequence[Sequence[Any]], tensor: Sequence[Any], allgather_options: Any = AllGatherOptions()) -> None:  # noqa: B008
+        """Gives all ranks the tensors of all."""
+        given = _one(tensor)
+        targets = [_tensor(each) for each in tensor_list[0]]
+        gathered = torch.empty((len(targets), *given.shape), dtype=given.dtype, device=given.device)
+        self._communicator.allGather(given.data_ptr(), gathered.data_ptr(), given.numel(), self._kind(given), self._stream())
+        for target, part in zip(targets, gathered, strict=True):
+            target.copy_(part)
+
+    def reducescatter(
+        self,
+        tensor: Sequence[Any],
+        tensor_list: Sequence[Sequence[Any]],
+        reducescatter_options: Any = ReduceScatterOptions(),  # noqa: B008
+    ) -> None:
+        """Combines the n-th tensors of all ranks in the tensor of rank n."""
+        target = _one(tensor)
+        given = torch.stack([_tensor(each) for each in tensor_list[0]])
+        operation = self._operation(reducescatter_options)
+        self._communicator.reduceScatter(given.data_ptr(), target.data_ptr(), target.numel(), self._kind(target), operation, self._stream())
+
+    def send(self, tensor: Sequence[Any], send_options: Any = SendOptions()) -> None:  # noqa: B008
+        """Sends a tensor to a rank, which receives one of the same size."""
+        given = _one(tensor)
+        self._communicator.send(given.data_ptr(), given.numel(), self._kind(given), send_options.dst_rank, self._stream())
+
+    def recv(self, tensor: Sequence[Any], recv_options: Any = RecvOptions()) -> None:  # noqa: B008
+        """Receives a tensor from a rank."""
+        given = _one(tensor)
+        self._communicator.recv(given.data_ptr(), given.numel(), self._kind(given), recv_options.src_rank, self._stream())
+
+    def _kind(self, tensor: Tensor) -> int:
+        if tensor.dtype not in _KINDS:
+            raise ValueError(f"NCCL has no tensors of {tensor.dtype}; it has {', '.join(map(str, _KINDS))}")
+        return int(getattr(self._nccl, _KINDS[tensor.dtype]))
+
+    def _operation(self, options: Any) -> int:
+        return int(getattr(self._nccl, _OPERATIONS[options.reduceOp]))
+
+    def _stream(self) -> int:
+        return self._library.current_stream()
+
+
+def _one(tensors: Sequence[Any]) -> Tensor:
+    (tensor,) = tensors
+    return _tensor(tensor)
+
+
+def _tensor(given: Any) -> Tensor:
+    """A tensor, or what has the memory of an array as one."""
+    tensor: Tensor = given if isinstance(given, Tensor) else dlpack.from_dlpack(given)
+    if not tensor.is_contiguous():
+        raise ValueError("NCCL takes contiguous tensors; give `tensor.contiguous()`")
+    return tensor

@@ -1,0 +1,1 @@
+"""What traces tell: where idle time comes from, and how far measured is from predicted."""

@@ -1,0 +1,223 @@
+"""What runs where in which order: `raypipe.plan/1`.
+
+    layers -> stages -> workers -> devices
+
+A plan embeds the profile and the topology it was made for, so that it can be simulated alone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from raypipe.artifacts import codec
+from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.schedule import ScheduleFile
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.errors import FormatError, InputError, PlanError, suggestion
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.lower import Placement
+
+FORMAT = "raypipe.plan/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One device of a worker.
+
+    Attributes:
+        device: its name in the topology.
+        share: of the rows of every microbatch, more than 0 and at most 1; a worker's shares sum to 1.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    device: str
+    share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """The figures a plan was chosen for, as simulated.
+
+    Attributes:
+        update_s: seconds per update.
+        bubble_ratio: 1 - mean busy / longest span.
+        device_bubble_ratios: the same for each device, in the order of the plan's devices.
+        peak_memory_bytes: likewise.
+        lower_bound_s: seconds that an update takes at least with any plan of this profile, topology and number of microbatches;
+            `None` where none was worked out.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    update_s: float
+    bubble_ratio: float
+    device_bubble_ratios: tuple[float, ...] = ()
+    peak_memory_bytes: tuple[int, ...] = ()
+    lower_bound_s: float | None = None
+
+    @property
+    def optimality_gap(self) -> float | None:
+        """How much longer than the bound it takes, as a part of it: 0.1 for a tenth."""
+        return None if not self.lower_bound_s else self.update_s / self.lower_bound_s - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Stages on workers on devices, with the order of their work.
+
+    Attributes:
+        name: of the model or run.
+        planner: what chose it.
+        microbatch_size: rows of a microbatch; times of the profile, which may have another size, are scaled in proportion.
+        stages: for each stage, the names of its layers.
+        workers: for each worker, its devices.
+        order: the schedule in its file form.
+        profile: what layers cost.
+        topology: devices and links.
+        predicted: what it was chosen for; `None` where it was not simulated.
+        profile_digest: of the profile when the plan was made.
+        topology_digest: likewise.
+
+    Raises:
+        PlanError: stages, workers, devices and order do not fit together.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config(order="schedule")
+
+    name: str
+    planner: str
+    microbatch_size: int
+    stages: tuple[tuple[str, ...], ...]
+    workers: tuple[tuple[Replica, ...], ...]
+    order: ScheduleFile
+    profile: ModelProfile
+    topology: ClusterTopology
+    predicted: Predicted | None = field(default=None)
+    profile_digest: str = ""
+    topology_digest: str = ""
+
+    def __post_init__(self) -> None:
+        if self.microbatch_size < 1:
+            raise PlanError(f"microbatch_size must be at least 1, got {self.microbatch_size}")
+        if len(self.stages) != self.order.num_stages:
+            raise PlanError(f"the plan has {len(self.stages)} stages, its schedule {self.order.num_stages}")
+        if len(self.workers) != len(self.order.programs):
+            raise PlanError(f"the plan has {len(self.workers)} workers, its schedule {len(self.order.programs)}")
+        known = {device.name for device in self.topology.devices}
+        taken: dict[str, int] = {}
+        for worker, replicas in enumerate(self.workers):
+            for replica in replicas:
+                if replica.device in taken:
+                    raise PlanError(
+                        f"device {replica.device!r} serves worker {taken[replica.device]} and worker {worker}; give each worker its own"
+                    )
+                taken[replica.device] = worker
+                if replica.device not in known:
+                    raise PlanError(
+                        f"worker {worker} is on device {replica.device!r}, which the topology {self.topology.name!r} does not have"
+                        f"{suggestion(replica.device, known)}"
+                    )
+        if self.cut.graph.edges != self.order.edges:
+            raise PlanError(
+                f"the layers of the stages make the edges {list(self.cut.graph.edges)}, the schedule has {list(self.order.edges)}"
+            )
+        if self.cut.graph.ties != self.order.ties:
+            raise PlanError(
+                f"by its profile the plan ties the stages {list(self.cut.graph.ties)}, its schedule {list(self.order.ties)}; plan again"
+            )
+        _ = self.placement
+
+    @cached_property
+    def cut(self) -> Cut:
+        """The layers of each stage by index."""
+        index = {layer.name: position for position, layer in enumerate(self.profile.layers)}
+        for stage, names in enumerate(self.stages):
+            for name in names:
+                if name not in index:
+                    raise PlanError(f"stage {stage} has layer {name!r}, which the profile does not{suggestion(name, index)}")
+        stages = tuple(tuple(index[name] for name in names) for names in self.stages)
+        return Cut(stages, tuple((edge.producer, edge.consumer) for edge in self.profile.edges()), self.profile.ties())
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """The names of the devices in use, worker by worker; programs and traces know them by their number here."""
+        return tuple(replica.device for replicas in self.workers for replica in replicas)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """The devices of each worker by number."""
+        number = {name: position for position, name in enumerate(self.devices)}
+        return Placement(tuple(tuple((number[replica.device], replica.share) for replica in replicas) for replicas in self.workers))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule, validated."""
+        return self.order.schedule()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan that a JSON file holds.
+
+        Raises:
+            FormatError: the file cannot be read, or its profile or topology is not the one it was made for.
+        """
+        name = os.fspath(path)
+        try:
+            plan = codec.from_json(cls, codec.read_text(path), path=name, format_name=FORMAT)
+            _ = plan.schedule
+        except FormatError:
+            raise
+        except InputError as error:
+            raise FormatError(name, "", str(error)) from None
+        for what, stated, found in (
+            ("profile", plan.profile_digest, plan.profile.digest),
+            ("topology", plan.topology_digest, plan.topology.digest),
+        ):
+            if stated and stated != found:
+                raise FormatError(
+                    name, f"{what}_digest", f"the {what} was changed since the plan was made ({stated} is now {found}); plan again"
+                )
+        return plan
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a JSON file."""
+        codec.write_text(path, codec.to_json(self, format_name=FORMAT))
+
+
+def make_plan(
+    *,
+    name: str,
+    planner: str,
+    cut: Cut,
+    schedule: Schedule,
+    profile: ModelProfile,
+    topology: ClusterTopology,
+    devices: tuple[str, ...],
+    microbatch_size: int,
+) -> Plan:
+    """A plan with one device a worker, not yet simulated.
+
+    Raises:
+        PlanError: there are fewer devices than workers, or the parts do not fit together.
+    """
+    if len(devices) < schedule.num_workers:
+        raise PlanError(
+            f"the schedule {schedule.name!r} needs {schedule.num_workers} devices, there are {len(devices)}; add devices or use fewer"
+        )
+    return Plan(
+        name=name,
+        planner=planner,
+        microbatch_size=microbatch_size,
+        stages=tuple(tuple(profile.layers[layer].name for layer in layers) for layers in cut.stages),
+        workers=tuple((Replica(device=device),) for device in devices[: schedule.num_workers]),
+        order=ScheduleFile.of(schedule),
+        profile=profile,
+        topology=topology,
+        profile_digest=profile.digest,
+        topology_digest=topology.digest,
+    )

@@ -1,0 +1,356 @@
+"""What a model costs, layer by layer, as measured on one device: `raypipe.model_profile/1`.
+
+layers    embed -> block0 -> block1 -> head      times and bytes of each, for one microbatch
+edges     a chain unless the file names them; they lead from a layer to a later one
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+from raypipe.artifacts import codec
+from raypipe.errors import suggestion
+
+FORMAT = "raypipe.model_profile/1"
+
+
+class LayerEdge(NamedTuple):
+    """A tensor that passes from one layer to a later one.
+
+    Attributes:
+        producer: index of the layer that makes it.
+        consumer: index of the layer that takes it.
+        bytes: its size for one microbatch; the gradient that comes back has the same.
+    """
+
+    producer: int
+    consumer: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTimes:
+    """How long one layer computes for one microbatch.
+
+    Attributes:
+        forward_s: seconds of the forward.
+        backward_s: seconds of the full backward.
+        weight_grad_s: seconds of it that compute the gradient of the weights; the rest computes that of the input.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    forward_s: float
+    backward_s: float
+    weight_grad_s: float
+
+    def __post_init__(self) -> None:
+        _check_times(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """What one layer costs for one microbatch.
+
+    Attributes:
+        name: unique in the model.
+        forward_s: seconds of the forward.
+        backward_s: seconds of the full backward.
+        weight_grad_s: seconds of it that compute the gradient of the weights; the rest computes that of the input.
+        output_bytes: size of what it passes on.
+        saved_bytes: what it keeps from its forward to its backward, its input included.
+        parameter_bytes: size of its weights, without gradients and optimizer state.
+        weight_grad_saved_bytes: what it keeps from the input gradient to the weight gradient where they are computed apart;
+            None: not measured.
+        tied: layers with the same text here share a weight; None: it shares none.
+        tied_bytes: size of the weights that it shares; None: of all its weights.
+        gradient_rows: rows of its weight that the gradient of one microbatch touches, as for an embedding; None: all.
+        update_s: seconds of the optimizer's step over its weights, once an update; None: not measured.
+        low_precision_bytes: size of the copies, half as long as their weights, that it computes with in place of these; None: it has none.
+        working_bytes: the most that its forward or its backward needs for a while, beyond what it keeps: gradients of activations, that of
+            a weight before it is added to the others; None: not measured.
+        input_grad_working_bytes: likewise its input gradient, where the backward is split.
+        frozen_bytes: size of those of its weights that are not trained: without gradients, optimizer state and sums; None: it has none.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    name: str
+    forward_s: float
+    backward_s: float
+    weight_grad_s: float
+    output_bytes: int
+    saved_bytes: int
+    parameter_bytes: int
+    weight_grad_saved_bytes: int | None = None
+    tied: str | None = None
+    tied_bytes: int | None = None
+    gradient_rows: int | None = None
+    update_s: float | None = None
+    low_precision_bytes: int | None = None
+    working_bytes: int | None = None
+    input_grad_working_bytes: int | None = None
+    frozen_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise codec.invalid(self, "name", "a layer needs a name")
+        _check_times(self)
+        codec.require_amounts(
+            self,
+            "output_bytes",
+            "saved_bytes",
+            "parameter_bytes",
+            "weight_grad_saved_bytes",
+            "tied_bytes",
+            "gradient_rows",
+            "update_s",
+            "low_precision_bytes",
+            "working_bytes",
+            "input_grad_working_bytes",
+            "frozen_bytes",
+        )
+        if (self.frozen_bytes or 0) > self.parameter_bytes:
+            raise codec.invalid(self, "frozen_bytes", f"{self.frozen_bytes} is more than parameter_bytes, {self.parameter_bytes}")
+        if self.tied_bytes is not None and self.tied_bytes > self.parameter_bytes:
+            raise codec.invalid(self, "tied_bytes", f"{self.tied_bytes} is more than parameter_bytes, {self.parameter_bytes}")
+
+    @property
+    def trained_bytes(self) -> int:
+        """Size of its weights that are trained."""
+        return self.parameter_bytes - (self.frozen_bytes or 0)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Size of the weights that it shares with other layers."""
+        if self.tied is None:
+            return 0
+        return self.parameter_bytes if self.tied_bytes is None else self.tied_bytes
+
+    @property
+    def times(self) -> LayerTimes:
+        """Its times alone."""
+        return LayerTimes(forward_s=self.forward_s, backward_s=self.backward_s, weight_grad_s=self.weight_grad_s)
+
+
+def held_once(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
+    """Layers of one device, where a weight that several share is held and stepped once: counted with one of them alone."""
+    with_most: dict[str, LayerProfile] = {}
+    for layer in layers:
+        if layer.tied is not None and (layer.tied not in with_most or layer.shared_bytes > with_most[layer.tied].shared_bytes):
+            with_most[layer.tied] = layer
+    return [layer if layer.tied is None or with_most[layer.tied] is layer else _without_shared(layer) for layer in layers]
+
+
+def _without_shared(layer: LayerProfile) -> LayerProfile:
+    rest_bytes = layer.parameter_bytes - layer.shared_bytes
+    rest = rest_bytes / layer.parameter_bytes if layer.parameter_bytes else 1.0
+    return replace(
+        layer,
+        tied=None,
+        tied_bytes=None,
+        parameter_bytes=rest_bytes,
+        update_s=None if layer.update_s is None else layer.update_s * rest,
+        low_precision_bytes=None if layer.low_precision_bytes is None else round(layer.low_precision_bytes * rest),
+        frozen_bytes=None if layer.frozen_bytes is None else min(layer.frozen_bytes, rest_bytes),
+    )
+
+
+def most_working_bytes(layers: Sequence[LayerProfile]) -> int:
+    """The most that layers which follow each other need for a while, beyond all that they keep.
+
+    When one of them works, those behind it keep nothing yet, or no more.
+    """
+    most = behind = 0
+    for layer in reversed(layers):
+        most = max(most, (layer.working_bytes or 0) - behind)
+        behind += layer.saved_bytes
+    return most
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedEdge:
+    """An edge of the model as the file states it.
+
+    Attributes:
+        producer: name of the layer that makes the tensor; `from` in files.
+        consumer: name of the layer that takes it; `to` in files.
+        bytes: its size for one microbatch; None: the output bytes of the producer.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config(producer="from", consumer="to")
+
+    producer: str
+    consumer: str
+    bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        codec.require_amounts(self, "bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """The measured costs of a model's layers.
+
+    Attributes:
+        name: the model's.
+        microbatch_size: rows of the microbatch that was measured.
+        layers: in topological order.
+        named_edges: which layer feeds which, `edges` in files; None: each the next. `edges()` resolves them.
+        device_kinds: for kinds of device that were measured too, the times of all layers in order.
+
+    Raises:
+        FormatError: two layers share a name, an edge names no layer or does not lead forward, or a kind of device lacks layers.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config(named_edges="edges")
+
+    name: str
+    microbatch_size: int
+    layers: tuple[LayerProfile, ...]
+    named_edges: tuple[NamedEdge, ...] | None = None
+    device_kinds: dict[str, tuple[LayerTimes, ...]] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.microbatch_size < 1:
+            raise codec.invalid(self, "microbatch_size", f"expected at least 1 row, got {self.microbatch_size}")
+        if not self.layers:
+            raise codec.invalid(self, "layers", "the model has no layers; list at least one")
+        names: dict[str, int] = {}
+        for index, layer in enumerate(self.layers):
+            if names.setdefault(layer.name, index) != index:
+                raise codec.invalid(self, f"layers[{index}].name", f"an earlier layer is called {layer.name!r} too; give each its own name")
+        self._check_edges(names)
+        for kind, times in self.device_kinds.items():
+            if len(times) != len(self.layers):
+                problem = f"expected times of {len(self.layers)} layers, got {len(times)}; profile all layers on this kind of device"
+                raise codec.invalid(self, f"device_kinds.{kind}", problem)
+
+    def _check_edges(self, names: dict[str, int]) -> None:
+        seen: set[tuple[str, str]] = set()
+        for index, edge in enumerate(self.named_edges or ()):
+            for key, name in (("from", edge.producer), ("to", edge.consumer)):
+                if name not in names:
+                    raise codec.invalid(self, f"edges[{index}].{key}", f"no layer is called {name!r}{suggestion(name, names)}")
+            if names[edge.producer] >= names[edge.consumer]:
+                problem = f"{edge.producer!r} does not stand before {edge.consumer!r}; list the layers in topological order"
+                raise codec.invalid(self, f"edges[{index}]", problem)
+            if (edge.producer, edge.consumer) in seen:
+                problem = f"an earlier edge leads from {edge.producer!r} to {edge.consumer!r} too; add up their bytes in one"
+                raise codec.invalid(self, f"edges[{index}]", problem)
+            seen.add((edge.producer, edge.consumer))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.layers)
+
+    def edges(self) -> tuple[LayerEdge, ...]:
+        """Which layer feeds which and with how many bytes, as the file lists them; for a chain, from the first layer on."""
+        return self._edges
+
+    def ties(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of layers that share weights, ascending."""
+        return self._ties
+
+    @cached_property
+    def _ties(self) -> tuple[tuple[int, ...], ...]:
+        groups: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.tied is not None:
+                groups.setdefault(layer.tied, []).append(index)
+        return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+    def for_kind(self, kind: str) -> tuple[LayerTimes, ...]:
+        """The times of all layers on a kind of device; those of the layers themselves where that kind was not measured."""
+        return self.device_kinds.get(kind, self._times)
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that stand for the content."""
+        return codec.digest(self, format_name=FORMAT)
+
+    @cached_property
+    def _edges(self) -> tuple[LayerEdge, ...]:
+        if self.named_edges is None:
+            return tuple(LayerEdge(index, index + 1, layer.output_bytes) for index, layer in enumerate(self.layers[:-1]))
+        index = {layer.name: position for position, layer in enumerate(self.layers)}
+        return tuple(
+            LayerEdge(
+                index[edge.producer],
+                index[edge.consumer],
+                self.layers[index[edge.producer]].output_bytes if edge.bytes is None else edge.bytes,
+            )
+            for edge in self.named_edges
+        )
+
+    @cached_property
+    def _times(self) -> tuple[LayerTimes, ...]:
+        return tuple(layer.times for layer in self.layers)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ModelProfile:
+        """The profile that a JSON file holds.
+
+        Raises:
+            FormatError: says what is wrong with the file, and where.
+        """
+        return codec.from_json(cls, codec.read_text(path), path=os.fspath(path), format_name=FORMAT)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a JSON file."""
+        codec.write_text(path, codec.to_json(self, format_name=FORMAT))
+
+    @classmethod
+    def uniform(
+        cls,
+        num_layers: int,
+        *,
+        forward_s: float = 1.0,
+        backward_s: float = 2.0,
+        weight_grad_s: float | None = None,
+        output_bytes: int = 0,
+        saved_bytes: int = 0,
+        parameter_bytes: int = 0,
+        microbatch_size: int = 1,
+        name: str = "uniform",
+    ) -> ModelProfile:
+        """Equal layers in a chain, called `layer0`, `layer1` and so on.
+
+        Args:
+            num_layers: how many.
+            forward_s: seconds of each forward.
+            backward_s: seconds of each full backward.
+            weight_grad_s: seconds of it for the weight gradient; None: half of it.
+            output_bytes: what each passes on.
+            saved_bytes: what each keeps from forward to backward.
+            parameter_bytes: size of the weights of each.
+            microbatch_size: rows of a microbatch.
+            name: the model's.
+        """
+        layers = (
+            LayerProfile(
+                name=f"layer{index}",
+                forward_s=forward_s,
+                backward_s=backward_s,
+                weight_grad_s=backward_s / 2 if weight_grad_s is None else weight_grad_s,
+                output_bytes=output_bytes,
+                saved_bytes=saved_bytes,
+                parameter_bytes=parameter_bytes,
+            )
+            for index in range(num_layers)
+        )
+        return cls(name=name, microbatch_size=microbatch_size, layers=tuple(layers))
+
+
+def _check_times(layer: LayerTimes | LayerProfile) -> None:
+    codec.require_amounts(layer, "forward_s", "backward_s", "weight_grad_s")
+    if layer.weight_grad_s > layer.backward_s:
+        problem = (
+            f"{layer.weight_grad_s} is more than backward_s, {layer.backward_s}, of which it is a part; backward_s is the full backward"
+        )
+        raise codec.invalid(layer, "weight_grad_s", problem)

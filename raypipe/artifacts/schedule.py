@@ -1,0 +1,161 @@
+"""A schedule as a file: its programs as text, such as `2F5`, one list a worker.
+
+`raypipe.schedule/1` (JSON) holds all of a schedule. A CSV holds the programs alone, one row a worker: enough for a synchronous
+schedule of a chain of stages, whose workers, microbatches and updates the Ops themselves tell.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import ClassVar
+
+from raypipe.artifacts import codec
+from raypipe.errors import ScheduleError
+from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, StageGraph, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.text import from_csv, parse_slot
+from raypipe.schedules.validate import validate
+
+FORMAT = "raypipe.schedule/1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFile:
+    """The file form of a `Schedule`, and its form inside a plan. The attributes are those of `Schedule` and `StageGraph`."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    name: str
+    num_stages: int
+    edges: tuple[tuple[int, int], ...]
+    pipelines: tuple[tuple[int, ...], ...]
+    programs: tuple[tuple[str, ...], ...]
+    num_microbatches: int
+    num_updates: int = 1
+    weight_rule: WeightRule = WeightRule.FLUSH
+    update_scope: UpdateScope = UpdateScope.GLOBAL
+    loss_group_size: int = 1
+    ties: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> ScheduleFile:
+        """The file form of a schedule."""
+        return cls(
+            name=schedule.name,
+            num_stages=schedule.num_stages,
+            edges=schedule.graph.edges,
+            pipelines=schedule.pipelines,
+            programs=tuple(tuple(map(str, program)) for program in schedule.programs),
+            num_microbatches=schedule.num_microbatches,
+            num_updates=schedule.num_updates,
+            weight_rule=schedule.weight_rule,
+            update_scope=schedule.update_scope,
+            loss_group_size=schedule.loss_group_size,
+            ties=schedule.graph.ties,
+        )
+
+    def schedule(self) -> Schedule:
+        """The schedule, validated.
+
+        Raises:
+            ScheduleError: an Op cannot be read, or the order cannot run.
+        """
+        schedule = Schedule(
+            name=self.name,
+            graph=StageGraph(self.num_stages, self.edges, self.ties),
+            pipelines=self.pipelines,
+            programs=tuple(tuple(map(parse_slot, program)) for program in self.programs),
+            num_microbatches=self.num_microbatches,
+            num_updates=self.num_updates,
+            weight_rule=self.weight_rule,
+            update_scope=self.update_scope,
+            loss_group_size=self.loss_group_size,
+        )
+        validate(schedule)
+        return schedule
+
+
+def load_schedule(path: str | os.PathLike[str]) -> Schedule:
+    """The validated schedule that a JSON file holds.
+
+    Raises:
+        FormatError: the file cannot be read.
+        ScheduleError: its order cannot run.
+    """
+    name = os.fspath(path)
+    content = codec.from_json(ScheduleFile, codec.read_text(path), path=name, format_name=FORMAT)
+    try:
+        return content.schedule()
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error.problem}", error.grid) from None
+
+
+def load_csv(path: str | os.PathLike[str]) -> Schedule:
+    """The validated schedule of one chain of stages whose programs a CSV file holds, named after the file.
+
+    Without Us, as torch writes it, it is one update, and each worker ends with the U of each stage that it holds. Blank lines at
+    the end are no workers.
+
+    Raises:
+        FormatError: the file cannot be read.
+        ScheduleError: its order cannot run.
+    """
+    name = os.fspath(path)
+    programs = from_csv(codec.read_text(path).rstrip("\r\n"), path=name)
+    try:
+        schedule = _of_programs(programs, name=PurePath(name).stem)
+        validate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error.problem}", error.grid) from None
+    return schedule
+
+
+def _of_programs(programs: tuple[tuple[Slot, ...], ...], *, name: str) -> Schedule:
+    """The synchronous schedule that has these programs; what is too large for them is refused, the rest is for the validator."""
+    where: dict[tuple[int, int], int] = {}
+    for worker, program in enumerate(programs):
+        for slot in program:
+            for op in ops_of(slot):
+                where.setdefault((op.pipeline, op.stage), worker)
+    ops = [op for program in programs for slot in program for op in ops_of(slot)]
+    num_stages = max(stage for _, stage in where) + 1
+    layings = range(max(pipeline for pipeline, _ in where) + 1)
+    # What is too large for its programs cannot be complete, and would take as long as it is large to find out.
+    if missing := next(((laying, stage) for laying in layings for stage in range(num_stages) if (laying, stage) not in where), None):
+        raise ScheduleError(f"no worker has an Op of stage {missing[1]} of pipeline {missing[0]}")
+    num_microbatches = max((op.index for op in ops if not op.kind.per_update), default=0) + 1
+    num_updates = max((op.index for op in ops if op.kind is OpKind.UPDATE), default=0) + 1
+    if num_microbatches % num_updates:
+        raise ScheduleError(f"{num_microbatches} microbatches cannot be shared by {num_updates} updates")
+    has_gradients = any(op.kind.gives_input_gradient for op in ops)
+    has_updates = any(op.kind is OpKind.UPDATE for op in ops)
+    return Schedule(
+        name=name,
+        graph=StageGraph.chain(num_stages),
+        pipelines=tuple(tuple(where[laying, stage] for stage in range(num_stages)) for laying in layings),
+        programs=programs if has_updates or not has_gradients else _with_updates(programs, where),
+        num_microbatches=num_microbatches // num_updates,
+        num_updates=num_updates,
+    )
+
+
+def _with_updates(programs: tuple[tuple[Slot, ...], ...], where: Mapping[tuple[int, int], int]) -> tuple[tuple[Slot, ...], ...]:
+    holders: dict[tuple[int, int], int] = {}
+    for (pipeline, stage), worker in sorted(where.items()):
+        holders.setdefault((worker, stage), pipeline)
+    return tuple(
+        (*program, *(Op(OpKind.UPDATE, stage, 0, pipeline) for (at, stage), pipeline in sorted(holders.items()) if at == worker))
+        for worker, program in enumerate(programs)
+    )
+
+
+def load_order(path: str | os.PathLike[str]) -> Schedule:
+    """The validated schedule that a CSV or JSON file holds, told apart by their names; errors as of `load_csv`."""
+    return load_csv(path) if os.fspath(path).endswith(".csv") else load_schedule(path)
+
+
+def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Writes a schedule as JSON."""
+    codec.write_text(path, codec.to_json(ScheduleFile.of(schedule), format_name=FORMAT))

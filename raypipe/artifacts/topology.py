@@ -1,0 +1,445 @@
+r"""The machines and the network that a plan is made for: `raypipe.topology/1`.
+
+    node a                              node b          a node's `link` is a switch: each ordered pair of its devices
+      gpu0 \                          / gpu2            has one of its own; a link between two nodes is one wire each
+            switch ---- a -> b ---- switch              way, shared by all pairs of devices across; `shared_links`
+      gpu1 /       ---- b -> a ----   \ gpu3            are bottlenecks on top, where the named transfers share
+
+Between two devices the most specific link counts: device to device, device to node, node to device, node to node (inside a node:
+the node's own), and last the default link, which stands for a link between any two nodes and for the switch of a node without one.
+
+What the model leaves out: a path crosses one link and its shared bottlenecks, with one latency; there is no routing over others.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+from raypipe.artifacts import codec
+from raypipe.errors import PlanError, suggestion
+
+FORMAT = "raypipe.topology/1"
+
+_NAME = re.compile(r"[\w.:/-]+", re.ASCII)
+_NO_LIMIT = "leave the key out for a link without limit, and the link out where there is none"
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or one CPU slot.
+
+    Attributes:
+        name: unique among the devices and nodes of the topology.
+        kind: such as `cpu` or `h200`; a model profile may hold times for it.
+        memory_bytes: what a stage may use; None: no limit.
+        speed: computes this many times as fast as the device the profile was measured on.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    name: str
+    kind: str
+    memory_bytes: int | None = None
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_name(self)
+        codec.require_amounts(self, "memory_bytes", "speed", above_zero=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLink:
+    """The link between any two devices of a node, or the default for those that no other link joins.
+
+    Attributes:
+        bandwidth_bytes_per_s: bytes per second each way; None: no limit.
+        latency_s: seconds until the first byte arrives.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        _check_link(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A full-duplex link between two nodes, two devices, or one and the other.
+
+    Attributes:
+        source: name of a node or device; `from` in files.
+        target: name of a node or device; `to` in files.
+        bandwidth_bytes_per_s: bytes per second each way, shared by all pairs of devices that it serves; None: no limit.
+        latency_s: seconds until the first byte arrives.
+        one_way: whether it serves transfers from source to target only.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config(source="from", target="to")
+
+    source: str
+    target: str
+    bandwidth_bytes_per_s: float | None = None
+    latency_s: float
+    one_way: bool = False
+
+    def __post_init__(self) -> None:
+        _check_link(self)
+        if self.source == self.target:
+            raise codec.invalid(
+                self, "to", f"the link joins {self.source!r} with itself; for the devices of a node, use the node's own link"
+            )
+
+    @property
+    def directions(self) -> tuple[tuple[str, str], ...]:
+        """The ordered pairs of names that it serves."""
+        there = (self.source, self.target)
+        return (there,) if self.one_way else (there, there[::-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedLink:
+    """A bottleneck whose bandwidth several transfers share, such as a PCIe root or an uplink.
+
+    Attributes:
+        name: unique among shared links.
+        bandwidth_bytes_per_s: bytes per second of all of them together.
+        members: pairs (from, to) of nodes or devices: the transfers that pass through it. A node paired with itself stands
+            for all transfers inside it.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    name: str
+    bandwidth_bytes_per_s: float
+    members: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        _check_name(self)
+        codec.require_amounts(self, "bandwidth_bytes_per_s", above_zero=True, remedy="leave the shared link out where there is no limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One machine.
+
+    Attributes:
+        name: unique among the devices and nodes of the topology.
+        devices: what computes on it.
+        link: between any two of its devices, each ordered pair having its own; None: the default link.
+        cores: CPU devices of the node share this many cores: when more of them compute at once, each is slowed in proportion.
+            None: every device has its own compute.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    name: str
+    devices: tuple[Device, ...]
+    link: NodeLink | None = None
+    cores: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_name(self)
+        codec.require_amounts(self, "cores", above_zero=True)
+
+
+@dataclass(frozen=True)
+class Path:
+    """What a transfer from one device to another passes through.
+
+    Attributes:
+        latency_s: seconds until the first byte arrives.
+        bandwidth_bytes_per_s: of its narrowest resource; infinite where nothing limits it.
+        resources: name and bytes per second of everything with a limit that it occupies: its own directed link, called
+            `FROM->TO`, and shared links. Transfers whose paths name the same resource share it.
+    """
+
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+    resources: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overheads:
+    """What running costs a device beyond computing and carrying; as `raypipe calibrate` measures it.
+
+    Attributes:
+        forward_s: seconds of F and R besides their computation.
+        backward_s: of B.
+        input_grad_s: of I.
+        weight_grad_s: of W.
+        send_s: of handing over a message.
+        send_s_per_byte: of it, besides.
+        recv_s: of taking a message that is there.
+        recv_s_per_byte: of it, besides.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    send_s: float = 0.0
+    send_s_per_byte: float = 0.0
+    recv_s: float = 0.0
+    recv_s_per_byte: float = 0.0
+
+    def __post_init__(self) -> None:
+        codec.require_amounts(self, *(field.name for field in fields(self)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterTopology:
+    """Nodes, their devices and what joins them.
+
+    Attributes:
+        name: the cluster's.
+        nodes: the machines, in the order in which their devices are counted.
+        links: between nodes or devices.
+        shared_links: bottlenecks on top of the links.
+        default_link: for pairs that no other link joins; None: such pairs cannot talk.
+        overheads: of every device; None: not known, none are predicted.
+
+    Raises:
+        FormatError: a name is used twice or unknown, or two links serve the same pair.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
+
+    name: str
+    nodes: tuple[Node, ...]
+    links: tuple[Link, ...] = ()
+    shared_links: tuple[SharedLink, ...] = ()
+    default_link: NodeLink | None = None
+    overheads: Overheads | None = None
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise codec.invalid(self, "nodes", "the cluster has no devices; give a node at least one")
+        self._check_names()
+        self._check_links()
+        self._check_shared_links()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the caches: a million paths need not travel with every message.
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices in the order of the file."""
+        return tuple(device for node in self.nodes for device in node.devices)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return len(self.devices)
+
+    def device(self, name: str) -> Device:
+        """The device of a name.
+
+        Raises:
+            PlanError: no device is called so.
+        """
+        return self._located(name)[0]
+
+    def node_of(self, device: str) -> Node:
+        """The node that a device belongs to; raises as `device`."""
+        return self._located(device)[1]
+
+    def only(self, devices: Collection[str]) -> ClusterTopology:
+        """The cluster with some of its devices alone, given by name."""
+        gone = {device.name for device in self.devices} - set(devices)
+        return replace(
+            self,
+            nodes=tuple(replace(node, devices=tuple(device for device in node.devices if device.name not in gone)) for node in self.nodes),
+            links=tuple(link for link in self.links if not {link.source, link.target} & gone),
+            shared_links=tuple(
+                replace(shared, members=tuple(pair for pair in shared.members if not set(pair) & gone)) for shared in self.shared_links
+            ),
+        )
+
+    def path(self, source: str, target: str) -> Path:
+        """What a transfer between two devices, given by name, passes through; nothing where they are the same.
+
+        Each pair is worked out when first asked for.
+
+        Raises:
+            PlanError: no device is called so, or nothing joins the two.
+        """
+        one, other = self._known_as.get(source), self._known_as.get(target)
+        key = (one[0], other[0]) if one and other and one[1] != other[1] else (source, target)
+        path = self._paths.get(key)
+        if path is None:
+            path = self._paths[key] = self._find_path(source, target)
+        return path
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that stand for the content."""
+        return codec.digest(self, format_name=FORMAT)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ClusterTopology:
+        """The topology that a YAML file holds.
+
+        Raises:
+            FormatError: says what is wrong with the file, and where.
+        """
+        return codec.from_yaml(cls, codec.read_text(path), path=os.fspath(path), format_name=FORMAT)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a YAML file."""
+        codec.write_text(path, codec.to_yaml(self, format_name=FORMAT))
+
+    @classmethod
+    def uniform(
+        cls,
+        num_devices: int,
+        *,
+        latency_s: float = 0.0,
+        bandwidth_bytes_per_s: float = math.inf,
+        devices_per_node: int | None = None,
+        kind: str = "cpu",
+        memory_bytes: int | None = None,
+        name: str = "uniform",
+    ) -> ClusterTopology:
+        """Equal devices `device0`, `device1` and so on, with equal links between the devices of a node and between nodes.
+
+        Args:
+            num_devices: how many.
+            latency_s: of every link.
+            bandwidth_bytes_per_s: of every link; infinite for none.
+            devices_per_node: the last node may have fewer; None: all devices in one node, so that each ordered pair has its own link.
+            kind: of every device.
+            memory_bytes: of every device; None: no limit.
+            name: the cluster's.
+        """
+        link = NodeLink(latency_s=latency_s, bandwidth_bytes_per_s=None if bandwidth_bytes_per_s == math.inf else bandwidth_bytes_per_s)
+        devices = tuple(Device(f"device{index}", kind, memory_bytes) for index in range(num_devices))
+        size = devices_per_node or max(num_devices, 1)
+        nodes = (Node(name=f"node{start // size}", devices=devices[start : start + size]) for start in range(0, num_devices, size))
+        return cls(name=name, nodes=tuple(nodes), default_link=link)
+
+    def _check_names(self) -> None:
+        seen: set[str] = set()
+        for index, node in enumerate(self.nodes):
+            places = [(f"nodes[{index}]", node.name)]
+            places += [(f"nodes[{index}].devices[{position}]", device.name) for position, device in enumerate(node.devices)]
+            for place, name in places:
+                if name in seen:
+                    problem = f"a node or device before it is called {name!r} too; links name both, so give each its own name"
+                    raise codec.invalid(self, f"{place}.name", problem)
+                seen.add(name)
+
+    def _check_known(self, name: str, place: str) -> None:
+        if name not in self._names:
+            raise codec.invalid(self, place, f"no node or device is called {name!r}{suggestion(name, self._names)}")
+
+    def _check_links(self) -> None:
+        seen: dict[tuple[str, str], int] = {}
+        for index, link in enumerate(self.links):
+            self._check_known(link.source, f"links[{index}].from")
+            self._check_known(link.target, f"links[{index}].to")
+            for pair in link.directions:
+                if seen.setdefault(pair, index) != index:
+                    problem = f"links[{seen[pair]}] already leads from {pair[0]!r} to {pair[1]!r}; keep one of them, or mark both one_way"
+                    raise codec.invalid(self, f"links[{index}]", problem)
+
+    def _check_shared_links(self) -> None:
+        seen: set[str] = set()
+        for index, shared in enumerate(self.shared_links):
+            if shared.name in seen:
+                raise codec.invalid(
+                    self, f"shared_links[{index}].name", f"a shared link before it is called {shared.name!r} too; rename one"
+                )
+            seen.add(shared.name)
+            for position, member in enumerate(shared.members):
+                place = f"shared_links[{index}].members[{position}]"
+                for end, name in enumerate(member):
+                    self._check_known(name, f"{place}[{end}]")
+                if member[0] == member[1] and member[0] in self._locations:
+                    raise codec.invalid(self, place, f"{member[0]!r} is paired with itself; name two devices")
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset([node.name for node in self.nodes] + [device.name for device in self.devices])
+
+    @cached_property
+    def _locations(self) -> dict[str, tuple[Device, Node]]:
+        """By the name of a device: it and its node."""
+        return {device.name: (device, node) for node in self.nodes for device in node.devices}
+
+    @cached_property
+    def _links_by_pair(self) -> dict[tuple[str, str], Link]:
+        return {pair: link for link in self.links for pair in link.directions}
+
+    @cached_property
+    def _shared_by_pair(self) -> dict[tuple[str, str], list[SharedLink]]:
+        by_pair: dict[tuple[str, str], list[SharedLink]] = {}
+        for shared in self.shared_links:
+            for pair in shared.members:
+                by_pair.setdefault(pair, []).append(shared)
+        return by_pair
+
+    @cached_property
+    def _known_as(self) -> dict[str, tuple[str, str]]:
+        """For each device: what stands for it on the way to other nodes, itself where links name it, else its node; and its node."""
+        named = {name for link in self.links for name in (link.source, link.target)}
+        named |= {name for shared in self.shared_links for member in shared.members for name in member}
+        return {device: (device if device in named else node.name, node.name) for device, (_, node) in self._locations.items()}
+
+    @cached_property
+    def _paths(self) -> dict[tuple[str, str], Path]:
+        return {}
+
+    def _located(self, name: str) -> tuple[Device, Node]:
+        try:
+            return self._locations[name]
+        except KeyError:
+            raise PlanError(f"topology {self.name!r} has no device called {name!r}{suggestion(name, self._locations)}") from None
+
+    def _find_path(self, source: str, target: str) -> Path:
+        source_node, target_node = self.node_of(source), self.node_of(target)
+        if source == target:
+            return Path()
+        found = self._link(source, source_node, target, target_node)
+        if found is None:
+            problem = f"topology {self.name!r} has no link from device {source!r} (node {source_node.name!r}) to device {target!r} (node "
+            raise PlanError(f"{problem}{target_node.name!r}); add one between the devices or their nodes, or a default_link")
+        wire, link = found
+        pairs = [(start, end) for start in (source, source_node.name) for end in (target, target_node.name)]
+        limits = {wire: link.bandwidth_bytes_per_s or math.inf}
+        limits |= {shared.name: shared.bandwidth_bytes_per_s for pair in pairs for shared in self._shared_by_pair.get(pair, ())}
+        # What has no limit delays nobody.
+        resources = tuple((resource, bandwidth) for resource, bandwidth in limits.items() if bandwidth < math.inf)
+        return Path(link.latency_s, min(limits.values()), resources)
+
+    def _link(self, source: str, source_node: Node, target: str, target_node: Node) -> tuple[str, Link | NodeLink] | None:
+        """The most specific link between two devices and the name of its wire in this direction, if there is one."""
+        a, b = source_node.name, target_node.name
+        for start, end in ((source, target), (source, b), (a, target), (a, b)):
+            if link := self._links_by_pair.get((start, end)):
+                return f"{start}->{end}", link
+        if source_node is target_node:
+            switch = source_node.link or self.default_link
+            return (f"{source}->{target}", switch) if switch else None
+        return (f"{a}->{b}", self.default_link) if self.default_link else None
+
+
+def _check_name(owner: Device | Node | SharedLink) -> None:
+    if not _NAME.fullmatch(owner.name):
+        raise codec.invalid(owner, "name", f"expected letters, digits and the characters _ . : / -, got {owner.name!r}")
+
+
+def _check_link(link: NodeLink | Link) -> None:
+    codec.require_amounts(link, "bandwidth_bytes_per_s", above_zero=True, remedy=_NO_LIMIT)
+    codec.require_amounts(link, "latency_s")

@@ -1,0 +1,342 @@
+"""What happened when: spans per device, the same noun for simulated, rehearsed and measured runs.
+
+Predicted and measured are compared by subtraction: both are a `Trace` over the same Ops.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from raypipe.artifacts import codec
+from raypipe.errors import FormatError, ScheduleError
+from raypipe.schedules.ir import Op, OpKind
+from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
+from raypipe.schedules.text import parse_op
+
+FORMAT = "raypipe.trace/1"
+
+_MOST_SECONDS = 1e12
+
+_MESSAGE = re.compile(r"(activation|gradient) (\d{1,9})->(\d{1,9}) of microbatch (\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
+_COLLECTIVE = re.compile(r"(\w+)(?: of (?:stage|tie) (\d{1,9}))? for update (\d{1,9})", re.ASCII)
+
+
+class SpanKind(StrEnum):
+    """What a device did in a span, or a link."""
+
+    COMPUTE = "compute"
+    """An Op ran."""
+    RECV = "recv"
+    """The device waited for a message."""
+    COLLECTIVE = "collective"
+    """The device waited for a collective."""
+    TRANSFER = "transfer"
+    """A message was on its way; the device is the receiver and may compute meanwhile."""
+
+
+class Span(NamedTuple):
+    """One thing that one device did.
+
+    Attributes:
+        device: its number in `Trace.devices`.
+        kind: what it did.
+        name: the Op or Ops, the message or the collective, in text.
+        start_s: seconds since the window began.
+        end_s: likewise.
+        bytes: of the message or collective; 0 for computation.
+    """
+
+    device: int
+    kind: SpanKind
+    name: str
+    start_s: float
+    end_s: float
+    bytes: int = 0
+
+
+class Source(StrEnum):
+    """Where the times come from."""
+
+    SIMULATED = "simulated"
+    REHEARSED = "rehearsed"
+    MEASURED = "measured"
+
+
+def steady_s(ends: Sequence[float]) -> float | None:
+    """The mean time between the ends of updates in the middle half of a window; `None` where there are too few."""
+    quarter = len(ends) // 4
+    first, last = quarter, len(ends) - 1 - quarter
+    return (ends[last] - ends[first]) / (last - first) if last > first else None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The spans of one window.
+
+    Attributes:
+        name: what ran.
+        source: where the times come from.
+        devices: their names.
+        num_updates: updates of the window.
+        spans: in no order that is promised.
+        memory: for each device, steps (seconds, bytes held from then on), of a measured window a single one, its peak; empty where unknown.
+        notes: what is worth knowing of it, such as why the run went on in this way; a line each.
+    """
+
+    name: str
+    source: Source
+    devices: tuple[str, ...]
+    num_updates: int
+    spans: tuple[Span, ...]
+    memory: tuple[tuple[tuple[float, int], ...], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def by_device(self) -> tuple[tuple[Span, ...], ...]:
+        """The spans of each device, transfers left out, by start."""
+        rows: list[list[Span]] = [[] for _ in self.devices]
+        for span in self.spans:
+            if span.kind is not SpanKind.TRANSFER:
+                rows[span.device].append(span)
+        return tuple(tuple(sorted(row, key=lambda span: (span.start_s, span.end_s))) for row in rows)
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """Seconds from the window's begin to the last end."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @cached_property
+    def busy_s(self) -> tuple[float, ...]:
+        """For each device, the seconds in which it computed."""
+        return self._sums({SpanKind.COMPUTE})
+
+    @cached_property
+    def wait_s(self) -> tuple[float, ...]:
+        """For each device, the seconds in which it waited for messages and collectives."""
+        return self._sums({SpanKind.RECV, SpanKind.COLLECTIVE})
+
+    def _sums(self, kinds: set[SpanKind]) -> tuple[float, ...]:
+        return tuple(sum(span.end_s - span.start_s for span in row if span.kind in kinds) for row in self.by_device)
+
+    @cached_property
+    def span_s(self) -> tuple[float, ...]:
+        """For each device, the seconds from the start of its first Op to the end of its last; Ops that take no time count not."""
+        rows = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s] for row in self.by_device]
+        return tuple(max(span.end_s for span in row) - row[0].start_s if row else 0.0 for row in rows)
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """For each device, span less busy."""
+        return tuple(span - busy for span, busy in zip(self.span_s, self.busy_s, strict=True))
+
+    @property
+    def bubble_ratio(self) -> float:
+        """1 - mean busy / longest span (Qi et al., 2024, section 5.3, with their cost: the longest span of a device)."""
+        longest = max(self.span_s, default=0.0)
+        return 1 - sum(self.busy_s) / len(self.busy_s) / longest if longest else 0.0
+
+    @property
+    def device_bubble_ratios(self) -> tuple[float, ...]:
+        """For each device, 1 - busy / longest span."""
+        longest = max(self.span_s, default=0.0)
+        return tuple(1 - busy / longest if longest else 0.0 for busy in self.busy_s)
+
+    @cached_property
+    def update_ends_s(self) -> tuple[float, ...]:
+        """For each update, when its last U ended; where there is none, one end for all of them: that of the last Op."""
+        ends: dict[int, float] = defaultdict(float)
+        for span in self.spans:
+            if span.kind is SpanKind.COMPUTE:
+                for op in ops_named(span.name):
+                    if op.kind is OpKind.UPDATE:
+                        ends[op.index] = max(ends[op.index], span.end_s)
+        return tuple(ends[update] for update in sorted(ends)) or (self.makespan_s,)
+
+    @property
+    def update_s(self) -> float:
+        """Seconds per update: the time between the ends of the first and the last, or all of it where there is one, or none has a U."""
+        ends = self.update_ends_s
+        return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] / self.num_updates
+
+    @property
+    def steady_update_s(self) -> float:
+        """Seconds per update far from the ends of the window: over the middle half of its updates.
+
+        A window of less than four updates is all ends; there, no less than the busiest device computes.
+        """
+        found = steady_s(self.update_ends_s) or self.update_s
+        return found if len(self.update_ends_s) >= 4 else max(found, max(self.busy_s, default=0.0) / self.num_updates)
+
+    def of_updates(self, first: int, end: int) -> Trace:
+        """The part from the end of update `first` - 1 to that of update `end` - 1, with times counted from its begin."""
+        ends = (0.0, *self.update_ends_s)
+        since, until = ends[first], ends[end]
+        spans = tuple(
+            span._replace(start_s=max(span.start_s, since) - since, end_s=min(span.end_s, until) - since)
+            for span in self.spans
+            if span.end_s > since and (span.start_s < until or span.end_s == until)  # the last update may take no time
+        )
+        memory = tuple(_clipped(steps, since, until) for steps in self.memory)
+        return Trace(f"{self.name}, updates {first} to {end - 1}", self.source, self.devices, end - first, spans, memory, self.notes)
+
+    @property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """For each device, the most bytes held; empty where unknown."""
+        return tuple(max((held for _, held in steps), default=0) for steps in self.memory)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the trace as JSON, or as Parquet if the name ends so (one row a span).
+
+        Raises:
+            FormatError: the file cannot be written.
+        """
+        if str(path).endswith(".parquet"):
+            self._save_parquet(path)
+            return
+        columns = _Columns(*map(list, zip(*self.spans, strict=True))) if self.spans else _Columns([], [], [], [], [], [])
+        memory = [list(steps) for steps in self.memory]
+        content = _TraceFile(self.name, self.source, list(self.devices), self.num_updates, columns, memory, list(self.notes))
+        codec.write_text(path, codec.to_json(content, format_name=FORMAT))
+
+    def _save_parquet(self, path: str | Path) -> None:
+        import pyarrow as pa  # noqa: PLC0415  # only this export needs it
+        import pyarrow.parquet as pq  # noqa: PLC0415
+
+        columns = {name: [getattr(span, name) for span in self.spans] for name in Span._fields}
+        columns["device"] = [self.devices[span.device] for span in self.spans]
+        metadata = {"format": FORMAT, "name": self.name, "source": str(self.source), "notes": "\n".join(self.notes)}
+        types = {"device": pa.string(), "kind": pa.string(), "name": pa.string(), "bytes": pa.int64()}
+        schema = pa.schema([(name, types.get(name, pa.float64())) for name in Span._fields], metadata=metadata)
+        try:
+            pq.write_table(pa.table(columns, schema=schema), path)
+        except OSError as error:
+            raise FormatError(str(path), "", f"cannot be written ({error.strerror or error}); choose a path that is yours") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Reads a trace from JSON.
+
+        Raises:
+            FormatError: names the place and the problem.
+        """
+        content = codec.from_json(_TraceFile, codec.read_text(path), path=str(path), format_name=FORMAT)
+        columns = content.spans
+        lists = (columns.device, columns.kind, columns.name, columns.start_s, columns.end_s, columns.bytes)
+        if len({len(column) for column in lists}) != 1:
+            raise FormatError(str(path), "spans", "its columns have different lengths")
+        spans = tuple(map(Span, *lists))
+        for position, span in enumerate(spans):
+            if not 0 <= span.device < len(content.devices):
+                raise FormatError(str(path), f"spans.device[{position}]", f"names device {span.device}; there are {len(content.devices)}")
+            if not max(abs(span.start_s), abs(span.end_s)) <= _MOST_SECONDS:
+                raise FormatError(str(path), f"spans.start_s[{position}]", f"lasts from {span.start_s} to {span.end_s}, which are no times")
+            if not span.start_s <= span.end_s:
+                raise FormatError(str(path), f"spans.end_s[{position}]", f"{span.end_s} lies before the start, {span.start_s}")
+            if span.kind is SpanKind.COMPUTE:
+                try:
+                    ops_named(span.name)
+                except ScheduleError as error:
+                    raise FormatError(str(path), f"spans.name[{position}]", str(error)) from None
+        memory = tuple(map(tuple, content.memory))
+        if memory and len(memory) != len(content.devices):
+            raise FormatError(str(path), "memory", f"has {len(memory)} devices, the trace {len(content.devices)}")
+        return cls(content.name, content.source, tuple(content.devices), content.num_updates, spans, memory, tuple(content.notes))
+
+    def to_chrome(self) -> list[dict[str, Any]]:
+        """The spans in the Chrome trace event format, which Perfetto opens: a process for the run, a thread a device."""
+        pid = {Source.SIMULATED: 1, Source.REHEARSED: 2, Source.MEASURED: 3}[self.source]
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{self.name} ({self.source})"}},
+        ]
+        for device, name in enumerate(self.devices):
+            for track, suffix in ((2 * device, ""), (2 * device + 1, " incoming")):
+                events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": track, "args": {"name": f"device {name}{suffix}"}})
+                events.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": track, "args": {"sort_index": track}})
+        for span in self.spans:
+            events.append({
+                "ph": "X",
+                "name": span.name,
+                "cat": str(span.kind),
+                "pid": pid,
+                "tid": 2 * span.device + (span.kind is SpanKind.TRANSFER),
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+                "args": {"bytes": span.bytes} if span.bytes else {},
+            })
+        events += [{"ph": "i", "name": note, "pid": pid, "tid": 0, "ts": 0.0, "s": "p"} for note in self.notes]
+        for device, steps in enumerate(self.memory):
+            events += [
+                {"ph": "C", "name": f"memory {self.devices[device]}", "pid": pid, "ts": at * 1e6, "args": {"bytes": held}}
+                for at, held in steps
+            ]
+        return events
+
+
+def _clipped(steps: tuple[tuple[float, int], ...], since: float, until: float) -> tuple[tuple[float, int], ...]:
+    """The steps between two times, counted from the first, beginning with what was held then."""
+    held = [bytes_held for at, bytes_held in steps if at <= since][-1:]
+    inside = tuple((at - since, bytes_held) for at, bytes_held in steps if since < at < until)
+    return (*((0.0, bytes_held) for bytes_held in held), *inside)
+
+
+@functools.lru_cache(maxsize=1 << 17)  # many figures and drawings read the same names
+def ops_named(name: str) -> tuple[Op, ...]:
+    """The Ops that the name of a computing span writes.
+
+    Raises:
+        ScheduleError: it is no Op.
+    """
+    return tuple(parse_op(part) for part in name.strip("()").split(";"))
+
+
+def message_named(name: str) -> Message | None:
+    """The message that the name of a receiving or transferring span writes, or None; pipeline and rows are not written."""
+    if (match := _MESSAGE.fullmatch(name)) is None:
+        return None
+    direction, source, target, index, part = match.groups()
+    return Message(Direction(direction), int(source), int(target), int(index), part=int(part or 0))
+
+
+def collective_named(name: str) -> Collective | None:
+    """The collective that the name of a span writes, or None; part and members are not written."""
+    match = _COLLECTIVE.fullmatch(name)
+    if match is None or match[1] not in list(CollectiveKind):
+        return None
+    return Collective(CollectiveKind(match[1]), int(match[2] or 0), int(match[3]), 0, ())
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The spans column by column: a tenth of the size of one object a span, and much faster to read."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
+
+    device: list[int]
+    kind: list[SpanKind]
+    name: list[str]
+    start_s: list[float]
+    end_s: list[float]
+    bytes: list[int]
+
+
+@dataclass(frozen=True)
+class _TraceFile:
+    """The file form of a trace."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
+
+    name: str
+    source: Source
+    devices: list[str]
+    num_updates: int
+    spans: _Columns
+    memory: list[list[tuple[float, int]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)

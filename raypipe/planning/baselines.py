@@ -1,0 +1,368 @@
+"""The planners that raypipe's is compared with, behind the same interface: a problem in, a layout out.
+
+Each is given what its authors gave it: the profile's times, and the network as it sees one. PipeDream and DAPPLE know one bandwidth
+within a node and one between nodes (here the mean of the pairs), and equal devices (here of the mean speed); Metis knows the speed
+of each. What comes out is judged by the same simulator on the true topology. None of their planners is copied; the formulas are from
+the papers and from the authors' published code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import permutations, product
+
+import numpy as np
+
+from raypipe.artifacts.cut import Cut
+from raypipe.planning.device_order import recursive
+from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.partition import Partition
+from raypipe.planning.problem import Floats, Group, Problem
+
+_MOST_PERMUTATIONS = 120
+
+
+def data_parallel(judge: Judge) -> Iterator[Layout]:
+    """The whole model on all devices; on the most powerful ones where a microbatch has fewer rows than there are devices."""
+    problem = judge.problem
+    by_power = sorted(range(problem.num_devices), key=lambda device: -problem.powers[device])
+    group = tuple(sorted(by_power[: problem.microbatch_size]))
+    yield Layout((0, problem.num_layers), (group,), "gpipe")
+    yield Layout((0, problem.num_layers), (group,), "1f1b")
+
+
+def equal_stages(order: str, judge: Judge) -> Iterator[Layout]:
+    """Equally many layers on each device, in the order of the topology."""
+    problem = judge.problem
+    num_stages = min(problem.num_devices, problem.num_layers)
+    sizes = [len(layers) for layers in Cut.equal(problem.num_layers, num_stages, ()).stages]
+    cuts = tuple(int(cut) for cut in np.concatenate(([0], np.cumsum(sizes))))
+    yield Layout(cuts, tuple((device,) for device in range(num_stages)), order)
+
+
+def spp(judge: Judge) -> Iterator[Layout]:
+    """SPP as reconstructed: RDO, PRM for every number of stages, PE (Luo et al., INFOCOM 2022, arXiv 2204.10562)."""
+    partition = Partition(judge, recursive(judge.problem))
+    for found in partition.least_bottleneck("list"):
+        yield found.layout
+    # Where memory is short for that many activations in flight: the same with as many as 1F1B's first stage has.
+    for found in partition.least_bottleneck("1f1b"):
+        yield replace(found.layout, order="list", max_in_flight=found.layout.num_stages)
+
+
+@dataclass(frozen=True)
+class _Uniform:
+    """A problem as planners see it that know equal devices, one bandwidth within nodes and one between them."""
+
+    problem: Problem
+
+    @cached_property
+    def work_s(self) -> Floats:
+        """Seconds of a microbatch by [first layer, end], on a device of mean power."""
+        problem = self.problem
+        prefix = problem.prefix_s.sum(axis=1)[list(problem.kind_of)].mean(axis=0) / float(np.mean(problem.speeds))
+        found: Floats = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
+        return found
+
+    @cached_property
+    def parameter_bytes(self) -> Floats:
+        """By [first layer, end]."""
+        prefix = self.problem.trained_prefix
+        return np.maximum(prefix[None, :] - prefix[:, None], 0.0)
+
+    @cached_property
+    def nodes(self) -> list[list[int]]:
+        """The devices of each node."""
+        found: list[list[int]] = [[] for _ in self.problem.topology.nodes]
+        for device, node in enumerate(self.problem.node_of):
+            found[node].append(device)
+        return [devices for devices in found if devices]
+
+    def bandwidth(self, *, within: bool) -> float:
+        """Mean of the pairs within nodes, or between them; of all where there is none; infinite where nothing limits them."""
+        problem = self.problem
+        same = np.equal.outer(problem.node_of, problem.node_of)
+        others = ~np.eye(problem.num_devices, dtype=bool)
+        for pairs in ((same if within else ~same) & others, others):
+            found = problem.bandwidth[pairs]
+            if found.size:
+                return float(found.mean())
+        return math.inf
+
+
+def pipedream(judge: Judge) -> Iterator[Layout]:
+    """PipeDream's planner, level by level of the bandwidth hierarchy, run with a flush (Narayanan et al., SOSP 2019, arXiv 1806.03377).
+
+    The time of a stage on m devices is (compute + 4 (m-1) / m x weights / bandwidth) / m, that of a cut 2 x output / bandwidth / m. The
+    sum of the gradients, there one a microbatch, is divided among the microbatches of the update. With nodes of unequal size there is
+    one level: all devices.
+    """
+    uniform = _Uniform(judge.problem)
+    sizes = {len(devices) for devices in uniform.nodes}
+    two_levels = len(sizes) == 1 and len(uniform.nodes) > 1 and sizes != {1}
+    bandwidth = uniform.bandwidth(within=len(uniform.nodes) == 1)
+    if not two_levels:
+        level = _PipeDreamLevel(uniform, uniform.work_s, judge.problem.num_devices, bandwidth)
+        yield from _in_order(judge.problem, level.stages(0, judge.problem.num_layers))
+        return
+    inner = _PipeDreamLevel(uniform, uniform.work_s, sizes.pop(), uniform.bandwidth(within=True))
+    outer = _PipeDreamLevel(uniform, inner.best_s, len(uniform.nodes), bandwidth)
+    cuts, workers, next_node = [0], [], 0
+    for first, end, num_nodes in outer.stages(0, judge.problem.num_layers):
+        nodes = uniform.nodes[next_node : next_node + num_nodes]
+        next_node += num_nodes
+        taken = 0
+        for _, inner_end, count in inner.stages(first, end):
+            cuts.append(inner_end)
+            workers.append(tuple(device for devices in nodes for device in devices[taken : taken + count]))
+            taken += count
+    layout = Layout(tuple(cuts), tuple(workers), "1f1b")
+    if all(judge.problem.rows(group) for group in workers):
+        yield layout
+
+
+class _PipeDreamLevel:
+    """One level: the best partition of the layers first..end-1 onto all its devices, for every range."""
+
+    def __init__(self, uniform: _Uniform, compute_s: Floats, num_devices: int, bandwidth: float) -> None:
+        self.size = compute_s.shape[0]
+        self.num_devices = num_devices
+        output_bytes = uniform.problem.crossing_bytes
+        counts = np.arange(1, num_devices + 1)[:, None, None]
+        sums_s = 4 * (counts - 1) / counts * uniform.parameter_bytes[None] / bandwidth / uniform.problem.num_microbatches
+        self.single_s = (compute_s[None] + sums_s) / counts
+        self.single_s[:, np.tril(np.ones((self.size, self.size), dtype=bool))] = math.inf
+        self.single_s[counts[:, 0, 0] > uniform.problem.microbatch_size] = math.inf
+        self.transfer_s = 2 * output_bytes[None, :] / bandwidth / counts[:, 0]
+        self._rows = {first: self._solve(first) for first in range(self.size - 1)}
+        self.best_s = np.full((self.size, self.size), math.inf)
+        for first, (best, _) in self._rows.items():
+            self.best_s[first] = best[num_devices - 1]
+
+    def _solve(self, first: int) -> tuple[Floats, dict[tuple[int, int], tuple[int, int]]]:
+        """best[m - 1, end] for the layers from `first` on, and the last split (position, devices behind it)."""
+        best = self.single_s[:, first, :].copy()
+        splits: dict[tuple[int, int], tuple[int, int]] = {}
+        for count in range(2, self.num_devices + 1):
+            for end in range(first + 2, self.size):
+                last = np.arange(1, count)[:, None]  # Devices of the last stage.
+                cut = np.arange(first + 1, end)[None, :]
+                ways = np.maximum(best[count - last - 1, cut], self.single_s[last - 1, cut, end])
+                ways = np.maximum(ways, self.transfer_s[last - 1, cut])
+                at = int(ways.argmin())
+                value = float(ways.reshape(-1)[at])
+                if value < best[count - 1, end]:
+                    best[count - 1, end] = value
+                    splits[count, end] = (first + 1 + at % ways.shape[1], 1 + at // ways.shape[1])
+        return best, splits
+
+    def stages(self, first: int, end: int) -> list[tuple[int, int, int]]:
+        """(first layer, end, devices) of the best partition of a range."""
+        _, splits = self._rows[first]
+        found: list[tuple[int, int, int]] = []
+        count = self.num_devices
+        while split := splits.get((count, end)):
+            cut, last = split
+            found.append((cut, end, last))
+            count, end = count - last, cut
+        return [(first, end, count), *reversed(found)]
+
+
+def _in_order(problem: Problem, stages: Sequence[tuple[int, int, int]]) -> Iterator[Layout]:
+    """Stages on consecutive devices of the topology."""
+    taken, workers = 0, []
+    for _, _, count in stages:
+        workers.append(tuple(range(taken, taken + count)))
+        taken += count
+    if all(problem.rows(group) for group in workers):
+        yield Layout((0, *(end for _, end, _ in stages)), tuple(workers), "1f1b")
+
+
+def dapple(judge: Judge) -> Iterator[Layout]:
+    """DAPPLE's planner (Fan et al., PPoPP 2021, arXiv 2007.01045), from the end of the model to its beginning.
+
+    A stage's devices are taken by one of three policies: from nodes that are still free (fresh first), from those partly used
+    (append first), or one after the other from all (scatter first). For every number of stages the plan with the least busy stage or
+    transfer is kept; of these the one with the shortest pipeline latency is chosen.
+    """
+    problem = judge.problem
+    uniform = _Uniform(problem)
+    planner = _Dapple(problem, uniform, uniform.bandwidth(within=True), uniform.bandwidth(within=False))
+    best: tuple[float, Layout] | None = None
+    for num_stages in range(1, min(problem.num_devices, problem.num_layers, _Dapple.MOST_STAGES) + 1):
+        layout = planner.layout(num_stages)
+        if layout is not None:
+            latency_s = planner.latency_s(layout)
+            if best is None or latency_s < best[0]:
+                best = (latency_s, layout)
+    if best is not None:
+        yield best[1]
+
+
+class _Dapple:
+    """The dynamic program over (stages left, devices taken of each node), for all first layers at once."""
+
+    MOST_STAGES = 8
+
+    def __init__(self, problem: Problem, uniform: _Uniform, within: float, between: float) -> None:
+        self.problem, self.uniform = problem, uniform
+        self.within, self.between = within, between
+        self.solve = lru_cache(maxsize=None)(self._solve)
+
+    def _take(self, taken: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
+        """The devices taken of each node after `count` more, once for each policy that gives something else."""
+        nodes = self.uniform.nodes
+        free = [len(devices) - used for devices, used in zip(nodes, taken, strict=True)]
+        if sum(free) < count:
+            return
+        numbers = range(len(nodes))
+        fresh = sorted(numbers, key=lambda node: (taken[node] > 0, node))
+        append = sorted(numbers, key=lambda node: (taken[node] == 0, node))
+        found = []
+        for order in (fresh, append):
+            left, more = count, [0] * len(nodes)
+            for node in order:
+                more[node] = min(left, free[node])
+                left -= more[node]
+            found.append(tuple(more))
+        scattered, left = [0] * len(nodes), count
+        while left:
+            for node in numbers:
+                if left and scattered[node] < free[node]:
+                    scattered[node] += 1
+                    left -= 1
+        found.append(tuple(scattered))
+        yield from dict.fromkeys(found)
+
+    def _solve(self, num_stages: int, taken: tuple[int, ...]) -> tuple[Floats, list[tuple[int, tuple[int, ...]]]]:
+        """For each first layer: seconds of the least busy bottleneck from it on, and (end, devices of each node) of its stage."""
+        problem, size = self.problem, self.problem.num_layers + 1
+        best = np.full(size, math.inf)
+        choice: list[tuple[int, tuple[int, ...]]] = [(0, ())] * size
+        available = problem.num_devices - sum(taken)
+        empty = np.tril(np.ones((size, size), dtype=bool))
+        for count in range(1, min(available - num_stages + 1, problem.microbatch_size) + 1):
+            for more in self._take(taken, count):
+                rest = np.full(size, math.inf)
+                if num_stages == 1:
+                    rest[-1] = 0.0
+                else:
+                    behind = tuple(map(sum, zip(taken, more, strict=True)))
+                    crosses = self.between if len(self.uniform.nodes) > 1 else self.within
+                    rest = np.maximum(self.solve(num_stages - 1, behind)[0], 2 * problem.crossing_bytes / crosses / count)
+                ways = np.maximum(self.uniform.work_s / count, rest[None, :])
+                ways[empty] = math.inf
+                ends = ways.argmin(axis=1)
+                values = ways[np.arange(size), ends]
+                for first in np.flatnonzero(values < best):
+                    best[first], choice[first] = values[first], (int(ends[first]), more)
+        return best, choice
+
+    def layout(self, num_stages: int) -> Layout | None:
+        """The plan with so many stages."""
+        taken = (0,) * len(self.uniform.nodes)
+        if not math.isfinite(self.solve(num_stages, taken)[0][0]):
+            return None
+        cuts, workers = [0], []
+        for left in range(num_stages, 0, -1):
+            end, more = self.solve(left, taken)[1][cuts[-1]]
+            cuts.append(end)
+            workers.append(
+                tuple(
+                    device
+                    for devices, used, count in zip(self.uniform.nodes, taken, more, strict=True)
+                    for device in devices[used : used + count]
+                )
+            )
+            taken = tuple(map(sum, zip(taken, more, strict=True)))
+        return Layout(tuple(cuts), tuple(workers), "1f1b")
+
+    def latency_s(self, layout: Layout) -> float:
+        """Its latency: the busiest block for all but one microbatch, all blocks for that one, and sums that outlast the drain."""
+        num_microbatches = self.problem.num_microbatches
+        stages, transfers, sums = [], [], []
+        for stage, group in enumerate(layout.workers):
+            first, end = layout.cuts[stage], layout.cuts[stage + 1]
+            stages.append(float(self.uniform.work_s[first, end]) / len(group))
+            spread = len({self.problem.node_of[device] for device in group}) > 1
+            bandwidth = self.between if spread else self.within
+            sums.append(2 * (len(group) - 1) / len(group) * float(self.uniform.parameter_bytes[first, end]) / bandwidth)
+            if stage:
+                transfers.append(2 * float(self.problem.crossing_bytes[first]) / self.between / len(layout.workers[stage - 1]))
+        block_s = max([*stages, *transfers])
+        late_s = max(sum_s - stage * block_s for stage, sum_s in enumerate(sums))
+        return block_s * (num_microbatches - 1) + math.fsum(stages) + math.fsum(transfers) + max(late_s, 0.0)
+
+
+def metis(judge: Judge) -> Iterator[Layout]:
+    """A planner for unequal devices in the manner of Metis (Um et al., USENIX ATC 2024).
+
+    Groups of devices in every order of the kinds of nodes, layers dealt by what each group can do.
+    Groups have equal numbers of devices; shares of rows and of layers follow speed. Plans are ranked by busiest stage and way of one
+    microbatch with the mean bandwidths within and between nodes.
+    """
+    problem = judge.problem
+    uniform = _Uniform(problem)
+    within, between = uniform.bandwidth(within=True), uniform.bandwidth(within=False)
+    best: tuple[float, Layout] | None = None
+    for order in _node_orders(problem, uniform):
+        for size in range(1, min(problem.num_devices, problem.microbatch_size) + 1):
+            num_stages, left = divmod(problem.num_devices, size)
+            if left or num_stages > problem.num_layers:
+                continue
+            workers = tuple(order[start : start + size] for start in range(0, problem.num_devices, size))
+            cuts = _dealt(judge, workers)
+            value = _metis_s(judge, workers, cuts, within, between)
+            if best is None or value < best[0]:
+                best = (value, Layout(cuts, workers, "1f1b"))
+    if best is not None:
+        yield best[1]
+
+
+def _node_orders(problem: Problem, uniform: _Uniform) -> Iterator[Group]:
+    """All devices, node by node, in every order of the nodes' kinds; a few of them where there are many."""
+    kinds: dict[tuple[float, ...], list[list[int]]] = {}
+    for devices in uniform.nodes:
+        kinds.setdefault(tuple(problem.powers[device] for device in devices), []).append(devices)
+    for number, order in enumerate(permutations(kinds)):
+        if number == _MOST_PERMUTATIONS:
+            return
+        yield tuple(device for kind in order for devices in kinds[kind] for device in devices)
+
+
+def _dealt(judge: Judge, workers: Sequence[Group]) -> tuple[int, ...]:
+    """The cuts whose slowest stage is the fastest."""
+    num_layers = judge.problem.num_layers
+    best = [0.0] + [math.inf] * num_layers
+    choices: list[list[int]] = []
+    for group in workers:
+        now, choice = [math.inf] * (num_layers + 1), [0] * (num_layers + 1)
+        for end, first in product(range(1, num_layers + 1), range(num_layers)):
+            if first < end and best[first] < math.inf:
+                value = max(best[first], sum(judge.stage(group, first, end)[:2]))
+                if value < now[end]:
+                    now[end], choice[end] = value, first
+        choices.append(choice)
+        best = now
+    cuts = [num_layers]
+    for choice in reversed(choices):
+        cuts.append(choice[cuts[-1]])
+    return tuple(reversed(cuts))
+
+
+def _metis_s(judge: Judge, workers: Sequence[Group], cuts: Sequence[int], within: float, between: float) -> float:
+    problem = judge.problem
+    stages, sums, transfers = [], [0.0], [0.0]
+    for stage, group in enumerate(workers):
+        first, end = cuts[stage], cuts[stage + 1]
+        stages.append(sum(judge.stage(group, first, end)[:2]))
+        bandwidth = between if len({problem.node_of[device] for device in group}) > 1 else within
+        num_bytes = float(problem.trained_prefix[end] - problem.trained_prefix[first])
+        sums.append(2 * (len(group) - 1) / len(group) * num_bytes / bandwidth)
+        if stage:
+            crosses = problem.node_of[workers[stage - 1][-1]] != problem.node_of[group[0]]
+            transfers.append(2 * float(problem.crossing_bytes[first]) / (between if crosses else within) / len(group))
+    return max([*stages, *transfers]) * (problem.num_microbatches - 1) + math.fsum(stages) + math.fsum(transfers) + max(sums)

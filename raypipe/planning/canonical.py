@@ -1,0 +1,71 @@
+"""Devices in an order that does not depend on their names or numbers, so that equal clusters get equal plans.
+
+Devices get colours from what they are and how they are linked, refined by the colours of those they are linked to, as Weisfeiler and
+Leman colour graphs (1968); as numbers, since only their order matters. Devices of one colour are alike as far as links tell.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from raypipe.planning.layout import Layout
+from raypipe.planning.problem import Floats, Problem
+
+_NUM_ROUNDS = 4
+_NUM_DIGITS = 7
+"""Of a colour; what lies behind them is the rounding of sums in another order."""
+
+
+def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
+    """The problem with nodes and devices sorted by colour, and for each of its devices the number that it had before."""
+    of_device = colours(problem)
+    members: list[list[int]] = [[] for _ in problem.topology.nodes]
+    for device, position in enumerate(problem.node_of):
+        members[position].append(device)
+    for devices in members:
+        devices.sort(key=lambda device: of_device[device])
+    by_colour = sorted(members, key=lambda devices: [of_device[device] for device in devices])
+    nodes = []
+    for devices in by_colour:
+        if devices:
+            node = problem.topology.nodes[problem.node_of[devices[0]]]
+            nodes.append(replace(node, devices=tuple(problem.topology.devices[device] for device in devices)))
+    nodes += [node for node in problem.topology.nodes if not node.devices]  # Links may name them.
+    found = replace(problem, topology=replace(problem.topology, nodes=tuple(nodes)))
+    return found, tuple(device for devices in by_colour for device in devices)
+
+
+def renumbered(layout: Layout, numbers: tuple[int, ...]) -> Layout:
+    """A layout of the canonical problem in the numbers that its devices had before."""
+    return replace(layout, workers=tuple(tuple(numbers[device] for device in group) for group in layout.workers))
+
+
+def colours(problem: Problem) -> list[float]:
+    """A number for each device; equal for devices that names alone tell apart."""
+    links = [_scaled(problem.bandwidth), _scaled(problem.latency_s)]
+    same_node = np.equal.outer(problem.node_of, problem.node_of).astype(float)
+    kernels = [links[0], links[0].T, links[1], links[1].T, same_node]
+    memory = np.array([[memory] for memory in problem.memory_bytes])
+    found = _rounded(np.array(problem.powers) + np.sqrt(2.0) * _scaled(memory)[:, 0])
+    for _ in range(_NUM_ROUNDS):
+        mixed = found.copy()
+        for number, kernel in enumerate(kernels):
+            # Different powers, so that neither a kernel nor who is at its other end can stand in for another.
+            mixed += np.sqrt(number + 2.0) * (kernel @ (1 + found) ** (1 + number / 3)) / len(found)
+        found = _rounded(mixed)
+    return [float(colour) for colour in found]
+
+
+def _scaled(values: Floats) -> Floats:
+    """On a logarithmic scale from 0 to 1; infinite ones at 2."""
+    logs = np.log1p(np.where(np.isfinite(values), values, 0.0))
+    scaled = logs / max(float(logs.max(initial=0.0)), 1e-300)
+    found: Floats = np.where(np.isfinite(values), scaled, 2.0)
+    return found
+
+
+def _rounded(values: Floats) -> Floats:
+    found: Floats = np.round(values / max(float(np.abs(values).max()), 1e-300), _NUM_DIGITS)
+    return found

@@ -1,0 +1,122 @@
+"""Cuts for orders that lay several stages, or several pipelines, onto each worker.
+
+What counts there is the sum over a worker's stages, not the longest stage: a device of Chimera holds stage s and stage D-1-s, each
+for half of the microbatches, and a long one is made up for by a short one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from raypipe.errors import ScheduleError
+from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.problem import Group, Problem
+from raypipe.schedule_registry import build, is_file, overlaps
+from raypipe.schedules.ir import OpKind, Schedule, Size
+
+ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v", "amdp-flush")
+ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp", "amdp-auto")
+"""Orders whose updates overlap; those of one stage a worker are here, too, as their busiest worker alone counts."""
+
+_NUM_CHUNKS = {"interleaved": (2, 3, 4), "async-interleaved": (1, 2, 3, 4)}
+"""Stages a worker that are tried; of the other orders two, or one where that is their number. Asynchronous interleaving with one stage a
+worker has more microbatches under way than `async-1f1b`, which hides messages that take longer than an Op."""
+
+
+def layouts(judge: Judge, workers: tuple[Group, ...], order: str) -> Iterator[Layout]:
+    """The order on these workers, with its cut balanced over them; nothing where it cannot take so many workers, layers or microbatches."""
+    problem = judge.problem
+    num_updates = problem.updates_per_window if is_file(order) and overlaps(order) else 1
+    for num_chunks in _NUM_CHUNKS.get(order, (2, 1)):
+        done = False
+        for num_pipelines in _num_pipelines(order, len(workers)):
+            try:
+                size = Size(len(workers), problem.num_microbatches, num_updates, num_chunks=num_chunks, num_pipelines=num_pipelines)
+                schedule = build(order, replace(size, update_scope=problem.update_scope, max_mean_staleness=problem.max_mean_staleness))
+            except ScheduleError as error:
+                judge.refusals.append(str(error))
+                continue
+            done = order not in _NUM_CHUNKS
+            if schedule.num_stages <= problem.num_layers:
+                yield Layout(balanced(judge, workers, schedule), workers, order, num_pipelines=num_pipelines)
+        if done:
+            return
+
+
+def _num_pipelines(order: str, num_workers: int) -> tuple[int, ...]:
+    """Numbers of pipelines that are tried: the order's own, and for AMDP fewer, which need as many fewer copies of the weights."""
+    if order not in {"amdp", "amdp-auto", "amdp-flush"}:
+        return (0,)
+    halves = [number for number in (num_workers // 4, num_workers // 8, 2) if 1 < number < num_workers // 2]
+    return (0, *dict.fromkeys(halves))
+
+
+def balanced(judge: Judge, workers: tuple[Group, ...], schedule: Schedule) -> tuple[int, ...]:
+    """Cuts whose busiest worker is as little busy as moving single layers between neighbouring stages can make it."""
+    problem = judge.problem
+    parts = stage_parts(schedule)
+    cuts = _in_proportion(problem, workers, parts)
+    loads = _loads(judge, workers, parts, cuts)
+    while True:
+        moved = [
+            (sorted(_loads(judge, workers, parts, candidate), reverse=True), candidate)
+            for at in range(1, len(cuts) - 1)
+            for candidate in (_shifted(cuts, at, -1), _shifted(cuts, at, 1))
+            if candidate is not None
+        ]
+        if not moved or (best := min(moved))[0] >= sorted(loads, reverse=True):
+            return cuts
+        cuts = best[1]
+        loads = _loads(judge, workers, parts, cuts)
+
+
+def stage_parts(schedule: Schedule) -> list[dict[int, float]]:
+    """For each stage, the part of the microbatches that each worker computes of it."""
+    found: list[dict[int, float]] = [{} for _ in range(schedule.num_stages)]
+    for op, place in schedule.ops():
+        if op.kind is OpKind.FORWARD:
+            of_stage = found[op.stage]
+            of_stage[place.worker] = of_stage.get(place.worker, 0.0) + 1 / len(schedule.find(op._replace(part=0)))
+    total = schedule.num_microbatches * schedule.num_updates
+    return [{worker: count / total for worker, count in of_stage.items()} for of_stage in found]
+
+
+def _in_proportion(problem: Problem, workers: tuple[Group, ...], parts: list[dict[int, float]]) -> tuple[int, ...]:
+    """Cuts that give each stage as much as its workers' power, divided evenly among their stages."""
+    powers = [sum(problem.powers[device] for device in group) for group in workers]
+    stages_of = [sum(part.get(worker, 0.0) for part in parts) for worker in range(len(workers))]
+    wanted = np.cumsum([sum(powers[worker] / stages_of[worker] * share for worker, share in part.items()) for part in parts])
+    done = problem.prefix_s.sum(axis=1).mean(axis=0)
+    done = done / max(float(done[-1]), 1e-300)
+    cuts = [0]
+    for stage, mark in enumerate((wanted / wanted[-1]).tolist()[:-1]):
+        least, most = cuts[-1] + 1, problem.num_layers - (len(parts) - 1 - stage)
+        at = min(bisect_left(done.tolist(), mark), problem.num_layers)
+        cuts.append(min(max(at if at == 0 or done[at] - mark < mark - done[at - 1] else at - 1, least), most))
+    return (*cuts, problem.num_layers)
+
+
+def _loads(judge: Judge, workers: tuple[Group, ...], parts: list[dict[int, float]], cuts: tuple[int, ...]) -> list[float]:
+    loads = [0.0] * len(workers)
+    for stage, of_stage in enumerate(parts):
+        for worker, part in of_stage.items():
+            loads[worker] += part * sum(judge.stage(workers[worker], cuts[stage], cuts[stage + 1])[:2])
+    return loads
+
+
+def _shifted(cuts: tuple[int, ...], at: int, by: int) -> tuple[int, ...] | None:
+    cut = cuts[at] + by
+    return (*cuts[:at], cut, *cuts[at + 1 :]) if cuts[at - 1] < cut < cuts[at + 1] else None
+
+
+def neighbours(layout: Layout) -> Iterator[Layout]:
+    """The layout with one layer moved from a stage to the next or back."""
+    for at in range(1, layout.num_stages):
+        for by in (-1, 1):
+            cuts = _shifted(layout.cuts, at, by)
+            if cuts is not None:
+                yield replace(layout, cuts=cuts)

@@ -1,0 +1,142 @@
+"""Orders of devices such that neighbours in the order are neighbours in the network: consecutive devices become consecutive stages.
+
+RDO, the recursive ordering of SPP (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed, its text could not be read): the
+minimum cut of the bandwidth graph (Stoer and Wagner, 1997) divides the devices into two sides, each of which is ordered in the
+same way. So the weakest links are crossed once, by the few bytes between two stages, and never by a sum of gradients. Left open by
+the paper is which side comes first and which way round; here the ends that meet are those with the best link.
+
+Minimum cuts peel single devices off graphs of unequal links. More orders make up for that: `nearest`, which walks from device to device
+over the best link, `tree`, in which the most closely linked groups are joined first, the order given, the fastest devices first, and
+all of them the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import networkx as nx
+import numpy as np
+
+from raypipe.planning.problem import Floats, Problem
+
+MOST_FOR_CUTS = 40
+"""Beyond so many devices minimum cuts take minutes: groups of devices that are linked alike are cut as one."""
+
+
+def orders(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Orders of all devices worth trying, by name, the most promising first; equal ones once."""
+    seen: set[tuple[int, ...]] = set()
+    weights = symmetric(problem.bandwidth)
+    devices = range(problem.num_devices)
+    by_power = tuple(sorted(devices, key=lambda device: -problem.powers[device]))
+    for name, order in (
+        ("rdo", recursive(problem)),
+        ("tree", tree(weights)),
+        ("given", tuple(devices)),
+        ("nearest", nearest(weights)),
+        ("power", by_power),
+    ):
+        for direction, found in ((name, order), (f"{name} reversed", order[::-1])):
+            if found not in seen:
+                seen.add(found)
+                yield direction, found
+
+
+def symmetric(bandwidth: Floats) -> Floats:
+    """Bandwidths of unordered pairs: the mean of both ways, with a finite number for no limit and 0 on the diagonal."""
+    both = (bandwidth + bandwidth.T) / 2
+    limits = both[np.isfinite(both)]
+    both = np.where(np.isfinite(both), both, (float(limits.max()) if limits.size else 1.0) * 1e3)
+    np.fill_diagonal(both, 0.0)
+    return both
+
+
+def recursive(problem: Problem) -> tuple[int, ...]:
+    """RDO. Where there are many devices, those of a node stay together, and groups of equally linked nodes too."""
+    weights = symmetric(problem.bandwidth)
+    if problem.num_devices <= MOST_FOR_CUTS:
+        return tuple(_cut_order(list(range(problem.num_devices)), weights))
+    groups = alike(weights, most=MOST_FOR_CUTS)
+    between = np.array([[weights[one[0], other[-1]] for other in groups] for one in groups])
+    np.fill_diagonal(between, 0.0)
+    return tuple(device for group in _cut_order(list(range(len(groups))), between) for device in groups[group])
+
+
+def _cut_order(members: list[int], weights: Floats) -> list[int]:
+    if len(members) <= 2:
+        return members
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_nodes_from(members)
+    for position, one in enumerate(members):
+        graph.add_weighted_edges_from((one, other, float(weights[one, other])) for other in members[position + 1 :] if weights[one, other])
+    side = set(nx.stoer_wagner(graph)[1][0]) if nx.is_connected(graph) else set(nx.node_connected_component(graph, members[0]))
+    parts = [_cut_order([member for member in members if (member in side) is inside], weights) for inside in (True, False)]
+    return _joined(parts[0], parts[1], weights)
+
+
+def _joined(one: list[int], other: list[int], weights: Floats) -> list[int]:
+    """Both behind each other, turned such that the ends that meet have the best link; the side with the smallest number leads."""
+    if min(other) < min(one):
+        one, other = other, one
+    ways = [(left, right) for left in (one, one[::-1]) for right in (other, other[::-1])]
+    left, right = max(ways, key=lambda way: float(weights[way[0][-1], way[1][0]]))
+    return left + right
+
+
+def tree(weights: Floats) -> tuple[int, ...]:
+    """Groups are joined in the order of the maximum spanning tree's edges, ends with the best link facing each other."""
+    edges = sorted(_spanning_edges(weights), key=lambda edge: -edge[0])
+    group_of: dict[int, list[int]] = {device: [device] for device in range(len(weights))}
+    for _, one, other in edges:
+        joined = _joined(group_of[one], group_of[other], weights)
+        for device in joined:
+            group_of[device] = joined
+    return tuple(group_of[0])
+
+
+def _spanning_edges(weights: Floats) -> list[tuple[float, int, int]]:
+    """The edges (weight, device, device) of a maximum spanning tree, by Prim's algorithm on the full matrix."""
+    size = len(weights)
+    best, nearest_to = weights[0].copy(), np.zeros(size, dtype=int)
+    left = np.ones(size, dtype=bool)
+    left[0] = False
+    found: list[tuple[float, int, int]] = []
+    for _ in range(size - 1):
+        device = int(np.where(left, best, -math.inf).argmax())
+        found.append((float(best[device]), int(nearest_to[device]), device))
+        left[device] = False
+        closer = left & (weights[device] > best)
+        best[closer], nearest_to[closer] = weights[device][closer], device
+    return found
+
+
+def nearest(weights: Floats) -> tuple[int, ...]:
+    """From the device whose links are weakest, always on to the one not yet visited with the best link."""
+    left = set(range(len(weights)))
+    device = min(left, key=lambda one: (float(weights[one].sum()), one))
+    order = [device]
+    left.remove(device)
+    while left:
+        device = max(left, key=lambda other: (float(weights[order[-1], other]), -other))
+        order.append(device)
+        left.remove(device)
+    return tuple(order)
+
+
+def alike(weights: Floats, *, most: int) -> list[list[int]]:
+    """At most so many groups: those joined by the strongest links of the spanning tree, each in the order of `tree`."""
+    edges = sorted(_spanning_edges(weights), key=lambda edge: -edge[0])
+    group_of: dict[int, list[int]] = {device: [device] for device in range(len(weights))}
+    count = len(weights)
+    for _, one, other in edges:
+        if count <= most:
+            break
+        joined = _joined(group_of[one], group_of[other], weights)
+        for device in joined:
+            group_of[device] = joined
+        count -= 1
+    unique: dict[int, list[int]] = {}
+    for group in group_of.values():
+        unique.setdefault(id(group), group)
+    return list(unique.values())

@@ -1,0 +1,99 @@
+"""Judges layouts of updates of many microbatches by two updates of few: beyond what fills the pipeline, each more takes as long.
+
+    microbatches    32      48                                  256
+    update          0.71 s  0.97 s  ... and 13 times 0.26 s     4.35 s
+
+The search looks at thousands of layouts and takes time in proportion to the microbatches of each. What it finds is simulated as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from raypipe.planning.layout import Judge, Judged, Layout
+from raypipe.planning.search import better
+
+_GAIN = 2
+"""Times that two short updates must be shorter than the long one."""
+_FULL = 2
+"""Times of the devices' number by which the two differ at least; the shorter one has twice that, for any order's activations in flight."""
+_MOST_KEPT = 4
+
+
+def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | None:
+    """The microbatches of two short updates that stand for a long one; `None` where that saves little.
+
+    Orders ask for multiples of their stages, pipelines or rounds: numbers up to twice that of the devices which divide the long one divide
+    the short ones, too.
+    """
+    divisors = (number for number in range(1, 2 * num_devices + 1) if num_microbatches % number == 0)
+    period = math.lcm(*divisors)
+    unit = period * math.ceil(_FULL * num_devices / period)
+    fewer = num_microbatches % unit + 2 * unit
+    more = fewer + unit
+    return (fewer, more) if _GAIN * (fewer + more) <= num_microbatches else None
+
+
+@dataclass
+class ShortJudge(Judge):
+    """Judges by two short updates.
+
+    Attributes:
+        lengths: their microbatches.
+        best: for each order the best layouts that it has seen, first the best.
+    """
+
+    lengths: tuple[int, int] = (1, 2)
+    best: dict[str, list[Judged]] = field(default_factory=dict, repr=False)
+    _parts: tuple[Judge, ...] = field(default=(), init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._parts = tuple(Judge(replace(self.problem, num_microbatches=length), check=self.check) for length in self.lengths)
+
+    @classmethod
+    def of(cls, judge: Judge) -> ShortJudge | None:
+        """One of the same problem; `None` where it would save little, or where staleness is limited, which depends on the microbatches."""
+        problem = judge.problem
+        lengths = short_lengths(problem.num_microbatches, problem.num_devices)
+        if lengths is None or problem.staleness:
+            return None
+        return cls(problem, refusals=judge.refusals, check=judge.check, seen=judge.seen, lengths=lengths)
+
+    def simulate_as_it_is(self, layout: Layout) -> Judged | None:
+        """See `Judge`."""
+        fewer, more = (part.simulate_as_it_is(layout) for part in self._parts)
+        if fewer is None or more is None:
+            self.refusals += [problem for part in self._parts for problem in part.refusals[:1] if problem not in self.refusals]
+            return None
+        times = (self.problem.num_microbatches - self.lengths[1]) / (self.lengths[1] - self.lengths[0])
+
+        def on_the_line(short: float, long: float) -> float:
+            return long + times * (long - short)
+
+        missing_bytes = self.missing_of(
+            layout, lambda: list(map(on_the_line, fewer.timing.peak_memory_bytes, more.timing.peak_memory_bytes))
+        )
+        judged = replace(more, missing_bytes=missing_bytes, extrapolated_s=on_the_line(fewer.update_s, more.update_s))
+        self.seen(judged)
+        of_order = self.best.setdefault(layout.order, [])
+        if all(kept.layout != layout for kept in of_order):
+            of_order.append(judged)
+            of_order.sort(key=lambda one: one.rank)
+            del of_order[_MOST_KEPT:]
+        return judged
+
+    def decided(self, found: Judged | None, judge: Judge) -> Judged | None:
+        """The best of what was found and of the other layouts that are kept of its order, simulated as wholes.
+
+        Args:
+            found: by this judge.
+            judge: of whole updates.
+        """
+        if found is None:
+            return None
+        best: Judged | None = None
+        alike = (kept.layout for kept in (found, *self.best[found.layout.order]))
+        for layout in dict.fromkeys(replace(layout, recomputed=None) for layout in alike):
+            best = better(best, judge.simulate(layout))
+        return best

@@ -1,0 +1,325 @@
+"""PRM: the best cut, replication and mapping onto devices in a given order, by dynamic programming over suffixes.
+
+    layers   a ......... b ......... L        the first stage of a suffix has the layers a..b-1 on the devices i..j-1 of the order,
+    devices  i ... j ... l ......... V        the next one begins at layer b and has the devices j..l-1
+
+The program of SPP (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed, its text could not be read) minimises the workload of
+the busiest stage or channel, for each number of stages: `least_bottleneck`. An update also has to fill and drain the pipeline, so
+`least_sum` minimises what one microbatch takes forth and back under a limit on that bottleneck; between them lie all contiguous plans
+that are best for some number of microbatches (as Alpa does for stages, Zheng et al., OSDI 2022, arXiv 2201.12023, section 5.2).
+
+It works on suffixes because activations in flight are counted from the end: a stage with k - 1 stages behind it holds as many as the
+order says, and what does not fit into memory is no stage. Devices at both ends of the order may stay idle. Exact while every device may
+begin a worker; for many devices, neighbours with the best links are used as one.
+
+Time: O(V^2 L^2 + V^3 L) for each limit, times the number of stages where memory is limited.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypipe.planning.layout import Judge, Layout, in_flight
+from raypipe.planning.problem import Floats, Group
+
+MOST_UNITS = 32
+"""Up to so many devices the dynamic program is exact; beyond them, runs of devices are used as one."""
+Run = tuple[int, int]
+"""Units i..j-1."""
+Stages = NDArray[np.int_]
+"""For each first layer, the largest end of a stage."""
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """A contiguous plan with its objective: seconds an update of the busiest stage or channel, or seconds of one microbatch."""
+
+    value_s: float
+    layout: Layout
+
+
+@dataclass
+class Partition:
+    """What stages and channels cost on devices in one order.
+
+    Attributes:
+        judge: of the problem.
+        order: all devices, or those that may be used.
+        half_duplex: whether both directions of a channel take turns, as in the paper's model.
+        most_units: workers begin at no more positions of the order than these.
+    """
+
+    judge: Judge
+    order: tuple[int, ...]
+    half_duplex: bool = False
+    most_units: int = MOST_UNITS
+    _fitting: dict[tuple[int, int, int, bool], Stages] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """The positions in the order where a worker may begin or end.
+
+        Where there are too many, the two neighbouring runs with the best link become one, the shortest first of those that are
+        linked equally well, until few enough are left.
+        """
+        bandwidth = self.judge.problem.bandwidth
+        ends = {position: position + 1 for position in range(len(self.order))}  # Of each run, by its start.
+        starts = {end: start for start, end in ends.items()}
+
+        def candidate(start: int) -> tuple[float, int, int, int]:
+            middle = ends[start]
+            weight = float(bandwidth[self.order[middle - 1], self.order[middle]])
+            return (-weight, ends[middle] - start, start, ends[middle])
+
+        queue = [candidate(start) for start in ends if ends[start] < len(self.order)]
+        heapq.heapify(queue)
+        while len(ends) > self.most_units:
+            _, _, start, end = heapq.heappop(queue)
+            if start not in ends or ends.get(ends[start]) != end:
+                continue  # One of the two has grown since.
+            del starts[ends[start]]
+            del ends[ends[start]]
+            ends[start], starts[end] = end, start
+            if end < len(self.order):
+                heapq.heappush(queue, candidate(start))
+            if start:
+                heapq.heappush(queue, candidate(starts[start]))
+        return (*sorted(ends), len(self.order))
+
+    @property
+    def num_units(self) -> int:
+        """Runs of devices that are used as one."""
+        return len(self.borders) - 1
+
+    def group(self, i: int, j: int) -> Group:
+        """The devices of the units i..j-1."""
+        return self.order[self.borders[i] : self.borders[j]]
+
+    @cached_property
+    def _stages(self) -> dict[Run, tuple[Floats, Floats]]:
+        """For each run of units: seconds of a microbatch, and of an update with its sums, by [first layer, end]."""
+        return {run: found[:2] for run, found in self._times.items()}
+
+    @cached_property
+    def _stages_again(self) -> dict[Run, tuple[Floats, Floats]]:
+        """The same with forwards that are run twice."""
+        num_microbatches = self.judge.problem.num_microbatches
+        return {
+            run: (microbatch_s + forward_s, update_s + num_microbatches * forward_s)
+            for run, (microbatch_s, update_s, forward_s) in self._times.items()
+        }
+
+    @cached_property
+    def _times(self) -> dict[Run, tuple[Floats, Floats, Floats]]:
+        """Of each run of units also the seconds of a forward."""
+        problem = self.judge.problem
+        size = problem.num_layers + 1
+        forward = problem.prefix_s[:, 0, None, :] - problem.prefix_s[:, 0, :, None]
+        backward = problem.prefix_s[:, 1:].sum(axis=1)
+        backward = backward[:, None, :] - backward[:, :, None]
+        parameter_bytes = problem.trained_prefix[None, :] - problem.trained_prefix[:, None]
+        empty = np.tril(np.ones((size, size), dtype=bool))
+        fixed_s = sum(problem.overheads_s)
+        found = {}
+        for i in range(self.num_units):
+            for j in range(i + 1, self.num_units + 1):
+                group = self.group(i, j)
+                factors = problem.factors(group)
+                if factors is None:
+                    break
+                forward_s = np.max([forward[kind] * factor for kind, factor in factors.items()], axis=0)
+                microbatch_s = forward_s + np.max([backward[kind] * factor for kind, factor in factors.items()], axis=0) + fixed_s
+                update_s = problem.num_microbatches * microbatch_s + problem.sum_s(group, parameter_bytes)
+                microbatch_s[empty] = update_s[empty] = math.inf
+                found[i, j] = (microbatch_s, update_s, forward_s)
+        return found
+
+    @cached_property
+    def _channels(self) -> dict[Run, tuple[Floats, Floats]]:
+        """For a run of units i..j-1: seconds of a microbatch, and of an update, to the runs j..l-1, by [l, position of the cut]."""
+        problem = self.judge.problem
+        found = {}
+        for i, j in self._stages:
+            microbatch_s = np.full((self.num_units + 1, problem.num_layers + 1), math.inf)
+            update_s = microbatch_s.copy()
+            for end in range(j + 1, self.num_units + 1):
+                if (j, end) not in self._stages:
+                    break
+                there = self.judge.channel(self.group(i, j), self.group(j, end))
+                back = self.judge.channel(self.group(j, end), self.group(i, j))
+                both = there.s_per_byte + back.s_per_byte
+                microbatch_s[end] = both * problem.crossing_bytes + there.latency_s + back.latency_s
+                busiest = both if self.half_duplex else max(there.s_per_byte, back.s_per_byte)
+                update_s[end] = problem.num_microbatches * busiest * problem.crossing_bytes
+            found[i, j] = (microbatch_s, update_s)
+        return found
+
+    @cached_property
+    def limited(self) -> bool:
+        """Whether memory could be short."""
+        problem = self.judge.problem
+        everything = problem.standing_prefix[-1] + problem.saved_prefix[-1] * (problem.num_microbatches - 1) + problem.working_peaks.max()
+        return any(problem.memory_bytes[device] < everything for device in self.order)
+
+    @cached_property
+    def _working(self) -> Floats:
+        """By first layer and end of a stage, the most that a microbatch needs in it at any time."""
+        peaks, saved = self.judge.problem.working_peaks, self.judge.problem.saved_prefix
+        found = np.zeros((len(saved), len(saved)))
+        for first in range(len(peaks)):
+            found[first, first + 1 :] = np.maximum.accumulate(peaks[first:]) - saved[first]
+        return found
+
+    def _fits(self, i: int, j: int, held: int, *, recomputed: bool) -> Stages:
+        """How far a stage may reach that fits into the memory of the units i..j-1 with so many activations in flight."""
+        found = self._fitting.get((i, j, held, recomputed))
+        if found is None:
+            problem = self.judge.problem
+            group = self.group(i, j)
+            standing = -np.subtract.outer(problem.standing_prefix, problem.standing_prefix)
+            saved = -np.subtract.outer(problem.saved_prefix, problem.saved_prefix)
+            kept = np.minimum(problem.crossing_bytes[:, None], saved) if recomputed else saved
+            needed = kept * (held - 1) + np.maximum(saved, self._working)
+            fits = np.ones_like(standing, dtype=bool)
+            for share, limit in problem.demands(group):
+                fits &= standing + needed * share <= limit
+            # What is longer needs more.
+            found = self._fitting[i, j, held, recomputed] = fits.sum(axis=1) - 1
+        return found
+
+    # The two programs
+
+    def least_bottleneck(self, schedule: str = "1f1b") -> list[Bottleneck]:
+        """For each possible number of stages, the plan whose busiest stage or channel works least in an update (PRM).
+
+        Args:
+            schedule: name of the order of Ops, which says how many activations are in flight.
+        """
+        return self._solve(self._updates, schedule, np.maximum, by_level=True)
+
+    def least_sum(self, limit_s: float, schedule: str = "1f1b") -> list[Bottleneck]:
+        """The plan with the shortest way of a microbatch forth and back whose stages and channels all work at most so long in an update.
+
+        One plan where memory does not matter; else one for each number of stages.
+        """
+
+        def within(found: dict[Run, tuple[Floats, Floats]]) -> dict[Run, Floats]:
+            return {run: np.where(update_s <= limit_s, own_s, math.inf) for run, (own_s, update_s) in found.items()}
+
+        again = within(self._stages_again) if self._may_recompute else None
+        return self._solve(_Costs(within(self._stages), again, within(self._channels)), schedule, np.add, by_level=self.limited)
+
+    def least_limit_s(self, schedule: str = "1f1b") -> float:
+        """The workload of the busiest stage or channel in the best plan of any number of stages; infinite where none fits."""
+        found = self._solve(self._updates, schedule, np.maximum, by_level=self.limited)
+        return min((one.value_s for one in found), default=math.inf)
+
+    @cached_property
+    def _updates(self) -> _Costs:
+        """Seconds of an update."""
+
+        def of_update(found: dict[Run, tuple[Floats, Floats]]) -> dict[Run, Floats]:
+            return {run: update_s for run, (_, update_s) in found.items()}
+
+        again = of_update(self._stages_again) if self._may_recompute else None
+        return _Costs(of_update(self._stages), again, of_update(self._channels))
+
+    @property
+    def _may_recompute(self) -> bool:
+        return self.limited and self.judge.problem.recompute
+
+    def _solve(
+        self,
+        costs: _Costs,
+        schedule: str,
+        join: Callable[[Floats, Floats], Floats],
+        *,
+        by_level: bool,
+    ) -> list[Bottleneck]:
+        """The best plan of any number of stages; of 1, 2, ... stages where `by_level` is set.
+
+        best[i, j, a] is the value of the layers from a on, the first of their stages on the units i..j-1.
+        """
+        problem = self.judge.problem
+        num_layers, num_units = problem.num_layers, self.num_units
+        stages, again, channels = costs
+        runs = sorted(stages, reverse=True)
+        layers = np.arange(num_layers + 1)
+        found: list[Bottleneck] = []
+        levels: list[_Level] = []
+        for level in range(min(num_units, num_layers) if by_level else 1):
+            now = _Level(num_units, num_layers)
+            behind = (levels[-1] if levels else None) if by_level else now
+            held = in_flight(Layout(tuple(range(level + 2)), (), schedule), 0, problem.num_microbatches)
+            for i, j in runs:
+                rest = np.full(num_layers + 1, math.inf)
+                following = np.zeros(num_layers + 1, dtype=np.int32)
+                if behind is not None and j < num_units:
+                    ways = join(channels[i, j], behind.best[j])
+                    following = ways.argmin(axis=0).astype(np.int32)
+                    rest = ways[following, layers]
+                # Behind the last layer comes nothing, at the first level at least.
+                rest[num_layers] = 0.0 if level == 0 else math.inf
+                values = join(stages[i, j], rest[None, :])
+                if by_level and self.limited:
+                    values = np.where(layers <= self._fits(i, j, held, recomputed=False)[:, None], values, math.inf)
+                    if again is not None:
+                        twice = join(again[i, j], rest[None, :])
+                        fits = layers <= self._fits(i, j, held, recomputed=True)[:, None]
+                        values = np.where(fits, np.minimum(values, twice), values)
+                cut = values.argmin(axis=1)
+                now.best[i, j] = values[layers, cut]
+                now.cut[i, j] = cut
+                now.following[i, j] = following[cut]
+            levels.append(now)
+            starts = now.best[:, :, 0].reshape(-1)
+            at = int(starts.argmin())
+            if math.isfinite(starts[at]):
+                i, j = divmod(at, num_units + 1)
+                found.append(Bottleneck(float(starts[at]), self._layout(levels, i, j, schedule, by_level=by_level)))
+        return found
+
+    def _layout(self, levels: Sequence[_Level], i: int, j: int, schedule: str, *, by_level: bool) -> Layout:
+        level, layer = len(levels) - 1, 0
+        cuts, workers = [0], []
+        while True:
+            workers.append(self.group(i, j))
+            at = levels[level]
+            end, following = int(at.cut[i, j, layer]), int(at.following[i, j, layer])
+            cuts.append(end)
+            if end == self.judge.problem.num_layers:
+                return Layout(tuple(cuts), tuple(workers), schedule)
+            i, j, layer = j, following, end
+            level -= by_level
+
+
+class _Costs(NamedTuple):
+    """What the programs add up or take the largest of, by run of units.
+
+    Attributes:
+        stages: by [first layer, end].
+        again: the same where forwards are run twice; `None` where none is.
+        channels: by [end of the next run, position of the cut].
+    """
+
+    stages: dict[Run, Floats]
+    again: dict[Run, Floats] | None
+    channels: dict[Run, Floats]
+
+
+class _Level:
+    """The best values and decisions for suffixes, by [i, j, first layer]."""
+
+    def __init__(self, num_units: int, num_layers: int) -> None:
+        shape = (num_units + 1, num_units + 1, num_layers + 1)
+        self.best = np.full(shape, math.inf)
+        self.cut = np.zeros(shape, dtype=np.int32)
+        self.following = np.zeros(shape, dtype=np.int32)

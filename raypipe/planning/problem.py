@@ -1,0 +1,319 @@
+"""What is planned: a model, a cluster and the size of an update, as arrays that planners can reason about.
+
+Layers are cut between consecutive ones in the profile's order; position l is the cut before layer l, so a stage is a pair
+(first, end) of positions. Devices are numbers in the order of the topology. Seconds and bytes are of one whole microbatch of
+`microbatch_size` rows unless something else is said.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
+from raypipe.errors import PlanError
+from raypipe.schedules.ir import UpdateScope
+from raypipe.schedules.staleness import StalenessLimits
+from raypipe.simulation.cost import STATE_BYTES_PER_PARAMETER_BYTE, ring
+
+Floats = npt.NDArray[np.float64]
+Group = tuple[int, ...]
+"""The devices of one worker, in the order in which they divide the rows and stand in the ring of their sums."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model to be laid onto a cluster.
+
+    Attributes:
+        profile: what layers cost.
+        topology: devices and links.
+        num_microbatches: of one update.
+        microbatch_size: rows of a microbatch.
+        state_bytes_per_parameter_byte: gradients and optimizer state.
+        recompute: whether forwards may be run again where memory is short.
+        max_staleness: the most updates between the weights of a forward and those that its gradient changes; `None` for as many as it
+            has where the order is named. Where it is to be chosen, some delay must be allowed, here or on average.
+        max_mismatch: the most weight versions between the forward and the backward of a microbatch; `None` for no limit.
+        max_mean_staleness: the updates of `max_staleness` on average over microbatches and stages; `None` for no limit.
+        updates_per_window: updates between two drains, for orders whose updates overlap.
+        update_scope: what updates wait for; `None` for each order's own default.
+
+    Raises:
+        PlanError: a count is below 1, or a limit below 0.
+    """
+
+    profile: ModelProfile
+    topology: ClusterTopology
+    num_microbatches: int
+    microbatch_size: int
+    state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE
+    recompute: bool = True
+    max_staleness: int | None = None
+    max_mismatch: int | None = None
+    max_mean_staleness: float | None = None
+    updates_per_window: int = 10
+    update_scope: UpdateScope | None = None
+    _rows: dict[Group, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _rings: dict[Group, set[tuple[float, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _demands: dict[Group, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("num_microbatches", "microbatch_size", "updates_per_window"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_staleness", "max_mismatch", "max_mean_staleness"):
+            if not (getattr(self, name) or 0) >= 0:
+                raise PlanError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def staleness(self) -> StalenessLimits:
+        """What is allowed of an order."""
+        return StalenessLimits(self.max_staleness, self.max_mismatch, self.max_mean_staleness)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self.profile.num_layers
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The devices' names."""
+        return tuple(device.name for device in self.topology.devices)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the cluster."""
+        return len(self.names)
+
+    @cached_property
+    def node_of(self) -> tuple[int, ...]:
+        """The number of each device's node."""
+        return tuple(number for number, node in enumerate(self.topology.nodes) for _ in node.devices)
+
+    @cached_property
+    def nodes_of(self) -> npt.NDArray[np.int_]:
+        """The same as an array."""
+        return np.array(self.node_of)
+
+    @cached_property
+    def overheads_s(self) -> tuple[float, float]:
+        """Seconds that every forward and every backward takes besides, with the message that it takes and the one that it hands over."""
+        found = self.topology.overheads or Overheads()
+        messages_s = found.send_s + found.recv_s
+        return found.forward_s + messages_s, found.backward_s + messages_s
+
+    # Layers
+
+    @property
+    def scale(self) -> float:
+        """Rows of a microbatch over those of the profiled one."""
+        return self.microbatch_size / self.profile.microbatch_size
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of device for which layers take different times."""
+        measured = sorted({device.kind for device in self.topology.devices} & self.profile.device_kinds.keys())
+        others = any(device.kind not in self.profile.device_kinds for device in self.topology.devices)
+        return (*measured, *([""] if others else []))
+
+    @cached_property
+    def kind_of(self) -> tuple[int, ...]:
+        """The number of each device's kind in `kinds`."""
+        number = {kind: position for position, kind in enumerate(self.kinds)}
+        return tuple(number.get(device.kind, number.get("", 0)) for device in self.topology.devices)
+
+    @cached_property
+    def prefix_s(self) -> Floats:
+        """Seconds of all layers before each position at speed 1: [kind, (F, I, W), position]."""
+        found = np.zeros((len(self.kinds), 3, self.num_layers + 1))
+        for number, kind in enumerate(self.kinds):
+            for layer, times in enumerate(self.profile.for_kind(kind)):
+                of_layer = (times.forward_s, times.backward_s - times.weight_grad_s, times.weight_grad_s)
+                found[number, :, layer + 1] = found[number, :, layer] + np.array(of_layer) * self.scale
+        return found
+
+    @cached_property
+    def trained_prefix(self) -> Floats:
+        """Bytes of the weights of all layers before each position that are trained, which copies of a stage sum."""
+        return np.concatenate(([0.0], np.cumsum([float(layer.trained_bytes) for layer in self.profile.layers])))
+
+    @cached_property
+    def standing_prefix(self) -> Floats:
+        """Bytes of weights, their copies in low precision, gradients and optimizer state of all layers before each position."""
+        besides = np.cumsum([float((layer.low_precision_bytes or 0) + (layer.frozen_bytes or 0)) for layer in self.profile.layers])
+        return self.trained_prefix * (1 + self.state_bytes_per_parameter_byte) + np.concatenate(([0.0], besides))
+
+    @cached_property
+    def saved_prefix(self) -> Floats:
+        """Bytes that all layers before each position save for one microbatch."""
+        return np.concatenate(([0.0], np.cumsum([layer.saved_bytes * self.scale for layer in self.profile.layers])))
+
+    @cached_property
+    def working_peaks(self) -> Floats:
+        """For each layer, what all layers up to it save for one microbatch, and what it needs for a while."""
+        working: Floats = np.array([(layer.working_bytes or 0) * self.scale for layer in self.profile.layers])
+        return working + self.saved_prefix[1:]
+
+    @cached_property
+    def crossing_bytes(self) -> Floats:
+        """Bytes that cross each position: outputs of layers before it that layers behind it take, each once."""
+        last_use: dict[int, tuple[int, int]] = {}
+        for producer, consumer, num_bytes in self.profile.edges():
+            last, most = last_use.get(producer, (consumer, 0))
+            last_use[producer] = (max(last, consumer), max(most, num_bytes))
+        found = np.zeros(self.num_layers + 1)
+        for producer, (last, num_bytes) in last_use.items():
+            found[producer + 1 : last + 1] += num_bytes * self.scale
+        return found
+
+    # Devices
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """Of each device while all of its node compute; devices that share too few cores slow each other."""
+        found: list[float] = []
+        for node in self.topology.nodes:
+            part = 1.0 if node.cores is None or not node.devices else min(1.0, node.cores / len(node.devices))
+            found += [device.speed * part for device in node.devices]
+        return tuple(found)
+
+    @cached_property
+    def powers(self) -> tuple[float, ...]:
+        """Of each device, microbatches of the whole model a second: its speed on this model."""
+        whole_s = self.prefix_s[:, :, -1].sum(axis=1)
+        most = float(whole_s.max())
+        return tuple(
+            speed / float(whole_s[kind]) * most if whole_s[kind] else speed for speed, kind in zip(self.speeds, self.kind_of, strict=True)
+        )
+
+    @cached_property
+    def memory_bytes(self) -> tuple[float, ...]:
+        """Of each device; infinite where there is no limit."""
+        return tuple(math.inf if device.memory_bytes is None else float(device.memory_bytes) for device in self.topology.devices)
+
+    def path(self, source: int, target: int) -> Path:
+        """What a transfer between two devices passes through."""
+        return self.topology.path(self.names[source], self.names[target])
+
+    @cached_property
+    def bandwidth(self) -> Floats:
+        """Bytes per second of each ordered pair; infinite on the diagonal and where nothing limits."""
+        return self._pairs[0]
+
+    @cached_property
+    def latency_s(self) -> Floats:
+        """Seconds until the first byte of each ordered pair; 0 on the diagonal."""
+        return self._pairs[1]
+
+    @cached_property
+    def block_of(self) -> npt.NDArray[np.int32]:
+        """The number in `blocks` of each ordered pair of devices; -1 on the diagonal."""
+        found = np.full((self.num_devices, self.num_devices), -1, dtype=np.int32)
+        for number, block in enumerate(self.blocks):
+            found[np.ix_(*block)] = number
+        np.fill_diagonal(found, -1)
+        return found
+
+    @cached_property
+    def _pairs(self) -> tuple[Floats, Floats]:
+        bandwidth = np.full((self.num_devices, self.num_devices), math.inf)
+        latency_s = np.zeros((self.num_devices, self.num_devices))
+        for sources, targets in self.blocks:
+            path = self.path(sources[0], targets[-1])
+            block = np.ix_(sources, targets)
+            bandwidth[block] = path.bandwidth_bytes_per_s
+            latency_s[block] = path.latency_s
+        np.fill_diagonal(bandwidth, math.inf)
+        np.fill_diagonal(latency_s, 0.0)
+        return bandwidth, latency_s
+
+    @cached_property
+    def blocks(self) -> list[tuple[Group, Group]]:
+        """Sets of ordered pairs (any of the first, any of the second) with equal paths: those of two nodes, if links name nodes alone."""
+        members: list[list[int]] = [[] for _ in self.topology.nodes]
+        for device, node in enumerate(self.node_of):
+            members[node].append(device)
+        devices = set(self.names)
+        named = {name for link in self.topology.links for name in (link.source, link.target)}
+        named |= {name for shared in self.topology.shared_links for pair in shared.members for name in pair}
+        if named & devices:
+            return [((a,), (b,)) for a in range(self.num_devices) for b in range(self.num_devices) if a != b]
+        blocks = [(tuple(one), tuple(other)) for one in members for other in members if one and other]
+        return [(one, other) for one, other in blocks if one != other or len(one) > 1]
+
+    # Workers
+
+    def rows(self, group: Sequence[int]) -> tuple[int, ...] | None:
+        """The rows of a microbatch that each device of a worker takes; `None` where there are more devices than rows.
+
+        Whole rows, at least one each, so divided that the slowest takes as short as can be (the next row goes to the device
+        that would be done with it first).
+        """
+        key = tuple(group)
+        if key not in self._rows:
+            self._rows[key] = self._divided([self.powers[device] for device in key])
+        return self._rows[key]
+
+    def with_rows(self, rows: Mapping[Group, tuple[int, ...]]) -> Problem:
+        """The same with given rows for the devices of some workers, whatever their power."""
+        found = replace(self)
+        found._rows.update(rows)
+        return found
+
+    def _divided(self, powers: Sequence[float]) -> tuple[int, ...] | None:
+        if len(powers) > self.microbatch_size:
+            return None
+        total = math.fsum(powers)
+        # The whole rows of a fair part are everyone's in the best division, too: only the rest is handed out one by one.
+        rows = [max(int(self.microbatch_size * power / total), 1) for power in powers]
+        while sum(rows) > self.microbatch_size:
+            last = max((position for position, of_device in enumerate(rows) if of_device > 1), key=lambda at: rows[at] / powers[at])
+            rows[last] -= 1
+        queue = [((of_device + 1) / power, position) for position, (of_device, power) in enumerate(zip(rows, powers, strict=True))]
+        heapq.heapify(queue)
+        for _ in range(self.microbatch_size - sum(rows)):
+            _, position = heapq.heappop(queue)
+            rows[position] += 1
+            heapq.heappush(queue, ((rows[position] + 1) / powers[position], position))
+        return tuple(rows)
+
+    def factors(self, group: Group) -> dict[int, float] | None:
+        """For each kind among a worker's devices, by how much its slowest device stretches a whole microbatch at speed 1."""
+        rows = self.rows(group)
+        if rows is None:
+            return None
+        found: dict[int, float] = {}
+        for device, of_device in zip(group, rows, strict=True):
+            kind = self.kind_of[device]
+            found[kind] = max(found.get(kind, 0.0), of_device / self.microbatch_size / self.speeds[device])
+        return found
+
+    def demands(self, group: Group) -> tuple[tuple[float, float], ...]:
+        """The different pairs, among a worker's devices, of the share of a microbatch and the bytes of memory."""
+        found = self._demands.get(group)
+        if found is None:
+            rows = self.rows(group) or (math.inf,) * len(group)
+            pairs = {(of_device / self.microbatch_size, self.memory_bytes[device]) for device, of_device in zip(group, rows, strict=True)}
+            found = self._demands[group] = tuple(sorted(pairs))
+        return found
+
+    def sum_s(self, group: Sequence[int], parameter_bytes: float | Floats) -> float | Floats:
+        """Seconds in which a worker's devices sum gradients, as `Cost.collective_s` has it."""
+        size = len(group)
+        if size == 1:
+            return parameter_bytes * 0.0
+        slowest: float | Floats = 0.0
+        key = tuple(group)
+        if key not in self._rings:
+            self._rings[key] = ring([self.path(*ends) for ends in zip(key, (*key[1:], key[0]), strict=True)])
+        for latency_s, s_per_byte in self._rings[key]:  # Mostly few different ones.
+            slowest = np.maximum(slowest, latency_s + parameter_bytes / size * s_per_byte)
+        return 2 * (size - 1) * slowest

@@ -1,1 +1,0 @@
-"""Policies: they take facts and return decisions; only the coordinator acts."""

@@ -1,0 +1,1 @@
+"""Measures what layers and machines cost, and imports profiles that others measured."""

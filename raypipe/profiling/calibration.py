@@ -1,0 +1,152 @@
+"""Fits what a machine's runs cost besides computation to measured traces.
+
+A device's time between the ends of two computations is explained by the items that lie between:
+
+    ... | F of 5 ms |gap| recv |gap| B of 10 ms | ...
+          ^ nominal              the same for every F, B, I, W, message handed over and message taken
+
+The nominal times are those of a profile, which measures each layer alone; so what a stage costs besides its layers counts
+as overhead too. Fitted are means of the middle nine tenths: on the critical path rare long delays add up as well as short
+ones, but a single pause of the machine is no property of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raypipe.artifacts.calibration import TransportCosts
+from raypipe.artifacts.topology import NodeLink, Overheads
+from raypipe.artifacts.trace import Span, Trace
+from raypipe.schedules.ir import OpKind
+from raypipe.schedules.lower import Await, Collective, Compute, DeviceProgram, Message, Recv, Send, Start
+from raypipe.simulation.cost import Cost
+
+_OUTER = 0.05
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An item that took time, with its span and what was sent and joined right behind it."""
+
+    item: Compute | Recv | Await
+    span: Span
+    sent: list[Message] = field(default_factory=list)
+    started: list[Collective] = field(default_factory=list)
+
+
+@dataclass
+class Observations:
+    """Seconds seen in traces, by what they tell of.
+
+    Attributes:
+        beyond: of an Op of a kind, beyond its nominal time.
+        gaps: from the end of a span to the begin of the next, with nothing between.
+        sent: by bytes: the same with one Send between.
+        taken: by bytes, pairs (age, seconds): of taking a message whose maker had ended so long before.
+        carried: by bytes, of messages that were waited for: from the end of the Op that made one until it was taken.
+    """
+
+    beyond: defaultdict[OpKind, list[float]] = field(default_factory=lambda: defaultdict(list))
+    gaps: list[float] = field(default_factory=list)
+    sent: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    taken: defaultdict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    carried: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, programs: Sequence[DeviceProgram], trace: Trace, cost: Cost) -> None:
+        """Notes what a measured window tells.
+
+        Args:
+            programs: that ran.
+            trace: of all their devices, by one clock.
+            cost: the nominal times, without overheads.
+        """
+        walks = {program.device: list(_walk(program, trace.by_device[program.device])) for program in programs}
+        made_s = {message: step.span.end_s for walk in walks.values() for step in walk for message in step.sent}
+        sizes = {step.item.message: step.span.bytes for walk in walks.values() for step in walk if isinstance(step.item, Recv)}
+        for device, walk in walks.items():
+            for before, after in itertools.pairwise(walk):
+                gap_s = after.span.start_s - before.span.end_s
+                if not before.started and len(before.sent) == 1:
+                    self.sent[sizes[before.sent[0]]].append(gap_s)
+                elif not before.started and not before.sent:
+                    self.gaps.append(gap_s)
+            for step in walk:
+                self._note(device, step, made_s, cost)
+
+    def _note(self, device: int, step: _Step, made_s: Mapping[Message, float], cost: Cost) -> None:
+        item, span = step.item, step.span
+        if isinstance(item, Compute):
+            nominal_s = cost.compute_s(device, item.ops, tuple(rows[1] - rows[0] for rows in item.rows))
+            if len(item.ops) == 1 and nominal_s:
+                self.beyond[item.ops[0].kind].append(span.end_s - span.start_s - nominal_s)
+        elif isinstance(item, Recv):
+            left_s = made_s[item.message]
+            if left_s > span.start_s:
+                self.carried[span.bytes].append(span.end_s - left_s)
+            else:
+                self.taken[span.bytes].append((span.start_s - left_s, span.end_s - span.start_s))
+
+    def costs(self) -> TransportCosts:
+        """What explains them."""
+        gap_s = _middle_mean(self.gaps)
+        send_s, send_s_per_byte = _line({size: _middle_mean(seconds) - gap_s for size, seconds in self.sent.items()})
+        # A message that was made twice as long ago as one travels was there.
+        settled_s = 2 * max(map(_middle_mean, self.carried.values()), default=0.0)
+        settled = {size: [took_s for age_s, took_s in pairs if age_s > settled_s] for size, pairs in self.taken.items()}
+        take_s, take_s_per_byte = _line({size: _middle_mean(seconds) for size, seconds in settled.items() if seconds})
+        beyond = {kind: max(_middle_mean(seconds) + gap_s, 0.0) for kind, seconds in self.beyond.items()}
+        overheads = Overheads(
+            forward_s=beyond.get(OpKind.FORWARD, 0.0),
+            backward_s=beyond.get(OpKind.BACKWARD, 0.0),
+            input_grad_s=beyond.get(OpKind.INPUT_GRADIENT, 0.0),
+            weight_grad_s=beyond.get(OpKind.WEIGHT_GRADIENT, 0.0),
+            send_s=send_s,
+            send_s_per_byte=send_s_per_byte,
+            recv_s=take_s + gap_s,
+            recv_s_per_byte=take_s_per_byte,
+        )
+        took_s = {size: _middle_mean(seconds) - take_s - take_s_per_byte * size for size, seconds in self.carried.items()}
+        latency_s, s_per_byte = _line(took_s)
+        return TransportCosts(
+            overheads=overheads, link=NodeLink(latency_s=latency_s, bandwidth_bytes_per_s=1 / s_per_byte if s_per_byte else None)
+        )
+
+
+def _walk(program: DeviceProgram, spans: Sequence[Span]) -> Iterator[_Step]:
+    """The items that took time with their spans: both stand in the order in which they ran."""
+    spans_left = iter(spans)
+    step: _Step | None = None
+    for item in program.items:
+        if isinstance(item, Send):
+            assert step is not None, "a message is made by an Op"
+            step.sent.append(item.message)
+        elif isinstance(item, Start):
+            assert step is not None, "a collective joins what an Op has made"
+            step.started.append(item.collective)
+        else:
+            if step is not None:
+                yield step
+            step = _Step(item, next(spans_left))
+    if step is not None:
+        yield step
+
+
+def _middle_mean(seconds: Sequence[float]) -> float:
+    """The mean of the middle nine tenths; 0 where nothing was seen."""
+    ordered = sorted(seconds)
+    cut = int(len(ordered) * _OUTER)
+    return statistics.fmean(ordered[cut : len(ordered) - cut]) if ordered else 0.0
+
+
+def _line(took_s: Mapping[int, float]) -> tuple[float, float]:
+    """Seconds of nothing and of each byte, through the smallest and the largest message; neither is negative."""
+    sizes = sorted(took_s)
+    if not sizes:
+        return 0.0, 0.0
+    small, large = sizes[0], sizes[-1]
+    slope = max((took_s[large] - took_s[small]) / (large - small), 0.0) if large > small else 0.0
+    return max(took_s[small] - small * slope, 0.0), slope

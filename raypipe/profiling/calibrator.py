@@ -1,0 +1,137 @@
+"""Measures what a machine's runs cost besides computation, by running stages that wait: see `raypipe.profiling.calibration`.
+
+Three stage actors run 1F1B whose odd microbatches split their backward, so that every kind of Op is seen, with small and
+with large messages. Nobody trains with this order or these sizes: what is fitted here is tried on others.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from raypipe.actors.actor import BuildOrder
+from raypipe.actors.execution.batches import FixedBatch
+from raypipe.actors.execution.executor import BatchSource
+from raypipe.actors.execution.job import jobs
+from raypipe.artifacts.calibration import Calibration, TransportCosts
+from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.topology import Path
+from raypipe.artifacts.versions import versions
+from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.session import session
+from raypipe.cluster.slots import find_slots
+from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig, Transport
+from raypipe.models.waiting import waiting
+from raypipe.profiling.calibration import Observations
+from raypipe.profiling.profiler import stage_costs
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, UpdateScope
+from raypipe.simulation.cost import Cost
+
+NUM_DEVICES = 3
+_NUM_MICROBATCHES = 7
+_NUM_UPDATES = 4
+_NUM_WINDOWS = 4
+_WAIT_S = 0.003
+_WIDTH = 256
+TRANSPORTS = (Transport.SHM, Transport.GLOO)
+_NUM_ROWS = (16, 1024)
+"""Messages of 16 KiB and 1 MiB."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Opens the same rows for both splits."""
+
+    num_rows: int
+
+    def __call__(self, split: str) -> BatchSource:
+        return FixedBatch({"inputs": torch.zeros(self.num_rows, _WIDTH)})
+
+
+def calibrate(cluster: ClusterConfig, *, transports: tuple[Transport, ...]) -> Calibration:
+    """The calibration of the first node of a cluster, which must have room for three devices.
+
+    Takes some twenty seconds for each transport.
+
+    Raises:
+        PlanError: the cluster has no room.
+        RunError: something failed while running.
+    """
+    found: dict[str, TransportCosts] = {}
+    with session(cluster, num_devices=NUM_DEVICES, cpus_per_device=1.0):
+        # The first time is thrown away: a Ray that was just started is busy with itself for a while.
+        for _ in range(2):
+            for transport in transports:
+                observations = Observations()
+                for num_rows in _NUM_ROWS:
+                    _observe(observations, cluster, transport, num_rows)
+                found[str(transport)] = observations.costs()
+    return Calibration(
+        host=os.uname().nodename,
+        date=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+        versions={name: str(version) for name, version in versions().items()},
+        transports=found,
+    )
+
+
+def _observe(observations: Observations, cluster: ClusterConfig, transport: Transport, num_rows: int) -> None:
+    """Runs some windows and notes what they tell, the first left out."""
+    model = partial(waiting, num_layers=NUM_DEVICES, width=_WIDTH, forward_s=_WAIT_S, input_grad_s=_WAIT_S, weight_grad_s=_WAIT_S)
+    cut = Cut.of_sizes((2, *[1] * (NUM_DEVICES - 1)), model().edges())
+    schedule = order()
+    optimizer = OptimizerConfig(max_grad_norm=None)
+    scaling = ScalingConfig(num_devices=NUM_DEVICES, transport=transport)
+    with Coordinator(
+        run=f"calibrate-{transport}-{time.time_ns() // 1_000_000:x}",
+        slots=find_slots(scaling),
+        stages=[(stage,) for stage in range(NUM_DEVICES)],
+        scaling=scaling,
+        cluster=cluster,
+    ) as coordinator:
+        coordinator.wait_until_up()
+        (measured,) = coordinator.measure(model, _Rows(num_rows), optimizer=optimizer, seed=0, num_devices=1)
+        coordinator.build(
+            BuildOrder(
+                model=model,
+                batches=_Rows(num_rows),
+                cut=cut,
+                weight_rule=schedule.weight_rule,
+                optimizer=optimizer,
+                num_rows=num_rows,
+                num_updates=1,
+                seed=0,
+            )
+        )
+        programs = jobs(schedule)
+        coordinator.connect({"train": programs}, cut)
+        cost = Cost(
+            devices=coordinator.device_names,
+            stages={(stage, stage): of_stage for stage, of_stage in enumerate(stage_costs(measured, cut))},
+            edge_bytes={},
+            path=lambda _source, _target: Path(),
+        )
+        for number in range(_NUM_WINDOWS):
+            result = coordinator.run_window("train", num_updates=_NUM_UPDATES, first_update=number * _NUM_UPDATES)
+            if number:
+                observations.add([job.program for job in programs], result.trace, cost)
+
+
+def order() -> Schedule:
+    """1F1B in which the odd microbatches split their backward into I and W."""
+    schedule = build("1f1b", Size(NUM_DEVICES, _NUM_MICROBATCHES, _NUM_UPDATES, update_scope=UpdateScope.STAGE))
+    programs: list[tuple[Slot, ...]] = []
+    for program in schedule.programs:
+        slots: list[Slot] = []
+        for slot in program:
+            if isinstance(slot, Op) and slot.kind is OpKind.BACKWARD and slot.index % 2:
+                slots += [slot._replace(kind=OpKind.INPUT_GRADIENT), slot._replace(kind=OpKind.WEIGHT_GRADIENT)]
+            else:
+                slots.append(slot)
+        programs.append(tuple(slots))
+    return replace(schedule, name="calibration", programs=tuple(programs))

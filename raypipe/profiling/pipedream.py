@@ -1,0 +1,285 @@
+"""Reads PipeDream's profiles, `graph.txt`, as `ModelProfile`: a DAG of operators with times and sizes of one microbatch.
+
+    node4 -- Conv2d(64, 64, ...) -- forward_compute_time=46.201, backward_compute_time=113.330, activation_size=1644167168.000, ...
+    <tab>node3 -- node4
+
+Times are milliseconds, sizes bytes; operators and edges stand in any order. An operator that returns several tensors lists their
+sizes, `[6291456.0; 131072.0]`, and operators called `__getitem__` take one each. Harlap et al. 2018, "PipeDream: Fast and Efficient
+Pipeline Parallel DNN Training", arXiv 1806.03377; the files of github.com/msr-fiddle/pipedream, `profiler/*/profiles`.
+
+What the files do not say, and what is made of it:
+
+* the rows of a microbatch: the caller names them;
+* the weight gradient's part of a backward: a share, where the operator has weights;
+* what is kept for the backward: each tensor once, by the first operator that computes with it. Views, sums, concatenations and
+  operators that work in place keep nothing; what they pass on counts as the memory that it shares with their input.
+
+Operators called `Input...` that nothing feeds are no layers, as in PipeDream's own planner: their time is that of loading rows,
+which every stage that needs rows does by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import networkx as nx
+
+from raypipe.artifacts import codec
+from raypipe.artifacts.profile import LayerProfile, ModelProfile, NamedEdge
+from raypipe.errors import FormatError, InputError
+
+WEIGHT_GRAD_SHARE = 0.5
+"""Of a backward with weights: both gradients of a matrix product take as many operations."""
+
+_KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+_SEPARATOR = " -- "
+_GETITEM = "__getitem__"
+_VIEWS = (_GETITEM, "Size", "View")
+_SUMS = ("Add", "Concat")
+_IN_PLACE = "inplace"
+
+
+@dataclass(frozen=True)
+class _Node:
+    """One operator.
+
+    Attributes:
+        name: in the file, such as `node4`.
+        line: of the file.
+        description: such as `Conv2d(64, 64, kernel_size=(3, 3))`.
+        forward_s: seconds.
+        backward_s: seconds.
+        tensor_bytes: of each tensor that it returns.
+        parameter_bytes: of its weights.
+    """
+
+    name: str
+    line: int
+    description: str
+    forward_s: float
+    backward_s: float
+    tensor_bytes: tuple[int, ...]
+    parameter_bytes: int
+
+    @property
+    def kind(self) -> str:
+        """The operator without its arguments."""
+        return re.sub(r"[^\w.-]+", "-", self.description.partition("(")[0].strip(), flags=re.ASCII).strip("-")
+
+    @property
+    def layer_name(self) -> str:
+        """The name of its layer, such as `node4-Conv2d`."""
+        return "-".join(filter(None, (self.name, self.kind)))
+
+    @property
+    def output_bytes(self) -> int:
+        """Of all that it returns."""
+        return sum(self.tensor_bytes)
+
+    @property
+    def works_in_place(self) -> bool:
+        """Whether what it returns lies in the memory of what it takes."""
+        return self.kind in _VIEWS or _IN_PLACE in self.description
+
+    @property
+    def keeps_inputs(self) -> bool:
+        """Whether its backward needs what it took."""
+        return not self.works_in_place and self.kind not in _SUMS
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What a file holds, in topological order.
+
+    Attributes:
+        nodes: the operators, those that load rows among them.
+        edges: pairs (producer, consumer) of names, with their lines.
+    """
+
+    nodes: Mapping[str, _Node]
+    edges: Mapping[tuple[str, str], int]
+
+    def sources_of(self, name: str) -> list[_Node]:
+        """The operators that feed one."""
+        return [self.nodes[producer] for producer, consumer in self.edges if consumer == name]
+
+    def loads_rows(self, node: _Node) -> bool:
+        """Whether an operator stands for the rows of the microbatch."""
+        return node.description.startswith("Input") and not self.sources_of(node.name)
+
+
+def read_pipedream(
+    path: str | os.PathLike[str], *, microbatch_size: int, weight_grad_share: float = WEIGHT_GRAD_SHARE, name: str | None = None
+) -> ModelProfile:
+    """The profile that a `graph.txt` holds, its edges kept.
+
+    Args:
+        path: the file.
+        microbatch_size: rows of the microbatch that was measured; the file does not tell.
+        weight_grad_share: seconds of the weight gradient over those of the whole backward, for operators with weights; others have none.
+        name: of the profile; the file's name up to its first point, if left out.
+
+    Raises:
+        FormatError: the file is no such graph; names the line.
+        InputError: the share is not from 0 to 1.
+    """
+    if not 0 <= weight_grad_share <= 1:
+        raise InputError(f"weight_grad_share: expected a share from 0 to 1, got {weight_grad_share}")
+    file = os.fspath(path)
+    graph = _read(codec.read_text(path), file)
+    layers = [node for node in graph.nodes.values() if not graph.loads_rows(node)]
+    if not layers:
+        raise FormatError(
+            file, "", "holds no operator that computes; expected lines like `node1 -- Linear(...) -- forward_compute_time=...`"
+        )
+    kept_bytes = _kept_bytes(graph)
+    return ModelProfile(
+        name=name or Path(file).name.partition(".")[0] or file,
+        microbatch_size=microbatch_size,
+        layers=tuple(
+            LayerProfile(
+                name=node.layer_name,
+                forward_s=node.forward_s,
+                backward_s=node.backward_s,
+                weight_grad_s=node.backward_s * weight_grad_share if node.parameter_bytes else 0.0,
+                output_bytes=node.output_bytes,
+                saved_bytes=kept_bytes[node.name],
+                parameter_bytes=node.parameter_bytes,
+            )
+            for node in layers
+        ),
+        named_edges=tuple(
+            NamedEdge(
+                producer=graph.nodes[producer].layer_name,
+                consumer=graph.nodes[consumer].layer_name,
+                bytes=_edge_bytes(graph.nodes[producer], graph.nodes[consumer]),
+            )
+            for producer, consumer in graph.edges
+            if not graph.loads_rows(graph.nodes[producer])
+        ),
+    )
+
+
+def _edge_bytes(producer: _Node, consumer: _Node) -> int | None:
+    """What passes along an edge, if it is not all that the producer returns."""
+    takes_one = consumer.kind == _GETITEM and len(producer.tensor_bytes) > 1
+    return min(consumer.output_bytes, producer.output_bytes) if takes_one else None
+
+
+def _kept_bytes(graph: _Graph) -> dict[str, int]:
+    """What each operator keeps for its backward."""
+    owner: dict[str, _Node] = {}
+    kept: set[str] = set()
+    found: dict[str, int] = {}
+    for node in graph.nodes.values():
+        sources = graph.sources_of(node.name)
+        owner[node.name] = owner[sources[0].name] if node.works_in_place and sources else node
+        takes = {owner[source.name].name for source in sources} if node.keeps_inputs else set()
+        found[node.name] = sum(graph.nodes[name].output_bytes for name in takes - kept)
+        kept |= takes
+    return found
+
+
+# Reading
+
+
+def _read(text: str, path: str) -> _Graph:
+    """The operators and edges of a file, in topological order: among those that may come next, the least number first."""
+    nodes: dict[str, _Node] = {}
+    edges: dict[tuple[str, str], int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        if line[0].isspace():
+            ends = _edge(line, number, path)
+            if ends in edges:
+                raise FormatError(
+                    path, f"line {number}", f"the edge {_SEPARATOR.join(ends)} stands in line {edges[ends]} already; drop one"
+                )
+            edges[ends] = number
+        else:
+            node = _node(line, number, path)
+            if node.name in nodes:
+                problem = f"{node.name!r} stands in line {nodes[node.name].line} already; give each operator its own name"
+                raise FormatError(path, f"line {number}", problem)
+            nodes[node.name] = node
+    for ends, number in edges.items():
+        for name in ends:
+            if name not in nodes:
+                raise FormatError(path, f"line {number}", f"no line describes {name!r}; add `{name} -- ... -- forward_compute_time=...`")
+    return _sorted(nodes, edges, path)
+
+
+def _sorted(nodes: Mapping[str, _Node], edges: Mapping[tuple[str, str], int], path: str) -> _Graph:
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from(edges)
+
+    def place(name: str) -> tuple[int, int]:
+        digits = re.search(r"\d+", name)
+        return (int(digits[0]) if digits else 0, nodes[name].line)
+
+    try:
+        order = list(nx.lexicographical_topological_sort(graph, key=place))
+    except nx.NetworkXUnfeasible:
+        circle = [(source, target) for source, target, *_ in nx.find_cycle(graph)]
+        ways = ", ".join(f"{source} -- {target} (line {edges[source, target]})" for source, target in circle)
+        raise FormatError(path, f"line {edges[circle[-1]]}", f"the edges lead in a circle: {ways}; drop one of them") from None
+    position = {name: index for index, name in enumerate(order)}
+    in_order = sorted(edges, key=lambda ends: (position[ends[1]], position[ends[0]]))
+    return _Graph({name: nodes[name] for name in order}, {ends: edges[ends] for ends in in_order})
+
+
+def _edge(line: str, number: int, path: str) -> tuple[str, str]:
+    ends = line.split(_SEPARATOR)
+    if len(ends) != 2 or not all(map(str.strip, ends)):
+        raise FormatError(path, f"line {number}", f"expected an edge, a tab and `node1 -- node2`, got {line.strip()[:80]!r}")
+    return ends[0].strip(), ends[1].strip()
+
+
+def _node(line: str, number: int, path: str) -> _Node:
+    parts = line.strip().split(_SEPARATOR)
+    # A fourth part, `stage_id=0`, is the plan that PipeDream made; it is no property of the model.
+    if len(parts) not in {3, 4} or not parts[0]:
+        problem = f"expected `node1 -- description -- forward_compute_time=..., ...` or, behind a tab, an edge; got {line.strip()[:80]!r}"
+        raise FormatError(path, f"line {number}", problem)
+    where = f"line {number}"
+    found: dict[str, str] = {}
+    for item in parts[2].split(", "):
+        key, equals, value = item.partition("=")
+        if not equals or key not in _KEYS or key in found:
+            raise FormatError(path, where, f"expected {'=..., '.join(_KEYS)}=..., each once, got {item[:80]!r}")
+        found[key] = value
+    if missing := [key for key in _KEYS if key not in found]:
+        raise FormatError(path, where, f"{', '.join(missing)} is missing; add it")
+    return _Node(
+        name=parts[0],
+        line=number,
+        description=parts[1],
+        forward_s=_amount(found, _KEYS[0], where, path) / 1e3,
+        backward_s=_amount(found, _KEYS[1], where, path) / 1e3,
+        tensor_bytes=_sizes(found, _KEYS[2], where, path),
+        parameter_bytes=round(_amount(found, _KEYS[3], where, path)),
+    )
+
+
+def _sizes(found: Mapping[str, str], key: str, where: str, path: str) -> tuple[int, ...]:
+    """One size, or several in brackets."""
+    text = found[key].strip()
+    sizes: Sequence[str] = text[1:-1].split(";") if text.startswith("[") and text.endswith("]") else [text]
+    return tuple(round(_amount({key: size}, key, where, path)) for size in sizes)
+
+
+def _amount(found: Mapping[str, str], key: str, where: str, path: str) -> float:
+    try:
+        amount = float(found[key])
+    except ValueError:
+        amount = math.nan
+    if not (math.isfinite(amount) and amount >= 0):
+        raise FormatError(path, where, f"{key}: expected a number that is not negative, got {found[key].strip()!r}")
+    return amount

@@ -1,0 +1,306 @@
+"""Measures the layers of a model on devices of a cluster; from measured layers to a `ModelProfile`, or to the costs of stages.
+
+One stage actor a device measures layer by layer and ends. Of each kind of device one is measured, one kind after the other, so that
+they do not disturb each other where they share a machine or a network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+
+from raypipe.actors.actor import BatchFunction, ModelFunction
+from raypipe.actors.execution.batches import TokenSource
+from raypipe.actors.measure.layers import Effort, LayerMeasurement
+from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge
+from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.node_matching import NODE_LABEL, ClusterNode, is_cpu_kind, nodes_called
+from raypipe.cluster.session import session
+from raypipe.cluster.slots import Slot, amounts, cluster_nodes, find_slots, needed, room
+from raypipe.config import DataConfig, ScalingConfig, TrainConfig
+from raypipe.data.tokens import TokenDataset
+from raypipe.errors import ConfigError, PlanError
+from raypipe.model import Model
+from raypipe.simulation.cost import StageCost
+from raypipe.user_code import make_model
+
+DEFAULT_KIND = "cpu"
+CAREFUL = Effort(passes=3)
+"""For a profile that many plans are made from."""
+_KIND = re.compile(r"([^\s=,]+)(?:=([^\s=,]+))?")
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A kind of device, and where one of it is.
+
+    Attributes:
+        name: as topologies call it.
+        node: label, address or host name of a node that has one; `None` for the cluster's first.
+    """
+
+    name: str
+    node: str | None = None
+
+    @classmethod
+    def of(cls, text: str) -> DeviceKind:
+        """The kind that `cpu` or `cpu-slow=10.0.0.3` means.
+
+        Raises:
+            ConfigError: it is not of this form.
+        """
+        matched = _KIND.fullmatch(text)
+        if matched is None:
+            raise ConfigError(f"device kind {text!r}: expected KIND or KIND=NODE without spaces, such as cpu-slow=10.0.0.3")
+        name, node = matched.groups()
+        return cls(name, node)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU; kinds of CPU slots are called `cpu`, or `cpu-fast` and `cpu-slow`."""
+        return not is_cpu_kind(self.name)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The layers of a model as measured on one kind of device.
+
+    Attributes:
+        kind: of the device.
+        device: its name.
+        times: of each layer.
+        spreads: of each layer: half the distance between the quartiles of its forward's and backward's seconds, over their median;
+            of several devices the largest.
+    """
+
+    kind: str
+    device: str
+    times: tuple[LayerTimes, ...]
+    spreads: tuple[float, ...]
+
+    def merged_spreads(self, members: Sequence[Sequence[int]]) -> tuple[float, ...]:
+        """The spreads of layers that stand for several each: at most the means of theirs, weighted by the time that they take."""
+        seconds = [times.forward_s + times.backward_s for times in self.times]
+        return tuple(
+            sum(self.spreads[layer] * seconds[layer] for layer in group) / (sum(seconds[layer] for layer in group) or 1.0)
+            for group in members
+        )
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What profiling gave.
+
+    Attributes:
+        profile: of the model; the times of its layers are those of the first kind.
+        kinds: what was measured on each kind of device.
+    """
+
+    profile: ModelProfile
+    kinds: tuple[Measured, ...]
+
+
+def profile_model(
+    config: TrainConfig,
+    *,
+    kinds: Sequence[DeviceKind] = (),
+    effort: Effort = CAREFUL,
+    num_at_once: int = 1,
+    notice: Callable[[str], None] = lambda _: None,
+    batches: BatchFunction | None = None,
+) -> Profiled:
+    """Measures the model of a training configuration on devices of its cluster.
+
+    Args:
+        config: of the run that the model is to be planned for; its schedule's microbatch size is measured.
+        kinds: of which kinds of device; if left out, the cluster's first device, whose times then hold for all kinds.
+        effort: how often each layer is measured.
+        num_at_once: devices of a node that measure at the same time, to share its memory and cores as in training; times are means.
+        notice: told how it goes.
+        batches: instead of the configuration's tokens, a function that opens the rows of a split.
+
+    Raises:
+        InputError: configuration, model, data and cluster do not fit together.
+        RunError: the cluster cannot be reached, or something failed while measuring.
+    """
+    names = [kind.name for kind in kinds]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"the device kind {', '.join(sorted(repeated))} is given twice; name one device of each kind")
+    make = partial(make_model, config.model.function, config.model.options, compile_layers=config.model.compile)
+    model = make()
+    rows = batches or _tokens(config.data, seed=config.run.seed, microbatch_size=config.schedule.microbatch_size)
+    scaling = dataclasses.replace(config.scaling, num_devices=num_at_once)
+    found: dict[DeviceKind, tuple[Slot, list[list[LayerMeasurement]]]] = {}
+    with session(config.cluster, num_devices=num_at_once, cpus_per_device=scaling.cpus_per_device):
+        # All are found before any is measured.
+        default = DeviceKind("gpu" if scaling.use_gpu else DEFAULT_KIND)
+        slots = {kind: _slots(kind, dataclasses.replace(scaling, use_gpu=kind.is_gpu)) for kind in kinds or (default,)}
+        for kind, of_kind in slots.items():
+            notice(f"measuring {len(model.layers)} layers on {', '.join(slot.name for slot in of_kind)} ({kind.name})")
+            found[kind] = of_kind[0], _measure(config, scaling, of_kind, make, rows, effort)
+    first, *_ = found.values()
+    profile = model_profile(first[1], model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
+    measured = tuple(Measured(kind.name, slot.name, _times(of_devices), _spreads(of_devices)) for kind, (slot, of_devices) in found.items())
+    if kinds:
+        profile = dataclasses.replace(profile, device_kinds={of_kind.kind: of_kind.times for of_kind in measured})
+    return Profiled(profile, measured)
+
+
+def _spreads(measured: Sequence[Sequence[LayerMeasurement]]) -> tuple[float, ...]:
+    return tuple(max(layer.spread for layer in of_devices) for of_devices in zip(*measured, strict=True))
+
+
+def _tokens(data: DataConfig, *, seed: int, microbatch_size: int) -> TokenSource:
+    """How actors open the tokens, which are tried here first."""
+    TokenDataset(data.file, sequence_length=data.sequence_length, seed=seed, split="train")
+    return TokenSource(path=data.file, sequence_length=data.sequence_length, seed=seed, microbatch_size=microbatch_size)
+
+
+def _slots(kind: DeviceKind, scaling: ScalingConfig) -> list[Slot]:
+    """Places for all actors that measure a kind, on one node: the one that is named, else the first with room for all.
+
+    Raises:
+        PlanError: there is no such node, or others hold its CPUs.
+    """
+    if kind.node is None:
+        return _first_with_room(kind, scaling)
+    nodes = cluster_nodes()
+    there = "; ".join(str(node) for node in nodes if node.alive)
+    matches = nodes_called(kind.node, nodes)
+    if len(matches) != 1:
+        what = f"{len(matches)} nodes are" if matches else "no living node is"
+        raise PlanError(
+            f"device kind {kind.name!r}: {what} called {kind.node!r}; give a node's label {NODE_LABEL}, its address or its host name. "
+            f"The nodes: {there}"
+        )
+    (node,) = matches
+    if not _has_room(node, scaling):
+        raise PlanError(_lacking(kind, scaling, f"{node} has fewer"))
+    return _slots_of(node, scaling)
+
+
+def _first_with_room(kind: DeviceKind, scaling: ScalingConfig) -> list[Slot]:
+    found = find_slots(scaling)
+    if len({slot.node_id for slot in found}) == 1:
+        return found
+    # These are on several nodes, since the first has too few.
+    roomy = [node for node in cluster_nodes() if node.alive and _has_room(node, scaling)]
+    if not roomy:
+        raise PlanError(_lacking(kind, scaling, "no node has as many"))
+    return _slots_of(min(roomy, key=lambda node: (node.address, node.node_id)), scaling)
+
+
+def _has_room(node: ClusterNode, scaling: ScalingConfig) -> bool:
+    return room({"CPU": node.num_cpus, "GPU": node.num_gpus}, scaling) >= scaling.num_devices
+
+
+def _slots_of(node: ClusterNode, scaling: ScalingConfig) -> list[Slot]:
+    num_gpus = needed(scaling).get("GPU", 0.0)
+    return [Slot(node.node_id, node.address, f"{node.name}/{number}", num_gpus) for number in range(scaling.num_devices)]
+
+
+def _lacking(kind: DeviceKind, scaling: ScalingConfig, what: str) -> str:
+    return (
+        f"device kind {kind.name!r}: {scaling.num_devices} devices of {amounts(needed(scaling))} are to measure on one node, {what}; "
+        "lower scaling.cpus_per_device, or how many measure at once"
+    )
+
+
+def _measure(
+    config: TrainConfig, scaling: ScalingConfig, slots: Sequence[Slot], model: ModelFunction, batches: BatchFunction, effort: Effort
+) -> list[list[LayerMeasurement]]:
+    """The costs of the layers on each of some devices at the same time."""
+    run = f"profile-{time.time_ns() // 1_000_000:x}"
+    stages: list[tuple[int, ...]] = [() for _ in slots]
+    with Coordinator(run=run, slots=slots, stages=stages, scaling=scaling, cluster=config.cluster) as coordinator:
+        coordinator.wait_until_up()
+        return coordinator.measure(
+            model,
+            batches,
+            optimizer=config.optimizer,
+            seed=config.run.seed,
+            num_devices=len(slots),
+            effort=effort,
+            precision=config.model.precision,
+        )
+
+
+def _times(measured: Sequence[Sequence[LayerMeasurement]]) -> tuple[LayerTimes, ...]:
+    """The times of each layer, means of the devices that measured it at the same time."""
+    return tuple(
+        LayerTimes(
+            forward_s=fmean(layer.forward_s for layer in of_devices),
+            backward_s=fmean(layer.backward_s for layer in of_devices),
+            weight_grad_s=fmean(layer.weight_grad_s for layer in of_devices),
+        )
+        for of_devices in zip(*measured, strict=True)
+    )
+
+
+def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, *, name: str, microbatch_size: int) -> ModelProfile:
+    """The profile of a model whose layers were measured in order, on one or several devices of a kind at the same time.
+
+    Args:
+        measured: for each device, the costs of each layer; times are averaged.
+        model: the model's description.
+        name: of the profile.
+        microbatch_size: rows of the microbatch that was measured.
+    """
+    tied = _tied(model)
+    layers = tuple(
+        LayerProfile(
+            name=of_devices[0].name,
+            forward_s=times.forward_s,
+            backward_s=times.backward_s,
+            weight_grad_s=times.weight_grad_s,
+            output_bytes=of_devices[0].output_bytes,
+            saved_bytes=of_devices[0].saved_bytes,
+            parameter_bytes=of_devices[0].parameter_bytes,
+            weight_grad_saved_bytes=of_devices[0].weight_grad_saved_bytes,
+            tied=tied.get(of_devices[0].name),
+            tied_bytes=of_devices[0].tied_bytes if of_devices[0].name in tied else None,
+            update_s=fmean(layer.update_s for layer in of_devices),
+            low_precision_bytes=of_devices[0].low_precision_bytes or None,
+            working_bytes=of_devices[0].working_bytes,
+            input_grad_working_bytes=of_devices[0].input_grad_working_bytes,
+            frozen_bytes=of_devices[0].frozen_bytes or None,
+        )
+        for times, of_devices in zip(_times(measured), zip(*measured, strict=True), strict=True)
+    )
+    edges = tuple(dict.fromkeys(model.edges()))  # a layer may take a tensor twice
+    chain = tuple((index, index + 1) for index in range(len(layers) - 1))
+    named = None
+    if edges != chain:
+        named = tuple(NamedEdge(producer=layers[source].name, consumer=layers[target].name) for source, target in edges)
+    return ModelProfile(name=name, microbatch_size=microbatch_size, layers=layers, named_edges=named)
+
+
+def _tied(model: Model) -> dict[str, str]:
+    """What the layers that share weights share them by: the names of these, of all ties that meet in a layer."""
+    found: dict[str, str] = {}
+    for tie in model.ties:
+        if len(layers := dict.fromkeys(layer for layer, _ in tie)) > 1:
+            texts = dict.fromkeys(found[layer] for layer in layers if layer in found)
+            joined = "+".join([*texts, ".".join(tie[0])])
+            members = [layer for layer, text in found.items() if text in texts]
+            found |= dict.fromkeys((*members, *layers), joined)
+    return found
+
+
+def stage_costs(measured: Sequence[LayerMeasurement], cut: Cut) -> list[StageCost]:
+    """What the stages of a cut cost in seconds, from the layers of the model as they were measured on one device."""
+    return [
+        StageCost(
+            forward_s=sum(measured[layer].forward_s for layer in layers),
+            backward_s=sum(measured[layer].backward_s for layer in layers),
+            weight_grad_s=sum(measured[layer].weight_grad_s for layer in layers),
+            update_s=sum(measured[layer].update_s for layer in layers),
+        )
+        for layers in cut.stages
+    ]

@@ -1,0 +1,266 @@
+"""Schedules by name, the bundled ones and one's own: the one place where a name becomes a `Family`.
+
+    1f1b                                  bundled with raypipe
+    eager                                 an entry point of an installed package, in the group `raypipe.schedules`
+    order.csv   order.json                a file that holds one order
+    orders.py:eager   my_orders:eager     a function in a file or a module, from a `Size` to a `Schedule`; or a `Family`
+
+Paths are relative to the working directory, as all paths in a configuration. What somebody else wrote is checked before it is
+handed on: the schedules of a family from here are of the size that was asked for, and valid.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import PurePath
+from typing import Any
+
+from raypipe.artifacts.schedule import load_order
+from raypipe.errors import ConfigError, InputError, RaypipeError, ScheduleError, UnknownNameError
+from raypipe.schedules import catalogue
+from raypipe.schedules.family import Family
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, Together, UpdateScope, WeightRule
+from raypipe.schedules.passes import repeated
+from raypipe.schedules.validate import facts, validate
+from raypipe.user_code import named
+
+GROUP = "raypipe.schedules"
+"""The group of entry points under which packages register schedules."""
+
+_UNKNOWN = "?"
+
+
+def family(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        UnknownNameError: lists the names there are.
+        ConfigError: the name is a function's or an entry point's, and loading it failed.
+        InputError: the name is a file's that cannot be read, or whose order cannot run.
+    """
+    bundled = {found.name: found for found in catalogue.FAMILIES}
+    if name in bundled:
+        return bundled[name]
+    if is_file(name):
+        return _of_file(name)
+    if name.endswith(".py"):
+        raise ConfigError(f"schedule {name!r}: name the function in it, as in {name}:function")
+    if ":" in name:
+        what = f"schedule {name!r}"
+        return _of_object(name, what, named(name, what="schedule", such_as="my_orders:eager"))
+    entries = _entries()
+    if name not in entries:
+        raise UnknownNameError("schedule", name, [*bundled, *entries])
+    return _of_entry(name, entries[name])
+
+
+def families() -> tuple[Family, ...]:
+    """All bundled and registered families; one that cannot be loaded says so as its title, and when it is built."""
+    found: list[Family] = list(catalogue.FAMILIES)
+    for name, entry in _entries().items():
+        try:
+            found.append(_of_entry(name, entry))
+        except InputError as error:
+            found.append(_described(name, partial(_fail, error), title=f"cannot be loaded: {error}"))
+    return tuple(found)
+
+
+def overlaps(name: str) -> bool:
+    """Whether the updates of that schedule overlap; a function is not known to have such. Errors as of `family`."""
+    return family(name).weight_rule is not WeightRule.FLUSH
+
+
+def is_file(name: str) -> bool:
+    """Whether a file holds it: one order, which may be that of a whole window."""
+    return name.endswith((".csv", ".json"))
+
+
+def build(name: str, size: Size) -> Schedule:
+    """The schedule of that name and size; one that is not bundled is validated.
+
+    Raises:
+        InputError: as `family`, or the size is one that the schedule cannot take, or the order cannot run.
+    """
+    return catalogue.of_size(family(name), size)
+
+
+def _described(
+    name: str, build_size: Callable[[Size], Schedule], *, title: str, chunks: int = 1, weight_rule: WeightRule = WeightRule.FLUSH
+) -> Family:
+    """A family of which nothing is known but its orders."""
+    return Family(
+        name=name,
+        build=build_size,
+        title=title,
+        paper=_UNKNOWN,
+        bubble=_UNKNOWN,
+        memory=_UNKNOWN,
+        mismatch=_UNKNOWN,
+        delay=_UNKNOWN,
+        makespan_s=lambda size, times: None,
+        peak_in_flight=lambda size, worker: facts(build_size(size)).peak_in_flight[worker],
+        default_chunks=chunks,
+        weight_rule=weight_rule,
+    )
+
+
+def _fail(error: InputError, size: Size) -> Schedule:
+    raise error
+
+
+# Entry points
+
+
+def _entries() -> dict[str, EntryPoint]:
+    """The entry points by name; one whose name is taken already goes by what it names, `module:function`."""
+    found: dict[str, EntryPoint] = {}
+    bundled = {known.name for known in catalogue.FAMILIES}
+    for entry in entry_points(group=GROUP):
+        name = entry.value if entry.name in bundled or entry.name in found else entry.name
+        found.setdefault(name, entry)
+    return found
+
+
+def _of_entry(name: str, entry: EntryPoint) -> Family:
+    package = f" of {entry.dist.name}" if entry.dist else ""
+    what = f"schedule {name!r} (entry point {entry.value}{package})"
+    try:
+        loaded = entry.load()
+    except (Exception, SystemExit) as error:  # sys.exit() shall not end the command in silence
+        raise ConfigError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+    return _of_object(name, what, loaded)
+
+
+# Functions
+
+
+def _of_object(name: str, what: str, loaded: Any) -> Family:
+    """The family that a function or a `Family` makes.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(loaded, Family):
+        return replace(loaded, name=name, build=partial(_checked, what, loaded.build))
+    if not callable(loaded):
+        raise ConfigError(f"{what}: expected a function from a Size to a Schedule, or a Family, got {type(loaded).__name__}")
+    title = (getattr(loaded, "__doc__", None) or "").strip().partition("\n")[0]
+    return _described(name, partial(_checked, what, loaded), title=title or "a function of one's own")
+
+
+def _checked(what: str, function: Callable[[Size], object], size: Size) -> Schedule:
+    """What a user's function returns for a size, if that is a valid schedule of this size."""
+    try:
+        returned = function(size)
+    except RaypipeError:
+        raise
+    except (Exception, SystemExit) as error:  # sys.exit() shall not end the command in silence
+        words = f"{size.num_devices} devices, {size.num_microbatches} microbatches and {size.num_updates} updates"
+        raise ScheduleError(f"{what} failed for {words}: {type(error).__name__}: {error}{_place(error)}") from error
+    if not isinstance(returned, Schedule):
+        raise ScheduleError(f"{what} returned {type(returned).__name__}, expected a raypipe.schedules.ir.Schedule")
+    schedule = _well_formed(what, returned)
+    for words, asked, got in (
+        ("devices", size.num_devices, schedule.num_workers),
+        ("microbatches an update", size.num_microbatches, schedule.num_microbatches),
+        ("updates", size.num_updates, schedule.num_updates),
+        ("pipelines", size.num_pipelines or len(schedule.pipelines), len(schedule.pipelines)),
+        ("as the scope of updates", size.update_scope or schedule.update_scope, schedule.update_scope),
+    ):
+        if asked != got:
+            raise ScheduleError(f"{what} returned a schedule of {got!s} {words}, asked for {asked!s}; follow the Size, or refuse it")
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{what}: {error.problem}", error.grid) from None
+    return schedule
+
+
+def _place(error: BaseException) -> str:
+    """Where in somebody else's code an exception was raised: there is no traceback on the command line."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return "" if last.filename == __file__ else f" ({PurePath(last.filename).name}, line {last.lineno})"
+
+
+def _well_formed(what: str, schedule: Schedule) -> Schedule:
+    """The same with tuples and enums where lists and texts were given.
+
+    Raises:
+        ScheduleError: something else stands where an Op, a worker or the stage graph should.
+    """
+    try:
+        tidy = replace(
+            schedule,
+            programs=tuple(map(tuple, schedule.programs)),
+            pipelines=tuple(map(tuple, schedule.pipelines)),
+            weight_rule=WeightRule(schedule.weight_rule),
+            update_scope=UpdateScope(schedule.update_scope),
+        )
+    except (TypeError, ValueError) as error:
+        raise ScheduleError(f"{what} returned a schedule that cannot be read: {error}; see raypipe.schedules.ir.Schedule") from None
+    if not isinstance(tidy.graph, StageGraph):
+        raise ScheduleError(f"{what} returned {tidy.graph!r} as the stage graph; write StageGraph.chain(num_stages)")
+    for number, workers in enumerate(tidy.pipelines):
+        if not all(isinstance(worker, int) for worker in workers):
+            raise ScheduleError(f"{what} returned {workers} as pipeline {number}; write the number of the worker of each stage")
+    for worker, program in enumerate(tidy.programs):
+        for position, slot in enumerate(program):
+            if not all(map(_is_op, slot.ops if isinstance(slot, Together) else (slot,))):
+                raise ScheduleError(
+                    f"{what}: worker {worker}, position {position}: {slot!r} is no Op; write Op(OpKind.FORWARD, stage, microbatch)"
+                )
+    return tidy
+
+
+def _is_op(op: object) -> bool:
+    return isinstance(op, Op) and isinstance(op.kind, OpKind) and all(isinstance(number, int) for number in op[1:])
+
+
+# Files
+
+
+def _of_file(path: str) -> Family:
+    order = load_order(path)
+    chunks = math.ceil(order.num_stages / order.num_workers)
+    title = f"the order in {PurePath(path).name}"
+    return _described(path, partial(_sized, path, order), title=title, chunks=chunks, weight_rule=order.weight_rule)
+
+
+def _sized(path: str, order: Schedule, size: Size) -> Schedule:
+    """The order of a file for as many updates as asked for.
+
+    Raises:
+        ScheduleError: it is the order of another size.
+    """
+    if (size.num_devices, size.num_microbatches) != (order.num_workers, order.num_microbatches):
+        raise ScheduleError(
+            f"{path} is an order for {order.num_workers} devices and {order.num_microbatches} microbatches an update, asked for "
+            f"{size.num_devices} devices and {size.num_microbatches} microbatches; use --devices {order.num_workers} --microbatches "
+            f"{order.num_microbatches} (scaling.num_devices, schedule.num_microbatches), or a schedule for any size"
+        )
+    chunks, pipelines = math.ceil(order.num_stages / order.num_workers), len(order.pipelines)
+    if size.num_chunks != chunks or size.num_pipelines not in {0, pipelines}:
+        raise ScheduleError(
+            f"{path} has {order.num_stages} stages on {order.num_workers} devices in {pipelines} pipelines; "
+            "leave --chunks and --pipelines (schedule.num_chunks, schedule.num_pipelines) out"
+        )
+    order = replace(order, update_scope=size.update_scope or order.update_scope)
+    if size.num_updates != order.num_updates:
+        if order.num_updates > 1:
+            # A plan of a synchronous order is one of an update.
+            options = "" if order.weight_rule is WeightRule.FLUSH else "--updates-per-window, "
+            raise ScheduleError(
+                f"{path} is the order of {order.num_updates} updates, asked for {size.num_updates}; use --updates {order.num_updates} "
+                f"({options}schedule.updates_per_window), or write the order of one update, which is repeated"
+            )
+        order = repeated(order, num_updates=size.num_updates)
+    try:
+        validate(order)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error.problem}", error.grid) from None
+    return order

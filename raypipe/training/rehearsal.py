@@ -1,0 +1,239 @@
+"""Rehearses a plan: its own programs on the real cluster, with real actors, messages and sums, while every computation is a wait.
+
+What a rehearsal has of a training run: the lowered programs, the executor, the places of the devices, the channels, tensors of the
+size of the plan's, the sums of the gradients of replicas. What it has not: the computation, which takes as long as the profile says
+on each device (`raypipe.models.rehearsing`), and so what computation costs others: waiting stages share no cores. Its prediction is
+the simulation at the same scales, with devices that share no cores; overheads and links are the topology's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+
+from raypipe.actors.actor import BuildOrder
+from raypipe.actors.execution.batches import FixedBatch
+from raypipe.actors.execution.executor import BatchSource
+from raypipe.actors.execution.job import Job, jobs
+from raypipe.analysis.comparison import Figure, compare, median_window
+from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.trace import Source, Trace
+from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.node_matching import least_rows, num_places
+from raypipe.cluster.session import session
+from raypipe.cluster.slots import planned_slots
+from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
+from raypipe.errors import ConfigError, PlanError
+from raypipe.models.rehearsing import NUMBER_BYTES, StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.passes import one_of_repeated
+from raypipe.simulation.cost import Cost, plan_cost
+from raypipe.simulation.simulator import simulate
+from raypipe.training.strategy import stages_of, window_of
+
+NUM_UPDATES = 4
+"""Of a window, unless the plan's order is of updates that overlap."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal gave.
+
+    Attributes:
+        plan: what was rehearsed.
+        time_scale: seconds of a wait for each second of computation.
+        byte_scale: bytes sent for each byte of the plan.
+        predicted: a window as simulated at these scales.
+        windows: as they went, without the first, in which memory and connections are new.
+    """
+
+    plan: Plan
+    time_scale: float
+    byte_scale: float
+    predicted: Trace
+    windows: tuple[Trace, ...]
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The window whose update time is the median's nearest."""
+        return median_window(self.windows)
+
+    @cached_property
+    def figures(self) -> list[Figure]:
+        """Predicted against rehearsed."""
+        return compare(self.predicted, self.windows)
+
+    @property
+    def error(self) -> float:
+        """Of the update time: (predicted - rehearsed) / rehearsed."""
+        return self.figures[0].error
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Opens the same rows for both splits: [num_rows, 1]."""
+
+    num_rows: int
+
+    def __call__(self, split: str) -> BatchSource:
+        return FixedBatch({"inputs": torch.zeros(self.num_rows, 1)})
+
+
+def rehearse(
+    plan: Plan,
+    *,
+    num_updates: int | None = None,
+    num_windows: int = 3,
+    time_scale: float = 1.0,
+    byte_scale: float = 1.0,
+    cluster: ClusterConfig | None = None,
+    scaling: ScalingConfig | None = None,
+    stand_ins: bool = False,
+    notice: Callable[[str], None] = lambda _: None,
+) -> Rehearsal:
+    """Runs a plan with waits for computation.
+
+    Args:
+        plan: what runs where; its order is repeated unless its updates overlap.
+        num_updates: of a window; `None` for four, or for those of an order whose updates overlap.
+        num_windows: that count, after one that does not.
+        time_scale: factor for all computation.
+        byte_scale: factor for all messages and sums.
+        cluster: which Ray cluster; one node is started where the plan needs no more and none is named.
+        scaling: CPUs of each device, and what carries messages.
+        stand_ins: whether CPU slots may stand for devices of other kinds.
+        notice: is told what is worth a line.
+
+    Raises:
+        PlanError: the plan cannot be run, or the cluster is not the one that it was made for.
+        ConfigError: a scale or a number of updates is none that can be.
+        RunError: something failed while running.
+    """
+    for name, scale in (("time_scale", time_scale), ("byte_scale", byte_scale)):
+        if not (math.isfinite(scale) and scale > 0):
+            raise ConfigError(f"{name} is {scale}; expected a finite number > 0")
+    cluster, scaling = cluster or ClusterConfig(dashboard=False, log_to_driver=False), scaling or ScalingConfig()
+    order = plan.schedule
+    schedule = window_of(order, num_updates or (NUM_UPDATES if one_of_repeated(order) else order.num_updates))
+    if len(schedule.graph.sinks) > 1:
+        raise PlanError(f"stages {', '.join(map(str, schedule.graph.sinks))} of the plan feed no other; a rehearsal takes one loss")
+    programs = jobs(schedule, plan.placement)
+    scaled = Scaled(plan, schedule, programs, time_scale=time_scale, byte_scale=byte_scale)
+    predicted = simulate(
+        [job.program for job in programs], scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False
+    )
+    places = num_places(plan.topology, plan.devices)
+    with session(cluster, num_devices=places, cpus_per_device=scaling.cpus_per_device) as connected:
+        slots = planned_slots(plan, scaling, local=connected.local, stand_ins=stand_ins)
+        run = f"rehearse-{time.time_ns() // 1_000_000:x}"
+        held = stages_of(schedule, plan.placement)
+        with Coordinator(run=run, slots=slots, stages=held, scaling=scaling, cluster=cluster) as coordinator:
+            coordinator.wait_until_up()
+            coordinator.build(scaled.orders)
+            coordinator.connect({"rehearse": programs}, scaled.cut)
+            if coordinator.channels:
+                notice(f"messages between devices: {coordinator.channel_text}")
+            traces: list[Trace] = []
+            for number in range(num_windows + 1):
+                result = coordinator.run_window("rehearse", num_updates=schedule.num_updates, first_update=number * schedule.num_updates)
+                trace = dataclasses.replace(result.trace, name=plan.name, source=Source.REHEARSED, memory=())
+                notice(f"window {number + 1} of {num_windows + 1}: {trace.update_s:.4g} s per update, predicted {predicted.update_s:.4g} s")
+                traces.append(trace)
+    return Rehearsal(plan, time_scale, byte_scale, predicted, tuple(traces[1:]))
+
+
+class Scaled:
+    """A plan as it is rehearsed: waits, rows and widths, and what they should take.
+
+    A microbatch has as few rows as its shares need, at most the plan's own, so that rows of whole numbers come nearest to the bytes.
+
+    Args:
+        plan: what runs where.
+        schedule: the order of a window.
+        programs: its jobs.
+        time_scale: factor for computation.
+        byte_scale: factor for messages and sums.
+    """
+
+    def __init__(self, plan: Plan, schedule: Schedule, programs: Sequence[Job], *, time_scale: float, byte_scale: float) -> None:
+        self.plan = plan
+        self.schedule = schedule
+        boundaries = [end for job in programs for rows in job.rows for end in rows]
+        self.num_rows = least_rows(boundaries, most=plan.microbatch_size)
+        self.cut = _cut(schedule)
+        whole = plan_cost(plan)
+        row_bytes = NUMBER_BYTES * self.num_rows
+        self.widths = {edge: max(round(whole.edge_bytes.get(edge, 0) * byte_scale / row_bytes), 1) for edge in schedule.graph.edges}
+        self.cost = _scaled(whole, {edge: width * row_bytes for edge, width in self.widths.items()}, time_scale, byte_scale)
+
+    @property
+    def orders(self) -> list[BuildOrder]:
+        """What each device builds: it waits at its own speed."""
+        return [self._order(device) for device in range(len(self.plan.devices))]
+
+    def _order(self, device: int) -> BuildOrder:
+        waits = tuple(self._waits(device, stage) for stage in range(self.schedule.num_stages))
+        return BuildOrder(
+            model=partial(rehearsing, stages=waits, widths=self.widths, num_rows=self.num_rows, ties=self.schedule.graph.ties),
+            batches=_Rows(self.num_rows),
+            cut=self.cut,
+            weight_rule=self.schedule.weight_rule,
+            optimizer=OptimizerConfig(max_grad_norm=None),
+            num_rows=self.num_rows,
+            num_updates=1,
+            seed=0,
+            make_optimizer=partial(WaitingOptimizer, {stage: of_stage.update_s for stage, of_stage in enumerate(waits)}),
+        )
+
+    def _waits(self, device: int, stage: int) -> StageWaits:
+        """The waits of a stage on a device; none where the device does not hold it."""
+        cost = self.cost.stages.get((device, stage))
+        tie = self.schedule.graph.tie_of.get(stage)
+        num_tied = 0 if tie is None else max(self.cost.tied_bytes.get(tie, 0) // NUMBER_BYTES, 1)
+        if cost is None:
+            return StageWaits(0.0, 0.0, 0.0, 0.0, 1, num_tied)
+        # The weights matter where copies of them are summed or published; elsewhere they would only be made.
+        workers = [holder.worker for holder in self.schedule.replicas[stage]]
+        copies = sum(len(self.plan.placement.workers[worker]) for worker in workers)
+        return StageWaits(
+            forward_s=cost.forward_s,
+            input_grad_s=cost.backward_s - cost.weight_grad_s,
+            weight_grad_s=cost.weight_grad_s,
+            update_s=cost.update_s,
+            num_parameters=max(cost.trained_bytes // NUMBER_BYTES, 1) if copies > 1 else 1,
+            num_tied=num_tied,
+        )
+
+
+def _cut(schedule: Schedule) -> Cut:
+    """The layers of `rehearsing` by stage."""
+    graph = schedule.graph
+    sizes = layers_per_stage(graph.num_stages, graph.edges)
+    nothing = StageWaits(0.0, 0.0, 0.0, 0.0, 1)
+    model = rehearsing(stages=[nothing] * graph.num_stages, widths=dict.fromkeys(graph.edges, 1), num_rows=1, ties=graph.ties)
+    return Cut.of_sizes(sizes, model.edges(), model.tied_layers())
+
+
+def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: float, byte_scale: float) -> Cost:
+    """The cost of a rehearsal at some scales: what the devices do besides, and the links, stay as they are."""
+    stages = {
+        place: dataclasses.replace(
+            stage,
+            forward_s=stage.forward_s * time_scale,
+            backward_s=stage.backward_s * time_scale,
+            weight_grad_s=stage.weight_grad_s * time_scale,
+            update_s=stage.update_s * time_scale,
+            parameter_bytes=round(stage.parameter_bytes * byte_scale),
+            frozen_bytes=round(stage.frozen_bytes * byte_scale),
+        )
+        for place, stage in cost.stages.items()
+    }
+    tied_bytes = {tie: round(size * byte_scale) for tie, size in cost.tied_bytes.items()}
+    return dataclasses.replace(cost, stages=stages, edge_bytes=dict(edge_bytes), tied_bytes=tied_bytes, shared_compute=())

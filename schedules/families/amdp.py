@@ -1,0 +1,293 @@
+"""AMDP: asynchronous pipelines in several directions (Chen, Wu and Yu, ICML 2026, arXiv 2605.29664).
+
+Devices form a ring. Pipeline j lays stage s on device (2j + s) mod D if j is even, on (2j + 1 - s) mod D if it is odd, so that with
+N = D/2 pipelines each device has D/2 stages of both ends of the model, and with D a multiple of 4 all copies of a stage lie within one
+half of the devices. A round is 2 microbatches a pipeline; an update takes the gradients of K = M/D rounds, and each Op uses the
+weights that it finds (`live`). Rounds follow each other without a pause; the U of an update stand within the first round of the next.
+Four devices, K = 1, from the second round on (b is the backward left over from the round before):
+
+    device 0   F0 F2 b2 F1 B1 U F3 B3 B0        stages 0, 3
+    device 1   b2 F0 F1 F2 F3 U B1 B0 B3        stages 1, 2
+    device 2   b3 F1 F0 F3 F2 U B0 B1 B2        stages 2, 1
+    device 3   F1 F3 b3 F0 B0 U F2 B2 B1        stages 3, 0
+
+A round takes D(F+B) + (B-F) + max(0, B-2F) where B >= F: 3D + 1 where B = 2F. A forward and its backward are at most one
+update apart (mismatch 1, in the first round of an update alone), and so are the weights of a forward and those that its gradient
+changes (delay 1). Gradients have one buffer an update, so that a backward behind the reduction of an update counts for the next.
+
+The orders of that case follow from one round (`_one_round`), as in the authors' code for D = 4 and 8: every worker takes what
+arrives first, those of a pipeline's first microbatch before others, backwards before forwards, later stages before earlier ones.
+
+Other numbers of devices or pipelines, or a limit on activations, are searched for (`_searched`). Pipelines are laid in the better of two
+ways, and orders made by four rules for what a free worker takes (`dispatch`), each with some numbers of microbatches in flight, and by
+giving every Op a place in a period (`cyclic`). Of those within 3 % of the fastest the one with the fewest activations is taken. There the U
+stand where their gradients have just arrived, and mismatch and delay are at most 1 where an update has as many microbatches as are
+under way at once.
+
+`amdp-flush` is the same, drained before each update: synchronous, for 3 units an update more (F + B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from raypipe.schedules.family import Family, require_one_chunk, synchronous_pipelines
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, StageTimes, UpdateScope, WeightRule
+from raypipe.schedules.search.dispatch import Line, Started, dispatch, with_updates
+from raypipe.schedules.search.ring import (
+    Form,
+    Pipelines,
+    check_pipelines,
+    forms,
+    layings,
+    most_held,
+    num_pipelines,
+    ring,
+    rules,
+    too_many_activations,
+)
+from raypipe.schedules.validate import facts
+
+_TRIAL_TURNS = 24
+"""Microbatches of each pipeline that are timed in a trial, between so many more that it takes to fill and to drain."""
+_MOST_SPARE = 4
+"""Microbatches of each pipeline besides those that it needs at least: more are no faster."""
+_NEARLY = 1.03
+"""Of two orders whose turns differ by less, the one with fewer activations is taken."""
+
+
+def amdp(size: Size) -> Schedule:
+    """Rounds without a pause."""
+    found = _form("amdp", size, flushed=False)
+    schedule = Schedule(
+        name="amdp",
+        graph=StageGraph.chain(size.num_devices),
+        pipelines=ring(size.num_devices, num_pipelines(size)) if found is None else found.line.pipelines,
+        programs=((),) * size.num_devices,
+        num_microbatches=size.num_microbatches,
+        num_updates=size.num_updates,
+        weight_rule=WeightRule.LIVE,
+        update_scope=size.update_scope or UpdateScope.STAGE,
+    )
+    programs = _stitched(size) if found is None else with_updates(schedule, found.run(_turns(size)))
+    return replace(schedule, programs=tuple(map(tuple, programs)))
+
+
+def amdp_flush(size: Size) -> Schedule:
+    """The rounds of one update, then its U; the next update begins behind them."""
+    single = replace(size, num_updates=1)
+    found = _form("amdp-flush", size, flushed=True)
+    if found is None:
+        pipelines = ring(size.num_devices, num_pipelines(size))
+        programs = rounds(size.num_devices, size.num_microbatches // size.num_devices)
+    else:
+        pipelines = found.line.pipelines
+        programs = [[started.op for started in row] for row in found.run(_turns(single))]
+    return synchronous_pipelines("amdp-flush", size, pipelines=pipelines, one_update=programs)
+
+
+def _turns(size: Size) -> int:
+    """Microbatches of each pipeline in the window."""
+    return size.num_microbatches * size.num_updates // num_pipelines(size)
+
+
+def _tabled(size: Size) -> bool:
+    """Whether the authors' rounds serve a size."""
+    depth = size.num_devices
+    return depth % 4 == 0 and num_pipelines(size) == depth // 2 and (size.max_in_flight is None or size.max_in_flight >= depth)
+
+
+def _form(name: str, size: Size, *, flushed: bool) -> Form | None:
+    """What the search found for a size; `None` where the authors' rounds serve it.
+
+    Args:
+        name: of the schedule.
+        size: what is asked for.
+        flushed: whether each update is drained.
+
+    Raises:
+        ScheduleError: the size is one that cannot be served.
+    """
+    require_one_chunk(name, size, instead="interleaved" if flushed else "async-interleaved")
+    depth, number = size.num_devices, num_pipelines(size)
+    tabled = _tabled(size)
+    check_pipelines(name, size, rounds_of=depth if tabled else 0)
+    if tabled:
+        return None
+    shape = Size(depth, 1, num_pipelines=number, times=size.times, latency_s=size.latency_s, max_in_flight=size.max_in_flight)
+    found = _searched(shape, size.num_microbatches // number if flushed else None)
+    if isinstance(found, int):
+        raise too_many_activations(name, size, found)
+    return found.form
+
+
+# The rounds of the authors
+
+
+def _one_round(depth: int) -> list[list[Op]]:
+    """What each worker does with the microbatches 0 to D-1, first come first served, with F = 1 and B = 2."""
+    line = Line(ring(depth, depth // 2), (1.0,) * depth, (2.0,) * depth)
+
+    def first_come(at_s: float, op: Op) -> tuple[float, ...]:
+        return at_s, op.index >= depth // 2, op.kind is not OpKind.BACKWARD, -op.stage
+
+    return [[started.op for started in row] for row in dispatch(line, turns=2, in_flight=2, key=first_come)]
+
+
+def rounds(depth: int, number: int) -> list[list[Op]]:
+    """So many rounds, one after the other, without any U; for a depth that is a multiple of 4."""
+    programs = _stitched(Size(depth, depth * number))
+    return [[op for op in program if op.kind is not OpKind.UPDATE] for program in programs]
+
+
+def _stitched(size: Size) -> list[list[Op]]:
+    """Round r of a worker: its two leading forwards if a pipeline starts there, what is left of round r-1, and all but its last Op."""
+    depth = size.num_devices
+    rounds_per_update = size.num_microbatches // depth
+    num_rounds = rounds_per_update * size.num_updates
+    pipelines = ring(depth, depth // 2)
+    programs: list[list[Op]] = []
+    for worker, ops in enumerate(_one_round(depth)):
+        starts = 2 if worker % 4 in {0, 3} else 0
+        lead, rest, left = ops[:starts], ops[starts:-1], ops[-1]
+        last_forward = max(position for position, op in enumerate(rest) if op.kind is OpKind.FORWARD)
+        # Behind the last forward. Where a pipeline starts, before it if D = 4, as the authors have it, or if all workers meet for
+        # a norm: those where none starts are there a forward earlier, and have one forward's time to wait.
+        before = starts and (depth == 4 or size.update_scope is UpdateScope.GLOBAL)
+        updates_at = last_forward if before else last_forward + 1
+        held = [(stage, pipeline) for pipeline, workers in enumerate(pipelines) for stage, at in enumerate(workers) if at == worker]
+        program: list[Op] = []
+        for number in range(num_rounds + 1):
+            earlier = [_in_round(left, number - 1, depth)] if number else []
+            if number < num_rounds:
+                program += [*(_in_round(op, number, depth) for op in lead), *earlier]
+                program += [_in_round(op, number, depth) for op in rest[:updates_at]]
+            else:
+                program += earlier
+            if number and number % rounds_per_update == 0:
+                update = number // rounds_per_update - 1
+                program += [Op(OpKind.UPDATE, stage, update, pipeline) for stage, pipeline in sorted(held)]
+            if number < num_rounds:
+                program += [_in_round(op, number, depth) for op in rest[updates_at:]]
+        programs.append(program)
+    return programs
+
+
+def _in_round(op: Op, number: int, depth: int) -> Op:
+    return op._replace(index=op.index + number * depth)
+
+
+# The search
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A form and what it costs.
+
+    Attributes:
+        form: how the order is made.
+        turn_s: seconds of a microbatch of each pipeline, far from the ends.
+        held: the most activations of a worker.
+    """
+
+    form: Form
+    turn_s: float
+    held: int
+
+    def cost_s(self, turns: int | None) -> float:
+        """Seconds of so many turns from the first Op to the last, or of one far from the ends."""
+        return self.turn_s if turns is None else max(started.end_s for row in self.form.run(turns) for started in row)
+
+
+def _searched(shape: Size, turns: int | None) -> _Timed | int:
+    """The form with the fewest activations among those that are nearly the fastest within the limit.
+
+    Fastest in so many turns and no more, or far from the ends. Where none is within the limit, the least activations of any form.
+    """
+    tried = _all_timed(replace(shape, max_in_flight=None), shape.max_in_flight is not None)
+    possible = [form for form in tried if shape.max_in_flight is None or form.held <= shape.max_in_flight]
+    if not possible:
+        return min(form.held for form in tried)
+    costs_s = [form.cost_s(turns) for form in possible]
+    # Rounded, so that what differs by the order of sums alone is equal.
+    ratios = [round(cost_s / (min(costs_s) or 1.0), 9) for cost_s in costs_s]
+    good = [(form.held, ratio, number) for number, (form, ratio) in enumerate(zip(possible, ratios, strict=True)) if ratio <= _NEARLY]
+    return possible[min(good)[2]]
+
+
+@lru_cache(maxsize=256)
+def _laying(depth: int, num_pipelines: int) -> Pipelines:
+    """The way to lay the pipelines that is best for equal stages."""
+    found = _searched(Size(depth, 1, num_pipelines=num_pipelines), None)
+    assert isinstance(found, _Timed), "there is no limit"
+    return found.form.line.pipelines
+
+
+@lru_cache(maxsize=256)
+def _all_timed(shape: Size, sparing: bool) -> tuple[_Timed, ...]:
+    """All forms for so many devices and pipelines, with few microbatches in flight, too, where memory is short."""
+    depth, number = shape.num_devices, shape.num_pipelines
+    tried: list[_Timed] = []
+    for pipelines in layings(depth, number):
+        if (shape.times or shape.latency_s) and pipelines != _laying(depth, number):
+            continue  # where the stages lie must not depend on how long they take, which is measured where they lie
+        line = Line.of(pipelines, shape)
+        for form in forms(line, rules(depth), spare=_MOST_SPARE, sparing=sparing):
+            done = form.run(_TRIAL_TURNS + 6 * form.in_flight)
+            tried.append(_Timed(form, max(*line.work_s, _turn_s(done, number, first=4 * form.in_flight)), most_held(done)))
+    return tuple(tried)
+
+
+def _turn_s(done: Sequence[Sequence[Started]], num_in_turn: int, *, first: int) -> float:
+    """Seconds of one microbatch of each pipeline, from the end of the turn `first` on."""
+    ends_s: dict[int, float] = {}
+    for row in done:
+        for started in row:
+            turn = started.op.index // num_in_turn
+            ends_s[turn] = max(ends_s.get(turn, 0.0), started.end_s)
+    return (ends_s[first + _TRIAL_TURNS] - ends_s[first]) / _TRIAL_TURNS
+
+
+def _makespan_s(size: Size, times: StageTimes) -> float | None:
+    """K rounds and what drains, for the rounds of the authors where B >= F."""
+    forward_s, backward_s = times.forward_s, times.input_grad_s + times.weight_grad_s
+    depth = size.num_devices
+    if not _tabled(size) or backward_s < forward_s:
+        return None
+    round_s = depth * (forward_s + backward_s) + (backward_s - forward_s) + max(0.0, backward_s - 2 * forward_s)
+    return size.num_microbatches // depth * round_s + forward_s + min(backward_s, 2 * forward_s)
+
+
+def _peak_in_flight(build: Callable[[Size], Schedule], size: Size, worker: int) -> int:
+    if _tabled(size):
+        return size.num_devices - (worker % 4 in {0, 3})
+    return facts(build(size)).peak_in_flight[worker]
+
+
+FAMILY = Family(
+    name="amdp",
+    build=amdp,
+    title="asynchronous pipelines in several directions, live weights",
+    paper="Chen et al., ICML 2026, arXiv 2605.29664",
+    bubble="1/(3D+1) if B = 2F",
+    memory="[D-1, D] if N = D/2",
+    mismatch="1 if N = D/2",
+    delay="1 if N = D/2",
+    makespan_s=_makespan_s,
+    peak_in_flight=partial(_peak_in_flight, amdp),
+    weight_rule=WeightRule.LIVE,
+)
+
+FAMILY_FLUSH = replace(
+    FAMILY,
+    name="amdp-flush",
+    build=amdp_flush,
+    title="amdp drained before each update",
+    bubble="1-3DK/(K(3D+1)+3) if B = 2F",
+    mismatch="0",
+    delay="0",
+    peak_in_flight=partial(_peak_in_flight, amdp_flush),
+    weight_rule=WeightRule.FLUSH,
+)

@@ -1,0 +1,253 @@
+"""AMDP's pipelines in an order that is nearly as fast as any found and, of these, the least stale.
+
+The orders of AMDP's authors (`amdp`) leave a bubble of 1/(3D+1), and nearly all forwards of the first round of an update read weights
+that are about to change: their U stand late. Neither is in the nature of their pipelines. On 4 devices, with F = 1, B = 2 and 16
+microbatches an update, there is an order without a bubble in which 1 of 8 microbatches is late where theirs has 7 of 32, with as many
+activations. On 8 devices with 32 microbatches their own rounds are the best, with each U where its gradients have arrived: 1 of 32 is late
+instead of 8.
+
+What is tried are the two ways to lay the pipelines and, on each, orders in which a free worker takes what a rule says (`ring`), also what
+belongs to the earlier update first, orders that repeat, and the authors' own: all for some updates, with each U where its gradients
+have just arrived. Mismatch and delay are at most 1 where any order is so. Of the orders within `max_in_flight`, half as many
+activations again as devices where none is given, the least stale on average among those within 5 % of the fastest is taken; where
+`max_mean_staleness` says what is enough, the fastest that keeps it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from raypipe.errors import ScheduleError
+from raypipe.schedules.families import amdp
+from raypipe.schedules.family import Family, require_one_chunk
+from raypipe.schedules.ir import OpKind, Schedule, Size, StageGraph, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.search.dispatch import Key, Line, Started, timed, with_updates
+from raypipe.schedules.search.ring import (
+    Form,
+    Pipelines,
+    check_pipelines,
+    forms,
+    layings,
+    most_held,
+    num_pipelines,
+    ring,
+    rules,
+    too_many_activations,
+)
+from raypipe.schedules.staleness import rounded_up
+from raypipe.schedules.validate import facts
+
+_NEARLY = 1.05
+"""Of orders whose updates take at most this times as long as the fastest's, the least stale is taken, unless a limit is given."""
+_ACTIVATIONS = 1.5
+"""For each device of the line, that a device may hold where no limit is given."""
+_MOST_SPARE = 3
+"""Microbatches of each pipeline besides those that it needs at least: more are staler and no faster."""
+_LEAST_STALE = 3
+"""Orders that are tried all the same where they seem staler than the limit, for windows differ from what is far from their ends."""
+_IN_ROUNDS = 3
+"""Microbatches of each pipeline that are under way in the authors' rounds: two of a round, and what is left of the one before."""
+_NOTHING = 1e-9
+"""Of a time, what is no difference."""
+_FEW_TURNS = 24
+"""Microbatches of each pipeline, at least, over which all orders are measured."""
+_MANY_TURNS = 96
+"""Likewise those that may be taken: some by rules go round in several updates, of which a few say little of the time."""
+_MOST_WRONG = 1.1
+"""By what factor the time over a few may differ from the time over many."""
+_FASTEST = 4
+"""Orders that may be the fastest, of those measured over a few."""
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """An order and what it is like far from the ends of a window.
+
+    Attributes:
+        form: how it is made.
+        update_s: seconds of an update.
+        held: the most activations of a worker.
+        max_delay: most updates between the weights of a forward and those that its gradient changes.
+        mean_delay: the same on average.
+    """
+
+    form: Form
+    update_s: float
+    held: int
+    max_delay: int
+    mean_delay: float
+
+
+def amdp_auto(size: Size) -> Schedule:
+    """The order that was chosen, for as many updates as are asked for."""
+    require_one_chunk("amdp-auto", size, instead="async-interleaved")
+    check_pipelines("amdp-auto", size)
+    size = replace(size, num_pipelines=num_pipelines(size))
+    limit = size.max_mean_staleness
+    means: list[float] = []
+    for form in _ranked(replace(size, num_updates=1)):
+        schedule = _filled(_frame(form.line.pipelines, size), form.run(size.num_microbatches * size.num_updates // size.num_pipelines))
+        # In a whole window, which begins with nothing late and ends with nothing under way.
+        if limit is None or (mean := facts(schedule).mean_delay) <= limit:
+            return schedule
+        means.append(mean)
+    least = rounded_up(min(means))
+    raise ScheduleError(
+        f"amdp-auto with {size.num_pipelines} pipelines on {size.num_devices} devices reads weights that are at least {least:g} updates "
+        f"old on average, max_mean_staleness allows {limit:g}; use --max-mean-staleness {least:g}, more microbatches, or amdp-flush"
+    )
+
+
+def _frame(pipelines: Pipelines, size: Size) -> Schedule:
+    """The schedule without its Ops."""
+    return Schedule(
+        name="amdp-auto",
+        graph=StageGraph.chain(size.num_devices),
+        pipelines=pipelines,
+        programs=((),) * size.num_devices,
+        num_microbatches=size.num_microbatches,
+        num_updates=size.num_updates,
+        weight_rule=WeightRule.LIVE,
+        update_scope=size.update_scope or UpdateScope.STAGE,
+    )
+
+
+def _filled(frame: Schedule, done: Sequence[Sequence[Started]]) -> Schedule:
+    """The schedule with Ops and its U among them."""
+    return replace(frame, programs=tuple(map(tuple, with_updates(frame, done))))
+
+
+@lru_cache(maxsize=256)
+def _ranked(size: Size) -> tuple[Form, ...]:
+    """Orders of one way to lay the pipelines, the best one first: one, or with a limit on the mean staleness those that may keep it.
+
+    Raises:
+        ScheduleError: none has as few activations as it must; says how many that would have to be.
+    """
+    tried = _all_tried(replace(size, max_in_flight=None, max_mean_staleness=None), size.max_in_flight is not None)
+    if size.times or size.latency_s:
+        # Where the stages lie must not depend on how long they take, which is measured where they lie.
+        laying = _ranked(replace(size, times=(), latency_s=0.0))[0].line.pipelines
+        tried = tuple(each for each in tried if each.form.line.pipelines == laying)
+    least = min(each.held for each in tried)
+    most = max(least, _ACTIVATIONS * size.num_devices) if size.max_in_flight is None else size.max_in_flight
+    small = [each for each in tried if each.held <= most]
+    if not small:
+        raise too_many_activations("amdp-auto", size, least)
+    bound = max(1, min(each.max_delay for each in small))
+    bounded = sorted((each for each in small if each.max_delay <= bound), key=_staleness)
+    if size.max_mean_staleness is None:
+        fastest = sorted(bounded, key=_time)[:_FASTEST]
+        allowed_s = (_NEARLY + _NOTHING) * min(_update_s(each.form, size) for each in fastest)
+        # Those are looked at in any case: one of them is fast enough.
+        worth_a_look = (each for each in bounded if each in fastest or each.update_s <= _MOST_WRONG * allowed_s)
+        return (next(each.form for each in worth_a_look if _update_s(each.form, size) <= allowed_s),)
+    within = sorted((each for each in bounded if each.mean_delay <= size.max_mean_staleness), key=_time)
+    within[:_FASTEST] = sorted(within[:_FASTEST], key=lambda each: _update_s(each.form, size))
+    best = [*within, *(each for each in bounded[:_LEAST_STALE] if each not in within)]
+    return tuple(each.form for each in best if each.form.line.pipelines == best[0].form.line.pipelines)
+
+
+def _time(tried: _Tried) -> float:
+    return tried.update_s
+
+
+def _staleness(tried: _Tried) -> tuple[float, ...]:
+    """The less stale first, of those that are equally stale what holds less, then the faster."""
+    return round(tried.mean_delay, 9), tried.held, tried.update_s
+
+
+@lru_cache(maxsize=256)
+def _all_tried(size: Size, sparing: bool) -> tuple[_Tried, ...]:
+    """All orders for one update of a size, with few microbatches in flight, too, where memory is short."""
+    depth = size.num_devices
+    keys = [*rules(depth), *_update_rules(size.num_microbatches)]
+    tried: list[_Tried] = []
+    for pipelines in layings(depth, size.num_pipelines):
+        line = Line.of(pipelines, size)
+        tried += [_measured(form, size) for form in forms(line, keys, spare=_MOST_SPARE, sparing=sparing)]
+        if pipelines == ring(depth, depth // 2) and depth % 4 == 0 and size.num_microbatches % depth == 0:
+            tried.append(_measured(Form(line, _IN_ROUNDS, partial(_authors, line)), size))
+    return tuple(tried)
+
+
+def _authors(line: Line, turns: int) -> list[list[Started]]:
+    """The rounds of AMDP's authors, of two turns each."""
+    return timed(line, amdp.rounds(line.num_workers, turns // 2))
+
+
+def _update_rules(num_microbatches: int) -> list[Key]:
+    """A free worker takes what belongs to the earlier update, then forwards, of the earliest or of the latest stage."""
+    return [
+        lambda at_s, op: (op.index // num_microbatches, op.kind is not OpKind.FORWARD, op.stage, at_s, op.index),
+        lambda at_s, op: (op.index // num_microbatches, op.kind is not OpKind.FORWARD, -op.stage, at_s, op.index),
+    ]
+
+
+def _measured(form: Form, size: Size) -> _Tried:
+    """An order, tried for as many updates as it takes to see some far from the ends."""
+    schedule, done, first, count = _run(form, size, _FEW_TURNS)
+    delays = []
+    for program in _filled(schedule, done).programs:
+        version: Counter[tuple[int, int]] = Counter()
+        for op in itertools.chain.from_iterable(map(ops_of, program)):
+            if op.kind is OpKind.UPDATE:
+                version[op.stage, op.pipeline] += 1
+            elif op.kind is OpKind.FORWARD and first <= (update := schedule.update(op)) < first + count:
+                delays.append(update - version[op.stage, op.pipeline])
+    return _Tried(
+        form=form,
+        update_s=_steady_s(form, schedule, done, first, count),
+        held=most_held(done),
+        max_delay=max(delays),
+        mean_delay=statistics.fmean(delays),
+    )
+
+
+def _update_s(form: Form, size: Size) -> float:
+    """Seconds of an update, over many of them."""
+    return _steady_s(form, *_run(form, size, _MANY_TURNS))
+
+
+def _run(form: Form, size: Size, num_turns: int) -> tuple[Schedule, list[list[Started]], int, int]:
+    """An order of some updates, the first of them that is far from the ends, and how many are, with at least so many turns."""
+    turns = size.num_microbatches // size.num_pipelines
+    filling = -(-form.in_flight // turns)
+    first, count = 1 + filling, max(2, -(-num_turns // turns))
+    schedule = replace(_frame(form.line.pipelines, size), num_updates=first + count + filling)
+    return schedule, form.run(turns * schedule.num_updates), first, count
+
+
+def _steady_s(form: Form, schedule: Schedule, done: Sequence[Sequence[Started]], first: int, count: int) -> float:
+    """Seconds of an update of these."""
+    ends_s = [0.0] * schedule.num_updates
+    for started in itertools.chain.from_iterable(done):
+        if started.op.stage == 0 and started.op.kind is OpKind.BACKWARD:  # a microbatch ends there
+            update = schedule.update(started.op)
+            ends_s[update] = max(ends_s[update], started.end_s)
+    turns = schedule.num_microbatches // len(schedule.pipelines)
+    return max(max(form.line.work_s) * turns, (ends_s[first + count - 1] - ends_s[first - 1]) / count)
+
+
+def _peak_in_flight(size: Size, worker: int) -> int:
+    return facts(amdp_auto(size)).peak_in_flight[worker]
+
+
+FAMILY = Family(
+    name="amdp-auto",
+    build=amdp_auto,
+    title="AMDP's pipelines in the least stale of the fastest orders found",
+    paper="the pipelines of Chen et al., ICML 2026, arXiv 2605.29664; orders by search",
+    bubble="searched: 0 where one is found",
+    memory="3D/2, or --max-in-flight",
+    mismatch="1 where an order is found",
+    delay="1 where an order is found",
+    makespan_s=lambda size, times: None,
+    peak_in_flight=_peak_in_flight,
+    weight_rule=WeightRule.LIVE,
+)

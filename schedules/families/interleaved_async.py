@@ -1,0 +1,53 @@
+"""Interleaved 1F1B that never drains: V stages a device, one live copy of the weights, an update every M microbatches.
+
+The order of `interleaved` over all microbatches of the window, with each stage's U right behind its last backward of the update; where
+updates wait for all stages, when the last of them has ended.
+Nobody has published it; it levels coarse stages as pipelines in several directions do, with the weights of one model over the
+devices. Two devices, two chunks, two microbatches an update (stages 0 and 2 on worker 0, 1 and 3 on worker 1):
+
+    worker 0   0F0 0F1 2F0 2F1 .   2B0 0F2 2B1 2U0 0F3 0B0 2F2 0B1 0U0 2F3 2B2 ...
+    worker 1   .   1F0 1F1 3F0 3B0 3F1 3B1 3U0 1F2 1B0 1F3 1B1 1U0 3F2 3B2 ...
+
+It has a bubble at the ends of the window alone, and holds as many activations as `interleaved`. A microbatch is under way for about as
+long as 2D others take, twice as long as in `async-1f1b`; mismatch and delay are at most 1 from 2D microbatches an update, for
+up to four stages a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raypipe.schedules.families import interleaved
+from raypipe.schedules.family import require_one_pipeline, unflushed
+from raypipe.schedules.ir import Schedule, Size, UpdateScope, WeightRule
+from raypipe.schedules.search.dispatch import Line, defer_updates
+
+
+def async_interleaved(size: Size) -> Schedule:
+    """The order of `interleaved` for one long update, which is updated every M microbatches."""
+    require_one_pipeline("async-interleaved", size)
+    programs = interleaved.one_update(_one_long_update(size))
+    workers = interleaved.round_robin(size)
+    at_once = unflushed("async-interleaved", size, workers=workers, programs=programs, weight_rule=WeightRule.LIVE)
+    if at_once.update_scope is UpdateScope.STAGE:
+        return at_once
+    # Right behind the last gradient of its own stage an update would wait for the other stages of its own worker.
+    return defer_updates(at_once, Line.of(at_once.pipelines, size))
+
+
+def _one_long_update(size: Size) -> Size:
+    return replace(size, num_microbatches=size.num_microbatches * size.num_updates, num_updates=1)
+
+
+FAMILY = replace(
+    interleaved.FAMILY,
+    name="async-interleaved",
+    build=async_interleaved,
+    title="interleaved without a flush, one live copy of the weights",
+    paper="unpublished",
+    bubble="0 but at the ends",
+    mismatch="1 if M >= 2D, V <= 4",
+    delay="1 if M >= 2D, V <= 4",
+    peak_in_flight=lambda size, worker: interleaved.FAMILY.peak_in_flight(_one_long_update(size), worker),
+    weight_rule=WeightRule.LIVE,
+)

@@ -1,0 +1,62 @@
+"""SPP's list order: every stage and every channel between two stages has its turn (Luo et al., INFOCOM 2022, arXiv 2204.10562).
+
+A chain of D stages has R = 2D - 1 resources: stage, channel, stage and so on, stage s being resource 2s. Time is divided into
+slots as long as the busiest resource takes for one microbatch. The forward of microbatch i is on resource r in slot i + r, its
+backward in slot i + 2R - 2 - r. Run by each stage as soon as possible, forwards first where both fall into one slot:
+
+    worker 0   F0 F1 F2 F3 F4 F5 F6 F7 F8 F9 F10 F11 F12 B0 F13 B1 F14 B2 ...
+    worker 1   .  F0 F1 F2 F3 F4 F5 F6 F7 F8 B0  F9  B1 F10 B2 ...
+    worker 2   .  .  F0 F1 F2 F3 F4 B0 F5 B1 F6  B2 ...
+    worker 3   .  .  .  F0 B0 F1 B1 F2 B2 ...
+
+1F1B counts stages alone, so that a message's way there and back is idle time; here 4(D-1-s) + 1 activations are held at stage s
+instead of D - s, and messages may take as long as stages do. The paper's theorem could not be read; what is proved here is that
+an update takes at most (M + 4D - 4) C and the longest sum of gradients, with C the seconds of the busiest resource for one
+microbatch (stretch every slot to C: it fits, and running each list as soon as possible is never later).
+
+`max_in_flight` caps the activations: the forward of microbatch i then stands behind the backward of i - `max_in_flight`.
+"""
+
+from __future__ import annotations
+
+from raypipe.schedules.families.gpipe import flushed_makespan_s
+from raypipe.schedules.family import Family, require_one_chunk, require_one_pipeline, synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size
+
+
+def list_order(size: Size) -> Schedule:
+    """The Ops of each stage by slot, forwards before backwards."""
+    require_one_chunk("list", size)
+    require_one_pipeline("list", size)
+    microbatches = range(size.num_microbatches)
+    one_update: list[list[Op]] = []
+    for stage in range(size.num_devices):
+        most = in_flight(size, stage)
+        first_backward = 4 * (size.num_devices - 1 - stage)
+        # Slots count from the stage's first. In a slot the forward comes first, then the backward, then a forward that it makes room for.
+        forwards = [
+            (max((i, 0), (i - most + first_backward, 2) if i >= most else (0, 0)), Op(OpKind.FORWARD, stage, i)) for i in microbatches
+        ]
+        backwards = [((i + first_backward, 1), Op(OpKind.BACKWARD, stage, i)) for i in microbatches]
+        one_update.append([op for _, op in sorted(forwards + backwards)])
+    return synchronous("list", size, workers=range(size.num_devices), one_update=one_update)
+
+
+def in_flight(size: Size, stage: int) -> int:
+    """The most activations that a stage holds."""
+    cap = size.num_microbatches if size.max_in_flight is None else int(size.max_in_flight)
+    return min(size.num_microbatches, 4 * (size.num_devices - 1 - stage) + 1, cap)
+
+
+FAMILY = Family(
+    name="list",
+    build=list_order,
+    title="SPP's list order: transfers take turns as stages do",
+    paper="Luo et al., INFOCOM 2022, arXiv 2204.10562",
+    bubble="(D-1)/(M+D-1)",
+    memory="4(D-1-s)+1",
+    mismatch="0",
+    delay="0",
+    makespan_s=lambda size, times: flushed_makespan_s(size, times) if size.max_in_flight is None else None,
+    peak_in_flight=in_flight,
+)

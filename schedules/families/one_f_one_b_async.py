@@ -1,0 +1,105 @@
+"""1F1B that never drains: PipeDream, PipeDream-2BW, and the same order with one live copy of the weights.
+
+All three run the order of `one_f_one_b` over all microbatches of the window, with U right behind the last backward of each
+update. Two devices, two microbatches an update, two updates:
+
+    worker 0   0F0 0F1 0B0 0F2 0B1 0U0 0F3 0B2 .   0B3 0U1
+    worker 1   .   1F0 1B0 1F1 1B1 1U0 1F2 1B2 1F3 1B3 1U1
+
+There is no bubble but at both ends of the window, and at most D-s activations are held. They differ in the weights:
+
+* `pipedream` (Narayanan et al., SOSP 2019, arXiv 1806.03377, section 3.3) updates after every microbatch and keeps the version that
+  each forward used for its backward: D-s versions, mismatch 0, delay D-1-s.
+* `pipedream-2bw` (Narayanan et al., ICML 2021, arXiv 2006.09503, section 3.1) accumulates M microbatches and keeps two versions;
+  microbatch k of 0, 1, ... reads version max(floor(k / M) - 1, 0), forward and backward: delay 1. M >= D-1, or a stage needed a third.
+* `async-1f1b` (PACI, arXiv 2606.07881) accumulates, too, and keeps one version, which forward and backward take as it is. Between
+  the forward and the backward of a microbatch stage s runs D-1-s other backwards, so mismatch and delay are at most
+  ceil((D-1-s)/M): at most 1 exactly where M >= D-1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raypipe.errors import ScheduleError
+from raypipe.schedules.families.gpipe import flushed_makespan_s
+from raypipe.schedules.family import Family, in_turn, require_one_chunk, require_one_pipeline, unflushed
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, WeightRule
+
+
+def pipedream(size: Size) -> Schedule:
+    """An update after each microbatch; backward with the weights of its forward."""
+    if size.num_microbatches != 1:
+        raise ScheduleError(
+            f"pipedream updates after every microbatch, got {size.num_microbatches} an update; "
+            "use --microbatches 1, or the schedule 'pipedream-2bw'"
+        )
+    return _build("pipedream", size, WeightRule.STASH)
+
+
+def pipedream_2bw(size: Size) -> Schedule:
+    """Two versions of the weights."""
+    if size.num_microbatches < size.num_devices - 1:
+        raise ScheduleError(
+            f"pipedream-2bw keeps two versions of the weights, which takes at least {size.num_devices - 1} microbatches an update "
+            f"on {size.num_devices} devices, got {size.num_microbatches}; use --microbatches {size.num_devices - 1}"
+        )
+    return _build("pipedream-2bw", size, WeightRule.DOUBLE_BUFFER)
+
+
+def async_one_f_one_b(size: Size) -> Schedule:
+    """One version of the weights, which every Op takes as it is."""
+    return _build("async-1f1b", size, WeightRule.LIVE)
+
+
+def _build(name: str, size: Size, weight_rule: WeightRule) -> Schedule:
+    require_one_chunk(name, size, instead="async-interleaved")
+    require_one_pipeline(name, size)
+    count = size.num_microbatches * size.num_updates
+    programs = [
+        in_turn(
+            [Op(OpKind.FORWARD, stage, microbatch) for microbatch in range(count)],
+            [Op(OpKind.BACKWARD, stage, microbatch) for microbatch in range(count)],
+            warm_up=size.num_devices - 1 - stage,
+        )
+        for stage in range(size.num_devices)
+    ]
+    return unflushed(name, size, workers=range(size.num_devices), programs=programs, weight_rule=weight_rule)
+
+
+FAMILY_ASYNC = Family(
+    name="async-1f1b",
+    build=async_one_f_one_b,
+    title="1F1B without a flush, one live copy of the weights",
+    paper="PACI, arXiv 2606.07881",
+    bubble="0 but at the ends",
+    memory="D-s",
+    mismatch="ceil((D-1-s)/M)",
+    delay="ceil((D-1-s)/M)",
+    makespan_s=flushed_makespan_s,
+    peak_in_flight=lambda size, worker: min(size.num_devices - worker, size.num_microbatches * size.num_updates),
+    weight_rule=WeightRule.LIVE,
+)
+
+FAMILY_2BW = replace(
+    FAMILY_ASYNC,
+    name="pipedream-2bw",
+    build=pipedream_2bw,
+    title="1F1B without a flush, two versions of the weights",
+    paper="Narayanan et al., ICML 2021, arXiv 2006.09503",
+    mismatch="0",
+    delay="1",
+    weight_rule=WeightRule.DOUBLE_BUFFER,
+)
+
+FAMILY_PIPEDREAM = replace(
+    FAMILY_ASYNC,
+    name="pipedream",
+    build=pipedream,
+    title="1F1B that updates after every microbatch",
+    paper="Narayanan et al., SOSP 2019, arXiv 1806.03377",
+    memory="D-s, as many versions",
+    mismatch="0",
+    delay="D-1-s",
+    weight_rule=WeightRule.STASH,
+)

@@ -1,0 +1,404 @@
+"""ZB-auto: a search with the times of the stages, within a limit on memory (Qi et al., ICLR 2024, arXiv 2401.10241, section 3).
+
+What is asked for: an order that takes F, I and W of each stage as long as `Size.times` says and every dependency between devices
+`latency_s` longer, and that holds at most `max_in_flight` activations a device: 2D where none are given (ZB-2p of the paper); with D
+it is ZB-1p. Letters as in `zero_bubble`. Four devices with room for 5 activations each, updates by stage, F = I = W:
+
+    worker 0   F0 F1 F2 F3 F4 .  .  I0 W0 F5 I1 W1 I2 I3 W2 W3 I4 W4 I5 W5 .
+    worker 1   .  F0 F1 F2 F3 .  I0 F4 I1 W0 F5 I2 I3 W1 W2 I4 W3 I5 W4 W5 .
+    worker 2   .  .  F0 F1 .  I0 F2 I1 F3 I2 F4 I3 W0 F5 I4 W1 I5 W2 W3 W4 W5
+    worker 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
+
+1. Drafts. A worker takes the input gradient or forward that is there, else a weight gradient, else it waits. Three flags make
+   twelve drafts: how far forwards run ahead of their input gradients, whether that is rounded up, and which of the two goes first.
+   The paper's drafts may wait rather than run a W that is too long for its gap; here step 3 moves such a W away.
+2. The orders of 1F1B, ZB-H1 and ZB-H2 compete where they keep the limit: what is found is never worse than they are.
+3. The best three are improved by moves along their longest path: two neighbours swapped, or a W put into another gap or to the end.
+
+Best is, where updates wait for all stages (`update_scope` global, the default), what ends first; where they do not wait, what has
+the shortest longest span, the time from a device's first start to its last end: it is then the time of an update far from the
+ends, and the cost that the paper minimizes. Of equally fast orders the best holds the fewest activations.
+
+All end after M(F+I+W) + (D-1)F at the earliest, the last device's way there and its work. Without latency that is reached with room
+for D activations and M >= D where I <= W <= F+I, by ZB-H1 already, and with room for 2D-1 and M >= 2D-1 where I <= 2W <= F+I, by ZB-H2.
+An activation counts from its F to its W, since a stage keeps it for both halves of its backward. The paper counts less of it behind
+I: `weight_grad_share` is that part. 32 devices and 96 microbatches take a second or two, others in proportion.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from raypipe.errors import ScheduleError
+from raypipe.schedules.families.one_f_one_b import one_f_one_b
+from raypipe.schedules.families.zero_bubble import zb_h1, zb_h2
+from raypipe.schedules.family import Family, require_one_chunk, require_one_pipeline, synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope
+
+_F, _I, _W = OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT
+
+Order = tuple[tuple[OpKind, ...], ...]
+"""For each worker, the kinds of its Ops; those of a kind come in the order of their microbatches."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the search is given, one stage a worker.
+
+    Attributes:
+        num_microbatches: of one update.
+        times: of each stage.
+        latency_s: of every dependency between workers.
+        max_in_flight: the most activations that a worker may hold.
+        weight_grad_share: what is kept of an activation from I to W.
+        spans: whether the longest time of one worker counts first, else the time of all together.
+    """
+
+    num_microbatches: int
+    times: tuple[StageTimes, ...]
+    latency_s: float
+    max_in_flight: float
+    weight_grad_share: float
+    spans: bool
+
+
+def zb_auto(size: Size) -> Schedule:
+    """The best order found for the times of the stages within the limit on activations."""
+    require_one_chunk("zb-auto", size)
+    require_one_pipeline("zb-auto", size)
+    order = _search(_task(size))
+    one_update: list[list[Op]] = []
+    for stage, kinds in enumerate(order):
+        microbatches = {kind: itertools.count() for kind in (_F, _I, _W)}
+        one_update.append([Op(kind, stage, next(microbatches[kind])) for kind in kinds])
+    return synchronous("zb-auto", size, workers=range(size.num_devices), one_update=one_update)
+
+
+_EQUAL = (StageTimes(1.0, 1.0, 1.0),)
+
+
+def _limit(size: Size) -> float:
+    return min(2.0 * size.num_devices if size.max_in_flight is None else size.max_in_flight, size.num_microbatches)
+
+
+def _task(size: Size) -> _Task:
+    limit, share = size.max_in_flight, size.weight_grad_share
+    if limit is not None and not limit >= 1:
+        raise ScheduleError(f"zb-auto needs room for one stage activation a device, got {limit:g}; use --max-in-flight 1 or more")
+    if not 0 <= share <= 1:
+        raise ScheduleError(f"zb-auto keeps a share of an activation from I to W, got {share:g}; use --weight-grad-share 0 to 1")
+    if len(size.times) not in {0, 1, size.num_devices}:
+        raise ScheduleError(f"zb-auto has {size.num_devices} stages, got times of {len(size.times)}; use those of each, or one for all")
+    return _Task(
+        num_microbatches=size.num_microbatches,
+        times=size.times if len(size.times) == size.num_devices else (size.times or _EQUAL) * size.num_devices,
+        latency_s=size.latency_s,
+        max_in_flight=_limit(size),
+        weight_grad_share=share,
+        spans=size.update_scope not in {None, UpdateScope.GLOBAL},
+    )
+
+
+@lru_cache(maxsize=256)  # windows of different lengths repeat one order
+def _search(task: _Task) -> Order:
+    manners = itertools.starmap(_Manner, itertools.product((0.5, 0.75, 1.0), (False, True), (True, False)))
+    found = dict.fromkeys([*_handcrafted(task), *(_Draft(task, manner).order() for manner in manners)])
+    best = heapq.nsmallest(_NUM_POLISHED, found, key=lambda order: _score(task, _timed(task, order)))
+    return min([*(_polished(task, order) for order in best), *found], key=lambda order: _preference(task, order))
+
+
+def _preference(task: _Task, order: Order) -> tuple[float, float, float]:
+    """What is to be small in the end: among equally fast orders the one that holds the least comes first."""
+    first, second = _score(task, _timed(task, order))
+    return first, max(_most_held(task, kinds) for kinds in order), second
+
+
+_NUM_POLISHED = 3
+
+
+def _handcrafted(task: _Task) -> Iterator[Order]:
+    """Those of the known orders that keep the limit, B as I and W."""
+    size = Size(len(task.times), task.num_microbatches)
+    for build in (one_f_one_b, zb_h1, zb_h2):
+        order = tuple(
+            tuple(
+                kind
+                for slot in program
+                if isinstance(slot, Op) and not slot.kind.per_update
+                for kind in ((_I, _W) if slot.kind is OpKind.BACKWARD else (slot.kind,))
+            )
+            for program in build(size).programs
+        )
+        if all(_fits(task, kinds) for kinds in order):
+            yield order
+
+
+def _fits(task: _Task, kinds: Sequence[OpKind]) -> bool:
+    """Whether a worker's Ops keep the limit and their own order: F, I, W of each microbatch."""
+    return _most_held(task, kinds) <= task.max_in_flight + _EPSILON
+
+
+def _most_held(task: _Task, kinds: Sequence[OpKind]) -> float:
+    """The most activations that a worker's Ops hold at once; infinitely many where they are out of their own order."""
+    forwards = inputs = weights = 0
+    most = 0.0
+    for kind in kinds:
+        forwards += kind is _F
+        inputs += kind is _I
+        weights += kind is _W
+        if not weights <= inputs <= forwards:
+            return math.inf
+        most = max(most, forwards - inputs + task.weight_grad_share * (inputs - weights))
+    return most
+
+
+_EPSILON = 1e-9
+
+
+# Timing
+
+
+def _seconds(times: StageTimes) -> dict[OpKind, float]:
+    return {_F: times.forward_s, _I: times.input_grad_s, _W: times.weight_grad_s}
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """When the Ops of an order run, and what each waited for last: (worker, position), `None` for nothing.
+
+    Attributes:
+        starts_s: for each worker, of each of its Ops.
+        ends_s: for each worker, of its last Op.
+        causes: for each worker, of each of its Ops.
+    """
+
+    starts_s: list[list[float]]
+    ends_s: list[float]
+    causes: list[list[tuple[int, int] | None]]
+
+    def spans_s(self) -> list[float]:
+        """From each worker's first start to its last end."""
+        return [end - starts[0] for starts, end in zip(self.starts_s, self.ends_s, strict=True)]
+
+
+def _timed(task: _Task, order: Order) -> _Timing | None:
+    """The times of an order in which each worker starts as soon as it can; `None` where it hangs."""
+    last = len(order) - 1
+    starts_s: list[list[float]] = [[] for _ in order]
+    causes: list[list[tuple[int, int] | None]] = [[] for _ in order]
+    ends_s = [0.0] * len(order)
+    # For each worker and kind, the end and the position of every Op so far.
+    done: list[dict[OpKind, list[tuple[float, int]]]] = [{_F: [], _I: [], _W: []} for _ in order]
+    ready = list(range(last, -1, -1))
+    while ready:
+        worker = ready.pop()
+        kinds, mine, seconds = order[worker], done[worker], _seconds(task.times[worker])
+        now, first = ends_s[worker], len(starts_s[worker])
+        for position in range(first, len(kinds)):
+            kind = kinds[position]
+            cause = (worker, position - 1) if position else None
+            neighbour = worker - 1 if kind is _F else worker + 1
+            if kind is not _W and 0 <= neighbour <= last:
+                others = done[neighbour][kind]
+                if len(others) <= len(mine[kind]):
+                    break
+                end_s, at = others[len(mine[kind])]
+                if end_s + task.latency_s > now:
+                    now, cause = end_s + task.latency_s, (neighbour, at)
+            starts_s[worker].append(now)
+            causes[worker].append(cause)
+            now += seconds[kind]
+            mine[kind].append((now, position))
+        ends_s[worker] = now
+        if len(starts_s[worker]) > first:
+            ready += [neighbour for neighbour in (worker - 1, worker + 1) if 0 <= neighbour <= last and neighbour not in ready]
+    if any(len(starts) < len(kinds) for starts, kinds in zip(starts_s, order, strict=True)):
+        return None
+    return _Timing(starts_s, ends_s, causes)
+
+
+def _score(task: _Task, timing: _Timing | None) -> tuple[float, float]:
+    """What is to be small: the longest span and the end of all, what counts first in front; sums of seconds are rounded to compare."""
+    if timing is None:
+        return math.inf, math.inf
+    figures = [float(f"{seconds:.10g}") for seconds in (max(timing.spans_s()), max(timing.ends_s))]
+    return (figures[0], figures[1]) if task.spans else (figures[1], figures[0])
+
+
+# Drafts
+
+
+@dataclass(frozen=True)
+class _Manner:
+    """How a draft decides.
+
+    Attributes:
+        ramp: forwards run ahead of their input gradients for so much of the way to the last stage and back.
+        round_up: whether the last of these forwards begins on that way, else it ends there.
+        input_first: whether the input gradient goes first where a forward could run as well.
+    """
+
+    ramp: float
+    round_up: bool
+    input_first: bool
+
+
+class _Draft:
+    """An order made by running it: a worker that is free takes what is there, else a W, else it waits.
+
+    The worker whose next decision is the earliest decides next. What is not known to it yet ends later than that, by an Op.
+    """
+
+    def __init__(self, task: _Task, manner: _Manner) -> None:
+        self.task = task
+        self.manner = manner
+        longest_s = max(max(_seconds(times).values()) for times in task.times) or 1.0
+        # An Op without duration would have others wait for it in steps of no length.
+        self.seconds = [{kind: max(time_s, longest_s / 100) for kind, time_s in _seconds(times).items()} for times in task.times]
+        self.most_ahead = self._most_ahead()
+        self.kinds: list[list[OpKind]] = [[] for _ in task.times]
+        self.ends_s: list[dict[OpKind, list[float]]] = [{_F: [], _I: [], _W: []} for _ in task.times]
+        self.now_s = [0.0] * len(task.times)
+
+    def _most_ahead(self) -> list[float]:
+        """For each worker, the most forwards ahead of their input gradients: as many as come before the first of these does."""
+        found: list[float] = []
+        pace_s = 0.0
+        for worker, seconds in enumerate(self.seconds):
+            pace_s = max(pace_s, seconds[_F])
+            way_s = sum(later[_F] + later[_I] + 2 * self.task.latency_s for later in self.seconds[worker + 1 :])
+            number = self.manner.ramp * way_s / pace_s
+            found.append(1 + (math.ceil(number - _EPSILON) if self.manner.round_up else math.floor(number + _EPSILON)))
+        return found
+
+    def order(self) -> Order:
+        """The kinds of all Ops."""
+        queue = [(0.0, worker) for worker in range(len(self.kinds))]
+        while queue:
+            _, worker = heapq.heappop(queue)
+            self._decide(worker)
+            if len(self.kinds[worker]) < 3 * self.task.num_microbatches:
+                heapq.heappush(queue, (self.now_s[worker], worker))
+        return tuple(map(tuple, self.kinds))
+
+    def _decide(self, worker: int) -> None:
+        """One more Op of a worker, or until when it waits."""
+        task, now_s = self.task, self.now_s[worker]
+        num_forwards, num_inputs, num_weights = (len(self.ends_s[worker][kind]) for kind in (_F, _I, _W))
+        num_waiting, num_ahead = num_inputs - num_weights, num_forwards - num_inputs + 1
+        forward_s = input_s = math.inf
+        if num_forwards < task.num_microbatches and num_ahead <= min(self.most_ahead[worker], task.max_in_flight):
+            forward_s = self._arrival_s(worker, _F)
+        if num_inputs < num_forwards:
+            input_s = self._arrival_s(worker, _I)
+        full = num_ahead + task.weight_grad_share * num_waiting > task.max_in_flight + _EPSILON
+        if input_s <= now_s and (self.manner.input_first or forward_s > now_s):
+            self._run(worker, _I)
+        elif forward_s <= now_s and not full:
+            self._run(worker, _F)
+        elif num_waiting:
+            self._run(worker, _W)
+        else:
+            self.now_s[worker] = min(forward_s, input_s)
+
+    def _arrival_s(self, worker: int, kind: OpKind) -> float:
+        """When what the next Op of a kind needs is there, or the earliest time at which it could be."""
+        neighbour = worker - 1 if kind is _F else worker + 1
+        if not 0 <= neighbour < len(self.kinds):
+            return 0.0
+        ends_s, index = self.ends_s[neighbour][kind], len(self.ends_s[worker][kind])
+        end_s = ends_s[index] if index < len(ends_s) else self.now_s[neighbour] + self.seconds[neighbour][kind]
+        return end_s + self.task.latency_s
+
+    def _run(self, worker: int, kind: OpKind) -> None:
+        self.now_s[worker] += self.seconds[worker][kind]
+        self.kinds[worker].append(kind)
+        self.ends_s[worker][kind].append(self.now_s[worker])
+
+
+# Local improvement
+
+
+def _polished(task: _Task, order: Order) -> Order:
+    """The order after moves along its longest path, one after the other, as long as there is one that makes it better."""
+    timing = _timed(task, order)
+    assert timing is not None, "drafts and known orders do not hang"
+    score = _score(task, timing)
+    num_left = _MOST_MOVED_OPS // (3 * task.num_microbatches * len(order))
+    moves = _moves(task, order, timing)
+    while num_left and (move := next(moves, None)):
+        num_left -= 1
+        worker, kinds = move
+        changed = (*order[:worker], kinds, *order[worker + 1 :])
+        found = _timed(task, changed)
+        if found and (better := _score(task, found)) < score:
+            order, score = changed, better
+            moves = _moves(task, order, found)
+    return order
+
+
+_MOST_MOVED_OPS = 500_000
+
+
+def _moves(task: _Task, order: Order, timing: _Timing) -> Iterator[tuple[int, tuple[OpKind, ...]]]:
+    """Workers with other orders that may shorten the longest path: two of its neighbours swapped, or a W of it put elsewhere."""
+    lengths = timing.spans_s() if task.spans else timing.ends_s
+    worker = lengths.index(max(lengths))
+    at: tuple[int, int] | None = (worker, len(order[worker]) - 1)
+    while at:
+        (worker, position), kinds = at, order[at[0]]
+        at = timing.causes[worker][position]
+        tried = []
+        if at == (worker, position - 1) and kinds[position] is not kinds[position - 1]:
+            tried.append((*kinds[: position - 1], kinds[position], kinds[position - 1], *kinds[position + 1 :]))
+        if kinds[position] is _W:
+            starts_s = timing.starts_s[worker]
+            seconds = _seconds(task.times[worker])
+            without = (*kinds[:position], *kinds[position + 1 :])
+            gaps = [
+                later
+                for later in range(1, len(kinds))
+                if starts_s[later] - starts_s[later - 1] - seconds[kinds[later - 1]] > seconds[_W] / 4
+            ]
+            before = [gap for gap in gaps if gap < position][-1:]
+            behind = [gap - 1 for gap in gaps if gap > position + 1][:1]
+            tried += [(*without[:gap], _W, *without[gap:]) for gap in (*before, *behind, len(without))]
+        yield from ((worker, other) for other in tried if _fits(task, other))
+
+
+def _makespan_s(size: Size, times: StageTimes) -> float | None:
+    """What is found where one of the known orders is as good as an order can be; else `None`."""
+    forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
+    if {*(size.times or _EQUAL)} != {times} or size.latency_s or _task(size).spans:
+        return None
+    ramp, most = size.num_devices - 1, min(size.num_microbatches, _limit(size))
+    for depth in (1, 2):
+        if most > depth * ramp and input_grad_s <= depth * weight_grad_s <= forward_s + input_grad_s:
+            return size.num_microbatches * (forward_s + input_grad_s + weight_grad_s) + ramp * forward_s
+    if most == size.num_microbatches <= ramp and forward_s == input_grad_s == weight_grad_s:
+        return (2 * (ramp + size.num_microbatches) + 1) * forward_s
+    return None
+
+
+def _peak_in_flight(size: Size, _: int) -> int:
+    share = size.weight_grad_share
+    return min(size.num_microbatches, math.floor(_limit(size) / share + _EPSILON) if share else size.num_microbatches)
+
+
+FAMILY = Family(
+    name="zb-auto",
+    build=zb_auto,
+    title="searched for, by stage times and a limit on memory",
+    paper="Qi et al., ICLR 2024, arXiv 2401.10241",
+    bubble="the least found",
+    memory="2D, or --max-in-flight",
+    mismatch="0",
+    delay="0",
+    makespan_s=_makespan_s,
+    peak_in_flight=_peak_in_flight,
+)

@@ -1,0 +1,107 @@
+"""Orders that repeat: every Op of a microbatch gets a place in a period, and the next microbatch the same places one period later.
+
+Modulo scheduling, as compilers do it for loops (Rau, MICRO 1994). A microbatch of each pipeline is followed along its way; each of its Ops
+takes the first moment that is free on its worker in every period. A worker that is busy all the period has no bubble, however
+many pipelines pass through it; what the ways are too long for a period makes microbatches wait, and activations with them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypipe.schedules.ir import Op, OpKind
+from raypipe.schedules.search.dispatch import Line, Started
+
+_NOTHING = 1e-9
+"""Of a period, what is no time: places that touch do not overlap."""
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Where the Ops of the first microbatch of each pipeline stand.
+
+    Attributes:
+        line: the pipelines.
+        period_s: from one microbatch of a pipeline to its next.
+        first: F and B of microbatch p of pipeline p at each stage, with the time that they start.
+    """
+
+    line: Line
+    period_s: float
+    first: tuple[Started, ...]
+
+    @property
+    def mean_held(self) -> float:
+        """The most activations that a worker has at once, on the average over a period."""
+        by_worker = [0.0] * self.line.num_workers
+        for started in self.first:
+            sign = 1 if started.op.kind is OpKind.BACKWARD else -1
+            at_s = started.end_s if sign > 0 else started.start_s
+            by_worker[self.line.pipelines[started.op.pipeline][started.op.stage]] += sign * at_s / self.period_s
+        return max(by_worker)
+
+    def unrolled(self, turns: int) -> list[list[Started]]:
+        """What each worker does in order, for so many microbatches of each pipeline; microbatch m is turn m // N of pipeline m mod N."""
+        pipelines = self.line.pipelines
+        rows: list[list[Started]] = [[] for _ in range(self.line.num_workers)]
+        for started in self.first:
+            op = started.op
+            for turn in range(turns):
+                later_s = turn * self.period_s
+                moved = op._replace(index=op.index + turn * len(pipelines))
+                rows[pipelines[op.pipeline][op.stage]].append(Started(moved, started.start_s + later_s, started.end_s + later_s))
+        for row in rows:
+            row.sort(key=lambda started: started.start_s)
+        return rows
+
+
+def cycle(line: Line, *, period_s: float, starts_s: Sequence[float]) -> Cycle | None:
+    """The cycle of a period; `None` where some Op finds no place.
+
+    Args:
+        line: the pipelines.
+        period_s: at least what the busiest worker computes for a microbatch of each pipeline.
+        starts_s: for each pipeline, when its first microbatch is there. They decide what meets where, and so how long the ways get.
+    """
+    busy: list[list[tuple[float, float]]] = [[] for _ in range(line.num_workers)]
+    found: list[Started] = []
+    arrivals = [(at_s, pipeline, Op(OpKind.FORWARD, 0, pipeline, pipeline)) for pipeline, at_s in enumerate(starts_s)]
+    heapq.heapify(arrivals)
+    while arrivals:
+        at_s, pipeline, op = arrivals[0]
+        taken = busy[line.pipelines[pipeline][op.stage]]
+        seconds = line.seconds(op)
+        start_s = _first_free(taken, at_s, seconds, period_s)
+        if start_s is None:
+            return None
+        if start_s > at_s:  # another may come before it
+            heapq.heapreplace(arrivals, (start_s, pipeline, op))
+            continue
+        heapq.heappop(arrivals)
+        taken.append((start_s % period_s, seconds))
+        found.append(Started(op, start_s, start_s + seconds))
+        after = line.after(op)
+        if after is not None:
+            heapq.heappush(arrivals, (start_s + seconds + line.hop_s(op, after), pipeline, after))
+    return Cycle(line, period_s, tuple(found))
+
+
+def _first_free(taken: Sequence[tuple[float, float]], at_s: float, seconds: float, period_s: float) -> float | None:
+    """The first moment from `at_s` on at which nothing is in the way in any period."""
+    start_s, nothing_s = at_s, _NOTHING * period_s
+    while start_s <= at_s + period_s:
+        for other_s, other_seconds in taken:
+            since_s = (start_s - other_s) % period_s
+            if period_s - since_s < nothing_s:
+                since_s = 0.0
+            if since_s < other_seconds - nothing_s:
+                start_s += other_seconds - since_s
+                break
+            if since_s + seconds > period_s + nothing_s:
+                start_s += period_s - since_s + other_seconds
+                break
+        else:
+            return start_s
+    return None

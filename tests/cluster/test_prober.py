@@ -1,0 +1,207 @@
+"""What a probe makes of its budget, of links in company, and of measurements that fail: on simulated nodes, by their clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raypipe.actors.measure.links import Facts, Flow, Readings, Stream
+from raypipe.cli import main
+from raypipe.cluster.node_matching import ClusterNode
+from raypipe.cluster.prober import ActorCluster, Probe, Probed, ProbeDevice, own_name, probe
+from raypipe.config import ClusterConfig, calibration_file
+from raypipe.errors import FormatError, PlanError, RunError
+from raypipe.network.allowance import Budget
+from raypipe.network.rounds import Pair
+from tests.network.max_min import Network
+
+MB = 1e6
+LATENCY_S = 1e-4
+STEP_S = 0.08
+"""What a round takes besides: more than the prober expects."""
+
+
+class Simulated(ActorCluster):
+    """Nodes with one device each, whose flows take the time that a network of fair flows lets them take."""
+
+    def __init__(self, num_nodes: int, network: Network, *, fails_at: int | None) -> None:
+        nodes = [ClusterNode(f"id-{number}", f"10.0.0.{number}", num_cpus=1.0) for number in range(num_nodes)]
+        names = [node.address for node in nodes]
+        devices = [ProbeDevice(number, f"{name}/0", None) for number, name in enumerate(names)]
+        super().__init__(nodes, names, [1] * num_nodes, devices, list(range(num_nodes)), 0.0)
+        self.facts = {number: Facts(f"id-{number}", name, name, 1, 1, 1 << 30, True, ()) for number, name in enumerate(names)}
+        self.network = network
+        self.fails_at = fails_at
+        self.num_streamed = 0
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def step(self, flows: Sequence[Flow], *, limit_s: float | None = None) -> dict[Pair, tuple[Readings, Readings]]:
+        rates = self.network.together(tuple(flow.ends for flow in flows))
+        found = {flow.ends: self.flow(flow, rates[flow.ends]) for flow in flows}
+        last_s = max(target.first_s[-1] for _, target in found.values())
+        if any(isinstance(flow.pattern, Stream) for flow in flows):
+            assert limit_s is not None
+            assert last_s - self.now_s < limit_s
+            self.num_streamed += 1
+            if self.num_streamed == self.fails_at:
+                raise RunError("measuring: no answer within 40 s from device 10.0.0.1/0")
+        self.num_steps += 1
+        self.num_bytes += sum(source.num_bytes for source, _ in found.values())
+        self.now_s = last_s + STEP_S
+        return found
+
+    def flow(self, flow: Flow, bytes_per_s: float) -> tuple[Readings, Readings]:
+        source, target, now_s = Readings(), Readings(), self.now_s
+        if isinstance(flow.pattern, Stream):
+            sizes, answer_s = [flow.pattern.chunk_bytes] * flow.pattern.num_chunks, 0.0
+        else:
+            largest = int(bytes_per_s * flow.pattern.seconds / 8)
+            sizes, answer_s = [*[1024] * 4, *[largest // share for share in (1, 2, 4, 8, 16)] * 4], LATENCY_S
+        for size in sizes:
+            arrived_s = now_s + answer_s + size / bytes_per_s
+            source.add(size, now_s, arrived_s + answer_s)
+            target.add(size, arrived_s, arrived_s)
+            now_s = arrived_s + answer_s
+        return source, target
+
+
+Probing = Callable[..., Probed]
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> Probing:
+    """Probes simulated nodes."""
+
+    def of(num_nodes: int, network: Network, budget: Budget | None = None, *, fails_at: int | None = None, gpu_kind: str = "") -> Probed:
+        cluster = Simulated(num_nodes, network, fails_at=fails_at)
+        cluster.facts = {number: replace(facts, gpu_kind=gpu_kind, gpu_bytes=80 << 30) for number, facts in cluster.facts.items()}
+        monkeypatch.setattr("raypipe.cluster.prober.time", cluster)
+        return Probe(cluster, budget or Budget(), name="simulated", overheads=None, notice=lambda _: None).run()
+
+    return of
+
+
+def limited_nodes(num_nodes: int) -> Network:
+    """Equal nodes on one switch."""
+    pairs = list(itertools.permutations(range(num_nodes), 2))
+    limits = [frozenset(pair for pair in pairs if pair[end] == node) for node in range(num_nodes) for end in (0, 1)]
+    return Network(dict.fromkeys(pairs, 125 * MB), [(125 * MB, members) for members in limits], noise=0.02)
+
+
+def islands(num_nodes: int) -> Network:
+    """Two islands; what one node can send alone, all of an island can send to the other one."""
+    pairs = list(itertools.permutations(range(num_nodes), 2))
+    near = set(range(num_nodes // 2))
+    uplinks = [frozenset(pair for pair in pairs if (pair[0] in near, pair[1] in near) == ends) for ends in ((True, False), (False, True))]
+    return Network(dict.fromkeys(pairs, 100 * MB), [(100 * MB, members) for members in uplinks], noise=0.02)
+
+
+def bandwidths(found: Probed) -> list[float]:
+    return [link.bandwidth_bytes_per_s for link in found.links.values()]
+
+
+@pytest.mark.parametrize("num_nodes", [3, 6, 8])
+def test_equal_nodes_all_have_their_limits(probed: Probing, num_nodes: int) -> None:
+    found = probed(num_nodes, limited_nodes(num_nodes))
+    assert {shared.name.split("-")[1] for shared in found.topology.shared_links} == {"egress", "ingress"}
+    assert [shared.bandwidth_bytes_per_s for shared in found.topology.shared_links] == [pytest.approx(125 * MB, rel=0.1)] * 2 * num_nodes
+    assert found.seconds < 40
+    assert [text for text in found.notices if "shared" in text] == []
+
+
+def test_gpus_are_described_with_their_kind_and_their_own_memory(probed: Probing) -> None:
+    cpus, gpus = (probed(2, limited_nodes(2), gpu_kind=kind).topology for kind in ("", "nvidia-h200"))
+    assert [(device.kind, device.memory_bytes) for device in gpus.devices] == [("nvidia-h200", 80 << 30)] * 2
+    assert [node.cores for node in gpus.nodes] == [None, None]
+    assert [(device.kind, device.memory_bytes) for device in cpus.devices] == [("cpu", 1 << 30)] * 2
+    assert [node.cores for node in cpus.nodes] == [1, 1]
+
+
+@pytest.mark.parametrize("fails_at", [None, 60])
+def test_of_equal_nodes_none_has_a_limit_if_not_all_were_looked_at(probed: Probing, fails_at: int | None) -> None:
+    found = probed(8, limited_nodes(8), Budget(seconds=60.0 if fails_at else 14.0), fails_at=fails_at)
+    assert found.topology.shared_links == ()
+    assert "no answer within 40 s" in found.notices[0] if fails_at else "the budget was spent" in found.notices[0]
+    assert "limits of single nodes were left out" in found.notices[0]
+    assert found.seconds < 60
+    assert bandwidths(found) == [pytest.approx(125 * MB, rel=0.1)] * 56
+
+
+def test_links_have_what_they_have_alone_though_all_were_measured_in_company(probed: Probing) -> None:
+    found = probed(8, islands(8))
+    assert [len(shared.members) for shared in found.topology.shared_links] == [16, 16]
+    assert bandwidths(found) == [pytest.approx(100 * MB, rel=0.15)] * 56
+    assert found.seconds < 60.5
+
+
+@pytest.mark.parametrize(("seconds", "what"), [(12.0, "shared links were not looked for"), (16.0, "the budget was spent")])
+def test_links_that_were_in_company_and_not_measured_again_are_named(probed: Probing, seconds: float, what: str) -> None:
+    found = probed(8, islands(8), Budget(seconds=seconds))
+    notice = next((text for text in found.notices if "may carry more than was seen" in text), "")
+    slow = [pair for pair, link in found.links.items() if link.bandwidth_bytes_per_s < 80 * MB]
+    assert what in found.notices[0]
+    assert bool(slow) == bool(notice)
+    assert found.seconds < seconds + 1
+    if slow:
+        assert f"and {len(slow) - 6} more" in notice
+
+
+def test_a_round_that_fails_ends_the_search_and_not_the_probe(probed: Probing) -> None:
+    found = probed(8, islands(8), fails_at=5)
+    assert "not all shared links were looked for: measuring: no answer within 40 s from device 10.0.0.1/0" in found.notices[0]
+    assert "may carry more than was seen: 10.0.0" in found.notices[1]
+    assert len(found.topology.links) >= 28
+
+
+# Names, and files that are looked at first
+
+
+def test_a_node_is_called_by_its_label_and_else_by_its_address() -> None:
+    plain, named, other = ClusterNode("a", "10.0.0.1"), ClusterNode("b", "10.0.0.2", label="lab"), ClusterNode("c", "10.0.0.2", label="lib")
+    assert [own_name(node, [plain, named, other]) for node in (plain, named, other)] == ["10.0.0.1", "lab", "lib"]
+    assert own_name(named, [plain, named, ClusterNode("d", "10.0.0.3", label="lab")]) == "10.0.0.2"
+
+
+def test_nodes_that_cannot_be_told_apart_are_refused() -> None:
+    twins = [ClusterNode("aaaaaaaaaa", "10.0.0.1"), ClusterNode("bbbbbbbbbb", "10.0.0.1")]
+    with pytest.raises(
+        PlanError, match=r"the nodes aaaaaaaa, bbbbbbbb are at its address; give each a label .*--labels=raypipe.io/node=NAME"
+    ):
+        own_name(twins[0], twins)
+
+
+def test_a_calibration_that_cannot_be_read_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calibration_file().parent.mkdir()
+    calibration_file().write_text("{")
+    with pytest.raises(FormatError, match=calibration_file().name):
+        probe(ClusterConfig(address="10.255.255.1:1"))
+
+
+def test_a_file_without_a_folder_is_refused_before_anything_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--address", "10.255.255.1:1", "-o", str(tmp_path / "none" / "topology.yaml")]) == 2
+    assert "its folder does not exist" in capsys.readouterr().err
+    assert main(["probe", "--address", "10.255.255.1:1", "-o", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_a_machine_that_stands_still_for_a_moment_does_not_make_its_links_slower(probed: Probing, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = Simulated.flow
+
+    def disturbed(cluster: Simulated, one: Flow, bytes_per_s: float) -> tuple[Readings, Readings]:
+        still = 0.5 < cluster.now_s < 1.5 and one.target == 0
+        return flow(cluster, one, bytes_per_s * (0.92 if still else 1.0))
+
+    monkeypatch.setattr(Simulated, "flow", disturbed)
+    pairs = list(itertools.permutations(range(4), 2))
+    found = probed(4, Network(dict.fromkeys(pairs, 125 * MB)))
+    assert {pair: link.bandwidth_bytes_per_s for pair, link in found.links.items()} == dict.fromkeys(
+        pairs, pytest.approx(125 * MB, rel=0.01)
+    )

@@ -1,0 +1,125 @@
+"""The layers that wait for as long as a model's would compute, in threads of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+
+from raypipe.actors.execution.batches import FixedBatch
+from raypipe.actors.execution.job import jobs
+from raypipe.actors.execution.report import WindowReport
+from raypipe.actors.local import LocalPipeline
+from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.trace import Span, SpanKind
+from raypipe.models.rehearsing import StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.ir import Schedule, Size
+from raypipe.schedules.lower import Placement
+from tests.schedules.handwritten import pipedream_2bw, two_branches
+
+ROWS = 6
+WAITS = StageWaits(forward_s=0.012, input_grad_s=0.008, weight_grad_s=0.02, update_s=0.005, num_parameters=1)
+SLACK_S = 0.02
+
+
+def run(
+    schedule: Schedule, *, widths: dict[tuple[int, int], int], waits: StageWaits = WAITS, placement: Placement | None = None
+) -> tuple[LocalPipeline, list[Span]]:
+    """Two windows; the spans of the second."""
+    graph = schedule.graph
+    model = rehearsing(stages=[waits] * graph.num_stages, widths=widths, num_rows=ROWS)
+    torch.set_num_threads(1)
+    pipeline = LocalPipeline(
+        model,
+        cut=Cut.of_sizes(layers_per_stage(graph.num_stages, graph.edges), model.edges()),
+        schedule=schedule,
+        batches=FixedBatch({"inputs": torch.zeros(ROWS, 1)}),
+        optimizer=lambda weights: WaitingOptimizer({0: waits.update_s}, 0, weights),
+        learning_rate=lambda _: 0.0,
+        placement=placement,
+    )
+    pipeline.run_window()
+    reports: Sequence[WindowReport] = pipeline.run_window()
+    return pipeline, [span for report, job in zip(reports, pipeline.jobs, strict=True) for span in report.log.spans(job)]
+
+
+def seconds(spans: list[Span], device: int, name: str) -> float:
+    (found,) = (span for span in spans if span.device == device and span.name == name)
+    return found.end_s - found.start_s
+
+
+def test_the_layers_cut_by_stage_make_the_stage_graph() -> None:
+    graph = two_branches(4).graph
+    model = rehearsing(stages=[WAITS] * graph.num_stages, widths=dict.fromkeys(graph.edges, 3), num_rows=ROWS)
+    assert Cut.of_sizes(layers_per_stage(graph.num_stages, graph.edges), model.edges()).graph == graph
+    assert model.layers[-1].name == f"stage-{graph.num_stages - 1}"
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_each_kind_of_op_waits_for_its_own_time(name: str) -> None:
+    _, spans = run(build(name, Size(2, 3)), widths={(0, 1): 50})
+    expected = {"F": 0.012, "B": 0.028, "I": 0.008, "W": 0.02, "U": 0.005}
+    computed = [span for span in spans if span.kind is SpanKind.COMPUTE]
+    assert {span.name[1] for span in computed} == ({"F", "B", "U"} if name == "1f1b" else {"F", "I", "W", "U"})
+    took_s: dict[str, list[float]] = {}
+    for span in computed:
+        took_s.setdefault(span.name[:2], []).append(span.end_s - span.start_s)
+    for of_stage, several in took_s.items():
+        kind = of_stage[1]
+        assert min(several) >= expected[kind] - 1e-4
+        # Forwards in threads of one process run one at a time: some wait for others, and all for whatever else the machine does.
+        assert min(several) <= expected[kind] + SLACK_S
+
+
+def test_messages_have_the_width_of_their_edge_and_both_ways_the_same_bytes() -> None:
+    schedule = two_branches(4)
+    widths = {edge: 10 * (1 + number) for number, edge in enumerate(schedule.graph.edges)}
+    _, spans = run(schedule, widths=widths, waits=StageWaits(0.0, 0.0, 0.0, 0.0, 1))
+    received = [span for span in spans if span.kind is SpanKind.RECV]
+    assert {span.name.split()[0] for span in received} == {"activation", "gradient"}
+    for span in received:
+        source, target = sorted(map(int, span.name.split()[1].split("->")))
+        assert span.bytes == 4 * ROWS * widths[source, target]
+
+
+def test_a_share_of_the_rows_waits_for_its_share_of_the_time() -> None:
+    placement = Placement((((0, 1 / 3), (1, 2 / 3)), ((2, 1.0),)))
+    _, spans = run(build("1f1b", Size(2, 2)), widths={(0, 1): 50}, placement=placement)
+    assert 0.004 <= seconds(spans, 0, "0F0") <= 0.004 + SLACK_S
+    assert 0.008 <= seconds(spans, 1, "0F0") <= 0.008 + SLACK_S
+
+
+def test_replicas_sum_gradients_of_the_size_of_the_weights() -> None:
+    placement = Placement((((0, 0.5), (1, 0.5)), ((2, 1.0),)))
+    waits = StageWaits(0.0, 0.0, 0.0, 0.0, num_parameters=1000)
+    pipeline, spans = run(build("1f1b", Size(2, 2)), widths={(0, 1): 50}, waits=waits, placement=placement)
+    num_weights = len(pipeline.held[0][0].masters)  # of each is told whether there is a gradient
+    assert {span.bytes for span in spans if span.name == "gradients of stage 0 for update 0"} == {4 * (1000 + num_weights)}
+    assert not any(weight.any() for held in pipeline.held for weights in held.values() for weight in weights.module.parameters())
+
+
+def test_versions_of_the_weights_are_no_hindrance() -> None:
+    _, spans = run(pipedream_2bw(2, 2, 3), widths={(0, 1): 5}, waits=StageWaits(0.001, 0.001, 0.001, 0.0, 1))
+    assert len([span for span in spans if span.kind is SpanKind.COMPUTE]) == len(list(pipedream_2bw(2, 2, 3).ops()))
+
+
+def test_memory_does_not_grow_with_the_microbatches() -> None:
+    model = rehearsing(stages=[StageWaits(0.0, 0.0, 0.0, 0.0, 1)] * 2, widths={(0, 1): 1000}, num_rows=ROWS)
+    port = model.layers[2].build()
+    x = torch.zeros(ROWS, 1, requires_grad=True)
+    first, second = port(x), port(x)
+    assert first.data_ptr() == second.data_ptr()
+    assert first.shape == (ROWS, 1000)
+    first.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (ROWS, 1)
+
+
+def test_jobs_of_a_rehearsal_are_those_of_the_plan() -> None:
+    schedule = build("chimera-halving", Size(4, 4))
+    make = partial(run, schedule, widths=dict.fromkeys(schedule.graph.edges, 7), waits=StageWaits(0.0, 0.0, 0.0, 0.0, 9))
+    pipeline, _ = make()
+    assert [job.program for job in pipeline.jobs] == [job.program for job in jobs(schedule)]

@@ -1,0 +1,111 @@
+"""Random problems for the planner's tests; equal seeds give equal problems."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from raypipe.artifacts.profile import LayerProfile, ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
+from raypipe.planning.layout import Layout
+from raypipe.planning.problem import Problem
+
+NUM_ROWS = 12
+MB = 1_000_000
+"""So large that the parts of a tensor are whole bytes, or as good as that."""
+
+
+def random_problem(
+    seed: int,
+    *,
+    num_devices: int,
+    num_layers: int,
+    num_microbatches: int = 8,
+    memory_bytes: int | None = None,
+    one_way: bool = False,
+    speeds: tuple[float, ...] = (1.0, 1.0, 0.5),
+) -> Problem:
+    """A chain of unequal layers, and a node for each device, all of them linked with bandwidths of 1, 10 or 25 MB/s."""
+    rng = random.Random(seed)
+    layers = []
+    for index in range(num_layers):
+        forward_s = rng.uniform(0.5, 2.0)
+        layers.append(
+            LayerProfile(
+                name=f"layer{index}",
+                forward_s=forward_s,
+                backward_s=2 * forward_s,
+                weight_grad_s=forward_s,
+                output_bytes=rng.choice((1, 4, 10)) * MB,
+                saved_bytes=3 * MB,
+                parameter_bytes=rng.choice((1, 20, 100)) * MB,
+            )
+        )
+    nodes = tuple(
+        Node(name=f"node{number}", devices=(Device(f"device{number}", "cpu", memory_bytes, rng.choice(speeds)),))
+        for number in range(num_devices)
+    )
+    pairs = itertools.permutations(range(num_devices), 2) if one_way else itertools.combinations(range(num_devices), 2)
+    links = tuple(
+        Link(
+            source=f"node{one}",
+            target=f"node{other}",
+            bandwidth_bytes_per_s=rng.choice((1.0, 10.0, 25.0)) * MB,
+            latency_s=0.01,
+            one_way=one_way,
+        )
+        for one, other in pairs
+    )
+    profile = ModelProfile(name="random", microbatch_size=NUM_ROWS, layers=tuple(layers))
+    return Problem(profile, ClusterTopology(name="random", nodes=nodes, links=links), num_microbatches, NUM_ROWS)
+
+
+def islands(
+    sizes: tuple[int, ...], *, within: float = 100.0, between: float = 1.0, parameter_bytes: int = 1000, num_layers: int = 8
+) -> Problem:
+    """Nodes of several devices with fast links inside and slow ones between them."""
+    profile = ModelProfile.uniform(num_layers, output_bytes=10, saved_bytes=10, parameter_bytes=parameter_bytes, microbatch_size=NUM_ROWS)
+    nodes = tuple(
+        Node(
+            name=f"island{number}",
+            devices=tuple(Device(f"device{number}-{position}", "cpu") for position in range(size)),
+            link=NodeLink(bandwidth_bytes_per_s=within, latency_s=0.001),
+        )
+        for number, size in enumerate(sizes)
+    )
+    topology = ClusterTopology(name="islands", nodes=nodes, default_link=NodeLink(bandwidth_bytes_per_s=between, latency_s=0.001))
+    return Problem(profile, topology, 8, NUM_ROWS)
+
+
+def contiguous_plans(order: tuple[int, ...], num_layers: int) -> Iterator[Layout]:
+    """Every plan whose stages have consecutive layers on consecutive devices of the order; devices at both ends may be idle."""
+    for start in range(len(order)):
+        for stop in range(start + 1, len(order) + 1):
+            yield from divided(order[start:stop], num_layers)
+
+
+def divided(devices: tuple[int, ...], num_layers: int) -> Iterator[Layout]:
+    """Every plan with all of these devices in this order."""
+    for num_stages in range(1, min(len(devices), num_layers) + 1):
+        for borders in itertools.combinations(range(1, len(devices)), num_stages - 1):
+            ends = (0, *borders, len(devices))
+            workers = tuple(devices[first:end] for first, end in itertools.pairwise(ends))
+            for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
+                yield Layout((0, *cuts, num_layers), workers)
+
+
+def all_plans(num_devices: int, num_layers: int) -> Iterator[Layout]:
+    """Every plan with consecutive layers, any devices in any order, some of them idle."""
+    for used in range(1, num_devices + 1):
+        for devices in itertools.permutations(range(num_devices), used):
+            yield from divided(devices, num_layers)
+
+
+def shuffled(problem: Problem, *, seed: int) -> Problem:
+    """The same cluster with nodes and devices listed in another order."""
+    rng = random.Random(seed)
+    nodes = [replace(node, devices=tuple(rng.sample(node.devices, len(node.devices)))) for node in problem.topology.nodes]
+    rng.shuffle(nodes)
+    return replace(problem, topology=replace(problem.topology, nodes=tuple(nodes)))

@@ -1,0 +1,115 @@
+"""Exhaustive optima of small random problems, kept in tests/golden/planning_optima.json, and how far the search is from them.
+
+    python -m tests.planning.optima write        # tries every plan of every case; most of an hour
+    python -m tests.planning.optima compare      # searches each case with the usual budget: minutes
+
+A plan here has consecutive layers on any devices in any order, replicated or not, some idle, in the orders 1f1b and list. All plans
+are estimated; in the order of their estimates they are simulated until an estimate is so much above the best simulated time that
+no plan behind it can be better: replicated stages may be faster than estimated, by less than `_MARGIN` in all problems tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from raypipe.planning.layout import Judge
+from raypipe.planning.planners import solve
+from raypipe.planning.problem import Problem
+from raypipe.planning.search import Search
+from tests.planning.instances import all_plans, random_problem
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "planning_optima.json"
+_MARGIN = 0.85
+_CASES = {4: (100, (4, 5, 6)), 5: (60, (4, 5, 6)), 6: (30, (4, 5)), 7: (10, (3,)), 8: (5, (2, 3))}
+"""By number of devices: how many cases, and numbers of layers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem by its seed."""
+
+    seed: int
+    num_devices: int
+    num_layers: int
+    num_microbatches: int
+    one_way: bool
+
+    def problem(self) -> Problem:
+        return random_problem(
+            self.seed,
+            num_devices=self.num_devices,
+            num_layers=self.num_layers,
+            num_microbatches=self.num_microbatches,
+            one_way=self.one_way,
+        )
+
+
+def cases() -> Iterator[Case]:
+    seed = 1000
+    for num_devices, (count, layers) in _CASES.items():
+        for _ in range(count):
+            yield Case(seed, num_devices, layers[seed % len(layers)], (4, 8, 16)[seed // 3 % 3], seed % 4 == 3)
+            seed += 1
+
+
+def optimum_s(problem: Problem) -> float:
+    """Seconds of an update of the best of all plans."""
+    judge = Judge(problem)
+    # Whatever is known already need not be remembered, only what may be better.
+    known = judge.simulate(next(all_plans(problem.num_devices, problem.num_layers)))
+    assert known is not None
+    best_s, estimates = known.update_s, {}
+    for plan in all_plans(problem.num_devices, problem.num_layers):
+        for order in ("1f1b", "list"):
+            layout = replace(plan, order=order)
+            estimate_s = judge.estimate_s(layout)
+            if estimate_s * _MARGIN < best_s:
+                estimates[layout] = estimate_s
+                if estimate_s < best_s and (judged := judge.simulate(layout)) is not None:
+                    best_s = min(best_s, judged.update_s)
+    for layout in sorted(estimates, key=lambda layout: estimates[layout]):
+        if estimates[layout] * _MARGIN > best_s:
+            break
+        if (judged := judge.simulate(layout)) is not None:
+            best_s = min(best_s, judged.update_s)
+    return best_s
+
+
+def stored() -> list[tuple[Case, float]]:
+    """The cases and their optima."""
+    return [(Case(**entry["case"]), entry["optimum_s"]) for entry in json.loads(GOLDEN.read_text())]
+
+
+def gap(case: Case, best_s: float) -> float:
+    """How far the search's plan is above the best of all; below 0 where a limit on activations that is not tried there helps."""
+    found = Search(Judge(case.problem())).run()
+    assert found is not None
+    return found.update_s / best_s - 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("write", "compare"))
+    if parser.parse_args().what == "write":
+        entries = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else []
+        for case in list(cases())[len(entries) :]:  # Goes on where it was stopped.
+            entries.append({"case": asdict(case), "optimum_s": optimum_s(case.problem())})
+            print(entries[-1], flush=True)
+            GOLDEN.write_text("[\n" + ",\n".join(map(json.dumps, entries)) + "\n]\n")
+        return
+    gaps, bare = [], []
+    for case, best_s in stored():
+        gaps.append(gap(case, best_s))
+        bare.append(solve(Judge(case.problem()), name="spp").update_s / best_s - 1)
+        print(f"{case}: {gaps[-1]:+.4f}, SPP as reconstructed {bare[-1]:+.4f}", flush=True)
+    for name, values in (("raypipe", gaps), ("SPP as reconstructed", bare)):
+        print(f"{name}: {len(values)} problems, mean gap {statistics.mean(values):.4f}, worst {max(values):.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from raypipe.artifacts.profile import LayerTimes, ModelProfile, NamedEdge
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
+from raypipe.planning import chunks
+from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.plan_bound import plan_bound
+from raypipe.planning.planners import solve
+from raypipe.planning.problem import Problem
+from tests.planning.instances import all_plans, islands, random_problem
+
+ORDERS = ("1f1b", "list", "gpipe", "zb-h1", "zb-h2")
+
+
+def cases() -> list[Problem]:
+    found = [random_problem(seed, num_devices=2 + seed % 3, num_layers=3 + seed % 4, num_microbatches=2 + seed % 9) for seed in range(16)]
+    found += [islands((2, 2), between=between, parameter_bytes=parameters) for between in (0.01, 0.5, 5.0) for parameters in (0, 100, 9000)]
+    chain = random_problem(3, num_devices=4, num_layers=5)
+    edges = [NamedEdge(producer=f"layer{one}", consumer=f"layer{other}") for one, other in ((0, 1), (0, 2), (1, 3), (2, 3), (3, 4), (0, 4))]
+    found.append(replace(chain, profile=replace(chain.profile, named_edges=tuple(edges))))
+    # Kinds of device whose layers differ in which is the slower one.
+    times = {
+        kind: tuple(LayerTimes(forward_s=1 + 3 * (layer % 2 == odd), backward_s=2.0, weight_grad_s=1.0) for layer in range(6))
+        for odd, kind in enumerate(("even", "odd"))
+    }
+    profile = replace(ModelProfile.uniform(6, microbatch_size=12, output_bytes=1), device_kinds=times)
+    cluster = ClusterTopology.uniform(4, devices_per_node=1, bandwidth_bytes_per_s=5.0)
+    nodes = tuple(
+        replace(node, devices=tuple(replace(device, kind=("even", "odd", "other", "odd")[at]) for device in node.devices))
+        for at, node in enumerate(cluster.nodes)
+    )
+    found.append(Problem(profile, replace(cluster, nodes=nodes), 6, 12))
+    return found
+
+
+def odd_cases() -> list[tuple[Problem, Layout]]:
+    """Problems with a layout that some bound could claim not to exist."""
+    base = ModelProfile.uniform(4, microbatch_size=4, parameter_bytes=1000, output_bytes=10)
+    heavy = replace(base, layers=tuple(replace(layer, parameter_bytes=10**6, output_bytes=0) for layer in base.layers))
+    free = NodeLink(latency_s=0.0)
+
+    def kind(forward_s: float, backward_s: float, weight_grad_s: float) -> tuple[LayerTimes, ...]:
+        return (LayerTimes(forward_s=forward_s, backward_s=backward_s, weight_grad_s=weight_grad_s),) * 4
+
+    alone = Layout((0, 4), ((0,),))
+    # A fast and a slow kind share one core.
+    shared = ClusterTopology(name="shared", nodes=(Node(name="n", cores=1, devices=(Device("d0", "a"), Device("d1", "b")), link=free),))
+    unlike = replace(base, device_kinds={"a": kind(0.1, 0.2, 0.1), "b": kind(1.0, 2.0, 1.0)})
+    # Two of four devices with two cores, while the others rest.
+    links = tuple(
+        Link(source=f"d{one}", target=f"d{other}", latency_s=0.0, bandwidth_bytes_per_s=1e9 if one // 2 == other // 2 else 1e-3)
+        for one, other in combinations(range(4), 2)
+    )
+    crossed = ClusterTopology(
+        name="crossed", nodes=(Node(name="n", cores=2, devices=tuple(Device(f"d{number}", "cpu") for number in range(4))),), links=links
+    )
+    # A kind that is quick forth and slow back.
+    backward = replace(heavy, device_kinds={"a": kind(0.1, 2.9, 2.8)})
+    apart = ClusterTopology.uniform(4, kind="a", bandwidth_bytes_per_s=1.0, devices_per_node=1)
+    one_each = Layout((0, 1, 2, 3, 4), ((0,), (1,), (2,), (3,)), "zb-h1")
+    # Less than a byte of each message for each device.
+    slow = ClusterTopology.uniform(4, devices_per_node=2, bandwidth_bytes_per_s=1e-3)
+    slow = replace(slow, nodes=tuple(replace(node, link=free) for node in slow.nodes))
+    bytes_apart = ModelProfile.uniform(4, microbatch_size=4, parameter_bytes=1000, output_bytes=1)
+    halves = Layout((0, 2, 4), ((0, 1), (2, 3)))
+    # Two models beside each other.
+    two = replace(base, named_edges=tuple(NamedEdge(producer=f"layer{at}", consumer=f"layer{at + 1}") for at in (0, 2)))
+    return [
+        (Problem(unlike, shared, 4, 4), alone),
+        (Problem(base, crossed, 8, 4), Layout((0, 2, 4), ((0,), (1,)))),
+        (Problem(backward, apart, 4, 4), one_each),
+        (Problem(bytes_apart, slow, 8, 4), halves),
+        (Problem(two, slow, 8, 4), halves),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_unlike_kinds_shared_cores_and_parts_of_bytes_are_no_way_below_the_bound(number: int) -> None:
+    problem, layout = odd_cases()[number]
+    judged = Judge(problem).simulate(layout)
+    assert judged is not None
+    assert 0 < plan_bound(problem).update_s <= judged.update_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("number", range(len(cases())))
+def test_no_simulated_plan_beats_the_bound(number: int) -> None:
+    problem = cases()[number]
+    judge = Judge(problem)
+    bound = plan_bound(problem)
+    rng = random.Random(number)
+    layouts = list(all_plans(problem.num_devices, problem.num_layers))
+    for layout in rng.sample(layouts, min(len(layouts), 40)):
+        tried = [judge.simulate(replace(layout, order=order)) for order in ORDERS]
+        tried += [judge.simulate(several) for order in chunks.ORDERS for several in chunks.layouts(judge, layout.workers, order)]
+        for judged in tried:
+            assert judged is None or judged.update_s >= bound.update_s * (1 - 1e-9), (str(judged.layout), bound)
+
+
+@pytest.mark.parametrize("number", range(0, len(cases()), 3))
+def test_no_planner_beats_the_bound(number: int) -> None:
+    problem = cases()[number]
+    bound_s = plan_bound(problem).update_s
+    for name in ("raypipe", "spp", "data-parallel", "1f1b-equal", "dapple", "metis", "pipedream"):
+        assert solve(Judge(problem), name=name).update_s >= bound_s * (1 - 1e-9)
+
+
+def test_equal_layers_on_equal_devices_meet_the_bound() -> None:
+    problem = Problem(ModelProfile.uniform(8, microbatch_size=8), ClusterTopology.uniform(4), 16, 8)
+    found = solve(Judge(problem))
+    assert plan_bound(problem).update_s == pytest.approx(16 * 8 * 3 / 4)
+    assert found.update_s == pytest.approx(plan_bound(problem).update_s)
+
+
+def test_slow_links_between_islands_raise_the_bound() -> None:
+    near, far = (islands((2, 2), between=between, parameter_bytes=5000) for between in (100.0, 0.05))
+    assert plan_bound(far).binding == "border"
+    assert plan_bound(far).update_s > 1.5 * plan_bound(near).update_s
+    # It tells how much two islands can give at most: far from twice one island, which is what this comes to.
+    assert plan_bound(far).update_s <= solve(Judge(far)).update_s
+
+
+def test_weights_too_heavy_to_copy_raise_the_bound() -> None:
+    light, heavy = (islands((4,), within=10.0, parameter_bytes=number) for number in (1, 10_000))
+    assert plan_bound(heavy).binding == "copies"
+    assert plan_bound(heavy).update_s > plan_bound(light).update_s

@@ -1,0 +1,396 @@
+"""All planners behind one interface: what they find, what they refuse, and that raypipe's is never behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile
+from raypipe.artifacts.schedule import save_schedule
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
+from raypipe.errors import PlanError, UnknownNameError
+from raypipe.planning.layout import Judge, Judged, Layout
+from raypipe.planning.plan_bound import plan_bound
+from raypipe.planning.planners import PLANNERS, best_division, climbed, divided, make, solve
+from raypipe.planning.problem import Problem
+from raypipe.planning.search import Budget
+from raypipe.schedule_registry import build
+from raypipe.schedules.ir import Size, WeightRule
+from raypipe.schedules.validate import facts
+from raypipe.simulation.cost import plan_cost
+from raypipe.simulation.simulator import simulate_plan
+from tests.planning.instances import islands, random_problem
+
+SMALL = Budget(2000, 60)
+TINY = Budget(300, 10)
+QUICK = tuple(planner.name for planner in PLANNERS if planner.quick)
+OTHERS = tuple(planner.name for planner in PLANNERS if planner.name != "raypipe")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_is_never_behind_another_planner(seed: int) -> None:
+    num_devices = (4, 5, 6, 8, 8, 40)[seed]
+    if num_devices < 40:
+        problem = random_problem(seed, num_devices=num_devices, num_layers=12, num_microbatches=8, one_way=seed % 2 == 1)
+    else:
+        profile = ModelProfile.uniform(40, output_bytes=1, parameter_bytes=10**6, microbatch_size=1)
+        problem = Problem(profile, ClusterTopology.uniform(40, bandwidth_bytes_per_s=1000.0), 16, 1)
+    own_s = solve(Judge(problem), budget=TINY).update_s
+    for name in OTHERS:
+        if num_devices == 40 and name not in QUICK:
+            continue
+        assert own_s <= solve(Judge(problem), name=name).update_s * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize("name", [planner.name for planner in PLANNERS])
+def test_a_plan_is_whole_and_promises_what_its_simulation_says(name: str) -> None:
+    problem = islands((2, 2), num_layers=6)
+    plan = make(problem, name=name, budget=SMALL)
+    assert plan.planner == name
+    assert [layer for stage in plan.stages for layer in stage] == [layer.name for layer in problem.profile.layers]
+    assert plan.predicted is not None
+    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).update_s)
+    bound_s = plan_bound(problem).update_s
+    assert plan.predicted.lower_bound_s == pytest.approx(bound_s)
+    assert bound_s <= plan.predicted.update_s
+    for worker in plan.workers:
+        assert sum(replica.share for replica in worker) == pytest.approx(1.0)
+        for replica in worker:
+            assert replica.share * problem.microbatch_size == pytest.approx(round(replica.share * problem.microbatch_size))
+
+
+def test_all_that_is_simulated_is_told_and_none_of_it_is_faster() -> None:
+    problem, told = islands((2, 2), num_layers=6), list[Judged]()
+    plan = make(problem, budget=SMALL, seen=told.append)
+    assert plan.predicted is not None
+    assert min(judged.update_s for judged in told if not judged.missing_bytes) == pytest.approx(plan.predicted.update_s)
+    division = list[Judged]()
+    best_division(problem, budget=TINY, seen=division.append)
+    assert len({len(judged.timing.order.programs[0].items) for judged in division}) > 1, "several ways to divide"
+
+
+def test_one_device_gives_one_stage() -> None:
+    problem = random_problem(1, num_devices=1, num_layers=5)
+    for planner in PLANNERS:
+        plan = make(problem, name=planner.name, budget=SMALL)
+        assert (len(plan.stages), len(plan.devices)) == (1, 1)
+
+
+def test_a_slow_device_behind_a_slow_link_stays_idle() -> None:
+    profile = ModelProfile.uniform(8, output_bytes=1000, parameter_bytes=1000, microbatch_size=8)
+    link = NodeLink(latency_s=0.0, bandwidth_bytes_per_s=1e5)
+    nodes = (
+        Node(name="fast", devices=tuple(Device(f"fast/{number}", "gpu") for number in range(4)), link=link),
+        Node(name="slow", devices=(Device("slow/0", "gpu", speed=0.01),)),
+    )
+    topology = ClusterTopology(name="lab", nodes=nodes, default_link=NodeLink(latency_s=0.0, bandwidth_bytes_per_s=100.0))
+    plan = make(Problem(profile, topology, 8, 8), budget=SMALL)
+    assert "slow/0" not in plan.devices
+    assert len(plan.devices) == 4
+
+
+def test_a_device_of_half_the_speed_gets_half_the_work() -> None:
+    profile = ModelProfile.uniform(9, output_bytes=1, microbatch_size=2)
+    nodes = tuple(Node(name=name, devices=(Device(f"{name}/0", "gpu", speed=speed),)) for name, speed in (("new", 1.0), ("old", 0.5)))
+    topology = ClusterTopology(name="pair", nodes=nodes, default_link=NodeLink(latency_s=0.0, bandwidth_bytes_per_s=1e9))
+    plan = make(Problem(profile, topology, 32, 2), schedule="1f1b", budget=SMALL)
+    layers = {worker[0].device: len(plan.stages[stage]) for stage, worker in enumerate(plan.workers)}
+    assert layers == {"new/0": 6, "old/0": 3}
+
+
+def test_memory_is_kept_where_activations_in_flight_decide() -> None:
+    problem = random_problem(4, num_devices=4, num_layers=8)
+    roomy = make(problem, budget=SMALL)
+    assert roomy.predicted is not None
+    limit = round(0.8 * max(roomy.predicted.peak_memory_bytes))
+    tight = make(random_problem(4, num_devices=4, num_layers=8, memory_bytes=limit), budget=SMALL)
+    assert tight.predicted is not None
+    assert max(tight.predicted.peak_memory_bytes) <= limit
+    assert tight.predicted.update_s >= roomy.predicted.update_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-v", "chimera"])
+def test_an_order_that_is_asked_for_is_used(schedule: str) -> None:
+    plan = make(islands((4,), num_layers=8), schedule=schedule, budget=SMALL)
+    assert plan.order.name == schedule
+
+
+def test_rows_are_divided_into_as_many_microbatches_as_pay() -> None:
+    problem = islands((4,), num_layers=8)
+    whole = replace(problem, num_microbatches=1, microbatch_size=32)
+    chosen = best_division(whole, schedule="1f1b", budget=SMALL)
+    assert chosen.num_microbatches * chosen.microbatch_size == 32
+    own_s = solve(Judge(chosen), schedule="1f1b", budget=SMALL).update_s
+    for num_microbatches, microbatch_size in divided(32, most_microbatches=32):
+        other = replace(whole, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
+        assert own_s <= solve(Judge(other), schedule="1f1b", budget=SMALL).update_s * 1.001
+
+
+def test_what_a_microbatch_costs_besides_makes_them_larger() -> None:
+    problem = islands((4,), num_layers=8)
+    whole = replace(problem, num_microbatches=1, microbatch_size=32)
+    slow = replace(problem.topology, overheads=Overheads(forward_s=5.0, backward_s=5.0))
+    cheap, dear = (best_division(replace(whole, topology=topology), budget=SMALL) for topology in (problem.topology, slow))
+    assert dear.num_microbatches < cheap.num_microbatches
+
+
+def test_few_ways_to_divide_rows_are_all_tried_and_of_many_some() -> None:
+    assert divided(12, most_microbatches=12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    assert divided(7, most_microbatches=7) == [(1, 7), (7, 1)]
+    assert divided(7, most_microbatches=6) == [(1, 7)]
+    many = divided(720720, most_microbatches=64)
+    assert len(many) == 8
+    assert (many[0], many[-1]) == ((1, 720720), (63, 11440))
+
+
+# Forwards that are run again
+
+
+def of_memory(memory_bytes: int, *, num_devices: int = 3, num_layers: int = 6) -> Problem:
+    """Layers that save ten times what their weights take."""
+    profile = ModelProfile.uniform(num_layers, output_bytes=10, saved_bytes=500, parameter_bytes=50, microbatch_size=8)
+    return Problem(profile, ClusterTopology.uniform(num_devices, bandwidth_bytes_per_s=1000.0, memory_bytes=memory_bytes), 8, 8)
+
+
+@pytest.mark.parametrize("memory_bytes", [2000, 2600])
+def test_where_forwards_run_again_the_search_still_changes_the_number_of_stages(memory_bytes: int) -> None:
+    plan = make(of_memory(memory_bytes), budget=Budget(300, 40))
+    assert plan.predicted is not None
+    assert max(plan.predicted.peak_memory_bytes) <= memory_bytes
+
+
+def test_a_layer_that_is_moved_may_end_that_a_forward_runs_again() -> None:
+    judge = Judge(of_memory(2600, num_devices=2, num_layers=4))
+    begin = judge.simulate(Layout((0, 3, 4), ((0,), (1,))))
+    assert begin is not None
+    assert begin.layout.recomputed == (0,)
+    found = climbed(judge, begin, most_steps=1)
+    assert found is not None
+    assert (found.layout.cuts, found.layout.recomputed, found.missing_bytes) == ((0, 2, 4), (), 0)
+
+
+def test_frozen_weights_need_no_memory_but_their_own() -> None:
+    problem = of_memory(250, num_devices=2, num_layers=4)
+    layers = tuple(replace(layer, saved_bytes=5) for layer in problem.profile.layers)
+    with pytest.raises(PlanError, match="too little"):
+        make(replace(problem, profile=replace(problem.profile, layers=layers)), budget=TINY)
+    frozen = tuple(replace(layer, frozen_bytes=45) for layer in layers)
+    plan = make(replace(problem, profile=replace(problem.profile, layers=frozen)), budget=TINY)
+    assert plan.predicted is not None
+    assert max(plan.predicted.peak_memory_bytes) <= 250
+
+
+# What is refused
+
+
+def test_a_layer_that_fits_nowhere_is_named_with_what_is_missing() -> None:
+    layers = [
+        LayerProfile(
+            name=name, forward_s=1.0, backward_s=2.0, weight_grad_s=1.0, output_bytes=10, saved_bytes=10, parameter_bytes=num_bytes
+        )
+        for name, num_bytes in (("small", 10), ("embedding", 1000))
+    ]
+    topology = ClusterTopology.uniform(3, memory_bytes=2000)
+    problem = Problem(ModelProfile(name="m", microbatch_size=1, layers=tuple(layers)), topology, 4, 1)
+    with pytest.raises(PlanError, match=r"layer 'embedding' needs .* the largest device of 'uniform' has .* too little; divide the layer"):
+        make(problem)
+
+
+def test_a_model_larger_than_all_devices_is_refused_saying_by_how_much() -> None:
+    profile = ModelProfile.uniform(10, parameter_bytes=100, microbatch_size=1)
+    problem = Problem(profile, ClusterTopology.uniform(2, memory_bytes=1000), 4, 1)
+    with pytest.raises(PlanError, match=r"together have .* too little; add devices"):
+        make(problem)
+
+
+def test_copies_in_low_precision_need_memory_too() -> None:
+    profile = ModelProfile.uniform(10, parameter_bytes=100, microbatch_size=1)
+    copied = replace(profile, layers=tuple(replace(layer, low_precision_bytes=50) for layer in profile.layers))
+    cluster = ClusterTopology.uniform(2, memory_bytes=2100)
+    make(Problem(profile, cluster, 4, 1), budget=SMALL)
+    with pytest.raises(PlanError, match=r"together have .* too little; add devices"):
+        make(Problem(copied, cluster, 4, 1))
+
+
+def test_what_a_layer_needs_for_a_while_must_fit_too() -> None:
+    profile = ModelProfile.uniform(6, output_bytes=1, parameter_bytes=100, saved_bytes=100, microbatch_size=1)
+    problem = Problem(profile, ClusterTopology.uniform(2, memory_bytes=2450), 8, 1)
+    assert [len(layers) for layers in make(problem, budget=TINY, schedule="1f1b").stages] == [3, 3]
+    last = replace(profile.layers[-1], working_bytes=1000)
+    worked = replace(problem, profile=replace(profile, layers=(*profile.layers[:-1], last)))
+    # Three layers with the last of them would take 2500 bytes, four without it take 2400.
+    assert [len(layers) for layers in make(worked, budget=TINY, schedule="1f1b").stages] == [4, 2]
+
+
+def test_what_fits_apart_but_not_together_says_where_memory_is_short() -> None:
+    profile = ModelProfile.uniform(4, parameter_bytes=100, saved_bytes=3000, microbatch_size=8)
+    problem = Problem(profile, ClusterTopology.uniform(4, memory_bytes=2600), 8, 8)
+    with pytest.raises(PlanError, match=r"lacks .* of memory on its fullest device .*; use smaller or more microbatches"):
+        make(problem, name="1f1b-equal")
+
+
+def test_layers_that_take_no_time_are_refused() -> None:
+    problem = Problem(ModelProfile.uniform(3, forward_s=0.0, backward_s=0.0, weight_grad_s=0.0), ClusterTopology.uniform(2), 4, 1)
+    with pytest.raises(PlanError, match="the layers of 'uniform' take no time; measure them"):
+        make(problem)
+
+
+def test_a_kind_of_device_on_which_layers_take_no_time_is_refused() -> None:
+    free = (LayerTimes(forward_s=0.0, backward_s=0.0, weight_grad_s=0.0),) * 3
+    profile = replace(ModelProfile.uniform(3), device_kinds={"gpu": free})
+    node = Node(name="n", devices=(Device("d0", "cpu"), Device("d1", "gpu")), link=NodeLink(latency_s=0.0))
+    problem = Problem(profile, ClusterTopology(name="t", nodes=(node,)), 4, 1)
+    with pytest.raises(PlanError, match="the layers of 'uniform' take no time on devices of kind 'gpu'; measure them"):
+        make(problem)
+    assert make(replace(problem, topology=ClusterTopology(name="t", nodes=(replace(node, devices=node.devices[:1]),))), budget=TINY)
+
+
+def test_a_node_without_devices_may_join_the_others() -> None:
+    nodes = (Node(name="head", devices=(), cores=4), *(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in ("a", "b")))
+    links = tuple(Link(source=one, target=other, latency_s=0.0) for one, other in (("head", "a"), ("head", "b"), ("a", "b")))
+    problem = Problem(ModelProfile.uniform(4), ClusterTopology(name="t", nodes=nodes, links=links), 4, 1)
+    assert set(make(problem, budget=TINY).devices) == {"a/0", "b/0"}
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    problem = islands((2,))
+    with pytest.raises(UnknownNameError, match="did you mean 'dapple'"):
+        make(problem, name="daple")
+    with pytest.raises(UnknownNameError, match="did you mean 'zb-h1'"):
+        make(problem, schedule="zbh1")
+
+
+def test_counts_below_one_are_refused() -> None:
+    problem = islands((2,))
+    with pytest.raises(PlanError, match="num_microbatches must be at least 1, got 0"):
+        replace(problem, num_microbatches=0)
+
+
+def test_an_order_that_no_number_of_workers_suits_is_refused() -> None:
+    problem = random_problem(1, num_devices=1, num_layers=2)
+    with pytest.raises(PlanError, match=r"no plan with schedule 'dualpipe' for 2 layers, 1 device"):
+        make(problem, schedule="dualpipe", budget=SMALL)
+
+
+# Asynchronous orders
+
+
+def uniform_chain(num_devices: int = 4, num_microbatches: int = 8, **changed: Any) -> Problem:
+    """Equal layers and devices, and microbatches of one row, so that stages stay single."""
+    profile = ModelProfile.uniform(16, output_bytes=1, parameter_bytes=1000, saved_bytes=1, microbatch_size=1)
+    topology = ClusterTopology.uniform(num_devices, bandwidth_bytes_per_s=1e4)
+    return Problem(profile, topology, num_microbatches, 1, **changed)
+
+
+@pytest.mark.parametrize("name", ["async-1f1b", "pipedream-2bw", "async-interleaved", "amdp"])
+def test_a_plan_whose_updates_overlap_promises_its_part_of_a_window(name: str) -> None:
+    problem = uniform_chain(updates_per_window=7)
+    plan = make(problem, schedule=name, budget=SMALL)
+    assert (plan.order.name, plan.order.num_updates) == (name, 7)
+    assert plan.predicted is not None
+    assert plan.predicted.lower_bound_s is not None
+    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / 7)
+    assert plan.predicted.lower_bound_s <= plan.predicted.update_s
+    if name != "amdp":  # a round of which has a bubble, too
+        assert plan.predicted.update_s < make(problem, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("planner", ["raypipe", "1f1b-equal"])
+@pytest.mark.parametrize("num_updates", [1, 7])
+def test_orders_of_ones_own_whose_updates_overlap_are_planned_as_the_bundled_ones(planner: str, num_updates: int, tmp_path: Path) -> None:
+    problem = uniform_chain(num_microbatches=2, updates_per_window=7)
+    bundled = make(problem, name=planner, schedule="async-1f1b", budget=TINY).predicted
+    assert bundled is not None
+    path = str(tmp_path / "order.json")
+    save_schedule(build("async-1f1b", Size(4, 2, num_updates)), path)
+    for name in ("raypipe.schedules.families.one_f_one_b_async:FAMILY_ASYNC", path):
+        plan = make(problem, name=planner, schedule=name, budget=TINY)
+        assert (plan.order.weight_rule, plan.order.num_updates) == (WeightRule.LIVE, 7)
+        assert plan.predicted is not None
+        assert plan.predicted.lower_bound_s == bundled.lower_bound_s
+        assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / 7)
+        assert plan.predicted.update_s >= bundled.update_s * (1 - 1e-9)
+        if name != path or num_updates == 7:  # the order of one update, again and again, drains in between
+            assert plan.predicted.update_s == pytest.approx(bundled.update_s)
+
+
+def test_a_file_of_a_window_is_refused_for_another_window_with_the_option_that_would_do(tmp_path: Path) -> None:
+    path = str(tmp_path / "order.json")
+    save_schedule(build("async-1f1b", Size(4, 8, 3)), path)
+    with pytest.raises(PlanError, match=r"is the order of 3 updates, asked for 7; use --updates 3 \(--updates-per-window, schedule\."):
+        make(uniform_chain(updates_per_window=7), name="1f1b-equal", schedule=path)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved", "async-1f1b", "amdp"])
+def test_a_plan_keeps_what_layers_share_and_pays_for_it(schedule: str, tmp_path: Path) -> None:
+    problem = uniform_chain(updates_per_window=3)
+    layers = problem.profile.layers
+    ends = {0: replace(layers[0], tied="w"), 15: replace(layers[15], tied="w")}
+    profile = replace(problem.profile, layers=tuple(ends.get(number, layer) for number, layer in enumerate(layers)))
+    plan = make(replace(problem, profile=profile), schedule=schedule, budget=SMALL)
+    assert [layer.tied for layer in plan.profile.layers] == ["w", *[None] * 14, "w"]
+    assert plan.order.ties == ((0, plan.order.num_stages - 1),)
+    assert plan_cost(plan).tied_bytes == {0: 1000}
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert plan.predicted is not None
+    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / plan.order.num_updates)
+
+
+def test_orders_that_are_stale_are_chosen_only_where_that_is_allowed() -> None:
+    assert make(uniform_chain(), budget=SMALL).order.weight_rule is WeightRule.FLUSH
+    assert make(uniform_chain(max_staleness=0, max_mismatch=0), budget=SMALL).order.weight_rule is WeightRule.FLUSH
+    for mismatch in (0, 1):
+        plan = make(uniform_chain(max_staleness=1, max_mismatch=mismatch), budget=SMALL)
+        assert plan.order.weight_rule is not WeightRule.FLUSH
+        known = facts(plan.schedule)
+        assert known.max_delay <= 1
+        assert known.max_mismatch <= mismatch
+
+
+def test_where_messages_are_long_more_microbatches_are_under_way_than_async_1f1b_has() -> None:
+    problem = uniform_chain(max_staleness=1, max_mismatch=1, updates_per_window=7)
+    profile = replace(problem.profile, layers=tuple(replace(layer, output_bytes=80_000) for layer in problem.profile.layers))
+    problem = replace(problem, profile=profile)  # a message takes two forwards of a stage
+    seconds = {
+        name: make(problem, schedule=name, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
+        for name in ("auto", "async-1f1b", "async-interleaved", "pipedream-2bw", "amdp")
+    }
+    assert seconds["auto"] == min(seconds.values())
+    assert seconds["async-interleaved"] < 0.9 * seconds["async-1f1b"]
+
+
+def test_limits_that_no_plan_keeps_are_refused_with_what_would_do() -> None:
+    problem = uniform_chain(num_microbatches=1, max_staleness=1, max_mismatch=1)
+    said = r"every plan with schedule 'pipedream' is staler than allowed .* allow max_staleness \d, max_mismatch 0$"
+    with pytest.raises(PlanError, match=said):
+        make(problem, name="1f1b-equal", schedule="pipedream")
+    make(replace(problem, max_staleness=3), name="1f1b-equal", schedule="pipedream")
+    assert len(make(problem, schedule="pipedream", budget=SMALL).stages) == 2  # which are one update behind each other
+    with pytest.raises(PlanError, match="max_staleness must be at least 0, got -1"):
+        uniform_chain(max_staleness=-1)
+
+
+def test_a_limit_of_the_mean_staleness_is_kept_and_allows_orders_that_are_stale() -> None:
+    found = {limit: make(uniform_chain(max_mean_staleness=limit), budget=SMALL) for limit in (0.0, 0.3, 2.0)}
+    assert found[0.0].order.weight_rule is WeightRule.FLUSH
+    for limit in (0.3, 2.0):
+        assert found[limit].order.weight_rule is not WeightRule.FLUSH
+        assert facts(found[limit].schedule).mean_delay <= limit
+    both = make(uniform_chain(max_staleness=0, max_mean_staleness=2.0), budget=SMALL)
+    assert both.order.weight_rule is WeightRule.FLUSH
+    said = r"'pipedream-2bw' is staler than allowed \(max_mean_staleness 0.2\); .* allow max_mean_staleness 0.\d+$"
+    with pytest.raises(PlanError, match=said):
+        make(uniform_chain(max_mean_staleness=0.2), name="1f1b-equal", schedule="pipedream-2bw")
+
+
+def test_versions_of_the_weights_take_memory() -> None:
+    problem = uniform_chain()
+    live, buffered = (make(problem, schedule=name, budget=SMALL).predicted for name in ("async-1f1b", "pipedream-2bw"))
+    assert live is not None
+    assert buffered is not None
+    assert max(buffered.peak_memory_bytes) - max(live.peak_memory_bytes) == pytest.approx(4 * 1000, rel=1e-3)

@@ -1,0 +1,89 @@
+"""The search finds what trying everything finds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from raypipe.planning import search
+from raypipe.planning.layout import Judge
+from raypipe.planning.search import Budget, Search
+from tests.planning.instances import random_problem
+from tests.planning.optima import Case, gap, optimum_s, stored
+
+EVERY = 9
+"""Of the stored problems, every so many are searched here; `python -m tests.planning.optima compare` searches all of them."""
+
+
+def test_there_are_two_hundred_problems_of_four_to_eight_devices() -> None:
+    cases = [case for case, _ in stored()]
+    assert len(set(cases)) >= 200
+    assert {case.num_devices for case in cases} == {4, 5, 6, 7, 8}
+
+
+def test_the_stored_optima_are_those_of_trying_everything() -> None:
+    for case, best_s in stored()[:100:33]:
+        assert optimum_s(case.problem()) == pytest.approx(best_s)
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.timeout(240)
+def test_the_search_comes_within_two_percent_on_average_and_eight_at_worst(part: int) -> None:
+    some: list[tuple[Case, float]] = stored()[part * EVERY // 4 :: EVERY]
+    gaps = [gap(case, best_s) for case, best_s in some]
+    assert statistics.mean(max(value, 0.0) for value in gaps) <= 0.02
+    assert max(gaps) <= 0.08
+
+
+def test_equal_problems_get_equal_plans() -> None:
+    layouts = []
+    for _ in range(2):
+        found = Search(Judge(random_problem(7, num_devices=5, num_layers=6)), budget=Budget(2000, 60)).run()
+        assert found is not None
+        layouts.append(found.layout)
+    assert layouts[0] == layouts[1]
+
+
+def test_more_devices_than_usual_get_fewer_looks_each() -> None:
+    assert Budget.usual(4) == Budget.usual(64) == Budget()
+    many = Budget.usual(1024)
+    assert many.num_estimates < Budget().num_estimates
+    assert many.num_simulations < Budget().num_simulations
+    assert Budget.usual(8, effort=2.0).num_estimates == 2 * Budget().num_estimates
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_changed_a_layout_stays_a_plan(seed: int) -> None:
+    problem = random_problem(seed, num_devices=6, num_layers=7)
+    searching = Search(Judge(problem))
+    rng = random.Random(seed)
+    layout = next(iter(searching.starts()))
+    kinds = set()
+    for _ in range(500):
+        changed = searching.changed(layout, rng)
+        if changed is None:
+            continue
+        layout = changed
+        kinds.add((layout.num_stages, len({device for group in layout.workers for device in group})))
+        devices = list(itertools.chain.from_iterable(layout.workers))
+        assert len(devices) == len(set(devices)) <= problem.num_devices
+        assert set(devices) <= set(range(problem.num_devices))
+        assert all(layout.workers)
+        assert len(layout.workers) == layout.num_stages
+        assert layout.cuts[0] == 0
+        assert layout.cuts[-1] == problem.num_layers
+        assert all(first < end for first, end in itertools.pairwise(layout.cuts))
+    assert len(kinds) > 5
+    assert len(search._CHANGES) == len(search._WEIGHTS)
+
+
+def test_a_change_leaves_open_which_forwards_run_again() -> None:
+    searching = Search(Judge(random_problem(1, num_devices=6, num_layers=7, memory_bytes=600_000_000)))
+    rng = random.Random(1)
+    begin = replace(next(iter(searching.starts())), recomputed=(0,))
+    changed = [searching.changed(begin, rng) for _ in range(100)]
+    assert {layout.recomputed for layout in changed if layout is not None} == {None}

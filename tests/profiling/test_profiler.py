@@ -1,0 +1,263 @@
+"""Layers are measured one by one: what they keep is counted exactly, and what disturbs a measurement for a while does not show."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raypipe.actors.measure.layers import Effort, LayerMeasurement, measure_layers
+from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.artifacts.profile import LayerTimes
+from raypipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
+from raypipe.errors import ConfigError, InputError
+from raypipe.model import Batch, Layer, Model
+from raypipe.models.mlp import mlp
+from raypipe.models.towers import two_towers
+from raypipe.models.waiting import waiting
+from raypipe.profiling.profiler import DeviceKind, Measured, model_profile, profile_model
+
+NUM_ROWS, WIDTH = 4, 16
+TENSOR_BYTES = NUM_ROWS * WIDTH * 8
+QUICK = Effort(repeats=2, warm_up=1)
+
+
+def batch(*names: str) -> Batch:
+    return {name: torch.zeros(NUM_ROWS, WIDTH, dtype=torch.float64) for name in names}
+
+
+def measure(model: Model, rows: Batch, effort: Effort = QUICK) -> list[LayerMeasurement]:
+    return measure_layers(model, rows, optimizer=partial(build_optimizer, OptimizerConfig()), seed=0, effort=effort)
+
+
+def one_layer(build: Callable[[], nn.Module]) -> Model:
+    return Model((Layer("only", build, inputs=(), batch=("inputs",)),), mean)
+
+
+def mean(output: Tensor, _: Batch) -> Tensor:
+    return output.mean()
+
+
+def test_bytes_are_those_of_the_tensors_that_are_kept() -> None:
+    first, middle, last = measure(mlp(num_layers=3, width=WIDTH, dtype="float64"), batch("inputs", "targets"))
+    assert [layer.name for layer in (first, middle, last)] == ["layer-0", "layer-1", "layer-2"]
+    assert {layer.output_bytes for layer in (first, middle, last)} == {TENSOR_BYTES}
+    assert {layer.parameter_bytes for layer in (first, middle, last)} == {(WIDTH + 1) * WIDTH * 8}
+    # The input, for the gradient of the weights, and the output of tanh; of the last, the output and the targets, for the loss.
+    assert [layer.saved_bytes for layer in (first, middle, last)] == [2 * TENSOR_BYTES, 2 * TENSOR_BYTES, 3 * TENSOR_BYTES]
+    # The input, and the gradient of the product: tanh and the loss are done with.
+    assert [layer.weight_grad_saved_bytes for layer in (middle, last)] == [2 * TENSOR_BYTES] * 2
+    # Nobody takes the gradient of the first layer's input: all of its backward is put off, with the gradient of its output.
+    assert first.weight_grad_saved_bytes == 3 * TENSOR_BYTES
+
+
+def test_frozen_weights_are_told_from_trained_ones() -> None:
+    model = one_layer(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH).double().requires_grad_(False), nn.Linear(WIDTH, 1).double()))
+    (found,) = measure(model, batch("inputs"))
+    assert (found.parameter_bytes, found.frozen_bytes) == ((WIDTH + 1) * (WIDTH + 1) * 8, (WIDTH + 1) * WIDTH * 8)
+    profile = model_profile([[found]], model, name="m", microbatch_size=NUM_ROWS)
+    assert profile.layers[0].trained_bytes == (WIDTH + 1) * 8
+    (trained,) = measure(one_layer(lambda: nn.Linear(WIDTH, 1).double()), batch("inputs"))
+    assert model_profile([[trained]], model, name="m", microbatch_size=NUM_ROWS).layers[0].frozen_bytes is None
+
+
+def test_measuring_in_a_thread_writes_nothing_where_the_profiler_was_started_before() -> None:
+    script = """
+import threading
+from tests.profiling.test_profiler import batch, measure
+from raypipe.actors.measure.layers import start_profiler
+from raypipe.models.mlp import mlp
+start_profiler()
+thread = threading.Thread(target=measure, args=(mlp(num_layers=1, dtype="float64"), batch("inputs", "targets")))
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_what_a_layer_needs_for_a_while_is_counted_beyond_what_it_keeps() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64), nn.Sigmoid())
+
+    inner = Layer("inner", build)
+    entry = partial(nn.Linear, WIDTH, WIDTH, dtype=torch.float64)
+    layers = (Layer("entry", entry, inputs=(), batch=("inputs",)), inner, Layer("exit", nn.Identity))
+    measured = measure(Model(layers, mean), batch("inputs"))[1]
+    # Kept are its input and the output of the sigmoid. At the most there are besides the gradients of that, of the product, of the input
+    # and of the weight, which is then added to the others.
+    assert measured.saved_bytes == 2 * TENSOR_BYTES
+    assert measured.working_bytes == 3 * TENSOR_BYTES + WIDTH * WIDTH * 8
+    assert measured.input_grad_working_bytes == 3 * TENSOR_BYTES
+
+
+def test_a_layer_without_weights_keeps_nothing_for_them() -> None:
+    layers = (Layer("entry", partial(nn.Linear, WIDTH, WIDTH, dtype=torch.float64), inputs=(), batch=("inputs",)), Layer("tanh", nn.Tanh))
+    measured = measure(Model((*layers, Layer("exit", partial(nn.Linear, WIDTH, WIDTH, dtype=torch.float64))), mean), batch("inputs"))[1]
+    assert (measured.saved_bytes, measured.weight_grad_saved_bytes) == (TENSOR_BYTES, 0)
+    assert (measured.parameter_bytes, measured.update_s) == (0, 0.0)
+
+
+class Clock:
+    """Stands in for `time`: only sleeping takes any."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, wait_s: float) -> None:
+        self.now_s += wait_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of measurements and of layers that wait."""
+    made = Clock()
+    for module in ("raypipe.actors.devices", "raypipe.models.waiting"):
+        monkeypatch.setattr(f"{module}.time", made)
+    return made
+
+
+@pytest.mark.usefixtures("clock")
+def test_times_are_those_that_layers_take() -> None:
+    model = waiting(num_layers=2, width=WIDTH, forward_s=0.004, input_grad_s=0.008, weight_grad_s=0.006)
+    entry, *waits = measure(model, batch("inputs"))
+    assert (entry.forward_s, entry.backward_s, entry.weight_grad_s) == (0.0, 0.0, 0.0)
+    for layer in waits:
+        assert (layer.forward_s, layer.backward_s, layer.weight_grad_s) == pytest.approx((0.004, 0.014, 0.006))
+        assert layer.spread == pytest.approx(0.0)
+
+
+class Slow(nn.Module):
+    """Waits in its forwards, for as long as it is told, in turn."""
+
+    def __init__(self, clock: Clock, *waits_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, dtype=torch.float64))
+        self.clock = clock
+        self.waits_s = waits_s
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.clock.sleep(self.waits_s[self.num_calls % len(self.waits_s)])
+        return x + self.weight
+
+
+@pytest.mark.parametrize(("num_passes", "expected_s"), [(1, 0.006), (3, 0.001)])
+def test_a_disturbance_that_lasts_for_a_pass_does_not_show_in_several(clock: Clock, num_passes: int, expected_s: float) -> None:
+    waits_s = [0.001] * (num_passes - 1) + [0.006]  # of the layer as it is built for each pass, the last first
+    model = one_layer(lambda: Slow(clock, waits_s.pop()))
+    (measured,) = measure(model, batch("inputs"), Effort(repeats=4, warm_up=1, passes=num_passes))
+    assert measured.forward_s == pytest.approx(expected_s)
+
+
+def test_warming_up_is_not_measured(clock: Clock) -> None:
+    # One forward for the shapes, one for the bytes, three for the only run of warm-up.
+    model = one_layer(lambda: Slow(clock, 0.001, *[9.0] * 5, *[0.001] * 14))
+    (measured,) = measure(model, batch("inputs"), Effort(repeats=2, warm_up=1))
+    assert measured.forward_s == pytest.approx(0.001)
+
+
+def test_two_runs_tell_of_no_time_shorter_than_theirs(clock: Clock) -> None:
+    # Two forwards for shapes and bytes, three for each run, that of warm-up first.
+    model = one_layer(partial(Slow, clock, *[0.001] * 9, *[0.010] * 3))
+    (measured,) = measure(model, batch("inputs"), Effort(repeats=2, warm_up=1))
+    assert measured.forward_s == pytest.approx(0.001 + 0.009 / 4)
+    assert measured.spread == pytest.approx(0.009 / 4 / 0.0055)
+
+
+def test_the_spread_is_half_the_distance_of_the_quartiles_over_the_median(clock: Clock) -> None:
+    # Every third forward is timed.
+    model = one_layer(partial(Slow, clock, *[0.002] * 3, *[0.006] * 3))
+    (measured,) = measure(model, batch("inputs"), Effort(repeats=8, warm_up=1))
+    assert measured.spread == pytest.approx(0.5)
+    assert measured.forward_s == pytest.approx(0.002)
+
+
+def measurement(name: str, seconds: float, *, spread: float = 0.0) -> LayerMeasurement:
+    return LayerMeasurement(
+        name=name,
+        forward_s=seconds,
+        backward_s=2 * seconds,
+        weight_grad_s=seconds,
+        output_bytes=1,
+        saved_bytes=2,
+        weight_grad_saved_bytes=3,
+        parameter_bytes=4,
+        tied_bytes=2,
+        update_s=seconds,
+        spread=spread,
+        working_bytes=5,
+        input_grad_working_bytes=6,
+    )
+
+
+def test_a_profile_has_the_means_of_devices_that_measured_together() -> None:
+    model = mlp(num_layers=2)
+    measured = [[measurement("layer-0", seconds), measurement("layer-1", 2 * seconds)] for seconds in (1.0, 3.0)]
+    profile = model_profile(measured, model, name="m", microbatch_size=4)
+    assert profile.named_edges is None
+    assert [layer.times for layer in profile.layers] == [
+        LayerTimes(forward_s=2.0, backward_s=4.0, weight_grad_s=2.0),
+        LayerTimes(forward_s=4.0, backward_s=8.0, weight_grad_s=4.0),
+    ]
+    assert [layer.update_s for layer in profile.layers] == [2.0, 4.0]
+    assert (profile.layers[0].saved_bytes, profile.layers[0].weight_grad_saved_bytes) == (2, 3)
+    assert (profile.layers[0].working_bytes, profile.layers[0].input_grad_working_bytes) == (5, 6)
+
+
+def test_a_profile_keeps_the_branches_of_its_model() -> None:
+    model = two_towers(num_left_layers=1, num_right_layers=1)
+    profile = model_profile([[measurement(layer.name, 1.0) for layer in model.layers]], model, name="m", microbatch_size=4)
+    assert [(edge.producer, edge.consumer) for edge in profile.edges()] == [(0, 2), (1, 2)]
+
+
+def test_a_tensor_that_a_layer_takes_twice_is_one_edge() -> None:
+    pair = Model((Layer("a", nn.Identity, inputs=()), Layer("b", nn.Bilinear, inputs=("a", "a"))), mean)  # type: ignore[arg-type]
+    profile = model_profile([[measurement("a", 1.0), measurement("b", 1.0)]], pair, name="m", microbatch_size=4)
+    assert len(profile.edges()) == 1
+
+
+def test_the_spread_of_merged_layers_is_weighted_by_their_times() -> None:
+    times = tuple(LayerTimes(forward_s=seconds, backward_s=0.0, weight_grad_s=0.0) for seconds in (1.0, 3.0, 0.0, 5.0))
+    measured = Measured("cpu", "here/0", times, spreads=(0.4, 0.2, 9.0, 0.1))
+    assert measured.merged_spreads(((0, 1), (2,), (3,))) == pytest.approx((0.25, 0.0, 0.1))
+
+
+def test_kinds_of_devices_are_read_with_their_nodes() -> None:
+    assert DeviceKind.of("cpu") == DeviceKind("cpu")
+    assert DeviceKind.of("cpu-slow=10.0.0.3") == DeviceKind("cpu-slow", "10.0.0.3")
+
+
+@pytest.mark.parametrize("text", ["", "=node", "cpu=", "cpu==10.0.0.3", "cpu fast=10.0.0.3", "cpu=a=b", "cpu= a"])
+def test_a_kind_that_is_not_one_name_and_one_node_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected KIND or KIND=NODE"):
+        DeviceKind.of(text)
+
+
+def test_kinds_that_are_not_called_cpu_are_gpus() -> None:
+    assert DeviceKind.of("h200=node-a").is_gpu
+    assert not DeviceKind.of("cpu-slow=node-a").is_gpu
+
+
+def config(path: str) -> TrainConfig:
+    return TrainConfig(model=ModelConfig(function="raypipe.models.gpt:gpt"), data=DataConfig(path=path))
+
+
+def test_data_that_cannot_be_read_are_refused_before_anything_is_started(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no such file"):
+        profile_model(config(str(tmp_path / "none.parquet")))
+
+
+def test_one_device_of_each_kind_is_enough() -> None:
+    with pytest.raises(ConfigError, match="the device kind cpu is given twice"):
+        profile_model(config("none.parquet"), kinds=[DeviceKind("cpu"), DeviceKind("cpu", "10.0.0.1")])

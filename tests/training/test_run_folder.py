@@ -1,0 +1,85 @@
+"""Which folder a run goes on in, and what it leaves of what ran before."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from raypipe.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from raypipe.errors import ConfigError
+from raypipe.training.run_folder import RunFolder
+
+
+def config(name: str, *, num_updates: int = 10) -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(function="models:gpt"), data=DataConfig(path=""), run=RunConfig(name=name, num_updates=num_updates)
+    )
+
+
+def begun(storage: Path, name: str) -> RunFolder:
+    """A new run with a checkpoint."""
+    folder = RunFolder.create(str(storage), name)
+    folder.begin(config(name))
+    (folder.new_checkpoint(4) / "checkpoint.json").write_text("{}")
+    return folder
+
+
+def updates(folder: RunFolder, name: str) -> list[int]:
+    return [json.loads(line)["update"] for line in folder.file(name).read_text().splitlines()]
+
+
+def test_the_newest_run_of_a_name_is_found_whatever_others_are_called(tmp_path: Path) -> None:
+    for name in ("gpt", "gpt-2024", "gpt-1", "gpt", "a[1]", "gpt-old"):
+        begun(tmp_path, name)
+    assert RunFolder.latest(str(tmp_path), "gpt").path.name == "gpt-2"
+    assert RunFolder.latest(str(tmp_path), "gpt-2024").path.name == "gpt-2024"
+    assert RunFolder.latest(str(tmp_path), "a[1]").path.name == "a[1]"
+    for name in ("gp", "gpt-2", "a1"):
+        with pytest.raises(ConfigError, match="no run called"):
+            RunFolder.latest(str(tmp_path), name)
+    with pytest.raises(ConfigError, match="no run called"):
+        RunFolder.latest(str(tmp_path / "nowhere"), "gpt")
+
+
+def test_what_ran_until_a_checkpoint_stays_beside_what_runs_on_however_often_that_fails(tmp_path: Path) -> None:
+    folder = begun(tmp_path, "gpt")
+    folder.file("plan.json").write_text("first")
+    for num_updates, plan in ((20, "second"), (30, "third")):
+        folder.begin_again(config("gpt", num_updates=num_updates), update=4)
+        folder.file("plan.json").write_text(plan)
+    kept = TrainConfig.load(folder.file("config-until-update-000004.yaml"))
+    assert (kept.run.num_updates, folder.config.run.num_updates) == (10, 30)
+    assert folder.file("plan-until-update-000004.json").read_text() == "first"
+
+
+def test_what_comes_again_is_left_out_of_the_records(tmp_path: Path) -> None:
+    folder = begun(tmp_path, "gpt")
+    for update in range(1, 7):
+        folder.add_metrics({"update": update, "loss": 1.0})
+        if update % 2 == 0:
+            folder.add_metrics({"update": update, "validation_loss": 1.0})
+            folder.add_decision({"update": update, "switch": True})
+    for update in (2, 4, 6):
+        folder.file(f"trace-until-update-{update:06d}.json").write_text("{}")
+    with folder.file("metrics.jsonl").open("a") as file:
+        file.write('{"update": 7, "lo')  # the disk was full
+    folder.begin_again(config("gpt"), update=4)
+    assert updates(folder, "metrics.jsonl") == [1, 2, 2, 3, 4], "the evaluation at the checkpoint is done again"
+    assert updates(folder, "adaptation.jsonl") == [2], "what was decided there came after the checkpoint"
+    assert sorted(path.name for path in folder.path.glob("trace-until*")) == [
+        "trace-until-update-000002.json",
+        "trace-until-update-000004.json",
+    ]
+
+
+def test_figures_that_are_no_numbers_are_null_in_files_of_json(tmp_path: Path) -> None:
+    folder = begun(tmp_path, "gpt")
+    folder.add_metrics({"update": 1, "loss": math.nan, "norms": (math.inf, 1.0)})
+    assert json.loads(folder.file("metrics.jsonl").read_text(), parse_constant=pytest.fail) == {
+        "update": 1,
+        "loss": None,
+        "norms": [None, 1.0],
+    }

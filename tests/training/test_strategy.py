@@ -1,0 +1,67 @@
+"""How what a configuration names is settled once layers are measured."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from raypipe.artifacts.profile import LayerProfile, ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
+from raypipe.cluster.coordinator import Coordinator
+from raypipe.config import DataConfig, ModelConfig, ScalingConfig, ScheduleConfig, TrainConfig
+from raypipe.errors import PlanError
+from raypipe.models.mlp import mlp
+from raypipe.schedules.validate import facts
+from raypipe.training.strategy import Named, check_alike, check_staleness
+
+DEPTH = 6
+COORDINATOR = cast("Coordinator", SimpleNamespace(places=[SimpleNamespace(num_cores=1, gpus=())]))
+
+
+def unequal(num_layers: int) -> ModelProfile:
+    layers = tuple(
+        LayerProfile(
+            name=f"layer{number}",
+            forward_s=1.0 + number % 3,
+            backward_s=2.0 + number % 2,
+            weight_grad_s=1.0 + number % 2,
+            output_bytes=8,
+            saved_bytes=8,
+            parameter_bytes=8,
+        )
+        for number in range(num_layers)
+    )
+    return ModelProfile(name="unequal", microbatch_size=1, layers=layers)
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_an_order_for_measured_times_is_taken_only_where_it_keeps_what_was_allowed(tmp_path: Path, limit: int | None) -> None:
+    topology = tmp_path / "topology.yaml"
+    devices = tuple(Device(f"n/{number}", "cpu") for number in range(DEPTH))
+    ClusterTopology(name="lab", nodes=(Node(name="n", devices=devices, link=NodeLink(latency_s=0.0)),)).save(topology)
+    config = TrainConfig(
+        model=ModelConfig(function="raypipe.models.mlp:mlp"),
+        data=DataConfig(path=""),
+        schedule=ScheduleConfig(name="amdp", num_microbatches=6, microbatch_size=1, num_pipelines=2, max_staleness=limit),
+        scaling=ScalingConfig(num_devices=DEPTH, topology=str(topology), layers_per_stage=(1,) * DEPTH),
+    )
+    arrangement = Named(config, mlp(num_layers=DEPTH), window_sizes={10})
+    before = arrangement.schedule
+    check_staleness(config, before)
+    notices: list[str] = []
+    arrangement.settle(COORDINATOR, name="test", measure=lambda _: unequal(DEPTH), notice=notices.append)
+    assert arrangement.schedule.pipelines == before.pipelines
+    assert (arrangement.schedule == before) == (limit is not None)
+    assert facts(arrangement.schedule).max_delay == (2 if limit is None else 1)
+    assert [notice for notice in notices if "max_staleness is 1, but 'amdp'" in notice] == notices
+    assert len(notices) == (limit is not None)
+
+
+def test_devices_of_two_sorts_are_refused_in_one_run() -> None:
+    devices = tuple(Device(f"n/{number}", kind) for number, kind in enumerate(("cpu", "cpu-slow", "h200", "a100")))
+    topology = ClusterTopology(name="lab", nodes=(Node(name="n", devices=devices, link=NodeLink(latency_s=0.0)),))
+    check_alike(topology, ["n/0", "n/1"])
+    check_alike(topology, ["n/2", "n/3"])
+    with pytest.raises(PlanError, match=r"device 'n/1' is a CPU slot, 'n/3' a GPU"):
+        check_alike(topology, ["n/1", "n/3"])
