@@ -65,7 +65,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class ActorInfo:
     """Where an actor runs.
 
     Attributes:
@@ -241,12 +241,12 @@ class StageActor:
     def __repr__(self) -> str:
         return f"Stage({self.identity.stage_text})"
 
-    def whereabouts(self) -> Whereabouts:
+    def whereabouts(self) -> ActorInfo:
         """Where this actor runs."""
         import ray  # noqa: PLC0415  # only Ray can tell, and the class works without it
 
         context = ray.get_runtime_context()
-        place = Whereabouts(
+        place = ActorInfo(
             node_id=context.get_node_id(),
             ip=ray.util.get_node_ip_address(),
             hostname=os.uname().nodename,

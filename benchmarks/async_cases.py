@@ -18,10 +18,10 @@ from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.errors import ScheduleError
 from raypipe.planning.balance import balanced_cut
 from raypipe.planning.chunks import balanced, neighbours
-from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.layout import Layout, LayoutEvaluator
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope, WeightRule
 from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.passes import repeated, shard_optimizer
 from raypipe.schedules.search.dispatch import Line, defer_updates
@@ -115,7 +115,7 @@ def equal_cut(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return (0, *(1 + round(stage * num_blocks / num_stages) for stage in range(1, num_stages)), num_layers)
 
 
-def schedule_of(case: Case, size: Size) -> Schedule:
+def schedule_of(case: Case, size: ScheduleRequest) -> Schedule:
     """The case's order, with the scope's updates where nobody waits for them and one optimizer for all copies of a stage."""
     schedule = build(case.name, size)
     if size.update_scope is UpdateScope.GLOBAL and case.name in {"pipedream-2bw", "async-1f1b"}:
@@ -143,14 +143,14 @@ def cost_of(problem: Problem, cuts: tuple[int, ...], schedule: Schedule) -> Cost
 
 def timed(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...], num_updates: int) -> tuple[Schedule, Timing]:
     """The case's order for these cuts, simulated."""
-    schedule = build(case.name, Size(problem.num_devices, problem.num_microbatches, 1, case.chunks, case.pipelines, scope))
+    schedule = build(case.name, ScheduleRequest(problem.num_devices, problem.num_microbatches, 1, case.chunks, case.pipelines, scope))
     cost = cost_of(problem, cuts, schedule)
     # Orders that are searched for are searched with the times of their stages.
     laying = schedule.pipelines[0]
     kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
     times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(laying))
     count = 1 if schedule.weight_rule is WeightRule.FLUSH and scope is UpdateScope.GLOBAL else num_updates
-    size = Size(problem.num_devices, problem.num_microbatches, count, case.chunks, case.pipelines, scope, times, LATENCY_S)
+    size = ScheduleRequest(problem.num_devices, problem.num_microbatches, count, case.chunks, case.pipelines, scope, times, LATENCY_S)
     schedule = schedule_of(case, size)
     return schedule, Numbered(lower(schedule)).run(cost_of(problem, cuts, schedule))
 
@@ -161,13 +161,13 @@ def best_cut(case: Case, problem: Problem, scope: UpdateScope, *known: tuple[int
     def update_s(cuts: tuple[int, ...]) -> float:
         return timed(case, problem, scope, cuts, NUM_TRIAL_UPDATES)[1].steady_update_s
 
-    schedule = build(case.name, Size(problem.num_devices, problem.num_microbatches, 1, case.chunks, case.pipelines, scope))
+    schedule = build(case.name, ScheduleRequest(problem.num_devices, problem.num_microbatches, 1, case.chunks, case.pipelines, scope))
     workers = tuple((device,) for device in range(problem.num_devices))
     longest = balanced_cut(problem.profile, schedule.num_stages)
     begin = [
         equal_cut(problem.num_layers, schedule.num_stages),
         (*(layers[0] for layers in longest.stages), problem.num_layers),
-        balanced(Judge(problem), workers, schedule),
+        balanced(LayoutEvaluator(problem), workers, schedule),
         *known,
     ]
     best_s, best = min((update_s(cuts), cuts) for cuts in dict.fromkeys(begin))

@@ -28,7 +28,7 @@ from raypipe.model import Model
 from raypipe.models.bert import bert
 from raypipe.models.gpt import gpt
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, Size, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, WeightRule
 from raypipe.schedules.passes import evaluation
 
 NUM_DEVICES = 4
@@ -62,7 +62,9 @@ class Case:
 
     def build(self, num_updates: int) -> Schedule:
         """The order of a window."""
-        schedule = build(self.schedule, Size(NUM_DEVICES, self.num_microbatches, num_updates, self.num_chunks, update_scope=self.scope))
+        schedule = build(
+            self.schedule, ScheduleRequest(NUM_DEVICES, self.num_microbatches, num_updates, self.num_chunks, update_scope=self.scope)
+        )
         return schedule if self.rule is None else replace(schedule, weight_rule=self.rule)
 
 

@@ -34,10 +34,10 @@ from raypipe.artifacts.calibration import Calibration
 from raypipe.cluster.session import session
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import RaypipeError
-from raypipe.schedules.catalogue import family
-from raypipe.schedules.family import synchronous
+from raypipe.schedules.catalogue import spec
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
+from raypipe.schedules.spec import synchronous
 from raypipe.schedules.text import parse_op
 from raypipe.simulation.cost import StageCost, equal_stages
 from raypipe.simulation.simulator import simulate
@@ -61,7 +61,7 @@ class Case:
     @property
     def num_stages(self) -> int:
         """Over all devices."""
-        return self.num_devices * family(self.schedule).default_chunks
+        return self.num_devices * spec(self.schedule).default_chunks
 
     @property
     def work(self) -> Work:

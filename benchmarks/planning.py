@@ -27,7 +27,7 @@ from rounds import print_table, write_json
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 from raypipe.errors import PlanError
-from raypipe.planning.layout import Judge
+from raypipe.planning.layout import LayoutEvaluator
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import PLANNERS, solve
 from raypipe.planning.problem import Problem
@@ -118,7 +118,7 @@ def compare(problem: Problem) -> dict[str, Any]:
     for planner in PLANNERS:
         began_s = time.perf_counter()
         try:
-            found = solve(Judge(regrouped(problem) if planner.name == "data-parallel" else problem), name=planner.name)
+            found = solve(LayoutEvaluator(regrouped(problem) if planner.name == "data-parallel" else problem), name=planner.name)
             times[planner.name] = found.update_s
         except PlanError:
             times[planner.name] = None

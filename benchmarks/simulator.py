@@ -18,8 +18,8 @@ from typing import Any
 from rounds import Summary, print_table, write_json
 
 from raypipe.artifacts.topology import Path
-from raypipe.schedules.catalogue import build, family
-from raypipe.schedules.ir import Schedule, Size
+from raypipe.schedules.catalogue import build, spec
+from raypipe.schedules.ir import Schedule, ScheduleRequest
 from raypipe.schedules.lower import lower
 from raypipe.schedules.validate import validate
 from raypipe.simulation.cost import Cost, equal_stages
@@ -45,7 +45,7 @@ def timed(seconds: dict[str, list[float]], name: str, work: Callable[[], Any]) -
     return result
 
 
-def one_round(seconds: dict[str, list[float]], name: str, size: Size) -> int:
+def one_round(seconds: dict[str, list[float]], name: str, size: ScheduleRequest) -> int:
     """Does all once; returns the number of Ops."""
     schedule = timed(seconds, "build", lambda: build(name, size))
     timed(seconds, "validate", lambda: validate(schedule))
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="file for all values")
     arguments = parser.parse_args()
-    size = Size(arguments.devices, arguments.microbatches, num_chunks=family(arguments.schedule).default_chunks)
+    size = ScheduleRequest(arguments.devices, arguments.microbatches, num_chunks=spec(arguments.schedule).default_chunks)
     seconds: dict[str, list[float]] = {}
     for _ in range(arguments.rounds):
         num_ops = one_round(seconds, arguments.schedule, size)

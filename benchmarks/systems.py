@@ -42,8 +42,8 @@ from raypipe.cluster.coordinator import Coordinator, WindowResult
 from raypipe.cluster.slots import find_slots
 from raypipe.config import Precision, Transport
 from raypipe.profiling.profiler import stage_costs
-from raypipe.schedules.catalogue import build, family
-from raypipe.schedules.ir import Schedule, Size, UpdateScope
+from raypipe.schedules.catalogue import build, spec
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import lower
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.simulator import Numbered
@@ -99,10 +99,10 @@ class Work:
         return OptimizerConfig(learning_rate=rate, final_learning_rate=rate, warmup_updates=0, max_grad_norm=None)
 
     @property
-    def size(self) -> Size:
+    def size(self) -> ScheduleRequest:
         """What the generator of the schedule is asked for."""
-        chunks = family(self.schedule).default_chunks
-        return Size(self.num_devices, self.num_microbatches, self.num_updates, num_chunks=chunks, update_scope=UpdateScope.STAGE)
+        chunks = spec(self.schedule).default_chunks
+        return ScheduleRequest(self.num_devices, self.num_microbatches, self.num_updates, num_chunks=chunks, update_scope=UpdateScope.STAGE)
 
     @cached_property
     def order(self) -> Schedule:

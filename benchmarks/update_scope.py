@@ -19,7 +19,7 @@ from waiting import NumberedRows, equal_waits, layers_per_stage
 from raypipe import ClusterConfig, RunConfig, ScalingConfig, ScheduleConfig, Trainer
 from raypipe.cluster.session import session
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size, UpdateScope
+from raypipe.schedules.ir import ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import lower
 from raypipe.simulation.cost import equal_stages
 from raypipe.simulation.simulator import simulate
@@ -57,7 +57,7 @@ def measured_update_s(name: str, scope: UpdateScope, wait_s: float, folder: str)
 
 def predicted_update_s(name: str, scope: UpdateScope, wait_s: float) -> float:
     """The same by simulation with the nominal waits."""
-    schedule = build(name, Size(NUM_DEVICES, NUM_MICROBATCHES, NUM_UPDATES, update_scope=scope))
+    schedule = build(name, ScheduleRequest(NUM_DEVICES, NUM_MICROBATCHES, NUM_UPDATES, update_scope=scope))
     cost = equal_stages(schedule, forward_s=wait_s, backward_s=2 * wait_s, weight_grad_s=wait_s)
     return simulate(lower(schedule), cost, name=name, num_updates=NUM_UPDATES).update_s
 

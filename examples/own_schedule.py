@@ -6,11 +6,11 @@ After eager 1F1B (Zhuang et al., MLSys 2023, arXiv 2211.05322). Worker s runs 2(
     raypipe schedule examples/own_schedule.py:eager --devices 4 --microbatches 8 --latency 0.5
 """
 
-from raypipe.schedules.family import synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest
+from raypipe.schedules.spec import synchronous
 
 
-def eager(size: Size) -> Schedule:
+def eager(size: ScheduleRequest) -> Schedule:
     """1F1B with twice the forwards before it alternates."""
     programs = []
     for stage in range(size.num_devices):

@@ -5,14 +5,14 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.simulation.simulator import simulate_plan
 
 profile = ModelProfile.uniform(24, forward_s=0.010, backward_s=0.020, output_bytes=16_000_000)
 cluster = ClusterTopology.uniform(8, devices_per_node=4, latency_s=20e-6, bandwidth_bytes_per_s=12.5e9)
 devices = tuple(device.name for device in cluster.devices)
 for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
-    schedule = build(name, Size(num_devices=8, num_microbatches=32))
+    schedule = build(name, ScheduleRequest(num_devices=8, num_microbatches=32))
     plan = make_plan(
         name="24 layers",
         planner="balanced",

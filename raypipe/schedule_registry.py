@@ -1,9 +1,9 @@
-"""Schedules by name, the bundled ones and one's own: the one place where a name becomes a `Family`.
+"""Schedules by name, the bundled ones and one's own: the one place where a name becomes a `ScheduleSpec`.
 
     1f1b                                  bundled with raypipe
     eager                                 an entry point of an installed package, in the group `raypipe.schedules`
     order.csv   order.json                a file that holds one order
-    orders.py:eager   my_orders:eager     a function in a file or a module, from a `Size` to a `Schedule`; or a `Family`
+    orders.py:eager   my_orders:eager     a function in a file or a module, from a `ScheduleRequest` to a `Schedule`; or a `ScheduleSpec`
 
 Paths are relative to the working directory, as all paths in a configuration. What somebody else wrote is checked before it is
 handed on: the schedules of a family from here are of the size that was asked for, and valid.
@@ -23,9 +23,9 @@ from typing import Any
 from raypipe.artifacts.schedule import load_order
 from raypipe.errors import ConfigError, InputError, RaypipeError, ScheduleError, UnknownNameError
 from raypipe.schedules import catalogue
-from raypipe.schedules.family import Family
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, Together, UpdateScope, WeightRule
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest, StageGraph, UpdateScope, WeightRule
 from raypipe.schedules.passes import repeated
+from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.validate import facts, validate
 from raypipe.user_code import named
 
@@ -35,7 +35,7 @@ GROUP = "raypipe.schedules"
 _UNKNOWN = "?"
 
 
-def family(name: str) -> Family:
+def spec(name: str) -> ScheduleSpec:
     """The family of that name.
 
     Raises:
@@ -43,7 +43,7 @@ def family(name: str) -> Family:
         ConfigError: the name is a function's or an entry point's, and loading it failed.
         InputError: the name is a file's that cannot be read, or whose order cannot run.
     """
-    bundled = {found.name: found for found in catalogue.FAMILIES}
+    bundled = {found.name: found for found in catalogue.SPECS}
     if name in bundled:
         return bundled[name]
     if is_file(name):
@@ -59,9 +59,9 @@ def family(name: str) -> Family:
     return _of_entry(name, entries[name])
 
 
-def families() -> tuple[Family, ...]:
+def specs() -> tuple[ScheduleSpec, ...]:
     """All bundled and registered families; one that cannot be loaded says so as its title, and when it is built."""
-    found: list[Family] = list(catalogue.FAMILIES)
+    found: list[ScheduleSpec] = list(catalogue.SPECS)
     for name, entry in _entries().items():
         try:
             found.append(_of_entry(name, entry))
@@ -72,7 +72,7 @@ def families() -> tuple[Family, ...]:
 
 def overlaps(name: str) -> bool:
     """Whether the updates of that schedule overlap; a function is not known to have such. Errors as of `family`."""
-    return family(name).weight_rule is not WeightRule.FLUSH
+    return spec(name).weight_rule is not WeightRule.FLUSH
 
 
 def is_file(name: str) -> bool:
@@ -80,20 +80,20 @@ def is_file(name: str) -> bool:
     return name.endswith((".csv", ".json"))
 
 
-def build(name: str, size: Size) -> Schedule:
+def build(name: str, size: ScheduleRequest) -> Schedule:
     """The schedule of that name and size; one that is not bundled is validated.
 
     Raises:
         InputError: as `family`, or the size is one that the schedule cannot take, or the order cannot run.
     """
-    return catalogue.of_size(family(name), size)
+    return catalogue.of_size(spec(name), size)
 
 
 def _described(
-    name: str, build_size: Callable[[Size], Schedule], *, title: str, chunks: int = 1, weight_rule: WeightRule = WeightRule.FLUSH
-) -> Family:
+    name: str, build_size: Callable[[ScheduleRequest], Schedule], *, title: str, chunks: int = 1, weight_rule: WeightRule = WeightRule.FLUSH
+) -> ScheduleSpec:
     """A family of which nothing is known but its orders."""
-    return Family(
+    return ScheduleSpec(
         name=name,
         build=build_size,
         title=title,
@@ -109,7 +109,7 @@ def _described(
     )
 
 
-def _fail(error: InputError, size: Size) -> Schedule:
+def _fail(error: InputError, size: ScheduleRequest) -> Schedule:
     raise error
 
 
@@ -119,14 +119,14 @@ def _fail(error: InputError, size: Size) -> Schedule:
 def _entries() -> dict[str, EntryPoint]:
     """The entry points by name; one whose name is taken already goes by what it names, `module:function`."""
     found: dict[str, EntryPoint] = {}
-    bundled = {known.name for known in catalogue.FAMILIES}
+    bundled = {known.name for known in catalogue.SPECS}
     for entry in entry_points(group=GROUP):
         name = entry.value if entry.name in bundled or entry.name in found else entry.name
         found.setdefault(name, entry)
     return found
 
 
-def _of_entry(name: str, entry: EntryPoint) -> Family:
+def _of_entry(name: str, entry: EntryPoint) -> ScheduleSpec:
     package = f" of {entry.dist.name}" if entry.dist else ""
     what = f"schedule {name!r} (entry point {entry.value}{package})"
     try:
@@ -139,21 +139,23 @@ def _of_entry(name: str, entry: EntryPoint) -> Family:
 # Functions
 
 
-def _of_object(name: str, what: str, loaded: Any) -> Family:
-    """The family that a function or a `Family` makes.
+def _of_object(name: str, what: str, loaded: Any) -> ScheduleSpec:
+    """The family that a function or a `ScheduleSpec` makes.
 
     Raises:
         ConfigError: it is neither.
     """
-    if isinstance(loaded, Family):
+    if isinstance(loaded, ScheduleSpec):
         return replace(loaded, name=name, build=partial(_checked, what, loaded.build))
     if not callable(loaded):
-        raise ConfigError(f"{what}: expected a function from a Size to a Schedule, or a Family, got {type(loaded).__name__}")
+        raise ConfigError(
+            f"{what}: expected a function from a ScheduleRequest to a Schedule, or a ScheduleSpec, got {type(loaded).__name__}"
+        )
     title = (getattr(loaded, "__doc__", None) or "").strip().partition("\n")[0]
     return _described(name, partial(_checked, what, loaded), title=title or "a function of one's own")
 
 
-def _checked(what: str, function: Callable[[Size], object], size: Size) -> Schedule:
+def _checked(what: str, function: Callable[[ScheduleRequest], object], size: ScheduleRequest) -> Schedule:
     """What a user's function returns for a size, if that is a valid schedule of this size."""
     try:
         returned = function(size)
@@ -173,7 +175,9 @@ def _checked(what: str, function: Callable[[Size], object], size: Size) -> Sched
         ("as the scope of updates", size.update_scope or schedule.update_scope, schedule.update_scope),
     ):
         if asked != got:
-            raise ScheduleError(f"{what} returned a schedule of {got!s} {words}, asked for {asked!s}; follow the Size, or refuse it")
+            raise ScheduleError(
+                f"{what} returned a schedule of {got!s} {words}, asked for {asked!s}; follow the ScheduleRequest, or refuse it"
+            )
     try:
         validate(schedule)
     except ScheduleError as error:
@@ -210,7 +214,7 @@ def _well_formed(what: str, schedule: Schedule) -> Schedule:
             raise ScheduleError(f"{what} returned {workers} as pipeline {number}; write the number of the worker of each stage")
     for worker, program in enumerate(tidy.programs):
         for position, slot in enumerate(program):
-            if not all(map(_is_op, slot.ops if isinstance(slot, Together) else (slot,))):
+            if not all(map(_is_op, slot.ops if isinstance(slot, Overlap) else (slot,))):
                 raise ScheduleError(
                     f"{what}: worker {worker}, position {position}: {slot!r} is no Op; write Op(OpKind.FORWARD, stage, microbatch)"
                 )
@@ -224,14 +228,14 @@ def _is_op(op: object) -> bool:
 # Files
 
 
-def _of_file(path: str) -> Family:
+def _of_file(path: str) -> ScheduleSpec:
     order = load_order(path)
     chunks = math.ceil(order.num_stages / order.num_workers)
     title = f"the order in {PurePath(path).name}"
     return _described(path, partial(_sized, path, order), title=title, chunks=chunks, weight_rule=order.weight_rule)
 
 
-def _sized(path: str, order: Schedule, size: Size) -> Schedule:
+def _sized(path: str, order: Schedule, size: ScheduleRequest) -> Schedule:
     """The order of a file for as many updates as asked for.
 
     Raises:

@@ -18,56 +18,56 @@ from raypipe.schedules.families import (
     zero_bubble_auto,
     zero_bubble_v,
 )
-from raypipe.schedules.family import Family
-from raypipe.schedules.ir import Schedule, Size
+from raypipe.schedules.ir import Schedule, ScheduleRequest
+from raypipe.schedules.spec import ScheduleSpec
 
-FAMILIES: tuple[Family, ...] = (
-    gpipe.FAMILY,
-    one_f_one_b.FAMILY,
-    list_order.FAMILY,
-    interleaved.FAMILY,
-    zero_bubble.FAMILY_H1,
-    zero_bubble.FAMILY_H2,
-    zero_bubble_v.FAMILY,
-    zero_bubble_auto.FAMILY,
-    chimera.FAMILY,
-    chimera.FAMILY_DOUBLING,
-    chimera.FAMILY_HALVING,
-    dualpipe.FAMILY,
-    dualpipe.FAMILY_V,
-    one_f_one_b_async.FAMILY_PIPEDREAM,
-    one_f_one_b_async.FAMILY_2BW,
-    one_f_one_b_async.FAMILY_ASYNC,
-    interleaved_async.FAMILY,
-    amdp.FAMILY,
-    amdp.FAMILY_FLUSH,
-    amdp_auto.FAMILY,
+SPECS: tuple[ScheduleSpec, ...] = (
+    gpipe.SPEC,
+    one_f_one_b.SPEC,
+    list_order.SPEC,
+    interleaved.SPEC,
+    zero_bubble.SPEC_H1,
+    zero_bubble.SPEC_H2,
+    zero_bubble_v.SPEC,
+    zero_bubble_auto.SPEC,
+    chimera.SPEC,
+    chimera.SPEC_DOUBLING,
+    chimera.SPEC_HALVING,
+    dualpipe.SPEC,
+    dualpipe.SPEC_V,
+    one_f_one_b_async.SPEC_PIPEDREAM,
+    one_f_one_b_async.SPEC_2BW,
+    one_f_one_b_async.SPEC_ASYNC,
+    interleaved_async.SPEC,
+    amdp.SPEC,
+    amdp.SPEC_FLUSH,
+    amdp_auto.SPEC,
 )
 
 
-def family(name: str) -> Family:
+def spec(name: str) -> ScheduleSpec:
     """The family of that name.
 
     Raises:
         UnknownNameError: lists the names there are.
     """
-    for found in FAMILIES:
+    for found in SPECS:
         if found.name == name:
             return found
-    raise UnknownNameError("schedule", name, [known.name for known in FAMILIES])
+    raise UnknownNameError("schedule", name, [known.name for known in SPECS])
 
 
-def build(name: str, size: Size) -> Schedule:
+def build(name: str, size: ScheduleRequest) -> Schedule:
     """The schedule of that name and size, not yet validated.
 
     Raises:
         UnknownNameError: no schedule has that name.
         ScheduleError: the size is one that the schedule cannot take.
     """
-    return of_size(family(name), size)
+    return of_size(spec(name), size)
 
 
-def of_size(found: Family, size: Size) -> Schedule:
+def of_size(found: ScheduleSpec, size: ScheduleRequest) -> Schedule:
     """The schedule of a family, bundled or not; errors as of `build`."""
     for what in ("num_devices", "num_microbatches", "num_updates", "num_chunks"):
         if (number := getattr(size, what)) < 1:

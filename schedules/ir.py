@@ -79,7 +79,7 @@ class Op(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class Overlap:
     """One slot whose Ops overlap, with a duration of its own; it starts when all of them can."""
 
     ops: tuple[Op, ...]
@@ -88,12 +88,12 @@ class Together:
         return "(" + ";".join(map(str, self.ops)) + ")"
 
 
-Slot = Op | Together
+Slot = Op | Overlap
 
 
 def ops_of(slot: Slot) -> tuple[Op, ...]:
     """The Ops of a slot, in order."""
-    return slot.ops if isinstance(slot, Together) else (slot,)
+    return slot.ops if isinstance(slot, Overlap) else (slot,)
 
 
 class WeightRule(StrEnum):
@@ -473,7 +473,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Size:
+class ScheduleRequest:
     """What a generator is asked for.
 
     Attributes:

@@ -13,12 +13,12 @@ from operator import itemgetter
 from raypipe.schedules.ir import (
     Op,
     OpKind,
+    Overlap,
     Schedule,
-    Size,
+    ScheduleRequest,
     Slot,
     StageGraph,
     StageTimes,
-    Together,
     UpdateScope,
     WeightRule,
     ops_of,
@@ -199,7 +199,7 @@ def over_graph(schedule: Schedule, graph: StageGraph, *, times: tuple[StageTimes
     Args:
         schedule: the order.
         graph: takes the place of its own.
-        times: of the stages, as of `Size`.
+        times: of the stages, as of `ScheduleRequest`.
         latency_s: likewise.
     """
     laid = replace(schedule, graph=graph)
@@ -208,7 +208,7 @@ def over_graph(schedule: Schedule, graph: StageGraph, *, times: tuple[StageTimes
         return laid
     if len(schedule.pipelines) > 1:
         return _gathered(laid)
-    return defer_updates(laid, Line.of(laid.pipelines, Size(laid.num_workers, 1, times=times, latency_s=latency_s)))
+    return defer_updates(laid, Line.of(laid.pipelines, ScheduleRequest(laid.num_workers, 1, times=times, latency_s=latency_s)))
 
 
 _IN_LINE = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.UPDATE})
@@ -255,7 +255,7 @@ def repeated(schedule: Schedule, *, num_updates: int) -> Schedule:
     def later(slot: Slot, update: int) -> Slot:
         by = {True: update, False: update * schedule.num_microbatches}
         moved = tuple(op._replace(index=op.index + by[op.kind.per_update]) for op in ops_of(slot))
-        return Together(moved) if isinstance(slot, Together) else moved[0]
+        return Overlap(moved) if isinstance(slot, Overlap) else moved[0]
 
     programs = tuple(tuple(later(slot, update) for update in range(num_updates) for slot in program) for program in schedule.programs)
     return replace(schedule, programs=programs, num_updates=num_updates)
@@ -321,7 +321,7 @@ def _gathered(schedule: Schedule) -> Schedule:
     if all(len(found) <= schedule.num_updates for found in map(_runs_of_updates, schedule.programs)):
         return schedule
     meeting = replace(schedule, update_scope=UpdateScope.GLOBAL)
-    gathered = defer_updates(meeting, Line.of(schedule.pipelines, Size(schedule.num_workers, 1)))
+    gathered = defer_updates(meeting, Line.of(schedule.pipelines, ScheduleRequest(schedule.num_workers, 1)))
     return replace(gathered, update_scope=schedule.update_scope)
 
 
@@ -352,7 +352,7 @@ def merge_split_backwards(schedule: Schedule) -> Schedule:
         for slot in program:
             if isinstance(slot, Op) and slot.kind is OpKind.WEIGHT_GRADIENT and merged:
                 before = merged[-1]
-                if not isinstance(before, Together) and before == slot._replace(kind=OpKind.INPUT_GRADIENT):
+                if not isinstance(before, Overlap) and before == slot._replace(kind=OpKind.INPUT_GRADIENT):
                     merged[-1] = slot._replace(kind=OpKind.BACKWARD)
                     continue
             merged.append(slot)

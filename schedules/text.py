@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from raypipe.errors import FormatError, ScheduleError
-from raypipe.schedules.ir import Op, OpKind, Place, Slot, Together, ops_of
+from raypipe.schedules.ir import Op, OpKind, Overlap, Place, Slot, ops_of
 
 _OP = re.compile(r"(\d+)([A-Z])(\d+)(?:\.(\d+))?(?:@(\d+))?", re.ASCII)
 _TOGETHER = re.compile(r"\(([^()]+)\)(?:OVERLAP_F_B)?")
@@ -37,7 +37,7 @@ def parse_op(text: str) -> Op:
 def parse_slot(text: str) -> Slot:
     """The Op, or the Ops that overlap, that `2F5` or `(2F5;0B3)` writes."""
     match = _TOGETHER.fullmatch(text.strip())
-    return Together(tuple(parse_op(part) for part in match[1].split(";"))) if match else parse_op(text)
+    return Overlap(tuple(parse_op(part) for part in match[1].split(";"))) if match else parse_op(text)
 
 
 def to_csv(programs: Sequence[Sequence[Slot]]) -> str:
@@ -64,7 +64,7 @@ def to_torch_csv(programs: Sequence[Sequence[Slot]]) -> str:
                         f"worker {worker}, position {position}: torch's CSV cannot write {op}; it knows no pipelines or parts"
                     )
             if ops:
-                row.append(str(ops[0]) if len(ops) == 1 else f"{Together(tuple(ops))}OVERLAP_F_B")
+                row.append(str(ops[0]) if len(ops) == 1 else f"{Overlap(tuple(ops))}OVERLAP_F_B")
         rows.append(row)
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Size, Slot, StageGraph, Together, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.ir import Holder, Op, OpKind, Overlap, Schedule, ScheduleRequest, Slot, StageGraph, UpdateScope, WeightRule, ops_of
 from raypipe.schedules.validate import validate
 from tests.schedules import handwritten
 
-FAMILY_NAMES = tuple(family.name for family in catalogue.FAMILIES)
+SPEC_NAMES = tuple(spec.name for spec in catalogue.SPECS)
 
 HANDWRITTEN: Mapping[str, Callable[[], Schedule]] = {
     "opposite pipelines": handwritten.opposite_pipelines,
@@ -48,12 +48,12 @@ def pipelines(name: str, num_devices: int) -> tuple[int, ...]:
     return (2,) if name in BIDIRECTIONAL else (1,)
 
 
-def num_pipelines(name: str, size: Size) -> int:
+def num_pipelines(name: str, size: ScheduleRequest) -> int:
     """How many pipelines a schedule of an accepted size has."""
     return size.num_pipelines or pipelines(name, size.num_devices)[0]
 
 
-def takes(name: str, size: Size) -> bool:
+def takes(name: str, size: ScheduleRequest) -> bool:
     """Whether a family should accept a size, as its documentation says."""
     if name in BIDIRECTIONAL and size.num_devices % 2:
         return False
@@ -66,14 +66,14 @@ def takes(name: str, size: Size) -> bool:
     return size.num_chunks in CHUNKS.get(name, (1,)) and size.num_pipelines in {0, *pipelines(name, size.num_devices)}
 
 
-def unit(name: str, size: Size) -> int:
+def unit(name: str, size: ScheduleRequest) -> int:
     """What the microbatches of an update are a multiple of for AMDP: a round of the authors' case, or one for each pipeline."""
     number = size.num_pipelines or max(1, size.num_devices // 2)
     tabled = name != "amdp-auto" and size.num_devices % 4 == 0 and 2 * number == size.num_devices
     return size.num_devices if tabled else number
 
 
-def near(name: str, num_devices: int, num_microbatches: int, num_updates: int = 1) -> Size:
+def near(name: str, num_devices: int, num_microbatches: int, num_updates: int = 1) -> ScheduleRequest:
     """A size that the family accepts: with a device more where it wants an even number of them, and the stages of its own choice.
 
     And as few microbatches more as it takes where it wants a multiple of some number, or one where it takes no other.
@@ -85,17 +85,17 @@ def near(name: str, num_devices: int, num_microbatches: int, num_updates: int = 
     if name == "pipedream-2bw":
         num_microbatches = max(num_microbatches, num_devices - 1)
     if name in AMDPS:
-        rounds = unit(name, Size(num_devices, 1))
+        rounds = unit(name, ScheduleRequest(num_devices, 1))
         num_microbatches = -(-num_microbatches // rounds) * rounds
-    return Size(num_devices, num_microbatches, num_updates, catalogue.family(name).default_chunks)
+    return ScheduleRequest(num_devices, num_microbatches, num_updates, catalogue.spec(name).default_chunks)
 
 
 @st.composite
-def sizes(draw: st.DrawFn, name: str, *, max_devices: int = 8, max_microbatches: int = 20, max_updates: int = 3) -> Size:
+def sizes(draw: st.DrawFn, name: str, *, max_devices: int = 8, max_microbatches: int = 20, max_updates: int = 3) -> ScheduleRequest:
     """A size that the family accepts."""
     step = 2 if name in BIDIRECTIONAL else 1
     num_devices = step * draw(st.integers(1, max_devices // step))
-    size = Size(
+    size = ScheduleRequest(
         num_devices=num_devices,
         num_microbatches=draw(st.integers(1, max_microbatches)),
         num_updates=draw(st.integers(1, max_updates)),
@@ -111,7 +111,7 @@ def sizes(draw: st.DrawFn, name: str, *, max_devices: int = 8, max_microbatches:
 @st.composite
 def family_schedules(draw: st.DrawFn, *, max_devices: int = 5, max_microbatches: int = 8, max_updates: int = 2) -> Schedule:
     """A bundled schedule of an accepted size."""
-    name = draw(st.sampled_from(FAMILY_NAMES))
+    name = draw(st.sampled_from(SPEC_NAMES))
     size = draw(sizes(name, max_devices=max_devices, max_microbatches=max_microbatches, max_updates=max_updates))
     return catalogue.build(name, size)
 
@@ -299,7 +299,7 @@ def without(programs: Sequence[Sequence[Slot]], op: Op) -> list[list[Slot]]:
         for slot in program:
             rest = tuple(other for other in ops_of(slot) if other != op)
             if rest:
-                found[-1].append(Together(rest) if len(rest) > 1 else rest[0])
+                found[-1].append(Overlap(rest) if len(rest) > 1 else rest[0])
     return found
 
 
@@ -323,7 +323,7 @@ def edits(draw: st.DrawFn, schedule: Schedule) -> Edit:
             other = draw(st.sampled_from([op for slot in programs[worker] for op in ops_of(slot)]))
             swapped = {op: other, other: op}
             programs[worker] = [
-                Together(tuple(swapped.get(op, op) for op in slot.ops)) if isinstance(slot, Together) else swapped.get(slot, slot)
+                Overlap(tuple(swapped.get(op, op) for op in slot.ops)) if isinstance(slot, Overlap) else swapped.get(slot, slot)
                 for slot in programs[worker]
             ]
             ops = (op, other)

@@ -23,7 +23,7 @@ from raypipe.cluster.node_matching import NODE_LABEL, is_gpu
 from raypipe.config import TrainConfig
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.simulation.simulator import simulate_plan
 from tests import kuberay
 
@@ -79,7 +79,7 @@ def test_a_model_can_be_planned_and_simulated_on_a_topology(name: str) -> None:
     machines = topology(name)
     count = machines.num_devices
     profile = ModelProfile.uniform(count, forward_s=0.01, backward_s=0.02, output_bytes=10**6, saved_bytes=10**6, parameter_bytes=10**6)
-    schedule = catalogue.build("1f1b", Size(count, 2 * count, 1))
+    schedule = catalogue.build("1f1b", ScheduleRequest(count, 2 * count, 1))
     plan = make_plan(
         name=name,
         planner="balance",

@@ -17,8 +17,8 @@ from raypipe.config import ScheduleConfig
 from raypipe.errors import ConfigError, FormatError, InputError, ScheduleError, UnknownNameError
 from raypipe.model import Model
 from raypipe.schedules import catalogue
-from raypipe.schedules.family import Family
-from raypipe.schedules.ir import OpKind, Schedule, Size, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.text import to_csv, to_torch_csv
 from raypipe.schedules.validate import validate
 from raypipe.training.strategy import schedule_size
@@ -29,20 +29,20 @@ from tests.schedules import handwritten
 EXAMPLES = Path(__file__).parents[1] / "examples"
 EAGER = f"{EXAMPLES}/own_schedule.py:eager"
 EAGER_CSV = f"{EXAMPLES}/own_schedule.csv"
-FAMILIES = pytest.mark.parametrize(
-    "family", [pytest.param(family, id=family.name) for family in catalogue.FAMILIES if family.weight_rule is WeightRule.FLUSH]
+SPECS = pytest.mark.parametrize(
+    "spec", [pytest.param(spec, id=spec.name) for spec in catalogue.SPECS if spec.weight_rule is WeightRule.FLUSH]
 )
 
 
-def size_of(family: Family, *, num_updates: int = 1) -> Size:
-    return Size(4, 8, num_updates, num_chunks=family.default_chunks)
+def size_of(spec: ScheduleSpec, *, num_updates: int = 1) -> ScheduleRequest:
+    return ScheduleRequest(4, 8, num_updates, num_chunks=spec.default_chunks)
 
 
 def anonymous(schedule: Schedule) -> Schedule:
     return replace(schedule, name="")
 
 
-def refusal(name: str, size: Size) -> str:
+def refusal(name: str, size: ScheduleRequest) -> str:
     with pytest.raises(InputError) as caught:
         schedule_registry.build(name, size)
     return str(caught.value)
@@ -52,14 +52,14 @@ def refusal(name: str, size: Size) -> str:
 
 
 def test_bundled_names_are_what_they_are() -> None:
-    for family in catalogue.FAMILIES:
-        assert schedule_registry.family(family.name) is family
-    assert schedule_registry.build("1f1b", Size(2, 3)) == catalogue.build("1f1b", Size(2, 3))
+    for spec in catalogue.SPECS:
+        assert schedule_registry.spec(spec.name) is spec
+    assert schedule_registry.build("1f1b", ScheduleRequest(2, 3)) == catalogue.build("1f1b", ScheduleRequest(2, 3))
 
 
 def test_an_unknown_name_lists_what_there_is() -> None:
     with pytest.raises(UnknownNameError, match=r"no schedule is called '1f1'; did you mean '1f1b'\?; choose from: gpipe, 1f1b"):
-        schedule_registry.family("1f1")
+        schedule_registry.spec("1f1")
 
 
 @pytest.mark.parametrize(
@@ -72,26 +72,26 @@ def test_an_unknown_name_lists_what_there_is() -> None:
         ("no_such_module:f", "schedule 'no_such_module:f': no module 'no_such_module'"),
         (":f", "schedule ':f': expected module:function, such as my_orders:eager, or file.py:function"),
         ("raypipe.schedules.families.gpipe:gpip", "has no function 'gpip'; did you mean 'gpipe'?"),
-        ("raypipe.schedules.family:__doc__", "expected a function from a Size to a Schedule, or a Family, got str"),
+        ("raypipe.schedules.spec:__doc__", "expected a function from a ScheduleRequest to a Schedule, or a ScheduleSpec, got str"),
     ],
 )
 def test_names_that_lead_nowhere_are_refused(name: str, problem: str) -> None:
-    assert problem in refusal(name, Size(2, 2))
+    assert problem in refusal(name, ScheduleRequest(2, 2))
 
 
 # Files
 
 
-@FAMILIES
+@SPECS
 @pytest.mark.parametrize("num_updates", [1, 3])
 @pytest.mark.parametrize("suffix", ["csv", "json"])
 def test_the_order_of_one_update_comes_back_from_a_file_for_any_window(
-    tmp_path: Path, family: Family, num_updates: int, suffix: str
+    tmp_path: Path, spec: ScheduleSpec, num_updates: int, suffix: str
 ) -> None:
-    one = catalogue.of_size(family, size_of(family))
+    one = catalogue.of_size(spec, size_of(spec))
     path = written(one, tmp_path / f"order.{suffix}")
-    read = schedule_registry.build(path, size_of(family, num_updates=num_updates))
-    assert anonymous(read) == anonymous(catalogue.of_size(family, size_of(family, num_updates=num_updates)))
+    read = schedule_registry.build(path, size_of(spec, num_updates=num_updates))
+    assert anonymous(read) == anonymous(catalogue.of_size(spec, size_of(spec, num_updates=num_updates)))
 
 
 def written(schedule: Schedule, path: Path) -> str:
@@ -103,8 +103,8 @@ def written(schedule: Schedule, path: Path) -> str:
     return str(path)
 
 
-@FAMILIES
-def test_a_file_has_the_figures_of_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], family: Family) -> None:
+@SPECS
+def test_a_file_has_the_figures_of_what_was_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], spec: ScheduleSpec) -> None:
     def figures(name: str, *more: str) -> dict[str, Any]:
         assert main(["schedule", name, "--devices", "4", "--microbatches", "8", "--latency", "0.5", *more]) == 0
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -113,29 +113,29 @@ def test_a_file_has_the_figures_of_what_was_written(tmp_path: Path, capsys: pyte
     def write(suffix: str) -> str:
         path = str(tmp_path / f"order.{suffix}")
         # With the same latency, which an order that is searched for depends on.
-        assert main(["schedule", family.name, "--devices", "4", "--microbatches", "8", "--latency", "0.5", "-o", path]) == 0
+        assert main(["schedule", spec.name, "--devices", "4", "--microbatches", "8", "--latency", "0.5", "-o", path]) == 0
         return path
 
-    bundled = figures(family.name, "--json")
+    bundled = figures(spec.name, "--json")
     assert figures(write("csv"), "--json") == bundled
     assert figures(write("json"), "--json") == bundled
 
 
-@FAMILIES
-def test_without_updates_as_torch_writes_it_each_worker_ends_with_its_own(tmp_path: Path, family: Family) -> None:
-    schedule = catalogue.of_size(family, size_of(family))
+@SPECS
+def test_without_updates_as_torch_writes_it_each_worker_ends_with_its_own(tmp_path: Path, spec: ScheduleSpec) -> None:
+    schedule = catalogue.of_size(spec, size_of(spec))
     programs = [[slot for slot in program if ops_of(slot)[0].kind is not OpKind.UPDATE] for program in schedule.programs]
     (tmp_path / "order.csv").write_text(to_csv(programs))
-    assert anonymous(schedule_registry.build(str(tmp_path / "order.csv"), size_of(family))) == anonymous(schedule)
+    assert anonymous(schedule_registry.build(str(tmp_path / "order.csv"), size_of(spec))) == anonymous(schedule)
 
 
 def test_the_order_of_several_updates_is_taken_for_that_window_alone(tmp_path: Path) -> None:
-    schedule = catalogue.build("zb-h1", Size(3, 4, 2))
+    schedule = catalogue.build("zb-h1", ScheduleRequest(3, 4, 2))
     for suffix in ("csv", "json"):
         path = written(schedule, tmp_path / f"order.{suffix}")
-        assert anonymous(schedule_registry.build(path, Size(3, 4, 2))) == anonymous(schedule)
+        assert anonymous(schedule_registry.build(path, ScheduleRequest(3, 4, 2))) == anonymous(schedule)
         for num_updates in (1, 3):
-            message = refusal(path, Size(3, 4, num_updates))
+            message = refusal(path, ScheduleRequest(3, 4, num_updates))
             assert f"is the order of 2 updates, asked for {num_updates}; use --updates 2 (schedule.updates_per_window)" in message
 
 
@@ -157,31 +157,31 @@ def test_an_asynchronous_order_keeps_its_rule_in_a_json_file_and_loses_it_in_a_c
 
 def test_a_file_says_whether_its_updates_overlap(tmp_path: Path) -> None:
     for name, rule in (("async-1f1b", WeightRule.LIVE), ("pipedream-2bw", WeightRule.DOUBLE_BUFFER), ("1f1b", WeightRule.FLUSH)):
-        path = written(catalogue.build(name, Size(2, 4)), tmp_path / "order.json")
-        assert schedule_registry.family(path).weight_rule is rule
+        path = written(catalogue.build(name, ScheduleRequest(2, 4)), tmp_path / "order.json")
+        assert schedule_registry.spec(path).weight_rule is rule
         assert schedule_registry.overlaps(path) == schedule_registry.overlaps(name) == (rule is not WeightRule.FLUSH)
 
 
 def test_a_json_file_keeps_graph_rule_and_scope(tmp_path: Path) -> None:
     schedule = replace(handwritten.two_branches(4), weight_rule=WeightRule.STASH, update_scope=UpdateScope.STAGE)
     save_schedule(schedule, tmp_path / "branches.json")
-    read = schedule_registry.build(str(tmp_path / "branches.json"), Size(3, 4, 2, num_chunks=2))
+    read = schedule_registry.build(str(tmp_path / "branches.json"), ScheduleRequest(3, 4, 2, num_chunks=2))
     assert (read.graph, read.weight_rule, read.update_scope) == (schedule.graph, WeightRule.STASH, UpdateScope.STAGE)
-    other = schedule_registry.build(str(tmp_path / "branches.json"), Size(3, 4, num_chunks=2, update_scope=UpdateScope.GLOBAL))
+    other = schedule_registry.build(str(tmp_path / "branches.json"), ScheduleRequest(3, 4, num_chunks=2, update_scope=UpdateScope.GLOBAL))
     assert other == replace(schedule, update_scope=UpdateScope.GLOBAL)
 
 
 @pytest.mark.parametrize(
     ("size", "problem"),
     [
-        (Size(3, 8), "is an order for 4 devices and 8 microbatches an update, asked for 3 devices and 8 microbatches"),
-        (Size(4, 9), "use --devices 4 --microbatches 8 (scaling.num_devices, schedule.num_microbatches)"),
-        (Size(4, 8, num_chunks=2), "has 4 stages on 4 devices in 1 pipelines; leave --chunks and --pipelines"),
-        (Size(4, 8, num_pipelines=2), "leave --chunks and --pipelines"),
-        (Size(4, 8, 0), "num_updates must be at least 1"),
+        (ScheduleRequest(3, 8), "is an order for 4 devices and 8 microbatches an update, asked for 3 devices and 8 microbatches"),
+        (ScheduleRequest(4, 9), "use --devices 4 --microbatches 8 (scaling.num_devices, schedule.num_microbatches)"),
+        (ScheduleRequest(4, 8, num_chunks=2), "has 4 stages on 4 devices in 1 pipelines; leave --chunks and --pipelines"),
+        (ScheduleRequest(4, 8, num_pipelines=2), "leave --chunks and --pipelines"),
+        (ScheduleRequest(4, 8, 0), "num_updates must be at least 1"),
     ],
 )
-def test_a_file_is_refused_for_another_size_than_its_own(size: Size, problem: str) -> None:
+def test_a_file_is_refused_for_another_size_than_its_own(size: ScheduleRequest, problem: str) -> None:
     message = refusal(EAGER_CSV, size)
     assert problem in message
     if size.num_updates:
@@ -203,7 +203,7 @@ def test_an_order_that_cannot_run_is_refused_with_its_file_and_grid(tmp_path: Pa
     path = tmp_path / "order.csv"
     path.write_text(text)
     with pytest.raises(ScheduleError) as caught:
-        schedule_registry.family(str(path))
+        schedule_registry.spec(str(path))
     assert str(caught.value).startswith(f"{path}: ")
     assert problem in str(caught.value)
 
@@ -220,15 +220,15 @@ def test_the_failing_op_is_marked_on_the_command_line(tmp_path: Path, capsys: py
 def test_what_is_no_order_is_refused(tmp_path: Path) -> None:
     (tmp_path / "order.csv").write_text("stage,kind\n")
     with pytest.raises(FormatError, match=r"order\.csv: row 1, cell 1: 'stage' is no Op"):
-        schedule_registry.family(str(tmp_path / "order.csv"))
+        schedule_registry.spec(str(tmp_path / "order.csv"))
     (tmp_path / "plan.json").write_text('{"format": "raypipe.plan/1"}')
     with pytest.raises(FormatError, match=r"expected 'raypipe\.schedule/1', got 'raypipe\.plan/1'"):
-        schedule_registry.family(str(tmp_path / "plan.json"))
+        schedule_registry.spec(str(tmp_path / "plan.json"))
 
 
 def test_blank_lines_at_the_end_are_no_workers(tmp_path: Path) -> None:
     (tmp_path / "order.csv").write_text("0F0,,0B0\r\n,1F0,1B0\r\n\r\n\n")
-    assert schedule_registry.build(str(tmp_path / "order.csv"), Size(2, 1)).num_workers == 2
+    assert schedule_registry.build(str(tmp_path / "order.csv"), ScheduleRequest(2, 1)).num_workers == 2
 
 
 # Functions
@@ -237,10 +237,12 @@ def test_blank_lines_at_the_end_are_no_workers(tmp_path: Path) -> None:
 def test_the_example_is_valid_for_any_size_and_its_file_is_its_order() -> None:
     for num_devices in (1, 2, 3, 5):
         for num_microbatches in (1, 2, 7):
-            validate(schedule_registry.build(EAGER, Size(num_devices, num_microbatches, 2)))
-    eager = schedule_registry.build(EAGER, Size(4, 8))
+            validate(schedule_registry.build(EAGER, ScheduleRequest(num_devices, num_microbatches, 2)))
+    eager = schedule_registry.build(EAGER, ScheduleRequest(4, 8))
     assert Path(EAGER_CSV).read_text() == to_torch_csv(eager.programs)
-    assert anonymous(schedule_registry.build(EAGER_CSV, Size(4, 8, 3))) == anonymous(schedule_registry.build(EAGER, Size(4, 8, 3)))
+    assert anonymous(schedule_registry.build(EAGER_CSV, ScheduleRequest(4, 8, 3))) == anonymous(
+        schedule_registry.build(EAGER, ScheduleRequest(4, 8, 3))
+    )
 
 
 def test_the_example_is_faster_than_1f1b_where_messages_are_slow(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,17 +254,17 @@ def test_the_example_is_faster_than_1f1b_where_messages_are_slow(capsys: pytest.
 
 
 def test_a_function_is_described_by_its_docstring_and_its_orders() -> None:
-    family = schedule_registry.family(EAGER)
-    assert family.title == "1F1B with twice the forwards before it alternates."
-    assert [family.peak_in_flight(Size(4, 8), worker) for worker in range(4)] == [7, 5, 3, 1]
-    assert (family.bubble, family.memory, family.delay) == ("?", "?", "?")
+    spec = schedule_registry.spec(EAGER)
+    assert spec.title == "1F1B with twice the forwards before it alternates."
+    assert [spec.peak_in_flight(ScheduleRequest(4, 8), worker) for worker in range(4)] == [7, 5, 3, 1]
+    assert (spec.bubble, spec.memory, spec.delay) == ("?", "?", "?")
 
 
 OWN = """
 from dataclasses import replace
 from raypipe.errors import ScheduleError
-from raypipe.schedules.families.gpipe import FAMILY, gpipe
-from raypipe.schedules.families.interleaved import FAMILY as INTERLEAVED
+from raypipe.schedules.families.gpipe import SPEC, gpipe
+from raypipe.schedules.families.interleaved import SPEC as INTERLEAVED
 
 def lists(size):
     built = gpipe(size)
@@ -354,7 +356,7 @@ def test_a_file_that_ends_the_process_is_named(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text("import sys\n\ndef eager(size): ...\n\nsys.exit(3)\n")
     with pytest.raises(ConfigError, match=r"script.py failed: SystemExit: 3"):
-        schedule_registry.family(f"{path}:eager")
+        schedule_registry.spec(f"{path}:eager")
 
 
 def test_a_model_that_ends_the_process_is_named() -> None:
@@ -366,16 +368,18 @@ def test_a_model_that_ends_the_process_is_named() -> None:
 
 
 def test_lists_and_texts_will_do_for_tuples_and_rules(own: Callable[[str], str], tmp_path: Path) -> None:
-    built = schedule_registry.build(own("lists"), Size(2, 3, 2))
-    assert built == catalogue.build("gpipe", Size(2, 3, 2))
+    built = schedule_registry.build(own("lists"), ScheduleRequest(2, 3, 2))
+    assert built == catalogue.build("gpipe", ScheduleRequest(2, 3, 2))
     save_schedule(built, tmp_path / "order.json")
-    assert schedule_registry.build(str(tmp_path / "order.json"), Size(2, 3, 2)) == built
+    assert schedule_registry.build(str(tmp_path / "order.json"), ScheduleRequest(2, 3, 2)) == built
 
 
 def test_a_family_keeps_what_it_says_of_itself(own: Callable[[str], str]) -> None:
-    family = schedule_registry.family(own("INTERLEAVED"))
-    assert (family.name, family.title, family.default_chunks) == (own("INTERLEAVED"), "1F1B with V stages a device", 2)
-    assert catalogue.of_size(family, Size(2, 4, num_chunks=2)) == catalogue.build("interleaved", Size(2, 4, num_chunks=2))
+    spec = schedule_registry.spec(own("INTERLEAVED"))
+    assert (spec.name, spec.title, spec.default_chunks) == (own("INTERLEAVED"), "1F1B with V stages a device", 2)
+    assert catalogue.of_size(spec, ScheduleRequest(2, 4, num_chunks=2)) == catalogue.build(
+        "interleaved", ScheduleRequest(2, 4, num_chunks=2)
+    )
 
 
 # Entry points
@@ -400,8 +404,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 def test_a_registered_schedule_goes_by_its_name(installed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     installed(lists="my_orders:lists", twice="my_orders:INTERLEAVED")
-    assert schedule_registry.build("lists", Size(2, 3)) == catalogue.build("gpipe", Size(2, 3))
-    assert schedule_registry.family("twice").default_chunks == 2
+    assert schedule_registry.build("lists", ScheduleRequest(2, 3)) == catalogue.build("gpipe", ScheduleRequest(2, 3))
+    assert schedule_registry.spec("twice").default_chunks == 2
     config = ScheduleConfig(name="twice", num_microbatches=4)
     assert schedule_size(config, num_devices=2, num_updates=1).num_chunks == 2
     assert main(["schedule", "twice", "--devices", "2", "--microbatches", "4"]) == 0
@@ -410,15 +414,15 @@ def test_a_registered_schedule_goes_by_its_name(installed: Callable[..., None], 
     assert [line.split()[0] for line in listed] == ["lists", "twice"]
     assert "1F1B with V stages a device" in listed[1]
     with pytest.raises(UnknownNameError, match=r"did you mean 'twice'.*, lists, twice"):
-        schedule_registry.family("twise")
+        schedule_registry.spec("twise")
 
 
 def test_bundled_names_cannot_be_taken(installed: Callable[..., None]) -> None:
     entries = {"1f1b": "my_orders:lists"}
     installed(**entries)
-    assert schedule_registry.family("1f1b") is schedule_registry.families()[1]
-    assert schedule_registry.families()[-1].name == "my_orders:lists"
-    assert schedule_registry.build("my_orders:lists", Size(2, 3)) == catalogue.build("gpipe", Size(2, 3))
+    assert schedule_registry.spec("1f1b") is schedule_registry.specs()[1]
+    assert schedule_registry.specs()[-1].name == "my_orders:lists"
+    assert schedule_registry.build("my_orders:lists", ScheduleRequest(2, 3)) == catalogue.build("gpipe", ScheduleRequest(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -427,7 +431,7 @@ def test_bundled_names_cannot_be_taken(installed: Callable[..., None]) -> None:
         ("my_orders:missing", "AttributeError: module 'my_orders' has no attribute 'missing'"),
         ("no_such_orders:f", "ModuleNotFoundError: No module named 'no_such_orders'"),
         ("my_script:f", "SystemExit: 3"),
-        ("my_orders:__name__", "expected a function from a Size to a Schedule, or a Family, got str"),
+        ("my_orders:__name__", "expected a function from a ScheduleRequest to a Schedule, or a ScheduleSpec, got str"),
     ],
 )
 def test_a_broken_entry_point_is_named_and_hides_no_other(
@@ -435,10 +439,10 @@ def test_a_broken_entry_point_is_named_and_hides_no_other(
 ) -> None:
     installed(broken=value, lists="my_orders:lists")
     with pytest.raises(ConfigError) as caught:
-        schedule_registry.family("broken")
+        schedule_registry.spec("broken")
     assert f"schedule 'broken' (entry point {value} of my-orders)" in str(caught.value)
     assert problem in str(caught.value)
-    assert [family.name for family in schedule_registry.families()[-2:]] == ["broken", "lists"]
+    assert [spec.name for spec in schedule_registry.specs()[-2:]] == ["broken", "lists"]
     assert main(["schedules", "--devices", "2", "--microbatches", "4", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert "lists" in {row["schedule"] for row in document["schedules"]}
@@ -447,4 +451,4 @@ def test_a_broken_entry_point_is_named_and_hides_no_other(
 
 def test_a_file_without_backwards_is_an_evaluation(tmp_path: Path) -> None:
     (tmp_path / "order.csv").write_text("0F0,0F1\n1F0,1F1\n")
-    assert schedule_registry.build(str(tmp_path / "order.csv"), Size(2, 2, 2)).forward_only
+    assert schedule_registry.build(str(tmp_path / "order.csv"), ScheduleRequest(2, 2, 2)).forward_only

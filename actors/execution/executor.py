@@ -30,7 +30,7 @@ from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.execution.steps import Awaiting, Computing, Given, Receiving, Starting, Step, WiredOp, Wirer, Wiring
 from raypipe.actors.stage.backward import PendingWeightGradient, backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, Place, stand_in, unchanged
-from raypipe.actors.stage.weights import Draw, Outputs, Weights
+from raypipe.actors.stage.weights import Outputs, RngKey, Weights
 from raypipe.actors.transport.protocol import Pending, Transport
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RunError, TransportTimeoutError
@@ -218,7 +218,7 @@ class Executor:
                     layer: tuple(stand_in(tensor, on=self.on) for tensor in tensors)
                     for layer, tensors in zip(crossing, of_layers, strict=True)
                 }
-        outputs = weights.run(weights.newest, inputs, batch, Draw(0))
+        outputs = weights.run(weights.newest, inputs, batch, RngKey(0))
         roots = [tensor for tensors in outputs.values() for tensor in tensors if tensor.requires_grad]
         if last in outputs:
             roots = [self.model.loss(outputs[last][0], batch)]
@@ -425,7 +425,7 @@ class _Run:
         microbatch = self.first_microbatch + wired.op.index
         batch = self._rows(microbatch, wired.rows) if wired.takes_batch else {}
         weights = wired.weights
-        draw = Draw(microbatch, wired.first_row)
+        draw = RngKey(microbatch, wired.first_row)
         outputs = weights.run(wired.version, by_layer, batch, draw)
         if with_gradients:
             for layer, number in wired.constants:
@@ -442,7 +442,7 @@ class _Run:
         assert self.window.batches is not None, "a device whose stages read rows has some"
         return devices.upload(self.window.batches.batch(microbatch, rows), self.executor.on)
 
-    def _loss(self, wired: WiredOp, outputs: Outputs, batch: Batch, draw: Draw) -> Tensor:
+    def _loss(self, wired: WiredOp, outputs: Outputs, batch: Batch, draw: RngKey) -> Tensor:
         model = self.executor.model
         output = outputs[len(model.layers) - 1]
         if len(output) != 1:

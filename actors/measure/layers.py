@@ -18,7 +18,7 @@ from raypipe.actors import devices
 from raypipe.actors.stage.backward import backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.stage.gradient_flow import LayerOutput, stand_in
 from raypipe.actors.stage.precision import loss_in_float32, prepare, stage_module
-from raypipe.actors.stage.weights import Draw, Optimizer, Weights
+from raypipe.actors.stage.weights import Optimizer, RngKey, Weights
 from raypipe.actors.transport.protocol import TensorSpec
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
@@ -285,7 +285,7 @@ class _Layer:
         inputs = {source: tuple(stand_in(given, on=self.on) for given in of_layer) for source, of_layer in self.inputs.items()}
 
         def forward() -> list[Tensor]:
-            outputs = self.module(inputs, self.batch, Draw(0))[self.index]
+            outputs = self.module(inputs, self.batch, RngKey(0))[self.index]
             if self.index == len(self.model.layers) - 1:
                 return [self.model.loss(outputs[0], self.batch)]
             return [tensor for tensor in outputs if tensor.requires_grad]

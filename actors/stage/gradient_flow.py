@@ -22,7 +22,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from raypipe.actors import devices
 from raypipe.actors.stage.backward import keep_what_compiled_forwards_save
-from raypipe.actors.stage.weights import Draw, Outputs, StageModule
+from raypipe.actors.stage.weights import Outputs, RngKey, StageModule
 from raypipe.actors.transport.protocol import TensorSpec
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError
@@ -100,12 +100,12 @@ def output_specs(
     batch = devices.upload(batch, module.on)
     module.eval()
     zeros = {layer: tuple(stand_in(given, on=module.on) for given in of_layer) for layer, of_layer in inputs.items()}
-    trials = [_trial(module, zeros, batch, Draw(0), where, num_rows)]
+    trials = [_trial(module, zeros, batch, RngKey(0), where, num_rows)]
     module.train()
     for number in range(1, 1 + _NUM_TRIALS):
         noise = {layer: tuple(_noise(given, number, on=module.on) for given in of_layer) for layer, of_layer in inputs.items()}
         with suppress(ConfigError):  # noise may be out of a layer's range
-            trials.append(_trial(module, noise, batch, Draw(number), where, num_rows))
+            trials.append(_trial(module, noise, batch, RngKey(number), where, num_rows))
     first = trials[0]
     alike = [trial for trial in trials if trial.specs == first.specs]
     tried = len(alike) > 1
@@ -140,7 +140,7 @@ class _Trial:
     leaves: frozenset[Place]
 
 
-def _trial(module: StageModule, inputs: Outputs, batch: Batch, draw: Draw, where: str, num_rows: int) -> _Trial:
+def _trial(module: StageModule, inputs: Outputs, batch: Batch, draw: RngKey, where: str, num_rows: int) -> _Trial:
     places = {tensor: (layer, number) for layer, tensors in inputs.items() for number, tensor in enumerate(tensors)}
     versions = {tensor: tensor._version for tensor in places if not tensor.requires_grad and tensor.is_floating_point()}
     try:

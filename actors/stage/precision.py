@@ -28,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from raypipe.actors import devices
 from raypipe.actors.stage.gradient_flow import LayerOutput, output_specs, unchanged
-from raypipe.actors.stage.weights import Draw, Outputs, StageModule, Weights
+from raypipe.actors.stage.weights import Outputs, RngKey, StageModule, Weights
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.errors import ConfigError
@@ -41,7 +41,7 @@ LOW = torch.bfloat16
 class AutocastStage(StageModule):
     """A stage that computes under autocast."""
 
-    def forward(self, inputs: Outputs, batch: Batch, draw: Draw) -> Outputs:
+    def forward(self, inputs: Outputs, batch: Batch, draw: RngKey) -> Outputs:
         """The outputs that other stages or the loss take."""
         # What comes from other stages are leaves here, and no leaves in the unsplit model: of these nothing is cached.
         with torch.autocast(self.on.type, dtype=LOW, cache_enabled=False):
@@ -57,7 +57,7 @@ class LowStage(StageModule):
         for tensor in fixed:
             tensor.data = _lowered(tensor.data)
 
-    def forward(self, inputs: Outputs, batch: Batch, draw: Draw) -> Outputs:
+    def forward(self, inputs: Outputs, batch: Batch, draw: RngKey) -> Outputs:
         """The outputs that other stages or the loss take."""
         return super().forward(inputs, {name: _lowered(tensor) for name, tensor in batch.items()}, draw)
 

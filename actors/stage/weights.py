@@ -44,7 +44,7 @@ _COUNTS = frozenset({"step", "mu_product"})
 """Names of optimizer state that is one number a weight, whatever the weight's shape."""
 
 
-class Draw(NamedTuple):
+class RngKey(NamedTuple):
     """What, besides seed and layer, the randomness of a forward depends on.
 
     Attributes:
@@ -56,7 +56,7 @@ class Draw(NamedTuple):
     first_row: int = 0
 
 
-def layer_seed(seed: int, layer: int, draw: Draw | None = None) -> int:
+def layer_seed(seed: int, layer: int, draw: RngKey | None = None) -> int:
     """The seed of a layer's weights, or of its randomness for one microbatch: whatever the cut, the same.
 
     Numbers are mixed by 64-bit products, so that neighbours give unlike seeds.
@@ -189,7 +189,7 @@ class StageModule(nn.Module):
         """The layers whose states a checkpoint must have for this stage: its own, and those that it borrows weights of."""
         return tuple(dict.fromkeys([*self.indices, *(filed.layer for filed in self.borrowed.values())]))
 
-    def forward(self, inputs: Outputs, batch: Batch, draw: Draw) -> Outputs:
+    def forward(self, inputs: Outputs, batch: Batch, draw: RngKey) -> Outputs:
         """The outputs that other stages or the loss take.
 
         Args:
@@ -210,13 +210,13 @@ class StageModule(nn.Module):
         return {index: values[index] for index in self.kept}
 
     @contextmanager
-    def seeded_loss(self, draw: Draw) -> Iterator[None]:
+    def seeded_loss(self, draw: RngKey) -> Iterator[None]:
         """A context for the loss, whose random numbers are those of a layer behind the last."""
         with _DRAWING:
             self._seed(self.num_layers, draw)
             yield
 
-    def _seed(self, layer: int, draw: Draw) -> None:
+    def _seed(self, layer: int, draw: RngKey) -> None:
         """Lets what is drawn from now on depend on these alone."""
         devices.seed(self.on, layer_seed(self.seed, layer, draw))
 
@@ -388,7 +388,7 @@ class Weights:
         self.newest = 0
         self._bound = None
 
-    def run(self, version: int, inputs: Outputs, batch: Batch, draw: Draw) -> Outputs:
+    def run(self, version: int, inputs: Outputs, batch: Batch, draw: RngKey) -> Outputs:
         """The stage's forward with one version of its weights."""
         if not self.versioned:
             return self.module.forward(inputs, batch, draw)  # nobody hooks into a stage's module: its call would only take time

@@ -21,9 +21,9 @@ from raypipe.cli.options import COUNT, SECONDS, FiniteRange, check_folder, check
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.errors import InputError, ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.family import Family
-from raypipe.schedules.ir import Schedule, Size, StageTimes, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, ScheduleRequest, StageTimes, UpdateScope, WeightRule
 from raypipe.schedules.lower import lower
+from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.schedules.text import to_csv, to_torch_csv
 from raypipe.schedules.validate import facts, validate
@@ -169,13 +169,13 @@ def schedule(
             output_suffix(output, *_FORMATS)
         check_folder(output)
         check_not_input(output, name if schedule_registry.is_file(name) else None)
-    family = schedule_registry.family(name)
+    spec = schedule_registry.spec(name)
     times = stage_seconds(forward, backward, weight_grad, latency)
-    size = Size(
+    size = ScheduleRequest(
         num_devices=devices,
         num_microbatches=microbatches,
         num_updates=updates,
-        num_chunks=chunks or family.default_chunks,
+        num_chunks=chunks or spec.default_chunks,
         num_pipelines=pipelines or 0,
         update_scope=UpdateScope(update_scope) if update_scope else None,
         times=(times.searched,),
@@ -184,8 +184,8 @@ def schedule(
         max_mean_staleness=max_mean_staleness,
         weight_grad_share=weight_grad_share,
     )
-    refuse_large(family, size)
-    built = catalogue.of_size(family, size)
+    refuse_large(spec, size)
+    built = catalogue.of_size(spec, size)
     validate(built)
     limits = StalenessLimits(max_mean_staleness=max_mean_staleness)
     if too_stale := limits.exceeded_by(facts(built)):
@@ -193,7 +193,7 @@ def schedule(
         problem = f"{name} is {needed:g} updates late on average; use --max-mean-staleness {needed:g}"
         raise ScheduleError(f"{problem}, more microbatches, or the schedule 'amdp-auto'")
     trace = simulated(built, times)
-    figures = _figures(family, built, size, trace, times)
+    figures = _figures(spec, built, size, trace, times)
     if output:
         wanted = ScheduleFormat(format_name) if format_name else _FORMATS[output_suffix(output, *_FORMATS)]
         codec.write_text(output, text_of(wanted, built, trace, figures))
@@ -210,24 +210,24 @@ def schedule(
             click.echo(text_of(wanted, built, trace, figures), nl=False)
 
 
-def long_window(family: Family, size: Size) -> Size:
+def long_window(spec: ScheduleSpec, size: ScheduleRequest) -> ScheduleRequest:
     """The same for 9 updates at least, and for so many that a quarter of them fills the pipeline twice where updates overlap.
 
     With a flush and the scope `global`, the default of all schedules with a flush, each update takes as long as the first.
     """
     num_updates = max(size.num_updates, _STEADY_UPDATES)
-    if family.weight_rule is not WeightRule.FLUSH or size.update_scope not in {None, UpdateScope.GLOBAL}:
+    if spec.weight_rule is not WeightRule.FLUSH or size.update_scope not in {None, UpdateScope.GLOBAL}:
         num_updates = max(num_updates, 8 * math.ceil(size.num_devices * size.num_chunks / size.num_microbatches))
     return replace(size, num_updates=num_updates)
 
 
-def refuse_large(family: Family, size: Size) -> None:
+def refuse_large(spec: ScheduleSpec, size: ScheduleRequest) -> None:
     """Refuses what would take minutes to simulate.
 
     Raises:
         InputError: names the most.
     """
-    num_stages, num_updates = size.num_devices * size.num_chunks, long_window(family, size).num_updates
+    num_stages, num_updates = size.num_devices * size.num_chunks, long_window(spec, size).num_updates
     if num_stages > _MOST_STAGES:
         raise InputError(f"{num_stages} stages are too many to simulate; use at most {_MOST_STAGES}")
     if (num_copies := num_stages * size.num_pipelines) > _MOST_STAGES:
@@ -244,10 +244,10 @@ def refuse_large(family: Family, size: Size) -> None:
         )
 
 
-def _figures(family: Family, schedule: Schedule, size: Size, trace: Trace, times: StageSeconds) -> dict[str, Any]:
-    longer = long_window(family, size)
+def _figures(spec: ScheduleSpec, schedule: Schedule, size: ScheduleRequest, trace: Trace, times: StageSeconds) -> dict[str, Any]:
+    longer = long_window(spec, size)
     try:
-        steady = trace if longer == size else simulated(catalogue.of_size(family, longer), times)
+        steady = trace if longer == size else simulated(catalogue.of_size(spec, longer), times)
     except ScheduleError:  # an order that is written for this window alone
         steady = trace
     return schedule_figures(schedule, trace, steady_update_s=steady.steady_update_s)

@@ -12,9 +12,9 @@ from raypipe.cli.schedule import StageSeconds, long_window, refuse_large
 from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.lower_bounds import Piece, lower_bound
 from raypipe.schedules import catalogue
-from raypipe.schedules.family import Family
-from raypipe.schedules.ir import Schedule, Size, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, WeightRule
 from raypipe.schedules.lower import DeviceProgram, Send, lower
+from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.validate import facts, validate
 from raypipe.simulation.cost import equal_stages
 from raypipe.simulation.simulator import Numbered, Timing
@@ -33,7 +33,7 @@ class Zoo:
     refused: tuple[tuple[str, str], ...]
 
 
-def survey(families: Sequence[Family], size: Size, times: StageSeconds, *, num_chunks: int | None = None) -> Zoo:
+def survey(families: Sequence[ScheduleSpec], size: ScheduleRequest, times: StageSeconds, *, num_chunks: int | None = None) -> Zoo:
     """Builds, validates and simulates schedules of the same model.
 
     Args:
@@ -44,14 +44,14 @@ def survey(families: Sequence[Family], size: Size, times: StageSeconds, *, num_c
     """
     figures: list[dict[str, Any]] = []
     refused: list[tuple[str, str]] = []
-    for family in families:
-        chunks = num_chunks if num_chunks and family.default_chunks > 1 else family.default_chunks
+    for spec in families:
+        chunks = num_chunks if num_chunks and spec.default_chunks > 1 else spec.default_chunks
         try:
-            figures.append(_figures_of(family, replace(size, num_chunks=chunks), times))
+            figures.append(_figures_of(spec, replace(size, num_chunks=chunks), times))
         except ScheduleError as error:
-            refused.append((family.name, error.problem))
+            refused.append((spec.name, error.problem))
         except InputError as error:
-            refused.append((family.name, str(error)))
+            refused.append((spec.name, str(error)))
     return Zoo(tuple(figures), tuple(refused))
 
 
@@ -60,22 +60,22 @@ def _share(times: StageSeconds, share: float) -> StageSeconds:
     return StageSeconds(times.forward_s * share, times.backward_s * share, times.weight_grad_s * share, times.latency_s)
 
 
-def _figures_of(family: Family, size: Size, times: StageSeconds) -> dict[str, Any]:
-    refuse_large(family, size)
+def _figures_of(spec: ScheduleSpec, size: ScheduleRequest, times: StageSeconds) -> dict[str, Any]:
+    refuse_large(spec, size)
     # Those that are searched for are searched with the times of the stages that they will have.
     stage = _share(times, 1 / size.num_chunks)
     size = replace(size, times=(stage.searched,), latency_s=times.latency_s)
-    schedule = catalogue.of_size(family, size)
+    schedule = catalogue.of_size(spec, size)
     validate(schedule)
     stage = _share(times, schedule.num_workers / schedule.num_stages)
     programs = lower(schedule)
     timing = _timed(schedule, programs, stage)
-    trace = timing.trace(name=family.name, num_updates=schedule.num_updates, with_memory=False)
-    window = _long_window(family, schedule, size)
+    trace = timing.trace(name=spec.name, num_updates=schedule.num_updates, with_memory=False)
+    window = _long_window(spec, schedule, size)
     if window is None:
         steady_update_s = trace.steady_update_s
     else:
-        long_trace = _timed(window, lower(window), stage).trace(name=family.name, num_updates=window.num_updates, with_memory=False)
+        long_trace = _timed(window, lower(window), stage).trace(name=spec.name, num_updates=window.num_updates, with_memory=False)
         steady_update_s = long_trace.steady_update_s
     figures = schedule_figures(schedule, trace, steady_update_s=steady_update_s)
     if window is not None:  # what updates that overlap hold, and how stale they are, shows there alone
@@ -87,7 +87,7 @@ def _figures_of(family: Family, size: Size, times: StageSeconds) -> dict[str, An
             "max_delay": known.max_delay,
             "mean_delay": known.mean_delay,
         }
-    return figures | {"schedule": family.name} | _compared(schedule, programs, figures, stage)
+    return figures | {"schedule": spec.name} | _compared(schedule, programs, figures, stage)
 
 
 def _timed(schedule: Schedule, programs: Sequence[DeviceProgram], stage: StageSeconds) -> Timing:
@@ -106,13 +106,13 @@ def _flushes(schedule: Schedule) -> bool:
     return schedule.weight_rule is WeightRule.FLUSH and schedule.update_scope is UpdateScope.GLOBAL
 
 
-def _long_window(family: Family, schedule: Schedule, size: Size) -> Schedule | None:
+def _long_window(spec: ScheduleSpec, schedule: Schedule, size: ScheduleRequest) -> Schedule | None:
     """The schedule for so many updates that most are far from the ends; `None` where all updates are alike, or no other window is had."""
-    longer = long_window(family, replace(size, update_scope=schedule.update_scope))
+    longer = long_window(spec, replace(size, update_scope=schedule.update_scope))
     if _flushes(schedule) or longer.num_updates == size.num_updates:
         return None
     try:
-        return catalogue.of_size(family, longer)
+        return catalogue.of_size(spec, longer)
     except ScheduleError:  # an order that is written for this window alone
         return None
 

@@ -12,7 +12,7 @@ from raypipe.cli.options import COUNT, SECONDS, example, json_option
 from raypipe.cli.schedule import StageSeconds, stage_seconds
 from raypipe.cli.schedule_comparison import survey
 from raypipe.cli.screen import console, plain_console, print_json
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.show.schedule_comparison import LEGEND, zoo_tables
 from raypipe.show.tables import table
 from raypipe.units import counted, seconds
@@ -71,7 +71,7 @@ def schedules(
         weight_grad,
         default.latency_s if latency is None else latency,
     )
-    size = Size(num_devices=devices, num_microbatches=microbatches, num_updates=updates or 1)
+    size = ScheduleRequest(num_devices=devices, num_microbatches=microbatches, num_updates=updates or 1)
     _compare(size, times, num_chunks=chunks, sort=_Sort(sort or _Sort.MAKESPAN), as_json=as_json)
 
 
@@ -94,7 +94,7 @@ _LETTERS = (
 
 
 def _list(*, as_json: bool) -> None:
-    rows = [{column: str(getattr(family, column)) for column in _COLUMNS} for family in schedule_registry.families()]
+    rows = [{column: str(getattr(spec, column)) for column in _COLUMNS} for spec in schedule_registry.specs()]
     if as_json:
         print_json(rows)
         return
@@ -106,8 +106,8 @@ def _list(*, as_json: bool) -> None:
         terminal.print(_LETTERS, highlight=False)
 
 
-def _compare(size: Size, times: StageSeconds, *, num_chunks: int | None, sort: _Sort, as_json: bool) -> None:
-    zoo = survey(schedule_registry.families(), size, times, num_chunks=num_chunks)
+def _compare(size: ScheduleRequest, times: StageSeconds, *, num_chunks: int | None, sort: _Sort, as_json: bool) -> None:
+    zoo = survey(schedule_registry.specs(), size, times, num_chunks=num_chunks)
     rows = sorted(zoo.figures, key=lambda figures: figures["makespan_s"]) if sort is _Sort.MAKESPAN else list(zoo.figures)
     if as_json:
         print_json({

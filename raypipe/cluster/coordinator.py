@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raypipe.actors.actor import BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status, Whereabouts, remedy_of
+from raypipe.actors.actor import ActorInfo, BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status, remedy_of
 from raypipe.actors.execution.executor import BatchSource
 from raypipe.actors.execution.job import Job
 from raypipe.actors.execution.report import WindowReport
@@ -147,7 +147,7 @@ Channel = tuple[int, int]
 
 
 def shared_channels(
-    channels: Iterable[Channel], *, places: Sequence[Whereabouts], names: Sequence[str], transport: Transport
+    channels: Iterable[Channel], *, places: Sequence[ActorInfo], names: Sequence[str], transport: Transport
 ) -> frozenset[Channel]:
     """The channels that go through shared memory, the host's or that of a GPU.
 
@@ -188,12 +188,12 @@ def shared_channels(
     return frozenset(shared)
 
 
-def on_gpus(places: Sequence[Whereabouts]) -> bool:
+def on_gpus(places: Sequence[ActorInfo]) -> bool:
     """Whether the devices of a run are GPUs."""
     return bool(places) and all(place.gpus for place in places)
 
 
-def check_places(slots: Sequence[Slot], places: Sequence[Whereabouts]) -> None:
+def check_places(slots: Sequence[Slot], places: Sequence[ActorInfo]) -> None:
     """Checks that every actor is where it was meant to be: its node, a process of its own, and a GPU of its own where it has one.
 
     Raises:
@@ -244,7 +244,7 @@ class Coordinator:
         self, *, run: str, slots: Sequence[Slot], stages: Sequence[tuple[int, ...]], scaling: ScalingConfig, cluster: ClusterConfig
     ):
         self.run = run
-        self._places_of_all: tuple[Whereabouts, ...] = ()
+        self._places_of_all: tuple[ActorInfo, ...] = ()
         self._all_slots = tuple(slots)
         self._crew = tuple(range(len(slots)))
         """The numbers, as launched, of the actors that are the devices 0, 1, ... of the plan."""
@@ -280,7 +280,7 @@ class Coordinator:
         return tuple(self._all_slots[number] for number in self._crew)
 
     @property
-    def places(self) -> tuple[Whereabouts, ...]:
+    def places(self) -> tuple[ActorInfo, ...]:
         """Where the plan's devices run, by number; known once they are up."""
         return tuple(self._places_of_all[number] for number in self._crew)
 

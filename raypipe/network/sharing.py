@@ -30,7 +30,7 @@ from raypipe.network.rounds import Pair, Round
 Rates = Mapping[Pair, float]
 """Bytes per second of directed pairs that were measured at the same time."""
 
-Together = Callable[[Round], Rates]
+JointRates = Callable[[Round], Rates]
 """Measures pairs at the same time."""
 
 TOLERANCE = 0.15
@@ -75,7 +75,7 @@ class Search:
         alone: what each pair reaches, as far as it is known.
     """
 
-    def __init__(self, together: Together, alone: Rates | None = None) -> None:
+    def __init__(self, together: JointRates, alone: Rates | None = None) -> None:
         self._together = together
         self.alone: dict[Pair, float] = dict(alone or {})
         self.found: list[Shared] = []

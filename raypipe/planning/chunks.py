@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from raypipe.errors import ScheduleError
-from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.layout import Layout, LayoutEvaluator
 from raypipe.planning.problem import Group, Problem
 from raypipe.schedule_registry import build, is_file, overlaps
-from raypipe.schedules.ir import OpKind, Schedule, Size
+from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest
 
 ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v", "amdp-flush")
 ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp", "amdp-auto")
@@ -27,22 +27,24 @@ _NUM_CHUNKS = {"interleaved": (2, 3, 4), "async-interleaved": (1, 2, 3, 4)}
 worker has more microbatches under way than `async-1f1b`, which hides messages that take longer than an Op."""
 
 
-def layouts(judge: Judge, workers: tuple[Group, ...], order: str) -> Iterator[Layout]:
+def layouts(evaluator: LayoutEvaluator, workers: tuple[Group, ...], order: str) -> Iterator[Layout]:
     """The order on these workers, with its cut balanced over them; nothing where it cannot take so many workers, layers or microbatches."""
-    problem = judge.problem
+    problem = evaluator.problem
     num_updates = problem.updates_per_window if is_file(order) and overlaps(order) else 1
     for num_chunks in _NUM_CHUNKS.get(order, (2, 1)):
         done = False
         for num_pipelines in _num_pipelines(order, len(workers)):
             try:
-                size = Size(len(workers), problem.num_microbatches, num_updates, num_chunks=num_chunks, num_pipelines=num_pipelines)
+                size = ScheduleRequest(
+                    len(workers), problem.num_microbatches, num_updates, num_chunks=num_chunks, num_pipelines=num_pipelines
+                )
                 schedule = build(order, replace(size, update_scope=problem.update_scope, max_mean_staleness=problem.max_mean_staleness))
             except ScheduleError as error:
-                judge.refusals.append(str(error))
+                evaluator.refusals.append(str(error))
                 continue
             done = order not in _NUM_CHUNKS
             if schedule.num_stages <= problem.num_layers:
-                yield Layout(balanced(judge, workers, schedule), workers, order, num_pipelines=num_pipelines)
+                yield Layout(balanced(evaluator, workers, schedule), workers, order, num_pipelines=num_pipelines)
         if done:
             return
 
@@ -55,15 +57,15 @@ def _num_pipelines(order: str, num_workers: int) -> tuple[int, ...]:
     return (0, *dict.fromkeys(halves))
 
 
-def balanced(judge: Judge, workers: tuple[Group, ...], schedule: Schedule) -> tuple[int, ...]:
+def balanced(evaluator: LayoutEvaluator, workers: tuple[Group, ...], schedule: Schedule) -> tuple[int, ...]:
     """Cuts whose busiest worker is as little busy as moving single layers between neighbouring stages can make it."""
-    problem = judge.problem
+    problem = evaluator.problem
     parts = stage_parts(schedule)
     cuts = _in_proportion(problem, workers, parts)
-    loads = _loads(judge, workers, parts, cuts)
+    loads = _loads(evaluator, workers, parts, cuts)
     while True:
         moved = [
-            (sorted(_loads(judge, workers, parts, candidate), reverse=True), candidate)
+            (sorted(_loads(evaluator, workers, parts, candidate), reverse=True), candidate)
             for at in range(1, len(cuts) - 1)
             for candidate in (_shifted(cuts, at, -1), _shifted(cuts, at, 1))
             if candidate is not None
@@ -71,7 +73,7 @@ def balanced(judge: Judge, workers: tuple[Group, ...], schedule: Schedule) -> tu
         if not moved or (best := min(moved))[0] >= sorted(loads, reverse=True):
             return cuts
         cuts = best[1]
-        loads = _loads(judge, workers, parts, cuts)
+        loads = _loads(evaluator, workers, parts, cuts)
 
 
 def stage_parts(schedule: Schedule) -> list[dict[int, float]]:
@@ -100,11 +102,11 @@ def _in_proportion(problem: Problem, workers: tuple[Group, ...], parts: list[dic
     return (*cuts, problem.num_layers)
 
 
-def _loads(judge: Judge, workers: tuple[Group, ...], parts: list[dict[int, float]], cuts: tuple[int, ...]) -> list[float]:
+def _loads(evaluator: LayoutEvaluator, workers: tuple[Group, ...], parts: list[dict[int, float]], cuts: tuple[int, ...]) -> list[float]:
     loads = [0.0] * len(workers)
     for stage, of_stage in enumerate(parts):
         for worker, part in of_stage.items():
-            loads[worker] += part * sum(judge.stage(workers[worker], cuts[stage], cuts[stage + 1])[:2])
+            loads[worker] += part * sum(evaluator.stage(workers[worker], cuts[stage], cuts[stage + 1])[:2])
     return loads
 
 

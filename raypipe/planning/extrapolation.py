@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from raypipe.planning.layout import Judge, Judged, Layout
+from raypipe.planning.layout import Judged, Layout, LayoutEvaluator
 from raypipe.planning.search import better
 
 _GAIN = 2
@@ -36,7 +36,7 @@ def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | 
 
 
 @dataclass
-class ShortJudge(Judge):
+class ShortEvaluator(LayoutEvaluator):
     """Judges by two short updates.
 
     Attributes:
@@ -46,22 +46,22 @@ class ShortJudge(Judge):
 
     lengths: tuple[int, int] = (1, 2)
     best: dict[str, list[Judged]] = field(default_factory=dict, repr=False)
-    _parts: tuple[Judge, ...] = field(default=(), init=False, repr=False)
+    _parts: tuple[LayoutEvaluator, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._parts = tuple(Judge(replace(self.problem, num_microbatches=length), check=self.check) for length in self.lengths)
+        self._parts = tuple(LayoutEvaluator(replace(self.problem, num_microbatches=length), check=self.check) for length in self.lengths)
 
     @classmethod
-    def of(cls, judge: Judge) -> ShortJudge | None:
+    def of(cls, evaluator: LayoutEvaluator) -> ShortEvaluator | None:
         """One of the same problem; `None` where it would save little, or where staleness is limited, which depends on the microbatches."""
-        problem = judge.problem
+        problem = evaluator.problem
         lengths = short_lengths(problem.num_microbatches, problem.num_devices)
         if lengths is None or problem.staleness:
             return None
-        return cls(problem, refusals=judge.refusals, check=judge.check, seen=judge.seen, lengths=lengths)
+        return cls(problem, refusals=evaluator.refusals, check=evaluator.check, seen=evaluator.seen, lengths=lengths)
 
     def simulate_as_it_is(self, layout: Layout) -> Judged | None:
-        """See `Judge`."""
+        """See `LayoutEvaluator`."""
         fewer, more = (part.simulate_as_it_is(layout) for part in self._parts)
         if fewer is None or more is None:
             self.refusals += [problem for part in self._parts for problem in part.refusals[:1] if problem not in self.refusals]
@@ -83,17 +83,17 @@ class ShortJudge(Judge):
             del of_order[_MOST_KEPT:]
         return judged
 
-    def decided(self, found: Judged | None, judge: Judge) -> Judged | None:
+    def decided(self, found: Judged | None, evaluator: LayoutEvaluator) -> Judged | None:
         """The best of what was found and of the other layouts that are kept of its order, simulated as wholes.
 
         Args:
             found: by this judge.
-            judge: of whole updates.
+            evaluator: of whole updates.
         """
         if found is None:
             return None
         best: Judged | None = None
         alike = (kept.layout for kept in (found, *self.best[found.layout.order]))
         for layout in dict.fromkeys(replace(layout, recomputed=None) for layout in alike):
-            best = better(best, judge.simulate(layout))
+            best = better(best, evaluator.simulate(layout))
         return best

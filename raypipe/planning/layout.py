@@ -23,7 +23,7 @@ from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.problem import Group, Problem
 from raypipe.schedule_registry import build, is_file, overlaps
 from raypipe.schedules.families import list_order
-from raypipe.schedules.ir import Schedule, Size, StageGraph
+from raypipe.schedules.ir import Schedule, ScheduleRequest, StageGraph
 from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.passes import over_graph, recompute
 from raypipe.schedules.staleness import StalenessLimits
@@ -119,7 +119,7 @@ def unwatched(_: Judged) -> None:
 
 
 @dataclass
-class Judge:
+class LayoutEvaluator:
     """Estimates and simulates layouts of one problem, and remembers what several of them share.
 
     Attributes:
@@ -399,7 +399,7 @@ class Judge:
         num_chunks, odd = divmod(layout.num_stages, num_workers)
         if odd:
             raise ScheduleError(f"{layout.num_stages} stages cannot be dealt to {num_workers} workers evenly")
-        size = Size(
+        size = ScheduleRequest(
             num_workers,
             self.problem.num_microbatches,
             num_updates=num_updates,
@@ -454,7 +454,7 @@ def in_flight(layout: Layout, stage: int, num_microbatches: int) -> int:
     """The most activations that a stage holds in an order of one stage a worker."""
     num_stages = layout.num_stages
     if layout.order == "list":
-        return list_order.in_flight(Size(num_stages, num_microbatches, max_in_flight=layout.max_in_flight), stage)
+        return list_order.in_flight(ScheduleRequest(num_stages, num_microbatches, max_in_flight=layout.max_in_flight), stage)
     if layout.order == "gpipe":
         return num_microbatches
     return min(num_stages - stage, num_microbatches)

@@ -12,13 +12,13 @@ from raypipe.artifacts.plan import Plan
 from raypipe.errors import PlanError, UnknownNameError
 from raypipe.planning import baselines, chunks
 from raypipe.planning.canonical import canonical, renumbered
-from raypipe.planning.extrapolation import ShortJudge
-from raypipe.planning.layout import Judge, Judged, Layout, Seen, unwatched
+from raypipe.planning.extrapolation import ShortEvaluator
+from raypipe.planning.layout import Judged, Layout, LayoutEvaluator, Seen, unwatched
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.problem import Group, Problem
 from raypipe.planning.search import Budget, Search, better
-from raypipe.schedule_registry import family, is_file, overlaps
+from raypipe.schedule_registry import is_file, overlaps, spec
 from raypipe.units import size
 
 AUTO = "auto"
@@ -44,7 +44,7 @@ class Planner:
 
     name: str
     title: str
-    layouts: Callable[[Judge], Iterator[Layout]] | None
+    layouts: Callable[[LayoutEvaluator], Iterator[Layout]] | None
     quick: bool = False
 
 
@@ -86,9 +86,9 @@ def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budge
         UnknownNameError: no planner or schedule is called so.
         PlanError: nothing fits into memory, or the planner has nothing for this problem.
     """
-    judge = Judge(problem, seen=seen)
-    found = solve(judge, name=name, schedule=schedule, budget=budget)
-    return judge.plan(found, planner=name, lower_bound_s=bound_s(problem, schedule))
+    evaluator = LayoutEvaluator(problem, seen=seen)
+    found = solve(evaluator, name=name, schedule=schedule, budget=budget)
+    return evaluator.plan(found, planner=name, lower_bound_s=bound_s(problem, schedule))
 
 
 def bound_s(problem: Problem, schedule: str) -> float:
@@ -147,7 +147,7 @@ def best_division(
     for num_microbatches, microbatch_size in divided(batch_size, most_microbatches=_MICROBATCHES_A_DEVICE * problem.num_devices):
         candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         try:
-            found = solve(Judge(candidate, seen=seen), name=name, schedule=schedule, budget=quick)
+            found = solve(LayoutEvaluator(candidate, seen=seen), name=name, schedule=schedule, budget=quick)
         except PlanError as error:
             failure = error
             continue
@@ -159,28 +159,28 @@ def best_division(
     return best[1]
 
 
-def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Judged:
+def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Judged:
     """The layout of that plan; arguments and errors as of `make`."""
     chosen = planner(name)
     if schedule != AUTO:
-        family(schedule)
-    problem = judge.problem
+        spec(schedule)
+    problem = evaluator.problem
     check_possible(problem)
     if chosen.layouts is None:
-        found = _canonically_searched(judge, schedule, budget or Budget.usual(problem.num_devices))
+        found = _canonically_searched(evaluator, schedule, budget or Budget.usual(problem.num_devices))
     else:
-        found = _best_of(chosen.layouts, judge, schedule)
-    if found is None and judge.too_stale:
+        found = _best_of(chosen.layouts, evaluator, schedule)
+    if found is None and evaluator.too_stale:
         limits = problem.staleness
         raise PlanError(
             f"every plan with schedule {schedule!r} is staler than allowed ({limits}); use more microbatches, or allow "
-            f"{limits.nearest(judge.too_stale)}"
+            f"{limits.nearest(evaluator.too_stale)}"
         )
     if found is None:
         raise PlanError(
             f"planner {name!r} has no plan with schedule {schedule!r} for {problem.num_layers} layers, {problem.num_devices} devices and "
             f"{problem.num_microbatches} microbatches of {problem.microbatch_size} rows; try another schedule, or more layers or rows"
-            + (f" (the first that was tried: {judge.refusals[0]})" if judge.refusals else "")
+            + (f" (the first that was tried: {evaluator.refusals[0]})" if evaluator.refusals else "")
         )
     if found.missing_bytes:
         raise PlanError(
@@ -190,67 +190,67 @@ def solve(judge: Judge, *, name: str = "raypipe", schedule: str = AUTO, budget: 
     return found
 
 
-def _best_of(layouts: Callable[[Judge], Iterator[Layout]], judge: Judge, schedule: str) -> Judged | None:
+def _best_of(layouts: Callable[[LayoutEvaluator], Iterator[Layout]], evaluator: LayoutEvaluator, schedule: str) -> Judged | None:
     """The best of what a planner proposes."""
     found: Judged | None = None
-    for layout in layouts(judge):
-        found = better(found, judge.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
+    for layout in layouts(evaluator):
+        found = better(found, evaluator.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
     return found
 
 
-def _canonically_searched(judge: Judge, schedule: str, budget: Budget) -> Judged | None:
+def _canonically_searched(evaluator: LayoutEvaluator, schedule: str, budget: Budget) -> Judged | None:
     """The search on devices in an order that does not depend on their names, so that equal clusters get equal plans.
 
     It begins with what the other planners propose, too. What they propose for devices in the order that they are listed in has its say
     in the end, so that none of them is ever ahead.
     """
-    sorted_problem, numbers = canonical(judge.problem)
-    sorted_judge = Judge(
+    sorted_problem, numbers = canonical(evaluator.problem)
+    sorted_judge = LayoutEvaluator(
         sorted_problem,
-        numbered=judge.numbered,
-        too_stale=judge.too_stale,
-        refusals=judge.refusals,
-        check=judge.check,
-        seen=judge.seen,
+        numbered=evaluator.numbered,
+        too_stale=evaluator.too_stale,
+        refusals=evaluator.refusals,
+        check=evaluator.check,
+        seen=evaluator.seen,
     )
     few = sorted_problem.num_devices <= MOST_UNITS
     # Of one length alone may be what overlaps or comes from a file.
-    short = None if schedule != AUTO and (overlaps(schedule) or is_file(schedule)) else ShortJudge.of(sorted_judge)
+    short = None if schedule != AUTO and (overlaps(schedule) or is_file(schedule)) else ShortEvaluator.of(sorted_judge)
     searching = short or sorted_judge
     # Other orders hold more or fewer activations, so that which forwards are run again is found anew.
     begin = [replace(judged.layout, recomputed=None) for judged in _proposed(searching, schedule)] if few else []
-    whole = (lambda judged: judged) if short is None else partial(short.decided, judge=sorted_judge)
+    whole = (lambda judged: judged) if short is None else partial(short.decided, evaluator=sorted_judge)
     found = _searched(searching, schedule, budget, begin, whole)
-    best = None if found is None else judge.simulate(renumbered(found.layout, numbers))
-    for judged in _proposed(judge, schedule):
+    best = None if found is None else evaluator.simulate(renumbered(found.layout, numbers))
+    for judged in _proposed(evaluator, schedule):
         best = better(best, judged)
     return best
 
 
-def _proposed(judge: Judge, schedule: str) -> Iterator[Judged]:
+def _proposed(evaluator: LayoutEvaluator, schedule: str) -> Iterator[Judged]:
     """The best of each other planner; beyond the devices that the exact programs take one by one, of the quick planners alone."""
-    few = judge.problem.num_devices <= MOST_UNITS
+    few = evaluator.problem.num_devices <= MOST_UNITS
     for other in PLANNERS:
-        if other.layouts is not None and (few or other.quick) and (found := _best_of(other.layouts, judge, schedule)) is not None:
+        if other.layouts is not None and (few or other.quick) and (found := _best_of(other.layouts, evaluator, schedule)) is not None:
             yield found
 
 
 def _searched(
-    judge: Judge, schedule: str, budget: Budget, begin: list[Layout], whole: Callable[[Judged | None], Judged | None]
+    evaluator: LayoutEvaluator, schedule: str, budget: Budget, begin: list[Layout], whole: Callable[[Judged | None], Judged | None]
 ) -> Judged | None:
     """The search over orders of one stage a worker, then every other order on the workers of what it found.
 
     Args:
-        judge: by which it searches.
+        evaluator: by which it searches.
         schedule: as of `make`.
         budget: how hard.
         begin: layouts to begin with.
         whole: makes of what is judged best what is decided by.
     """
-    overlapping = asynchronous_orders(judge.problem, schedule)
+    overlapping = asynchronous_orders(evaluator.problem, schedule)
     several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
     single = ("1f1b", "list") if several or overlapping else (schedule,)
-    search = Search(judge, single, budget, begin)
+    search = Search(evaluator, single, budget, begin)
     best = search.run()
     if not several and not overlapping:
         return whole(best)
@@ -261,18 +261,18 @@ def _searched(
         for order in ONE_STAGE_ORDERS[-max(budget.num_simulations // 10, 1) :]:
             found: Judged | None = None
             for top in search.best_layouts(max(budget.num_simulations // 8, 1)):
-                found = better(found, judge.simulate(replace(top, order=order, max_in_flight=None)))
+                found = better(found, evaluator.simulate(replace(top, order=order, max_in_flight=None)))
             if found is not None:
                 others = better(others, search.improved([found], budget.num_simulations // 4 - 1, slack=_SLACK))
-    flushed = (layout for order in several for top in tops for layout in chunks.layouts(judge, top.workers, order))
+    flushed = (layout for order in several for top in tops for layout in chunks.layouts(evaluator, top.workers, order))
     candidates = list(islice(flushed, max(budget.num_simulations // 3, 1)))
     # Without a flush a long pipeline has no bubble, so that devices need not be replicas for its sake.
     workers = list(dict.fromkeys([*(_one_each(top.workers) for top in tops), *(top.workers for top in tops)]))
-    rows = [chain.from_iterable(map(partial(chunks.layouts, judge, order=order), workers)) for order in overlapping]
+    rows = [chain.from_iterable(map(partial(chunks.layouts, evaluator, order=order), workers)) for order in overlapping]
     # In turns, so that each order is tried on the best workers where not all can be.
     in_turns = (layout for turn in zip_longest(*rows) for layout in turn if layout is not None)
     for layout in chain(candidates, islice(in_turns, max(budget.num_simulations // 3, 1))):
-        others = better(others, climbed(judge, judge.simulate(layout), most_steps=budget.num_simulations // 30))
+        others = better(others, climbed(evaluator, evaluator.simulate(layout), most_steps=budget.num_simulations // 30))
     best, others = whole(best), whole(others)
     if schedule != AUTO or best is None or others is None:
         return others if schedule != AUTO else best or others
@@ -286,7 +286,7 @@ def _one_each(workers: tuple[Group, ...]) -> tuple[Group, ...]:
 
 
 def climbed(
-    judge: Judge,
+    evaluator: LayoutEvaluator,
     judged: Judged | None,
     *,
     most_steps: int,
@@ -295,7 +295,7 @@ def climbed(
     """Takes the best change as long as the simulator finds it better.
 
     Args:
-        judge: simulates.
+        evaluator: simulates.
         judged: from where.
         most_steps: changes.
         neighbours: a layout with one thing changed; by default one layer moved to another stage.
@@ -304,7 +304,7 @@ def climbed(
         if judged is None:
             return None
         # Which forwards are run again is found anew: other stages may lack memory then.
-        tried = [judge.simulate(layout) for layout in neighbours(replace(judged.layout, recomputed=None))]
+        tried = [evaluator.simulate(layout) for layout in neighbours(replace(judged.layout, recomputed=None))]
         best = judged
         for candidate in tried:
             best = better(best, candidate) or best

@@ -28,7 +28,7 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import InputError, PlanError
 from raypipe.planning import chunks
-from raypipe.planning.layout import Judge, Judged, Layout
+from raypipe.planning.layout import Judged, Layout, LayoutEvaluator
 from raypipe.planning.planners import AUTO, climbed, solve
 from raypipe.planning.problem import Floats, Problem
 from raypipe.planning.search import Budget
@@ -328,14 +328,14 @@ class ConcurrencyPolicy:
         """How hard to search between windows, while all devices wait: where there are many of them each look takes longer."""
         return _EFFORT * min(1.0, _FEW_DEVICES / self.problem.num_devices)
 
-    def judge(self, division: tuple[int, int]) -> Judge:
+    def evaluator(self, division: tuple[int, int]) -> LayoutEvaluator:
         """What judges layouts of so many microbatches of so many rows under the facts of now."""
-        return Judge(self._problems[division], numbered=self._numbered.setdefault(division, {}), check=self._check)
+        return LayoutEvaluator(self._problems[division], numbered=self._numbered.setdefault(division, {}), check=self._check)
 
-    def judge_of(self, choice: Choice) -> Judge:
+    def judge_of(self, choice: Choice) -> LayoutEvaluator:
         """The same for a way, whose devices have the rows that they have, whatever is known of their speeds now."""
         rows = dict(zip(choice.layout.workers, choice.rows, strict=True))
-        return replace(self.judge(choice.division), problem=self._problems[choice.division].with_rows(rows))
+        return replace(self.evaluator(choice.division), problem=self._problems[choice.division].with_rows(rows))
 
     def choice_of(self, division: tuple[int, int], layout: Layout) -> Choice:
         """A layout as a way to run, with the rows that its devices would have now."""
@@ -360,7 +360,7 @@ class ConcurrencyPolicy:
         for division in self.divisions:
             for schedule in self.schedules:
                 try:
-                    judged = solve(self.judge(division), schedule=schedule, budget=budget)
+                    judged = solve(self.evaluator(division), schedule=schedule, budget=budget)
                 except InputError as error:
                     if division == self.divisions[0]:  # the one that was asked for
                         failures.append(str(error))
@@ -370,7 +370,7 @@ class ConcurrencyPolicy:
         for choice in self._errors:  # what ran can run again, and so can what is much like it
             if (known := self._predicted(choice)) is not None:
                 found.append((known.update_s * self._error(choice), len(found), choice, known))
-                near = climbed(self.judge(choice.division), known, most_steps=_STEPS, neighbours=_neighbours)
+                near = climbed(self.evaluator(choice.division), known, most_steps=_STEPS, neighbours=_neighbours)
                 if near is not None and near is not known and not near.missing_bytes:
                     way = self.choice_of(choice.division, near.layout)
                     found.append((near.update_s * self._error(way), len(found), way, near))
@@ -412,8 +412,8 @@ class ConcurrencyPolicy:
         return len(self._pipelines(choice))
 
     def _pipelines(self, choice: Choice) -> tuple[tuple[int, ...], ...]:
-        judge = self.judge_of(choice)
-        return judge.schedule(choice.layout, judge.cut(choice.layout), num_updates=judge.num_updates(choice.layout)).pipelines
+        evaluator = self.judge_of(choice)
+        return evaluator.schedule(choice.layout, evaluator.cut(choice.layout), num_updates=evaluator.num_updates(choice.layout)).pipelines
 
     def _held(self, choice: Choice) -> set[tuple[int, int]]:
         """Pairs of a device and a layer that it holds."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from raypipe.planning.device_order import orders
-from raypipe.planning.layout import Judge, Judged, Layout
+from raypipe.planning.layout import Judged, Layout, LayoutEvaluator
 from raypipe.planning.partition import MOST_UNITS, Partition
 from raypipe.planning.problem import Group, Problem
 
@@ -69,13 +69,13 @@ class Search:
     """One search.
 
     Attributes:
-        judge: of the problem.
+        evaluator: of the problem.
         schedules: names of orders of one stage a worker that may be chosen.
         budget: how hard.
         others: layouts of other planners to begin with, too; simulated besides the budget.
     """
 
-    judge: Judge
+    evaluator: LayoutEvaluator
     schedules: tuple[str, ...] = ("1f1b", "list")
     budget: Budget = Budget()
     others: Sequence[Layout] = ()
@@ -84,7 +84,7 @@ class Search:
     @property
     def problem(self) -> Problem:
         """What is planned."""
-        return self.judge.problem
+        return self.evaluator.problem
 
     def run(self) -> Judged | None:
         """The best plan found; `None` where none could be laid out at all. What lacks memory is returned only if all do."""
@@ -106,7 +106,7 @@ class Search:
         for name, order in (*orders(self.problem), *self._random_orders()):
             if few and name not in _ORDERS_OF_MANY:
                 continue
-            partition = Partition(self.judge, order)
+            partition = Partition(self.evaluator, order)
             # The schedule says what fits; where all fits, and where there is much to do, one stands for the others.
             for schedule in self.schedules if partition.limited and not few else self.schedules[:1]:
                 least_s = partition.least_limit_s(schedule)
@@ -130,7 +130,7 @@ class Search:
         """The estimate; infinite where memory is short."""
         found = self._estimates.get(layout)
         if found is None:
-            found = math.inf if self.judge.missing_bytes(layout) > 0 else self.judge.estimate_s(layout)
+            found = math.inf if self.evaluator.missing_bytes(layout) > 0 else self.evaluator.estimate_s(layout)
             self._estimates[layout] = found
         return found
 
@@ -321,7 +321,7 @@ class Search:
         for layout in ranked[:most]:
             variants += [layout if layout.order == order else replace(layout, order=order, max_in_flight=None) for order in self.schedules]
         for variant in variants:
-            if variant not in found and len(found) < most and (judged := self.judge.simulate(variant)) is not None:
+            if variant not in found and len(found) < most and (judged := self.evaluator.simulate(variant)) is not None:
                 found[variant] = judged
         if not found:
             return None
@@ -349,7 +349,7 @@ class Search:
                 continue
             seen.add(changed)
             num_simulations -= 1
-            if (judged := self.judge.simulate(changed)) is not None:
+            if (judged := self.evaluator.simulate(changed)) is not None:
                 pool = sorted((*pool, judged), key=lambda judged: judged.rank)[:_POOL]
         return pool[0]
 

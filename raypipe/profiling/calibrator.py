@@ -30,7 +30,7 @@ from raypipe.models.waiting import waiting
 from raypipe.profiling.calibration import Observations
 from raypipe.profiling.profiler import stage_costs
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, UpdateScope
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, Slot, UpdateScope
 from raypipe.simulation.cost import Cost
 
 NUM_DEVICES = 3
@@ -124,7 +124,7 @@ def _observe(observations: Observations, cluster: ClusterConfig, transport: Tran
 
 def order() -> Schedule:
     """1F1B in which the odd microbatches split their backward into I and W."""
-    schedule = build("1f1b", Size(NUM_DEVICES, _NUM_MICROBATCHES, _NUM_UPDATES, update_scope=UpdateScope.STAGE))
+    schedule = build("1f1b", ScheduleRequest(NUM_DEVICES, _NUM_MICROBATCHES, _NUM_UPDATES, update_scope=UpdateScope.STAGE))
     programs: list[tuple[Slot, ...]] = []
     for program in schedule.programs:
         slots: list[Slot] = []

@@ -28,7 +28,7 @@ from raypipe.planning.layout import Layout
 from raypipe.planning.planners import bound_s
 from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
-from raypipe.schedule_registry import family
+from raypipe.schedule_registry import spec
 from raypipe.schedules.ir import Schedule, WeightRule
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import one_of_repeated, recomputed_stages
@@ -81,7 +81,7 @@ class Adaptive(Arrangement):
         self._fresh = True
         """Whether the way that runs has not had a window yet, in which memory and connections are new."""
         for name in config.adaptation.schedules:
-            family(name)
+            spec(name)
         for section, names in (("scaling", ("layers_per_stage",)), ("schedule", ("num_chunks", "num_pipelines", "max_in_flight"))):
             for name in names if start is None else ():
                 if getattr(getattr(config, section), name):
@@ -215,14 +215,14 @@ class Adaptive(Arrangement):
             for limit in limits:
                 layout = Layout(cuts, workers, plan.order.name, limit, num_pipelines, again)
                 choice = Choice(*division, layout, rows)
-                judge = self.policy.judge_of(choice)
+                evaluator = self.policy.judge_of(choice)
                 try:
-                    schedule = judge.schedule(layout, judge.cut(layout), num_updates=plan.order.num_updates)
+                    schedule = evaluator.schedule(layout, evaluator.cut(layout), num_updates=plan.order.num_updates)
                 except InputError:
                     continue
                 if schedule.pipelines == plan.schedule.pipelines:
                     # Its own order: one that was searched for with the times of its stages, or with other limits, is not the generator's.
-                    judge.know(layout, one_of_repeated(plan.schedule) or plan.schedule)
+                    evaluator.know(layout, one_of_repeated(plan.schedule) or plan.schedule)
                     return choice
         raise ConfigError(
             f"adaptation.enabled: a run cannot begin with the order {plan.order.name!r}, which has no generator of its size; "
@@ -252,16 +252,16 @@ class Adaptive(Arrangement):
     def take(self, choice: Choice) -> None:
         """Arranges all as a choice says; what runs does not notice before it is moved."""
         self._choice = choice
-        judge = self.policy.judge_of(choice)
-        cut = judge.cut(choice.layout)
-        judged = judge.simulate(choice.layout)
+        evaluator = self.policy.judge_of(choice)
+        cut = evaluator.cut(choice.layout)
+        judged = evaluator.simulate(choice.layout)
         assert judged is not None, "what the policy chooses it has simulated"
-        plan = judge.plan(judged, planner="adaptive", lower_bound_s=bound_s(judge.problem, choice.layout.order))
+        plan = evaluator.plan(judged, planner="adaptive", lower_bound_s=bound_s(evaluator.problem, choice.layout.order))
         if self.start is not None and choice == self._first:
             self.schedules = dict(self.start.schedules)
         else:
             self.schedules = {
-                size: sharded(self.config, judge.schedule(choice.layout, cut, num_updates=size)) for size in self.window_sizes
+                size: sharded(self.config, evaluator.schedule(choice.layout, cut, num_updates=size)) for size in self.window_sizes
             }
         self.placement = plan.placement
         self.__dict__.pop("cut", None)  # of the plan before

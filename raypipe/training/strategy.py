@@ -29,8 +29,8 @@ from raypipe.config import ScalingConfig, ScheduleConfig, TrainConfig, Transport
 from raypipe.errors import ConfigError, PlanError, ScheduleError
 from raypipe.model import Model
 from raypipe.planning.balance import balanced_cut
-from raypipe.schedule_registry import build, family
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, StageTimes, WeightRule
+from raypipe.schedule_registry import build, spec
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageGraph, StageTimes, WeightRule
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import evaluation, one_of_repeated, over_graph, repeated, shard_optimizer
 from raypipe.schedules.validate import facts, validate
@@ -342,13 +342,13 @@ def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
     return found
 
 
-def schedule_size(config: ScheduleConfig, *, num_devices: int, num_updates: int) -> Size:
+def schedule_size(config: ScheduleConfig, *, num_devices: int, num_updates: int) -> ScheduleRequest:
     """Return what the schedule's generator is asked for."""
-    return Size(
+    return ScheduleRequest(
         num_devices=num_devices,
         num_microbatches=config.num_microbatches,
         num_updates=num_updates,
-        num_chunks=config.num_chunks or family(config.name).default_chunks,
+        num_chunks=config.num_chunks or spec(config.name).default_chunks,
         num_pipelines=config.num_pipelines,
         update_scope=config.update_scope,
         max_in_flight=config.max_in_flight,

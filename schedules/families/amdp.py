@@ -33,8 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from raypipe.schedules.family import Family, require_one_chunk, synchronous_pipelines
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, StageTimes, UpdateScope, WeightRule
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageGraph, StageTimes, UpdateScope, WeightRule
 from raypipe.schedules.search.dispatch import Line, Started, dispatch, with_updates
 from raypipe.schedules.search.ring import (
     Form,
@@ -48,6 +47,7 @@ from raypipe.schedules.search.ring import (
     rules,
     too_many_activations,
 )
+from raypipe.schedules.spec import ScheduleSpec, require_one_chunk, synchronous_pipelines
 from raypipe.schedules.validate import facts
 
 _TRIAL_TURNS = 24
@@ -58,7 +58,7 @@ _NEARLY = 1.03
 """Of two orders whose turns differ by less, the one with fewer activations is taken."""
 
 
-def amdp(size: Size) -> Schedule:
+def amdp(size: ScheduleRequest) -> Schedule:
     """Rounds without a pause."""
     found = _form("amdp", size, flushed=False)
     schedule = Schedule(
@@ -75,7 +75,7 @@ def amdp(size: Size) -> Schedule:
     return replace(schedule, programs=tuple(map(tuple, programs)))
 
 
-def amdp_flush(size: Size) -> Schedule:
+def amdp_flush(size: ScheduleRequest) -> Schedule:
     """The rounds of one update, then its U; the next update begins behind them."""
     single = replace(size, num_updates=1)
     found = _form("amdp-flush", size, flushed=True)
@@ -88,18 +88,18 @@ def amdp_flush(size: Size) -> Schedule:
     return synchronous_pipelines("amdp-flush", size, pipelines=pipelines, one_update=programs)
 
 
-def _turns(size: Size) -> int:
+def _turns(size: ScheduleRequest) -> int:
     """Microbatches of each pipeline in the window."""
     return size.num_microbatches * size.num_updates // num_pipelines(size)
 
 
-def _tabled(size: Size) -> bool:
+def _tabled(size: ScheduleRequest) -> bool:
     """Whether the authors' rounds serve a size."""
     depth = size.num_devices
     return depth % 4 == 0 and num_pipelines(size) == depth // 2 and (size.max_in_flight is None or size.max_in_flight >= depth)
 
 
-def _form(name: str, size: Size, *, flushed: bool) -> Form | None:
+def _form(name: str, size: ScheduleRequest, *, flushed: bool) -> Form | None:
     """What the search found for a size; `None` where the authors' rounds serve it.
 
     Args:
@@ -116,7 +116,7 @@ def _form(name: str, size: Size, *, flushed: bool) -> Form | None:
     check_pipelines(name, size, rounds_of=depth if tabled else 0)
     if tabled:
         return None
-    shape = Size(depth, 1, num_pipelines=number, times=size.times, latency_s=size.latency_s, max_in_flight=size.max_in_flight)
+    shape = ScheduleRequest(depth, 1, num_pipelines=number, times=size.times, latency_s=size.latency_s, max_in_flight=size.max_in_flight)
     found = _searched(shape, size.num_microbatches // number if flushed else None)
     if isinstance(found, int):
         raise too_many_activations(name, size, found)
@@ -138,11 +138,11 @@ def _one_round(depth: int) -> list[list[Op]]:
 
 def rounds(depth: int, number: int) -> list[list[Op]]:
     """So many rounds, one after the other, without any U; for a depth that is a multiple of 4."""
-    programs = _stitched(Size(depth, depth * number))
+    programs = _stitched(ScheduleRequest(depth, depth * number))
     return [[op for op in program if op.kind is not OpKind.UPDATE] for program in programs]
 
 
-def _stitched(size: Size) -> list[list[Op]]:
+def _stitched(size: ScheduleRequest) -> list[list[Op]]:
     """Round r of a worker: its two leading forwards if a pipeline starts there, what is left of round r-1, and all but its last Op."""
     depth = size.num_devices
     rounds_per_update = size.num_microbatches // depth
@@ -201,7 +201,7 @@ class _Timed:
         return self.turn_s if turns is None else max(started.end_s for row in self.form.run(turns) for started in row)
 
 
-def _searched(shape: Size, turns: int | None) -> _Timed | int:
+def _searched(shape: ScheduleRequest, turns: int | None) -> _Timed | int:
     """The form with the fewest activations among those that are nearly the fastest within the limit.
 
     Fastest in so many turns and no more, or far from the ends. Where none is within the limit, the least activations of any form.
@@ -220,13 +220,13 @@ def _searched(shape: Size, turns: int | None) -> _Timed | int:
 @lru_cache(maxsize=256)
 def _laying(depth: int, num_pipelines: int) -> Pipelines:
     """The way to lay the pipelines that is best for equal stages."""
-    found = _searched(Size(depth, 1, num_pipelines=num_pipelines), None)
+    found = _searched(ScheduleRequest(depth, 1, num_pipelines=num_pipelines), None)
     assert isinstance(found, _Timed), "there is no limit"
     return found.form.line.pipelines
 
 
 @lru_cache(maxsize=256)
-def _all_timed(shape: Size, sparing: bool) -> tuple[_Timed, ...]:
+def _all_timed(shape: ScheduleRequest, sparing: bool) -> tuple[_Timed, ...]:
     """All forms for so many devices and pipelines, with few microbatches in flight, too, where memory is short."""
     depth, number = shape.num_devices, shape.num_pipelines
     tried: list[_Timed] = []
@@ -250,7 +250,7 @@ def _turn_s(done: Sequence[Sequence[Started]], num_in_turn: int, *, first: int) 
     return (ends_s[first + _TRIAL_TURNS] - ends_s[first]) / _TRIAL_TURNS
 
 
-def _makespan_s(size: Size, times: StageTimes) -> float | None:
+def _makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
     """K rounds and what drains, for the rounds of the authors where B >= F."""
     forward_s, backward_s = times.forward_s, times.input_grad_s + times.weight_grad_s
     depth = size.num_devices
@@ -260,13 +260,13 @@ def _makespan_s(size: Size, times: StageTimes) -> float | None:
     return size.num_microbatches // depth * round_s + forward_s + min(backward_s, 2 * forward_s)
 
 
-def _peak_in_flight(build: Callable[[Size], Schedule], size: Size, worker: int) -> int:
+def _peak_in_flight(build: Callable[[ScheduleRequest], Schedule], size: ScheduleRequest, worker: int) -> int:
     if _tabled(size):
         return size.num_devices - (worker % 4 in {0, 3})
     return facts(build(size)).peak_in_flight[worker]
 
 
-FAMILY = Family(
+SPEC = ScheduleSpec(
     name="amdp",
     build=amdp,
     title="asynchronous pipelines in several directions, live weights",
@@ -280,8 +280,8 @@ FAMILY = Family(
     weight_rule=WeightRule.LIVE,
 )
 
-FAMILY_FLUSH = replace(
-    FAMILY,
+SPEC_FLUSH = replace(
+    SPEC,
     name="amdp-flush",
     build=amdp_flush,
     title="amdp drained before each update",

@@ -24,8 +24,7 @@ from functools import lru_cache, partial
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules.families import amdp
-from raypipe.schedules.family import Family, require_one_chunk
-from raypipe.schedules.ir import OpKind, Schedule, Size, StageGraph, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest, StageGraph, UpdateScope, WeightRule, ops_of
 from raypipe.schedules.search.dispatch import Key, Line, Started, timed, with_updates
 from raypipe.schedules.search.ring import (
     Form,
@@ -39,6 +38,7 @@ from raypipe.schedules.search.ring import (
     rules,
     too_many_activations,
 )
+from raypipe.schedules.spec import ScheduleSpec, require_one_chunk
 from raypipe.schedules.staleness import rounded_up
 from raypipe.schedules.validate import facts
 
@@ -83,7 +83,7 @@ class _Tried:
     mean_delay: float
 
 
-def amdp_auto(size: Size) -> Schedule:
+def amdp_auto(size: ScheduleRequest) -> Schedule:
     """The order that was chosen, for as many updates as are asked for."""
     require_one_chunk("amdp-auto", size, instead="async-interleaved")
     check_pipelines("amdp-auto", size)
@@ -103,7 +103,7 @@ def amdp_auto(size: Size) -> Schedule:
     )
 
 
-def _frame(pipelines: Pipelines, size: Size) -> Schedule:
+def _frame(pipelines: Pipelines, size: ScheduleRequest) -> Schedule:
     """The schedule without its Ops."""
     return Schedule(
         name="amdp-auto",
@@ -123,7 +123,7 @@ def _filled(frame: Schedule, done: Sequence[Sequence[Started]]) -> Schedule:
 
 
 @lru_cache(maxsize=256)
-def _ranked(size: Size) -> tuple[Form, ...]:
+def _ranked(size: ScheduleRequest) -> tuple[Form, ...]:
     """Orders of one way to lay the pipelines, the best one first: one, or with a limit on the mean staleness those that may keep it.
 
     Raises:
@@ -163,7 +163,7 @@ def _staleness(tried: _Tried) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=256)
-def _all_tried(size: Size, sparing: bool) -> tuple[_Tried, ...]:
+def _all_tried(size: ScheduleRequest, sparing: bool) -> tuple[_Tried, ...]:
     """All orders for one update of a size, with few microbatches in flight, too, where memory is short."""
     depth = size.num_devices
     keys = [*rules(depth), *_update_rules(size.num_microbatches)]
@@ -189,7 +189,7 @@ def _update_rules(num_microbatches: int) -> list[Key]:
     ]
 
 
-def _measured(form: Form, size: Size) -> _Tried:
+def _measured(form: Form, size: ScheduleRequest) -> _Tried:
     """An order, tried for as many updates as it takes to see some far from the ends."""
     schedule, done, first, count = _run(form, size, _FEW_TURNS)
     delays = []
@@ -209,12 +209,12 @@ def _measured(form: Form, size: Size) -> _Tried:
     )
 
 
-def _update_s(form: Form, size: Size) -> float:
+def _update_s(form: Form, size: ScheduleRequest) -> float:
     """Seconds of an update, over many of them."""
     return _steady_s(form, *_run(form, size, _MANY_TURNS))
 
 
-def _run(form: Form, size: Size, num_turns: int) -> tuple[Schedule, list[list[Started]], int, int]:
+def _run(form: Form, size: ScheduleRequest, num_turns: int) -> tuple[Schedule, list[list[Started]], int, int]:
     """An order of some updates, the first of them that is far from the ends, and how many are, with at least so many turns."""
     turns = size.num_microbatches // size.num_pipelines
     filling = -(-form.in_flight // turns)
@@ -234,11 +234,11 @@ def _steady_s(form: Form, schedule: Schedule, done: Sequence[Sequence[Started]],
     return max(max(form.line.work_s) * turns, (ends_s[first + count - 1] - ends_s[first - 1]) / count)
 
 
-def _peak_in_flight(size: Size, worker: int) -> int:
+def _peak_in_flight(size: ScheduleRequest, worker: int) -> int:
     return facts(amdp_auto(size)).peak_in_flight[worker]
 
 
-FAMILY = Family(
+SPEC = ScheduleSpec(
     name="amdp-auto",
     build=amdp_auto,
     title="AMDP's pipelines in the least stale of the fastest orders found",

@@ -55,8 +55,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.family import Family, require_even_devices, require_one_chunk, synchronous_pipelines
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, StageTimes, Together
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest, Slot, StageTimes
+from raypipe.schedules.spec import ScheduleSpec, require_even_devices, require_one_chunk, synchronous_pipelines
 
 _DEFAULT_PIPELINES = 2
 
@@ -81,22 +81,22 @@ _DOUBLING = _Form("chimera-doubling", width=2, num_parts=1)
 _HALVING = _Form("chimera-halving", width=2, num_parts=2)
 
 
-def chimera(size: Size) -> Schedule:
+def chimera(size: ScheduleRequest) -> Schedule:
     """Units of D microbatches, one directly behind the other."""
     return _build(_DIRECT, size)
 
 
-def chimera_doubling(size: Size) -> Schedule:
+def chimera_doubling(size: ScheduleRequest) -> Schedule:
     """Forwards of two microbatches in a slot, backwards of one."""
     return _build(_DOUBLING, size)
 
 
-def chimera_halving(size: Size) -> Schedule:
+def chimera_halving(size: ScheduleRequest) -> Schedule:
     """Forwards of a microbatch in a slot, backwards of half of one."""
     return _build(_HALVING, size)
 
 
-def _build(form: _Form, size: Size) -> Schedule:
+def _build(form: _Form, size: ScheduleRequest) -> Schedule:
     pipelines = _pipelines(form.name, size)
     placed: list[list[tuple[int, Slot]]] = [[] for _ in range(size.num_devices)]
     for pipeline, workers in enumerate(pipelines):
@@ -106,7 +106,7 @@ def _build(form: _Form, size: Size) -> Schedule:
     return synchronous_pipelines(form.name, size, pipelines=pipelines, one_update=one_update)
 
 
-def _pipelines(name: str, size: Size) -> list[list[int]]:
+def _pipelines(name: str, size: ScheduleRequest) -> list[list[int]]:
     """The worker of each stage, for each pipeline."""
     require_one_chunk(name, size)
     require_even_devices(name, size)
@@ -119,7 +119,7 @@ def _pipelines(name: str, size: Size) -> list[list[int]]:
     return [laying for workers in down for laying in (workers, [depth - 1 - worker for worker in workers])]
 
 
-def _slots(form: _Form, size: Size, pipeline: int, num_pipelines: int, stage: int) -> Iterator[tuple[int, Slot]]:
+def _slots(form: _Form, size: ScheduleRequest, pipeline: int, num_pipelines: int, stage: int) -> Iterator[tuple[int, Slot]]:
     """What a stage does for a pipeline in one update, each with the number of its slot."""
     depth, turns = size.num_devices, size.num_devices // num_pipelines
     parts = range(1, form.num_parts + 1) if form.num_parts > 1 else (0,)
@@ -129,12 +129,12 @@ def _slots(form: _Form, size: Size, pipeline: int, num_pipelines: int, stage: in
         start = unit * (form.width + 1) * depth
         if within % form.width == 0:
             forwards = tuple(Op(OpKind.FORWARD, stage, at, pipeline, of) for at, of in pieces[number : number + form.width])
-            yield start + 2 * (within // form.width) + stage, Together(forwards) if len(forwards) > 1 else forwards[0]
+            yield start + 2 * (within // form.width) + stage, Overlap(forwards) if len(forwards) > 1 else forwards[0]
         later, turn = divmod(within, turns)
         yield start + (later + 2) * depth - 1 + 2 * turn - stage, Op(OpKind.BACKWARD, stage, microbatch, pipeline, part)
 
 
-def _makespan_s(form: _Form, size: Size, times: StageTimes) -> float | None:
+def _makespan_s(form: _Form, size: ScheduleRequest, times: StageTimes) -> float | None:
     """M(F + B) and the idle time, for whole units."""
     num_units, rest = divmod(size.num_microbatches, size.num_devices * form.width // form.num_parts)
     if rest:
@@ -146,7 +146,7 @@ def _makespan_s(form: _Form, size: Size, times: StageTimes) -> float | None:
     return size.num_microbatches * (times.forward_s + backward_s) + idle_s
 
 
-def _peak_in_flight(form: _Form, size: Size, worker: int) -> int:
+def _peak_in_flight(form: _Form, size: ScheduleRequest, worker: int) -> int:
     """The least where a pipeline starts, one piece more with each device from there, the most in the middle between two starts."""
     between = _between(size)
     distance = min(worker % between, between - 1 - worker % between)
@@ -154,12 +154,12 @@ def _peak_in_flight(form: _Form, size: Size, worker: int) -> int:
     return min(math.ceil(pieces / form.num_parts), size.num_microbatches)
 
 
-def _between(size: Size) -> int:
+def _between(size: ScheduleRequest) -> int:
     """Devices from the start of one pipeline to the start of the next in the same direction."""
     return 2 * size.num_devices // (size.num_pipelines or _DEFAULT_PIPELINES)
 
 
-FAMILY = Family(
+SPEC = ScheduleSpec(
     name="chimera",
     build=chimera,
     title="pipelines in opposite directions fill each other's bubbles",
@@ -172,7 +172,7 @@ FAMILY = Family(
     peak_in_flight=lambda size, worker: _peak_in_flight(_DIRECT, size, worker),
 )
 
-FAMILY_DOUBLING = Family(
+SPEC_DOUBLING = ScheduleSpec(
     name="chimera-doubling",
     build=chimera_doubling,
     title="chimera with forwards of two microbatches at once",
@@ -185,7 +185,7 @@ FAMILY_DOUBLING = Family(
     peak_in_flight=lambda size, worker: _peak_in_flight(_DOUBLING, size, worker),
 )
 
-FAMILY_HALVING = Family(
+SPEC_HALVING = ScheduleSpec(
     name="chimera-halving",
     build=chimera_halving,
     title="chimera with backwards of half a microbatch at a time",

@@ -30,18 +30,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.family import (
-    Family,
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest, Slot, StageTimes, ops_of
+from raypipe.schedules.spec import (
+    ScheduleSpec,
     require_even_devices,
     require_one_chunk,
     require_one_pipeline,
     synchronous,
     synchronous_pipelines,
 )
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, StageTimes, Together, ops_of
 
 
-def dualpipe(size: Size) -> Schedule:
+def dualpipe(size: ScheduleRequest) -> Schedule:
     """Two pipelines in opposite directions: device s holds stages s and D-1-s."""
     require_one_chunk("dualpipe", size)
     require_even_devices("dualpipe", size)
@@ -59,7 +59,7 @@ def dualpipe(size: Size) -> Schedule:
     return synchronous_pipelines("dualpipe", size, pipelines=pipelines, one_update=one_update)
 
 
-def dualpipe_v(size: Size) -> Schedule:
+def dualpipe_v(size: ScheduleRequest) -> Schedule:
     """One pipeline down the devices and up again: device s holds stages s and 2D-1-s."""
     require_one_pipeline("dualpipe-v", size)
     if size.num_chunks != 2:
@@ -136,11 +136,11 @@ def _order(device: _Device, distance: int, half: int, num_each: int) -> Iterator
     for step in range(num_each - 2 * further - nearer):
         pair = device.forward(0), device.backward(1)
         # In the middle the first backward waits for a forward of the neighbour that waits for this one.
-        yield from pair if step == further == 0 else (Together(pair),)
-        yield Together((device.forward(1), device.backward(0)))
+        yield from pair if step == further == 0 else (Overlap(pair),)
+        yield Overlap((device.forward(1), device.backward(0)))
     for _ in range(further):
         yield device.backward(1)
-        yield Together((device.forward(1), device.backward(0)))
+        yield Overlap((device.forward(1), device.backward(0)))
     for step in range(2 * nearer):
         direction = 1 - step % 2
         yield device.backward(direction) if step < nearer else device.input_gradient(direction)
@@ -157,11 +157,11 @@ def _without(slots: Iterable[Slot], num_microbatches: int) -> list[Slot]:
     for slot in slots:
         ops = tuple(op for op in ops_of(slot) if op.index < num_microbatches)
         if ops:
-            kept.append(Together(ops) if len(ops) > 1 else ops[0])
+            kept.append(Overlap(ops) if len(ops) > 1 else ops[0])
     return kept
 
 
-def _makespan_s(size: Size, times: StageTimes, *, half: int) -> float:
+def _makespan_s(size: ScheduleRequest, times: StageTimes, *, half: int) -> float:
     """The work of a device and its idle time, for as many microbatches as the public code asks for and F&B = F + B.
 
     The idle time is the published one where F = I >= W. For other times it is a formula that agrees with the simulated order,
@@ -173,19 +173,19 @@ def _makespan_s(size: Size, times: StageTimes, *, half: int) -> float:
     return size.num_chunks * size.num_microbatches * (forward_s + input_grad_s + weight_grad_s) + (half - 1) * turn_s - gained_s
 
 
-def _dualpipe_makespan_s(size: Size, times: StageTimes) -> float | None:
+def _dualpipe_makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
     if size.num_microbatches % 2 or size.num_microbatches < 2 * size.num_devices:
         return None
     return _makespan_s(size, times, half=size.num_devices // 2)
 
 
-def _dualpipe_v_makespan_s(size: Size, times: StageTimes) -> float | None:
+def _dualpipe_v_makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
     if size.num_microbatches < 2 * size.num_devices:
         return None
     return _makespan_s(size, times, half=size.num_devices)
 
 
-FAMILY = Family(
+SPEC = ScheduleSpec(
     name="dualpipe",
     build=dualpipe,
     title="forwards and backwards of opposite pipelines overlap",
@@ -198,7 +198,7 @@ FAMILY = Family(
     peak_in_flight=lambda size, _: min(size.num_devices + 1, size.num_microbatches),
 )
 
-FAMILY_V = Family(
+SPEC_V = ScheduleSpec(
     name="dualpipe-v",
     build=dualpipe_v,
     title="dualpipe folded: one pipeline down the devices and up again",

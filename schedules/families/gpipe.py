@@ -11,11 +11,11 @@ microbatch 0 frees its activations first.
 
 from __future__ import annotations
 
-from raypipe.schedules.family import Family, require_one_chunk, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec, require_one_chunk, require_one_pipeline, synchronous
 
 
-def gpipe(size: Size) -> Schedule:
+def gpipe(size: ScheduleRequest) -> Schedule:
     """All forwards of an update, then all its backwards."""
     require_one_chunk("gpipe", size)
     require_one_pipeline("gpipe", size)
@@ -26,12 +26,12 @@ def gpipe(size: Size) -> Schedule:
     return synchronous("gpipe", size, workers=range(size.num_devices), one_update=one_update)
 
 
-def flushed_makespan_s(size: Size, times: StageTimes) -> float:
+def flushed_makespan_s(size: ScheduleRequest, times: StageTimes) -> float:
     """(M + D - 1)(F + B): one update of GPipe and of 1F1B alike."""
     return (size.num_microbatches + size.num_devices - 1) * (times.forward_s + times.input_grad_s + times.weight_grad_s)
 
 
-FAMILY = Family(
+SPEC = ScheduleSpec(
     name="gpipe",
     build=gpipe,
     title="all forwards, then all backwards",

@@ -13,17 +13,17 @@ of D, D(V-1) + 2(D-1-s) + 1 chunk activations held.
 
 from __future__ import annotations
 
-from raypipe.schedules.family import Family, in_turn, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, StageTimes
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, Slot, StageTimes
+from raypipe.schedules.spec import ScheduleSpec, in_turn, require_one_pipeline, synchronous
 
 
-def interleaved(size: Size) -> Schedule:
+def interleaved(size: ScheduleRequest) -> Schedule:
     """Warm-up of 2(D-1-s) + (V-1) g forwards, g the largest group, then forwards and backwards in turn."""
     require_one_pipeline("interleaved", size)
     return synchronous("interleaved", size, workers=round_robin(size), one_update=one_update(size))
 
 
-def one_update(size: Size) -> list[list[Slot]]:
+def one_update(size: ScheduleRequest) -> list[list[Slot]]:
     """The slots of each worker for one update."""
     order = _order(size)
     programs: list[list[Slot]] = []
@@ -36,12 +36,12 @@ def one_update(size: Size) -> list[list[Slot]]:
     return programs
 
 
-def round_robin(size: Size) -> list[int]:
+def round_robin(size: ScheduleRequest) -> list[int]:
     """The worker of each stage: they take turns."""
     return [stage % size.num_devices for stage in range(size.num_devices * size.num_chunks)]
 
 
-def _groups(size: Size) -> list[range]:
+def _groups(size: ScheduleRequest) -> list[range]:
     """The microbatches of each group, which pass through one chunk before the next chunk's turn."""
     num_groups = max(1, size.num_microbatches // size.num_devices)
     small, larger = divmod(size.num_microbatches, num_groups)
@@ -54,17 +54,17 @@ def _groups(size: Size) -> list[range]:
     return groups
 
 
-def _order(size: Size) -> list[tuple[int, int]]:
+def _order(size: ScheduleRequest) -> list[tuple[int, int]]:
     """Pairs (chunk, microbatch) in the order of the forwards."""
     return [(chunk, microbatch) for group in _groups(size) for chunk in range(size.num_chunks) for microbatch in group]
 
 
-def _warm_up(size: Size, worker: int) -> int:
+def _warm_up(size: ScheduleRequest, worker: int) -> int:
     largest = len(_groups(size)[0])
     return min(2 * (size.num_devices - 1 - worker) + (size.num_chunks - 1) * largest, size.num_microbatches * size.num_chunks)
 
 
-def _makespan_s(size: Size, times: StageTimes) -> float | None:
+def _makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
     """(V M + D - 1)(f + b) with the times of one chunk, where M >= D."""
     if size.num_microbatches < size.num_devices:
         return None
@@ -72,11 +72,11 @@ def _makespan_s(size: Size, times: StageTimes) -> float | None:
     return steps * (times.forward_s + times.input_grad_s + times.weight_grad_s)
 
 
-def _peak_in_flight(size: Size, worker: int) -> int:
+def _peak_in_flight(size: ScheduleRequest, worker: int) -> int:
     return min(_warm_up(size, worker) + 1, size.num_microbatches * size.num_chunks)
 
 
-FAMILY = Family(
+SPEC = ScheduleSpec(
     name="interleaved",
     build=interleaved,
     title="1F1B with V stages a device",

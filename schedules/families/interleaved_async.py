@@ -18,12 +18,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raypipe.schedules.families import interleaved
-from raypipe.schedules.family import require_one_pipeline, unflushed
-from raypipe.schedules.ir import Schedule, Size, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, WeightRule
 from raypipe.schedules.search.dispatch import Line, defer_updates
+from raypipe.schedules.spec import require_one_pipeline, unflushed
 
 
-def async_interleaved(size: Size) -> Schedule:
+def async_interleaved(size: ScheduleRequest) -> Schedule:
     """The order of `interleaved` for one long update, which is updated every M microbatches."""
     require_one_pipeline("async-interleaved", size)
     programs = interleaved.one_update(_one_long_update(size))
@@ -35,12 +35,12 @@ def async_interleaved(size: Size) -> Schedule:
     return defer_updates(at_once, Line.of(at_once.pipelines, size))
 
 
-def _one_long_update(size: Size) -> Size:
+def _one_long_update(size: ScheduleRequest) -> ScheduleRequest:
     return replace(size, num_microbatches=size.num_microbatches * size.num_updates, num_updates=1)
 
 
-FAMILY = replace(
-    interleaved.FAMILY,
+SPEC = replace(
+    interleaved.SPEC,
     name="async-interleaved",
     build=async_interleaved,
     title="interleaved without a flush, one live copy of the weights",
@@ -48,6 +48,6 @@ FAMILY = replace(
     bubble="0 but at the ends",
     mismatch="1 if M >= 2D, V <= 4",
     delay="1 if M >= 2D, V <= 4",
-    peak_in_flight=lambda size, worker: interleaved.FAMILY.peak_in_flight(_one_long_update(size), worker),
+    peak_in_flight=lambda size, worker: interleaved.SPEC.peak_in_flight(_one_long_update(size), worker),
     weight_rule=WeightRule.LIVE,
 )

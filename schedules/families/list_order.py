@@ -20,11 +20,11 @@ microbatch (stretch every slot to C: it fits, and running each list as soon as p
 from __future__ import annotations
 
 from raypipe.schedules.families.gpipe import flushed_makespan_s
-from raypipe.schedules.family import Family, require_one_chunk, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest
+from raypipe.schedules.spec import ScheduleSpec, require_one_chunk, require_one_pipeline, synchronous
 
 
-def list_order(size: Size) -> Schedule:
+def list_order(size: ScheduleRequest) -> Schedule:
     """The Ops of each stage by slot, forwards before backwards."""
     require_one_chunk("list", size)
     require_one_pipeline("list", size)
@@ -42,13 +42,13 @@ def list_order(size: Size) -> Schedule:
     return synchronous("list", size, workers=range(size.num_devices), one_update=one_update)
 
 
-def in_flight(size: Size, stage: int) -> int:
+def in_flight(size: ScheduleRequest, stage: int) -> int:
     """The most activations that a stage holds."""
     cap = size.num_microbatches if size.max_in_flight is None else int(size.max_in_flight)
     return min(size.num_microbatches, 4 * (size.num_devices - 1 - stage) + 1, cap)
 
 
-FAMILY = Family(
+SPEC = ScheduleSpec(
     name="list",
     build=list_order,
     title="SPP's list order: transfers take turns as stages do",

@@ -14,11 +14,11 @@ device (D-1)(F+B), as GPipe's; at most D-s activations held.
 from __future__ import annotations
 
 from raypipe.schedules.families.gpipe import flushed_makespan_s
-from raypipe.schedules.family import Family, in_turn, require_one_chunk, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, Slot
+from raypipe.schedules.spec import ScheduleSpec, in_turn, require_one_chunk, require_one_pipeline, synchronous
 
 
-def one_f_one_b(size: Size) -> Schedule:
+def one_f_one_b(size: ScheduleRequest) -> Schedule:
     """Warm-up forwards, then forwards and backwards in turn, then the rest of the backwards."""
     require_one_chunk("1f1b", size)
     require_one_pipeline("1f1b", size)
@@ -30,7 +30,7 @@ def one_f_one_b(size: Size) -> Schedule:
     return synchronous("1f1b", size, workers=range(size.num_devices), one_update=one_update)
 
 
-FAMILY = Family(
+SPEC = ScheduleSpec(
     name="1f1b",
     build=one_f_one_b,
     title="one forward, one backward, with a flush",

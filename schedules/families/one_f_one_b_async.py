@@ -23,11 +23,11 @@ from dataclasses import replace
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules.families.gpipe import flushed_makespan_s
-from raypipe.schedules.family import Family, in_turn, require_one_chunk, require_one_pipeline, unflushed
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, WeightRule
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, WeightRule
+from raypipe.schedules.spec import ScheduleSpec, in_turn, require_one_chunk, require_one_pipeline, unflushed
 
 
-def pipedream(size: Size) -> Schedule:
+def pipedream(size: ScheduleRequest) -> Schedule:
     """An update after each microbatch; backward with the weights of its forward."""
     if size.num_microbatches != 1:
         raise ScheduleError(
@@ -37,7 +37,7 @@ def pipedream(size: Size) -> Schedule:
     return _build("pipedream", size, WeightRule.STASH)
 
 
-def pipedream_2bw(size: Size) -> Schedule:
+def pipedream_2bw(size: ScheduleRequest) -> Schedule:
     """Two versions of the weights."""
     if size.num_microbatches < size.num_devices - 1:
         raise ScheduleError(
@@ -47,12 +47,12 @@ def pipedream_2bw(size: Size) -> Schedule:
     return _build("pipedream-2bw", size, WeightRule.DOUBLE_BUFFER)
 
 
-def async_one_f_one_b(size: Size) -> Schedule:
+def async_one_f_one_b(size: ScheduleRequest) -> Schedule:
     """One version of the weights, which every Op takes as it is."""
     return _build("async-1f1b", size, WeightRule.LIVE)
 
 
-def _build(name: str, size: Size, weight_rule: WeightRule) -> Schedule:
+def _build(name: str, size: ScheduleRequest, weight_rule: WeightRule) -> Schedule:
     require_one_chunk(name, size, instead="async-interleaved")
     require_one_pipeline(name, size)
     count = size.num_microbatches * size.num_updates
@@ -67,7 +67,7 @@ def _build(name: str, size: Size, weight_rule: WeightRule) -> Schedule:
     return unflushed(name, size, workers=range(size.num_devices), programs=programs, weight_rule=weight_rule)
 
 
-FAMILY_ASYNC = Family(
+SPEC_ASYNC = ScheduleSpec(
     name="async-1f1b",
     build=async_one_f_one_b,
     title="1F1B without a flush, one live copy of the weights",
@@ -81,8 +81,8 @@ FAMILY_ASYNC = Family(
     weight_rule=WeightRule.LIVE,
 )
 
-FAMILY_2BW = replace(
-    FAMILY_ASYNC,
+SPEC_2BW = replace(
+    SPEC_ASYNC,
     name="pipedream-2bw",
     build=pipedream_2bw,
     title="1F1B without a flush, two versions of the weights",
@@ -92,8 +92,8 @@ FAMILY_2BW = replace(
     weight_rule=WeightRule.DOUBLE_BUFFER,
 )
 
-FAMILY_PIPEDREAM = replace(
-    FAMILY_ASYNC,
+SPEC_PIPEDREAM = replace(
+    SPEC_ASYNC,
     name="pipedream",
     build=pipedream,
     title="1F1B that updates after every microbatch",

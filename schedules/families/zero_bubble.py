@@ -20,21 +20,21 @@ the paper validates the norm afterwards instead).
 
 from __future__ import annotations
 
-from raypipe.schedules.family import Family, require_one_chunk, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec, require_one_chunk, require_one_pipeline, synchronous
 
 
-def zb_h1(size: Size) -> Schedule:
+def zb_h1(size: ScheduleRequest) -> Schedule:
     """The order with the memory of 1F1B."""
     return _handcrafted("zb-h1", size, depth=1)
 
 
-def zb_h2(size: Size) -> Schedule:
+def zb_h2(size: ScheduleRequest) -> Schedule:
     """The order with twice the memory of 1F1B and no bubble where F = I = W."""
     return _handcrafted("zb-h2", size, depth=2)
 
 
-def _handcrafted(name: str, size: Size, *, depth: int) -> Schedule:
+def _handcrafted(name: str, size: ScheduleRequest, *, depth: int) -> Schedule:
     require_one_chunk(name, size)
     require_one_pipeline(name, size)
     last = size.num_devices - 1
@@ -52,7 +52,7 @@ def _handcrafted(name: str, size: Size, *, depth: int) -> Schedule:
     return synchronous(name, size, workers=range(size.num_devices), one_update=one_update)
 
 
-def _makespan_s(depth: int, size: Size, times: StageTimes) -> float | None:
+def _makespan_s(depth: int, size: ScheduleRequest, times: StageTimes) -> float | None:
     """Ends of the last device for both orders: M(F+I+W) and the way there; `None` outside the formulas' assumptions."""
     ramp = size.num_devices - 1
     idle = times.forward_s + times.input_grad_s - depth * times.weight_grad_s
@@ -63,7 +63,7 @@ def _makespan_s(depth: int, size: Size, times: StageTimes) -> float | None:
     return work + max(ramp * idle, ramp * times.forward_s)
 
 
-FAMILY_H1 = Family(
+SPEC_H1 = ScheduleSpec(
     name="zb-h1",
     build=zb_h1,
     title="weight gradients fill the bubble, memory as 1F1B",
@@ -76,7 +76,7 @@ FAMILY_H1 = Family(
     peak_in_flight=lambda size, _: min(size.num_devices, size.num_microbatches),
 )
 
-FAMILY_H2 = Family(
+SPEC_H2 = ScheduleSpec(
     name="zb-h2",
     build=zb_h2,
     title="no bubble where F = I = W, twice the memory",

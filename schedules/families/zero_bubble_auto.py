@@ -1,6 +1,6 @@
 """ZB-auto: a search with the times of the stages, within a limit on memory (Qi et al., ICLR 2024, arXiv 2401.10241, section 3).
 
-What is asked for: an order that takes F, I and W of each stage as long as `Size.times` says and every dependency between devices
+What is asked for: an order that takes F, I and W of each stage as long as `ScheduleRequest.times` says and every dependency between devices
 `latency_s` longer, and that holds at most `max_in_flight` activations a device: 2D where none are given (ZB-2p of the paper); with D
 it is ZB-1p. Letters as in `zero_bubble`. Four devices with room for 5 activations each, updates by stage, F = I = W:
 
@@ -37,8 +37,8 @@ from functools import lru_cache
 from raypipe.errors import ScheduleError
 from raypipe.schedules.families.one_f_one_b import one_f_one_b
 from raypipe.schedules.families.zero_bubble import zb_h1, zb_h2
-from raypipe.schedules.family import Family, require_one_chunk, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope
+from raypipe.schedules.spec import ScheduleSpec, require_one_chunk, require_one_pipeline, synchronous
 
 _F, _I, _W = OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT
 
@@ -67,7 +67,7 @@ class _Task:
     spans: bool
 
 
-def zb_auto(size: Size) -> Schedule:
+def zb_auto(size: ScheduleRequest) -> Schedule:
     """The best order found for the times of the stages within the limit on activations."""
     require_one_chunk("zb-auto", size)
     require_one_pipeline("zb-auto", size)
@@ -82,11 +82,11 @@ def zb_auto(size: Size) -> Schedule:
 _EQUAL = (StageTimes(1.0, 1.0, 1.0),)
 
 
-def _limit(size: Size) -> float:
+def _limit(size: ScheduleRequest) -> float:
     return min(2.0 * size.num_devices if size.max_in_flight is None else size.max_in_flight, size.num_microbatches)
 
 
-def _task(size: Size) -> _Task:
+def _task(size: ScheduleRequest) -> _Task:
     limit, share = size.max_in_flight, size.weight_grad_share
     if limit is not None and not limit >= 1:
         raise ScheduleError(f"zb-auto needs room for one stage activation a device, got {limit:g}; use --max-in-flight 1 or more")
@@ -123,7 +123,7 @@ _NUM_POLISHED = 3
 
 def _handcrafted(task: _Task) -> Iterator[Order]:
     """Those of the known orders that keep the limit, B as I and W."""
-    size = Size(len(task.times), task.num_microbatches)
+    size = ScheduleRequest(len(task.times), task.num_microbatches)
     for build in (one_f_one_b, zb_h1, zb_h2):
         order = tuple(
             tuple(
@@ -371,7 +371,7 @@ def _moves(task: _Task, order: Order, timing: _Timing) -> Iterator[tuple[int, tu
         yield from ((worker, other) for other in tried if _fits(task, other))
 
 
-def _makespan_s(size: Size, times: StageTimes) -> float | None:
+def _makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
     """What is found where one of the known orders is as good as an order can be; else `None`."""
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
     if {*(size.times or _EQUAL)} != {times} or size.latency_s or _task(size).spans:
@@ -385,12 +385,12 @@ def _makespan_s(size: Size, times: StageTimes) -> float | None:
     return None
 
 
-def _peak_in_flight(size: Size, _: int) -> int:
+def _peak_in_flight(size: ScheduleRequest, _: int) -> int:
     share = size.weight_grad_share
     return min(size.num_microbatches, math.floor(_limit(size) / share + _EPSILON) if share else size.num_microbatches)
 
 
-FAMILY = Family(
+SPEC = ScheduleSpec(
     name="zb-auto",
     build=zb_auto,
     title="searched for, by stage times and a limit on memory",

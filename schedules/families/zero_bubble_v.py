@@ -27,11 +27,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.family import Family, require_one_pipeline, synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec, require_one_pipeline, synchronous
 
 
-def zb_v(size: Size) -> Schedule:
+def zb_v(size: ScheduleRequest) -> Schedule:
     """Warm-up, F I W of both stages in turn, and the weight gradients left over."""
     require_one_pipeline("zb-v", size)
     if size.num_chunks != 2:
@@ -43,7 +43,7 @@ def zb_v(size: Size) -> Schedule:
     return synchronous("zb-v", size, workers=workers, one_update=one_update)
 
 
-def _program(size: Size, worker: int) -> list[Op]:
+def _program(size: ScheduleRequest, worker: int) -> list[Op]:
     """The order for 2D-1 microbatches or more, without those that do not exist."""
     num_devices = size.num_devices
     num_microbatches = max(size.num_microbatches, 2 * num_devices - 1)
@@ -90,7 +90,7 @@ def _put_off(ops: Sequence[Op], num_devices: int, worker: int) -> list[Op]:
     return [*order, *waiting]
 
 
-def _makespan_s(size: Size, times: StageTimes) -> float | None:
+def _makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
     """The two formulas above; `None` outside their assumptions."""
     ramp = size.num_devices - 1
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
@@ -103,7 +103,7 @@ def _makespan_s(size: Size, times: StageTimes) -> float | None:
     return work + ramp * max(2 * (input_grad_s - weight_grad_s), input_grad_s)
 
 
-FAMILY = Family(
+SPEC = ScheduleSpec(
     name="zb-v",
     build=zb_v,
     title="no bubble where F = I = W, memory as 1F1B",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope, WeightRule, ops_of
 
 Key = Callable[[float, Op], tuple[float, ...]]
 """Of all that has arrived at a worker, the least is taken; given when it arrived, and what it is."""
@@ -37,7 +37,7 @@ class Line:
     latency_s: float = 0.0
 
     @classmethod
-    def of(cls, pipelines: tuple[tuple[int, ...], ...], size: Size) -> Line:
+    def of(cls, pipelines: tuple[tuple[int, ...], ...], size: ScheduleRequest) -> Line:
         """Pipelines with the times of a size; F = I = W = 1 where it has none, the same for all stages where it has one."""
         times = size.times or (StageTimes(1.0, 1.0, 1.0),)
         of_stage = [times[stage % len(times)] for stage in range(len(pipelines[0]))]

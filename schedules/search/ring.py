@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Op, OpKind, Size
+from raypipe.schedules.ir import Op, OpKind, ScheduleRequest
 from raypipe.schedules.search.cyclic import cycle
 from raypipe.schedules.search.dispatch import Key, Line, Started, dispatch
 
@@ -68,12 +68,12 @@ def layings(depth: int, num_pipelines: int) -> list[Pipelines]:
     ]
 
 
-def num_pipelines(size: Size) -> int:
+def num_pipelines(size: ScheduleRequest) -> int:
     """Of a size; half as many as devices, as in AMDP, where it does not say."""
     return size.num_pipelines or max(1, size.num_devices // 2)
 
 
-def check_pipelines(name: str, size: Size, *, rounds_of: int = 0) -> None:
+def check_pipelines(name: str, size: ScheduleRequest, *, rounds_of: int = 0) -> None:
     """Checks how many pipelines and microbatches are asked for.
 
     Args:
@@ -97,7 +97,7 @@ def check_pipelines(name: str, size: Size, *, rounds_of: int = 0) -> None:
         raise ScheduleError(f"{name} on {depth} devices takes {reason}, got {number} an update; use {choices}")
 
 
-def too_many_activations(name: str, size: Size, least: int) -> ScheduleError:
+def too_many_activations(name: str, size: ScheduleRequest, least: int) -> ScheduleError:
     """The refusal of a limit on activations that no order keeps.
 
     Args:

@@ -21,7 +21,7 @@ from raypipe.model import Batch, Layer, Model
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, Size, UpdateScope
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import facts, validate
 from tests.actors.oracles import RandomRows, layers_of
@@ -81,7 +81,7 @@ def test_devices_that_take_turns_give_the_weights_of_the_executor(
 ) -> None:
     torch.set_num_threads(1)
     model = gpt(num_layers=6, d_model=8, num_heads=2, sequence_length=8, vocabulary_size=20, dtype="float64")
-    schedule = build(name, Size(4, num_microbatches, NUM_UPDATES, num_chunks, update_scope=scope))
+    schedule = build(name, ScheduleRequest(4, num_microbatches, NUM_UPDATES, num_chunks, update_scope=scope))
     validate(schedule)
     assert (facts(schedule).max_delay > 0) is (name != "1f1b")
     losses, layers = trained(in_turn(pipeline(model, schedule)), schedule)
@@ -117,7 +117,7 @@ class Alone(nn.Module):
 def test_no_two_devices_compute_at_once() -> None:
     model = mlp(num_layers=4, dtype="float64")
     layers = tuple(Layer(layer.name, Alone, layer.inputs, layer.batch) for layer in model.layers)
-    schedule = build("amdp", Size(4, 4, 10))
+    schedule = build("amdp", ScheduleRequest(4, 4, 10))
     in_turn(pipeline(Model(layers, model.loss), schedule)).run_window()
     assert not Alone.met
 
@@ -126,7 +126,7 @@ def test_no_two_devices_compute_at_once() -> None:
 def test_a_device_that_fails_ends_all(op: str) -> None:
     model = mlp(num_layers=4, dtype="float64")
     for device in range(4):
-        run = in_turn(pipeline(model, build("async-1f1b", Size(4, 4, 3)), FaultScript().fail_at(device=device, op=op)))
+        run = in_turn(pipeline(model, build("async-1f1b", ScheduleRequest(4, 4, 3)), FaultScript().fail_at(device=device, op=op)))
         if op.startswith(str(device)):
             with pytest.raises(ScriptedFault):
                 run.run_window()

@@ -9,14 +9,14 @@ import pytest
 from raypipe.analysis.comparison import Figure, compare
 from raypipe.artifacts.trace import Source, Trace
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.lower import lower
 from raypipe.simulation.cost import StageCost, equal_stages
 from raypipe.simulation.simulator import simulate
 
 
 def predicted() -> Trace:
-    schedule = build("1f1b", Size(2, 4))
+    schedule = build("1f1b", ScheduleRequest(2, 4))
     cost = equal_stages(schedule)
     stages = dict.fromkeys(cost.stages, StageCost(1.0, 2.0, 1.0, saved_bytes=100, state_bytes=700))
     return simulate(lower(schedule), replace(cost, stages=stages), name="1f1b")

@@ -14,7 +14,7 @@ from raypipe.analysis.idle import IDLE, Cause, Culprit, Division, Piece, Root, W
 from raypipe.artifacts.topology import Path
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace, collective_named, message_named
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, Size, UpdateScope
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import Await, Collective, CollectiveKind, Recv, lower
 from raypipe.simulation.cost import Cost, equal_stages
 from raypipe.simulation.simulator import simulate
@@ -143,7 +143,7 @@ def test_causes_and_computing_are_all_of_the_time(schedule: Schedule, latency_s:
     assert math.fsum(wait.wait_s for wait in division.waits) <= waits_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", strategies.FAMILY_NAMES)
+@pytest.mark.parametrize("name", strategies.SPEC_NAMES)
 @given(data=st.data())
 @settings(max_examples=20)
 def test_every_family_is_divided_without_rest(name: str, data: st.DataObject) -> None:
@@ -169,13 +169,13 @@ def test_a_message_is_on_its_way_when_the_simulator_says_so(schedule: Schedule) 
 @pytest.mark.parametrize("slow", range(4))
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
 def test_the_slow_stage_is_what_waits_trace_back_to(name: str, slow: int) -> None:
-    schedule = catalogue.build(name, Size(4, 24))
+    schedule = catalogue.build(name, ScheduleRequest(4, 24))
     longest = divide(timed(schedule, slowed(schedule, slow, 2.0))).culprits[0]
     assert (longest.root, longest.device) == (Root.WORK, slow)
 
 
 def test_ramps_between_the_updates_of_a_window_are_waits() -> None:
-    schedule = catalogue.build("1f1b", Size(4, 8, num_updates=3, update_scope=UpdateScope.GLOBAL))
+    schedule = catalogue.build("1f1b", ScheduleRequest(4, 8, num_updates=3, update_scope=UpdateScope.GLOBAL))
     division = divide(timed(schedule, equal_stages(schedule)))
     # The last device starts 3 s late once; after that it waits for the first activation of each update.
     assert division.by_cause_s[3][Cause.WARM_UP] == 3.0
@@ -190,7 +190,7 @@ def test_a_device_without_ops_never_warms_up() -> None:
 
 
 def test_a_part_of_a_trace_is_divided_though_it_lacks_what_was_before() -> None:
-    schedule = catalogue.build("1f1b", Size(4, 8, num_updates=3, update_scope=UpdateScope.STAGE))
+    schedule = catalogue.build("1f1b", ScheduleRequest(4, 8, num_updates=3, update_scope=UpdateScope.STAGE))
     trace = timed(schedule, equal_stages(schedule, latency_s=0.5))
     for first, end in itertools.combinations(range(4), 2):
         tiles(divide(trace.of_updates(first, end)))

@@ -12,7 +12,7 @@ from raypipe.analysis.observed import ObservedSpeeds, factors
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
-from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.layout import Layout, LayoutEvaluator
 from raypipe.planning.problem import Problem
 from raypipe.simulation.simulator import simulate_plan
 
@@ -24,10 +24,10 @@ LAYOUT = Layout((0, 2, 4, 6), ((0,), (1,), (2,)), "1f1b")
 
 def window(profile: ModelProfile = PROFILE, topology: ClusterTopology = TOPOLOGY, *, layout: Layout = LAYOUT, noise: float = 0.0) -> Trace:
     """A window as it goes there; every Op takes a little more or less."""
-    judge = Judge(Problem(profile, topology, 4, 1))
-    judged = judge.simulate(layout)
+    evaluator = LayoutEvaluator(Problem(profile, topology, 4, 1))
+    judged = evaluator.simulate(layout)
     assert judged is not None
-    trace = simulate_plan(judge.plan(judged, planner="test", lower_bound_s=0.0))
+    trace = simulate_plan(evaluator.plan(judged, planner="test", lower_bound_s=0.0))
     rng = random.Random(1)
     spans = [
         span._replace(end_s=span.start_s + (span.end_s - span.start_s) * math.exp(rng.gauss(0.0, noise))) if noise else span

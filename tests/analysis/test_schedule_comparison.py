@@ -15,7 +15,7 @@ from raypipe.cli.schedule import StageSeconds
 from raypipe.cli.schedule_comparison import survey
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, Size, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, WeightRule
 from raypipe.show.schedule_comparison import zoo_tables
 
 Rows = dict[str, dict[str, Any]]
@@ -30,8 +30,8 @@ def compare(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Rows, dic
         document = json.loads(capsys.readouterr().out)
         rows = {row["schedule"]: row for row in document["schedules"]}
         refused = {row["schedule"]: row["reason"] for row in document["refused"]}
-        assert {*rows, *refused} == {family.name for family in schedule_registry.families()}
-        assert len(document["schedules"]) + len(document["refused"]) == len(schedule_registry.families())
+        assert {*rows, *refused} == {spec.name for spec in schedule_registry.specs()}
+        assert len(document["schedules"]) + len(document["refused"]) == len(schedule_registry.specs())
         return rows, refused
 
     return call
@@ -43,7 +43,7 @@ def test_all_schedules_have_the_same_work(compare: Callable[..., tuple[Rows, dic
     for name, row in rows.items():
         assert sum(row["busy_s"]) == pytest.approx(4 * 8 * 3)
         assert row["over_lower_bound"] >= 1 - 1e-9
-        flushes = catalogue.family(name).weight_rule is WeightRule.FLUSH
+        flushes = catalogue.spec(name).weight_rule is WeightRule.FLUSH
         assert row["steady_update_s"] == row["makespan_s"] if flushes else row["steady_update_s"] < row["makespan_s"]
 
 
@@ -86,25 +86,25 @@ def test_the_figures_are_those_of_the_schedule_with_stages_of_its_share(
 
 
 def test_updates_that_overlap_are_compared_by_their_steady_time() -> None:
-    def overlapping(size: Size) -> Schedule:
+    def overlapping(size: ScheduleRequest) -> Schedule:
         return catalogue.build("zb-h2", replace(size, update_scope=UpdateScope.STAGE))
 
-    family = replace(catalogue.family("zb-h2"), build=overlapping)
-    (row,) = survey([family], Size(4, 12), StageSeconds()).figures
+    spec = replace(catalogue.spec("zb-h2"), build=overlapping)
+    (row,) = survey([spec], ScheduleRequest(4, 12), StageSeconds()).figures
     assert (row["steady_update_s"], row["lower_bound_s"], row["over_lower_bound"]) == (36, 36, 1)
     assert row["makespan_s"] == 39
 
 
 def test_an_order_for_one_window_alone_is_compared_by_that_window() -> None:
-    def single(size: Size) -> Schedule:
+    def single(size: ScheduleRequest) -> Schedule:
         if size.num_updates != 2:
             raise ScheduleError("use --updates 2")
         return catalogue.build("zb-h2", replace(size, update_scope=UpdateScope.STAGE))
 
-    family = replace(catalogue.family("zb-h2"), build=single)
-    zoo = survey([family], Size(4, 12, 2), StageSeconds())
+    spec = replace(catalogue.spec("zb-h2"), build=single)
+    zoo = survey([spec], ScheduleRequest(4, 12, 2), StageSeconds())
     assert zoo.figures[0]["steady_update_s"] == 36
-    assert survey([family], Size(4, 12), StageSeconds()).refused == (("zb-h2", "use --updates 2"),)
+    assert survey([spec], ScheduleRequest(4, 12), StageSeconds()).refused == (("zb-h2", "use --updates 2"),)
 
 
 def test_what_refuses_the_size_says_why(compare: Callable[..., tuple[Rows, dict[str, str]]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +129,7 @@ def test_rows_stand_by_makespan_or_as_in_the_catalogue(compare: Callable[..., tu
     rows, _ = compare("--devices", 4, "--microbatches", 8)
     assert [row["makespan_s"] for row in rows.values()] == sorted(row["makespan_s"] for row in rows.values())
     rows, _ = compare("--devices", 4, "--microbatches", 8, "--sort", "catalogue")
-    assert list(rows) == [family.name for family in catalogue.FAMILIES if family.name != "pipedream"]
+    assert list(rows) == [spec.name for spec in catalogue.SPECS if spec.name != "pipedream"]
 
 
 def test_one_device_and_no_time_divide_by_nothing(compare: Callable[..., tuple[Rows, dict[str, str]]]) -> None:
@@ -173,7 +173,7 @@ def test_the_table_fits_a_hundred_columns_and_narrow_terminals_get_two(
 
 
 def test_a_long_name_is_folded_and_figures_are_not() -> None:
-    (row,) = survey([replace(catalogue.family("1f1b"), name="n" * 60)], Size(8, 32), StageSeconds()).figures
+    (row,) = survey([replace(catalogue.spec("1f1b"), name="n" * 60)], ScheduleRequest(8, 32), StageSeconds()).figures
     tables = zoo_tables([row], width=80)
     assert [len(table.columns) for table in tables] == [7, 8]
     assert all(column.no_wrap for table in tables for column in table.columns[1:])

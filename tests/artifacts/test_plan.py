@@ -18,7 +18,7 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import FormatError, InputError, PlanError, ScheduleError
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, Size
+from raypipe.schedules.ir import Schedule, ScheduleRequest
 from tests import strategies
 
 PROFILE = ModelProfile.uniform(6, output_bytes=10, saved_bytes=20, parameter_bytes=30)
@@ -30,7 +30,7 @@ def plan(name: str = "1f1b", num_stages: int = 3, **more: Any) -> Plan:
         "name": "small",
         "planner": "balanced",
         "cut": balanced_cut(PROFILE, num_stages),
-        "schedule": catalogue.build(name, Size(num_stages, 4, 2)),
+        "schedule": catalogue.build(name, ScheduleRequest(num_stages, 4, 2)),
         "profile": PROFILE,
         "topology": TOPOLOGY,
         "devices": tuple(device.name for device in TOPOLOGY.devices),
@@ -54,7 +54,7 @@ def test_a_plan_puts_workers_on_the_first_devices() -> None:
     made = plan()
     assert made.devices == ("device0", "device1", "device2")
     assert made.stages == (("layer0", "layer1"), ("layer2", "layer3"), ("layer4", "layer5"))
-    assert made.schedule == catalogue.build("1f1b", Size(3, 4, 2))
+    assert made.schedule == catalogue.build("1f1b", ScheduleRequest(3, 4, 2))
     assert made.cut == balanced_cut(PROFILE, 3)
     assert made.placement.workers == (((0, 1.0),), ((1, 1.0),), ((2, 1.0),))
 
@@ -140,7 +140,7 @@ def test_the_shares_of_a_worker_sum_to_one() -> None:
 # Files
 
 
-@pytest.mark.parametrize("name", [family.name for family in catalogue.FAMILIES])
+@pytest.mark.parametrize("name", [spec.name for spec in catalogue.SPECS])
 def test_a_saved_plan_is_read_back_as_it_was(tmp_path: Path, name: str) -> None:
     schedule = catalogue.build(name, strategies.near(name, 3, 4, 2))
     made = plan(cut=balanced_cut(PROFILE, schedule.num_stages), schedule=schedule)
@@ -203,12 +203,12 @@ def test_a_saved_schedule_is_read_back_as_it_was(tmp_path: Path, name: str) -> N
 
 
 def test_the_file_form_of_a_schedule_is_text() -> None:
-    schedule: Schedule = catalogue.build("gpipe", Size(1, 2))
+    schedule: Schedule = catalogue.build("gpipe", ScheduleRequest(1, 2))
     assert ScheduleFile.of(schedule).programs == (("0F0", "0F1", "0B0", "0B1", "0U0"),)
 
 
 def test_a_schedule_that_cannot_run_is_refused_with_its_file_and_grid(tmp_path: Path) -> None:
-    schedule = catalogue.build("gpipe", Size(1, 2))
+    schedule = catalogue.build("gpipe", ScheduleRequest(1, 2))
     save_schedule(replace(schedule, programs=(schedule.programs[0][::-1],)), tmp_path / "backwards.json")
     with pytest.raises(ScheduleError, match=r"backwards\.json: worker 0, position") as caught:
         load_schedule(tmp_path / "backwards.json")

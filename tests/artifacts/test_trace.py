@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from raypipe.artifacts.trace import FORMAT, Source, Span, SpanKind, Trace, ops_named
 from raypipe.errors import FormatError, ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Size, UpdateScope
+from raypipe.schedules.ir import Op, OpKind, ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import lower
 from raypipe.simulation.cost import StageCost, equal_stages
 from raypipe.simulation.simulator import simulate
@@ -100,7 +100,7 @@ def test_without_updates_the_whole_trace_counts_as_one() -> None:
 
 
 def test_a_part_of_a_trace_counts_its_time_from_its_own_begin() -> None:
-    schedule = catalogue.build("1f1b", Size(3, 4, num_updates=3, update_scope=UpdateScope.GLOBAL))
+    schedule = catalogue.build("1f1b", ScheduleRequest(3, 4, num_updates=3, update_scope=UpdateScope.GLOBAL))
     cost = replace(equal_stages(schedule), stages=dict.fromkeys(equal_stages(schedule).stages, StageCost(1, 2, 1, saved_bytes=4)))
     trace = simulate(lower(schedule), cost, name="run", num_updates=3)
     part = trace.of_updates(1, 3)
@@ -116,7 +116,7 @@ def test_a_part_of_a_trace_counts_its_time_from_its_own_begin() -> None:
 
 
 def test_an_update_that_takes_no_time_is_part_of_what_it_ends() -> None:
-    schedule = catalogue.build("gpipe", Size(2, 2, num_updates=4))
+    schedule = catalogue.build("gpipe", ScheduleRequest(2, 2, num_updates=4))
     trace = simulate(lower(schedule), equal_stages(schedule), name="run", num_updates=4)
     assert len(trace.of_updates(1, 3).update_ends_s) == 2
     assert trace.of_updates(1, 3).update_s == trace.update_s
@@ -267,6 +267,6 @@ def test_orders_without_updates_have_their_windows_divided_by_the_number_of_upda
 
 
 def test_a_short_window_of_an_asynchronous_order_is_no_faster_than_its_busiest_device() -> None:
-    schedule = catalogue.build("amdp", Size(4, 4, num_updates=2))
+    schedule = catalogue.build("amdp", ScheduleRequest(4, 4, num_updates=2))
     trace = simulate(lower(schedule), equal_stages(schedule), name="run", num_updates=2)
     assert trace.update_s < trace.steady_update_s == 12.0

@@ -28,7 +28,7 @@ from raypipe.cli import COMMANDS, commands, main
 from raypipe.errors import RunError
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.text import from_csv, to_csv, to_torch_csv
 from raypipe.simulation.simulator import simulate_plan
 
@@ -80,7 +80,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     """One valid file of each kind that commands read."""
     profile = ModelProfile.uniform(4, forward_s=0.01, backward_s=0.02, output_bytes=1000, saved_bytes=500, parameter_bytes=2000)
     topology = ClusterTopology.uniform(2, latency_s=0.001, bandwidth_bytes_per_s=1e6, memory_bytes=10**6, devices_per_node=1)
-    schedule = catalogue.build("zb-h1", Size(2, 4, 3))
+    schedule = catalogue.build("zb-h1", ScheduleRequest(2, 4, 3))
     plan = make_plan(
         name="small",
         planner="balanced",
@@ -214,7 +214,7 @@ def test_a_reader_that_stops_reading_causes_no_noise() -> None:
 # schedule
 
 
-@pytest.mark.parametrize("name", [family.name for family in catalogue.FAMILIES])
+@pytest.mark.parametrize("name", [spec.name for spec in catalogue.SPECS])
 def test_schedule_prints_every_figure_of_the_contract(run: Run, name: str) -> None:
     count = 1 if name == "pipedream" else 8
     figures = run("schedule", name, "--devices", 4, "--microbatches", count, "--updates", 2, "--json").document
@@ -343,7 +343,7 @@ def test_schedule_refuses_what_it_cannot_use(run: Run, more: tuple[str, ...], pr
 
 def test_schedule_writes_csv_that_can_be_read_back(run: Run) -> None:
     ran = run("schedule", "zb-h1", "--devices", 3, "--microbatches", 4, "--format", "csv")
-    programs = catalogue.build("zb-h1", Size(3, 4)).programs
+    programs = catalogue.build("zb-h1", ScheduleRequest(3, 4)).programs
     assert from_csv(ran.out, path="stdout") == programs
     torch = run("schedule", "zb-h1", "--devices", 3, "--microbatches", 4, "--format", "torch-csv")
     assert torch.out == to_torch_csv(programs)
@@ -356,7 +356,7 @@ def test_schedule_takes_the_format_from_the_name_of_the_file(run: Run, tmp_path:
         ran = run(*command, "-o", tmp_path / f"out.{suffix}")
         assert ran == Ran(0, "", "")
     assert (tmp_path / "out.txt").read_text().startswith("1f1b: 2 devices")
-    assert load_schedule(tmp_path / "out.json") == catalogue.build("1f1b", Size(2, 3))
+    assert load_schedule(tmp_path / "out.json") == catalogue.build("1f1b", ScheduleRequest(2, 3))
     assert (tmp_path / "out.svg").read_text().startswith("<svg ")
     assert run(*command, "-o", tmp_path / "any.name", "--format", "csv").code == 0
     assert (tmp_path / "any.name").read_text() == (tmp_path / "out.csv").read_text()
@@ -383,7 +383,7 @@ def test_schedule_draws_plain_text_where_there_is_no_terminal(run: Run) -> None:
 def test_schedules_lists_a_line_for_each(run: Run) -> None:
     out = run("schedules").out
     listed = run("schedules", "--json").document
-    assert [row["name"] for row in listed] == [family.name for family in catalogue.FAMILIES]
+    assert [row["name"] for row in listed] == [spec.name for spec in catalogue.SPECS]
     assert len(out.splitlines()) == 1 + len(listed)
     for row, line in zip(listed, out.splitlines()[1:], strict=True):
         assert row.keys() == {"name", "title", "paper", "bubble", "memory", "mismatch", "delay"}
@@ -442,7 +442,7 @@ def test_times_that_do_not_add_up_to_a_number_are_refused(run: Run, tmp_path: Pa
         name="endless",
         planner="none",
         cut=balanced_cut(ModelProfile.uniform(2), 2),
-        schedule=catalogue.build("gpipe", Size(2, 4)),
+        schedule=catalogue.build("gpipe", ScheduleRequest(2, 4)),
         profile=profile,
         topology=ClusterTopology.uniform(2),
         devices=("device0", "device1"),

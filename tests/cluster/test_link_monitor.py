@@ -16,7 +16,7 @@ from raypipe.cluster.link_monitor import IDLE_S, NetworkWatch
 from raypipe.errors import TransportTimeoutError
 from raypipe.network.transfers import DeviceLog
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size, UpdateScope
+from raypipe.schedules.ir import ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import Recv, Send
 
 NODES = ("10.0.0.1", "10.0.0.2")
@@ -26,7 +26,7 @@ NUM_BYTES = 100_000
 
 def window(*, ahead_s: tuple[float, float] = (0.0, 0.0), offsets_s: tuple[float, ...] = ()) -> WindowResult:
     """A window of two devices in which every message takes 40 ms; the devices' clocks are ahead by so much."""
-    programs = jobs(build("1f1b", Size(2, 3, 2, update_scope=UpdateScope.STAGE)))
+    programs = jobs(build("1f1b", ScheduleRequest(2, 3, 2, update_scope=UpdateScope.STAGE)))
     clocks, heads = [0.0, 0.0], [0, 0]
     handed: dict[tuple[int, int], list[float]] = {(0, 1): [], (1, 0): []}
     taken = {(0, 1): 0, (1, 0): 0}

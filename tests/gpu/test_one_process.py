@@ -23,7 +23,7 @@ from raypipe.config import OptimizerConfig, OptimizerName, Precision
 from raypipe.model import Model
 from raypipe.models.gpt import gpt
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, Size, UpdateScope
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
 from raypipe.schedules.passes import over_graph
 from tests.actors.oracles import RandomTokens, train_unsplit
 from tests.gpu.device import HAS_CUDA, forbid_waits, gpu
@@ -98,13 +98,13 @@ def losses_unsplit(described: Model) -> list[float]:
 @pytest.mark.parametrize(("name", "devices", "chunks"), SCHEDULES)
 def test_twenty_updates_equal_the_unsplit_model_on_the_same_gpu(name: str, devices: int, chunks: int, tied: bool) -> None:
     described = model(tie_embeddings=tied)
-    schedule = build(name, Size(devices, NUM_MICROBATCHES, 5, chunks, update_scope=UpdateScope.GLOBAL))
+    schedule = build(name, ScheduleRequest(devices, NUM_MICROBATCHES, 5, chunks, update_scope=UpdateScope.GLOBAL))
     assert losses_of(pipeline(described, schedule), num_windows=4) == pytest.approx(losses_unsplit(described), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["amdp", "amdp-auto", "pipedream-2bw", "async-1f1b"])
 def test_asynchronous_schedules_do_on_a_gpu_what_they_do_on_the_cpu(name: str) -> None:
-    schedule = build(name, Size(4, NUM_MICROBATCHES, 5))
+    schedule = build(name, ScheduleRequest(4, NUM_MICROBATCHES, 5))
     losses = {on.type: losses_of(pipeline(model(dtype="float64"), schedule, on=on), num_windows=2) for on in (torch.device("cpu"), gpu())}
     assert losses[gpu().type] == pytest.approx(losses["cpu"], rel=1e-7)
 
@@ -112,7 +112,7 @@ def test_asynchronous_schedules_do_on_a_gpu_what_they_do_on_the_cpu(name: str) -
 @pytest.mark.parametrize(("precision", "tolerance"), [(Precision.BF16_MIXED, 2e-3), (Precision.BF16, 2e-2)])
 def test_in_bfloat16_losses_are_near_those_of_the_unsplit_model_in_float32(precision: Precision, tolerance: float) -> None:
     described = model()
-    schedule = build("1f1b", Size(4, NUM_MICROBATCHES, 5, update_scope=UpdateScope.GLOBAL))
+    schedule = build("1f1b", ScheduleRequest(4, NUM_MICROBATCHES, 5, update_scope=UpdateScope.GLOBAL))
     expected = losses_unsplit(described)
     found = losses_of(pipeline(described, schedule, precision=precision), num_windows=4)
     assert found == pytest.approx(expected, rel=tolerance)
@@ -122,8 +122,12 @@ def test_in_bfloat16_losses_are_near_those_of_the_unsplit_model_in_float32(preci
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "amdp"])
 def test_dropout_draws_the_same_masks_whatever_the_cut(name: str) -> None:
     described = model(dropout=0.2)
-    whole = losses_of(pipeline(described, build("gpipe", Size(1, NUM_MICROBATCHES, 1, update_scope=UpdateScope.GLOBAL))), num_windows=1)
-    found = losses_of(pipeline(described, build(name, Size(4, NUM_MICROBATCHES, 1, update_scope=UpdateScope.GLOBAL))), num_windows=1)
+    whole = losses_of(
+        pipeline(described, build("gpipe", ScheduleRequest(1, NUM_MICROBATCHES, 1, update_scope=UpdateScope.GLOBAL))), num_windows=1
+    )
+    found = losses_of(
+        pipeline(described, build(name, ScheduleRequest(4, NUM_MICROBATCHES, 1, update_scope=UpdateScope.GLOBAL))), num_windows=1
+    )
     assert found == pytest.approx(whole, rel=1e-5)
 
 
@@ -154,7 +158,7 @@ def test_the_host_never_waits_for_the_gpu(
 ) -> None:
     gpu()
     config = OptimizerConfig(name=optimizer, learning_rate=LEARNING_RATE)
-    schedule = build(name, Size(devices, NUM_MICROBATCHES, 3, update_scope=scope))
+    schedule = build(name, ScheduleRequest(devices, NUM_MICROBATCHES, 3, update_scope=scope))
     run = pipeline(model(), schedule, precision=precision, make=partial(build_optimizer, config))
     assert len(losses_of(run, num_windows=2)) == 6
 
@@ -162,7 +166,7 @@ def test_the_host_never_waits_for_the_gpu(
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "pipedream-2bw"])
 @pytest.mark.parametrize("precision", list(Precision))
 def test_a_run_before_the_first_window_leaves_nothing_behind(name: str, precision: Precision) -> None:
-    schedule = build(name, Size(4, NUM_MICROBATCHES, 2, update_scope=UpdateScope.GLOBAL))
+    schedule = build(name, ScheduleRequest(4, NUM_MICROBATCHES, 2, update_scope=UpdateScope.GLOBAL))
     cold, warm = (pipeline(model(), schedule, precision=precision) for _ in range(2))
     for executor in warm.executors:
         executor.warm_up(RandomTokens().batch(0, (0.0, 1.0)))
@@ -170,7 +174,7 @@ def test_a_run_before_the_first_window_leaves_nothing_behind(name: str, precisio
 
 
 def test_spans_are_the_gpus_and_follow_each_other() -> None:
-    run = pipeline(model(d_model=256), build("1f1b", Size(1, NUM_MICROBATCHES, 2)))
+    run = pipeline(model(d_model=256), build("1f1b", ScheduleRequest(1, NUM_MICROBATCHES, 2)))
     run.run_window()
     (report,) = run.run_window()
     spans = report.log.spans(run.jobs[0])
@@ -180,7 +184,7 @@ def test_spans_are_the_gpus_and_follow_each_other() -> None:
 
 
 def test_a_checkpoint_of_a_gpu_goes_on_where_it_was() -> None:
-    schedule = build("1f1b", Size(2, NUM_MICROBATCHES, 2, update_scope=UpdateScope.GLOBAL))
+    schedule = build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES, 2, update_scope=UpdateScope.GLOBAL))
     first = pipeline(model(), schedule)
     losses_of(first, num_windows=1)
     second = pipeline(model(), schedule)

@@ -16,7 +16,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.trace import Span, SpanKind
 from raypipe.models.rehearsing import StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, Size
+from raypipe.schedules.ir import Schedule, ScheduleRequest
 from raypipe.schedules.lower import Placement
 from tests.schedules.handwritten import pipedream_2bw, two_branches
 
@@ -60,7 +60,7 @@ def test_the_layers_cut_by_stage_make_the_stage_graph() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_each_kind_of_op_waits_for_its_own_time(name: str) -> None:
-    _, spans = run(build(name, Size(2, 3)), widths={(0, 1): 50})
+    _, spans = run(build(name, ScheduleRequest(2, 3)), widths={(0, 1): 50})
     expected = {"F": 0.012, "B": 0.028, "I": 0.008, "W": 0.02, "U": 0.005}
     computed = [span for span in spans if span.kind is SpanKind.COMPUTE]
     assert {span.name[1] for span in computed} == ({"F", "B", "U"} if name == "1f1b" else {"F", "I", "W", "U"})
@@ -87,7 +87,7 @@ def test_messages_have_the_width_of_their_edge_and_both_ways_the_same_bytes() ->
 
 def test_a_share_of_the_rows_waits_for_its_share_of_the_time() -> None:
     placement = Placement((((0, 1 / 3), (1, 2 / 3)), ((2, 1.0),)))
-    _, spans = run(build("1f1b", Size(2, 2)), widths={(0, 1): 50}, placement=placement)
+    _, spans = run(build("1f1b", ScheduleRequest(2, 2)), widths={(0, 1): 50}, placement=placement)
     assert 0.004 <= seconds(spans, 0, "0F0") <= 0.004 + SLACK_S
     assert 0.008 <= seconds(spans, 1, "0F0") <= 0.008 + SLACK_S
 
@@ -95,7 +95,7 @@ def test_a_share_of_the_rows_waits_for_its_share_of_the_time() -> None:
 def test_replicas_sum_gradients_of_the_size_of_the_weights() -> None:
     placement = Placement((((0, 0.5), (1, 0.5)), ((2, 1.0),)))
     waits = StageWaits(0.0, 0.0, 0.0, 0.0, num_parameters=1000)
-    pipeline, spans = run(build("1f1b", Size(2, 2)), widths={(0, 1): 50}, waits=waits, placement=placement)
+    pipeline, spans = run(build("1f1b", ScheduleRequest(2, 2)), widths={(0, 1): 50}, waits=waits, placement=placement)
     num_weights = len(pipeline.held[0][0].masters)  # of each is told whether there is a gradient
     assert {span.bytes for span in spans if span.name == "gradients of stage 0 for update 0"} == {4 * (1000 + num_weights)}
     assert not any(weight.any() for held in pipeline.held for weights in held.values() for weight in weights.module.parameters())
@@ -119,7 +119,7 @@ def test_memory_does_not_grow_with_the_microbatches() -> None:
 
 
 def test_jobs_of_a_rehearsal_are_those_of_the_plan() -> None:
-    schedule = build("chimera-halving", Size(4, 4))
+    schedule = build("chimera-halving", ScheduleRequest(4, 4))
     make = partial(run, schedule, widths=dict.fromkeys(schedule.graph.edges, 7), waits=StageWaits(0.0, 0.0, 0.0, 0.0, 9))
     pipeline, _ = make()
     assert [job.program for job in pipeline.jobs] == [job.program for job in jobs(schedule)]

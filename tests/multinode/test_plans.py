@@ -18,7 +18,7 @@ from raypipe.data.prepare import prepare
 from raypipe.planning.planners import make
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, Size
+from raypipe.schedules.ir import Schedule, ScheduleRequest
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.network import NetworkError
 from tests.on_ray.plans import Workers, lab, plan_of
@@ -99,26 +99,28 @@ class Case:
 
 
 CASES = {
-    "the list order over ever slower wires": Case(build("list", Size(4, 5)), on(0, 1, 2, 3)),
+    "the list order over ever slower wires": Case(build("list", ScheduleRequest(4, 5)), on(0, 1, 2, 3)),
     "zb-h1 on devices of unlike speed": Case(
-        build("zb-h1", Size(3, 5)), on(0, 3, 1), forward_s=0.04, output_bytes=500_000, speeds={"node0/0": 1.5, "node3/0": 0.75}
+        build("zb-h1", ScheduleRequest(3, 5)), on(0, 3, 1), forward_s=0.04, output_bytes=500_000, speeds={"node0/0": 1.5, "node3/0": 0.75}
     ),
     "a stage that three nodes share, which sum their gradients the faster way round": Case(
-        build("gpipe", Size(2, 4)),
+        build("gpipe", ScheduleRequest(2, 4)),
         [[("node2/0", 0.25), ("node1/0", 0.25), ("node0/0", 0.5)], [("node3/0", 1.0)]],
         forward_s=0.05,
         parameter_bytes=2_000_000,
     ),
     "one device before three with unlike shares, two of them on one node": Case(
-        build("1f1b", Size(2, 5)),
+        build("1f1b", ScheduleRequest(2, 5)),
         [[("node2/0", 1.0)], [("node1/0", 0.25), ("node1/1", 0.25), ("node0/1", 0.5)]],
         forward_s=0.05,
         output_bytes=800_000,
         parameter_bytes=400_000,
     ),
-    "two chunks a device": Case(build("interleaved", Size(4, 4, num_chunks=2)), on(1, 3, 0, 2), forward_s=0.02, output_bytes=100_000),
+    "two chunks a device": Case(
+        build("interleaved", ScheduleRequest(4, 4, num_chunks=2)), on(1, 3, 0, 2), forward_s=0.02, output_bytes=100_000
+    ),
     "two pipelines in opposite directions": Case(
-        build("chimera", Size(4, 4)), on(0, 1, 3, 2), forward_s=0.04, output_bytes=150_000, parameter_bytes=500_000
+        build("chimera", ScheduleRequest(4, 4)), on(0, 1, 3, 2), forward_s=0.04, output_bytes=150_000, parameter_bytes=500_000
     ),
 }
 
@@ -180,7 +182,7 @@ with Coordinator(run="places", slots=slots, stages=stages, scaling=ScalingConfig
 
 def test_every_actor_is_on_the_node_that_the_plan_names(four: Cluster, tmp_path: Path) -> None:
     workers = [*on(2, 0, 3, 1), [("node0/1", 1.0)]]
-    Case(build("gpipe", Size(5, 2)), workers).plan().save(tmp_path / "plan.json")
+    Case(build("gpipe", ScheduleRequest(5, 2)), workers).plan().save(tmp_path / "plan.json")
     done = four.run([sys.executable, "-c", PLACES, str(tmp_path / "plan.json")])
     expected = [(f"node{node}/{number}", four.nodes[node].ip) for node, number in ((2, 0), (0, 0), (3, 0), (1, 0), (0, 1))]
     assert [tuple(pair) for pair in json.loads(done.stdout.splitlines()[-1])] == expected
@@ -263,13 +265,13 @@ def test_the_gpt_trains_with_stages_that_nodes_share(
 ) -> None:
     workers = [[("node2/0", 1.0)], [("node0/0", 0.25), ("node3/1", 0.75)], [("node1/1", 0.5), ("node1/0", 0.5)]]
     plan = tmp_path / "plan.json"
-    schedule = build("1f1b", Size(3, 4))
+    schedule = build("1f1b", ScheduleRequest(3, 4))
     plan_of(ModelProfile.load(profile), four_nodes(), schedule, workers, sizes=[1, 2, 3], microbatch_size=4).save(plan)
     check_losses(trained(four, config, f"plan={plan}"), one_process)
 
 
 def test_a_plan_whose_node_is_gone_is_refused(tmp_path: Path) -> None:
-    plan = Case(build("1f1b", Size(2, 2)), on(0, 1)).plan()
+    plan = Case(build("1f1b", ScheduleRequest(2, 2)), on(0, 1)).plan()
     with cluster(nodes=2) as two:
         two.kill(1)
         two.wait_for_alive({0})

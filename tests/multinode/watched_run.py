@@ -25,7 +25,7 @@ from raypipe.cluster.slots import Slot, cluster_nodes
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.models.waiting import waiting
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size, UpdateScope
+from raypipe.schedules.ir import ScheduleRequest, UpdateScope
 
 WIDTH = 1024
 NUM_ROWS = 100
@@ -49,7 +49,7 @@ def main(stop: Path) -> None:
     scaling = ScalingConfig(num_devices=NUM_DEVICES)
     model = partial(waiting, num_layers=NUM_DEVICES, width=WIDTH, forward_s=0.005, input_grad_s=0.005, weight_grad_s=0.005)
     cut = Cut.of_sizes((2, 1), model().edges())
-    schedule = build("1f1b", Size(NUM_DEVICES, NUM_MICROBATCHES, UPDATES_PER_WINDOW, update_scope=UpdateScope.STAGE))
+    schedule = build("1f1b", ScheduleRequest(NUM_DEVICES, NUM_MICROBATCHES, UPDATES_PER_WINDOW, update_scope=UpdateScope.STAGE))
     with session(cluster, num_devices=NUM_DEVICES, cpus_per_device=1.0):
         nodes = sorted(cluster_nodes(), key=lambda node: node.label)
         slots = [Slot(node.node_id, node.address, f"{node.address}/0") for node in nodes[:NUM_DEVICES]]

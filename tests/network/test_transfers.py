@@ -12,7 +12,7 @@ from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, 
 from raypipe.network.estimate import NetworkEstimate, Transfer
 from raypipe.network.transfers import DeviceLog, transfers
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Size, StageGraph, UpdateScope
+from raypipe.schedules.ir import ScheduleRequest, StageGraph, UpdateScope
 from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, DeviceProgram, Message, Recv, Send, Start, lower
 from raypipe.schedules.passes import over_graph
 
@@ -88,7 +88,7 @@ def play(
 
 
 def programs(name: str = "1f1b", *, num_devices: int = 4) -> tuple[DeviceProgram, ...]:
-    return lower(catalogue.build(name, Size(num_devices, 8, 3, update_scope=UpdateScope.STAGE)))
+    return lower(catalogue.build(name, ScheduleRequest(num_devices, 8, 3, update_scope=UpdateScope.STAGE)))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
@@ -186,7 +186,7 @@ def test_links_that_share_a_bottleneck_are_not_told_by_what_they_do_together() -
         name="t", nodes=nodes, default_link=NodeLink(latency_s=LATENCY_S, bandwidth_bytes_per_s=bandwidth), shared_links=(card,)
     )
     graph = StageGraph(4, ((0, 1), (0, 2), (1, 3), (2, 3)))
-    branches = lower(over_graph(catalogue.build("gpipe", Size(4, 8, 3, update_scope=UpdateScope.STAGE)), graph))
+    branches = lower(over_graph(catalogue.build("gpipe", ScheduleRequest(4, 8, 3, update_scope=UpdateScope.STAGE)), graph))
     wires = dict.fromkeys([("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"), ("b", "a"), ("c", "a"), ("d", "b"), ("d", "c")], bandwidth)
     logs = play(branches, "abcd", bandwidth=wires, num_bytes=100_000, shared=[(("a", "b"), ("a", "c"))])
     apart = NetworkEstimate("abcd")

@@ -17,7 +17,7 @@ from raypipe.cluster.slots import cluster_nodes, planned_slots
 from raypipe.config import ClusterConfig, ScalingConfig
 from raypipe.errors import PlanError
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.training.rehearsal import rehearse
 from tests.on_ray.plans import Workers, lab, plan_of, this_node
 
@@ -26,7 +26,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(120), pytest.mark.filterwarni
 
 def plan(workers: Workers, nodes: dict[str, int]) -> Plan:
     profile = ModelProfile.uniform(len(workers), forward_s=0.001, backward_s=0.002, output_bytes=100)
-    return plan_of(profile, lab(nodes), build("1f1b", Size(len(workers), 2)), workers, sizes=[1] * len(workers), microbatch_size=1)
+    return plan_of(
+        profile, lab(nodes), build("1f1b", ScheduleRequest(len(workers), 2)), workers, sizes=[1] * len(workers), microbatch_size=1
+    )
 
 
 def start(plan: Plan, stages: Sequence[tuple[int, ...]]) -> Coordinator:

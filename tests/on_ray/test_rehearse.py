@@ -17,7 +17,7 @@ from raypipe.cli import main
 from raypipe.config import ScalingConfig, Transport
 from raypipe.errors import ConfigError
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, Size
+from raypipe.schedules.ir import Schedule, ScheduleRequest
 from raypipe.schedules.passes import recompute, repeated
 from raypipe.simulation.simulator import simulate_plan
 from raypipe.training.rehearsal import Rehearsal, rehearse
@@ -96,7 +96,7 @@ def check_bytes(done: Rehearsal) -> None:
 
 @pytest.mark.parametrize("transport", [Transport.SHM, Transport.GLOO])
 def test_a_rehearsal_takes_as_long_as_simulated(transport: Transport) -> None:
-    chosen = plan(((1.0,),) * 3, build("1f1b", Size(3, 4)))
+    chosen = plan(((1.0,),) * 3, build("1f1b", ScheduleRequest(3, 4)))
     done = rehearse(chosen, num_updates=3, scaling=ScalingConfig(transport=transport))
     assert (done.trace.source, done.predicted.source) == (Source.REHEARSED, Source.SIMULATED)
     assert done.trace.num_updates == done.predicted.num_updates == 3
@@ -110,19 +110,19 @@ def test_a_rehearsal_takes_as_long_as_simulated(transport: Transport) -> None:
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "chimera", "dualpipe", "interleaved", "chimera-halving"])
 def test_every_kind_of_op_waits_for_its_own_time(name: str) -> None:
     chunks = {"zb-v": 2, "interleaved": 2}.get(name, 1)
-    done = rehearse(plan(((1.0,),) * 2, build(name, Size(2, 4, num_chunks=chunks))), num_updates=2, num_windows=1)
+    done = rehearse(plan(((1.0,),) * 2, build(name, ScheduleRequest(2, 4, num_chunks=chunks))), num_updates=2, num_windows=1)
     waits_as_predicted(done)
 
 
 def test_a_forward_that_is_run_again_waits_again() -> None:
-    done = rehearse(plan(((0.5, 0.5), (1.0,)), recompute(build("1f1b", Size(2, 3)), (0,))), num_updates=2, num_windows=1)
+    done = rehearse(plan(((0.5, 0.5), (1.0,)), recompute(build("1f1b", ScheduleRequest(2, 3)), (0,))), num_updates=2, num_windows=1)
     waits_as_predicted(done)
     check_bytes(done)
     assert compute_s(done, 0, "0R0") == pytest.approx(FORWARD_S / 2, abs=5e-3)
 
 
 def test_replicas_wait_for_their_rows_on_devices_of_their_own_speed() -> None:
-    chosen = plan(((1 / 3, 2 / 3), (1.0,)), build("1f1b", Size(2, 4)), speeds=(0.5, 1.0, 2.0))
+    chosen = plan(((1 / 3, 2 / 3), (1.0,)), build("1f1b", ScheduleRequest(2, 4)), speeds=(0.5, 1.0, 2.0))
     done = rehearse(chosen, num_updates=2)
     waits_as_predicted(done)
     assert compute_s(done, 0, "0F0") == pytest.approx(FORWARD_S * 2 / 3, abs=5e-3)
@@ -134,7 +134,7 @@ def test_replicas_wait_for_their_rows_on_devices_of_their_own_speed() -> None:
 
 
 def test_scales_shorten_waits_and_messages_and_nothing_else() -> None:
-    chosen = plan(((0.5, 0.5), (1.0,)), build("1f1b", Size(2, 4)))
+    chosen = plan(((0.5, 0.5), (1.0,)), build("1f1b", ScheduleRequest(2, 4)))
     done = rehearse(chosen, num_updates=2, num_windows=1, time_scale=0.25, byte_scale=0.1)
     assert compute_s(done, 2, "1F0") == pytest.approx(FORWARD_S / 4, abs=3e-3)
     assert {span.bytes for span in done.trace.spans if span.kind is SpanKind.RECV} == {6_000}
@@ -176,7 +176,7 @@ def test_an_asynchronous_order_is_rehearsed_as_a_whole() -> None:
 
 
 def test_updates_wait_too() -> None:
-    base = plan(((1.0,),) * 2, build("1f1b", Size(2, 2)))
+    base = plan(((1.0,),) * 2, build("1f1b", ScheduleRequest(2, 2)))
     profile = dataclasses.replace(base.profile, layers=tuple(dataclasses.replace(layer, update_s=0.015) for layer in base.profile.layers))
     done = rehearse(dataclasses.replace(base, profile=profile, profile_digest=profile.digest), num_updates=2, num_windows=1)
     assert compute_s(done, 0, "0U1") == pytest.approx(0.015, abs=5e-3)
@@ -184,7 +184,7 @@ def test_updates_wait_too() -> None:
 
 
 def test_one_stage_on_one_device_is_a_plan_like_others() -> None:
-    done = rehearse(plan(((1.0,),), build("gpipe", Size(1, 2))), num_updates=2, num_windows=1)
+    done = rehearse(plan(((1.0,),), build("gpipe", ScheduleRequest(1, 2))), num_updates=2, num_windows=1)
     waits_as_predicted(done)
     assert done.trace.bubble_ratio < 0.1
 
@@ -192,7 +192,7 @@ def test_one_stage_on_one_device_is_a_plan_like_others() -> None:
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 def test_scales_must_be_amounts(scale: float) -> None:
     with pytest.raises(ConfigError, match=r"time_scale is .*expected a finite number > 0"):
-        rehearse(plan(((1.0,),), build("gpipe", Size(1, 2))), time_scale=scale)
+        rehearse(plan(((1.0,),), build("gpipe", ScheduleRequest(1, 2))), time_scale=scale)
 
 
 # The command
@@ -201,7 +201,7 @@ def test_scales_must_be_amounts(scale: float) -> None:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
-    plan(((0.5, 0.5), (1.0,)), build("1f1b", Size(2, 4))).save(path)
+    plan(((0.5, 0.5), (1.0,)), build("1f1b", ScheduleRequest(2, 4))).save(path)
     return path
 
 

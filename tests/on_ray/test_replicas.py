@@ -18,7 +18,7 @@ from raypipe.errors import ConfigError, PlanError
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, Size
+from raypipe.schedules.ir import Schedule, ScheduleRequest
 from raypipe.schedules.passes import recompute
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, Trained, train_unsplit
@@ -102,7 +102,7 @@ def check_weights(checkpoint: Checkpoint, unsplit: Trained) -> None:
 def test_replicated_workers_equal_the_unsplit_model(
     tmp_path: Path, unsplit: Trained, name: str, shares: tuple[tuple[float, ...], ...], transport: Transport
 ) -> None:
-    schedule = build(name, Size(len(shares), NUM_MICROBATCHES))
+    schedule = build(name, ScheduleRequest(len(shares), NUM_MICROBATCHES))
     result = trainer(tmp_path, small_plan(shares, schedule), transport=transport).fit()
     assert result.losses == pytest.approx(unsplit.losses, abs=1e-10)
     check_weights(result.checkpoint, unsplit)
@@ -113,15 +113,15 @@ def test_replicated_workers_equal_the_unsplit_model(
 
 
 def test_replicas_that_run_forwards_again_equal_the_unsplit_model(tmp_path: Path, unsplit: Trained) -> None:
-    schedule = recompute(build("zb-h1", Size(2, NUM_MICROBATCHES)), (0, 1))
+    schedule = recompute(build("zb-h1", ScheduleRequest(2, NUM_MICROBATCHES)), (0, 1))
     result = trainer(tmp_path, small_plan((HALVES, THIRDS), schedule)).fit()
     assert result.losses == pytest.approx(unsplit.losses, abs=1e-10)
     check_weights(result.checkpoint, unsplit)
 
 
 def test_a_run_goes_on_from_one_plan_with_another(tmp_path: Path, unsplit: Trained) -> None:
-    first = trainer(tmp_path, small_plan((HALVES, THIRDS), build("1f1b", Size(2, NUM_MICROBATCHES))), num_updates=4).fit()
-    other = small_plan(((1.0,), (1.0,), HALVES), build("zb-h1", Size(3, NUM_MICROBATCHES)))
+    first = trainer(tmp_path, small_plan((HALVES, THIRDS), build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES))), num_updates=4).fit()
+    other = small_plan(((1.0,), (1.0,), HALVES), build("zb-h1", ScheduleRequest(3, NUM_MICROBATCHES)))
     second = trainer(tmp_path, other).fit(resume=True)
     assert second.path == first.path
     assert first.losses + second.losses == pytest.approx(unsplit.losses, abs=1e-10)
@@ -131,14 +131,14 @@ def test_a_run_goes_on_from_one_plan_with_another(tmp_path: Path, unsplit: Train
 def test_the_evaluation_of_replicas_weighs_their_rows(tmp_path: Path) -> None:
     losses = []
     for name, shares in (("one", ((1.0,),)), ("several", ((1 / 6, 5 / 6), (1 / 3, 2 / 3)))):
-        plan = small_plan(shares, build("1f1b", Size(len(shares), NUM_MICROBATCHES)))
+        plan = small_plan(shares, build("1f1b", ScheduleRequest(len(shares), NUM_MICROBATCHES)))
         losses.append(trainer(tmp_path / name, plan, num_updates=2).fit().validation_losses)
     assert [update for update, _ in losses[0]] == [0, 2]
     assert [loss for _, loss in losses[1]] == pytest.approx([loss for _, loss in losses[0]], abs=1e-12)
 
 
 def test_what_a_run_was_given_is_what_its_plan_says(tmp_path: Path) -> None:
-    plan = small_plan((HALVES, (1.0,)), build("1f1b", Size(2, NUM_MICROBATCHES)))
+    plan = small_plan((HALVES, (1.0,)), build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES)))
     run = trainer(tmp_path, plan)
     assert run.config.schedule.microbatch_size == NUM_ROWS
     assert run.config.schedule.num_microbatches == NUM_MICROBATCHES
@@ -146,7 +146,7 @@ def test_what_a_run_was_given_is_what_its_plan_says(tmp_path: Path) -> None:
 
 
 def test_layers_can_be_measured_again_without_changing_the_plan(tmp_path: Path) -> None:
-    plan = small_plan(((1.0,), (1.0,)), build("1f1b", Size(2, NUM_MICROBATCHES)))
+    plan = small_plan(((1.0,), (1.0,)), build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES)))
     run = trainer(tmp_path, plan, num_updates=3)
     run.config = dataclasses.replace(run.config, scaling=dataclasses.replace(run.config.scaling, measure_layers=True))
     result = run.fit()
@@ -168,7 +168,7 @@ def test_layers_can_be_measured_again_without_changing_the_plan(tmp_path: Path) 
     ],
 )
 def test_a_schedule_of_the_configuration_that_is_not_the_plans_is_refused(tmp_path: Path, key: str, value: object, problem: str) -> None:
-    plan = small_plan(((1.0,), (1.0,)), build("1f1b", Size(2, NUM_MICROBATCHES)))
+    plan = small_plan(((1.0,), (1.0,)), build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES)))
     plan.save(tmp_path / "plan.json")
     config = dataclasses.replace(ScheduleConfig(), **{key: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=problem):
@@ -184,7 +184,7 @@ def test_a_schedule_of_the_configuration_that_is_not_the_plans_is_refused(tmp_pa
     ],
 )
 def test_a_scale_of_the_configuration_that_is_not_the_plans_is_refused(tmp_path: Path, key: str, value: object, problem: str) -> None:
-    plan = small_plan(((1.0,), (1.0,)), build("1f1b", Size(2, NUM_MICROBATCHES)))
+    plan = small_plan(((1.0,), (1.0,)), build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES)))
     plan.save(tmp_path / "plan.json")
     config = dataclasses.replace(ScalingConfig(), **{key: value})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=problem):
@@ -192,7 +192,7 @@ def test_a_scale_of_the_configuration_that_is_not_the_plans_is_refused(tmp_path:
 
 
 def test_a_plan_for_another_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    plan = small_plan(((1.0,), (1.0,)), build("1f1b", Size(2, NUM_MICROBATCHES)))
+    plan = small_plan(((1.0,), (1.0,)), build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES)))
     with pytest.raises(PlanError, match="the model has 7 layers, the plan's profile 6: it is a plan for another model"):
         trainer(tmp_path, plan, num_layers=7).fit()
     renamed = dataclasses.replace(
@@ -206,19 +206,19 @@ def test_a_plan_for_another_model_is_refused_before_anything_starts(tmp_path: Pa
 
 
 def test_weights_of_another_size_than_profiled_are_refused(tmp_path: Path) -> None:
-    plan = small_plan(((1.0,), (1.0,)), build("1f1b", Size(2, NUM_MICROBATCHES)))
+    plan = small_plan(((1.0,), (1.0,)), build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES)))
     with pytest.raises(PlanError, match="layer 'layer-0' has 1088 bytes of weights, the plan's profile says 2176"):
         trainer(tmp_path, plan, dtype="float32").fit()
 
 
 def test_shares_that_are_no_whole_rows_are_refused_with_shares_that_would_work(tmp_path: Path) -> None:
-    plan = small_plan(((0.4, 0.6), (1.0,)), build("1f1b", Size(2, NUM_MICROBATCHES)))
+    plan = small_plan(((0.4, 0.6), (1.0,)), build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES)))
     with pytest.raises(PlanError, match=r"worker 0: the shares 0\.4, 0\.6 of 6 rows .* the nearest that work: 2/6, 4/6"):
         trainer(tmp_path, plan).fit()
 
 
 def test_a_plan_for_gpus_is_not_trained_on_cpus(tmp_path: Path) -> None:
-    plan = small_plan(((1.0,), (1.0,)), build("1f1b", Size(2, NUM_MICROBATCHES)))
+    plan = small_plan(((1.0,), (1.0,)), build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES)))
     node = plan.topology.nodes[0]
     gpus = dataclasses.replace(node, devices=tuple(dataclasses.replace(device, kind="h200") for device in node.devices))
     topology = dataclasses.replace(plan.topology, nodes=(gpus,))
@@ -263,7 +263,7 @@ def test_the_gpt_with_replicated_stages_gives_the_losses_and_the_text_of_one_pro
         plan = plan_of(
             profile,
             lab({node: 5}),
-            build("1f1b", Size(len(shares), 2)),
+            build("1f1b", ScheduleRequest(len(shares), 2)),
             in_turn(node, shares),
             sizes=sizes,
             microbatch_size=4,

@@ -26,7 +26,7 @@ from raypipe.planning.planners import make
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import Budget
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.passes import over_graph
 from raypipe.training.rehearsal import rehearse
 from raypipe.training.trainer import Result, Trainer
@@ -156,7 +156,7 @@ def test_an_asynchronous_schedule_trains_a_tied_gpt_by_its_rule(tmp_path: Path, 
     here = LocalPipeline(
         model,
         cut=cut,
-        schedule=over_graph(build(schedule, Size(4, NUM_MICROBATCHES, 4)), cut.graph),
+        schedule=over_graph(build(schedule, ScheduleRequest(4, NUM_MICROBATCHES, 4)), cut.graph),
         batches=RandomTokens(),
         optimizer=partial(build_optimizer, OPTIMIZER),
         learning_rate=lambda _: RATE,
@@ -194,7 +194,9 @@ def test_a_rehearsal_sums_what_stages_share() -> None:
     ends = [replace(profile.layers[at], tied="w", tied_bytes=30_000) for at in (0, 2)]
     profile = replace(profile, layers=(ends[0], profile.layers[1], ends[1]))
     node = this_node()
-    plan = plan_of(profile, lab({node: 3}), build("1f1b", Size(3, 4)), in_turn(node, ((1.0,),) * 3), sizes=[1] * 3, microbatch_size=6)
+    plan = plan_of(
+        profile, lab({node: 3}), build("1f1b", ScheduleRequest(3, 4)), in_turn(node, ((1.0,),) * 3), sizes=[1] * 3, microbatch_size=6
+    )
     done = rehearse(plan, num_updates=2, num_windows=1)
     # A run also sums a number that says whether the weight has a gradient.
     for trace, more_bytes in ((done.trace, 4), (done.predicted, 0)):

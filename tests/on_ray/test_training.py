@@ -24,7 +24,7 @@ from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError, StageFailedError
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.training.trainer import Progress, Result, Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, Trained, train_unsplit
 
@@ -131,7 +131,7 @@ def test_asynchronous_pipelines_in_two_directions_train_and_copies_may_be_publis
     here = LocalPipeline(
         mlp(num_layers=8, dtype="float64"),
         cut=found.plan.cut,
-        schedule=build("amdp", Size(4, NUM_MICROBATCHES, 7)),
+        schedule=build("amdp", ScheduleRequest(4, NUM_MICROBATCHES, 7)),
         batches=RandomRows(),
         optimizer=lambda weights: build_optimizer(config, weights),
         learning_rate=lambda _: LEARNING_RATE,

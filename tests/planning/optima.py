@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from raypipe.planning.layout import Judge
+from raypipe.planning.layout import LayoutEvaluator
 from raypipe.planning.planners import solve
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import Search
@@ -59,23 +59,23 @@ def cases() -> Iterator[Case]:
 
 def optimum_s(problem: Problem) -> float:
     """Seconds of an update of the best of all plans."""
-    judge = Judge(problem)
+    evaluator = LayoutEvaluator(problem)
     # Whatever is known already need not be remembered, only what may be better.
-    known = judge.simulate(next(all_plans(problem.num_devices, problem.num_layers)))
+    known = evaluator.simulate(next(all_plans(problem.num_devices, problem.num_layers)))
     assert known is not None
     best_s, estimates = known.update_s, {}
     for plan in all_plans(problem.num_devices, problem.num_layers):
         for order in ("1f1b", "list"):
             layout = replace(plan, order=order)
-            estimate_s = judge.estimate_s(layout)
+            estimate_s = evaluator.estimate_s(layout)
             if estimate_s * _MARGIN < best_s:
                 estimates[layout] = estimate_s
-                if estimate_s < best_s and (judged := judge.simulate(layout)) is not None:
+                if estimate_s < best_s and (judged := evaluator.simulate(layout)) is not None:
                     best_s = min(best_s, judged.update_s)
     for layout in sorted(estimates, key=lambda layout: estimates[layout]):
         if estimates[layout] * _MARGIN > best_s:
             break
-        if (judged := judge.simulate(layout)) is not None:
+        if (judged := evaluator.simulate(layout)) is not None:
             best_s = min(best_s, judged.update_s)
     return best_s
 
@@ -87,7 +87,7 @@ def stored() -> list[tuple[Case, float]]:
 
 def gap(case: Case, best_s: float) -> float:
     """How far the search's plan is above the best of all; below 0 where a limit on activations that is not tried there helps."""
-    found = Search(Judge(case.problem())).run()
+    found = Search(LayoutEvaluator(case.problem())).run()
     assert found is not None
     return found.update_s / best_s - 1
 
@@ -105,7 +105,7 @@ def main() -> None:
     gaps, bare = [], []
     for case, best_s in stored():
         gaps.append(gap(case, best_s))
-        bare.append(solve(Judge(case.problem()), name="spp").update_s / best_s - 1)
+        bare.append(solve(LayoutEvaluator(case.problem()), name="spp").update_s / best_s - 1)
         print(f"{case}: {gaps[-1]:+.4f}, SPP as reconstructed {bare[-1]:+.4f}", flush=True)
     for name, values in (("raypipe", gaps), ("SPP as reconstructed", bare)):
         print(f"{name}: {len(values)} problems, mean gap {statistics.mean(values):.4f}, worst {max(values):.4f}")

@@ -9,7 +9,7 @@ import pytest
 from raypipe.artifacts.profile import LayerTimes, ModelProfile, NamedEdge
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
 from raypipe.planning import chunks
-from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.layout import Layout, LayoutEvaluator
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import solve
 from raypipe.planning.problem import Problem
@@ -83,7 +83,7 @@ def odd_cases() -> list[tuple[Problem, Layout]]:
 @pytest.mark.parametrize("number", range(5))
 def test_unlike_kinds_shared_cores_and_parts_of_bytes_are_no_way_below_the_bound(number: int) -> None:
     problem, layout = odd_cases()[number]
-    judged = Judge(problem).simulate(layout)
+    judged = LayoutEvaluator(problem).simulate(layout)
     assert judged is not None
     assert 0 < plan_bound(problem).update_s <= judged.update_s * (1 + 1e-9)
 
@@ -91,13 +91,13 @@ def test_unlike_kinds_shared_cores_and_parts_of_bytes_are_no_way_below_the_bound
 @pytest.mark.parametrize("number", range(len(cases())))
 def test_no_simulated_plan_beats_the_bound(number: int) -> None:
     problem = cases()[number]
-    judge = Judge(problem)
+    evaluator = LayoutEvaluator(problem)
     bound = plan_bound(problem)
     rng = random.Random(number)
     layouts = list(all_plans(problem.num_devices, problem.num_layers))
     for layout in rng.sample(layouts, min(len(layouts), 40)):
-        tried = [judge.simulate(replace(layout, order=order)) for order in ORDERS]
-        tried += [judge.simulate(several) for order in chunks.ORDERS for several in chunks.layouts(judge, layout.workers, order)]
+        tried = [evaluator.simulate(replace(layout, order=order)) for order in ORDERS]
+        tried += [evaluator.simulate(several) for order in chunks.ORDERS for several in chunks.layouts(evaluator, layout.workers, order)]
         for judged in tried:
             assert judged is None or judged.update_s >= bound.update_s * (1 - 1e-9), (str(judged.layout), bound)
 
@@ -107,12 +107,12 @@ def test_no_planner_beats_the_bound(number: int) -> None:
     problem = cases()[number]
     bound_s = plan_bound(problem).update_s
     for name in ("raypipe", "spp", "data-parallel", "1f1b-equal", "dapple", "metis", "pipedream"):
-        assert solve(Judge(problem), name=name).update_s >= bound_s * (1 - 1e-9)
+        assert solve(LayoutEvaluator(problem), name=name).update_s >= bound_s * (1 - 1e-9)
 
 
 def test_equal_layers_on_equal_devices_meet_the_bound() -> None:
     problem = Problem(ModelProfile.uniform(8, microbatch_size=8), ClusterTopology.uniform(4), 16, 8)
-    found = solve(Judge(problem))
+    found = solve(LayoutEvaluator(problem))
     assert plan_bound(problem).update_s == pytest.approx(16 * 8 * 3 / 4)
     assert found.update_s == pytest.approx(plan_bound(problem).update_s)
 
@@ -122,7 +122,7 @@ def test_slow_links_between_islands_raise_the_bound() -> None:
     assert plan_bound(far).binding == "border"
     assert plan_bound(far).update_s > 1.5 * plan_bound(near).update_s
     # It tells how much two islands can give at most: far from twice one island, which is what this comes to.
-    assert plan_bound(far).update_s <= solve(Judge(far)).update_s
+    assert plan_bound(far).update_s <= solve(LayoutEvaluator(far)).update_s
 
 
 def test_weights_too_heavy_to_copy_raise_the_bound() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypipe.planning.canonical import canonical, colours, renumbered
-from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.layout import Layout, LayoutEvaluator
 from raypipe.planning.planners import solve
 from tests.planning.instances import islands, random_problem, shuffled
 
@@ -31,7 +31,7 @@ def test_a_layout_comes_back_in_the_old_numbers(seed: int) -> None:
     ordered, numbers = canonical(problem)
     assert [problem.names[number] for number in numbers] == list(ordered.names)
     layout = Layout((0, 2, 5), ((3, 1), (4,)))
-    times = [Judge(problem).simulate(renumbered(layout, numbers)), Judge(ordered).simulate(layout)]
+    times = [LayoutEvaluator(problem).simulate(renumbered(layout, numbers)), LayoutEvaluator(ordered).simulate(layout)]
     assert times[0] is not None
     assert times[1] is not None
     assert times[0].update_s == pytest.approx(times[1].update_s)
@@ -43,5 +43,5 @@ def test_equal_clusters_get_equal_plans(seed: int) -> None:
         problem = random_problem(seed, num_devices=6, num_layers=6, one_way=True)
     else:
         problem = islands((3, 2, 1), between=(0.5, 1.0, 3.0, 20.0)[seed])
-    times = [solve(Judge(case)).update_s for case in (problem, shuffled(problem, seed=seed))]
+    times = [solve(LayoutEvaluator(case)).update_s for case in (problem, shuffled(problem, seed=seed))]
     assert times[0] == pytest.approx(times[1], rel=1e-6)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.planning.extrapolation import ShortJudge, short_lengths
-from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.extrapolation import ShortEvaluator, short_lengths
+from raypipe.planning.layout import Layout, LayoutEvaluator
 from raypipe.planning.planners import solve
 from raypipe.planning.search import Budget
 from tests.planning.instances import random_problem
@@ -40,11 +40,11 @@ def test_a_long_update_takes_what_two_short_ones_say(order: str, seed: int) -> N
     cuts = (0, *sorted(rng.sample(range(1, 12), 4 * chunks - 1)), 12)
     workers = ((2,), (0,), (3,), (1,))
     layout = Layout(cuts, workers, order)
-    judge = Judge(problem)
-    short = ShortJudge.of(judge)
+    evaluator = LayoutEvaluator(problem)
+    short = ShortEvaluator.of(evaluator)
     assert short is not None
     assert short.lengths == (16, 24)
-    whole, said = judge.simulate(layout), short.simulate(layout)
+    whole, said = evaluator.simulate(layout), short.simulate(layout)
     assert whole is not None
     assert said is not None
     assert said.update_s == pytest.approx(whole.update_s, rel=0.015)
@@ -56,34 +56,34 @@ def test_a_long_update_takes_what_two_short_ones_say(order: str, seed: int) -> N
 @pytest.mark.parametrize("memory_bytes", [None, 600_000_000])
 def test_searches_by_short_updates_find_plans_as_fast(seed: int, memory_bytes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(seed, num_devices=3, num_layers=7, num_microbatches=128, memory_bytes=memory_bytes)
-    assert ShortJudge.of(Judge(problem)) is not None
-    found = solve(Judge(problem), budget=SMALL)
+    assert ShortEvaluator.of(LayoutEvaluator(problem)) is not None
+    found = solve(LayoutEvaluator(problem), budget=SMALL)
     assert found.extrapolated_s is None
     assert len(found.timing.order.updates) <= 1
-    monkeypatch.setattr(ShortJudge, "of", lambda _judge: None)
-    assert found.update_s <= solve(Judge(problem), budget=SMALL).update_s * 1.01
+    monkeypatch.setattr(ShortEvaluator, "of", lambda _judge: None)
+    assert found.update_s <= solve(LayoutEvaluator(problem), budget=SMALL).update_s * 1.01
     assert found.missing_bytes == 0
 
 
 def test_short_updates_do_not_stand_for_limits_on_staleness() -> None:
     problem = random_problem(1, num_devices=3, num_layers=6, num_microbatches=128)
-    assert ShortJudge.of(Judge(problem)) is not None
-    assert ShortJudge.of(Judge(replace(problem, max_staleness=1))) is None
-    assert ShortJudge.of(Judge(replace(problem, num_microbatches=16))) is None
+    assert ShortEvaluator.of(LayoutEvaluator(problem)) is not None
+    assert ShortEvaluator.of(LayoutEvaluator(replace(problem, max_staleness=1))) is None
+    assert ShortEvaluator.of(LayoutEvaluator(replace(problem, num_microbatches=16))) is None
 
 
 def test_the_best_that_was_seen_is_kept_once_and_decided_as_a_whole() -> None:
     problem = random_problem(2, num_devices=3, num_layers=9, num_microbatches=128)
-    judge = Judge(problem)
-    short = ShortJudge.of(judge)
+    evaluator = LayoutEvaluator(problem)
+    short = ShortEvaluator.of(evaluator)
     assert short is not None
     layouts = [Layout((0, first, second, 9), ((0,), (1,), (2,))) for first in range(1, 8) for second in range(first + 1, 9)]
     judged = [short.simulate(layout) for layout in (*layouts, *layouts)]
     best = min((one for one in judged if one is not None), key=lambda one: one.rank)
     assert short.best["1f1b"][0].rank == best.rank
     assert len({kept.layout for kept in short.best["1f1b"]}) == len(short.best["1f1b"]) == 4
-    decided = short.decided(best, judge)
+    decided = short.decided(best, evaluator)
     assert decided is not None
-    fastest = min(one.update_s for one in map(judge.simulate, layouts) if one is not None)
+    fastest = min(one.update_s for one in map(evaluator.simulate, layouts) if one is not None)
     assert decided.update_s == pytest.approx(fastest, rel=1e-9)
     assert math.isfinite(decided.timing.makespan_s)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
-from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.layout import Layout, LayoutEvaluator
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, OpKind, Size
+from raypipe.schedules.ir import Op, OpKind, ScheduleRequest
 from raypipe.schedules.lower import Placement, Send, lower
 from tests.planning.instances import all_plans, divided, random_problem
 
@@ -66,7 +66,7 @@ def test_the_list_order_keeps_its_bound_in_the_papers_model(
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (2, 5), (4, 8), (5, 20), (3, 1)])
 def test_the_schedule_is_the_list_of_the_even_resources(num_stages: int, num_microbatches: int) -> None:
-    schedule = build("list", Size(num_stages, num_microbatches))
+    schedule = build("list", ScheduleRequest(num_stages, num_microbatches))
     for stage, program in enumerate(schedule.programs):
         slots = [(i + 2 * stage, 0, i) for i in range(num_microbatches)]
         slots += [(i + 4 * num_stages - 4 - 2 * stage, 1, i) for i in range(num_microbatches)]
@@ -79,19 +79,19 @@ def test_the_schedule_is_the_list_of_the_even_resources(num_stages: int, num_mic
 @pytest.mark.parametrize("seed", range(60))
 def test_a_simulated_list_keeps_the_bound(seed: int) -> None:
     problem = random_problem(seed, num_devices=1 + seed % 5, num_layers=6, num_microbatches=1 + seed % 11, one_way=True)
-    judge = Judge(problem)
+    evaluator = LayoutEvaluator(problem)
     rng = random.Random(seed)
     plans = [layout for layout in divided(tuple(range(problem.num_devices)), problem.num_layers)]
     layout = rng.choice(plans)
     layout = Layout(layout.cuts, layout.workers, "list")
-    judged = judge.simulate(layout)
+    judged = evaluator.simulate(layout)
     assert judged is not None
-    stages = [judge.stage(group, *layout.cuts[n : n + 2]) for n, group in enumerate(layout.workers)]
+    stages = [evaluator.stage(group, *layout.cuts[n : n + 2]) for n, group in enumerate(layout.workers)]
     busiest_s, latency_s = max(stage[0] + stage[1] for stage in stages), 0.0
     for n in range(layout.num_stages - 1):
         ends = (layout.workers[n], layout.workers[n + 1])
-        per_byte, latency_s, _ = judge.channel(*ends)
-        back = judge.channel(*ends[::-1]).s_per_byte
+        per_byte, latency_s, _ = evaluator.channel(*ends)
+        back = evaluator.channel(*ends[::-1]).s_per_byte
         busiest_s = max(busiest_s, float(problem.crossing_bytes[layout.cuts[n + 1]]) * (per_byte + back))
     # A latency occupies nothing; each of the ways over 2N - 2 channels meets it once. The norm adds one more.
     bound_s = (problem.num_microbatches + 4 * layout.num_stages - 4) * (busiest_s + 2 * latency_s)
@@ -103,29 +103,30 @@ def test_a_simulated_list_keeps_the_bound(seed: int) -> None:
 
 def test_equal_stages_without_messages_take_m_plus_n_minus_1() -> None:
     problem = Problem(ModelProfile.uniform(8, microbatch_size=4), ClusterTopology.uniform(8), num_microbatches=10, microbatch_size=4)
-    judge = Judge(problem)
+    evaluator = LayoutEvaluator(problem)
     for num_stages in (1, 2, 4, 8):
         step = 8 // num_stages
         cuts = tuple(range(0, 9, step))
         for order in ("1f1b", "list", "gpipe"):
             layout = Layout(cuts, tuple((device,) for device in range(num_stages)), order)
-            judged = judge.simulate(layout)
+            judged = evaluator.simulate(layout)
             assert judged is not None
             assert judged.update_s == pytest.approx((10 + num_stages - 1) * 3 * step)
-            assert judge.estimate_s(layout) == pytest.approx(judged.update_s)
+            assert evaluator.estimate_s(layout) == pytest.approx(judged.update_s)
 
 
 def test_with_many_microbatches_the_busiest_resource_decides() -> None:
     times = []
     for num_microbatches in (8, 256):
         problem = random_problem(5, num_devices=4, num_layers=6, num_microbatches=num_microbatches)
-        judge = Judge(problem)
+        evaluator = LayoutEvaluator(problem)
         layout = Layout((0, 1, 3, 4, 6), ((0,), (1,), (2,), (3,)), "list")
-        judged = judge.simulate(layout)
+        judged = evaluator.simulate(layout)
         assert judged is not None
-        stages = [sum(judge.stage(group, *layout.cuts[n : n + 2])[:2]) for n, group in enumerate(layout.workers)]
+        stages = [sum(evaluator.stage(group, *layout.cuts[n : n + 2])[:2]) for n, group in enumerate(layout.workers)]
         channels = [
-            float(problem.crossing_bytes[layout.cuts[n + 1]]) * judge.channel(layout.workers[n], layout.workers[n + 1])[0] for n in range(3)
+            float(problem.crossing_bytes[layout.cuts[n + 1]]) * evaluator.channel(layout.workers[n], layout.workers[n + 1])[0]
+            for n in range(3)
         ]
         times.append(judged.update_s / num_microbatches / max(*stages, *channels))
     assert times[1] == pytest.approx(1.0, abs=0.05)
@@ -135,15 +136,15 @@ def test_with_many_microbatches_the_busiest_resource_decides() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_the_estimate_is_near_what_is_simulated(seed: int) -> None:
     problem = random_problem(seed, num_devices=4, num_layers=5, num_microbatches=1 + seed % 9)
-    judge = Judge(problem)
+    evaluator = LayoutEvaluator(problem)
     rng = random.Random(seed)
     ratios = []
     for layout in rng.sample(list(all_plans(4, 5)), 20):
         for order in ("1f1b", "list"):
             variant = Layout(layout.cuts, layout.workers, order)
-            judged = judge.simulate(variant)
+            judged = evaluator.simulate(variant)
             assert judged is not None
-            ratios.append(judged.update_s / judge.estimate_s(variant))
+            ratios.append(judged.update_s / evaluator.estimate_s(variant))
     assert min(ratios) > 0.85
     assert math.fsum(ratios) / len(ratios) < 1.15
 
@@ -181,7 +182,7 @@ def test_workers_exchange_as_many_messages_as_borders_demand(sizes: tuple[int, i
     shares = [
         tuple((device + first, rows // size / rows) for device in range(size)) for first, size in zip((0, sizes[0]), sizes, strict=True)
     ]
-    programs = lower(build("1f1b", Size(2, 1)), Placement(tuple(shares)))
+    programs = lower(build("1f1b", ScheduleRequest(2, 1)), Placement(tuple(shares)))
     sent = [item for program in programs for item in program.items if isinstance(item, Send)]
     assert len(sent) == 2 * (sum(sizes) - math.gcd(*sizes))
 
@@ -192,9 +193,9 @@ def test_transfers_that_share_a_wire_follow_each_other() -> None:
     )
     topology = ClusterTopology(name="t", nodes=nodes, default_link=NodeLink(bandwidth_bytes_per_s=10.0, latency_s=0.5))
     problem = Problem(ModelProfile.uniform(2, output_bytes=100, microbatch_size=4), topology, 1, 4)
-    judge = Judge(problem)
+    evaluator = LayoutEvaluator(problem)
     # Each of two devices sends half of the bytes over the one wire between the nodes; within a node each pair has its own.
-    per_byte, latency_s, _ = judge.channel((0, 1), (2, 3))
+    per_byte, latency_s, _ = evaluator.channel((0, 1), (2, 3))
     assert per_byte == pytest.approx(0.1)
     assert latency_s == 0.5
-    assert judge.channel((0,), (1,))[0] == 0.0
+    assert evaluator.channel((0,), (1,))[0] == 0.0

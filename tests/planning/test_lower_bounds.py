@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from raypipe.artifacts.profile import LayerProfile, ModelProfile, NamedEdge
 from raypipe.planning.lower_bounds import Piece, chain, lower_bound, pieces_of, profile_bound
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Size, UpdateScope
+from raypipe.schedules.ir import ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import lower
 from raypipe.simulation.cost import StageCost, equal_stages
 from raypipe.simulation.simulator import Numbered
@@ -28,9 +28,9 @@ def equal(num_stages: int) -> tuple[Piece, ...]:
 
 @given(st.data())
 def test_no_bundled_order_takes_less(data: st.DataObject) -> None:
-    family = data.draw(st.sampled_from(catalogue.FAMILIES))
-    size = replace(data.draw(strategies.sizes(family.name)), num_updates=1)
-    schedule = catalogue.build(family.name, size)
+    spec = data.draw(st.sampled_from(catalogue.SPECS))
+    size = replace(data.draw(strategies.sizes(spec.name)), num_updates=1)
+    schedule = catalogue.build(spec.name, size)
     pieces = chain(data.draw(st.lists(PIECES, min_size=schedule.num_stages, max_size=schedule.num_stages)))
     speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=size.num_devices, max_size=size.num_devices))
     latency_s = data.draw(st.sampled_from([0.0, 0.3, 2.0]))
@@ -63,13 +63,13 @@ def test_no_bundled_order_takes_less(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 7])
 def test_zero_bubble_reaches_it_where_all_ops_take_equally_long(num_devices: int) -> None:
-    schedule = catalogue.build("zb-h2", Size(num_devices, 4 * num_devices))
+    schedule = catalogue.build("zb-h2", ScheduleRequest(num_devices, 4 * num_devices))
     taken_s = Numbered(lower(schedule)).run(equal_stages(schedule)).makespan_s
     assert lower_bound(equal(num_devices), num_microbatches=4 * num_devices, speeds=[1.0] * num_devices).update_s == taken_s
 
 
 def test_a_stream_of_updates_that_do_not_wait_reaches_the_work_alone() -> None:
-    schedule = catalogue.build("zb-h2", Size(4, 12, 9, update_scope=UpdateScope.STAGE))
+    schedule = catalogue.build("zb-h2", ScheduleRequest(4, 12, 9, update_scope=UpdateScope.STAGE))
     timing = Numbered(lower(schedule)).run(equal_stages(schedule))
     assert timing.update_s == lower_bound(equal(4), num_microbatches=12, speeds=[1.0] * 4).work_s == 36
 

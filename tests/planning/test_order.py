@@ -7,7 +7,7 @@ import pytest
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.planning.device_order import MOST_FOR_CUTS, nearest, orders, recursive, symmetric, tree
-from raypipe.planning.layout import Judge
+from raypipe.planning.layout import LayoutEvaluator
 from raypipe.planning.planners import solve
 from tests.planning.instances import islands, random_problem, shuffled
 
@@ -54,7 +54,7 @@ def test_the_best_link_joins_two_islands() -> None:
 
 def test_no_sum_of_heavy_gradients_crosses_slow_links() -> None:
     problem = islands((3, 3), between=0.5, parameter_bytes=4000)
-    found = solve(Judge(problem), name="spp").layout
+    found = solve(LayoutEvaluator(problem), name="spp").layout
     assert all(len({problem.node_of[device] for device in group}) == 1 for group in found.workers)
     crossings = [
         (problem.node_of[one[-1]], problem.node_of[other[0]])

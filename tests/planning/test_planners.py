@@ -13,13 +13,13 @@ from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile
 from raypipe.artifacts.schedule import save_schedule
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
 from raypipe.errors import PlanError, UnknownNameError
-from raypipe.planning.layout import Judge, Judged, Layout
+from raypipe.planning.layout import Judged, Layout, LayoutEvaluator
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import PLANNERS, best_division, climbed, divided, make, solve
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import Budget
 from raypipe.schedule_registry import build
-from raypipe.schedules.ir import Size, WeightRule
+from raypipe.schedules.ir import ScheduleRequest, WeightRule
 from raypipe.schedules.validate import facts
 from raypipe.simulation.cost import plan_cost
 from raypipe.simulation.simulator import simulate_plan
@@ -39,11 +39,11 @@ def test_it_is_never_behind_another_planner(seed: int) -> None:
     else:
         profile = ModelProfile.uniform(40, output_bytes=1, parameter_bytes=10**6, microbatch_size=1)
         problem = Problem(profile, ClusterTopology.uniform(40, bandwidth_bytes_per_s=1000.0), 16, 1)
-    own_s = solve(Judge(problem), budget=TINY).update_s
+    own_s = solve(LayoutEvaluator(problem), budget=TINY).update_s
     for name in OTHERS:
         if num_devices == 40 and name not in QUICK:
             continue
-        assert own_s <= solve(Judge(problem), name=name).update_s * (1 + 1e-9), name
+        assert own_s <= solve(LayoutEvaluator(problem), name=name).update_s * (1 + 1e-9), name
 
 
 @pytest.mark.parametrize("name", [planner.name for planner in PLANNERS])
@@ -124,10 +124,10 @@ def test_rows_are_divided_into_as_many_microbatches_as_pay() -> None:
     whole = replace(problem, num_microbatches=1, microbatch_size=32)
     chosen = best_division(whole, schedule="1f1b", budget=SMALL)
     assert chosen.num_microbatches * chosen.microbatch_size == 32
-    own_s = solve(Judge(chosen), schedule="1f1b", budget=SMALL).update_s
+    own_s = solve(LayoutEvaluator(chosen), schedule="1f1b", budget=SMALL).update_s
     for num_microbatches, microbatch_size in divided(32, most_microbatches=32):
         other = replace(whole, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
-        assert own_s <= solve(Judge(other), schedule="1f1b", budget=SMALL).update_s * 1.001
+        assert own_s <= solve(LayoutEvaluator(other), schedule="1f1b", budget=SMALL).update_s * 1.001
 
 
 def test_what_a_microbatch_costs_besides_makes_them_larger() -> None:
@@ -164,11 +164,11 @@ def test_where_forwards_run_again_the_search_still_changes_the_number_of_stages(
 
 
 def test_a_layer_that_is_moved_may_end_that_a_forward_runs_again() -> None:
-    judge = Judge(of_memory(2600, num_devices=2, num_layers=4))
-    begin = judge.simulate(Layout((0, 3, 4), ((0,), (1,))))
+    evaluator = LayoutEvaluator(of_memory(2600, num_devices=2, num_layers=4))
+    begin = evaluator.simulate(Layout((0, 3, 4), ((0,), (1,))))
     assert begin is not None
     assert begin.layout.recomputed == (0,)
-    found = climbed(judge, begin, most_steps=1)
+    found = climbed(evaluator, begin, most_steps=1)
     assert found is not None
     assert (found.layout.cuts, found.layout.recomputed, found.missing_bytes) == ((0, 2, 4), (), 0)
 
@@ -306,7 +306,7 @@ def test_orders_of_ones_own_whose_updates_overlap_are_planned_as_the_bundled_one
     bundled = make(problem, name=planner, schedule="async-1f1b", budget=TINY).predicted
     assert bundled is not None
     path = str(tmp_path / "order.json")
-    save_schedule(build("async-1f1b", Size(4, 2, num_updates)), path)
+    save_schedule(build("async-1f1b", ScheduleRequest(4, 2, num_updates)), path)
     for name in ("raypipe.schedules.families.one_f_one_b_async:FAMILY_ASYNC", path):
         plan = make(problem, name=planner, schedule=name, budget=TINY)
         assert (plan.order.weight_rule, plan.order.num_updates) == (WeightRule.LIVE, 7)
@@ -320,7 +320,7 @@ def test_orders_of_ones_own_whose_updates_overlap_are_planned_as_the_bundled_one
 
 def test_a_file_of_a_window_is_refused_for_another_window_with_the_option_that_would_do(tmp_path: Path) -> None:
     path = str(tmp_path / "order.json")
-    save_schedule(build("async-1f1b", Size(4, 8, 3)), path)
+    save_schedule(build("async-1f1b", ScheduleRequest(4, 8, 3)), path)
     with pytest.raises(PlanError, match=r"is the order of 3 updates, asked for 7; use --updates 3 \(--updates-per-window, schedule\."):
         make(uniform_chain(updates_per_window=7), name="1f1b-equal", schedule=path)
 

@@ -14,7 +14,7 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
 from raypipe.errors import PlanError, ScheduleError
 from raypipe.network.estimate import NetworkEstimate, Transfer
-from raypipe.planning.layout import Judge, Layout
+from raypipe.planning.layout import Layout, LayoutEvaluator
 from raypipe.planning.planners import solve
 from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
@@ -61,7 +61,7 @@ def problem(topology: ClusterTopology | None = None, *, max_staleness: int | Non
 
 def seconds_of(choice: Choice, topology: ClusterTopology) -> float:
     """What an update takes there, without noise."""
-    found = Judge(problem(topology), numbered=_NUMBERED).simulate(choice.layout)
+    found = LayoutEvaluator(problem(topology), numbered=_NUMBERED).simulate(choice.layout)
     assert found is not None
     return found.update_s
 
@@ -136,7 +136,7 @@ def begun(*, divisions: tuple[tuple[int, int], ...] = (), schedules: tuple[str, 
 
 def best_s(topology: ClusterTopology) -> float:
     """Of the best fixed way in hindsight."""
-    return solve(Judge(problem(topology))).update_s
+    return solve(LayoutEvaluator(problem(topology))).update_s
 
 
 def test_a_thousand_windows_of_noise_are_no_reason_to_switch() -> None:

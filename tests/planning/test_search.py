@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from raypipe.planning import search
-from raypipe.planning.layout import Judge
+from raypipe.planning.layout import LayoutEvaluator
 from raypipe.planning.search import Budget, Search
 from tests.planning.instances import random_problem
 from tests.planning.optima import Case, gap, optimum_s, stored
@@ -42,7 +42,7 @@ def test_the_search_comes_within_two_percent_on_average_and_eight_at_worst(part:
 def test_equal_problems_get_equal_plans() -> None:
     layouts = []
     for _ in range(2):
-        found = Search(Judge(random_problem(7, num_devices=5, num_layers=6)), budget=Budget(2000, 60)).run()
+        found = Search(LayoutEvaluator(random_problem(7, num_devices=5, num_layers=6)), budget=Budget(2000, 60)).run()
         assert found is not None
         layouts.append(found.layout)
     assert layouts[0] == layouts[1]
@@ -59,7 +59,7 @@ def test_more_devices_than_usual_get_fewer_looks_each() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_changed_a_layout_stays_a_plan(seed: int) -> None:
     problem = random_problem(seed, num_devices=6, num_layers=7)
-    searching = Search(Judge(problem))
+    searching = Search(LayoutEvaluator(problem))
     rng = random.Random(seed)
     layout = next(iter(searching.starts()))
     kinds = set()
@@ -82,7 +82,7 @@ def test_whatever_is_changed_a_layout_stays_a_plan(seed: int) -> None:
 
 
 def test_a_change_leaves_open_which_forwards_run_again() -> None:
-    searching = Search(Judge(random_problem(1, num_devices=6, num_layers=7, memory_bytes=600_000_000)))
+    searching = Search(LayoutEvaluator(random_problem(1, num_devices=6, num_layers=7, memory_bytes=600_000_000)))
     rng = random.Random(1)
     begin = replace(next(iter(searching.starts())), recomputed=(0,))
     changed = [searching.changed(begin, rng) for _ in range(100)]

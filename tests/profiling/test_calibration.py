@@ -13,7 +13,7 @@ from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.errors import FormatError
 from raypipe.profiling.calibration import Observations
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import OpKind, Schedule, Size, UpdateScope
+from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import Compute, DeviceProgram, Message, Recv, Send, lower
 from raypipe.simulation.cost import Cost, equal_stages
 from raypipe.simulation.simulator import Numbered
@@ -59,7 +59,7 @@ def played(programs: Sequence[DeviceProgram], cost: Cost, size_bytes: int = 0, c
 
 
 def schedule(name: str, num_devices: int, num_microbatches: int) -> Schedule:
-    return catalogue.build(name, Size(num_devices, num_microbatches, 2, update_scope=UpdateScope.STAGE))
+    return catalogue.build(name, ScheduleRequest(num_devices, num_microbatches, 2, update_scope=UpdateScope.STAGE))
 
 
 def observed() -> TransportCosts:

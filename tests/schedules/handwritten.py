@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, StageGraph, Together, UpdateScope, WeightRule
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, UpdateScope, WeightRule
 
 
 def opposite_pipelines(num_devices: int = 4) -> Schedule:
@@ -158,7 +158,7 @@ def halved(schedule: Schedule) -> Schedule:
         if slot.kind.per_update:
             return [slot]
         halves = slot._replace(part=1), slot._replace(part=2)
-        return [Together(halves)] if slot.kind is OpKind.FORWARD else list(halves)
+        return [Overlap(halves)] if slot.kind is OpKind.FORWARD else list(halves)
 
     programs = tuple(tuple(part for slot in program for part in parts(slot)) for program in schedule.programs)
     return replace(schedule, programs=programs)

@@ -12,7 +12,7 @@ import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, Size, StageTimes, UpdateScope, WeightRule, reads
+from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope, WeightRule, reads
 from raypipe.schedules.lower import lower
 from raypipe.schedules.passes import add_reductions
 from raypipe.schedules.search.dispatch import Line, defer_updates, timed
@@ -45,7 +45,7 @@ ROUND = pytest.mark.parametrize("depth", [4, 8, 12, 16])
 
 
 def amdp(depth: int, rounds: int, num_updates: int, **changed: object) -> Schedule:
-    return catalogue.build("amdp", replace(Size(depth, depth * rounds, num_updates), **changed))  # type: ignore[arg-type]
+    return catalogue.build("amdp", replace(ScheduleRequest(depth, depth * rounds, num_updates), **changed))  # type: ignore[arg-type]
 
 
 def steady(schedule: Schedule, times: tuple[float, float, float] = (1, 1, 1), latency: float = 0.0) -> float:
@@ -115,7 +115,7 @@ def test_the_round_of_amdp_for_other_times(times: tuple[float, float, float]) ->
 @ROUND
 def test_a_flush_costs_three_units_an_update(depth: int) -> None:
     for rounds in (1, 4):
-        schedule = catalogue.build("amdp-flush", Size(depth, depth * rounds, 6))
+        schedule = catalogue.build("amdp-flush", ScheduleRequest(depth, depth * rounds, 6))
         assert steady(schedule) == rounds * (3 * depth + 1) + 3
 
 
@@ -160,7 +160,7 @@ def test_a_backward_behind_the_reduction_of_an_update_counts_for_the_next() -> N
 
 def test_2bw_reads_the_version_of_its_formula() -> None:
     for depth, size in ((4, 4), (4, 3), (3, 7)):
-        schedule = catalogue.build("pipedream-2bw", Size(depth, size, 4))
+        schedule = catalogue.build("pipedream-2bw", ScheduleRequest(depth, size, 4))
         for op, _ in schedule.ops():
             if not op.kind.per_update:
                 number = op.index + 1  # the paper counts from 1
@@ -170,7 +170,7 @@ def test_2bw_reads_the_version_of_its_formula() -> None:
 
 @pytest.mark.parametrize("depth", range(2, 9))
 def test_pipedream_stashes_a_version_for_each_microbatch_under_way(depth: int) -> None:
-    found = facts(catalogue.build("pipedream", Size(depth, 1, 4 * depth)))
+    found = facts(catalogue.build("pipedream", ScheduleRequest(depth, 1, 4 * depth)))
     assert (found.max_mismatch, found.max_delay) == (0, depth - 1)
     assert found.weight_copies == tuple(depth - stage for stage in range(depth))
 
@@ -182,14 +182,14 @@ def test_the_delay_on_average_falls_with_the_microbatches_of_an_update(depth: in
     expected = {"pipedream-2bw": 1, "async-1f1b": (depth - 1) / (2 * size), "amdp": (7 / 8 if depth == 4 else 1) / rounds, "1f1b": 0}
     for name, of_update in expected.items():
         # The first updates of a window are less late: what the next ones add is that of updates far from its beginning.
-        short, long = (facts(catalogue.build(name, Size(depth, size, count))).mean_delay * count for count in (12, 16))
+        short, long = (facts(catalogue.build(name, ScheduleRequest(depth, size, count))).mean_delay * count for count in (12, 16))
         assert (long - short) / 4 == pytest.approx(of_update)
 
 
 @pytest.mark.parametrize("depth", range(2, 9))
 def test_async_1f1b_is_one_version_off_exactly_from_one_microbatch_less_than_devices(depth: int) -> None:
     for size in range(1, 2 * depth + 1):
-        found = facts(catalogue.build("async-1f1b", Size(depth, size, 4 * depth)))
+        found = facts(catalogue.build("async-1f1b", ScheduleRequest(depth, size, 4 * depth)))
         assert found.max_mismatch == found.max_delay == math.ceil((depth - 1) / size)
         assert (found.max_mismatch <= 1) == (size >= depth - 1)
         assert set(found.weight_copies) == {1}
@@ -201,7 +201,10 @@ def test_stages_that_take_no_time_are_ordered_all_the_same(seconds: tuple[float,
         for scope in UpdateScope:
             validate(
                 catalogue.build(
-                    "amdp", Size(depth, size, 3, num_pipelines=pipelines, update_scope=scope, times=(StageTimes(*seconds),), latency_s=0.1)
+                    "amdp",
+                    ScheduleRequest(
+                        depth, size, 3, num_pipelines=pipelines, update_scope=scope, times=(StageTimes(*seconds),), latency_s=0.1
+                    ),
                 )
             )
 
@@ -209,10 +212,12 @@ def test_stages_that_take_no_time_are_ordered_all_the_same(seconds: tuple[float,
 def test_where_stages_lie_does_not_depend_on_how_long_they_take() -> None:
     chance = random.Random(0)
     for depth, pipelines in ((5, 2), (6, 2), (6, 3), (7, 3), (12, 2)):
-        equal = catalogue.build("amdp", Size(depth, 4 * pipelines, 2, num_pipelines=pipelines)).pipelines
+        equal = catalogue.build("amdp", ScheduleRequest(depth, 4 * pipelines, 2, num_pipelines=pipelines)).pipelines
         for _ in range(3):
             times = tuple(StageTimes(chance.uniform(0.7, 1.3), 1, chance.uniform(0.7, 1.3)) for _ in range(depth))
-            unequal = catalogue.build("amdp", Size(depth, 4 * pipelines, 2, num_pipelines=pipelines, times=times, latency_s=0.05))
+            unequal = catalogue.build(
+                "amdp", ScheduleRequest(depth, 4 * pipelines, 2, num_pipelines=pipelines, times=times, latency_s=0.05)
+            )
             assert unequal.pipelines == equal
 
 
@@ -220,7 +225,7 @@ def test_where_stages_lie_does_not_depend_on_how_long_they_take() -> None:
 def test_async_interleaved_is_one_version_off_from_twice_as_many_microbatches_as_devices(chunks: int) -> None:
     for depth in range(2, 7):
         for size in range(2 * depth, 4 * depth):
-            found = facts(catalogue.build("async-interleaved", Size(depth, size, 5, chunks)))
+            found = facts(catalogue.build("async-interleaved", ScheduleRequest(depth, size, 5, chunks)))
             assert max(found.max_mismatch, found.max_delay) <= 1
 
 
@@ -253,12 +258,12 @@ def test_every_scope_is_valid_and_runs(name: str, scope: UpdateScope) -> None:
 @pytest.mark.parametrize(("scope", "seconds"), [(UpdateScope.STAGE, 24), (UpdateScope.GLOBAL, 38), (UpdateScope.TIED, 24)])
 def test_async_1f1b_pays_for_its_scope(scope: UpdateScope, seconds: float) -> None:
     # Without ties, the scope `tied` is that of the stage.
-    assert steady(catalogue.build("async-1f1b", Size(8, 8, 9, update_scope=scope))) == seconds
+    assert steady(catalogue.build("async-1f1b", ScheduleRequest(8, 8, 9, update_scope=scope))) == seconds
 
 
 @pytest.mark.parametrize("name", ["async-1f1b", "pipedream-2bw"])
 def test_an_update_that_is_deferred_until_all_gradients_are_there_keeps_nobody_waiting(name: str) -> None:
-    size = Size(8, 8, 12, update_scope=UpdateScope.GLOBAL)
+    size = ScheduleRequest(8, 8, 12, update_scope=UpdateScope.GLOBAL)
     at_once = catalogue.build(name, size)
     deferred = defer_updates(at_once, Line.of(at_once.pipelines, size))
     validate(deferred)
@@ -271,8 +276,11 @@ def test_an_update_that_is_deferred_until_all_gradients_are_there_keeps_nobody_w
 
 def test_async_interleaved_has_no_bubble() -> None:
     for chunks in (1, 2, 3):
-        assert steady(catalogue.build("async-interleaved", Size(4, 8, 12, chunks))) == 3 * 8 * chunks
-        assert steady(catalogue.build("async-interleaved", Size(4, 8, 12, chunks, update_scope=UpdateScope.GLOBAL))) == 3 * 8 * chunks
+        assert steady(catalogue.build("async-interleaved", ScheduleRequest(4, 8, 12, chunks))) == 3 * 8 * chunks
+        assert (
+            steady(catalogue.build("async-interleaved", ScheduleRequest(4, 8, 12, chunks, update_scope=UpdateScope.GLOBAL)))
+            == 3 * 8 * chunks
+        )
 
 
 # Other numbers of devices and pipelines
@@ -287,7 +295,7 @@ def test_async_interleaved_has_no_bubble() -> None:
 )
 def test_searched_orders_keep_devices_busy(depth: int, pipelines: int, busy: float) -> None:
     size = pipelines * -(-4 * depth // pipelines)
-    schedule = catalogue.build("amdp", Size(depth, size, 9, num_pipelines=pipelines))
+    schedule = catalogue.build("amdp", ScheduleRequest(depth, size, 9, num_pipelines=pipelines))
     validate(schedule)
     assert len(set(schedule.pipelines)) == pipelines
     assert 3 * size / steady(schedule) >= busy - 1e-9
@@ -297,27 +305,27 @@ def test_searched_orders_keep_devices_busy(depth: int, pipelines: int, busy: flo
 
 
 def test_fewer_pipelines_hold_fewer_weights_and_more_activations_each() -> None:
-    found = [facts(catalogue.build("amdp", Size(16, 64, 4, num_pipelines=pipelines))) for pipelines in (1, 2, 4, 8)]
+    found = [facts(catalogue.build("amdp", ScheduleRequest(16, 64, 4, num_pipelines=pipelines))) for pipelines in (1, 2, 4, 8)]
     assert [max(each.weight_copies) for each in found] == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize("limit", [4, 5, 6])
 def test_a_limit_on_activations_is_kept(limit: int) -> None:
-    schedule = catalogue.build("amdp", Size(8, 16, 6, max_in_flight=limit))
+    schedule = catalogue.build("amdp", ScheduleRequest(8, 16, 6, max_in_flight=limit))
     validate(schedule)
     assert max(facts(schedule).peak_in_flight) <= limit
 
 
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_works() -> None:
     with pytest.raises(ScheduleError, match="use --max-in-flight 4") as refusal:
-        catalogue.build("amdp", Size(8, 16, max_in_flight=1))
+        catalogue.build("amdp", ScheduleRequest(8, 16, max_in_flight=1))
     assert "amdp with 4 pipelines on 8 devices holds at least 4" in refusal.value.problem
-    catalogue.build("amdp", Size(8, 16, max_in_flight=4))
+    catalogue.build("amdp", ScheduleRequest(8, 16, max_in_flight=4))
 
 
 def test_a_searched_order_suits_the_times_of_its_stages() -> None:
     times = tuple(StageTimes(1 + stage % 3, 1, 1 + stage % 2) for stage in range(6))
-    size = Size(6, 24, 9, num_pipelines=2, times=times)
+    size = ScheduleRequest(6, 24, 9, num_pipelines=2, times=times)
     line = Line.of(catalogue.build("amdp", size).pipelines, size)
 
     def turn_s(schedule: Schedule) -> float:
@@ -336,7 +344,7 @@ def test_a_searched_order_suits_the_times_of_its_stages() -> None:
     [(4, 1, 0.97, 0.5), (4, 4, 0.97, 0.2), (8, 1, 1.0, 0.15), (8, 4, 1.0, 0.15), (12, 2, 1.0, 0.1), (16, 1, 1.03, 0.05)],
 )
 def test_amdp_auto_is_about_as_fast_as_amdp_and_far_less_stale(depth: int, rounds: int, time: float, stale: float) -> None:
-    schedules = [catalogue.build(name, Size(depth, depth * rounds, max(9, 96 // depth))) for name in ("amdp-auto", "amdp")]
+    schedules = [catalogue.build(name, ScheduleRequest(depth, depth * rounds, max(9, 96 // depth))) for name in ("amdp-auto", "amdp")]
     validate(schedules[0])
     found, published = map(facts, schedules)
     assert steady(schedules[0]) <= time * steady(schedules[1])
@@ -347,7 +355,7 @@ def test_amdp_auto_is_about_as_fast_as_amdp_and_far_less_stale(depth: int, round
 
 
 def test_amdp_auto_finds_four_devices_an_order_without_a_bubble() -> None:
-    schedule = catalogue.build("amdp-auto", Size(4, 16, 9, max_in_flight=4, max_mean_staleness=0.15))
+    schedule = catalogue.build("amdp-auto", ScheduleRequest(4, 16, 9, max_in_flight=4, max_mean_staleness=0.15))
     validate(schedule)
     assert steady(schedule) == pytest.approx(4 * 3 * 4)
 
@@ -357,7 +365,7 @@ def test_amdp_auto_finds_four_devices_an_order_without_a_bubble() -> None:
 )
 def test_amdp_auto_keeps_its_limit_in_whole_windows_and_lays_stages_alike(depth: int, pipelines: int, number: int) -> None:
     for scope in (UpdateScope.STAGE, UpdateScope.GLOBAL):
-        size = Size(depth, number, 10, num_pipelines=pipelines, update_scope=scope)
+        size = ScheduleRequest(depth, number, 10, num_pipelines=pipelines, update_scope=scope)
         needed = 0.05
         try:
             assert facts(catalogue.build("amdp-auto", replace(size, max_mean_staleness=0.0))).mean_delay == 0
@@ -375,7 +383,7 @@ def test_amdp_auto_keeps_its_limit_in_whole_windows_and_lays_stages_alike(depth:
 
 @pytest.mark.parametrize("scope", [UpdateScope.STAGE, UpdateScope.GLOBAL])
 def test_amdp_auto_keeps_a_limit_on_the_mean_staleness(scope: UpdateScope) -> None:
-    size = Size(4, 4, 12, update_scope=scope)
+    size = ScheduleRequest(4, 4, 12, update_scope=scope)
     loosely = catalogue.build("amdp-auto", size)
     strictly = catalogue.build("amdp-auto", replace(size, max_mean_staleness=0.4))
     validate(strictly)
@@ -386,13 +394,13 @@ def test_amdp_auto_keeps_a_limit_on_the_mean_staleness(scope: UpdateScope) -> No
     needed = float(refusal.value.problem.split("--max-mean-staleness ")[1].split(",")[0])
     assert facts(catalogue.build("amdp-auto", replace(size, max_mean_staleness=needed))).mean_delay <= needed
     with pytest.raises(ScheduleError, match="use --max-in-flight 4, or fewer pipelines"):
-        catalogue.build("amdp-auto", Size(8, 16, max_in_flight=1))
+        catalogue.build("amdp-auto", ScheduleRequest(8, 16, max_in_flight=1))
 
 
 def test_amdp_auto_is_nearly_as_fast_as_amdp_over_many_updates_of_unequal_stages() -> None:
     # Six blocks a stage, an embedding and a head: some orders by rules go round in several updates, and a few of these say little.
     times = (StageTimes(13.386, 14.657, 12.106), *[StageTimes(13.368, 14.657, 12.08)] * 6, StageTimes(18.643, 19.931, 17.354))
-    size = Size(8, 32, 12, num_pipelines=2, times=times, latency_s=0.01)
+    size = ScheduleRequest(8, 32, 12, num_pipelines=2, times=times, latency_s=0.01)
     seconds = {
         OpKind.FORWARD: [each.forward_s for each in times],
         OpKind.BACKWARD: [each.input_grad_s + each.weight_grad_s for each in times],
@@ -408,7 +416,7 @@ def test_amdp_auto_is_nearly_as_fast_as_amdp_over_many_updates_of_unequal_stages
 
 def test_amdp_auto_suits_the_times_of_its_stages() -> None:
     times = tuple(StageTimes(1 + stage % 2, 1, 1 + stage % 3) for stage in range(4))
-    size = Size(4, 16, 6)
+    size = ScheduleRequest(4, 16, 6)
     seconds = {
         OpKind.FORWARD: [each.forward_s for each in times],
         OpKind.BACKWARD: [each.input_grad_s + each.weight_grad_s for each in times],
@@ -426,28 +434,32 @@ def test_amdp_auto_suits_the_times_of_its_stages() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "problem"),
     [
-        ("amdp", Size(8, 12), "rounds of 8 microbatches, got 12 an update; use --microbatches 8 or --microbatches 16"),
-        ("amdp", Size(6, 7), "as many microbatches for each of its 3 pipelines, got 7 an update; use --microbatches 6 or --microbatches 9"),
-        ("amdp", Size(4, 8, num_pipelines=5), "at most one pipeline on each of 4 devices, got 5; use --pipelines 4"),
-        ("amdp-flush", Size(4, 6), "rounds of 4 microbatches"),
+        ("amdp", ScheduleRequest(8, 12), "rounds of 8 microbatches, got 12 an update; use --microbatches 8 or --microbatches 16"),
         (
-            "amdp-auto",
-            Size(6, 7),
+            "amdp",
+            ScheduleRequest(6, 7),
             "as many microbatches for each of its 3 pipelines, got 7 an update; use --microbatches 6 or --microbatches 9",
         ),
-        ("amdp-auto", Size(4, 8, num_pipelines=5), "at most one pipeline on each of 4 devices, got 5; use --pipelines 4"),
-        ("pipedream", Size(4, 2), "use --microbatches 1, or the schedule 'pipedream-2bw'"),
-        ("pipedream-2bw", Size(8, 4), "at least 7 microbatches an update on 8 devices, got 4; use --microbatches 7"),
+        ("amdp", ScheduleRequest(4, 8, num_pipelines=5), "at most one pipeline on each of 4 devices, got 5; use --pipelines 4"),
+        ("amdp-flush", ScheduleRequest(4, 6), "rounds of 4 microbatches"),
+        (
+            "amdp-auto",
+            ScheduleRequest(6, 7),
+            "as many microbatches for each of its 3 pipelines, got 7 an update; use --microbatches 6 or --microbatches 9",
+        ),
+        ("amdp-auto", ScheduleRequest(4, 8, num_pipelines=5), "at most one pipeline on each of 4 devices, got 5; use --pipelines 4"),
+        ("pipedream", ScheduleRequest(4, 2), "use --microbatches 1, or the schedule 'pipedream-2bw'"),
+        ("pipedream-2bw", ScheduleRequest(8, 4), "at least 7 microbatches an update on 8 devices, got 4; use --microbatches 7"),
     ],
 )
-def test_sizes_that_cannot_be_had_are_refused_with_the_nearest_that_can(name: str, size: Size, problem: str) -> None:
+def test_sizes_that_cannot_be_had_are_refused_with_the_nearest_that_can(name: str, size: ScheduleRequest, problem: str) -> None:
     with pytest.raises(ScheduleError) as refusal:
         catalogue.build(name, size)
     assert problem in refusal.value.problem
 
 
 def test_deferring_leaves_the_order_of_computation_alone() -> None:
-    size = Size(4, 4, 5, update_scope=UpdateScope.GLOBAL)
+    size = ScheduleRequest(4, 4, 5, update_scope=UpdateScope.GLOBAL)
     schedule = catalogue.build("async-1f1b", size)
     deferred = defer_updates(schedule, Line.of(schedule.pipelines, size))
     for before, after in zip(schedule.programs, deferred.programs, strict=True):

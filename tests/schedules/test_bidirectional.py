@@ -11,7 +11,7 @@ import pytest
 from raypipe.artifacts.trace import SpanKind, Trace
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Slot, Together, ops_of
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest, Slot, ops_of
 from raypipe.schedules.lower import lower
 from raypipe.schedules.passes import add_reductions
 from raypipe.schedules.validate import facts, validate
@@ -22,8 +22,8 @@ from tests.schedules import handwritten, reference
 
 
 def build(name: str, num_devices: int, num_microbatches: int, num_pipelines: int = 0, num_updates: int = 1) -> Schedule:
-    chunks = catalogue.family(name).default_chunks
-    return catalogue.build(name, Size(num_devices, num_microbatches, num_updates, chunks, num_pipelines))
+    chunks = catalogue.spec(name).default_chunks
+    return catalogue.build(name, ScheduleRequest(num_devices, num_microbatches, num_updates, chunks, num_pipelines))
 
 
 def run(schedule: Schedule, forward_s: float, backward_s: float, weight_grad_s: float = 0.5, *, overlapped_s: float | None = None) -> Trace:
@@ -215,7 +215,7 @@ def test_dualpipe_v_is_the_first_half_of_dualpipe(half: int) -> None:
 def test_forwards_and_backwards_that_overlap_are_of_different_microbatches() -> None:
     for name, num_devices in (("dualpipe", 8), ("dualpipe-v", 4)):
         schedule = build(name, num_devices, 20)
-        shared = [slot.ops for program in schedule.programs for slot in program if isinstance(slot, Together)]
+        shared = [slot.ops for program in schedule.programs for slot in program if isinstance(slot, Overlap)]
         assert shared
         for forward, backward in shared:
             assert (forward.kind, backward.kind) == (OpKind.FORWARD, OpKind.BACKWARD)
@@ -286,19 +286,19 @@ def test_a_pipeline_without_microbatches_takes_part_in_the_reductions() -> None:
     [
         (
             "chimera",
-            Size(3, 4),
+            ScheduleRequest(3, 4),
             "chimera has pipelines in opposite directions on an even number of devices, got 3; use --devices 2 or --devices 4",
         ),
-        ("chimera-halving", Size(1, 4), "got 1; use --devices 2$"),
-        ("chimera", Size(4, 4, num_pipelines=1), "divides the 4 devices, got 1; use --pipelines 2 or --pipelines 4"),
-        ("chimera-doubling", Size(6, 4, num_pipelines=4), "got 4; use --pipelines 2 or --pipelines 6"),
-        ("chimera", Size(4, 4, num_chunks=2), "chimera holds one stage a device, got 2 chunks; use --chunks 1"),
-        ("dualpipe", Size(5, 4), "got 5; use --devices 4 or --devices 6"),
-        ("dualpipe", Size(4, 4, num_pipelines=4), "dualpipe has two pipelines, got 4; use --pipelines 2"),
-        ("dualpipe-v", Size(4, 4), "dualpipe-v holds two stages a device, got 1 chunks; use --chunks 2"),
-        ("dualpipe-v", Size(4, 4, num_chunks=2, num_pipelines=2), "dualpipe-v has one pipeline, got 2; leave --pipelines out"),
+        ("chimera-halving", ScheduleRequest(1, 4), "got 1; use --devices 2$"),
+        ("chimera", ScheduleRequest(4, 4, num_pipelines=1), "divides the 4 devices, got 1; use --pipelines 2 or --pipelines 4"),
+        ("chimera-doubling", ScheduleRequest(6, 4, num_pipelines=4), "got 4; use --pipelines 2 or --pipelines 6"),
+        ("chimera", ScheduleRequest(4, 4, num_chunks=2), "chimera holds one stage a device, got 2 chunks; use --chunks 1"),
+        ("dualpipe", ScheduleRequest(5, 4), "got 5; use --devices 4 or --devices 6"),
+        ("dualpipe", ScheduleRequest(4, 4, num_pipelines=4), "dualpipe has two pipelines, got 4; use --pipelines 2"),
+        ("dualpipe-v", ScheduleRequest(4, 4), "dualpipe-v holds two stages a device, got 1 chunks; use --chunks 2"),
+        ("dualpipe-v", ScheduleRequest(4, 4, num_chunks=2, num_pipelines=2), "dualpipe-v has one pipeline, got 2; leave --pipelines out"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_would(name: str, size: Size, problem: str) -> None:
+def test_what_does_not_fit_is_refused_with_what_would(name: str, size: ScheduleRequest, problem: str) -> None:
     with pytest.raises(ScheduleError, match=problem):
         catalogue.build(name, size)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raypipe.errors import PlanError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, Size, UpdateScope, ops_of
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, ops_of
 from raypipe.schedules.lower import (
     Await,
     CollectiveKind,
@@ -56,7 +56,7 @@ def two_devices(shares: list[list[float]], *, num_microbatches: int = 2) -> tupl
     """1F1B whose workers are several devices with these shares."""
     numbers = iter(range(100))
     placement = Placement(tuple(tuple((next(numbers), share) for share in worker) for worker in shares))
-    return catalogue.build("1f1b", Size(len(shares), num_microbatches)), placement
+    return catalogue.build("1f1b", ScheduleRequest(len(shares), num_microbatches)), placement
 
 
 def messages(programs: tuple[DeviceProgram, ...], direction: Direction, index: int) -> list[tuple[int, int, Message]]:
@@ -69,7 +69,7 @@ def messages(programs: tuple[DeviceProgram, ...], direction: Direction, index: i
 
 
 def test_1f1b_of_two_devices_and_two_microbatches_is_lowered_item_by_item() -> None:
-    first, second = lower(catalogue.build("1f1b", Size(2, 2)))
+    first, second = lower(catalogue.build("1f1b", ScheduleRequest(2, 2)))
     assert lines(first) == [
         "0F0 v0",
         "send activation 0->1 of microbatch 0 to 1",
@@ -99,12 +99,12 @@ def test_1f1b_of_two_devices_and_two_microbatches_is_lowered_item_by_item() -> N
 
 
 def test_stages_on_the_same_worker_send_nothing() -> None:
-    (only,) = lower(catalogue.build("interleaved", Size(1, 2, num_chunks=3)))
+    (only,) = lower(catalogue.build("interleaved", ScheduleRequest(1, 2, num_chunks=3)))
     assert all(isinstance(item, Compute) for item in only.items)
 
 
 def test_lowering_leaves_the_order_of_computation_alone() -> None:
-    for name in strategies.FAMILY_NAMES:
+    for name in strategies.SPEC_NAMES:
         schedule = catalogue.build(name, strategies.near(name, 3, 6, 2))
         for program in lower(schedule):
             computed = tuple(item.ops for item in program.items if isinstance(item, Compute))
@@ -166,7 +166,7 @@ def test_devices_of_one_worker_sum_their_gradients_before_the_norm() -> None:
 
 
 def test_devices_may_be_numbered_in_any_order() -> None:
-    schedule = catalogue.build("1f1b", Size(2, 3))
+    schedule = catalogue.build("1f1b", ScheduleRequest(2, 3))
     programs = lower(schedule, Placement((((5, 1.0),), ((2, 0.25), (7, 0.75)))))
     assert [program.device for program in programs] == [2, 5, 7]
     reference.run(schedule, programs)
@@ -220,7 +220,7 @@ def test_norms_are_taken_for_a_global_scope_only(name: str, scope: UpdateScope) 
 
 
 def test_a_single_device_meets_nobody() -> None:
-    (only,) = lower(catalogue.build("1f1b", Size(1, 2)))
+    (only,) = lower(catalogue.build("1f1b", ScheduleRequest(1, 2)))
     assert lines(only) == ["0F0 v0", "0B0 v0", "0F1 v0", "0B1 v0", "0U0 v0"]
 
 

@@ -13,16 +13,16 @@ from raypipe.artifacts.plan import make_plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, Together, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest, UpdateScope, WeightRule, ops_of
 from raypipe.schedules.lower import Await, CollectiveKind, Compute, Start, lower
 from raypipe.schedules.passes import one_of_repeated, recompute, recomputed_stages, repeated, shard_optimizer
 from raypipe.schedules.validate import facts, validate
 from raypipe.simulation.simulator import simulate_plan
 from tests.schedules import handwritten, reference
-from tests.strategies import AMDPS, ASYNCHRONOUS, BIDIRECTIONAL, FAMILY_NAMES, near
+from tests.strategies import AMDPS, ASYNCHRONOUS, BIDIRECTIONAL, SPEC_NAMES, near
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in ASYNCHRONOUS])
+@pytest.mark.parametrize("name", [name for name in SPEC_NAMES if name not in ASYNCHRONOUS])
 @given(num_devices=st.integers(1, 5), num_microbatches=st.integers(1, 6), num_updates=st.integers(1, 3))
 def test_an_order_of_one_update_repeated_is_what_the_generator_gives_for_several(
     name: str, num_devices: int, num_microbatches: int, num_updates: int
@@ -53,10 +53,10 @@ def test_an_order_stays_valid_when_it_is_repeated_and_holds_no_more(make: Callab
 
 def test_ops_that_overlap_still_do() -> None:
     one = catalogue.build("dualpipe", near("dualpipe", 4, 8))
-    count = sum(isinstance(slot, Together) for program in one.programs for slot in program)
+    count = sum(isinstance(slot, Overlap) for program in one.programs for slot in program)
     several = repeated(one, num_updates=2)
     assert count
-    assert sum(isinstance(slot, Together) for program in several.programs for slot in program) == 2 * count
+    assert sum(isinstance(slot, Overlap) for program in several.programs for slot in program) == 2 * count
 
 
 @pytest.mark.parametrize("schedule", [handwritten.pipedream_2bw(3, 4, 3), handwritten.async_one_f_one_b(3, 2, 4)], ids=["2bw", "live"])
@@ -73,7 +73,7 @@ def test_updates_that_differ_are_no_update_repeated() -> None:
     assert one_of_repeated(mixed) is None
 
 
-@pytest.mark.parametrize("name", FAMILY_NAMES)
+@pytest.mark.parametrize("name", SPEC_NAMES)
 def test_a_forward_that_runs_again_does_so_right_before_its_backward(name: str) -> None:
     one = catalogue.build(name, near(name, 4, 8))
     again = recompute(one, range(one.num_stages))
@@ -89,7 +89,7 @@ def test_a_forward_that_runs_again_does_so_right_before_its_backward(name: str) 
 
 
 def test_recomputation_trades_time_for_memory() -> None:
-    one = catalogue.build("gpipe", Size(2, 6))
+    one = catalogue.build("gpipe", ScheduleRequest(2, 6))
     profile = ModelProfile.uniform(4, output_bytes=10, saved_bytes=100)
     found = []
     for schedule in (one, recompute(one, (0, 1)), recompute(one, (1,))):
@@ -137,7 +137,7 @@ def test_one_copy_of_each_stage_updates_and_publishes_to_all(name: str, scope: U
 
 
 def test_published_weights_are_awaited_where_they_are_next_used() -> None:
-    schedule = shard_optimizer(catalogue.build("amdp", Size(4, 4, 2)))
+    schedule = shard_optimizer(catalogue.build("amdp", ScheduleRequest(4, 4, 2)))
     for program in lower(schedule):
         pending: set[int] = set()
         for item in program.items:
@@ -151,5 +151,5 @@ def test_published_weights_are_awaited_where_they_are_next_used() -> None:
 
 
 def test_a_schedule_without_copies_stays_as_it_is() -> None:
-    schedule = catalogue.build("async-1f1b", Size(4, 4, 3))
+    schedule = catalogue.build("async-1f1b", ScheduleRequest(4, 4, 3))
     assert shard_optimizer(schedule) == schedule

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import FormatError, ScheduleError
-from raypipe.schedules.ir import Op, OpKind, Place, Schedule, Slot, Together
+from raypipe.schedules.ir import Op, OpKind, Overlap, Place, Schedule, Slot
 from raypipe.schedules.text import from_csv, order_grid, parse_op, parse_slot, to_csv, to_torch_csv
 from tests import strategies
 
 NUMBERS = st.integers(0, 999_999_999)
 OPS = st.builds(Op, st.sampled_from(OpKind), NUMBERS, NUMBERS, NUMBERS, NUMBERS)
-SLOTS: st.SearchStrategy[Slot] = st.one_of(OPS, st.lists(OPS, min_size=2, max_size=4).map(lambda ops: Together(tuple(ops))))
+SLOTS: st.SearchStrategy[Slot] = st.one_of(OPS, st.lists(OPS, min_size=2, max_size=4).map(lambda ops: Overlap(tuple(ops))))
 
 
 @given(op=OPS)

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageGraph, UpdateScope, dependencies
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageGraph, UpdateScope, dependencies
 from raypipe.schedules.lower import Await, CollectiveKind, Compute, Placement, Start, lower
 from raypipe.schedules.passes import add_reductions, over_graph, shard_optimizer
 from raypipe.schedules.validate import facts, validate
 from tests import strategies
 from tests.schedules import reference
 
-FAMILIES = pytest.mark.parametrize("name", strategies.FAMILY_NAMES)
+SPECS = pytest.mark.parametrize("name", strategies.SPEC_NAMES)
 
 
 def tied(schedule: Schedule, *ties: tuple[int, ...]) -> Schedule:
@@ -25,7 +25,7 @@ def tied(schedule: Schedule, *ties: tuple[int, ...]) -> Schedule:
     return over_graph(schedule, StageGraph(graph.num_stages, graph.edges, ties or ((0, graph.num_stages - 1),)))
 
 
-@FAMILIES
+@SPECS
 @given(data=st.data())
 @settings(max_examples=20)
 def test_every_schedule_stays_valid_and_runs_in_one_order(name: str, data: st.DataObject) -> None:
@@ -48,7 +48,7 @@ def test_every_schedule_stays_valid_and_runs_in_one_order(name: str, data: st.Da
         reference.check_one_order(reference.run(schedule, programs).starts)
 
 
-@FAMILIES
+@SPECS
 @pytest.mark.parametrize("scope", UpdateScope)
 def test_every_update_of_a_tied_stage_waits_for_the_gradients_of_all_of_them(name: str, scope: UpdateScope) -> None:
     schedule = tied(catalogue.build(name, replace(strategies.near(name, 4, 8, 2), update_scope=scope)))
@@ -62,7 +62,7 @@ def test_every_update_of_a_tied_stage_waits_for_the_gradients_of_all_of_them(nam
 
 
 def test_the_sum_of_a_tie_is_made_of_sums_of_replicas_and_the_norm_of_both() -> None:
-    schedule = tied(catalogue.build("1f1b", Size(3, 2)))
+    schedule = tied(catalogue.build("1f1b", ScheduleRequest(3, 2)))
     program = lower(schedule, Placement((((0, 0.5), (1, 0.5)), ((2, 1.0),), ((3, 1.0),))))[0]
     at = next(position for position, item in enumerate(program.items) if isinstance(item, Compute) and item.ops[0].kind is OpKind.UPDATE)
     kinds = [(type(item), item.collective.kind) for item in program.items[:at] if isinstance(item, Start | Await)]
@@ -72,7 +72,7 @@ def test_the_sum_of_a_tie_is_made_of_sums_of_replicas_and_the_norm_of_both() -> 
 
 @pytest.mark.parametrize(("scope", "norms"), [(UpdateScope.STAGE, set()), (UpdateScope.TIED, {CollectiveKind.TIED_NORM})])
 def test_a_norm_over_tied_stages_is_taken_for_their_scope_only(scope: UpdateScope, norms: set[CollectiveKind]) -> None:
-    schedule = tied(catalogue.build("1f1b", Size(4, 4, update_scope=scope)))
+    schedule = tied(catalogue.build("1f1b", ScheduleRequest(4, 4, update_scope=scope)))
     starts = {program.device: [item.collective for item in program.items if isinstance(item, Start)] for program in lower(schedule)}
     assert {collective.kind for collective in starts[0]} == {CollectiveKind.TIED} | norms
     assert starts[0] == starts[3]
@@ -83,7 +83,7 @@ def test_a_norm_over_tied_stages_is_taken_for_their_scope_only(scope: UpdateScop
 
 @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
 def test_devices_that_hold_all_tied_stages_add_them_up_by_themselves(name: str) -> None:
-    schedule = tied(catalogue.build(name, Size(4, 8)))
+    schedule = tied(catalogue.build(name, ScheduleRequest(4, 8)))
     kinds = {item.collective.kind for program in lower(schedule) for item in program.items if isinstance(item, Start)}
     assert kinds == {CollectiveKind.GRADIENTS, CollectiveKind.NORM}
     # Where one copy of each is updated, these lie on two devices.
@@ -94,7 +94,7 @@ def test_devices_that_hold_all_tied_stages_add_them_up_by_themselves(name: str) 
 
 @pytest.mark.parametrize("name", ["async-1f1b", "pipedream-2bw"])
 def test_an_asynchronous_pipeline_does_not_wait_for_a_tie(name: str) -> None:
-    size = Size(8, 8, 12)
+    size = ScheduleRequest(8, 8, 12)
     schedule = tied(catalogue.build(name, size))
     ends = reference.asap(schedule, reference.durations(1, 1, 1)).update_ends_s()
     assert ends[6] - ends[5] == 24
@@ -103,7 +103,7 @@ def test_an_asynchronous_pipeline_does_not_wait_for_a_tie(name: str) -> None:
 
 
 def test_pipedream_updates_a_tied_last_stage_when_the_first_has_its_gradient() -> None:
-    schedule = tied(catalogue.build("pipedream", Size(4, 1, 12)))
+    schedule = tied(catalogue.build("pipedream", ScheduleRequest(4, 1, 12)))
     validate(schedule)
     assert facts(schedule).max_mismatch == 0
     assert facts(schedule).max_delay == 3
@@ -112,7 +112,7 @@ def test_pipedream_updates_a_tied_last_stage_when_the_first_has_its_gradient() -
 
 
 def test_reductions_stand_before_the_first_update_of_what_is_tied() -> None:
-    schedule = add_reductions(tied(catalogue.build("chimera", Size(4, 8, update_scope=UpdateScope.STAGE))))
+    schedule = add_reductions(tied(catalogue.build("chimera", ScheduleRequest(4, 8, update_scope=UpdateScope.STAGE))))
     for program in schedule.programs:
         kinds = [slot.kind for slot in program if isinstance(slot, Op) and slot.kind.per_update]
         assert kinds == sorted(kinds)  # G before U

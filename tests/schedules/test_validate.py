@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, StageGraph, Together, UpdateScope, WeightRule
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, UpdateScope, WeightRule
 from raypipe.schedules.lower import lower
 from raypipe.schedules.text import parse_slot
 from raypipe.schedules.validate import facts, validate
@@ -97,7 +97,7 @@ def names_a_relative(error: ScheduleError, edit: strategies.Edit) -> bool:
     return marked or related
 
 
-@pytest.mark.parametrize("name", strategies.FAMILY_NAMES)
+@pytest.mark.parametrize("name", strategies.SPEC_NAMES)
 def test_every_dropped_op_is_missed_and_named(name: str) -> None:
     schedule = catalogue.build(name, strategies.near(name, 3, 3, 2))
     for op, place in schedule.ops():
@@ -108,7 +108,7 @@ def test_every_dropped_op_is_missed_and_named(name: str) -> None:
         assert f"worker {place.worker} has no {op._replace(part=0)}" in error.problem
 
 
-@pytest.mark.parametrize("name", strategies.FAMILY_NAMES)
+@pytest.mark.parametrize("name", strategies.SPEC_NAMES)
 def test_every_doubled_op_is_named_and_marked_twice(name: str) -> None:
     schedule = catalogue.build(name, strategies.near(name, 3, 3))
     chance = random.Random(name)
@@ -123,7 +123,7 @@ def test_every_doubled_op_is_named_and_marked_twice(name: str) -> None:
         assert error.grid.count(f">{op}<") + (error.grid.count(f">{slot}<") if slot != op else 0) == 2
 
 
-@pytest.mark.parametrize("name", strategies.FAMILY_NAMES)
+@pytest.mark.parametrize("name", strategies.SPEC_NAMES)
 def test_every_op_on_the_wrong_worker_is_named(name: str) -> None:
     schedule = catalogue.build(name, strategies.near(name, 3, 3))
     for op, place in schedule.ops():
@@ -268,7 +268,7 @@ def test_ops_that_overlap_must_not_need_each_other() -> None:
 def test_ops_that_overlap_are_valid_where_neither_needs_the_other() -> None:
     schedule = schedule_of("0F0 (0F1;0B0) 0B1 0U0", num_microbatches=2)
     validate(schedule)
-    assert isinstance(schedule.programs[0][1], Together)
+    assert isinstance(schedule.programs[0][1], Overlap)
     assert facts(schedule).peak_in_flight == (2,)
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.family import synchronous
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, StageTimes, UpdateScope
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope
+from raypipe.schedules.spec import synchronous
 from raypipe.schedules.validate import facts, validate
 from tests.schedules import reference
 
@@ -33,11 +33,11 @@ def durations(times: Sequence[StageTimes]) -> Callable[[Op], float]:
     return lambda op: of_stage[op.stage if len(of_stage) > 1 else 0](op)
 
 
-def timed(schedule: Schedule, size: Size) -> reference.Timing:
+def timed(schedule: Schedule, size: ScheduleRequest) -> reference.Timing:
     return reference.asap(schedule, durations(size.times or (EQUAL,)), size.latency_s)
 
 
-def figures(schedule: Schedule, size: Size) -> tuple[float, float]:
+def figures(schedule: Schedule, size: ScheduleRequest) -> tuple[float, float]:
     """The longest span and the makespan, the one that counts for the scope in front."""
     timing = timed(schedule, size)
     span_s = max(map(timing.span_s, range(size.num_devices)))
@@ -51,19 +51,19 @@ def figures(schedule: Schedule, size: Size) -> tuple[float, float]:
 @pytest.mark.parametrize("num_devices", range(1, 9))
 def test_zb_v_has_no_bubble_in_the_memory_of_1f1b(num_devices: int) -> None:
     for num_microbatches in (2 * num_devices - 1, 2 * num_devices, 3 * num_devices + 1):
-        schedule = catalogue.build("zb-v", Size(num_devices, num_microbatches, num_chunks=2))
+        schedule = catalogue.build("zb-v", ScheduleRequest(num_devices, num_microbatches, num_chunks=2))
         timing = reference.asap(schedule, reference.durations(1, 1, 1))
         assert [timing.idle_s(worker) for worker in range(num_devices)] == [0] * num_devices
         # Two of them are what 1F1B, with stages twice as long, holds as one.
         assert max(facts(schedule).peak_in_flight) == 2 * num_devices
-        assert max(facts(catalogue.build("1f1b", Size(num_devices, num_microbatches))).peak_in_flight) == num_devices
+        assert max(facts(catalogue.build("1f1b", ScheduleRequest(num_devices, num_microbatches))).peak_in_flight) == num_devices
 
 
 @pytest.mark.parametrize("times", [StageTimes(2, 2, 1), StageTimes(3, 4, 2), StageTimes(1, 3, 1), StageTimes(1, 1, 0)])
 def test_the_devices_of_zb_v_are_idle_as_stated(times: StageTimes) -> None:
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
     for num_devices in range(1, 7):
-        schedule = catalogue.build("zb-v", Size(num_devices, 2 * num_devices + 1, num_chunks=2))
+        schedule = catalogue.build("zb-v", ScheduleRequest(num_devices, 2 * num_devices + 1, num_chunks=2))
         timing = reference.asap(schedule, durations([times]))
         for worker in range(num_devices):
             idle_s = 2 * (num_devices - 1) * (input_grad_s - weight_grad_s) - worker * (forward_s + input_grad_s - 2 * weight_grad_s)
@@ -73,20 +73,20 @@ def test_the_devices_of_zb_v_are_idle_as_stated(times: StageTimes) -> None:
 @pytest.mark.parametrize("num_devices", range(1, 10))
 def test_zb_v_takes_any_number_of_microbatches_without_delay(num_devices: int) -> None:
     for num_microbatches in range(1, 2 * num_devices):
-        size = Size(num_devices, num_microbatches, num_chunks=2)
+        size = ScheduleRequest(num_devices, num_microbatches, num_chunks=2)
         schedule = catalogue.build("zb-v", size)
         makespan_s = reference.asap(schedule, reference.durations(1, 1, 1)).makespan_s
         if num_microbatches >= num_devices:
             # The way to the last device, and its work: none can be faster.
             assert makespan_s == 6 * num_microbatches + num_devices - 1
-        assert makespan_s == catalogue.family("zb-v").makespan_s(size, EQUAL)
+        assert makespan_s == catalogue.spec("zb-v").makespan_s(size, EQUAL)
         assert max(facts(schedule).peak_in_flight) == 2 * min(num_devices, num_microbatches)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
 def test_zb_v_wants_two_chunks(num_chunks: int) -> None:
     with pytest.raises(ScheduleError, match=f"zb-v holds two stages a device, got {num_chunks} chunks; use --chunks 2"):
-        catalogue.build("zb-v", Size(4, 8, num_chunks=num_chunks))
+        catalogue.build("zb-v", ScheduleRequest(4, 8, num_chunks=num_chunks))
 
 
 # ZB-auto: published figures
@@ -98,8 +98,8 @@ PAPER = [
 ]
 
 
-def paper_size(num_devices: int, num_microbatches: int, times: StageTimes, latency_s: float) -> Size:
-    return Size(num_devices, num_microbatches, update_scope=UpdateScope.STAGE, times=(times,), latency_s=latency_s)
+def paper_size(num_devices: int, num_microbatches: int, times: StageTimes, latency_s: float) -> ScheduleRequest:
+    return ScheduleRequest(num_devices, num_microbatches, update_scope=UpdateScope.STAGE, times=(times,), latency_s=latency_s)
 
 
 @pytest.mark.parametrize(("num_devices", "num_microbatches", "times", "latency_s", "rate"), PAPER)
@@ -130,7 +130,7 @@ def test_where_activations_are_kept_until_w_zb_2p_is_as_good_as_it_can_be(
 def test_with_equal_times_devices_wait_for_nothing_where_there_is_room(num_devices: int) -> None:
     for max_in_flight in (2 * num_devices - 1, None):
         for num_microbatches in (2 * num_devices - 1, 3 * num_devices):
-            size = Size(num_devices, num_microbatches, max_in_flight=max_in_flight, update_scope=UpdateScope.STAGE)
+            size = ScheduleRequest(num_devices, num_microbatches, max_in_flight=max_in_flight, update_scope=UpdateScope.STAGE)
             timing = timed(catalogue.build("zb-auto", size), size)
             assert [timing.idle_s(worker) for worker in range(num_devices)] == [0] * num_devices
             assert timing.makespan_s == 3 * num_microbatches + num_devices - 1
@@ -140,16 +140,16 @@ def test_with_equal_times_devices_wait_for_nothing_where_there_is_room(num_devic
 
 SKEWED = (StageTimes(1, 2, 5), StageTimes(5, 2, 1), StageTimes(2, 5, 1), StageTimes(3, 3, 2))
 TASKS = [
-    pytest.param(Size(4, 12, times=(StageTimes(3, 4, 2),)), id="equal"),
-    pytest.param(Size(4, 10, times=(StageTimes(2, 3, 1),), latency_s=2.0), id="latency"),
-    pytest.param(Size(4, 9, times=SKEWED), id="skewed"),
-    pytest.param(Size(5, 3, times=(StageTimes(2, 2, 3),)), id="few"),
+    pytest.param(ScheduleRequest(4, 12, times=(StageTimes(3, 4, 2),)), id="equal"),
+    pytest.param(ScheduleRequest(4, 10, times=(StageTimes(2, 3, 1),), latency_s=2.0), id="latency"),
+    pytest.param(ScheduleRequest(4, 9, times=SKEWED), id="skewed"),
+    pytest.param(ScheduleRequest(5, 3, times=(StageTimes(2, 2, 3),)), id="few"),
 ]
 
 
 @SCOPES
 @pytest.mark.parametrize("size", TASKS)
-def test_no_known_order_within_the_limit_is_better(size: Size, scope: UpdateScope) -> None:
+def test_no_known_order_within_the_limit_is_better(size: ScheduleRequest, scope: UpdateScope) -> None:
     for name, max_in_flight in (("1f1b", size.num_devices), ("zb-h1", size.num_devices), ("zb-h2", 2 * size.num_devices - 1)):
         limited = replace(size, update_scope=scope, max_in_flight=max_in_flight)
         known = catalogue.build(name, size)
@@ -160,7 +160,7 @@ def test_no_known_order_within_the_limit_is_better(size: Size, scope: UpdateScop
 
 @SCOPES
 def test_the_times_of_each_stage_are_honoured(scope: UpdateScope) -> None:
-    size = Size(4, 12, update_scope=scope, times=SKEWED)
+    size = ScheduleRequest(4, 12, update_scope=scope, times=SKEWED)
     blind = catalogue.build("zb-auto", replace(size, times=()))
     assert figures(catalogue.build("zb-auto", size), size)[0] == 109
     assert figures(blind, size)[0] >= 113
@@ -168,17 +168,17 @@ def test_the_times_of_each_stage_are_honoured(scope: UpdateScope) -> None:
 
 def test_of_equally_fast_orders_the_one_that_holds_the_least_is_taken() -> None:
     # ZB-H1 ends as early as anything can where all updates wait for each other.
-    assert facts(catalogue.build("zb-auto", Size(8, 32))).peak_in_flight == (8,) * 8
+    assert facts(catalogue.build("zb-auto", ScheduleRequest(8, 32))).peak_in_flight == (8,) * 8
 
 
 def test_latency_is_honoured() -> None:
-    size = Size(4, 16, times=(EQUAL,), latency_s=1.5)
+    size = ScheduleRequest(4, 16, times=(EQUAL,), latency_s=1.5)
     blind = catalogue.build("zb-auto", replace(size, latency_s=0.0))
     assert figures(catalogue.build("zb-auto", size), size)[0] < figures(blind, size)[0] - 1
 
 
 def test_each_scope_is_given_what_it_needs() -> None:
-    size = Size(4, 10, times=(StageTimes(2, 3, 1),), max_in_flight=8)
+    size = ScheduleRequest(4, 10, times=(StageTimes(2, 3, 1),), max_in_flight=8)
     by_stage, by_all = (replace(size, update_scope=scope) for scope in (UpdateScope.STAGE, UpdateScope.GLOBAL))
     first, second = catalogue.build("zb-auto", by_stage), catalogue.build("zb-auto", by_all)
     assert figures(first, by_stage)[0] <= figures(second, by_stage)[0]
@@ -212,12 +212,12 @@ def programs(num_microbatches: int, max_in_flight: int) -> tuple[tuple[OpKind, .
 def test_of_all_orders_of_two_devices_and_three_microbatches_none_is_better(
     times: tuple[StageTimes, ...], latency_s: float, max_in_flight: int, scope: UpdateScope
 ) -> None:
-    size = Size(2, 3, times=times, latency_s=latency_s, max_in_flight=max_in_flight, update_scope=scope)
+    size = ScheduleRequest(2, 3, times=times, latency_s=latency_s, max_in_flight=max_in_flight, update_scope=scope)
     best = min(figures(schedule, size) for schedule in all_orders(size, programs(3, max_in_flight)))
     assert figures(catalogue.build("zb-auto", size), size)[0] == best[0]
 
 
-def all_orders(size: Size, of_worker: Sequence[Sequence[OpKind]]) -> Iterator[Schedule]:
+def all_orders(size: ScheduleRequest, of_worker: Sequence[Sequence[OpKind]]) -> Iterator[Schedule]:
     """All schedules that do not hang."""
     for choice in itertools.product(of_worker, repeat=size.num_devices):
         one_update = []
@@ -249,7 +249,7 @@ def held(schedule: Schedule, share: float) -> list[float]:
 def test_the_limit_on_activations_is_kept(max_in_flight: float) -> None:
     for num_devices, num_microbatches in ((1, 3), (3, 2), (4, 9)):
         for times in ((), SKEWED[:num_devices]):
-            size = Size(num_devices, num_microbatches, max_in_flight=max_in_flight, times=times)
+            size = ScheduleRequest(num_devices, num_microbatches, max_in_flight=max_in_flight, times=times)
             schedule = catalogue.build("zb-auto", size)
             validate(schedule)
             assert max(facts(schedule).peak_in_flight) <= max_in_flight
@@ -264,7 +264,7 @@ stage_times = st.builds(StageTimes, *[st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.5, 
 @settings(max_examples=40)
 def test_any_times_and_limits_make_a_valid_order(data: st.DataObject) -> None:
     num_devices = data.draw(st.integers(1, 5))
-    size = Size(
+    size = ScheduleRequest(
         num_devices,
         data.draw(st.integers(1, 8)),
         update_scope=data.draw(st.sampled_from([None, *UpdateScope])),
@@ -276,13 +276,13 @@ def test_any_times_and_limits_make_a_valid_order(data: st.DataObject) -> None:
     schedule = catalogue.build("zb-auto", size)
     validate(schedule)
     for worker, peak in enumerate(facts(schedule).peak_in_flight):
-        assert peak <= catalogue.family("zb-auto").peak_in_flight(size, worker)
+        assert peak <= catalogue.spec("zb-auto").peak_in_flight(size, worker)
 
 
 def test_the_same_task_has_the_same_order_in_every_process() -> None:
     code = (
-        "from raypipe.schedules import catalogue; from raypipe.schedules.ir import Size, StageTimes; "
-        "print(catalogue.build('zb-auto', Size(4, 9, times=(StageTimes(2, 3, 1),), latency_s=0.3)).programs)"
+        "from raypipe.schedules import catalogue; from raypipe.schedules.ir import ScheduleRequest, StageTimes; "
+        "print(catalogue.build('zb-auto', ScheduleRequest(4, 9, times=(StageTimes(2, 3, 1),), latency_s=0.3)).programs)"
     )
     printed = set()
     for seed in ("0", "1"):
@@ -303,4 +303,4 @@ def test_the_same_task_has_the_same_order_in_every_process() -> None:
 )
 def test_a_task_that_makes_no_sense_is_refused(more: dict[str, object], problem: str) -> None:
     with pytest.raises(ScheduleError, match=problem):
-        catalogue.build("zb-auto", replace(Size(4, 8), **more))  # type: ignore[arg-type]
+        catalogue.build("zb-auto", replace(ScheduleRequest(4, 8), **more))  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from raypipe.show.differences import kind_differences, op_differences
 from raypipe.show.page import draw_page
 from tests import strategies
 from tests.artifacts.test_trace import HAND, traces
-from tests.show.test_show import family, traced
+from tests.show.test_show import spec, traced
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -77,7 +77,7 @@ def lengths(trace: Any) -> list[int]:
 
 
 def test_a_page_tells_the_figures_of_its_trace() -> None:
-    page = draw_page([traced(family("1f1b", 4, 8))])
+    page = draw_page([traced(spec("1f1b", 4, 8))])
     reader = Reader(page)
     assert reader.text_of("h1") == ["1f1b"]
     assert "simulated \u00b7 4 devices, 4 stages, 8 microbatches, 1 update" in reader.text_of("p")
@@ -90,7 +90,7 @@ def test_a_page_tells_the_figures_of_its_trace() -> None:
 
 
 def test_a_page_loads_nothing() -> None:
-    page = draw_page([traced(family("zb-h1", 2, 4), latency_s=0.5, saved_bytes=10**6)])
+    page = draw_page([traced(spec("zb-h1", 2, 4), latency_s=0.5, saved_bytes=10**6)])
     reader = Reader(page)
     for tag, attributes in reader.elements:
         assert tag not in {"link", "img", "iframe", "object", "embed", "base", "form"}
@@ -123,14 +123,14 @@ def test_pieces_fill_the_time_of_each_device() -> None:
 
 
 def test_memory_is_left_out_where_a_trace_has_none() -> None:
-    page = draw_page([traced(family("1f1b", 2, 4))])
+    page = draw_page([traced(spec("1f1b", 2, 4))])
     assert data_of(page)["traces"][0]["memory"] == []
     assert "memory" not in Reader(page).text_of("li")
     assert 'data-shows="memory"' not in page
 
 
 def test_two_traces_stand_above_each_other_with_their_differences() -> None:
-    schedule = family("1f1b", 2, 4)
+    schedule = spec("1f1b", 2, 4)
     predicted, measured = traced(schedule), traced(schedule, latency_s=2.0, source=Source.MEASURED)
     slow = replace(measured, spans=tuple(map(slower, measured.spans)))
     page = draw_page([predicted, slow])
@@ -149,7 +149,7 @@ def slower(span: Span) -> Span:
 
 
 def test_the_ops_of_two_traces_are_compared_by_device_and_name() -> None:
-    schedule = family("1f1b", 2, 4)
+    schedule = spec("1f1b", 2, 4)
     measured = traced(schedule, source=Source.MEASURED)
     longer = replace(measured, spans=tuple(map(slower, measured.spans)))
     ops = [op for op in op_differences(traced(schedule), longer) if op.first_s]
@@ -163,19 +163,19 @@ def test_the_ops_of_two_traces_are_compared_by_device_and_name() -> None:
 
 
 def test_devices_are_named_with_their_stages() -> None:
-    words = [device_words(divide(traced(family("interleaved", 2, 4, chunks=chunks))), 1) for chunks in (1, 2, 3, 5)]
+    words = [device_words(divide(traced(spec("interleaved", 2, 4, chunks=chunks))), 1) for chunks in (1, 2, 3, 5)]
     assert words == ["device 1 (stage 1)", "device 1 (stages 1 and 3)", "device 1 (stages 1, 3 and 5)", "device 1 (5 stages)"]
     assert device_words(divide(replace(HAND, spans=HAND.spans[:1])), 1) == "right"
 
 
 def test_findings_name_what_holds_the_others_up() -> None:
-    (found,) = findings(divide(traced(family("gpipe", 2, 4), latency_s=100.0)))
+    (found,) = findings(divide(traced(spec("gpipe", 2, 4), latency_s=100.0)))
     assert "messages on their way from 1 to 0" in found
-    assert "No device or link" in next(findings(divide(traced(family("gpipe", 60, 1)))))
-    assert list(findings(divide(traced(family("gpipe", 1, 4))))) == []
+    assert "No device or link" in next(findings(divide(traced(spec("gpipe", 60, 1)))))
+    assert list(findings(divide(traced(spec("gpipe", 1, 4))))) == []
 
 
-@pytest.mark.parametrize("name", strategies.FAMILY_NAMES)
+@pytest.mark.parametrize("name", strategies.SPEC_NAMES)
 @given(data=st.data())
 @settings(max_examples=8)
 def test_every_family_has_a_page(name: str, data: st.DataObject) -> None:
@@ -235,7 +235,7 @@ def test_large_traces_stay_small_files() -> None:
 
 
 def test_the_same_trace_gives_the_same_page() -> None:
-    trace = traced(family("zb-h1", 3, 5), latency_s=0.25)
+    trace = traced(spec("zb-h1", 3, 5), latency_s=0.25)
     assert draw_page([trace]) == draw_page([trace])
 
 

@@ -21,7 +21,7 @@ from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, Node
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import OpKind, Schedule, Size
+from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest
 from raypipe.schedules.lower import lower
 from raypipe.show import differences, tables
 from raypipe.show.grid import timed_grid, timed_grids
@@ -43,8 +43,8 @@ def traced(schedule: Schedule, *, latency_s: float = 0.0, saved_bytes: int = 0, 
     return replace(trace, source=source)
 
 
-def family(name: str, devices: int, microbatches: int, updates: int = 1, chunks: int = 1, pipelines: int = 0) -> Schedule:
-    return catalogue.build(name, Size(devices, microbatches, updates, chunks, pipelines))
+def spec(name: str, devices: int, microbatches: int, updates: int = 1, chunks: int = 1, pipelines: int = 0) -> Schedule:
+    return catalogue.build(name, ScheduleRequest(devices, microbatches, updates, chunks, pipelines))
 
 
 # Amounts
@@ -108,7 +108,7 @@ def rows(text: str) -> list[str]:
 
 
 def test_the_grid_shows_each_op_as_wide_as_it_is_long() -> None:
-    drawn = timed_grid(traced(family("1f1b", 4, 8)), width=100).plain
+    drawn = timed_grid(traced(spec("1f1b", 4, 8)), width=100).plain
     assert rows(drawn) == [
         "F0F1F2F3............B0- F4B1- F5B2- F6B3- F7B4- ..B5- ..B6- ..B7- ",
         "..F0F1F2........B0- F3B1- F4B2- F5B3- F6B4- F7B5- ..B6- ..B7- ....",
@@ -120,13 +120,13 @@ def test_the_grid_shows_each_op_as_wide_as_it_is_long() -> None:
 
 
 def test_labels_stand_apart_where_there_is_room() -> None:
-    drawn = timed_grid(traced(family("gpipe", 2, 2)), width=100).plain
+    drawn = timed_grid(traced(spec("gpipe", 2, 2)), width=100).plain
     assert rows(drawn) == ["F0 F1 .........B0--- B1--- ", "...F0 F1 B0--- B1--- ......"]
 
 
 def test_stages_are_named_only_where_a_device_has_several() -> None:
-    one = timed_grid(traced(family("1f1b", 2, 2)), width=100).plain
-    several = timed_grid(traced(family("interleaved", 2, 2, chunks=2)), width=100).plain
+    one = timed_grid(traced(spec("1f1b", 2, 2)), width=100).plain
+    several = timed_grid(traced(spec("interleaved", 2, 2, chunks=2)), width=100).plain
     assert "0F0" not in one
     for label in ("0F0", "2F1", "3B0"):
         assert label in several
@@ -136,7 +136,7 @@ def test_stages_are_named_only_where_a_device_has_several() -> None:
 @pytest.mark.parametrize("size", [(1, 1), (4, 8), (4, 64), (16, 32), (100, 3)], ids=str)
 @pytest.mark.parametrize("name", ["gpipe", "zb-h2", "interleaved"])
 def test_the_grid_fits_the_width_and_some_screens(name: str, size: tuple[int, int], width: int) -> None:
-    schedule = family(name, *size, chunks=2 if name == "interleaved" else 1)
+    schedule = spec(name, *size, chunks=2 if name == "interleaved" else 1)
     drawn = timed_grid(traced(schedule), width=width).plain
     lines = [line for line in drawn.splitlines() if "|" in line]
     assert max(map(len, lines)) <= width
@@ -145,7 +145,7 @@ def test_the_grid_fits_the_width_and_some_screens(name: str, size: tuple[int, in
 
 
 def test_a_long_grid_goes_on_in_further_bands() -> None:
-    trace = traced(family("1f1b", 2, 12))
+    trace = traced(spec("1f1b", 2, 12))
     whole, bands = rows(timed_grid(trace, width=300).plain), rows(timed_grid(trace, width=60).plain)
     assert len(whole) == 2
     assert len(bands) > 2
@@ -153,14 +153,14 @@ def test_a_long_grid_goes_on_in_further_bands() -> None:
 
 
 def test_what_is_left_out_of_a_grid_is_said() -> None:
-    crowded = timed_grid(traced(family("1f1b", 8, 500)), width=80).plain
+    crowded = timed_grid(traced(spec("1f1b", 8, 500)), width=80).plain
     assert "Ops are too short for their label at" in crowded
     assert "Ops are too short to be seen" in crowded
-    assert "52 more devices are left out" in timed_grid(traced(family("gpipe", 100, 1)), width=80).plain
+    assert "52 more devices are left out" in timed_grid(traced(spec("gpipe", 100, 1)), width=80).plain
 
 
 def test_grids_of_several_traces_have_one_time_axis() -> None:
-    fine = traced(family("1f1b", 4, 8))
+    fine = traced(spec("1f1b", 4, 8))
     coarse = replace(
         fine,
         devices=("a longer name", *fine.devices[1:]),
@@ -176,7 +176,7 @@ def test_grids_of_several_traces_have_one_time_axis() -> None:
 
 def test_a_trace_without_time_leaves_the_other_its_grid() -> None:
     still = Trace("still", Source.MEASURED, ("0",), 1, (Span(0, SpanKind.COMPUTE, "0F0", 0.0, 0.0),))
-    moving = traced(family("1f1b", 2, 2))
+    moving = traced(spec("1f1b", 2, 2))
     first, second = timed_grids((still, moving), width=80)
     assert first.plain == "no Op takes any time"
     assert second.plain == timed_grid(moving, width=80).plain
@@ -199,7 +199,7 @@ def test_any_trace_can_be_drawn_as_a_grid(trace: Trace, width: int) -> None:
 
 
 def test_colours_are_for_terminals_only() -> None:
-    drawn = timed_grid(traced(family("1f1b", 2, 2)), width=80)
+    drawn = timed_grid(traced(spec("1f1b", 2, 2)), width=80)
     with (plain := Console(width=80, color_system=None)).capture() as capture:
         plain.print(drawn)
     assert "\x1b" not in capture.get()
@@ -241,7 +241,7 @@ def overlapping(root: ET.Element) -> Iterator[tuple[ET.Element, ET.Element]]:
 
 
 def test_a_drawing_has_a_box_for_each_op_with_label_and_details() -> None:
-    root = parsed(draw_traces([traced(family("zb-h1", 4, 6), latency_s=0.5)]))
+    root = parsed(draw_traces([traced(spec("zb-h1", 4, 6), latency_s=0.5)]))
     for kind in "FIW":
         assert len(boxes(root, kind)) == 4 * 6
     first = boxes(root, "F")[0]
@@ -251,7 +251,7 @@ def test_a_drawing_has_a_box_for_each_op_with_label_and_details() -> None:
 
 
 def test_a_drawing_shows_bubbles_axis_and_legend() -> None:
-    trace = traced(family("1f1b", 4, 8))
+    trace = traced(spec("1f1b", 4, 8))
     found = words(parsed(draw_traces([trace])))
     assert found.count("27.3%") == 4
     assert "update 33 s, bubble 27.3%, makespan 33 s" in found
@@ -261,7 +261,7 @@ def test_a_drawing_shows_bubbles_axis_and_legend() -> None:
 
 
 def test_widths_are_proportional_to_times() -> None:
-    root = parsed(draw_traces([traced(family("gpipe", 2, 3))]))
+    root = parsed(draw_traces([traced(spec("gpipe", 2, 3))]))
     forwards = {float(box.get("width", 0)) for box in boxes(root, "F")}
     backwards = {float(box.get("width", 0)) for box in boxes(root, "B")}
     assert min(backwards) == pytest.approx(2 * max(forwards), abs=0.3)
@@ -269,19 +269,19 @@ def test_widths_are_proportional_to_times() -> None:
 
 
 def test_memory_and_messages_are_drawn_where_the_trace_has_them() -> None:
-    with_memory = parsed(draw_traces([traced(family("1f1b", 3, 4), latency_s=0.5, saved_bytes=10**6)]))
+    with_memory = parsed(draw_traces([traced(spec("1f1b", 3, 4), latency_s=0.5, saved_bytes=10**6)]))
     assert len([path for path in with_memory.iter(f"{SPACE}path") if path.get("class") == "held"]) == 3
     assert "memory held" in words(with_memory)
     # Three activations of a megabyte, and the weights.
     assert "4 MB" in words(with_memory)
     assert len(boxes(with_memory, "move")) == 2 * 2 * 4
     assert "message under way" in words(with_memory)
-    without = words(parsed(draw_traces([traced(family("1f1b", 3, 4))])))
+    without = words(parsed(draw_traces([traced(spec("1f1b", 3, 4))])))
     assert not {"memory held", "message under way"} & set(without)
 
 
 def test_two_traces_share_one_axis_and_are_compared() -> None:
-    schedule = family("1f1b", 2, 4)
+    schedule = spec("1f1b", 2, 4)
     predicted, measured = traced(schedule), traced(schedule, latency_s=2.0, source=Source.MEASURED)
     root = parsed(draw_traces([predicted, measured]))
     found = words(root)
@@ -349,18 +349,18 @@ def test_names_cannot_break_out_of_a_drawing() -> None:
 
 
 def test_the_same_trace_gives_the_same_drawing() -> None:
-    trace = traced(family("zb-h1", 3, 5), latency_s=0.25)
+    trace = traced(spec("zb-h1", 3, 5), latency_s=0.25)
     assert draw_traces([trace]) == draw_traces([trace])
 
 
 def test_pipelines_are_told_apart_by_label_and_colour() -> None:
-    trace = traced(family("chimera", 4, 4))
+    trace = traced(spec("chimera", 4, 4))
     drawn = timed_grid(trace, width=120)
     assert "F0-- F2--" in drawn.plain
     assert "F1@1 B1@1" in drawn.plain
     assert "lighter: pipeline 1" in drawn.plain
-    assert "lighter" not in timed_grid(traced(family("1f1b", 4, 4)), width=120).plain
-    assert "lighter: pipelines 1, 3" in timed_grid(traced(family("chimera", 4, 4, pipelines=4)), width=120).plain
+    assert "lighter" not in timed_grid(traced(spec("1f1b", 4, 4)), width=120).plain
+    assert "lighter: pipelines 1, 3" in timed_grid(traced(spec("chimera", 4, 4, pipelines=4)), width=120).plain
     colours = {drawn.plain[span.start : span.end].strip("- "): str(span.style) for span in drawn.spans}
     assert colours["F0"] == f"black on {colour(OpKind.FORWARD)}"
     assert colours["F1@1"] == f"black on {colour(OpKind.FORWARD, 1)}"
@@ -371,7 +371,7 @@ def test_pipelines_are_told_apart_by_label_and_colour() -> None:
 
 
 def test_ops_that_overlap_keep_their_own_colours() -> None:
-    drawn = timed_grid(traced(family("dualpipe", 2, 4)), width=120)
+    drawn = timed_grid(traced(spec("dualpipe", 2, 4)), width=120)
     found = [(drawn.plain[span.start : span.end].strip(), str(span.style)[-7:]) for span in drawn.spans]
     first = next(at for at, (text, _) in enumerate(found) if text.startswith("&"))
     assert [text for text, _ in found[first - 1 : first + 1]] == ["F3@1", "&B0-------"]
@@ -379,17 +379,17 @@ def test_ops_that_overlap_keep_their_own_colours() -> None:
 
 
 def test_ops_that_share_a_slot_and_a_kind_share_a_label() -> None:
-    doubled, halved = (rows(timed_grid(traced(family(name, 2, 4)), width=200).plain) for name in ("chimera-doubling", "chimera-halving"))
+    doubled, halved = (rows(timed_grid(traced(spec(name, 2, 4)), width=200).plain) for name in ("chimera-doubling", "chimera-halving"))
     assert doubled[0].startswith("F0+2-- F1+3@1 B1@1-- ")
     # All the parts of a microbatch are the microbatch.
     assert halved[0].startswith("F0---- F1@1-- B1.1@1 B0.1-- B1.2@1 ")
-    root = parsed(draw_traces([traced(family("chimera-doubling", 2, 4))]))
+    root = parsed(draw_traces([traced(spec("chimera-doubling", 2, 4))]))
     assert {"F0+2", "F1+3@1", "B1@1"} <= set(words(root))
 
 
 def test_kinds_that_overlap_are_shown_where_their_labels_do_not_fit() -> None:
     for num_microbatches, shown in ((40, "F&B"), (60, "FB"), (400, "F")):
-        drawn = timed_grid(traced(family("dualpipe", 8, num_microbatches)), width=100).plain
+        drawn = timed_grid(traced(spec("dualpipe", 8, num_microbatches)), width=100).plain
         assert "Ops are too short for their label" in drawn
         assert shown in rows(drawn)[0]
 
@@ -477,8 +477,8 @@ def text_of(shown: Table) -> str:
 
 
 def test_differences_are_relative_for_times_and_in_points_for_ratios() -> None:
-    first = traced(family("1f1b", 2, 4))
-    second = replace(traced(family("1f1b", 2, 4), latency_s=1.0), source=Source.MEASURED)
+    first = traced(spec("1f1b", 2, 4))
+    second = replace(traced(spec("1f1b", 2, 4), latency_s=1.0), source=Source.MEASURED)
     found = {figure.name: figure for figure in differences.differences(first, second)}
     assert found["update time"].error == pytest.approx(first.update_s / second.update_s - 1)
     assert found["bubble"].error == pytest.approx(first.bubble_ratio - second.bubble_ratio)
@@ -490,12 +490,12 @@ def test_differences_are_relative_for_times_and_in_points_for_ratios() -> None:
 
 
 def test_memory_is_compared_where_both_traces_know_it() -> None:
-    first = traced(family("1f1b", 2, 4), saved_bytes=10**6)
+    first = traced(spec("1f1b", 2, 4), saved_bytes=10**6)
     second = replace(first, source=Source.MEASURED, memory=(((0.0, 4 * 10**6),), ((0.0, 10**6),)))
     shown = {row[0]: row[1:] for row in differences.rows(differences.differences(first, second))}
     assert shown["device 0: peak memory"] == ("3 MB", "4 MB", "-25.0%")
     assert shown["device 1: peak memory"] == ("2 MB", "1 MB", "+100.0%")
-    assert "device 0: peak memory" not in {figure.name for figure in differences.differences(first, traced(family("1f1b", 2, 4)))}
+    assert "device 0: peak memory" not in {figure.name for figure in differences.differences(first, traced(spec("1f1b", 2, 4)))}
 
 
 def test_the_comparison_gives_each_figure_its_unit() -> None:
@@ -512,13 +512,13 @@ def test_the_comparison_gives_each_figure_its_unit() -> None:
 
 
 def test_only_devices_that_both_traces_have_are_compared() -> None:
-    found = differences.differences(traced(family("1f1b", 2, 4)), traced(family("1f1b", 4, 4)))
+    found = differences.differences(traced(spec("1f1b", 2, 4)), traced(spec("1f1b", 4, 4)))
     assert [figure.name for figure in found if figure.name.endswith("busy")] == ["device 0: busy", "device 1: busy"]
 
 
 def test_a_figure_that_was_nothing_has_no_relative_error() -> None:
     still = Trace("still", Source.MEASURED, ("0",), 1, ())
-    rows_shown = differences.rows(differences.differences(traced(family("1f1b", 1, 1)), still))
+    rows_shown = differences.rows(differences.differences(traced(spec("1f1b", 1, 1)), still))
     assert rows_shown[0] == ("update time", "3 s", "0 s", "-")
     assert {row[3] for row in differences.rows(differences.differences(still, still))} == {"+0.0%", "+0.0 points"}
 
@@ -530,7 +530,7 @@ def made_plan() -> Plan:
         name="small",
         planner="balanced",
         cut=balanced_cut(profile, 2),
-        schedule=family("1f1b", 2, 2),
+        schedule=spec("1f1b", 2, 2),
         profile=profile,
         topology=topology,
         devices=("device0", "device1"),

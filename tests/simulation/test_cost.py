@@ -12,7 +12,7 @@ from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, Na
 from raypipe.artifacts.schedule import ScheduleFile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Path
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest
 from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
 from raypipe.schedules.passes import over_graph, shard_optimizer
 from raypipe.simulation.cost import Cost, StageCost, equal_stages, plan_cost
@@ -183,7 +183,7 @@ def test_a_device_always_holds_its_weights_in_all_versions_and_their_state() -> 
 
 
 def test_equal_stages_have_a_pure_delay_between_devices() -> None:
-    schedule = catalogue.build("interleaved", Size(2, 2, num_chunks=2))
+    schedule = catalogue.build("interleaved", ScheduleRequest(2, 2, num_chunks=2))
     found = equal_stages(schedule, forward_s=2, backward_s=5, weight_grad_s=3, latency_s=0.5)
     assert sorted(found.stages) == [(0, 0), (0, 2), (1, 1), (1, 3)]
     assert found.compute_s(1, (Op(OpKind.INPUT_GRADIENT, 3, 0),)) == 2
@@ -210,7 +210,7 @@ def layer(name: str, *, forward_s: float = 1.0, output_bytes: int = 8, update_s:
 def plan(profile: ModelProfile, topology: ClusterTopology, stages: tuple[tuple[int, ...], ...], *, microbatch_size: int = 2) -> Plan:
     edges = tuple((edge.producer, edge.consumer) for edge in profile.edges())
     cut = Cut(stages, edges, profile.ties())
-    schedule: Schedule = catalogue.build("gpipe", Size(len(stages), 2))
+    schedule: Schedule = catalogue.build("gpipe", ScheduleRequest(len(stages), 2))
     return make_plan(
         name="small",
         planner="by hand",
@@ -355,7 +355,7 @@ def test_frozen_weights_are_held_once_and_nothing_else() -> None:
 def test_a_copy_that_another_one_updates_holds_no_optimizer_state() -> None:
     profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
     four = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
-    schedule = catalogue.build("amdp", Size(4, 4))
+    schedule = catalogue.build("amdp", ScheduleRequest(4, 4))
     assert [plan_cost(replace(four, order=ScheduleFile.of(schedule))).standing_bytes(device) for device in range(4)] == [2 * 300] * 4
     owned = replace(four, order=ScheduleFile.of(shard_optimizer(schedule)))
     assert [plan_cost(owned).standing_bytes(device) for device in range(4)] == [2 * 100 + 200] * 4

@@ -17,7 +17,7 @@ from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, Ov
 from raypipe.artifacts.topology import Device as TopologyDevice
 from raypipe.artifacts.trace import Source, SpanKind, Trace
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, UpdateScope, WeightRule, dependencies, ops_of
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, UpdateScope, WeightRule, dependencies, ops_of
 from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, Placement, Start, lower
 from raypipe.schedules.passes import add_reductions, evaluation, shard_optimizer
 from raypipe.schedules.validate import facts, validate
@@ -28,7 +28,7 @@ from tests.schedules import handwritten
 
 
 def build(name: str, devices: int, microbatches: int, **more: int | UpdateScope) -> Schedule:
-    schedule = catalogue.build(name, replace(Size(devices, microbatches), **more))  # type: ignore[arg-type]
+    schedule = catalogue.build(name, replace(ScheduleRequest(devices, microbatches), **more))  # type: ignore[arg-type]
     validate(schedule)
     return schedule
 
@@ -446,7 +446,7 @@ def test_a_split_backward_keeps_what_its_weight_gradient_needs() -> None:
 
 
 def test_gradients_are_held_from_the_first_backward_of_an_update_to_its_end() -> None:
-    schedule = catalogue.build("gpipe", Size(2, 3, num_updates=2))
+    schedule = catalogue.build("gpipe", ScheduleRequest(2, 3, num_updates=2))
     cost = equal_stages(schedule)
     stage = StageCost(1, 2, 1, saved_bytes=10, parameter_bytes=100, state_bytes=200, gradient_bytes=25)
     trace = run(schedule, replace(cost, stages=dict.fromkeys(cost.stages, stage)))
@@ -472,7 +472,7 @@ def test_a_sum_of_gradients_is_put_together_beside_them() -> None:
 
 
 def test_published_weights_travel_in_a_vector_of_their_own() -> None:
-    schedule = shard_optimizer(catalogue.build("amdp", Size(4, 4)))
+    schedule = shard_optimizer(catalogue.build("amdp", ScheduleRequest(4, 4)))
     cost = equal_stages(schedule)
     stages = dict.fromkeys(cost.stages, StageCost(1, 2, 1, parameter_bytes=100, gradient_bytes=1))
     trace = run(schedule, replace(cost, stages=stages))

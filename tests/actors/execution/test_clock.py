@@ -17,7 +17,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.errors import RunError, TransportTimeoutError
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from tests.actors.oracles import RandomRows
 from tests.processes.transport_contract import becomes_true
 
@@ -81,7 +81,7 @@ def pipeline_of(num_devices: int) -> LocalPipeline:
     return LocalPipeline(
         model,
         cut=Cut.equal(4, num_devices, model.edges()),
-        schedule=build("1f1b", Size(num_devices, 4)),
+        schedule=build("1f1b", ScheduleRequest(num_devices, 4)),
         batches=RandomRows(dtype=torch.float32),
         optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
         learning_rate=lambda _: 0.1,

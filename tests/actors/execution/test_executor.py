@@ -22,8 +22,8 @@ from raypipe.model import Batch, Layer, Model
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.models.towers import two_towers
-from raypipe.schedules.catalogue import FAMILIES, build
-from raypipe.schedules.ir import Op, OpKind, Schedule, Size, UpdateScope, WeightRule, dependencies
+from raypipe.schedules.catalogue import SPECS, build
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, UpdateScope, WeightRule, dependencies
 from raypipe.schedules.lower import Placement, Recv
 from raypipe.schedules.passes import add_reductions, evaluation, recompute, recomputed_stages, shard_optimizer
 from raypipe.schedules.validate import facts, validate
@@ -111,7 +111,7 @@ def test_twenty_updates_in_float64_equal_the_unsplit_model(
     unsplit: dict[torch.dtype, Trained], name: str, devices: int, chunks: int, updates_per_window: int
 ) -> None:
     model = mlp(num_layers=8, dtype="float64")
-    schedule = build(name, Size(devices, NUM_MICROBATCHES, updates_per_window, chunks))
+    schedule = build(name, ScheduleRequest(devices, NUM_MICROBATCHES, updates_per_window, chunks))
     run = pipeline(model, schedule, Cut.equal(8, schedule.num_stages, model.edges()), RandomRows())
     losses = losses_of(run, NUM_UPDATES // updates_per_window)
     expected = unsplit[torch.float64]
@@ -128,18 +128,18 @@ def test_twenty_updates_in_float32_equal_the_unsplit_model(
     unsplit: dict[torch.dtype, Trained], name: str, devices: int, chunks: int
 ) -> None:
     model = mlp(num_layers=8, dtype="float32")
-    schedule = build(name, Size(devices, NUM_MICROBATCHES, 4, chunks))
+    schedule = build(name, ScheduleRequest(devices, NUM_MICROBATCHES, 4, chunks))
     run = pipeline(model, schedule, Cut.equal(8, schedule.num_stages, model.edges()), RandomRows(dtype=torch.float32))
     assert losses_of(run, NUM_UPDATES // 4) == pytest.approx(unsplit[torch.float32].losses, abs=FLOAT32_TOLERANCE)
 
 
 def test_every_bundled_schedule_is_trained_here() -> None:
-    assert {str(case.values[0]) for case in [*SCHEDULES, *ASYNCHRONOUS]} == {family.name for family in FAMILIES}
+    assert {str(case.values[0]) for case in [*SCHEDULES, *ASYNCHRONOUS]} == {spec.name for spec in SPECS}
 
 
 def test_four_pipelines_equal_the_unsplit_model(unsplit: dict[torch.dtype, Trained]) -> None:
     model = mlp(num_layers=8, dtype="float64")
-    schedule = build("chimera", Size(4, NUM_MICROBATCHES, 5, num_pipelines=4))
+    schedule = build("chimera", ScheduleRequest(4, NUM_MICROBATCHES, 5, num_pipelines=4))
     run = pipeline(model, schedule, Cut.equal(8, 4, model.edges()), RandomRows())
     assert losses_of(run, NUM_UPDATES // 5) == pytest.approx(unsplit[torch.float64].losses, abs=1e-10)
 
@@ -174,30 +174,30 @@ def test_two_branches_that_meet_equal_the_unsplit_model() -> None:
 
 
 ASYNCHRONOUS = [
-    pytest.param("pipedream", Size(4, 1, 9), id="pipedream"),
-    pytest.param("pipedream-2bw", Size(4, 4, 3), id="2bw-over-three-updates"),
-    pytest.param("pipedream-2bw", Size(4, 6, 5), id="2bw-over-five-updates"),
-    pytest.param("async-1f1b", Size(4, 4, 4), id="async-1f1b"),
-    pytest.param("async-1f1b", Size(4, 1, 9), id="async-1f1b-with-an-update-a-microbatch"),
-    pytest.param("async-1f1b", Size(4, 4, 4, update_scope=UpdateScope.GLOBAL), id="async-1f1b-global"),
-    pytest.param("async-interleaved", Size(3, 6, 4, 2), id="async-interleaved"),
-    pytest.param("async-interleaved", Size(3, 6, 4, 2, update_scope=UpdateScope.GLOBAL), id="async-interleaved-global"),
-    pytest.param("amdp", Size(4, 4, 6), id="amdp"),
-    pytest.param("amdp", Size(4, 12, 3), id="amdp-three-rounds"),
-    pytest.param("amdp", Size(4, 4, 6, update_scope=UpdateScope.GLOBAL), id="amdp-global"),
-    pytest.param("amdp", Size(8, 8, 4), id="amdp-eight-devices"),
-    pytest.param("amdp", Size(6, 12, 4, num_pipelines=2), id="amdp-two-pipelines-on-six-devices"),
-    pytest.param("amdp", Size(5, 10, 4, num_pipelines=2), id="amdp-five-devices"),
-    pytest.param("amdp-auto", Size(4, 8, 4), id="amdp-auto"),
-    pytest.param("amdp-auto", Size(4, 4, 5, update_scope=UpdateScope.GLOBAL), id="amdp-auto-global"),
-    pytest.param("amdp-auto", Size(8, 16, 3), id="amdp-auto-eight-devices"),
+    pytest.param("pipedream", ScheduleRequest(4, 1, 9), id="pipedream"),
+    pytest.param("pipedream-2bw", ScheduleRequest(4, 4, 3), id="2bw-over-three-updates"),
+    pytest.param("pipedream-2bw", ScheduleRequest(4, 6, 5), id="2bw-over-five-updates"),
+    pytest.param("async-1f1b", ScheduleRequest(4, 4, 4), id="async-1f1b"),
+    pytest.param("async-1f1b", ScheduleRequest(4, 1, 9), id="async-1f1b-with-an-update-a-microbatch"),
+    pytest.param("async-1f1b", ScheduleRequest(4, 4, 4, update_scope=UpdateScope.GLOBAL), id="async-1f1b-global"),
+    pytest.param("async-interleaved", ScheduleRequest(3, 6, 4, 2), id="async-interleaved"),
+    pytest.param("async-interleaved", ScheduleRequest(3, 6, 4, 2, update_scope=UpdateScope.GLOBAL), id="async-interleaved-global"),
+    pytest.param("amdp", ScheduleRequest(4, 4, 6), id="amdp"),
+    pytest.param("amdp", ScheduleRequest(4, 12, 3), id="amdp-three-rounds"),
+    pytest.param("amdp", ScheduleRequest(4, 4, 6, update_scope=UpdateScope.GLOBAL), id="amdp-global"),
+    pytest.param("amdp", ScheduleRequest(8, 8, 4), id="amdp-eight-devices"),
+    pytest.param("amdp", ScheduleRequest(6, 12, 4, num_pipelines=2), id="amdp-two-pipelines-on-six-devices"),
+    pytest.param("amdp", ScheduleRequest(5, 10, 4, num_pipelines=2), id="amdp-five-devices"),
+    pytest.param("amdp-auto", ScheduleRequest(4, 8, 4), id="amdp-auto"),
+    pytest.param("amdp-auto", ScheduleRequest(4, 4, 5, update_scope=UpdateScope.GLOBAL), id="amdp-auto-global"),
+    pytest.param("amdp-auto", ScheduleRequest(8, 16, 3), id="amdp-auto-eight-devices"),
 ]
 
 
 @pytest.mark.parametrize("published", [False, True], ids=["all-update", "owner-publishes"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(("name", "size"), ASYNCHRONOUS)
-def test_an_asynchronous_window_equals_its_rule_done_by_hand(name: str, size: Size, again: bool, published: bool) -> None:
+def test_an_asynchronous_window_equals_its_rule_done_by_hand(name: str, size: ScheduleRequest, again: bool, published: bool) -> None:
     schedule = build(name, size)
     if again:
         schedule = recompute(schedule, range(0, schedule.num_stages, 2))
@@ -244,7 +244,7 @@ def test_a_2bw_window_holds_two_versions_and_ends_with_one() -> None:
 )
 def test_a_replicated_stage_equals_the_unsplit_model(unsplit: dict[torch.dtype, Trained], shares: tuple[tuple[float, ...], ...]) -> None:
     model = mlp(num_layers=8, dtype="float64")
-    schedule = build("1f1b", Size(3, NUM_MICROBATCHES, 2))
+    schedule = build("1f1b", ScheduleRequest(3, NUM_MICROBATCHES, 2))
     devices = iter(range(10))
     placement = Placement(tuple(tuple((next(devices), share) for share in worker) for worker in shares))
     run = pipeline(model, schedule, Cut.equal(8, 3, model.edges()), RandomRows(), placement)
@@ -261,7 +261,7 @@ def test_halves_of_microbatches_equal_the_unsplit_model(
     unsplit: dict[torch.dtype, Trained], name: str, shares: tuple[tuple[float, ...], ...]
 ) -> None:
     model = mlp(num_layers=8, dtype="float64")
-    schedule = halved(build(name, Size(3, NUM_MICROBATCHES, 2)))
+    schedule = halved(build(name, ScheduleRequest(3, NUM_MICROBATCHES, 2)))
     devices = iter(range(10))
     placement = Placement(tuple(tuple((next(devices), share) for share in worker) for worker in shares))
     run = pipeline(model, schedule, Cut.equal(8, 3, model.edges()), RandomRows(), placement)
@@ -277,7 +277,7 @@ def test_stages_whose_forwards_run_again_equal_the_unsplit_model(
     unsplit: dict[torch.dtype, Trained], name: str, devices: int, chunks: int, stages: tuple[int, ...]
 ) -> None:
     model = mlp(num_layers=8, dtype="float64")
-    schedule = recompute(build(name, Size(devices, NUM_MICROBATCHES, 2, chunks)), stages)
+    schedule = recompute(build(name, ScheduleRequest(devices, NUM_MICROBATCHES, 2, chunks)), stages)
     assert set(recomputed_stages(schedule)) == set(stages) & set(range(schedule.num_stages))
     run = pipeline(model, schedule, Cut.equal(8, schedule.num_stages, model.edges()), RandomRows())
     assert losses_of(run, 5) == pytest.approx(unsplit[torch.float64].losses[:10], abs=1e-10)
@@ -287,7 +287,7 @@ def test_a_forward_that_runs_again_drops_out_what_it_dropped_before() -> None:
     model = gpt(num_layers=4, d_model=32, num_heads=2, sequence_length=16, dropout=0.3, dtype="float64")
     found = []
     for stages in ((), (0, 1, 2)):
-        schedule = recompute(build("1f1b", Size(3, NUM_MICROBATCHES, 3)), stages)
+        schedule = recompute(build("1f1b", ScheduleRequest(3, NUM_MICROBATCHES, 3)), stages)
         run = pipeline(model, schedule, Cut.of_sizes([2, 2, 2], model.edges()), _Tokens())
         found.append(losses_of(run, 2))
     assert found[0] == found[1]
@@ -295,7 +295,7 @@ def test_a_forward_that_runs_again_drops_out_what_it_dropped_before() -> None:
 
 def test_a_replicated_stage_whose_forward_runs_again_equals_the_unsplit_model(unsplit: dict[torch.dtype, Trained]) -> None:
     model = mlp(num_layers=8, dtype="float64")
-    schedule = recompute(build("1f1b", Size(2, NUM_MICROBATCHES, 2)), (0, 1))
+    schedule = recompute(build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES, 2)), (0, 1))
     placement = Placement((((0, 1 / 3), (1, 2 / 3)), ((2, 1.0),)))
     run = pipeline(model, schedule, Cut.equal(8, 2, model.edges()), RandomRows(), placement)
     assert losses_of(run, 5) == pytest.approx(unsplit[torch.float64].losses[:10], abs=1e-10)
@@ -305,7 +305,9 @@ def test_until_a_forward_runs_again_nothing_of_it_is_kept_but_its_inputs(monkeyp
     model = mlp(num_layers=8, dtype="float64")
     peaks = []
     for stages in ((), (0,)):
-        run = pipeline(model, recompute(build("gpipe", Size(1, NUM_MICROBATCHES)), stages), Cut.equal(8, 1, model.edges()), RandomRows())
+        run = pipeline(
+            model, recompute(build("gpipe", ScheduleRequest(1, NUM_MICROBATCHES)), stages), Cut.equal(8, 1, model.edges()), RandomRows()
+        )
         (on_device,) = run.executors
         held, run_layers = _Held(), on_device.run
 
@@ -340,7 +342,7 @@ class _Kept:
 
 
 def test_a_microbatch_that_is_not_divided_alike_everywhere_is_refused() -> None:
-    schedule = build("1f1b", Size(2, 2))
+    schedule = build("1f1b", ScheduleRequest(2, 2))
     programs = (schedule.programs[0], halved(schedule).programs[1])
     divided = dataclasses.replace(schedule, programs=programs)
     validate(divided)
@@ -351,7 +353,7 @@ def test_a_microbatch_that_is_not_divided_alike_everywhere_is_refused() -> None:
 def test_a_half_without_a_row_is_refused() -> None:
     model = mlp(num_layers=4, dtype="float64")
     one_row = FixedBatch(RandomRows().batch(0, (0.0, 0.1)))
-    run = pipeline(model, halved(build("1f1b", Size(2, 2))), Cut.equal(4, 2, model.edges()), one_row)
+    run = pipeline(model, halved(build("1f1b", ScheduleRequest(2, 2))), Cut.equal(4, 2, model.edges()), one_row)
     with pytest.raises(PlanError, match="does not divide microbatches"):
         run.run_window()
 
@@ -359,7 +361,7 @@ def test_a_half_without_a_row_is_refused() -> None:
 def test_a_share_without_a_row_is_refused() -> None:
     model = mlp(num_layers=4, dtype="float64")
     placement = Placement((((0, 0.95), (1, 0.05)), ((2, 1.0),)))
-    run = pipeline(model, build("1f1b", Size(2, 2)), Cut.equal(4, 2, model.edges()), RandomRows(), placement)
+    run = pipeline(model, build("1f1b", ScheduleRequest(2, 2)), Cut.equal(4, 2, model.edges()), RandomRows(), placement)
     with pytest.raises(PlanError, match="which is none"):
         run.run_window()
 
@@ -386,7 +388,7 @@ def test_replicas_whose_owner_publishes_equal_the_unsplit_model(unsplit: dict[to
 @pytest.mark.parametrize(("name", "pipelines"), [("chimera", 0), ("amdp-flush", 2)])
 def test_an_owner_of_several_devices_publishes_its_weights_once(unsplit: dict[torch.dtype, Trained], name: str, pipelines: int) -> None:
     model = mlp(num_layers=8, dtype="float64")
-    schedule = shard_optimizer(build(name, Size(2, NUM_MICROBATCHES, 5, num_pipelines=pipelines)))
+    schedule = shard_optimizer(build(name, ScheduleRequest(2, NUM_MICROBATCHES, 5, num_pipelines=pipelines)))
     placement = Placement((((0, 1 / 3), (1, 2 / 3)), ((2, 0.5), (3, 0.5))))
     run = pipeline(model, schedule, Cut.equal(8, 2, model.edges()), RandomRows(), placement)
     assert losses_of(run, 2) == pytest.approx(unsplit[torch.float64].losses[:10], abs=1e-10)
@@ -399,7 +401,7 @@ def test_one_update_without_momentum_changes_the_weights_by_the_gradients_of_the
     model, batches = mlp(num_layers=8, dtype="float64"), RandomRows()
     expected = gradients_unsplit(model, batches, num_microbatches=NUM_MICROBATCHES)
     for name, devices, chunks in (("gpipe", 4, 1), ("1f1b", 4, 1), ("interleaved", 4, 2), ("zb-h1", 4, 1), ("zb-h2", 4, 1)):
-        schedule = build(name, Size(devices, NUM_MICROBATCHES, 1, chunks))
+        schedule = build(name, ScheduleRequest(devices, NUM_MICROBATCHES, 1, chunks))
         run = LocalPipeline(
             model,
             cut=Cut.equal(8, schedule.num_stages, model.edges()),
@@ -431,7 +433,7 @@ def test_the_norm_of_an_update_is_over_all_stages_whatever_its_scope() -> None:
     model = mlp(num_layers=8, dtype="float64")
     norms = {}
     for scope in (UpdateScope.GLOBAL, UpdateScope.STAGE):
-        schedule = build("1f1b", Size(4, NUM_MICROBATCHES, 1, update_scope=scope))
+        schedule = build("1f1b", ScheduleRequest(4, NUM_MICROBATCHES, 1, update_scope=scope))
         run = pipeline(model, schedule, Cut.equal(8, 4, model.edges()), RandomRows())
         norms[scope] = norms_of(run.run_window(), scope=scope)[0]
     assert norms[UpdateScope.STAGE] == pytest.approx(norms[UpdateScope.GLOBAL], rel=1e-12)
@@ -442,7 +444,7 @@ def test_the_small_gpt_gives_the_same_first_losses_whatever_the_cut() -> None:
     batches = _Tokens()
     found = []
     for sizes in ([6], [3, 3], [1, 5], [4, 2], [2, 2, 1, 1], [1, 1, 1, 3]):
-        schedule = build("1f1b", Size(len(sizes), NUM_MICROBATCHES, 3))
+        schedule = build("1f1b", ScheduleRequest(len(sizes), NUM_MICROBATCHES, 3))
         run = pipeline(model, schedule, Cut.of_sizes(sizes, model.edges()), batches)
         found.append(losses_of(run, 1))
     for losses in found[1:]:
@@ -460,7 +462,7 @@ class _Tokens:
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
 def test_an_evaluation_changes_nothing_and_gives_the_losses_of_the_unsplit_model(name: str, chunks: int) -> None:
     model = mlp(num_layers=8, dtype="float64")
-    schedule = build(name, Size(4, NUM_MICROBATCHES, 1, chunks))
+    schedule = build(name, ScheduleRequest(4, NUM_MICROBATCHES, 1, chunks))
     run = pipeline(model, schedule, Cut.equal(8, schedule.num_stages, model.edges()), RandomRows())
     before = {index: [weight.clone() for weight in copies[0]] for index, copies in layers_of(run).items()}
     reports = run.evaluate(evaluation(schedule, num_microbatches=5), batches=RandomRows(), keep_outputs=True)
@@ -472,7 +474,7 @@ def test_an_evaluation_changes_nothing_and_gives_the_losses_of_the_unsplit_model
 
 def test_the_spans_of_a_device_are_its_program_in_order() -> None:
     model = mlp(num_layers=4, dtype="float64")
-    schedule = build("zb-h1", Size(4, NUM_MICROBATCHES, 2))
+    schedule = build("zb-h1", ScheduleRequest(4, NUM_MICROBATCHES, 2))
     run = pipeline(model, schedule, Cut.equal(4, 4, model.edges()), RandomRows())
     for report, job, program in zip(run.run_window(), run.jobs, schedule.programs, strict=True):
         spans = report.log.spans(job)
@@ -487,20 +489,20 @@ def test_the_spans_of_a_device_are_its_program_in_order() -> None:
 
 
 def test_an_order_that_cannot_be_run_yet_is_refused_and_named() -> None:
-    schedule = dataclasses.replace(build("1f1b", Size(2, 2)), loss_group_size=2)
+    schedule = dataclasses.replace(build("1f1b", ScheduleRequest(2, 2)), loss_group_size=2)
     with pytest.raises(ScheduleError, match="loss_group_size 2"):
         jobs(schedule)
 
 
 def test_replaying_a_window_from_the_same_weights_gives_the_same_bits() -> None:
     model = mlp(num_layers=8, dtype="float32")
-    schedule = build("zb-h2", Size(4, NUM_MICROBATCHES, 3))
+    schedule = build("zb-h2", ScheduleRequest(4, NUM_MICROBATCHES, 3))
     runs = [pipeline(model, schedule, Cut.equal(8, 4, model.edges()), RandomRows(dtype=torch.float32)) for _ in range(2)]
     assert losses_of(runs[0], 2) == losses_of(runs[1], 2)
 
 
 def test_an_update_waits_for_what_its_scope_names() -> None:
-    schedule = build("1f1b", Size(2, 2))
+    schedule = build("1f1b", ScheduleRequest(2, 2))
     assert Op(OpKind.BACKWARD, 1, 1) in dependencies(schedule, Op(OpKind.UPDATE, 0, 0))
     assert schedule.weight_rule is WeightRule.FLUSH
 
@@ -516,6 +518,6 @@ def test_the_outputs_that_a_loss_was_taken_of_are_not_kept() -> None:
     layers = (Layer("first", partial(nn.Linear, 4, 4), inputs=(), batch=("inputs",)), Layer("last", partial(nn.Linear, 4, 4)))
     model = Model(layers, loss)
     batches = FixedBatch({"inputs": torch.ones(2, 4)})
-    run = pipeline(model, build("gpipe", Size(1, 3)), Cut.of_sizes((2,), model.edges()), batches)
+    run = pipeline(model, build("gpipe", ScheduleRequest(1, 3)), Cut.of_sizes((2,), model.edges()), batches)
     losses_of(run, 1, 3)
     assert len(outputs) == 3

@@ -16,7 +16,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.model import Batch, Layer, Model, compiled
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.user_code import make_model
 from tests.actors.oracles import RandomTokens
 
@@ -36,7 +36,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacke
 
 def run(*, compile_layers: bool, schedule: str, precision: Precision) -> tuple[list[float], list[str]]:
     model = make_model("raypipe.models.gpt:gpt", SIZES, compile_layers=compile_layers)
-    order = build(schedule, Size(2, 4, 2))
+    order = build(schedule, ScheduleRequest(2, 4, 2))
     pipeline = LocalPipeline(
         model,
         cut=Cut.equal(len(model.layers), order.num_stages, model.edges()),

@@ -18,7 +18,7 @@ from raypipe.config import OptimizerConfig
 from raypipe.errors import ConfigError
 from raypipe.model import Batch, Layer, Model
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.passes import over_graph, recompute
 from tests.actors.oracles import NUM_ROWS, RandomRows, layers_of, off_unsplit
 
@@ -69,7 +69,10 @@ def model_of(*builds: Callable[[], nn.Module]) -> Model:
 
 def pipeline(model: Model, name: str, *, num_devices: int, again: Sequence[int] = ()) -> LocalPipeline:
     schedule = build(
-        name, Size(num_devices, NUM_MICROBATCHES, 1, num_chunks=len(model.layers) // num_devices if name in {"zb-v", "interleaved"} else 1)
+        name,
+        ScheduleRequest(
+            num_devices, NUM_MICROBATCHES, 1, num_chunks=len(model.layers) // num_devices if name in {"zb-v", "interleaved"} else 1
+        ),
     )
     cut = Cut.equal(len(model.layers), schedule.num_stages, model.edges(), model.tied_layers())
     return LocalPipeline(

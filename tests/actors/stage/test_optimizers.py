@@ -15,7 +15,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig, OptimizerName
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Size
+from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.passes import shard_optimizer
 from tests.actors.oracles import RandomRows, largest_difference, layers_of, train_unsplit
 
@@ -55,7 +55,7 @@ def test_steps_are_those_of_the_formula(name: OptimizerName) -> None:
 @pytest.mark.parametrize("name", OptimizerName)
 def test_copies_of_a_stage_equal_the_unsplit_model(name: OptimizerName, sharded: bool) -> None:
     model = mlp(num_layers=4, dtype="float64")
-    schedule = build("chimera", Size(4, 4, 3))
+    schedule = build("chimera", ScheduleRequest(4, 4, 3))
     run = LocalPipeline(
         model,
         cut=Cut.equal(4, 4, model.edges()),

@@ -17,7 +17,7 @@ from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.measure.layers import Effort, measure_layers
 from raypipe.actors.stage.precision import prepare, stage_module
-from raypipe.actors.stage.weights import Draw, StageModule, Weights, build_layer
+from raypipe.actors.stage.weights import RngKey, StageModule, Weights, build_layer
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.errors import ConfigError
@@ -25,7 +25,7 @@ from raypipe.model import Batch, Layer, Model
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import Dense, mean_squared_error, mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import OpKind, Schedule, Size, WeightRule, reads
+from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest, WeightRule, reads
 from raypipe.schedules.passes import evaluation, recompute, shard_optimizer
 from raypipe.schedules.validate import validate
 from tests.actors.execution.test_executor import ASYNCHRONOUS
@@ -113,9 +113,9 @@ def by_hand(kind: type[HandPipeline], model: Model, schedule: Schedule) -> list[
         pytest.param(False, False, Precision.BF16, id="bf16"),
     ],
 )
-@pytest.mark.parametrize(("name", "size"), [*ASYNCHRONOUS, pytest.param("amdp-flush", Size(4, 4, 4), id="amdp-flush")])
+@pytest.mark.parametrize(("name", "size"), [*ASYNCHRONOUS, pytest.param("amdp-flush", ScheduleRequest(4, 4, 4), id="amdp-flush")])
 def test_an_asynchronous_window_in_low_precision_equals_its_rule_done_by_hand(
-    name: str, size: Size, again: bool, published: bool, precision: Precision
+    name: str, size: ScheduleRequest, again: bool, published: bool, precision: Precision
 ) -> None:
     """Of dense layers, autocast leaves nothing in float32: both precisions round alike."""
     schedule = build(name, size)
@@ -154,7 +154,7 @@ def in_float32(output: Tensor, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("name", ["async-1f1b", "amdp"])
 def test_the_copies_that_autocast_makes_itself_are_those_of_the_forward(name: str) -> None:
     """The control of the test above: were the copies left to autocast, it would fail."""
-    schedule = build(name, Size(4, 4, 6))
+    schedule = build(name, ScheduleRequest(4, 4, 6))
     plain = mlp(num_layers=schedule.num_stages)
     last = len(plain.layers) - 1
     layers = tuple(
@@ -187,7 +187,7 @@ def plain_autocast(model: Model, batches: BatchSource, *, cached: bool) -> Train
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(("name", "devices", "chunks"), SYNCHRONOUS)
 def test_autocast_over_stages_equals_plain_autocast(name: str, devices: int, chunks: int, again: bool) -> None:
-    schedule = build(name, Size(devices, NUM_MICROBATCHES, 3, chunks))
+    schedule = build(name, ScheduleRequest(devices, NUM_MICROBATCHES, 3, chunks))
     schedule = recompute(schedule, range(schedule.num_stages)) if again else schedule
     model = mlp(num_layers=8)
     run = pipeline(model, schedule, Precision.BF16_MIXED, optimizer=torch.optim.AdamW, rate=1e-3)
@@ -204,7 +204,7 @@ def test_a_gpt_under_autocast_equals_plain_autocast(name: str) -> None:
     model = gpt(num_layers=4, d_model=32, num_heads=2, sequence_length=16)
     run = pipeline(
         model,
-        build(name, Size(3, NUM_MICROBATCHES, 3)),
+        build(name, ScheduleRequest(3, NUM_MICROBATCHES, 3)),
         Precision.BF16_MIXED,
         batches=RandomTokens(),
         optimizer=torch.optim.AdamW,
@@ -220,7 +220,7 @@ def test_a_gpt_under_autocast_equals_plain_autocast(name: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_a_gpt_in_bfloat16_equals_one_process_that_keeps_float32_weights(name: str) -> None:
     model = gpt(num_layers=4, d_model=32, num_heads=2, sequence_length=16)
-    run = pipeline(model, build(name, Size(3, NUM_MICROBATCHES, 3)), Precision.BF16, batches=RandomTokens(), rate=0.1)
+    run = pipeline(model, build(name, ScheduleRequest(3, NUM_MICROBATCHES, 3)), Precision.BF16, batches=RandomTokens(), rate=0.1)
     losses = [loss for _ in range(2) for loss in mean_losses(run.run_window(), num_microbatches=NUM_MICROBATCHES)]
     modules = nn.Sequential(*(build_layer(layer, index=index, seed=0) for index, layer in enumerate(model.layers)))
     kept = [nn.Parameter(weight.detach().clone()) for weight in modules.parameters()]
@@ -249,7 +249,7 @@ def test_a_gpt_in_bfloat16_equals_one_process_that_keeps_float32_weights(name: s
 @pytest.mark.parametrize("precision", LOW)
 def test_an_evaluation_between_asynchronous_windows_computes_with_the_newest_weights(precision: Precision) -> None:
     for name in ("pipedream-2bw", "async-1f1b"):
-        schedule = build(name, Size(4, 4, 3))
+        schedule = build(name, ScheduleRequest(4, 4, 3))
         run = pipeline(mlp(num_layers=4), schedule, precision)
         run.run_window()
         check = evaluation(schedule, num_microbatches=1)
@@ -355,7 +355,9 @@ def test_gradients_of_several_uses_of_a_weight_are_summed_as_autocast_without_it
     build_module: type[nn.Module], name: str
 ) -> None:
     model = Model((Layer("first", build_module, inputs=(), batch=("inputs",)), Layer("second", build_module)), in_float32)
-    run = pipeline(model, build(name, Size(2, NUM_MICROBATCHES, 6)), Precision.BF16_MIXED, optimizer=torch.optim.AdamW, rate=1e-3)
+    run = pipeline(
+        model, build(name, ScheduleRequest(2, NUM_MICROBATCHES, 6)), Precision.BF16_MIXED, optimizer=torch.optim.AdamW, rate=1e-3
+    )
     losses = mean_losses(run.run_window(), num_microbatches=NUM_MICROBATCHES)
     assert losses == pytest.approx(plain_autocast(model, ROWS, cached=False).losses, abs=TOLERANCE)
 
@@ -369,7 +371,9 @@ def test_a_weight_that_autocast_needs_in_both_precisions_is_refused_where_it_cou
 
 def test_a_weight_that_autocast_needs_in_both_precisions_is_left_to_it() -> None:
     model = Model((Layer("first", TwoUses, inputs=(), batch=("inputs",)), Layer("second", TwoUses)), in_float32)
-    run = pipeline(model, build("1f1b", Size(2, NUM_MICROBATCHES, 6)), Precision.BF16_MIXED, optimizer=torch.optim.AdamW, rate=1e-3)
+    run = pipeline(
+        model, build("1f1b", ScheduleRequest(2, NUM_MICROBATCHES, 6)), Precision.BF16_MIXED, optimizer=torch.optim.AdamW, rate=1e-3
+    )
     losses = mean_losses(run.run_window(), num_microbatches=NUM_MICROBATCHES)
     assert losses == pytest.approx(plain_autocast(model, ROWS, cached=False).losses, rel=TOLERANCE)
 
@@ -381,14 +385,14 @@ def test_a_checkpoint_has_what_the_optimizer_steps_and_brings_the_copies_up_to_d
     batch = ROWS.batch(0, (0.0, 1.0))
     before.begin_window()
     before.bind(0, 0)
-    before.run(0, {}, batch, Draw(0))[0][0].float().sum().backward()  # type: ignore[no-untyped-call]
+    before.run(0, {}, batch, RngKey(0))[0][0].float().sum().backward()  # type: ignore[no-untyped-call]
     before.update(0, scale=1.0, learning_rate=0.1, keep_old=False)
     before.end_window()
     state = before.state()
     assert {tensor.dtype for tensor in state[0].values()} == {torch.float32}
     after.load_state(state)
     assert all(torch.equal(a, b) for a, b in zip(before.masters, after.masters, strict=True))
-    assert torch.equal(before.run(before.newest, {}, batch, Draw(0))[0][0], after.run(after.newest, {}, batch, Draw(0))[0][0])
+    assert torch.equal(before.run(before.newest, {}, batch, RngKey(0))[0][0], after.run(after.newest, {}, batch, RngKey(0))[0][0])
     assert not torch.equal(after.masters[0], torch.eye(16))
 
 
@@ -397,7 +401,7 @@ def test_an_older_version_of_a_weight_in_low_precision_is_its_copy_alone() -> No
     weights.begin_window()
     own = [master.data_ptr() for master in weights.masters]
     weights.bind(0, 0)
-    weights.run(0, {}, ROWS.batch(0, (0.0, 1.0)), Draw(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
+    weights.run(0, {}, ROWS.batch(0, (0.0, 1.0)), RngKey(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
     old = [leaf.clone() for leaf in weights.parameters(0)]
     weights.update(0, scale=1.0, learning_rate=0.1, keep_old=True)
     assert [master.data_ptr() for master in weights.masters] == own

@@ -22,7 +22,7 @@ from raypipe.model import Layer, Model, Tie
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, Size, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, WeightRule
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import evaluation, over_graph, recompute, shard_optimizer
 from raypipe.schedules.validate import validate
@@ -123,7 +123,7 @@ SYNCHRONOUS = [
 @pytest.mark.parametrize("sharded", [False, True], ids=["all-update", "owner-publishes"])
 @pytest.mark.parametrize(("name", "devices", "chunks"), SYNCHRONOUS)
 def test_updates_in_float64_equal_the_unsplit_model(name: str, devices: int, chunks: int, sharded: bool) -> None:
-    schedule = build(name, Size(devices, NUM_MICROBATCHES, 3, chunks))
+    schedule = build(name, ScheduleRequest(devices, NUM_MICROBATCHES, 3, chunks))
     if sharded and len(schedule.pipelines) == 1:
         pytest.skip("a copy alone owns itself")
     model = tied_mlp()
@@ -143,7 +143,7 @@ def test_updates_in_float64_equal_the_unsplit_model(name: str, devices: int, chu
 @pytest.mark.parametrize(("name", "devices", "chunks"), [("1f1b", 4, 1), ("interleaved", 2, 2), ("zb-h1", 4, 1), ("chimera", 4, 1)])
 def test_any_layers_may_share_a_weight(ties: tuple[Tie, ...], name: str, devices: int, chunks: int) -> None:
     model = tied_mlp(*ties)
-    check_training(pipeline(model, build(name, Size(devices, NUM_MICROBATCHES, 2, chunks))), model, UpdateScope.GLOBAL, 2)
+    check_training(pipeline(model, build(name, ScheduleRequest(devices, NUM_MICROBATCHES, 2, chunks))), model, UpdateScope.GLOBAL, 2)
 
 
 def groups_of(scope: UpdateScope) -> Callable[[nn.ModuleList], list[list[nn.Parameter]]]:
@@ -165,14 +165,14 @@ def groups_of(scope: UpdateScope) -> Callable[[nn.ModuleList], list[list[nn.Para
 @pytest.mark.parametrize("scope", [UpdateScope.STAGE, UpdateScope.TIED])
 def test_a_weight_counts_once_in_the_norm_of_every_scope(scope: UpdateScope, name: str, sharded: bool) -> None:
     model = tied_mlp()
-    schedule = build(name, Size(4, NUM_MICROBATCHES, 2, update_scope=scope))
+    schedule = build(name, ScheduleRequest(4, NUM_MICROBATCHES, 2, update_scope=scope))
     check_training(pipeline(model, schedule, sharded=sharded), model, scope, 2, clipped_together=groups_of(scope))
 
 
 @pytest.mark.parametrize("scope", UpdateScope)
 def test_devices_that_share_the_rows_of_tied_stages_equal_the_unsplit_model(scope: UpdateScope) -> None:
     model = tied_mlp()
-    schedule = build("1f1b", Size(4, NUM_MICROBATCHES, 2, update_scope=scope))
+    schedule = build("1f1b", ScheduleRequest(4, NUM_MICROBATCHES, 2, update_scope=scope))
     placement = Placement((((0, 1 / 3), (1, 2 / 3)), ((2, 1.0),), ((3, 1.0),), ((4, 0.5), (5, 0.5))))
     options = {} if scope is UpdateScope.GLOBAL else {"clipped_together": groups_of(scope)}
     check_training(pipeline(model, schedule, placement=placement), model, scope, 2, **options)
@@ -181,12 +181,12 @@ def test_devices_that_share_the_rows_of_tied_stages_equal_the_unsplit_model(scop
 @pytest.mark.parametrize("stages", [(0, 1, 2, 3), (3,)])
 def test_stages_whose_forwards_run_again_equal_the_unsplit_model(stages: tuple[int, ...]) -> None:
     model = tied_mlp()
-    check_training(pipeline(model, recompute(build("1f1b", Size(4, NUM_MICROBATCHES, 2)), stages)), model, UpdateScope.GLOBAL, 2)
+    check_training(pipeline(model, recompute(build("1f1b", ScheduleRequest(4, NUM_MICROBATCHES, 2)), stages)), model, UpdateScope.GLOBAL, 2)
 
 
 @pytest.mark.parametrize("published", [False, True], ids=["all-update", "owner-publishes"])
 @pytest.mark.parametrize(("name", "size"), ASYNCHRONOUS)
-def test_an_asynchronous_window_equals_its_rule_done_by_hand(name: str, size: Size, published: bool) -> None:
+def test_an_asynchronous_window_equals_its_rule_done_by_hand(name: str, size: ScheduleRequest, published: bool) -> None:
     schedule = build(name, size)
     last = schedule.num_stages - 1
     model = tied_mlp((("layer-0", "linear.weight"), (f"layer-{last}", "linear.weight")), num_layers=last + 1)
@@ -207,7 +207,7 @@ def test_layers_of_one_stage_share_a_weight_in_every_version(rule: WeightRule) -
     ties = tuple((f"layer-{index}", "linear.weight") for index in (0, 1, 3))
     found = []
     for model in (tied_mlp(ties, num_layers=4), tied_mlp(ties[::-1], num_layers=4)):
-        run = pipeline(model, build(name, Size(2, 1 if rule is WeightRule.STASH else 4, 4)))
+        run = pipeline(model, build(name, ScheduleRequest(2, 1 if rule is WeightRule.STASH else 4, 4)))
         run.run_window()
         check_copies(run, model)
         found.append(layers_of(run)[3][0][1])
@@ -221,7 +221,7 @@ def test_copies_stay_equal_to_the_last_bit_in_float32() -> None:
         run = LocalPipeline(
             model,
             cut=cut,
-            schedule=over_graph(build(name, Size(devices, 4, 3)), cut.graph),
+            schedule=over_graph(build(name, ScheduleRequest(devices, 4, 3)), cut.graph),
             batches=_Tokens(),
             optimizer=adamw,
             learning_rate=lambda _: LEARNING_RATE,
@@ -243,7 +243,7 @@ def test_the_tied_gpt_trains_alike_whatever_the_cut() -> None:
     found = []
     for sizes in ([4], [2, 2], [1, 3], [1, 1, 1, 1]):
         cut = Cut.of_sizes(sizes, model.edges(), model.tied_layers())
-        schedule = over_graph(build("1f1b", Size(len(sizes), NUM_MICROBATCHES, 3)), cut.graph)
+        schedule = over_graph(build("1f1b", ScheduleRequest(len(sizes), NUM_MICROBATCHES, 3)), cut.graph)
         run = LocalPipeline(
             model,
             cut=cut,
@@ -316,12 +316,12 @@ def save(folder: Path, model: Model, cut: Cut, stages: list[Weights]) -> Checkpo
 def test_any_cut_reads_what_any_other_wrote(tmp_path: Path, before: int, after: int, first: int) -> None:
     ties = ((f"layer-{first}", "linear.weight"), (f"layer-{3 - first}", "linear.weight"))
     model = tied_mlp(ties, num_layers=4)
-    run = pipeline(model, build("1f1b", Size(before, NUM_MICROBATCHES, 2)))
+    run = pipeline(model, build("1f1b", ScheduleRequest(before, NUM_MICROBATCHES, 2)))
     run.run_window()
     checkpoint = save(tmp_path, model, cut_of(model, before), [weights for held in run.held for weights in held.values()])
     assert "linear.weight" not in checkpoint.load_layer(3)
     assert "optimizer/exp_avg/linear.weight" in checkpoint.load_layer(0)
-    resumed = pipeline(model, build("1f1b", Size(after, NUM_MICROBATCHES, 2)))
+    resumed = pipeline(model, build("1f1b", ScheduleRequest(after, NUM_MICROBATCHES, 2)))
     resumed.num_updates = run.num_updates
     for on_device in resumed.held:
         for weights in on_device.values():
@@ -385,7 +385,7 @@ def test_a_cut_or_a_schedule_that_does_not_know_the_ties_is_refused() -> None:
     run = LocalPipeline(
         model,
         cut=cut_of(model, 4),
-        schedule=build("1f1b", Size(4, NUM_MICROBATCHES)),
+        schedule=build("1f1b", ScheduleRequest(4, NUM_MICROBATCHES)),
         batches=RandomRows(),
         optimizer=adamw,
         learning_rate=lambda _: LEARNING_RATE,
@@ -419,7 +419,7 @@ def test_a_shared_weight_without_any_gradient_is_left_alone(stages: int, scope: 
     layers = tuple(dataclasses.replace(layer, build=partial(WithSpare, layer.build)) for layer in plain.layers)
     tie: Tie = (("layer-0", "spare"), ("layer-3", "spare"))
     model = dataclasses.replace(plain, layers=layers, ties=(tie,))
-    run = pipeline(model, build("1f1b", Size(stages, NUM_MICROBATCHES, 3, update_scope=scope)))
+    run = pipeline(model, build("1f1b", ScheduleRequest(stages, NUM_MICROBATCHES, 3, update_scope=scope)))
     before = {index: copies[0][1].clone() for index, copies in layers_of(run).items()}
     run.run_window()
     for index, copies in layers_of(run).items():

@@ -25,7 +25,7 @@ from raypipe.config import OptimizerConfig, OptimizerName, Precision
 from raypipe.errors import ConfigError
 from raypipe.model import Batch, Layer, Model
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, OpKind, Size, WeightRule
+from raypipe.schedules.ir import Op, OpKind, ScheduleRequest, WeightRule
 from raypipe.schedules.lower import Compute
 from raypipe.schedules.passes import over_graph, recompute
 from tests.actors.oracles import layers_of, off_unsplit
@@ -84,7 +84,7 @@ def pipeline(
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw,
     precision: Precision = Precision.FLOAT32,
 ) -> LocalPipeline:
-    schedule = build(name, Size(num_devices, NUM_MICROBATCHES, num_updates))
+    schedule = build(name, ScheduleRequest(num_devices, NUM_MICROBATCHES, num_updates))
     cut = Cut.equal(len(model.layers), schedule.num_stages, model.edges(), model.tied_layers())
     if again:
         schedule = recompute(schedule, again)

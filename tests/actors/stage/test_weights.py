@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, layer_file, load_modules
 from raypipe.actors.stage.gradient_flow import LayerOutput, output_specs
-from raypipe.actors.stage.weights import Draw, StageModule, Weights, layer_seed
+from raypipe.actors.stage.weights import RngKey, StageModule, Weights, layer_seed
 from raypipe.actors.transport.protocol import TensorSpec
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError, FormatError
@@ -77,7 +77,7 @@ def rows() -> Batch:
 def step(weights: Weights) -> None:
     weights.begin_window()
     weights.bind(0, 0)
-    weights.run(0, {}, rows(), Draw(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
+    weights.run(0, {}, rows(), RngKey(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
     weights.update(0, scale=1.0, learning_rate=0.1, keep_old=False)
     weights.end_window()
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_loads_unsplit_into_one_process(tmp_path: Path) -> None:
     checkpoint = Checkpoint.finish(tmp_path, CheckpointIndex(update=1, layers=("layer-0",), model="tied", seed=0))
     (module,) = load_modules(checkpoint, model)
     x = rows()["inputs"]
-    assert torch.equal(module(x), weights.run(0, {}, rows(), Draw(0))[0][0])
+    assert torch.equal(module(x), weights.run(0, {}, rows(), RngKey(0))[0][0])
     with pytest.raises(FormatError, match="another model"):
         load_modules(checkpoint, model_of(partial(nn.Linear, 4, 4)))
 
@@ -150,7 +150,7 @@ def test_gradients_of_mixed_precision_pass_through_one_vector() -> None:
     weights = held(model_of(Mixed))
     weights.begin_window()
     weights.bind(0, 0)
-    weights.run(0, {}, rows(), Draw(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
+    weights.run(0, {}, rows(), RngKey(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
     before = [gradient.clone() for gradient in weights.gradients(0) if gradient is not None]
     weights.set_flat_gradients(0, weights.flat_gradients(0))
     after = weights.gradients(0)
@@ -162,7 +162,7 @@ def test_gradients_that_are_summed_lie_in_their_vector_alone() -> None:
     weights = held(model_of(partial(nn.Linear, 4, 4)))
     weights.begin_window()
     weights.bind(0, 0)
-    weights.run(0, {}, rows(), Draw(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
+    weights.run(0, {}, rows(), RngKey(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
     flat = weights.flat_gradients(0)
     assert {gradient.untyped_storage().data_ptr() for gradient in weights.gradients(0) if gradient is not None} == {flat.data_ptr()}
     weights.update(0, scale=1.0, learning_rate=0.1, keep_old=False)
@@ -173,7 +173,7 @@ def test_the_module_itself_keeps_no_version_that_nobody_reads(received: bool) ->
     weights = held(model_of(partial(nn.Linear, 4, 4)), rule=WeightRule.STASH)
     weights.begin_window()
     weights.bind(0, 0)
-    weights.run(0, {}, rows(), Draw(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
+    weights.run(0, {}, rows(), RngKey(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
     if received:
         weights.receive(0, weights.flat())
     else:
@@ -196,7 +196,7 @@ def test_a_tensor_without_rows_cannot_cross_stages() -> None:
 
 
 def test_seeds_differ_between_layers_microbatches_and_rows() -> None:
-    draws = [None, *(Draw(microbatch, row) for microbatch in range(20) for row in (0, 3, 7))]
+    draws = [None, *(RngKey(microbatch, row) for microbatch in range(20) for row in (0, 3, 7))]
     seeds = [layer_seed(seed, layer, draw) for seed in range(5) for layer in range(20) for draw in draws]
     assert len(set(seeds)) == len(seeds)
 

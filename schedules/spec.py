@@ -11,12 +11,12 @@ from raypipe.schedules.ir import (
     Holder,
     Op,
     OpKind,
+    Overlap,
     Schedule,
-    Size,
+    ScheduleRequest,
     Slot,
     StageGraph,
     StageTimes,
-    Together,
     UpdateScope,
     WeightRule,
     ops_of,
@@ -24,7 +24,7 @@ from raypipe.schedules.ir import (
 
 
 @dataclass(frozen=True)
-class Family:
+class ScheduleSpec:
     """A schedule by name, for any size.
 
     Attributes:
@@ -45,20 +45,20 @@ class Family:
     """
 
     name: str
-    build: Callable[[Size], Schedule]
+    build: Callable[[ScheduleRequest], Schedule]
     title: str
     paper: str
     bubble: str
     memory: str
     mismatch: str
     delay: str
-    makespan_s: Callable[[Size, StageTimes], float | None]
-    peak_in_flight: Callable[[Size, int], int]
+    makespan_s: Callable[[ScheduleRequest, StageTimes], float | None]
+    peak_in_flight: Callable[[ScheduleRequest, int], int]
     default_chunks: int = 1
     weight_rule: WeightRule = WeightRule.FLUSH
 
 
-def synchronous(name: str, size: Size, *, workers: Sequence[int], one_update: Sequence[Sequence[Slot]]) -> Schedule:
+def synchronous(name: str, size: ScheduleRequest, *, workers: Sequence[int], one_update: Sequence[Sequence[Slot]]) -> Schedule:
     """A synchronous schedule of one pipeline: the same order for each update, with the updates of a worker's stages behind it.
 
     Args:
@@ -70,7 +70,9 @@ def synchronous(name: str, size: Size, *, workers: Sequence[int], one_update: Se
     return synchronous_pipelines(name, size, pipelines=[workers], one_update=one_update)
 
 
-def synchronous_pipelines(name: str, size: Size, *, pipelines: Sequence[Sequence[int]], one_update: Sequence[Sequence[Slot]]) -> Schedule:
+def synchronous_pipelines(
+    name: str, size: ScheduleRequest, *, pipelines: Sequence[Sequence[int]], one_update: Sequence[Sequence[Slot]]
+) -> Schedule:
     """The same for several pipelines: each worker ends an update with a U for every copy of a stage that it holds.
 
     Args:
@@ -123,7 +125,9 @@ def in_turn(forwards: Sequence[Slot], backwards: Sequence[Slot], *, warm_up: int
     return [*forwards[:lead], *pairs, *backwards[num_pairs:]]
 
 
-def unflushed(name: str, size: Size, *, workers: Sequence[int], programs: Sequence[Sequence[Slot]], weight_rule: WeightRule) -> Schedule:
+def unflushed(
+    name: str, size: ScheduleRequest, *, workers: Sequence[int], programs: Sequence[Sequence[Slot]], weight_rule: WeightRule
+) -> Schedule:
     """A schedule of one pipeline that goes on while it updates: each stage's U stands right behind its last backward of the update.
 
     Args:
@@ -162,10 +166,10 @@ def unflushed(name: str, size: Size, *, workers: Sequence[int], programs: Sequen
 def _later(slot: Slot, by: int) -> Slot:
     """The slot with all indices larger by a number."""
     moved = tuple(op._replace(index=op.index + by) for op in ops_of(slot))
-    return Together(moved) if isinstance(slot, Together) else moved[0]
+    return Overlap(moved) if isinstance(slot, Overlap) else moved[0]
 
 
-def require_one_chunk(name: str, size: Size, *, instead: str = "interleaved") -> None:
+def require_one_chunk(name: str, size: ScheduleRequest, *, instead: str = "interleaved") -> None:
     """Refuses several stages a worker for a schedule that takes one.
 
     Args:
@@ -180,7 +184,7 @@ def require_one_chunk(name: str, size: Size, *, instead: str = "interleaved") ->
         raise ScheduleError(f"{name} holds one stage a device, got {size.num_chunks} chunks; use --chunks 1, or the schedule {instead!r}")
 
 
-def require_one_pipeline(name: str, size: Size) -> None:
+def require_one_pipeline(name: str, size: ScheduleRequest) -> None:
     """Refuses several pipelines for a schedule that has one.
 
     Raises:
@@ -190,7 +194,7 @@ def require_one_pipeline(name: str, size: Size) -> None:
         raise ScheduleError(f"{name} has one pipeline, got {size.num_pipelines}; leave --pipelines out")
 
 
-def require_even_devices(name: str, size: Size) -> None:
+def require_even_devices(name: str, size: ScheduleRequest) -> None:
     """Refuses an odd number of devices for a schedule of pipelines in opposite directions.
 
     Raises:
