@@ -307,7 +307,7 @@ def test_orders_of_ones_own_whose_updates_overlap_are_planned_as_the_bundled_one
     assert bundled is not None
     path = str(tmp_path / "order.json")
     save_schedule(build("async-1f1b", ScheduleRequest(4, 2, num_updates)), path)
-    for name in ("raypipe.schedules.families.one_f_one_b_async:FAMILY_ASYNC", path):
+    for name in ("raypipe.schedules.families.one_f_one_b_async:SPEC_ASYNC", path):
         plan = make(problem, name=planner, schedule=name, budget=TINY)
         assert (plan.order.weight_rule, plan.order.num_updates) == (WeightRule.LIVE, 7)
         assert plan.predicted is not None
