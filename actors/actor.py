@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from raypipe.actors import cores, devices
-from raypipe.actors.execution.executor import BatchSource, Executor, Window
+from raypipe.actors.execution.batches import BatchSource
+from raypipe.actors.execution.executor import Executor, Window
 from raypipe.actors.execution.faults import FaultScript
-from raypipe.actors.execution.job import Job
 from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers, start_profiler
 from raypipe.actors.measure.links import Flow, Links, MeetOrder, Readings
@@ -35,6 +35,7 @@ from raypipe.config import OptimizerConfig, Precision
 from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError
 from raypipe.model import Model
 from raypipe.schedules.ir import WeightRule
+from raypipe.schedules.lower import DeviceProgram
 
 _LOG = logging.getLogger("raypipe.stage")
 
@@ -234,7 +235,7 @@ class StageActor:
         self._weights: dict[int, Weights] = {}
         self._sources: dict[str, BatchSource] = {}
         self._reads_rows = True
-        self._jobs: dict[str, Job] = {}
+        self._programs: dict[str, DeviceProgram] = {}
         self._links = Links(identity.device)
         self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
 
@@ -340,7 +341,7 @@ class StageActor:
         if self._executor is not None:
             self._executor.close()
         self._transport = self._executor = self._order = None
-        self._weights, self._jobs, self._sources = {}, {}, {}
+        self._weights, self._programs, self._sources = {}, {}, {}
         identity = identity or replace(self.identity, stages=())
         if identity != self.identity:
             self.identity = identity
@@ -436,9 +437,9 @@ class StageActor:
         self._links.meet([order], host_ip=host_ip)
         return self._links.run([flow])[0]
 
-    def load_jobs(self, jobs: dict[str, Job]) -> None:
+    def load_programs(self, programs: dict[str, DeviceProgram]) -> None:
         """Takes the programs that windows will name."""
-        self._jobs = jobs
+        self._programs = programs
 
     def run(self, name: str, *, number: int, first_update: int, split: str) -> WindowReport:
         """Runs a window of a program over the rows of a split.
@@ -460,7 +461,7 @@ class StageActor:
         self._in_window = True
         self._memory.begin()
         try:
-            report = self._executor.run(self._jobs[name], window)
+            report = self._executor.run(self._programs[name], window)
         except RaypipeError as error:
             if isinstance(error, RunError):
                 raise
@@ -471,7 +472,7 @@ class StageActor:
             self._in_window = False
         report.peak_memory_bytes = self._memory.peak_bytes()
         self._doing, self._since = f"waiting for work after window {window.number}", time.monotonic()
-        self._metrics.record(report, self._jobs[name])
+        self._metrics.record(report, self._programs[name])
         return report
 
     def _failure(self, error: Exception) -> StageFailedError:
@@ -503,7 +504,7 @@ class StageActor:
 
     def _owned(self) -> list[Weights]:
         """The stages of which this device, of all that hold a copy, is the first."""
-        own = {stage for job in self._jobs.values() for stage in job.norm_stages}
+        own = {stage for program in self._programs.values() for stage in program.primary_stages}
         return [weights for stage, weights in self._weights.items() if stage in own]
 
     def owned_layers(self) -> list[int]:

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from raypipe.actors import devices
-from raypipe.actors.execution.executor import BatchSource, Executor, LearningRate, Window
+from raypipe.actors.execution.batches import BatchSource
+from raypipe.actors.execution.executor import Executor, LearningRate, Window
 from raypipe.actors.execution.faults import FaultScript
-from raypipe.actors.execution.job import Job, jobs
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.stage.gradient_flow import LayerOutput, edge_specs
 from raypipe.actors.stage.precision import loss_in_float32, prepare, stage_module
@@ -21,7 +22,7 @@ from raypipe.config import Precision
 from raypipe.errors import AbortedError
 from raypipe.model import Model
 from raypipe.schedules.ir import Schedule
-from raypipe.schedules.lower import Placement
+from raypipe.schedules.lower import DeviceProgram, Placement
 
 
 class LocalPipeline:
@@ -62,11 +63,11 @@ class LocalPipeline:
     ) -> None:
         self.batches = batches
         self.placement = placement
-        self.jobs = jobs(schedule, placement)
-        self._evaluations: dict[Schedule, tuple[Job, ...]] = {}
+        self.programs = executable_programs(schedule, placement)
+        self._evaluations: dict[Schedule, tuple[DeviceProgram, ...]] = {}
         self.num_windows = 0
         self.num_updates = 0
-        stages_of = [sorted({op.stage for op, place in schedule.ops() if place.worker == job.program.worker}) for job in self.jobs]
+        stages_of = [sorted({op.stage for op, place in schedule.ops() if place.worker == program.worker}) for program in self.programs]
         self.held = [
             {
                 stage: Weights(
@@ -76,7 +77,7 @@ class LocalPipeline:
             }
             for stages in stages_of
         ]
-        network = LocalNetwork(len(self.jobs), timeout_s=timeout_s)
+        network = LocalNetwork(len(self.programs), timeout_s=timeout_s)
         batch = batches.batch(0, (0.0, 1.0))
         num_rows = len(next(iter(batch.values())))
         made: dict[int, tuple[LayerOutput, ...]] = {}
@@ -85,11 +86,11 @@ class LocalPipeline:
                 made |= prepare(weights, made, batch, num_rows=num_rows)
         self.executors = [
             Executor(
-                device=job.program.device,
+                device=program.device,
                 model=loss_in_float32(model, precision),
                 cut=cut,
                 held=held,
-                transport=network.transport(job.program.device),
+                transport=network.transport(program.device),
                 edge_specs=edge_specs(cut, made),
                 num_rows=num_rows,
                 learning_rate=learning_rate,
@@ -98,21 +99,21 @@ class LocalPipeline:
                 on=on,
                 timeout_s=timeout_s,
             )
-            for job, held in zip(self.jobs, self.held, strict=True)
+            for program, held in zip(self.programs, self.held, strict=True)
         ]
 
     def run_window(self) -> list[WindowReport]:
         """Runs the next window; returns a report a device."""
-        reports = self._run(self.jobs, Window(number=self.num_windows, first_update=self.num_updates, batches=self.batches))
+        reports = self._run(self.programs, Window(number=self.num_windows, first_update=self.num_updates, batches=self.batches))
         self.num_windows += 1
-        self.num_updates += self.jobs[0].num_updates
+        self.num_updates += self.programs[0].num_updates
         return reports
 
     def evaluate(self, schedule: Schedule, *, batches: BatchSource, keep_outputs: bool = False) -> list[WindowReport]:
         """Runs a schedule of forwards only over other rows."""
         window = Window(number=self.num_windows, first_update=0, batches=batches, keep_outputs=keep_outputs)
-        if schedule not in self._evaluations:  # executors keep what they work out for each job
-            self._evaluations[schedule] = jobs(schedule, self.placement)
+        if schedule not in self._evaluations:  # executors keep what they work out for each program
+            self._evaluations[schedule] = executable_programs(schedule, self.placement)
         return self._run(self._evaluations[schedule], window)
 
     def close(self) -> None:
@@ -120,17 +121,17 @@ class LocalPipeline:
         for executor in self.executors:
             executor.close()
 
-    def _run(self, what: Sequence[Job], window: Window) -> list[WindowReport]:
-        def one(executor: Executor, job: Job) -> WindowReport:
+    def _run(self, what: Sequence[DeviceProgram], window: Window) -> list[WindowReport]:
+        def one(executor: Executor, program: DeviceProgram) -> WindowReport:
             try:
-                return executor.run(job, window)
+                return executor.run(program, window)
             except BaseException as error:
                 for other in self.executors:
                     other.abort(f"device {executor.device} failed: {error}")
                 raise
 
         with ThreadPoolExecutor(len(self.executors)) as pool:
-            futures = [pool.submit(one, executor, job) for executor, job in zip(self.executors, what, strict=True)]
+            futures = [pool.submit(one, executor, program) for executor, program in zip(self.executors, what, strict=True)]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise next((error for error in errors if not isinstance(error, AbortedError)), errors[0])

@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from in_turn import in_turn
 
-from raypipe.actors.execution.batches import MaskedTokenBatches, TokenBatches
-from raypipe.actors.execution.executor import BatchSource
+from raypipe.actors.execution.batches import BatchSource, MaskedTokenBatches, TokenBatches
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.optimizers import build_optimizer

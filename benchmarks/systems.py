@@ -31,7 +31,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from raypipe import ClusterConfig, Model, OptimizerConfig, ScalingConfig
 from raypipe.actors.actor import BatchFunction, BuildOrder
-from raypipe.actors.execution.job import jobs
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import norms_of
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.weights import build_layer
@@ -193,7 +193,7 @@ class RaypipeSystem:
                 precision=work.precision,
             )
         )
-        self.coordinator.connect({"train": jobs(work.order)}, work.cut)
+        self.coordinator.connect({"train": executable_programs(work.order)}, work.cut)
 
     def run_window(self) -> Window:
         """Runs the next window."""

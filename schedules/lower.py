@@ -26,7 +26,7 @@ from functools import cached_property
 from operator import itemgetter
 
 from raypipe.errors import PlanError
-from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, UpdateScope, ops_of, reads
+from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, StageGraph, UpdateScope, ops_of, reads
 from raypipe.schedules.passes import add_reductions
 
 
@@ -146,6 +146,9 @@ class Recv:
     message: Message
     device: int
 
+    def __str__(self) -> str:
+        return str(self.message)
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -160,35 +163,60 @@ class Await:
 
     collective: Collective
 
+    def __str__(self) -> str:
+        return str(self.collective)
+
 
 Item = Compute | Send | Recv | Start | Await
 
 
 @dataclass(frozen=True)
 class DeviceProgram:
-    """What one device does in a window.
+    """What one device does in a window, and what it must know of the schedule.
 
     Attributes:
-        device: its number in the plan.
-        worker: the worker that it is, or is a replica of.
-        rows: its share of every microbatch's rows, from 0 to 1.
-        items: in order.
+        device: Number of the device in the plan.
+        worker: The worker that the device is, or is a replica of.
+        rows: The device's share of every microbatch's rows, from 0 to 1.
+        items: Items in execution order.
+        graph: The stage graph.
+        num_microbatches: Number of microbatches per update.
+        num_updates: Number of updates in the window.
+        update_scope: The stages whose gradient norm limits an update.
+        forward_only: Whether the schedule evaluates.
+        primary_stages: Stages whose first copy is on this device. Only that copy counts in norms, in sums of ties and in checkpoints.
     """
 
     device: int
     worker: int
     rows: tuple[float, float]
     items: tuple[Item, ...]
+    graph: StageGraph
+    num_microbatches: int
+    num_updates: int
+    update_scope: UpdateScope
+    forward_only: bool
+    primary_stages: frozenset[int]
 
     @cached_property
     def last_reads(self) -> dict[tuple[int, int], int]:
         """For each (stage, version of its weights) the position of the last item that uses it."""
-        found: dict[tuple[int, int], int] = {}
-        for position, item in enumerate(self.items):
-            if isinstance(item, Compute):
-                for op, version in zip(item.ops, item.versions, strict=True):
-                    found[op.stage, version] = position
-        return found
+        return {
+            (op.stage, version): position
+            for position, item in enumerate(self.items)
+            if isinstance(item, Compute)
+            for op, version in zip(item.ops, item.versions, strict=True)
+        }
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Each item as text; empty for Sends and Starts, which take no time."""
+        return tuple("" if isinstance(item, Send | Start) else str(item) for item in self.items)
+
+    @cached_property
+    def row_ranges(self) -> frozenset[tuple[float, float]]:
+        """The distinct rows that Ops of this device work on, in shares of a microbatch."""
+        return frozenset(rows for item in self.items if isinstance(item, Compute) for rows in item.rows)
 
 
 @dataclass(frozen=True)
@@ -250,9 +278,25 @@ class _Lowering:
 
     def programs(self) -> tuple[DeviceProgram, ...]:
         """The programs, by device."""
-        channels = self._channels()
+        channels, schedule = self._channels(), self.schedule
+        first_copies: dict[int, int] = {}
+        for holder in schedule.holders:
+            first_copies.setdefault(holder.stage, holder.worker)
         found = [
-            DeviceProgram(device, worker, rows, tuple(self._items(worker, device, channels.get(device, {}))))
+            DeviceProgram(
+                device=device,
+                worker=worker,
+                rows=rows,
+                items=tuple(self._items(worker, device, channels.get(device, {}))),
+                graph=schedule.graph,
+                num_microbatches=schedule.num_microbatches,
+                num_updates=schedule.num_updates,
+                update_scope=schedule.update_scope,
+                forward_only=schedule.forward_only,
+                primary_stages=frozenset(
+                    stage for stage, first in first_copies.items() if first == worker and device == next(iter(devices))
+                ),
+            )
             for worker, devices in enumerate(self.rows)
             for device, rows in devices.items()
         ]

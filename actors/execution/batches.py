@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from raypipe.actors.execution.executor import BatchSource
-from raypipe.actors.execution.job import row_range
 from raypipe.data.masking import mask_rows
 from raypipe.data.tokens import TokenDataset
 from raypipe.model import Batch
+
+
+class BatchSource(Protocol):
+    """Where the rows of microbatches come from."""
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        """Return the fields of a microbatch; a pure function of its arguments.
+
+        Args:
+            microbatch: Number of the microbatch since the beginning of training, or of the evaluation.
+            rows: First row and end, in shares of the microbatch from 0 to 1.
+        """
+
+
+def row_range(rows: tuple[float, float], num_rows: int) -> tuple[int, int]:
+    """Return first row and end of a share of the rows of a microbatch; neighboring shares meet without gap or overlap."""
+    return round(rows[0] * num_rows), round(rows[1] * num_rows)
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from raypipe.actors import devices
+from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.clock import Clock, DeviceClock, HostClock, Timed
 from raypipe.actors.execution.faults import FaultScript
-from raypipe.actors.execution.job import Job, MessageKey, Rows
 from raypipe.actors.execution.report import WindowReport
-from raypipe.actors.execution.steps import Awaiting, Computing, Given, Receiving, Starting, Step, WiredOp, Wirer, Wiring
+from raypipe.actors.execution.steps import Awaiting, Computing, Given, MessageKey, Receiving, Rows, Starting, WiredOp, Wirer, Wiring
 from raypipe.actors.stage.backward import PendingWeightGradient, backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, Place, stand_in, unchanged
 from raypipe.actors.stage.weights import Outputs, RngKey, Weights
@@ -36,19 +36,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RunError, TransportTimeoutError
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import Op, OpKind, UpdateScope
-from raypipe.schedules.lower import Collective, CollectiveKind
-
-
-class BatchSource(Protocol):
-    """Gives the rows of a microbatch: a pure function of its number."""
-
-    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
-        """The fields of a microbatch.
-
-        Args:
-            microbatch: counted from the beginning of training, or of the evaluation.
-            rows: the share of its rows, from 0 to 1.
-        """
+from raypipe.schedules.lower import Collective, CollectiveKind, DeviceProgram
 
 
 class LearningRate(Protocol):
@@ -140,7 +128,7 @@ class Executor:
         self.held = held
         self.transport = transport
         self.wirer = Wirer(cut, held, edge_specs)
-        self._wirings: dict[tuple[int, int], tuple[Job, Wiring]] = {}
+        self._wirings: dict[tuple[int, int], tuple[DeviceProgram, Wiring]] = {}
         self.num_rows = num_rows
         self.learning_rate = learning_rate
         self.max_grad_norm = max_grad_norm
@@ -161,7 +149,7 @@ class Executor:
         step = self.clock.doing()
         return self.doing if step is None else step.name if isinstance(step, Computing) else step.doing
 
-    def run(self, job: Job, window: Window) -> WindowReport:
+    def run(self, program: DeviceProgram, window: Window) -> WindowReport:
         """Runs one window.
 
         Raises:
@@ -170,28 +158,28 @@ class Executor:
             AbortedError: `abort` was called.
         """
         try:
-            return self._run(job, window)
+            return self._run(program, window)
         except Exception as error:
             if self.failure is not None:
                 raise self.failure from error
             raise
 
-    def _run(self, job: Job, window: Window) -> WindowReport:
+    def _run(self, program: DeviceProgram, window: Window) -> WindowReport:
         keep_what_compiled_forwards_save()
-        wiring = self._wiring(job, window.num_rows or self.num_rows)
+        wiring = self._wiring(program, window.num_rows or self.num_rows)
         self.clock.rest()
         self.transport.open_window(wiring.incoming, wiring.outgoing)
         for weights in self.held.values():
-            weights.module.train(not job.forward_only)
+            weights.module.train(not program.forward_only)
             weights.begin_window()
         self.doing = "waiting to begin"
-        run = _Run(self, job, window, wiring.steps)
-        with torch.set_grad_enabled(not job.forward_only):
+        run = _Run(self, program, window, wiring)
+        with torch.set_grad_enabled(not program.forward_only):
             report = run.run()
         self.doing = "waiting for the last messages to leave"
         self.transport.close_window()
         for weights in self.held.values():
-            if not job.forward_only:
+            if not program.forward_only:
                 weights.end_window()
         return report
 
@@ -273,12 +261,12 @@ class Executor:
     def _name(self, device: int) -> str:
         return self.names[device] if self.names else str(device)
 
-    def _wiring(self, job: Job, num_rows: int) -> Wiring:
-        """The wiring of a job, worked out when it is first asked for."""
-        key = (id(job), num_rows)
+    def _wiring(self, program: DeviceProgram, num_rows: int) -> Wiring:
+        """The wiring of a program, worked out when it is first asked for."""
+        key = (id(program), num_rows)
         if key not in self._wirings:
-            # With the job, whose number nothing else may get.
-            self._wirings[key] = (job, self.wirer.wire(job, num_rows))
+            # With the program, whose number nothing else may get.
+            self._wirings[key] = (program, self.wirer.wire(program, num_rows))
         return self._wirings[key][1]
 
 
@@ -297,13 +285,14 @@ def _hypot(one: Number, other: Number) -> Number:
 class _Run:
     """One window on one device."""
 
-    def __init__(self, executor: Executor, job: Job, window: Window, steps: Sequence[Step]) -> None:
+    def __init__(self, executor: Executor, program: DeviceProgram, window: Window, wiring: Wiring) -> None:
         self.executor = executor
-        self.job = job
+        self.program = program
         self.window = window
-        self.steps = steps
-        self.training = not job.forward_only
-        self.first_microbatch = window.first_update * job.num_microbatches
+        self.steps = wiring.steps
+        self.updated = wiring.updated
+        self.training = not program.forward_only
+        self.first_microbatch = window.first_update * program.num_microbatches
         self.faults = executor.faults if executor.faults.faults else None
         self.report = WindowReport(executor.device, executor.clock.begin())
         self.mark, self.note = executor.clock.mark, executor.clock.note
@@ -484,7 +473,7 @@ class _Run:
     def _place(self, wired: WiredOp, number: int) -> Place:
         """Where an input of a stage is made."""
         stage = wired.op.stage
-        edges = [(source, stage) for source in self.job.graph.predecessors[stage]]
+        edges = [(source, stage) for source in self.program.graph.predecessors[stage]]
         return [place for edge in edges for place, _ in self.executor.wirer.places(edge)][number]
 
     def _unforeseen(self, place: Place, what: str) -> ConfigError:
@@ -517,14 +506,14 @@ class _Run:
         if shared is not None:
             # What stages share is limited alike on all of them. A product: other stages of this device may be yet to use the sum.
             shared = shared * self._scale(
-                _root(weights.shared_squared_norm(shared)) if self.job.update_scope is UpdateScope.STAGE else norm
+                _root(weights.shared_squared_norm(shared)) if self.program.update_scope is UpdateScope.STAGE else norm
             )
             del self.shared[op.stage, op.index]
         weights.update(
             op.index,
             scale=self._scale(norm),
             learning_rate=executor.learning_rate(self.window.first_update + op.index),
-            keep_old=self.job.program.last_reads[op.stage, op.index] > position,
+            keep_old=self.program.last_reads[op.stage, op.index] > position,
             shared=shared,
         )
 
@@ -538,25 +527,25 @@ class _Run:
 
     def _norm(self, op: Op) -> Number:
         """The gradient norm that limits an update: over all stages, over those of its tie, or over what its own shares with none."""
-        if self.job.update_scope is UpdateScope.GLOBAL:
+        if self.program.update_scope is UpdateScope.GLOBAL:
             if op.index not in self.norms:  # no other device: there was no collective
                 self.norms[op.index] = _root(self._own_squared_norm(op.index, self.executor.held))
             return self.norms[op.index]
-        if op.stage in self.job.norm_stages:
+        if op.stage in self.program.primary_stages:
             own = _root(self._own_squared_norm(op.index, (op.stage,)))
             self.norms[op.index] = _hypot(self.norms[op.index], own) if op.index in self.norms else own
-        tie = self.job.graph.tie_of.get(op.stage)
-        if self.job.update_scope is UpdateScope.STAGE or tie is None:
+        tie = self.program.graph.tie_of.get(op.stage)
+        if self.program.update_scope is UpdateScope.STAGE or tie is None:
             return _root(self.executor.held[op.stage].squared_norm(op.index))
         if (tie, op.index) not in self.tied_norms:
-            self.tied_norms[tie, op.index] = _root(self._own_squared_norm(op.index, self.job.graph.ties[tie]))
+            self.tied_norms[tie, op.index] = _root(self._own_squared_norm(op.index, self.program.graph.ties[tie]))
         return self.tied_norms[tie, op.index]
 
     def _own_squared_norm(self, update: int, stages: Collection[int]) -> Tensor:
         """What this device brings to a norm over some stages; what they share counts with the first of them."""
         parts = [torch.zeros((), dtype=torch.float64, device=self.executor.on)]
-        graph = self.job.graph
-        for stage in self.job.norm_stages.intersection(stages):
+        graph = self.program.graph
+        for stage in self.program.primary_stages.intersection(stages):
             parts.append(self.executor.held[stage].squared_norm(update))
             if stage in graph.tie_of and stage == graph.ties[graph.tie_of[stage]][0]:
                 shared = self._shared(stage, update)
@@ -568,7 +557,7 @@ class _Run:
 
     def _shared(self, stage: int, update: int) -> Tensor | None:
         """The sum of the gradients of all weights that a stage's tie shares; `None` where it has none."""
-        tie = self.job.graph.tie_of.get(stage)
+        tie = self.program.graph.tie_of.get(stage)
         if tie is None:
             return None
         if (stage, update) not in self.shared:  # all stages of the tie are here: there was no collective
@@ -576,13 +565,13 @@ class _Run:
         return self.shared[stage, update]
 
     def _take_shared(self, tie: int, update: int, total: Tensor) -> None:
-        for stage in self.job.updated.intersection(self.job.graph.ties[tie]):
+        for stage in self.updated.intersection(self.program.graph.ties[tie]):
             self.shared[stage, update] = total
 
     def _brought_to(self, tie: int, update: int, stages: Collection[int]) -> Tensor:
         """The sum over some of the stages of this device, added up in one order everywhere; zeros where none is tied."""
         held = self.executor.held
-        mine = [stage for stage in self.job.graph.ties[tie] if stage in held]
+        mine = [stage for stage in self.program.graph.ties[tie] if stage in held]
         parts = [held[stage].shared_gradients(update) for stage in mine if stage in stages]
         return sum(parts[1:], start=parts[0]) if parts else torch.zeros_like(held[mine[0]].shared_gradients(update))
 
@@ -621,15 +610,15 @@ class _Run:
         if collective.kind is CollectiveKind.NORM:
             tensor = self._own_squared_norm(collective.update, self.executor.held).reshape(1)
         elif collective.kind is CollectiveKind.TIED_NORM:
-            tensor = self._own_squared_norm(collective.update, self.job.graph.ties[collective.stage]).reshape(1)
+            tensor = self._own_squared_norm(collective.update, self.program.graph.ties[collective.stage]).reshape(1)
         elif collective.kind is CollectiveKind.TIED:
-            tensor = self._brought_to(collective.stage, collective.update, self.job.norm_stages)
+            tensor = self._brought_to(collective.stage, collective.update, self.program.primary_stages)
         elif collective.kind is CollectiveKind.GRADIENTS:
             tensor = self.executor.held[collective.stage].flat_gradients(collective.update)
         else:
             # The owner has made the new version; the others, and all but one of an owner's devices, add nothing, so that the sum is it.
             weights = self.executor.held[collective.stage]
-            brings = weights.newest > collective.update and collective.stage in self.job.norm_stages
+            brings = weights.newest > collective.update and collective.stage in self.program.primary_stages
             tensor = weights.flat() if brings else torch.zeros_like(weights.flat())
         self.pending[collective] = self.executor.transport.start(collective, tensor)
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from raypipe.actors.execution.job import Job
 from raypipe.artifacts.trace import Span, SpanKind
 from raypipe.schedules.ir import UpdateScope
-from raypipe.schedules.lower import Await, Compute, Item, Recv
+from raypipe.schedules.lower import Await, Compute, DeviceProgram, Item, Recv
 
 
 @dataclass
@@ -38,26 +37,26 @@ class SpanLog:
         self.ends_s.append(end_s)
         self.sizes_bytes.append(size_bytes)
 
-    def spans(self, job: Job, *, shift_s: float = 0.0) -> list[Span]:
-        """The spans of a job's window, that much later."""
-        items, names, device = job.program.items, job.names, job.program.device
+    def spans(self, program: DeviceProgram, *, shift_s: float = 0.0) -> list[Span]:
+        """Return the spans of a program's window, `shift_s` later."""
+        items, names, device = program.items, program.names, program.device
         return [
             Span(device, _SPAN_KINDS[type(items[position])], names[position], start_s + shift_s, end_s + shift_s, size)
             for position, start_s, end_s, size in zip(self.positions, self.starts_s, self.ends_s, self.sizes_bytes, strict=True)
         ]
 
-    def seconds(self, job: Job, kind: SpanKind) -> float:
+    def seconds(self, program: DeviceProgram, kind: SpanKind) -> float:
         """The seconds of all spans of a kind."""
-        items = job.program.items
+        items = program.items
         return sum(
             end_s - start_s
             for position, start_s, end_s in zip(self.positions, self.starts_s, self.ends_s, strict=True)
             if _SPAN_KINDS[type(items[position])] is kind
         )
 
-    def num_bytes(self, job: Job, kind: SpanKind) -> float:
+    def num_bytes(self, program: DeviceProgram, kind: SpanKind) -> float:
         """The bytes of all spans of a kind."""
-        items = job.program.items
+        items = program.items
         sizes = zip(self.positions, self.sizes_bytes, strict=True)
         return float(sum(size for position, size in sizes if _SPAN_KINDS[type(items[position])] is kind))
 

@@ -7,19 +7,30 @@ Sends follow it at once: they belong to its step, and nothing is noted or given 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from raypipe.actors.execution.job import Job, MessageKey, Rows, message_key, row_range
+from raypipe.actors.execution.batches import row_range
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, EdgeTensor, Place
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Expected, TensorSpec
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import PlanError
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Await, Collective, Compute, Direction, Message, Recv, Send, Start
+from raypipe.schedules.lower import Await, Collective, Compute, DeviceProgram, Direction, Message, Recv, Send, Start
+
+Rows = tuple[float, float]
+"""First row and end, in shares of a microbatch."""
+
+MessageKey = tuple[Direction, int, int, int, int, int]
+"""Direction, source stage, target stage, microbatch, pipeline and part: what one Op gives another stage, whatever rows travel where."""
+
+
+def _message_key(message: Message) -> MessageKey:
+    return (message.direction, message.source, message.target, message.index, message.pipeline, message.part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +216,13 @@ class Wiring:
 
     Attributes:
         steps: in order.
+        updated: Stages that the device updates; those of its others are published to it.
         incoming: what will come.
         outgoing: what will leave.
     """
 
     steps: tuple[Step, ...]
+    updated: frozenset[int]
     incoming: Announced = field(repr=False)
     outgoing: Announced = field(repr=False)
 
@@ -228,28 +241,32 @@ class Wirer:
         self.held = held
         self.edge_specs = edge_specs
 
-    def wire(self, job: Job, num_rows: int) -> Wiring:
-        """The wiring of a job.
+    def wire(self, program: DeviceProgram, num_rows: int) -> Wiring:
+        """The wiring of a program.
 
         Raises:
             PlanError: an Op has no rows, or the job does not sum what the stages of the cut share.
         """
-        if job.graph.ties != self.cut.graph.ties and not job.forward_only:
-            tied = f"the cut of the model ties the stages {self.cut.graph.ties}, the schedule {job.graph.ties}"
+        if program.graph.ties != self.cut.graph.ties and not program.forward_only:
+            tied = f"the cut of the model ties the stages {self.cut.graph.ties}, the schedule {program.graph.ties}"
             raise PlanError(f"{tied}; lay it over the cut's graph with raypipe.schedules.passes.over_graph")
-        for rows in job.rows:
+        for rows in program.row_ranges:
             if row_range(rows, num_rows)[0] == row_range(rows, num_rows)[1]:
                 raise PlanError(
-                    f"device {job.program.device} works on the share {rows} of a microbatch of {num_rows} rows, which is none; "
+                    f"device {program.device} works on the share {rows} of a microbatch of {num_rows} rows, which is none; "
                     "use larger microbatches, fewer replicas, or a schedule that does not divide microbatches"
                 )
+        self._num_sends = Counter(_message_key(item.message) for item in program.items if isinstance(item, Send))
+        ops = [op for item in program.items if isinstance(item, Compute) for op in item.ops]
+        self._recomputations = frozenset(op for op in ops if op.kind is OpKind.RECOMPUTE)
         incoming: Announced = {}
         outgoing: Announced = {}
-        for item in job.program.items:
+        for item in program.items:
             if isinstance(item, Recv | Send):
                 announced = incoming if isinstance(item, Recv) else outgoing
                 announced.setdefault(item.device, []).append(Expected(item.message, self._specs(item.message, num_rows)))
-        return Wiring(tuple(self._steps(job, num_rows)), incoming, outgoing)
+        updated = frozenset(op.stage for op in ops if op.kind is OpKind.UPDATE)
+        return Wiring(tuple(self._steps(program, num_rows)), updated, incoming, outgoing)
 
     def places(self, edge: tuple[int, int]) -> list[tuple[Place, EdgeTensor]]:
         """The tensors of an edge, and where they are made."""
@@ -264,8 +281,8 @@ class Wirer:
         first, end = row_range(message.rows, num_rows)
         return tuple(TensorSpec((end - first, *spec.shape[1:]), spec.dtype) for spec in specs)
 
-    def _steps(self, job: Job, num_rows: int) -> Iterator[Step]:
-        items = job.program.items
+    def _steps(self, program: DeviceProgram, num_rows: int) -> Iterator[Step]:
+        items = program.items
         for position, item in enumerate(items):
             match item:
                 case Compute():
@@ -273,12 +290,12 @@ class Wirer:
                     while end < len(items) and isinstance(items[end], Send):
                         end += 1
                     yield self._computing(
-                        job, position, item, [send for send in items[position + 1 : end] if isinstance(send, Send)], num_rows
+                        program, position, item, [send for send in items[position + 1 : end] if isinstance(send, Send)], num_rows
                     )
                 case Recv():
                     num_bytes = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in self._specs(item.message, num_rows))
-                    doing = f"waiting for {job.names[position]} from device {item.device}"
-                    yield Receiving(position, doing, item.message, item.device, message_key(item.message), num_bytes)
+                    doing = f"waiting for {program.names[position]} from device {item.device}"
+                    yield Receiving(position, doing, item.message, item.device, _message_key(item.message), num_bytes)
                 case Start():
                     yield Starting(item.collective)
                 case Await():
@@ -287,28 +304,28 @@ class Wirer:
                 case Send():
                     pass  # part of the step of its Op
 
-    def _computing(self, job: Job, position: int, item: Compute, sends: list[Send], num_rows: int) -> Computing:
+    def _computing(self, program: DeviceProgram, position: int, item: Compute, sends: list[Send], num_rows: int) -> Computing:
         ops = tuple(
-            self._op(job, op, version, rows, num_rows) for op, version, rows in zip(item.ops, item.versions, item.rows, strict=True)
+            self._op(program, op, version, rows, num_rows) for op, version, rows in zip(item.ops, item.versions, item.rows, strict=True)
         )
         rows_of = {given.key: wired.rows for wired in ops for given in wired.given}
         releases = tuple(
             (self.held[op.stage], version)
             for op, version in zip(item.ops, item.versions, strict=True)
-            if not job.forward_only and job.program.last_reads[op.stage, version] == position
+            if not program.forward_only and program.last_reads[op.stage, version] == position
         )
         return Computing(
             position=position,
-            name=job.names[position],
-            after=f"waiting to go on after {job.names[position]}",
+            name=program.names[position],
+            after=f"waiting to go on after {program.names[position]}",
             ops=ops,
-            sends=tuple(_sending(send, rows_of[message_key(send.message)], num_rows) for send in sends),
+            sends=tuple(_sending(send, rows_of[_message_key(send.message)], num_rows) for send in sends),
             releases=releases,
         )
 
-    def _op(self, job: Job, op: Op, version: int, rows: Rows, num_rows: int) -> WiredOp:
+    def _op(self, program: DeviceProgram, op: Op, version: int, rows: Rows, num_rows: int) -> WiredOp:
         first, end = row_range(rows, num_rows)
-        weights, graph = self.held[op.stage], job.graph
+        weights, graph = self.held[op.stage], program.graph
         sources = [] if op.kind.per_update else [(source, (source, op.stage)) for source in graph.predecessors[op.stage]]
         targets = [] if op.kind.per_update else [(target, (op.stage, target)) for target in graph.successors[op.stage]]
         activations: tuple[Activations, ...] = ()
@@ -319,7 +336,7 @@ class Wirer:
             activations = tuple(self._activations(op, *source) for source in sources)
             constants = tuple(place for _, edge in targets for place, tensor in self.places(edge) if not tensor.takes_gradient)
         if op.kind is OpKind.FORWARD:
-            given = [self._given(job, Direction.ACTIVATION, op, target, self.cut.crossing[edge]) for target, edge in targets]
+            given = [self._given(program, Direction.ACTIVATION, op, target, self.cut.crossing[edge]) for target, edge in targets]
         elif op.kind.gives_input_gradient:
             gradients = tuple(self._gradients(op, *target) for target in targets)
             num_inputs = 0
@@ -329,7 +346,7 @@ class Wirer:
                 without = tuple(
                     num_inputs + number for number, tensor in enumerate(tensors) if tensor.takes_gradient and not tensor.returns
                 )
-                given.append(self._given(job, Direction.GRADIENT, op, source, (), leaves, without))
+                given.append(self._given(program, Direction.GRADIENT, op, source, (), leaves, without))
                 num_inputs += len(tensors)
         takes_loss = op.stage in graph.sinks
         return WiredOp(
@@ -337,15 +354,15 @@ class Wirer:
             kind=op.kind,
             key=(op.stage, op.index, op.part),
             version=version,
-            update=op.index if op.kind.per_update else op.index // job.num_microbatches,
+            update=op.index if op.kind.per_update else op.index // program.num_microbatches,
             rows=rows,
             first_row=first,
             num_rows=end - first,
-            loss_weight=(end - first) / num_rows / job.num_microbatches,
+            loss_weight=(end - first) / num_rows / program.num_microbatches,
             weights=weights,
             takes_loss=takes_loss,
             takes_batch=takes_loss or weights.module.takes_batch,
-            recomputed=op.kind is OpKind.FORWARD and op._replace(kind=OpKind.RECOMPUTE) in job.recomputations,
+            recomputed=op.kind is OpKind.FORWARD and op._replace(kind=OpKind.RECOMPUTE) in self._recomputations,
             activations=activations,
             gradients=gradients,
             given=tuple(given),
@@ -370,7 +387,7 @@ class Wirer:
 
     def _given(
         self,
-        job: Job,
+        program: DeviceProgram,
         direction: Direction,
         op: Op,
         other: int,
@@ -379,7 +396,7 @@ class Wirer:
         without: tuple[int, ...] = (),
     ) -> Given:
         key = (direction, op.stage, other, op.index, op.pipeline, op.part)
-        return Given(key, layers, leaves, without, here=not job.num_sends[key])
+        return Given(key, layers, leaves, without, here=not self._num_sends[key])
 
 
 def _sending(send: Send, rows: Rows, num_rows: int) -> Sending:
@@ -389,4 +406,4 @@ def _sending(send: Send, rows: Rows, num_rows: int) -> Sending:
         start = row_range(rows, num_rows)[0]
         first, end = row_range(message.rows, num_rows)
         within = (first - start, end - start)
-    return Sending(message, send.device, message_key(message), within)
+    return Sending(message, send.device, _message_key(message), within)

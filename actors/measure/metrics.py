@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ray.util.metrics import Counter, Gauge
 
-from raypipe.actors.execution.job import Job
 from raypipe.actors.execution.report import WindowReport
 from raypipe.artifacts.trace import SpanKind
 from raypipe.network.estimate import NetworkEstimate
+from raypipe.schedules.lower import DeviceProgram
 
 _TAGS = ("run", "device", "stages")
 
@@ -31,13 +31,13 @@ class StageMetrics:
         for metric in (self._busy, self._wait, self._bubble, self._received, self._memory):
             metric.set_default_tags(tags)
 
-    def record(self, report: WindowReport, job: Job) -> None:
+    def record(self, report: WindowReport, program: DeviceProgram) -> None:
         """Adds a window."""
         log = report.log
-        busy = log.seconds(job, SpanKind.COMPUTE)
-        wait = log.seconds(job, SpanKind.RECV) + log.seconds(job, SpanKind.COLLECTIVE)
+        busy = log.seconds(program, SpanKind.COMPUTE)
+        wait = log.seconds(program, SpanKind.RECV) + log.seconds(program, SpanKind.COLLECTIVE)
         # Counters refuse zero.
-        for counter, amount in ((self._busy, busy), (self._wait, wait), (self._received, log.num_bytes(job, SpanKind.RECV))):
+        for counter, amount in ((self._busy, busy), (self._wait, wait), (self._received, log.num_bytes(program, SpanKind.RECV))):
             if amount > 0:
                 counter.inc(amount)
         if log.ends_s:

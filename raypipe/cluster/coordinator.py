@@ -24,8 +24,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from raypipe.actors.actor import ActorInfo, BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status, remedy_of
-from raypipe.actors.execution.executor import BatchSource
-from raypipe.actors.execution.job import Job
+from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.measure.links import Flow, MeetOrder
@@ -40,7 +39,7 @@ from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, St
 from raypipe.network.clocks import Exchange, offset
 from raypipe.network.estimate import NetworkEstimate
 from raypipe.network.transfers import DeviceLog
-from raypipe.schedules.lower import Recv, Start
+from raypipe.schedules.lower import DeviceProgram, Recv, Start
 
 _LOG = logging.getLogger("raypipe.cluster.coordinator")
 _GRACE_S = 3.0
@@ -109,7 +108,7 @@ class WindowResult:
         name: of the run.
         device_names: by number.
         num_updates: of the window.
-        jobs: of the devices.
+        programs: The programs of the devices.
         clock_offsets_s: by how much the clock of each device's node is ahead of the driver's; empty where all have one clock.
     """
 
@@ -118,7 +117,7 @@ class WindowResult:
     name: str
     device_names: tuple[str, ...]
     num_updates: int
-    jobs: tuple[Job, ...]
+    programs: tuple[DeviceProgram, ...]
     clock_offsets_s: tuple[float, ...] = ()
 
     @property
@@ -133,8 +132,8 @@ class WindowResult:
         origin = min(self.began_s)
         spans = tuple(
             span
-            for report, job, began_s in zip(self.reports, self.jobs, self.began_s, strict=True)
-            for span in report.log.spans(job, shift_s=began_s - origin)
+            for report, program, began_s in zip(self.reports, self.programs, self.began_s, strict=True)
+            for span in report.log.spans(program, shift_s=began_s - origin)
         )
         peaks = [report.peak_memory_bytes for report in self.reports]
         memory = tuple(((0.0, peak),) for peak in peaks if peak is not None)
@@ -255,7 +254,7 @@ class Coordinator:
         self.channels: tuple[Channel, ...] = ()
         self.shared: frozenset[Channel] = frozenset()
         self._windows: Counter[str] = Counter()
-        self._jobs: dict[str, tuple[Job, ...]] = {}
+        self._programs: dict[str, tuple[DeviceProgram, ...]] = {}
         self._epoch = 0
         self.clock_offsets_s: tuple[float, ...] = ()
         self._clocks_read_s = 0.0
@@ -400,7 +399,7 @@ class Coordinator:
         stages: Sequence[tuple[int, ...]],
         *,
         order: BuildOrder,
-        jobs: Mapping[str, Sequence[Job]],
+        programs: Mapping[str, Sequence[DeviceProgram]],
     ) -> None:
         """Goes on with other stages on other devices: every layer goes with its optimizer state to the devices that are to hold it.
 
@@ -410,7 +409,7 @@ class Coordinator:
             devices: as of `assign`.
             stages: likewise.
             order: builds the stages.
-            jobs: as of `connect`.
+            programs: as of `connect`.
 
         Raises:
             RunError: something failed on the way; what was saved before stays.
@@ -425,7 +424,7 @@ class Coordinator:
         }
         self._gather(calls, "taking layers over")
         self._epoch += 1
-        self.connect(jobs, order.cut)
+        self.connect(programs, order.cut)
 
     def _handed_out(self) -> dict[int, Any]:
         """A reference to the state of each layer, by its number, once all are in the object stores."""
@@ -439,18 +438,18 @@ class Coordinator:
         self._gather(done, "handing layers out")
         return refs
 
-    def connect(self, jobs: Mapping[str, Sequence[Job]], cut: Cut) -> None:
+    def connect(self, programs: Mapping[str, Sequence[DeviceProgram]], cut: Cut) -> None:
         """Connects the actors and gives them their programs.
 
         Args:
-            jobs: by name, the job of each device.
+            programs: by name, the program of each device.
             cut: the layers of all stages.
 
         Raises:
             ConfigError: not all channels can go through shared memory, as they should.
         """
-        self._jobs = {name: tuple(of_devices) for name, of_devices in jobs.items()}
-        items = [(job.program.device, item) for of_devices in jobs.values() for job in of_devices for item in job.program.items]
+        self._programs = {name: tuple(of_devices) for name, of_devices in programs.items()}
+        items = [(program.device, item) for of_devices in programs.values() for program in of_devices for item in program.items]
         self.channels = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)}))
         self.shared = shared_channels(self.channels, places=self.places, names=self.device_names, transport=self.transport)
         groups = sorted({item.collective.devices for _, item in items if isinstance(item, Start)})
@@ -479,7 +478,7 @@ class Coordinator:
             timeout_s=2 * timeout_s,
         )
         loads = {
-            device: actor.load_jobs.remote({name: of_devices[device] for name, of_devices in jobs.items()})
+            device: actor.load_programs.remote({name: of_devices[device] for name, of_devices in programs.items()})
             for device, actor in enumerate(self._actors)
         }
         self._gather(loads, "taking programs")
@@ -548,7 +547,7 @@ class Coordinator:
         self._windows[job] += 1
         self._move(Connected(self._epoch))
         ordered = tuple(reports[device] for device in sorted(reports))
-        result = WindowResult(ordered, wall_s, self.run, self.device_names, num_updates, self._jobs[job], self.clock_offsets_s)
+        result = WindowResult(ordered, wall_s, self.run, self.device_names, num_updates, self._programs[job], self.clock_offsets_s)
         if self._watch.estimate.links:
             self._watch_links(result)
         return result
@@ -572,8 +571,8 @@ class Coordinator:
     def _watch_links(self, result: WindowResult) -> None:
         """Learns from a window what the links carry, and probes one that has not been seen for long."""
         nodes = [slot.node for slot in self.slots]
-        columns = zip(nodes, result.jobs, result.reports, result.began_s, strict=True)
-        logs = [DeviceLog(node, job.program, report.log, began_s) for node, job, report, began_s in columns]
+        columns = zip(nodes, result.programs, result.reports, result.began_s, strict=True)
+        logs = [DeviceLog(node, program, report.log, began_s) for node, program, report, began_s in columns]
         self._watch.observe(logs, now_s=time.time())
         if (pair := self._watch.due(now_s=time.time())) is not None:
             self.probe_link(*pair)

@@ -15,9 +15,8 @@ from functools import partial
 import torch
 
 from raypipe.actors.actor import BuildOrder
-from raypipe.actors.execution.batches import FixedBatch
-from raypipe.actors.execution.executor import BatchSource
-from raypipe.actors.execution.job import jobs
+from raypipe.actors.execution.batches import BatchSource, FixedBatch
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.calibration import Calibration, TransportCosts
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.topology import Path
@@ -108,7 +107,7 @@ def _observe(observations: Observations, cluster: ClusterConfig, transport: Tran
                 seed=0,
             )
         )
-        programs = jobs(schedule)
+        programs = executable_programs(schedule)
         coordinator.connect({"train": programs}, cut)
         cost = Cost(
             devices=coordinator.device_names,
@@ -119,7 +118,7 @@ def _observe(observations: Observations, cluster: ClusterConfig, transport: Tran
         for number in range(_NUM_WINDOWS):
             result = coordinator.run_window("train", num_updates=_NUM_UPDATES, first_update=number * _NUM_UPDATES)
             if number:
-                observations.add([job.program for job in programs], result.trace, cost)
+                observations.add(programs, result.trace, cost)
 
 
 def order() -> Schedule:

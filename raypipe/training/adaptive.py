@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from raypipe.actors.actor import LayerSize
-from raypipe.actors.execution.job import jobs
+from raypipe.actors.execution.programs import check_executable
 from raypipe.analysis.observed import ObservedSpeeds
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
@@ -30,7 +30,7 @@ from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
 from raypipe.schedule_registry import spec
 from raypipe.schedules.ir import Schedule, WeightRule
-from raypipe.schedules.lower import Placement
+from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.passes import one_of_repeated, recomputed_stages
 from raypipe.schedules.validate import facts as facts_of
 from raypipe.simulation.simulator import simulate_plan
@@ -299,10 +299,11 @@ def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: in
         InputError: it asks for what the executor does not do, or for parts of rows.
     """
     check_rows(placement, microbatch_size)
+    check_executable(schedule)
     if not any(op.part for op, _ in schedule.ops()):
         return
-    for job in jobs(schedule, placement):
-        if any(abs(end * microbatch_size - round(end * microbatch_size)) > _NO_ROW for rows in job.rows for end in rows):
+    for program in lower(schedule, placement):
+        if any(abs(end * microbatch_size - round(end * microbatch_size)) > _NO_ROW for rows in program.row_ranges for end in rows):
             raise PlanError(f"the order {schedule.name!r} cuts microbatches of {microbatch_size} rows into parts that are no whole rows")
 
 

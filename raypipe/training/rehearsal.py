@@ -18,9 +18,8 @@ from functools import cached_property, partial
 import torch
 
 from raypipe.actors.actor import BuildOrder
-from raypipe.actors.execution.batches import FixedBatch
-from raypipe.actors.execution.executor import BatchSource
-from raypipe.actors.execution.job import Job, jobs
+from raypipe.actors.execution.batches import BatchSource, FixedBatch
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.analysis.comparison import Figure, compare, median_window
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan
@@ -33,6 +32,7 @@ from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.models.rehearsing import NUMBER_BYTES, StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
 from raypipe.schedules.ir import Schedule
+from raypipe.schedules.lower import DeviceProgram
 from raypipe.schedules.passes import one_of_repeated
 from raypipe.simulation.cost import Cost, plan_cost
 from raypipe.simulation.simulator import simulate
@@ -124,11 +124,9 @@ def rehearse(
     schedule = window_of(order, num_updates or (NUM_UPDATES if one_of_repeated(order) else order.num_updates))
     if len(schedule.graph.sinks) > 1:
         raise PlanError(f"stages {', '.join(map(str, schedule.graph.sinks))} of the plan feed no other; a rehearsal takes one loss")
-    programs = jobs(schedule, plan.placement)
+    programs = executable_programs(schedule, plan.placement)
     scaled = Scaled(plan, schedule, programs, time_scale=time_scale, byte_scale=byte_scale)
-    predicted = simulate(
-        [job.program for job in programs], scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False
-    )
+    predicted = simulate(programs, scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False)
     places = num_places(plan.topology, plan.devices)
     with session(cluster, num_devices=places, cpus_per_device=scaling.cpus_per_device) as connected:
         slots = planned_slots(plan, scaling, local=connected.local, stand_ins=stand_ins)
@@ -157,15 +155,15 @@ class Scaled:
     Args:
         plan: what runs where.
         schedule: the order of a window.
-        programs: its jobs.
+        programs: The programs of its devices.
         time_scale: factor for computation.
         byte_scale: factor for messages and sums.
     """
 
-    def __init__(self, plan: Plan, schedule: Schedule, programs: Sequence[Job], *, time_scale: float, byte_scale: float) -> None:
+    def __init__(self, plan: Plan, schedule: Schedule, programs: Sequence[DeviceProgram], *, time_scale: float, byte_scale: float) -> None:
         self.plan = plan
         self.schedule = schedule
-        boundaries = [end for job in programs for rows in job.rows for end in rows]
+        boundaries = [end for program in programs for rows in program.row_ranges for end in rows]
         self.num_rows = least_rows(boundaries, most=plan.microbatch_size)
         self.cut = _cut(schedule)
         whole = plan_cost(plan)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.actors.actor import LayerSize
-from raypipe.actors.execution.job import Job, jobs
+from raypipe.actors.execution.programs import check_executable, executable_programs
 from raypipe.artifacts.calibration import Calibration, TransportCosts
 from raypipe.artifacts.cut import Cut, joined
 from raypipe.artifacts.plan import Plan, Predicted, make_plan
@@ -31,7 +31,7 @@ from raypipe.model import Model
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedule_registry import build, spec
 from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageGraph, StageTimes, WeightRule
-from raypipe.schedules.lower import Placement
+from raypipe.schedules.lower import DeviceProgram, Placement
 from raypipe.schedules.passes import evaluation, one_of_repeated, over_graph, repeated, shard_optimizer
 from raypipe.schedules.validate import facts, validate
 from raypipe.simulation.cost import plan_cost
@@ -130,17 +130,17 @@ class Arrangement(ABC):
         )
         self.plan = dataclasses.replace(plan, predicted=figures)
 
-    def jobs(self) -> dict[str, tuple[Job, ...]]:
+    def programs(self) -> dict[str, tuple[DeviceProgram, ...]]:
         """The programs of all devices by name: `train-N` for windows of N updates, `evaluate` and `predict`."""
         # A profile may list edges in another order than the model.
         graph = self.cut.graph
         for size, schedule in self.schedules.items():
             self.schedules[size] = dataclasses.replace(schedule, graph=graph)
             validate(self.schedules[size])
-        found = {f"train-{size}": jobs(schedule, self.placement) for size, schedule in self.schedules.items()}
+        found = {f"train-{size}": executable_programs(schedule, self.placement) for size, schedule in self.schedules.items()}
         if count := self.num_validation_microbatches:
-            found["evaluate"] = jobs(evaluation(self.schedule, num_microbatches=count), self.placement)
-        found["predict"] = jobs(evaluation(self.schedule, num_microbatches=1), self.placement)
+            found["evaluate"] = executable_programs(evaluation(self.schedule, num_microbatches=count), self.placement)
+        found["predict"] = executable_programs(evaluation(self.schedule, num_microbatches=1), self.placement)
         return found
 
     @property
@@ -409,7 +409,7 @@ class Planned(Arrangement):
         check_rows(plan.placement, plan.microbatch_size)
         schedules = {size: sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
         super().__init__(config, model, schedules=schedules, placement=plan.placement)
-        jobs(plan.schedule, plan.placement)  # says before anything is started what cannot be run
+        check_executable(plan.schedule)  # says before anything is started what cannot be run
 
     @property
     def num_places(self) -> int:

@@ -429,7 +429,7 @@ class _Fit:
             self.folder.begin_again(self.config, update=self.first_update)
             self._begin_stretch("")
             self.listener.notice(f"resumed from {self.resumed.path} at update {self.first_update}")
-        coordinator.connect(arrangement.jobs(), arrangement.cut)
+        coordinator.connect(arrangement.programs(), arrangement.cut)
         if coordinator.channels:
             self.listener.notice(f"messages between devices: {coordinator.channel_text}")
         predicted = plan.predicted
@@ -570,7 +570,7 @@ class _Fit:
         self.listener.notice(f"update {done}: {decision.text}")
         before, began = arrangement.plan, time.perf_counter()
         arrangement.take(decision.choice)
-        self.coordinator.move(arrangement.devices, arrangement.stages, order=self._build_order(), jobs=arrangement.jobs())
+        self.coordinator.move(arrangement.devices, arrangement.stages, order=self._build_order(), programs=arrangement.programs())
         arrangement.policy.adopt(decision.choice, took_s=time.perf_counter() - began)
         before.save(self.folder.file(f"plan-until-update-{done:06d}.json"))
         self.stretches[-1].save(self.folder, until=done)

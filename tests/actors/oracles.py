@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raypipe.actors.execution.executor import BatchSource
+from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.weights import Optimizer, build_layer
 from raypipe.artifacts.cut import Cut

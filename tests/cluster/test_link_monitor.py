@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from raypipe.actors.execution.job import jobs
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import SpanLog, WindowReport
 from raypipe.actors.measure.links import Readings
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node
@@ -26,14 +26,14 @@ NUM_BYTES = 100_000
 
 def window(*, ahead_s: tuple[float, float] = (0.0, 0.0), offsets_s: tuple[float, ...] = ()) -> WindowResult:
     """A window of two devices in which every message takes 40 ms; the devices' clocks are ahead by so much."""
-    programs = jobs(build("1f1b", ScheduleRequest(2, 3, 2, update_scope=UpdateScope.STAGE)))
+    programs = executable_programs(build("1f1b", ScheduleRequest(2, 3, 2, update_scope=UpdateScope.STAGE)))
     clocks, heads = [0.0, 0.0], [0, 0]
     handed: dict[tuple[int, int], list[float]] = {(0, 1): [], (1, 0): []}
     taken = {(0, 1): 0, (1, 0): 0}
     logs = [SpanLog(), SpanLog()]
-    while any(heads[device] < len(programs[device].program.items) for device in (0, 1)):
+    while any(heads[device] < len(programs[device].items) for device in (0, 1)):
         for device in (0, 1):
-            items = programs[device].program.items
+            items = programs[device].items
             while heads[device] < len(items):
                 item, since_s = items[heads[device]], clocks[device]
                 size = 0
@@ -57,8 +57,8 @@ def window(*, ahead_s: tuple[float, float] = (0.0, 0.0), offsets_s: tuple[float,
 
 
 def observe(watch: NetworkWatch, result: WindowResult, *, now_s: float) -> None:
-    columns = zip(NODES, result.jobs, result.reports, result.began_s, strict=True)
-    watch.observe([DeviceLog(node, job.program, report.log, began_s) for node, job, report, began_s in columns], now_s=now_s)
+    columns = zip(NODES, result.programs, result.reports, result.began_s, strict=True)
+    watch.observe([DeviceLog(node, program, report.log, began_s) for node, program, report, began_s in columns], now_s=now_s)
 
 
 def watching(now_s: float = 0.0) -> NetworkWatch:

@@ -177,7 +177,7 @@ def test_spans_are_the_gpus_and_follow_each_other() -> None:
     run = pipeline(model(d_model=256), build("1f1b", ScheduleRequest(1, NUM_MICROBATCHES, 2)))
     run.run_window()
     (report,) = run.run_window()
-    spans = report.log.spans(run.jobs[0])
+    spans = report.log.spans(run.programs[0])
     assert {span.kind for span in spans} == {SpanKind.COMPUTE}
     assert all(span.end_s > span.start_s for span in spans)
     assert all(one.end_s <= other.start_s + 1e-5 for one, other in itertools.pairwise(spans))

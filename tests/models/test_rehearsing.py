@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raypipe.actors.execution.batches import FixedBatch
-from raypipe.actors.execution.job import jobs
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.local import LocalPipeline
 from raypipe.artifacts.cut import Cut
@@ -43,7 +43,7 @@ def run(
     )
     pipeline.run_window()
     reports: Sequence[WindowReport] = pipeline.run_window()
-    return pipeline, [span for report, job in zip(reports, pipeline.jobs, strict=True) for span in report.log.spans(job)]
+    return pipeline, [span for report, program in zip(reports, pipeline.programs, strict=True) for span in report.log.spans(program)]
 
 
 def seconds(spans: list[Span], device: int, name: str) -> float:
@@ -122,4 +122,4 @@ def test_jobs_of_a_rehearsal_are_those_of_the_plan() -> None:
     schedule = build("chimera-halving", ScheduleRequest(4, 4))
     make = partial(run, schedule, widths=dict.fromkeys(schedule.graph.edges, 7), waits=StageWaits(0.0, 0.0, 0.0, 0.0, 9))
     pipeline, _ = make()
-    assert [job.program for job in pipeline.jobs] == [job.program for job in jobs(schedule)]
+    assert pipeline.programs == executable_programs(schedule)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from raypipe.actors.execution.batches import FixedBatch
-from raypipe.actors.execution.executor import BatchSource
+from raypipe.actors.execution.batches import BatchSource, FixedBatch
 from raypipe.config import AdaptationConfig, ClusterConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.training.trainer import Progress, Trainer
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from raypipe.actors.actor import BuildOrder
-from raypipe.actors.execution.batches import FixedBatch
-from raypipe.actors.execution.executor import BatchSource
-from raypipe.actors.execution.job import jobs
+from raypipe.actors.execution.batches import BatchSource, FixedBatch
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.cut import Cut
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.session import session
@@ -68,7 +67,7 @@ def main(stop: Path) -> None:
                     seed=0,
                 )
             )
-            coordinator.connect({"train": jobs(schedule)}, cut)
+            coordinator.connect({"train": executable_programs(schedule)}, cut)
             number = 0
             while not stop.exists():
                 coordinator.run_window("train", num_updates=UPDATES_PER_WINDOW, first_update=number * UPDATES_PER_WINDOW)

@@ -133,7 +133,8 @@ def handmade(
         for position, (item, start_s, end_s) in enumerate(steps):
             if not isinstance(item, Send | Start):
                 log.add(position, start_s, end_s, num_bytes if isinstance(item, Recv) else 0)
-        program = DeviceProgram(device, device, (0.0, 1.0), tuple(item for item, _, _ in steps))  # type: ignore[misc]
+        items = tuple(item for item, _, _ in steps)
+        program = replace(programs()[device], device=device, items=items)  # type: ignore[arg-type]
         logs.append(DeviceLog("ab"[device], program, log, 0.0))
     return logs
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypipe.actors.execution.batches import FixedBatch
-from raypipe.actors.execution.executor import BatchSource
+from raypipe.actors.execution.batches import BatchSource, FixedBatch
 from raypipe.actors.measure.layers import Effort
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.config import ClusterConfig, DataConfig, ModelConfig, ScalingConfig, ScheduleConfig, TrainConfig

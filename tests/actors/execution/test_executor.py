@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from raypipe.actors.execution.batches import FixedBatch
-from raypipe.actors.execution.executor import BatchSource
-from raypipe.actors.execution.job import jobs
+from raypipe.actors.execution.batches import BatchSource, FixedBatch
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.local import LocalPipeline
 from raypipe.artifacts.cut import Cut
@@ -346,8 +345,8 @@ def test_a_microbatch_that_is_not_divided_alike_everywhere_is_refused() -> None:
     programs = (schedule.programs[0], halved(schedule).programs[1])
     divided = dataclasses.replace(schedule, programs=programs)
     validate(divided)
-    with pytest.raises(ScheduleError, match=r"worker 1, position 0: 1F0\.1 is one of 2, other Ops of microbatch 0 of 1"):
-        jobs(divided)
+    with pytest.raises(ScheduleError, match=r"worker 1, position 0: 1F0\.1 .* 2 parts"):
+        executable_programs(divided)
 
 
 def test_a_half_without_a_row_is_refused() -> None:
@@ -476,22 +475,22 @@ def test_the_spans_of_a_device_are_its_program_in_order() -> None:
     model = mlp(num_layers=4, dtype="float64")
     schedule = build("zb-h1", ScheduleRequest(4, NUM_MICROBATCHES, 2))
     run = pipeline(model, schedule, Cut.equal(4, 4, model.edges()), RandomRows())
-    for report, job, program in zip(run.run_window(), run.jobs, schedule.programs, strict=True):
-        spans = report.log.spans(job)
-        assert [span.name for span in spans if span.kind is SpanKind.COMPUTE] == list(map(str, program))
+    for report, program, slots in zip(run.run_window(), run.programs, schedule.programs, strict=True):
+        spans = report.log.spans(program)
+        assert [span.name for span in spans if span.kind is SpanKind.COMPUTE] == list(map(str, slots))
         assert [span.name for span in spans if span.kind is SpanKind.RECV] == [
-            str(item.message) for item in job.program.items if isinstance(item, Recv)
+            str(item.message) for item in program.items if isinstance(item, Recv)
         ]
         assert all(span.start_s <= span.end_s for span in spans)
         assert sum(span.end_s - span.start_s for span in spans if span.kind is SpanKind.RECV) == pytest.approx(
-            report.log.seconds(job, SpanKind.RECV)
+            report.log.seconds(program, SpanKind.RECV)
         )
 
 
 def test_an_order_that_cannot_be_run_yet_is_refused_and_named() -> None:
     schedule = dataclasses.replace(build("1f1b", ScheduleRequest(2, 2)), loss_group_size=2)
     with pytest.raises(ScheduleError, match="loss_group_size 2"):
-        jobs(schedule)
+        executable_programs(schedule)
 
 
 def test_replaying_a_window_from_the_same_weights_gives_the_same_bits() -> None:

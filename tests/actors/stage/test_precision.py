@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from raypipe.actors.execution.executor import BatchSource
+from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.measure.layers import Effort, measure_layers

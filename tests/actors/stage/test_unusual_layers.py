@@ -366,7 +366,7 @@ def test_a_layer_that_drops_out_later_drops_the_same_when_its_forward_runs_again
     assert isinstance(layer, Dropping)
     layer.rate = 0.5
     run(trained, 1)
-    ops = [op for item in trained.jobs[0].program.items if isinstance(item, Compute) for op in item.ops]
+    ops = [op for item in trained.programs[0].items if isinstance(item, Compute) for op in item.ops]
     masks = dict(zip([op for op in ops if op.kind in {OpKind.FORWARD, OpKind.RECOMPUTE}], layer.masks, strict=True))
     found = [masks[Op(OpKind.FORWARD, 0, number)] for number in range(NUM_MICROBATCHES)]
     assert all(torch.equal(mask, masks[Op(OpKind.RECOMPUTE, 0, number)]) for number, mask in enumerate(found))
