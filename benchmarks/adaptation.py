@@ -118,7 +118,7 @@ def fixed_plans(folder: Path, adapted: Path, slow: tuple[str, str], part: float)
     problem = Problem(
         began.profile,
         topology(slow, part),
-        began.order.num_microbatches,
+        began.schedule.num_microbatches,
         began.microbatch_size,
         max_staleness=1,
         max_mismatch=1,

@@ -51,7 +51,7 @@ def rehearsals(model: str, num_devices: int, scope: UpdateScope, options: argpar
         return rehearse(
             plans[case],
             num_windows=_WINDOWS,
-            num_updates=plans[case].order.num_updates,
+            num_updates=plans[case].schedule.num_updates,
             time_scale=options.time_scale,
             byte_scale=options.byte_scale,
         )

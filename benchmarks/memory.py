@@ -26,7 +26,6 @@ from rounds import print_table, write_json
 
 from raypipe import ClusterConfig, Model, RunConfig, ScalingConfig, ScheduleConfig, Trainer
 from raypipe.analysis.comparison import Figure
-from raypipe.artifacts.schedule import ScheduleFile
 from raypipe.cluster.session import session
 from raypipe.model import Batch
 from raypipe.models.gpt import gpt
@@ -149,7 +148,7 @@ class Work:
         plan = found.plan
         schedule: Schedule = recompute(plan.schedule, range(plan.schedule.num_stages))
         path = str(Path(self.folder, "recomputing.json"))
-        replace(plan, order=ScheduleFile.of(schedule)).save(path)
+        replace(plan, schedule=schedule).save(path)
         return self.run(case, plan=path)
 
 

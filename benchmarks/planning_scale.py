@@ -86,7 +86,7 @@ def many(num_devices: int, num_layers: int) -> None:
     plan = make(Problem(profile, topology, 64, 1024))
     assert plan.predicted is not None
     print(
-        f"{num_layers} layers on {num_devices} devices: {len(plan.stages)} stages, {plan.order.name}, "
+        f"{num_layers} layers on {num_devices} devices: {len(plan.stages)} stages, {plan.schedule.name}, "
         f"update {plan.predicted.update_s:.3f} s, bound {plan.predicted.lower_bound_s:.3f} s; "
         f"planned in {time.perf_counter() - began_s:.0f} s, {time.process_time() - began_core_s:.0f} s of one core"
     )

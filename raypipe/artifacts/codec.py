@@ -21,9 +21,7 @@ import json
 import math
 import os
 import re
-import types
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -270,8 +268,9 @@ def _explanation(cls: type[Any], problem: _Problem) -> str:
         case _ if isinstance(problem.cause, Exception):
             text = str(problem.cause)
         case _ if problem.is_unknown_key:
-            known = _keys_at(cls, problem.steps[:-1])
-            text = "unknown key" + (suggestion(str(problem.steps[-1]), known) or f"; the keys here are {', '.join(known)}")
+            known = [key for schema in _schemas_at(cls, problem.steps[:-1]) for key in schema.get("properties", ())]
+            keys = f"; the keys here are {', '.join(known)}" if known else "; remove it"
+            text = "unknown key" + (suggestion(str(problem.steps[-1]), known) or keys)
         case "missing":
             text = "this key is missing; add it"
         case "json_invalid":
@@ -285,30 +284,26 @@ def _explanation(cls: type[Any], problem: _Problem) -> str:
     return text
 
 
-def _keys_at(cls: type[Any], steps: tuple[str | int, ...]) -> list[str]:
-    """The keys that an object at a place may have."""
-    hints: list[Any] = [cls]
+def _schemas_at(cls: Any, steps: tuple[str | int, ...]) -> list[dict[str, Any]]:
+    """The JSON schemas of the values that may stand at a place."""
+    whole = _adapter(cls).json_schema()
+
+    def variants(schema: Any) -> Iterator[dict[str, Any]]:
+        if "$ref" in schema:
+            schema = whole["$defs"][schema["$ref"].rpartition("/")[2]]
+        if "anyOf" in schema:
+            for variant in schema["anyOf"]:
+                yield from variants(variant)
+        elif isinstance(schema, dict):
+            yield schema
+
+    def below_it(schema: dict[str, Any], key: str | int) -> Any:
+        if isinstance(key, str):
+            return schema.get("properties", {}).get(key) or schema.get("additionalProperties") or {}
+        items = schema.get("prefixItems", ())
+        return items[key] if key < len(items) else schema.get("items", {})
+
+    schemas = list(variants(whole))
     for key in steps:
-        hints = [inner for hint in hints for inner in _hints_below(hint, key)]
-    return [key for hint in hints for variant in _variants(hint) for key in _field_hints(variant)]
-
-
-def _hints_below(hint: Any, key: str | int) -> list[Any]:
-    below_it: list[Any] = []
-    for variant in _variants(hint):
-        fields = _field_hints(variant)
-        below_it += [fields[key]] if isinstance(key, str) and key in fields else typing.get_args(variant)
-    return below_it
-
-
-def _variants(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in {typing.Union, types.UnionType} else (hint,)
-
-
-def _field_hints(hint: Any) -> dict[str, Any]:
-    """The annotations of a dataclass or named tuple by the names of the fields in files; empty for other types."""
-    names = [field.name for field in dataclasses.fields(hint)] if dataclasses.is_dataclass(hint) else list(getattr(hint, "_fields", ()))
-    settings: dict[str, Any] = getattr(hint, "__pydantic_config__", {})
-    in_file: Callable[[str], str] = settings.get("alias_generator", str)
-    hints = typing.get_type_hints(hint) if names else {}
-    return {in_file(name): hints[name] for name in names}
+        schemas = [variant for schema in schemas for variant in variants(below_it(schema, key))]
+    return schemas

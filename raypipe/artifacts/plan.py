@@ -15,11 +15,12 @@ from typing import ClassVar
 from raypipe.artifacts import codec
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.schedule import ScheduleFile
+from raypipe.artifacts.schedule import ScheduleField
 from raypipe.artifacts.topology import ClusterTopology
-from raypipe.errors import FormatError, InputError, PlanError, suggestion
+from raypipe.errors import FormatError, PlanError, suggestion
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Placement
+from raypipe.schedules.validate import validate
 
 FORMAT = "raypipe.plan/1"
 
@@ -76,7 +77,7 @@ class Plan:
         microbatch_size: rows of a microbatch; times of the profile, which may have another size, are scaled in proportion.
         stages: for each stage, the names of its layers.
         workers: for each worker, its devices.
-        order: the schedule in its file form.
+        schedule: Order of the work of one window; valid.
         profile: what layers cost.
         topology: devices and links.
         predicted: what it was chosen for; `None` where it was not simulated.
@@ -84,17 +85,18 @@ class Plan:
         topology_digest: likewise.
 
     Raises:
-        PlanError: stages, workers, devices and order do not fit together.
+        PlanError: Stages, workers, devices and schedule do not fit together.
+        ScheduleError: The schedule cannot run.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config(order="schedule")
+    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
     name: str
     planner: str
     microbatch_size: int
     stages: tuple[tuple[str, ...], ...]
     workers: tuple[tuple[Replica, ...], ...]
-    order: ScheduleFile
+    schedule: ScheduleField
     profile: ModelProfile
     topology: ClusterTopology
     predicted: Predicted | None = field(default=None)
@@ -104,10 +106,10 @@ class Plan:
     def __post_init__(self) -> None:
         if self.microbatch_size < 1:
             raise PlanError(f"microbatch_size must be at least 1, got {self.microbatch_size}")
-        if len(self.stages) != self.order.num_stages:
-            raise PlanError(f"the plan has {len(self.stages)} stages, its schedule {self.order.num_stages}")
-        if len(self.workers) != len(self.order.programs):
-            raise PlanError(f"the plan has {len(self.workers)} workers, its schedule {len(self.order.programs)}")
+        if len(self.stages) != self.schedule.num_stages:
+            raise PlanError(f"the plan has {len(self.stages)} stages, its schedule {self.schedule.num_stages}")
+        if len(self.workers) != self.schedule.num_workers:
+            raise PlanError(f"the plan has {len(self.workers)} workers, its schedule {self.schedule.num_workers}")
         known = {device.name for device in self.topology.devices}
         taken: dict[str, int] = {}
         for worker, replicas in enumerate(self.workers):
@@ -122,15 +124,13 @@ class Plan:
                         f"worker {worker} is on device {replica.device!r}, which the topology {self.topology.name!r} does not have"
                         f"{suggestion(replica.device, known)}"
                     )
-        if self.cut.graph.edges != self.order.edges:
-            raise PlanError(
-                f"the layers of the stages make the edges {list(self.cut.graph.edges)}, the schedule has {list(self.order.edges)}"
-            )
-        if self.cut.graph.ties != self.order.ties:
-            raise PlanError(
-                f"by its profile the plan ties the stages {list(self.cut.graph.ties)}, its schedule {list(self.order.ties)}; plan again"
-            )
+        graph, expected = self.schedule.graph, self.cut.graph
+        if graph.edges != expected.edges:
+            raise PlanError(f"the layers of the stages make the edges {list(expected.edges)}, the schedule has {list(graph.edges)}")
+        if graph.ties != expected.ties:
+            raise PlanError(f"by its profile the plan ties the stages {list(expected.ties)}, its schedule {list(graph.ties)}; plan again")
         _ = self.placement
+        validate(self.schedule)
 
     @cached_property
     def cut(self) -> Cut:
@@ -154,11 +154,6 @@ class Plan:
         number = {name: position for position, name in enumerate(self.devices)}
         return Placement(tuple(tuple((number[replica.device], replica.share) for replica in replicas) for replicas in self.workers))
 
-    @cached_property
-    def schedule(self) -> Schedule:
-        """The schedule, validated."""
-        return self.order.schedule()
-
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """The plan that a JSON file holds.
@@ -167,13 +162,7 @@ class Plan:
             FormatError: the file cannot be read, or its profile or topology is not the one it was made for.
         """
         name = os.fspath(path)
-        try:
-            plan = codec.from_json(cls, codec.read_text(path), path=name, format_name=FORMAT)
-            _ = plan.schedule
-        except FormatError:
-            raise
-        except InputError as error:
-            raise FormatError(name, "", str(error)) from None
+        plan = codec.from_json(cls, codec.read_text(path), path=name, format_name=FORMAT)
         for what, stated, found in (
             ("profile", plan.profile_digest, plan.profile.digest),
             ("topology", plan.topology_digest, plan.topology.digest),
@@ -215,7 +204,7 @@ def make_plan(
         microbatch_size=microbatch_size,
         stages=tuple(tuple(profile.layers[layer].name for layer in layers) for layers in cut.stages),
         workers=tuple((Replica(device=device),) for device in devices[: schedule.num_workers]),
-        order=ScheduleFile.of(schedule),
+        schedule=schedule,
         profile=profile,
         topology=topology,
         profile_digest=profile.digest,

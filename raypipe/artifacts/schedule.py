@@ -10,7 +10,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import GetCoreSchemaHandler, GetPydanticSchema
+from pydantic_core import core_schema
 
 from raypipe.artifacts import codec
 from raypipe.errors import ScheduleError
@@ -57,12 +60,12 @@ class ScheduleFile:
         )
 
     def schedule(self) -> Schedule:
-        """The schedule, validated.
+        """Return the schedule, which is not validated yet.
 
         Raises:
-            ScheduleError: an Op cannot be read, or the order cannot run.
+            ScheduleError: An Op cannot be read.
         """
-        schedule = Schedule(
+        return Schedule(
             name=self.name,
             graph=StageGraph(self.num_stages, self.edges, self.ties),
             pipelines=self.pipelines,
@@ -73,8 +76,19 @@ class ScheduleFile:
             update_scope=self.update_scope,
             loss_group_size=self.loss_group_size,
         )
-        validate(schedule)
-        return schedule
+
+
+def _core_schema_of_field(_: object, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    in_file = handler.generate_schema(ScheduleFile)
+    return core_schema.json_or_python_schema(
+        json_schema=core_schema.no_info_after_validator_function(ScheduleFile.schedule, in_file),
+        python_schema=core_schema.is_instance_schema(Schedule),
+        serialization=core_schema.plain_serializer_function_ser_schema(ScheduleFile.of, return_schema=in_file),
+    )
+
+
+ScheduleField = Annotated[Schedule, GetPydanticSchema(_core_schema_of_field)]
+"""The type of a field that holds a `Schedule` in Python and a `ScheduleFile` in its file."""
 
 
 def load_schedule(path: str | os.PathLike[str]) -> Schedule:
@@ -87,9 +101,11 @@ def load_schedule(path: str | os.PathLike[str]) -> Schedule:
     name = os.fspath(path)
     content = codec.from_json(ScheduleFile, codec.read_text(path), path=name, format_name=FORMAT)
     try:
-        return content.schedule()
+        schedule = content.schedule()
+        validate(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error.problem}", error.grid) from None
+    return schedule
 
 
 def load_csv(path: str | os.PathLike[str]) -> Schedule:

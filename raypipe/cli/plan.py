@@ -104,7 +104,7 @@ def plan(
         with _watched() as seen:
             others = _others(problem, budget, besides=planner, seen=seen)
         figures["compared"] = {
-            name: {"schedule": other.order.name, "update_s": _update_s(other)} if isinstance(other, Plan) else {"error": other}
+            name: {"schedule": other.schedule.name, "update_s": _update_s(other)} if isinstance(other, Plan) else {"error": other}
             for name, other in others.items()
         }
     if as_json:
@@ -135,23 +135,23 @@ def plan_figures(found: Plan) -> dict[str, Any]:
     """What a plan is and promises; the keys are a contract."""
     predicted = found.predicted
     assert predicted is not None, "a planner simulates its plan"
-    rows = found.order.num_microbatches * found.microbatch_size
+    rows = found.schedule.num_microbatches * found.microbatch_size
     return {
         "planner": found.planner,
-        "schedule": found.order.name,
+        "schedule": found.schedule.name,
         "num_stages": len(found.stages),
         "stages": [
             {
                 "layers": list(layers),
-                "devices": [[replica.device for replica in found.workers[workers[stage]]] for workers in found.order.pipelines],
-                "shares": [[replica.share for replica in found.workers[workers[stage]]] for workers in found.order.pipelines],
+                "devices": [[replica.device for replica in found.workers[workers[stage]]] for workers in found.schedule.pipelines],
+                "shares": [[replica.share for replica in found.workers[workers[stage]]] for workers in found.schedule.pipelines],
             }
             for stage, layers in enumerate(found.stages)
         ],
         "recomputed_stages": list(recomputed_stages(found.schedule)),
         "num_devices": len(found.devices),
         "idle_devices": [device.name for device in found.topology.devices if device.name not in found.devices],
-        "num_microbatches": found.order.num_microbatches,
+        "num_microbatches": found.schedule.num_microbatches,
         "microbatch_size": found.microbatch_size,
         "update_s": predicted.update_s,
         "lower_bound_s": predicted.lower_bound_s,
@@ -183,7 +183,8 @@ def _print(found: Plan, figures: dict[str, Any], others: dict[str, Plan | str]) 
     screen = console()
     screen.print(
         f"{found.name} on {found.topology.name}: {counted(len(found.stages), 'stage')} on {counted(len(found.devices), 'device')}, "
-        f"schedule {found.order.name}, {counted(found.order.num_microbatches, 'microbatch')} of {counted(found.microbatch_size, 'row')}",
+        f"schedule {found.schedule.name}, {counted(found.schedule.num_microbatches, 'microbatch')} "
+        f"of {counted(found.microbatch_size, 'row')}",
         style="bold",
         markup=False,
     )
@@ -202,7 +203,7 @@ def _print(found: Plan, figures: dict[str, Any], others: dict[str, Plan | str]) 
     )
     if others:
         rows = [
-            (name, other.order.name, seconds(_update_s(other)), f"{_update_s(other) / update_s:.3f}" if update_s else "")
+            (name, other.schedule.name, seconds(_update_s(other)), f"{_update_s(other) / update_s:.3f}" if update_s else "")
             if isinstance(other, Plan)
             else (name, "none", "", "")
             for name, other in others.items()
@@ -221,14 +222,14 @@ def _stage_table(found: Plan) -> Table:
     number = {name: position for position, name in enumerate(found.devices)}
     rows = []
     for stage, layers in enumerate(found.stages):
-        for pipeline, workers in enumerate(found.order.pipelines):
+        for pipeline, workers in enumerate(found.schedule.pipelines):
             worker = workers[stage]
             devices = found.workers[worker]
             peak = max(predicted.peak_memory_bytes[number[replica.device]] for replica in devices)
             named = f"{layers[0]} .. {layers[-1]} ({len(layers)})" if len(layers) > 1 else layers[0]
             where = " ".join(replica.device if len(devices) == 1 else f"{replica.device}:{replica.share:.3g}" for replica in devices)
             rows.append((str(stage), str(pipeline), named, where, size(peak)))
-    several = len(found.order.pipelines) > 1
+    several = len(found.schedule.pipelines) > 1
     columns = ("stage", "pipeline", "layers", "devices (share of the rows)", "peak memory")
     keep = [position for position in range(5) if several or position != 1]
     return table([columns[at] for at in keep], ([row[at] for at in keep] for row in rows), left=len(keep) - 1)

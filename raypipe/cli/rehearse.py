@@ -85,7 +85,7 @@ def rehearsal_figures(done: Rehearsal) -> dict[str, Any]:
     return {
         "plan": done.plan.name,
         "planner": done.plan.planner,
-        "schedule": done.plan.order.name,
+        "schedule": done.plan.schedule.name,
         "topology": done.plan.topology.name,
         "time_scale": done.time_scale,
         "byte_scale": done.byte_scale,
@@ -99,7 +99,7 @@ def rehearsal_figures(done: Rehearsal) -> dict[str, Any]:
 def _show(done: Rehearsal, screen: Console) -> None:
     plan, trace, predicted = done.plan, done.trace, done.predicted
     screen.print(
-        f"{plan.name}: {plan.order.name} on {counted(len(plan.devices), 'device')} of {plan.topology.name}, "
+        f"{plan.name}: {plan.schedule.name} on {counted(len(plan.devices), 'device')} of {plan.topology.name}, "
         f"{counted(len(done.windows), 'window')} of {counted(trace.num_updates, 'update')}",
         style="bold",
         markup=False,

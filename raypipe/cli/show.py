@@ -137,7 +137,7 @@ def _of_plan(plan: Plan) -> _Drawing:
     trace = simulate_plan(plan)
 
     def text(screen: Console) -> None:
-        screen.print(f"plan {plan.name}, made by {plan.planner}: {plan.order.name} on {plan.topology.name}", style="bold", markup=False)
+        screen.print(f"plan {plan.name}, made by {plan.planner}: {plan.schedule.name} on {plan.topology.name}", style="bold", markup=False)
         screen.print(plan_table(plan))
         screen.print()
         _print_trace(screen, trace)

@@ -42,7 +42,7 @@ def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bo
     limits = [loaded.topology.device(name).memory_bytes for name in loaded.devices]
     screen = console()
     screen.print(
-        f"{loaded.name}: {loaded.order.name} on {counted(len(loaded.devices), 'device')} of {loaded.topology.name}",
+        f"{loaded.name}: {loaded.schedule.name} on {counted(len(loaded.devices), 'device')} of {loaded.topology.name}",
         style="bold",
         markup=False,
     )
@@ -52,4 +52,10 @@ def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bo
 
 def plan_figures(plan: Plan, trace: Trace) -> dict[str, Any]:
     """The figures of a plan and its simulated trace; the keys are a contract."""
-    return {"plan": plan.name, "planner": plan.planner, "schedule": plan.order.name, "topology": plan.topology.name, **trace_figures(trace)}
+    return {
+        "plan": plan.name,
+        "planner": plan.planner,
+        "schedule": plan.schedule.name,
+        "topology": plan.topology.name,
+        **trace_figures(trace),
+    }

@@ -18,7 +18,6 @@ import numpy as np
 
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, Predicted, Replica
-from raypipe.artifacts.schedule import ScheduleFile
 from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.problem import Group, Problem
 from raypipe.schedule_registry import build, is_file, overlaps
@@ -435,7 +434,7 @@ class LayoutEvaluator:
                 tuple(Replica(device=problem.names[device], share=share) for device, share in zip(group, of_group, strict=True))
                 for group, of_group in zip(layout.workers, shares, strict=True)
             ),
-            order=ScheduleFile.of(schedule),
+            schedule=schedule,
             profile=problem.profile,
             topology=problem.topology,
             predicted=Predicted(

@@ -136,7 +136,7 @@ def plan_table(plan: Plan) -> Table:
     cost = plan_cost(plan)
     rows = []
     for stage, layers in enumerate(plan.stages):
-        workers = sorted({laying[stage] for laying in plan.order.pipelines})
+        workers = sorted({laying[stage] for laying in plan.schedule.pipelines})
         devices = [device for worker in workers for device, _ in plan.placement.workers[worker]]
         here = cost.stages[devices[0], stage]
         rows.append((

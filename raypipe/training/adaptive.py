@@ -14,7 +14,6 @@ from raypipe.actors.execution.programs import check_executable
 from raypipe.analysis.observed import ObservedSpeeds
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.schedule import ScheduleFile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.coordinator import Coordinator, WindowResult
@@ -205,19 +204,19 @@ class Adaptive(Arrangement):
         workers = tuple(tuple(number[replica.device] for replica in replicas) for replicas in plan.workers)
         cuts = (*(layers[0] for layers in plan.cut.stages), len(plan.profile.layers))
         again = tuple(sorted(recomputed_stages(plan.schedule)))
-        division = (plan.order.num_microbatches, plan.microbatch_size)
+        division = (plan.schedule.num_microbatches, plan.microbatch_size)
         rows = tuple(tuple(round(replica.share * plan.microbatch_size) for replica in replicas) for replicas in plan.workers)
         if any(list(layers) != list(range(layers[0], layers[0] + len(layers))) for layers in plan.cut.stages):
             raise ConfigError("adaptation.enabled: a stage of the plan is not of consecutive layers; leave adaptation or the plan out")
         given = self.config.schedule.max_in_flight
-        limits = dict.fromkeys((None if given is None else int(given), None, plan.order.num_stages, plan.order.num_stages + 1))
-        for num_pipelines in (0, len(plan.order.pipelines)):
+        limits = dict.fromkeys((None if given is None else int(given), None, plan.schedule.num_stages, plan.schedule.num_stages + 1))
+        for num_pipelines in (0, len(plan.schedule.pipelines)):
             for limit in limits:
-                layout = Layout(cuts, workers, plan.order.name, limit, num_pipelines, again)
+                layout = Layout(cuts, workers, plan.schedule.name, limit, num_pipelines, again)
                 choice = Choice(*division, layout, rows)
                 evaluator = self.policy.judge_of(choice)
                 try:
-                    schedule = evaluator.schedule(layout, evaluator.cut(layout), num_updates=plan.order.num_updates)
+                    schedule = evaluator.schedule(layout, evaluator.cut(layout), num_updates=plan.schedule.num_updates)
                 except InputError:
                     continue
                 if schedule.pipelines == plan.schedule.pipelines:
@@ -225,7 +224,7 @@ class Adaptive(Arrangement):
                     evaluator.know(layout, one_of_repeated(plan.schedule) or plan.schedule)
                     return choice
         raise ConfigError(
-            f"adaptation.enabled: a run cannot begin with the order {plan.order.name!r}, which has no generator of its size; "
+            f"adaptation.enabled: a run cannot begin with the order {plan.schedule.name!r}, which has no generator of its size; "
             "begin with another, or leave adaptation out"
         )
 
@@ -265,7 +264,7 @@ class Adaptive(Arrangement):
             }
         self.placement = plan.placement
         self.__dict__.pop("cut", None)  # of the plan before
-        self._predict(dataclasses.replace(plan, order=ScheduleFile.of(self.schedule)))
+        self._predict(dataclasses.replace(plan, schedule=self.schedule))
         self._expected = self._expect()
         self._fresh = True
 

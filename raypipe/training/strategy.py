@@ -19,7 +19,6 @@ from raypipe.artifacts.calibration import Calibration, TransportCosts
 from raypipe.artifacts.cut import Cut, joined
 from raypipe.artifacts.plan import Plan, Predicted, make_plan
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
-from raypipe.artifacts.schedule import ScheduleFile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.coordinator import Coordinator, on_gpus
@@ -115,7 +114,7 @@ class Arrangement(ABC):
 
     def _predict(self, plan: Plan) -> None:
         self.predicted = simulate_plan(plan)
-        overlaps = plan.order.weight_rule is not WeightRule.FLUSH
+        overlaps = plan.schedule.weight_rule is not WeightRule.FLUSH
         # A window's part where updates overlap, as planned and as bounded.
         update_s = self.predicted.makespan_s / self.predicted.num_updates if overlaps else self.predicted.update_s
         bound_s = plan.predicted.lower_bound_s if plan.predicted else None
@@ -135,7 +134,8 @@ class Arrangement(ABC):
         # A profile may list edges in another order than the model.
         graph = self.cut.graph
         for size, schedule in self.schedules.items():
-            self.schedules[size] = dataclasses.replace(schedule, graph=graph)
+            if schedule.graph != graph:
+                self.schedules[size] = dataclasses.replace(schedule, graph=graph)
             validate(self.schedules[size])
         found = {f"train-{size}": executable_programs(schedule, self.placement) for size, schedule in self.schedules.items()}
         if count := self.num_validation_microbatches:
@@ -242,7 +242,7 @@ class Named(Arrangement):
             notice(f"the order for equal stages runs, not the one that was searched for their measured times: {error}")
             return plan
         self.schedules = found
-        return dataclasses.replace(plan, order=ScheduleFile.of(self.schedule))
+        return dataclasses.replace(plan, schedule=self.schedule)
 
 
 def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, *, num_devices: int) -> ClusterTopology:
@@ -379,7 +379,7 @@ def _named_schedule(
 def _stage_times(plan: Plan) -> tuple[tuple[StageTimes, ...], float]:
     """What a schedule that is searched for is given: how long the plan's stages take, and the slowest message between two of them."""
     cost = plan_cost(plan)
-    workers = plan.order.pipelines[0]
+    workers = plan.schedule.pipelines[0]
     kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
     times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(workers))
     ends = [(workers[source], workers[target], num_bytes) for (source, target), num_bytes in cost.edge_bytes.items()]
@@ -431,7 +431,7 @@ class Planned(Arrangement):
         if self.config.scaling.measure_layers:
             profile = _of_speed_one(measure(1), plan)
             plan = dataclasses.replace(plan, profile=profile, profile_digest=profile.digest)
-        self._predict(dataclasses.replace(plan, order=ScheduleFile.of(self.schedule)))
+        self._predict(dataclasses.replace(plan, schedule=self.schedule))
 
     def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:
         """Checks that the weights of each layer are as large as its profile says.
@@ -531,7 +531,7 @@ def with_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
     Raises:
         ConfigError: a value is neither the default nor the plan's.
     """
-    order = plan.order
+    order = plan.schedule
     schedule: dict[str, Any] = {
         "name": order.name,
         "num_microbatches": order.num_microbatches,

@@ -246,7 +246,7 @@ def change(*steps: str | int, to: object) -> str:
         (change("animals", 1, "legz", to=4), "animals[1].legz", "unknown key; did you mean 'legs'?"),
         (change("roads", 0, "source", to="x"), "roads[0].source", "unknown key; the keys here are from, to"),
         (change("zzz", to=1), "zzz", "unknown key; the keys here are name, animals, slots, cages, roads, spots, area_m2"),
-        (change("spots", 0, to={"row": 1, "colum": 2}), "spots[0].colum", "unknown key; did you mean 'column'? (and 1 more)"),
+        (change("spots", 0, to={"row": 1, "colum": 2}), "spots[0].colum", "unknown key; remove it (and 1 more)"),
         (change("spots", 0, to=[1]), "spots[0][1]", "this key is missing; add it"),
         (change("spots", 0, to=[1, 2, 3]), "spots[0]", "NamedTuple should have at most 2 items after validation, not 3, got a list of 3"),
         (change("slots", 1, "both", 0, "legz", to=1), "slots[1].both[0].legz", "unknown key; did you mean 'legs'?"),

@@ -18,7 +18,7 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import FormatError, InputError, PlanError, ScheduleError
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest
+from raypipe.schedules.ir import Schedule, ScheduleRequest, StageGraph
 from tests import strategies
 
 PROFILE = ModelProfile.uniform(6, output_bytes=10, saved_bytes=20, parameter_bytes=30)
@@ -110,13 +110,13 @@ def test_every_layer_has_one_stage_and_none_feeds_an_earlier_one(stages: tuple[t
 def test_the_stage_graph_of_the_schedule_must_be_that_of_the_layers() -> None:
     made = plan()
     with pytest.raises(PlanError, match=r"the layers of the stages make the edges \[\(0, 1\), \(1, 2\)\], the schedule has \[\(0, 2\)\]"):
-        replace(made, order=replace(made.order, edges=((0, 2),)))
+        replace(made, schedule=replace(made.schedule, graph=StageGraph(3, ((0, 2),))))
 
 
 def test_the_ties_of_the_schedule_must_be_those_of_the_layers() -> None:
     made = plan()
     with pytest.raises(PlanError, match=r"ties the stages \[\], its schedule \[\(0, 2\)\]; plan again"):
-        replace(made, order=replace(made.order, ties=((0, 2),)))
+        replace(made, schedule=replace(made.schedule, graph=replace(made.schedule.graph, ties=((0, 2),))))
 
 
 def test_layers_that_share_weights_through_others_are_one_group() -> None:

@@ -82,7 +82,7 @@ def main(topology: str, storage: str, num_updates: int, schedule: str, plan: str
         plan=plan,
     )
     result = trainer.fit(listener=Lines())
-    tell(path=str(Path(result.path)), plan=result.plan.order.name)
+    tell(path=str(Path(result.path)), plan=result.plan.schedule.name)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from raypipe.actors.measure.layers import Effort, measure_layers
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, Replica
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.schedule import ScheduleFile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
 from raypipe.model import Batch, Model
 from raypipe.profiling.profiler import model_profile
@@ -75,7 +74,7 @@ def plan_of(
         microbatch_size=microbatch_size,
         stages=tuple(tuple(profile.layers[layer].name for layer in layers) for layers in cut.stages),
         workers=tuple(tuple(Replica(device=device, share=share) for device, share in members) for members in workers),
-        order=ScheduleFile.of(over_graph(schedule, cut.graph)),
+        schedule=over_graph(schedule, cut.graph),
         profile=profile,
         topology=topology,
         profile_digest=profile.digest,

@@ -104,11 +104,11 @@ def test_a_run_that_is_moved_four_times_equals_the_unsplit_model(tmp_path: Path,
     assert [line["update"] for line in lines] == [4, 8, 12, 16]
     assert all(line["switch"] and line["took_s"] > 0 for line in lines)
     assert "update 4: as scripted: interleaved" in notices.texts
-    assert [Plan.load(folder / f"plan-until-update-{update:06d}.json").order.name for update in (4, 8, 12, 16)] == [
+    assert [Plan.load(folder / f"plan-until-update-{update:06d}.json").schedule.name for update in (4, 8, 12, 16)] == [
         "1f1b",
         *(way.order for way in WAYS[:3]),
     ]
-    assert result.plan.order.name == "zb-h1"
+    assert result.plan.schedule.name == "zb-h1"
     assert Trace.load(folder / "trace.json").notes == tuple(f"update {line['update']}: {line['text']}" for line in lines)
     before = Trace.load(folder / "trace-until-update-000004.json")
     assert before.num_updates == 4
@@ -119,7 +119,7 @@ def test_a_run_may_choose_its_schedule_from_the_start(tmp_path: Path) -> None:
     result = trainer(tmp_path, schedule="auto", adaptation=AdaptationConfig(), max_mean_staleness=1.0).fit(listener=notices)
     assert any(text.startswith("chosen: ") for text in notices.texts)
     assert any("updates late on average: with optimizer.name nadamw" in text for text in notices.texts) == (
-        result.plan.order.weight_rule is not WeightRule.FLUSH
+        result.plan.schedule.weight_rule is not WeightRule.FLUSH
     )
     assert len(result.losses) == NUM_UPDATES
     assert result.losses[-1] < result.losses[0]

@@ -23,4 +23,4 @@ def test_an_order_from_a_file_trains_as_1f1b_does_in_windows_of_any_size(tmp_pat
     own = trainer(tmp_path, schedule=str(tmp_path / "order.csv"), devices=3, num_updates=10).fit()
     bundled = trainer(tmp_path, schedule="1f1b", devices=3, num_updates=10).fit()
     assert own.losses == pytest.approx(bundled.losses, abs=1e-12)
-    assert own.plan.order.name == "order"
+    assert own.plan.schedule.name == "order"

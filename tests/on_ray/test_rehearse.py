@@ -11,7 +11,6 @@ import pytest
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile, NamedEdge
-from raypipe.artifacts.schedule import ScheduleFile
 from raypipe.artifacts.trace import Source, SpanKind, Trace, ops_named
 from raypipe.cli import main
 from raypipe.config import ScalingConfig, Transport
@@ -90,7 +89,7 @@ def check_bytes(done: Rehearsal) -> None:
     for span in done.trace.spans:
         if span.kind is SpanKind.RECV:
             sums[span.name] = sums.get(span.name, 0) + span.bytes
-    assert len(sums) == 2 * done.plan.order.num_microbatches * done.trace.num_updates * (len(done.plan.stages) - 1)
+    assert len(sums) == 2 * done.plan.schedule.num_microbatches * done.trace.num_updates * (len(done.plan.stages) - 1)
     assert all(size == pytest.approx(OUTPUT_BYTES, abs=2 * ROWS) for size in sums.values())
 
 
@@ -140,7 +139,7 @@ def test_scales_shorten_waits_and_messages_and_nothing_else() -> None:
     assert {span.bytes for span in done.trace.spans if span.kind is SpanKind.RECV} == {6_000}
     (size,) = {span.bytes for span in done.trace.spans if span.name.startswith("gradients of stage 0")}
     assert 4_000 < size < 4_100
-    whole = simulate_plan(dataclasses.replace(chosen, order=ScheduleFile.of(repeated(chosen.schedule, num_updates=2))))
+    whole = simulate_plan(dataclasses.replace(chosen, schedule=repeated(chosen.schedule, num_updates=2)))
     assert done.predicted.update_s < 0.3 * whole.update_s
 
 

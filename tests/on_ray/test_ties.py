@@ -134,7 +134,7 @@ def test_a_tied_gpt_trains_as_in_one_process(
 ) -> None:
     result = train(tmp_path, schedule=schedule, devices=devices, shard_optimizer=sharded)
     check(result, expected)
-    assert result.plan.order.ties == ((0, devices - 1),)
+    assert result.plan.schedule.graph.ties == ((0, devices - 1),)
     assert Checkpoint.latest(result.path) is not None
     assert "logits.weight" not in result.checkpoint.load_layer(3)
 
@@ -180,7 +180,7 @@ def test_a_plan_of_a_tied_gpt_is_made_and_trained_by(tmp_path: Path, expected: t
     layers = tuple(replace(layer, forward_s=1.0, backward_s=2.0, weight_grad_s=1.0) for layer in profile.layers)
     problem = Problem(replace(profile, layers=layers), lab({this_node(): 4}), NUM_MICROBATCHES, NUM_ROWS)
     plan = make(problem, schedule="1f1b", budget=Budget(20, 8))
-    assert plan.order.ties == ((0, plan.order.num_stages - 1),)
+    assert plan.schedule.graph.ties == ((0, plan.schedule.num_stages - 1),)
     plan.save(tmp_path / "plan.json")
     check(train(tmp_path, plan=tmp_path / "plan.json"), expected)
     with pytest.raises(

@@ -116,7 +116,7 @@ def test_memory_is_kept_where_activations_in_flight_decide() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-v", "chimera"])
 def test_an_order_that_is_asked_for_is_used(schedule: str) -> None:
     plan = make(islands((4,), num_layers=8), schedule=schedule, budget=SMALL)
-    assert plan.order.name == schedule
+    assert plan.schedule.name == schedule
 
 
 def test_rows_are_divided_into_as_many_microbatches_as_pay() -> None:
@@ -290,7 +290,7 @@ def uniform_chain(num_devices: int = 4, num_microbatches: int = 8, **changed: An
 def test_a_plan_whose_updates_overlap_promises_its_part_of_a_window(name: str) -> None:
     problem = uniform_chain(updates_per_window=7)
     plan = make(problem, schedule=name, budget=SMALL)
-    assert (plan.order.name, plan.order.num_updates) == (name, 7)
+    assert (plan.schedule.name, plan.schedule.num_updates) == (name, 7)
     assert plan.predicted is not None
     assert plan.predicted.lower_bound_s is not None
     assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / 7)
@@ -309,7 +309,7 @@ def test_orders_of_ones_own_whose_updates_overlap_are_planned_as_the_bundled_one
     save_schedule(build("async-1f1b", ScheduleRequest(4, 2, num_updates)), path)
     for name in ("raypipe.schedules.families.one_f_one_b_async:SPEC_ASYNC", path):
         plan = make(problem, name=planner, schedule=name, budget=TINY)
-        assert (plan.order.weight_rule, plan.order.num_updates) == (WeightRule.LIVE, 7)
+        assert (plan.schedule.weight_rule, plan.schedule.num_updates) == (WeightRule.LIVE, 7)
         assert plan.predicted is not None
         assert plan.predicted.lower_bound_s == bundled.lower_bound_s
         assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / 7)
@@ -333,20 +333,20 @@ def test_a_plan_keeps_what_layers_share_and_pays_for_it(schedule: str, tmp_path:
     profile = replace(problem.profile, layers=tuple(ends.get(number, layer) for number, layer in enumerate(layers)))
     plan = make(replace(problem, profile=profile), schedule=schedule, budget=SMALL)
     assert [layer.tied for layer in plan.profile.layers] == ["w", *[None] * 14, "w"]
-    assert plan.order.ties == ((0, plan.order.num_stages - 1),)
+    assert plan.schedule.graph.ties == ((0, plan.schedule.num_stages - 1),)
     assert plan_cost(plan).tied_bytes == {0: 1000}
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert plan.predicted is not None
-    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / plan.order.num_updates)
+    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / plan.schedule.num_updates)
 
 
 def test_orders_that_are_stale_are_chosen_only_where_that_is_allowed() -> None:
-    assert make(uniform_chain(), budget=SMALL).order.weight_rule is WeightRule.FLUSH
-    assert make(uniform_chain(max_staleness=0, max_mismatch=0), budget=SMALL).order.weight_rule is WeightRule.FLUSH
+    assert make(uniform_chain(), budget=SMALL).schedule.weight_rule is WeightRule.FLUSH
+    assert make(uniform_chain(max_staleness=0, max_mismatch=0), budget=SMALL).schedule.weight_rule is WeightRule.FLUSH
     for mismatch in (0, 1):
         plan = make(uniform_chain(max_staleness=1, max_mismatch=mismatch), budget=SMALL)
-        assert plan.order.weight_rule is not WeightRule.FLUSH
+        assert plan.schedule.weight_rule is not WeightRule.FLUSH
         known = facts(plan.schedule)
         assert known.max_delay <= 1
         assert known.max_mismatch <= mismatch
@@ -377,12 +377,12 @@ def test_limits_that_no_plan_keeps_are_refused_with_what_would_do() -> None:
 
 def test_a_limit_of_the_mean_staleness_is_kept_and_allows_orders_that_are_stale() -> None:
     found = {limit: make(uniform_chain(max_mean_staleness=limit), budget=SMALL) for limit in (0.0, 0.3, 2.0)}
-    assert found[0.0].order.weight_rule is WeightRule.FLUSH
+    assert found[0.0].schedule.weight_rule is WeightRule.FLUSH
     for limit in (0.3, 2.0):
-        assert found[limit].order.weight_rule is not WeightRule.FLUSH
+        assert found[limit].schedule.weight_rule is not WeightRule.FLUSH
         assert facts(found[limit].schedule).mean_delay <= limit
     both = make(uniform_chain(max_staleness=0, max_mean_staleness=2.0), budget=SMALL)
-    assert both.order.weight_rule is WeightRule.FLUSH
+    assert both.schedule.weight_rule is WeightRule.FLUSH
     said = r"'pipedream-2bw' is staler than allowed \(max_mean_staleness 0.2\); .* allow max_mean_staleness 0.\d+$"
     with pytest.raises(PlanError, match=said):
         make(uniform_chain(max_mean_staleness=0.2), name="1f1b-equal", schedule="pipedream-2bw")

@@ -9,7 +9,6 @@ import pytest
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, Replica, make_plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge
-from raypipe.artifacts.schedule import ScheduleFile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Path
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest
@@ -245,11 +244,11 @@ def test_stages_share_what_their_layers_share_and_one_stage_holds_it_once() -> N
     tied = [replace(layer(name), tied="w", tied_bytes=60) for name in "ad"]
     profile = ModelProfile(name="m", microbatch_size=2, layers=(tied[0], layer("b"), layer("c"), tied[1]))
     apart = plan(profile, ClusterTopology.uniform(2), ((0, 1), (2, 3)))
-    assert apart.order.ties == ((0, 1),)
+    assert apart.schedule.graph.ties == ((0, 1),)
     assert plan_cost(apart).tied_bytes == {0: 60}
     assert [plan_cost(apart).stages[stage, stage].parameter_bytes for stage in range(2)] == [200, 200]
     together = plan(replace(profile, layers=(*tied[::-1], layer("b"), layer("c"))), ClusterTopology.uniform(2), ((0, 1), (2, 3)))
-    assert together.order.ties == ()
+    assert together.schedule.graph.ties == ()
     assert plan_cost(together).tied_bytes == {}
     assert [plan_cost(together).stages[stage, stage].parameter_bytes for stage in range(2)] == [140, 200]
     alike = [replace(one, tied_bytes=None, update_s=1.0, low_precision_bytes=50) for one in tied]
@@ -325,7 +324,7 @@ def test_a_device_of_a_plan_holds_the_versions_that_its_schedule_keeps() -> None
     profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
     one_version = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
     assert plan_cost(one_version).standing_bytes(0) == 100 + 200
-    two_versions = replace(one_version, order=ScheduleFile.of(handwritten.pipedream_2bw()))
+    two_versions = replace(one_version, schedule=handwritten.pipedream_2bw())
     assert plan_cost(two_versions).standing_bytes(0) == 2 * 100 + 200
 
 
@@ -336,7 +335,7 @@ def test_of_a_weight_in_low_precision_a_version_is_the_copy_and_the_weight_is_he
         ModelProfile(name="m", microbatch_size=1, layers=layers), ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1
     )
     assert plan_cost(one_version).standing_bytes(0) == (20 + 40) + 80 + 200
-    two_versions = replace(one_version, order=ScheduleFile.of(handwritten.pipedream_2bw()))
+    two_versions = replace(one_version, schedule=handwritten.pipedream_2bw())
     assert plan_cost(two_versions).standing_bytes(0) == 2 * (20 + 40) + 80 + 200
 
 
@@ -347,7 +346,7 @@ def test_frozen_weights_are_held_once_and_nothing_else() -> None:
     stage = plan_cost(one_version).stages[0, 0]
     assert (stage.parameter_bytes, stage.trained_bytes, stage.gradient_bytes, stage.state_bytes) == (100, 30, 30, 60)
     assert plan_cost(one_version).standing_bytes(0) == 70 + 20 + (10 + 10) + 60
-    two_versions = replace(one_version, order=ScheduleFile.of(handwritten.pipedream_2bw()))
+    two_versions = replace(one_version, schedule=handwritten.pipedream_2bw())
     assert plan_cost(two_versions).standing_bytes(0) - plan_cost(one_version).standing_bytes(0) == 10 + 10
     assert plan_cost(one_version).collective_bytes(Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1))) == 30
 
@@ -356,8 +355,8 @@ def test_a_copy_that_another_one_updates_holds_no_optimizer_state() -> None:
     profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
     four = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
     schedule = catalogue.build("amdp", ScheduleRequest(4, 4))
-    assert [plan_cost(replace(four, order=ScheduleFile.of(schedule))).standing_bytes(device) for device in range(4)] == [2 * 300] * 4
-    owned = replace(four, order=ScheduleFile.of(shard_optimizer(schedule)))
+    assert [plan_cost(replace(four, schedule=schedule)).standing_bytes(device) for device in range(4)] == [2 * 300] * 4
+    owned = replace(four, schedule=shard_optimizer(schedule))
     assert [plan_cost(owned).standing_bytes(device) for device in range(4)] == [2 * 100 + 200] * 4
 
 
