@@ -37,8 +37,8 @@ _HOME = {
     "TrainConfig": "config",
     "Layer": "model",
     "Model": "model",
-    "Result": "trainer",
-    "Trainer": "trainer",
+    "Result": "training.trainer",
+    "Trainer": "training.trainer",
 }
 
 __all__ = [

@@ -21,7 +21,7 @@ from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest, UpdateScope,
 from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.text import to_csv, to_torch_csv
 from raypipe.schedules.validate import validate
-from raypipe.training.strategy import schedule_size
+from raypipe.training.run_schedules import schedule_request
 from raypipe.user_code import make_model
 from tests import strategies
 from tests.schedules import handwritten
@@ -407,7 +407,7 @@ def test_a_registered_schedule_goes_by_its_name(installed: Callable[..., None], 
     assert schedule_registry.build("lists", ScheduleRequest(2, 3)) == catalogue.build("gpipe", ScheduleRequest(2, 3))
     assert schedule_registry.spec("twice").default_chunks == 2
     config = ScheduleConfig(name="twice", num_microbatches=4)
-    assert schedule_size(config, num_devices=2, num_updates=1).num_chunks == 2
+    assert schedule_request(config, num_devices=2, num_updates=1).num_chunks == 2
     assert main(["schedule", "twice", "--devices", "2", "--microbatches", "4"]) == 0
     assert main(["schedules"]) == 0
     listed = capsys.readouterr().out.splitlines()[-2:]

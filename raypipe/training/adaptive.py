@@ -1,7 +1,7 @@
-"""A run that raypipe arranges itself: it chooses the first way to run, or takes a given one, and goes on in others as the facts change.
+"""The strategy that raypipe chooses itself: it plans the run, or begins with a configured strategy, and switches between windows.
 
-The policy decides (`raypipe.planning.replanning`), from what windows showed of layers, devices and links. Here its choices become
-stages, programs and places.
+The policy (`raypipe.planning.replanning`) decides from what windows showed of layers, devices and links. This module turns its choices
+into stages, programs and placements.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from raypipe.actors.actor import LayerSize
-from raypipe.actors.execution.programs import check_executable
 from raypipe.analysis.observed import ObservedSpeeds
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.coordinator import Coordinator, WindowResult
-from raypipe.cluster.node_matching import check_rows, num_places
+from raypipe.cluster.node_matching import num_places
 from raypipe.cluster.slots import Slot, find_slots, slots_of
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError, InputError, PlanError
@@ -28,29 +27,30 @@ from raypipe.planning.planners import bound_s
 from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
 from raypipe.schedule_registry import spec
-from raypipe.schedules.ir import Schedule, WeightRule
-from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.ir import WeightRule
+from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import one_of_repeated, recomputed_stages
 from raypipe.schedules.validate import facts as facts_of
 from raypipe.simulation.simulator import simulate_plan
-from raypipe.training.strategy import Arrangement, Measure, Notice, check_alike, num_that_measure, run_topology, sharded
+from raypipe.training.plan_checks import check_alike, check_runnable
+from raypipe.training.run_schedules import sharded
+from raypipe.training.run_topology import Notice, num_measuring_devices, run_topology
+from raypipe.training.strategy import Measure, Strategy
 
-_NO_ROW = 1e-6
 
-
-class Adaptive(Arrangement):
-    """What the policy says.
+class AdaptiveStrategy(Strategy):
+    """What the policy chooses.
 
     Args:
-        config: of the run.
-        model: its description.
-        window_sizes: the numbers of updates that windows have.
-        start: how the run begins; `None` to let the policy choose.
-        can_divide: whether microbatches of other sizes can be had.
+        config: Configuration of the run.
+        model: Description of the model.
+        window_sizes: Numbers of updates that windows have.
+        start: Strategy to begin with; `None` lets the policy choose that, too.
+        can_divide: Whether batches can be read in microbatches of other sizes.
 
     Attributes:
-        policy: decides; known once the arrangement is settled.
-        facts: of the last window that the policy was asked after.
+        policy: Decides; set by `prepare`.
+        facts: Profile and topology of the policy's last decision.
     """
 
     policy: ConcurrencyPolicy
@@ -59,7 +59,7 @@ class Adaptive(Arrangement):
     _expected: Trace
 
     def __init__(
-        self, config: TrainConfig, model: Model, *, window_sizes: Collection[int], start: Arrangement | None, can_divide: bool
+        self, config: TrainConfig, model: Model, *, window_sizes: Collection[int], start: Strategy | None, can_divide: bool
     ) -> None:
         super().__init__(
             config,
@@ -69,16 +69,15 @@ class Adaptive(Arrangement):
         )
         self.start = start
         self._choice: Choice | None = None
-        self._first: Choice | None = None
-        """The way that the run begins with, where that was given."""
+        self._starting_choice: Choice | None = None
         self.window_sizes = sorted(set(window_sizes))
         self.can_divide = can_divide
         self._launched: tuple[str, ...] = ()
         """The topology's names of the devices, as launched."""
         self._nodes: dict[str, str] | None = None
         """The topology's names of the nodes, by address; `None` where its nodes are not the cluster's."""
-        self._fresh = True
-        """Whether the way that runs has not had a window yet, in which memory and connections are new."""
+        self._warming_up = True
+        """Whether the next window is the first of its choice, in which memory and connections are set up."""
         for name in config.adaptation.schedules:
             spec(name)
         for section, names in (("scaling", ("layers_per_stage",)), ("schedule", ("num_chunks", "num_pipelines", "max_in_flight"))):
@@ -86,30 +85,28 @@ class Adaptive(Arrangement):
                 if getattr(getattr(config, section), name):
                     raise ConfigError(f"{section}.{name}: schedule.name auto chooses that, too; leave it out, or name a schedule")
 
-    # As every arrangement
-
     @property
     def stages(self) -> list[tuple[int, ...]]:
-        """See `Arrangement`; none where nothing was chosen yet."""
+        """See `Strategy`; empty before the first choice."""
         return super().stages if self.schedules else [()] * self.config.scaling.num_devices
 
     @property
     def microbatch_size(self) -> int:
-        """See `Arrangement`."""
+        """See `Strategy`."""
         return self._choice.microbatch_size if self._choice else super().microbatch_size
 
     @property
     def num_validation_microbatches(self) -> int:
-        """See `Arrangement`; as many rows as configured, whatever the size of a microbatch."""
+        """See `Strategy`; the rows of an evaluation stay the same for every microbatch size."""
         return super().num_validation_microbatches * self.config.schedule.microbatch_size // self.microbatch_size
 
     @property
-    def num_places(self) -> int:
-        """See `Arrangement`."""
-        return self.start.num_places if self.start else self.config.scaling.num_devices
+    def num_slots(self) -> int:
+        """See `Strategy`."""
+        return self.start.num_slots if self.start else self.config.scaling.num_devices
 
     def find_slots(self, *, local: bool) -> list[Slot]:
-        """See `Arrangement`; those of a topology file where it says."""
+        """See `Strategy`; where the topology file says, if there is one."""
         if self.start is not None:
             return self.start.find_slots(local=local)
         scaling = self.config.scaling
@@ -123,45 +120,108 @@ class Adaptive(Arrangement):
         return slots_of(topology, names, scaling, local=local and num_places(topology, names) == len(names))
 
     def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:
-        """See `Arrangement`."""
+        """See `Strategy`."""
         if self.start is not None:
             self.start.check_layers(sizes)
 
-    def settle(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
-        """See `Arrangement`."""
+    def prepare(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
+        """See `Strategy`."""
         if self.start is not None:
-            self.start.settle(coordinator, name=name, measure=measure, notice=notice)
+            self.start.prepare(coordinator, name=name, measure=measure, notice=notice)
             self.schedules, self.plan, self.predicted = self.start.schedules, self.start.plan, self.start.predicted
             profile, topology, self._launched = self.plan.profile, self.plan.topology, self.plan.devices
         else:
             scaling = self.config.scaling
-            profile = measure(num_that_measure(coordinator, scaling))
+            profile = measure(num_measuring_devices(coordinator, scaling))
             topology = run_topology(self.config, coordinator, notice, num_devices=scaling.num_devices)
             self._launched = tuple(device.name for device in topology.devices)[: scaling.num_devices]
         topology = topology.only(self._launched)
+        self._follow_links(coordinator, topology, notice)
+        self._speeds = ObservedSpeeds(profile)
+        self.policy = self._policy(profile, topology)
+        if self.start is not None:
+            self._choice = self._starting_choice = _choice_of(self.plan, self.policy, max_in_flight=self.config.schedule.max_in_flight)
+            self.policy.adopt(self._choice)
+            self._expected = self._expect()
+            return
+        notice("choosing stages, schedule and devices")
+        choice = self.policy.choose()
+        self.adopt(choice)
+        if self.config.optimizer.max_grad_norm is not None:
+            self.policy.keep_scope(self.schedule.update_scope)
+        coordinator.assign(self.devices, self.stages)
+        notice(f"chosen: {choice.layout}, {choice.num_microbatches} microbatches of {choice.microbatch_size} rows")
+
+    @property
+    def devices(self) -> list[int]:
+        """For each device of the plan, the number of its slot as launched."""
+        return [self._launched.index(name) for name in self.plan.devices]
+
+    def devices_of(self, choice: Choice) -> list[int]:
+        """Return the numbers of the slots that a choice uses."""
+        names = self.policy.problem.names
+        return [self._launched.index(names[device]) for group in choice.layout.workers for device in group]
+
+    def leave_out(self, slots: Sequence[int]) -> list[str]:
+        """Plan without some unused slots from now on; return the names of their devices."""
+        names = [self._launched[slot] for slot in slots]
+        self.policy.leave_out(names)
+        self._choice = self.policy.choice
+        self._starting_choice = None  # its device numbers have changed
+        return names
+
+    def adopt(self, choice: Choice) -> None:
+        """Set plan, schedules and placement to those of a choice; the actors change when the coordinator moves them."""
+        self._choice = choice
+        evaluator = self.policy.judge_of(choice)
+        cut = evaluator.cut(choice.layout)
+        judged = evaluator.simulate(choice.layout)
+        assert judged is not None, "the policy simulates what it chooses"
+        plan = evaluator.plan(judged, planner="adaptive", lower_bound_s=bound_s(evaluator.problem, choice.layout.order))
+        if self.start is not None and choice == self._starting_choice:
+            self.schedules = dict(self.start.schedules)
+        else:
+            self.schedules = {
+                size: sharded(self.config, evaluator.schedule(choice.layout, cut, num_updates=size)) for size in self.window_sizes
+            }
+        self.placement = plan.placement
+        self.__dict__.pop("cut", None)  # cached of the plan before
+        self._predict(dataclasses.replace(plan, schedule=self.schedule))
+        self._expected = self._expect()
+        self._warming_up = True
+
+    def after_window(self, result: WindowResult, network: NetworkEstimate, *, updates_left: int) -> Decision | None:
+        """Learn from a window and decide how to go on; `None` after a short window, or the first one of a choice.
+
+        Args:
+            result: Result of the window.
+            network: Current estimate of the links.
+            updates_left: Updates until the run ends.
+        """
+        warming_up, self._warming_up = self._warming_up, False
+        if warming_up or result.num_updates != self.window_sizes[-1]:
+            return None
+        settled = self._speeds.settled
+        self._speeds.observe(dataclasses.replace(result.trace, devices=self.plan.devices), self._expected, self.plan.cut.stages)
+        if not settled:
+            self._expected = self._expect()
+        topology = self.policy.problem.topology
+        if self._nodes is not None:
+            topology = network.snapshot(topology, names=self._nodes)
+        topology = self._speeds.topology(topology)
+        self.facts = Facts(self._speeds.profile, topology)
+        return self.policy.after_window(self.facts, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
+
+    def _follow_links(self, coordinator: Coordinator, topology: ClusterTopology, notice: Notice) -> None:
         nodes = {(slot.node, topology.node_of(device).name) for slot, device in zip(coordinator.slots, self._launched, strict=True)}
         if len(nodes) == len({address for address, _ in nodes}) == len({name for _, name in nodes}):
             self._nodes = dict(nodes)
             coordinator.seed_network(topology, self._launched)
         elif self.config.adaptation.enabled:
-            notice(f"the nodes of the topology {topology.name!r} are not those of the cluster: what links carry is not followed")
-        self._speeds = ObservedSpeeds(profile)
-        self.policy = self._policy(profile, topology)
-        if self.start is not None:
-            self._choice = self._first = self._started(self.plan)
-            self.policy.adopt(self._choice)
-            self._expected = self._expect()
-        else:
-            notice("choosing how to run")
-            choice = self.policy.choose()
-            self.take(choice)
-            if self.config.optimizer.max_grad_norm is not None:
-                self.policy.keep_scope(self.schedule.update_scope)
-            coordinator.assign(self.devices, self.stages)
-            notice(f"chosen: {choice.layout}, {choice.num_microbatches} microbatches of {choice.microbatch_size} rows")
+            notice(f"the nodes of the topology {topology.name!r} are not those of the cluster: link speeds are not followed")
 
     def _expect(self) -> Trace:
-        """A window as it would go with the layers' times as they are known and the devices' speeds as they were assumed."""
+        """Simulate a window with the layers' current times and the devices' assumed speeds."""
         return simulate_plan(dataclasses.replace(self.plan, profile=self._speeds.profile, topology=self.policy.problem.topology))
 
     def _policy(self, profile: ModelProfile, topology: ClusterTopology) -> ConcurrencyPolicy:
@@ -188,126 +248,50 @@ class Adaptive(Arrangement):
         return ConcurrencyPolicy(
             problem,
             schedules=adaptation.schedules,
-            divisions=[division for division in divisions if rows % division[1] == 0],  # an evaluation is always of the same rows
+            divisions=[division for division in divisions if rows % division[1] == 0],  # every evaluation has the same rows
             least_gain=adaptation.least_gain,
             horizon_updates=adaptation.horizon_updates,
             check=check_runnable,
         )
 
-    def _started(self, plan: Plan) -> Choice:
-        """The way that the run begins with, as the policy knows ways.
 
-        Raises:
-            ConfigError: none of its ways has this order.
-        """
-        number = {device.name: position for position, device in enumerate(self.policy.problem.topology.devices)}
-        workers = tuple(tuple(number[replica.device] for replica in replicas) for replicas in plan.workers)
-        cuts = (*(layers[0] for layers in plan.cut.stages), len(plan.profile.layers))
-        again = tuple(sorted(recomputed_stages(plan.schedule)))
-        division = (plan.schedule.num_microbatches, plan.microbatch_size)
-        rows = tuple(tuple(round(replica.share * plan.microbatch_size) for replica in replicas) for replicas in plan.workers)
-        if any(list(layers) != list(range(layers[0], layers[0] + len(layers))) for layers in plan.cut.stages):
-            raise ConfigError("adaptation.enabled: a stage of the plan is not of consecutive layers; leave adaptation or the plan out")
-        given = self.config.schedule.max_in_flight
-        limits = dict.fromkeys((None if given is None else int(given), None, plan.schedule.num_stages, plan.schedule.num_stages + 1))
-        for num_pipelines in (0, len(plan.schedule.pipelines)):
-            for limit in limits:
-                layout = Layout(cuts, workers, plan.schedule.name, limit, num_pipelines, again)
-                choice = Choice(*division, layout, rows)
-                evaluator = self.policy.judge_of(choice)
-                try:
-                    schedule = evaluator.schedule(layout, evaluator.cut(layout), num_updates=plan.schedule.num_updates)
-                except InputError:
-                    continue
-                if schedule.pipelines == plan.schedule.pipelines:
-                    # Its own order: one that was searched for with the times of its stages, or with other limits, is not the generator's.
-                    evaluator.know(layout, one_of_repeated(plan.schedule) or plan.schedule)
-                    return choice
-        raise ConfigError(
-            f"adaptation.enabled: a run cannot begin with the order {plan.schedule.name!r}, which has no generator of its size; "
-            "begin with another, or leave adaptation out"
-        )
-
-    # In other ways
-
-    @property
-    def devices(self) -> list[int]:
-        """For each device of the plan, the number of its slot as launched."""
-        return [self._launched.index(name) for name in self.plan.devices]
-
-    def devices_of(self, choice: Choice) -> list[int]:
-        """The numbers of the slots that a way would use."""
-        names = self.policy.problem.names
-        return [self._launched.index(names[device]) for group in choice.layout.workers for device in group]
-
-    def leave_out(self, slots: Sequence[int]) -> list[str]:
-        """Plans without some slots from now on, given by number, of which what runs needs none; returns their devices' names."""
-        names = [self._launched[slot] for slot in slots]
-        self.policy.leave_out(names)
-        self._choice = self.policy.choice
-        self._first = None  # named by numbers that are others now
-        return names
-
-    def take(self, choice: Choice) -> None:
-        """Arranges all as a choice says; what runs does not notice before it is moved."""
-        self._choice = choice
-        evaluator = self.policy.judge_of(choice)
-        cut = evaluator.cut(choice.layout)
-        judged = evaluator.simulate(choice.layout)
-        assert judged is not None, "what the policy chooses it has simulated"
-        plan = evaluator.plan(judged, planner="adaptive", lower_bound_s=bound_s(evaluator.problem, choice.layout.order))
-        if self.start is not None and choice == self._first:
-            self.schedules = dict(self.start.schedules)
-        else:
-            self.schedules = {
-                size: sharded(self.config, evaluator.schedule(choice.layout, cut, num_updates=size)) for size in self.window_sizes
-            }
-        self.placement = plan.placement
-        self.__dict__.pop("cut", None)  # of the plan before
-        self._predict(dataclasses.replace(plan, schedule=self.schedule))
-        self._expected = self._expect()
-        self._fresh = True
-
-    def after_window(self, result: WindowResult, network: NetworkEstimate, *, updates_left: int) -> Decision | None:
-        """Learns from a window and decides how to go on; `None` after a window that tells nothing: a short one, or the first of a way.
-
-        Args:
-            result: of the window.
-            network: what the links carry now.
-            updates_left: of the run.
-        """
-        fresh, self._fresh = self._fresh, False
-        if fresh or result.num_updates != self.window_sizes[-1]:
-            return None
-        settled = self._speeds.settled
-        self._speeds.observe(dataclasses.replace(result.trace, devices=self.plan.devices), self._expected, self.plan.cut.stages)
-        if not settled:
-            self._expected = self._expect()
-        topology = self.policy.problem.topology
-        if self._nodes is not None:
-            topology = network.snapshot(topology, names=self._nodes)
-        topology = self._speeds.topology(topology)
-        self.facts = Facts(self._speeds.profile, topology)
-        return self.policy.after_window(self.facts, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
-
-
-def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: int) -> None:
-    """Checks that an order can be run on microbatches of so many rows.
+def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | None) -> Choice:
+    """Return the policy's choice that is this plan, and register the plan's own order with its evaluator.
 
     Raises:
-        InputError: it asks for what the executor does not do, or for parts of rows.
+        ConfigError: No generator gives the plan's order.
     """
-    check_rows(placement, microbatch_size)
-    check_executable(schedule)
-    if not any(op.part for op, _ in schedule.ops()):
-        return
-    for program in lower(schedule, placement):
-        if any(abs(end * microbatch_size - round(end * microbatch_size)) > _NO_ROW for rows in program.row_ranges for end in rows):
-            raise PlanError(f"the order {schedule.name!r} cuts microbatches of {microbatch_size} rows into parts that are no whole rows")
+    number = {device.name: position for position, device in enumerate(policy.problem.topology.devices)}
+    workers = tuple(tuple(number[replica.device] for replica in replicas) for replicas in plan.workers)
+    cuts = (*(layers[0] for layers in plan.cut.stages), len(plan.profile.layers))
+    recomputed = tuple(sorted(recomputed_stages(plan.schedule)))
+    division = (plan.schedule.num_microbatches, plan.microbatch_size)
+    rows = tuple(tuple(round(replica.share * plan.microbatch_size) for replica in replicas) for replicas in plan.workers)
+    if any(list(layers) != list(range(layers[0], layers[0] + len(layers))) for layers in plan.cut.stages):
+        raise ConfigError("adaptation.enabled: a stage of the plan is not of consecutive layers; leave adaptation or the plan out")
+    configured = None if max_in_flight is None else int(max_in_flight)
+    limits = dict.fromkeys((configured, None, plan.schedule.num_stages, plan.schedule.num_stages + 1))
+    for num_pipelines in (0, len(plan.schedule.pipelines)):
+        for limit in limits:
+            layout = Layout(cuts, workers, plan.schedule.name, limit, num_pipelines, recomputed)
+            choice = Choice(*division, layout, rows)
+            evaluator = policy.judge_of(choice)
+            try:
+                schedule = evaluator.schedule(layout, evaluator.cut(layout), num_updates=plan.schedule.num_updates)
+            except InputError:
+                continue
+            if schedule.pipelines == plan.schedule.pipelines:
+                # An order searched for other times or limits than the generator's stays the plan's.
+                evaluator.know(layout, one_of_repeated(plan.schedule) or plan.schedule)
+                return choice
+    raise ConfigError(
+        f"adaptation.enabled: a run cannot begin with the order {plan.schedule.name!r}, which has no generator of its size; "
+        "begin with another, or leave adaptation out"
+    )
 
 
 def _divisions(num_microbatches: int, microbatch_size: int) -> Iterator[tuple[int, int]]:
-    """Half and twice as many microbatches with the same rows in all."""
+    """Yield half and twice as many microbatches with the same rows in all."""
     if num_microbatches % 2 == 0:
         yield num_microbatches // 2, microbatch_size * 2
     if microbatch_size % 2 == 0:

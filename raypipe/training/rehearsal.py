@@ -36,7 +36,7 @@ from raypipe.schedules.lower import DeviceProgram
 from raypipe.schedules.passes import one_of_repeated
 from raypipe.simulation.cost import Cost, plan_cost
 from raypipe.simulation.simulator import simulate
-from raypipe.training.strategy import stages_of, window_of
+from raypipe.training.run_schedules import device_stages, window_of
 
 NUM_UPDATES = 4
 """Of a window, unless the plan's order is of updates that overlap."""
@@ -131,7 +131,7 @@ def rehearse(
     with session(cluster, num_devices=places, cpus_per_device=scaling.cpus_per_device) as connected:
         slots = planned_slots(plan, scaling, local=connected.local, stand_ins=stand_ins)
         run = f"rehearse-{time.time_ns() // 1_000_000:x}"
-        held = stages_of(schedule, plan.placement)
+        held = device_stages(schedule, plan.placement)
         with Coordinator(run=run, slots=slots, stages=held, scaling=scaling, cluster=cluster) as coordinator:
             coordinator.wait_until_up()
             coordinator.build(scaled.orders)

@@ -54,10 +54,13 @@ from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.validate import facts
 from raypipe.show.page import draw_page
 from raypipe.show.svg import draw_traces
-from raypipe.training.adaptive import Adaptive
+from raypipe.training.adaptive import AdaptiveStrategy
+from raypipe.training.named import NamedStrategy
+from raypipe.training.plan_checks import check_staleness, with_plan
+from raypipe.training.planned import PlannedStrategy
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.sample import NUM_BYTES, generate
-from raypipe.training.strategy import Arrangement, Named, Planned, check_staleness, with_plan
+from raypipe.training.strategy import Strategy
 from raypipe.user_code import keyword, make_model, name_of
 
 _LOG = logging.getLogger("raypipe.training.trainer")
@@ -287,7 +290,7 @@ class _Fit:
         self.resumed = self._resumed(folder) if folder else None
         self.first_update = self.resumed.index.update if self.resumed else 0
         sizes = {size for _, size in self._windows(self.first_update)}
-        self.arrangement = self._arranged(trainer.plan, sizes)
+        self.strategy = self._strategy(trainer.plan, sizes)
         self._check_tokens()
         self.folder = folder or RunFolder.create(run.storage_path, run.name)
         if self.resumed is None:
@@ -298,21 +301,21 @@ class _Fit:
         self.stretches: list[_Stretch] = []
         self.figures: dict[str, float] = {}
 
-    def _arranged(self, plan: Plan | None, sizes: set[int]) -> Arrangement:
+    def _strategy(self, plan: Plan | None, sizes: set[int]) -> Strategy:
         """What the devices will do: as a plan or a name says, or as raypipe chooses."""
         config = self.config
         auto = config.schedule.name == AUTO
-        start: Arrangement | None = None
+        start: Strategy | None = None
         if plan is not None:
-            start = Planned(plan, config, self.model, window_sizes=sizes)
+            start = PlannedStrategy(plan, config, self.model, window_sizes=sizes)
         elif not auto:
-            start = Named(config, self.model, window_sizes=sizes)
+            start = NamedStrategy(config, self.model, window_sizes=sizes)
         if start is not None:
             check_staleness(config, start.schedule)
             if not config.adaptation.enabled:
                 return start
         can_divide = self.reads_tokens and config.adaptation.divisions
-        return Adaptive(config, self.model, window_sizes=sizes, start=start, can_divide=can_divide)
+        return AdaptiveStrategy(config, self.model, window_sizes=sizes, start=start, can_divide=can_divide)
 
     def _check_tokens(self) -> None:
         """What can be refused of the data before anything is started."""
@@ -391,15 +394,15 @@ class _Fit:
         self.listener.notice(f"run folder: {self.folder.path}")
         if "working_dir_files" in Path(self.folder.path).absolute().parts:
             self.listener.notice("it lies in Ray's copy of the job's working directory, which is removed some day; set run.storage_path")
-        num_places = self.arrangement.num_places
-        with session(config.cluster, num_devices=num_places, cpus_per_device=config.scaling.cpus_per_device) as cluster:
+        num_slots = self.strategy.num_slots
+        with session(config.cluster, num_devices=num_slots, cpus_per_device=config.scaling.cpus_per_device) as cluster:
             if cluster.dashboard_url:
                 self.listener.notice(f"Ray dashboard: {cluster.dashboard_url} (if it asks for a token: ray get-auth-token)")
-            slots = self.arrangement.find_slots(local=cluster.local)
+            slots = self.strategy.find_slots(local=cluster.local)
             name = f"{self.folder.path.name}-{time.time_ns() // 1_000_000:x}"
             self.metrics = RunMetrics(run=name)
             with Coordinator(
-                run=name, slots=slots, stages=self.arrangement.stages, scaling=config.scaling, cluster=config.cluster
+                run=name, slots=slots, stages=self.strategy.stages, scaling=config.scaling, cluster=config.cluster
             ) as coordinator:
                 self.coordinator = coordinator
                 self._prepare()
@@ -416,27 +419,27 @@ class _Fit:
         coordinator = self.coordinator
         coordinator.wait_until_up()
         coordinator.check_storage(str(self.folder.path))
-        arrangement = self.arrangement
-        arrangement.settle(coordinator, name=self.folder.path.name, measure=self._measure, notice=self.listener.notice)
-        plan, schedule = arrangement.plan, arrangement.schedule
+        strategy = self.strategy
+        strategy.prepare(coordinator, name=self.folder.path.name, measure=self._measure, notice=self.listener.notice)
+        plan, schedule = strategy.plan, strategy.schedule
         if self.resumed is None:
             self._begin_stretch("")
         sizes = coordinator.build(self._build_order())
-        arrangement.check_layers(sizes)
+        strategy.check_layers(sizes)
         if self.resumed is not None:
             coordinator.load(self.resumed.path)
             # Not before: what cannot go on leaves the folder as it was.
             self.folder.begin_again(self.config, update=self.first_update)
             self._begin_stretch("")
             self.listener.notice(f"resumed from {self.resumed.path} at update {self.first_update}")
-        coordinator.connect(arrangement.programs(), arrangement.cut)
+        coordinator.connect(strategy.programs(), strategy.cut)
         if coordinator.channels:
             self.listener.notice(f"messages between devices: {coordinator.channel_text}")
         predicted = plan.predicted
         assert predicted is not None, "the trainer's plan is simulated"
         self.listener.notice(
             f"{sum(size.num_parameters for size in sizes.values()) / 1e6:.2f} M parameters in {schedule.num_stages} stages "
-            f"({', '.join(str(len(layers)) for layers in arrangement.cut.stages)} layers) on {len(coordinator.slots)} devices, "
+            f"({', '.join(str(len(layers)) for layers in strategy.cut.stages)} layers) on {len(coordinator.slots)} devices, "
             f"schedule {schedule.name}, precision {self.config.model.precision}; "
             f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}"
         )
@@ -448,17 +451,17 @@ class _Fit:
             )
 
     def _build_order(self) -> BuildOrder:
-        """How the actors build the stages of the arrangement of now."""
+        """How the actors build the stages of the strategy of now."""
         batches = self.batches
         if isinstance(batches, TokenSource):
-            batches = dataclasses.replace(batches, microbatch_size=self.arrangement.microbatch_size)
+            batches = dataclasses.replace(batches, microbatch_size=self.strategy.microbatch_size)
         return BuildOrder(
             model=self.model_function,
             batches=batches,
-            cut=self.arrangement.cut,
-            weight_rule=self.arrangement.schedule.weight_rule,
+            cut=self.strategy.cut,
+            weight_rule=self.strategy.schedule.weight_rule,
             optimizer=self.config.optimizer,
-            num_rows=self.arrangement.microbatch_size,
+            num_rows=self.strategy.microbatch_size,
             num_updates=self.config.run.num_updates,
             seed=self.config.run.seed,
             faults=self.faults,
@@ -467,13 +470,13 @@ class _Fit:
 
     def _begin_stretch(self, reason: str) -> None:
         """Notes what runs from now on, and keeps the plan of what ran before."""
-        arrangement = self.arrangement
-        self.stretches.append(_Stretch(predicted=arrangement.predicted, reason=reason))
-        arrangement.plan.save(self.folder.file("plan.json"))
-        self.metrics.record("pipelines", len(arrangement.schedule.pipelines))
+        strategy = self.strategy
+        self.stretches.append(_Stretch(predicted=strategy.predicted, reason=reason))
+        strategy.plan.save(self.folder.file("plan.json"))
+        self.metrics.record("pipelines", len(strategy.schedule.pipelines))
         self.metrics.record("switches", len(self.stretches) - 1)
-        assert arrangement.plan.predicted is not None, "the trainer's plan is simulated"
-        self.metrics.record("predicted_update_seconds", arrangement.plan.predicted.update_s)
+        assert strategy.plan.predicted is not None, "the trainer's plan is simulated"
+        self.metrics.record("predicted_update_seconds", strategy.plan.predicted.update_s)
 
     def _measure(self, num_devices: int) -> ModelProfile:
         """What the model's layers cost on the first devices, all at the same time."""
@@ -495,8 +498,8 @@ class _Fit:
 
     def _train(self, first: int, size: int) -> None:
         result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=first)
-        losses = mean_losses(result.reports, num_microbatches=self.arrangement.num_microbatches)
-        norms = norms_of(result.reports, scope=self.arrangement.schedule.update_scope)
+        losses = mean_losses(result.reports, num_microbatches=self.strategy.schedule.num_microbatches)
+        norms = norms_of(result.reports, scope=self.strategy.schedule.update_scope)
         self.losses += losses
         self.stretches[-1].add(result.trace)
         update_s = result.wall_s / size
@@ -531,15 +534,15 @@ class _Fit:
 
     def _adapt(self, result: WindowResult, done: int) -> None:
         """Goes on in another way where the policy says so."""
-        arrangement, left = self.arrangement, self.config.run.num_updates - done
-        if not isinstance(arrangement, Adaptive) or not self.config.adaptation.enabled or not left:
+        strategy, left = self.strategy, self.config.run.num_updates - done
+        if not isinstance(strategy, AdaptiveStrategy) or not self.config.adaptation.enabled or not left:
             return
         since = time.perf_counter()
-        decision = arrangement.after_window(result, self.coordinator.network, updates_left=left)
+        decision = strategy.after_window(result, self.coordinator.network, updates_left=left)
         if decision is None:
             return
         _LOG.info("update %d: %s", done, decision.text)
-        facts = arrangement.facts.topology
+        facts = strategy.facts.topology
         line: dict[str, Any] = {
             "update": done,
             "switch": decision.switch,
@@ -552,26 +555,26 @@ class _Fit:
             "decided_s": time.perf_counter() - since,
         }
         # A device that the present way needs, too, fails as it does without a switch: with its name.
-        others = set(arrangement.devices_of(decision.choice)).difference(arrangement.devices) if decision.switch else set()
+        others = set(strategy.devices_of(decision.choice)).difference(strategy.devices) if decision.switch else set()
         if others and (gone := self.coordinator.gone(sorted(others))):
-            names = arrangement.leave_out(gone)
+            names = strategy.leave_out(gone)
             text = f"stays, and goes on without {' and '.join(names)}: needed for another way, but gone or silent ({decision.text})"
             line |= {"switch": False, "text": text}
             self.listener.notice(f"update {done}: {text}")
         try:
             if line["switch"]:
-                self._switch(arrangement, decision, done)
-                line["took_s"] = arrangement.policy.switch_s
+                self._switch(strategy, decision, done)
+                line["took_s"] = strategy.policy.switch_s
         finally:  # also of a switch that failed
             self.folder.add_decision(line)
 
-    def _switch(self, arrangement: Adaptive, decision: Decision, done: int) -> None:
+    def _switch(self, strategy: AdaptiveStrategy, decision: Decision, done: int) -> None:
         """Goes on in the way that was decided on."""
         self.listener.notice(f"update {done}: {decision.text}")
-        before, began = arrangement.plan, time.perf_counter()
-        arrangement.take(decision.choice)
-        self.coordinator.move(arrangement.devices, arrangement.stages, order=self._build_order(), programs=arrangement.programs())
-        arrangement.policy.adopt(decision.choice, took_s=time.perf_counter() - began)
+        before, began = strategy.plan, time.perf_counter()
+        strategy.adopt(decision.choice)
+        self.coordinator.move(strategy.devices, strategy.stages, order=self._build_order(), programs=strategy.programs())
+        strategy.policy.adopt(decision.choice, took_s=time.perf_counter() - began)
         before.save(self.folder.file(f"plan-until-update-{done:06d}.json"))
         self.stretches[-1].save(self.folder, until=done)
         self._begin_stretch(f"update {done}: {decision.text}")
@@ -608,7 +611,7 @@ class _Fit:
         )
 
     def _evaluate(self, done: int) -> None:
-        count = self.arrangement.num_validation_microbatches
+        count = self.strategy.num_validation_microbatches
         result = self.coordinator.run_window("evaluate", num_updates=1, first_update=0, split="validation")
         loss = mean_losses(result.reports, num_microbatches=count)[0]
         self.validation_losses.append((done, loss))
@@ -632,7 +635,7 @@ class _Fit:
             return ""
         import torch  # noqa: PLC0415  # the driver needs it for this alone
 
-        num_rows = self.arrangement.num_sample_rows
+        num_rows = self.strategy.num_sample_rows
 
         def logits_of(tokens: torch.Tensor) -> torch.Tensor:
             # Where several devices share the rows, each must have one: all are the same.
@@ -673,7 +676,7 @@ class _Fit:
             losses=self.losses,
             validation_losses=self.validation_losses,
             checkpoint=self.checkpoint,
-            plan=self.arrangement.plan,
+            plan=self.strategy.plan,
             figures=figures,
             sample=sample,
         )

@@ -17,7 +17,7 @@ from raypipe.models.mlp import mlp
 from raypipe.planning.layout import Layout
 from raypipe.planning.replanning import Decision, Facts
 from raypipe.schedules.ir import WeightRule
-from raypipe.training.adaptive import Adaptive
+from raypipe.training.adaptive import AdaptiveStrategy
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, train_unsplit
 from tests.on_ray.test_training import LEARNING_RATE, MAX_GRAD_NORM, NUM_MICROBATCHES, Notices, adamw_settings, rows
@@ -60,13 +60,13 @@ def scripted(monkeypatch: pytest.MonkeyPatch, layouts: list[Layout]) -> None:
     """Lets the policy say after each window what stands in a list."""
     script: Iterator[Layout] = iter(layouts)
 
-    def decide(self: Adaptive, *_: object, **__: object) -> Decision | None:
+    def decide(self: AdaptiveStrategy, *_: object, **__: object) -> Decision | None:
         layout = next(script, None)
         self.facts = Facts(self.plan.profile, self.plan.topology)
         choice = self.policy.choice if layout is None else self.policy.choice_of((NUM_MICROBATCHES, NUM_ROWS), layout)
         return Decision(choice, switch=layout is not None, gain=1.5, text=f"as scripted: {choice.layout.order}")
 
-    monkeypatch.setattr(Adaptive, "after_window", decide)
+    monkeypatch.setattr(AdaptiveStrategy, "after_window", decide)
 
 
 WAYS = [

@@ -13,7 +13,8 @@ from raypipe.config import DataConfig, ModelConfig, ScalingConfig, ScheduleConfi
 from raypipe.errors import PlanError
 from raypipe.models.mlp import mlp
 from raypipe.schedules.validate import facts
-from raypipe.training.strategy import Named, check_alike, check_staleness
+from raypipe.training.named import NamedStrategy
+from raypipe.training.plan_checks import check_alike, check_staleness
 
 DEPTH = 6
 COORDINATOR = cast("Coordinator", SimpleNamespace(places=[SimpleNamespace(num_cores=1, gpus=())]))
@@ -46,14 +47,14 @@ def test_an_order_for_measured_times_is_taken_only_where_it_keeps_what_was_allow
         schedule=ScheduleConfig(name="amdp", num_microbatches=6, microbatch_size=1, num_pipelines=2, max_staleness=limit),
         scaling=ScalingConfig(num_devices=DEPTH, topology=str(topology), layers_per_stage=(1,) * DEPTH),
     )
-    arrangement = Named(config, mlp(num_layers=DEPTH), window_sizes={10})
-    before = arrangement.schedule
+    strategy = NamedStrategy(config, mlp(num_layers=DEPTH), window_sizes={10})
+    before = strategy.schedule
     check_staleness(config, before)
     notices: list[str] = []
-    arrangement.settle(COORDINATOR, name="test", measure=lambda _: unequal(DEPTH), notice=notices.append)
-    assert arrangement.schedule.pipelines == before.pipelines
-    assert (arrangement.schedule == before) == (limit is not None)
-    assert facts(arrangement.schedule).max_delay == (2 if limit is None else 1)
+    strategy.prepare(COORDINATOR, name="test", measure=lambda _: unequal(DEPTH), notice=notices.append)
+    assert strategy.schedule.pipelines == before.pipelines
+    assert (strategy.schedule == before) == (limit is not None)
+    assert facts(strategy.schedule).max_delay == (2 if limit is None else 1)
     assert [notice for notice in notices if "max_staleness is 1, but 'amdp'" in notice] == notices
     assert len(notices) == (limit is not None)
 

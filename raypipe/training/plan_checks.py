@@ -1,0 +1,117 @@
+"""What of a plan or a schedule must fit the configuration, the model and the devices; each check says what to change."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from raypipe.actors.execution.programs import check_executable
+from raypipe.artifacts.cut import joined
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.cluster.node_matching import check_rows, is_gpu
+from raypipe.config import ScalingConfig, ScheduleConfig, TrainConfig
+from raypipe.errors import ConfigError, PlanError
+from raypipe.model import Model
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.passes import one_of_repeated
+from raypipe.schedules.validate import facts
+
+_ROW_TOLERANCE = 1e-6
+
+
+def check_staleness(config: TrainConfig, schedule: Schedule) -> None:
+    """Refuse a schedule that exceeds a staleness limit of the configuration.
+
+    Raises:
+        ConfigError: Names the limit and the value that would admit the schedule.
+    """
+    limits = config.schedule.staleness
+    if not limits:
+        return
+    for name, value in limits.exceeded_by(facts(schedule)).items():
+        raise ConfigError(
+            f"schedule.{name} is {getattr(limits, name):g}, but {schedule.name!r} with {schedule.num_microbatches} microbatches an update "
+            f"has {value:g}; allow {value:g}, choose another schedule, or let schedule.name be auto"
+        )
+
+
+def check_alike(topology: ClusterTopology, devices: Sequence[str]) -> None:
+    """Refuse a mix of CPU slots and GPUs, which have no transport in common.
+
+    Raises:
+        PlanError: Names a device of each sort.
+    """
+    gpus = {is_gpu(topology.device(device)): device for device in devices}
+    if len(gpus) > 1:
+        raise PlanError(f"device {gpus[False]!r} is a CPU slot, {gpus[True]!r} a GPU: a run takes devices of one sort; plan for either")
+
+
+def check_model(plan: Plan, model: Model) -> None:
+    """Refuse a plan whose profile has other layers, edges or ties than the model.
+
+    Raises:
+        PlanError: Names the first difference.
+    """
+    ours, theirs = [layer.name for layer in model.layers], [layer.name for layer in plan.profile.layers]
+    remedy = "it is a plan for another model; check model.function and model.options, or profile and plan again"
+    for number, (built, profiled) in enumerate(zip(ours, theirs, strict=False)):
+        if built != profiled:
+            raise PlanError(f"layer {number} of the model is {built!r}, that of the plan's profile {profiled!r}: {remedy}")
+    if len(ours) != len(theirs):
+        raise PlanError(f"the model has {len(ours)} layers, the plan's profile {len(theirs)}: {remedy}")
+    different = set(model.edges()) ^ {(edge.producer, edge.consumer) for edge in plan.profile.edges()}
+    if different:
+        source, target = min(different)
+        where = "model" if (source, target) in model.edges() else "plan's profile"
+        raise PlanError(f"only in the {where} does layer {ours[source]!r} feed {ours[target]!r}: {remedy}")
+    if joined(model.tied_layers()) != joined(plan.profile.ties()):
+        shared = [[[ours[layer] for layer in tie] for tie in sorted(joined(ties))] for ties in (model.tied_layers(), plan.profile.ties())]
+        raise PlanError(f"the layers of the model that share weights are {shared[0]}, those of the plan's profile {shared[1]}: {remedy}")
+
+
+def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: int) -> None:
+    """Refuse an order that the executor cannot run on microbatches of this many rows.
+
+    Raises:
+        InputError: The order asks for what the executor does not do, or cuts a microbatch within a row.
+    """
+    check_rows(placement, microbatch_size)
+    check_executable(schedule)
+    if not any(op.part for op, _ in schedule.ops()):
+        return
+    for program in lower(schedule, placement):
+        if any(abs(end * microbatch_size - round(end * microbatch_size)) > _ROW_TOLERANCE for rows in program.row_ranges for end in rows):
+            raise PlanError(f"the order {schedule.name!r} cuts microbatches of {microbatch_size} rows into parts that are no whole rows")
+
+
+def with_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
+    """Return the configuration with the values that the plan decides.
+
+    Raises:
+        ConfigError: The configuration sets one of them to neither its default nor the plan's value.
+    """
+    order = plan.schedule
+    schedule: dict[str, Any] = {
+        "name": order.name,
+        "num_microbatches": order.num_microbatches,
+        "microbatch_size": plan.microbatch_size,
+        "num_chunks": None,
+        "num_pipelines": 0,
+        "update_scope": order.update_scope,
+        "max_in_flight": None,
+    }
+    if one_of_repeated(plan.schedule) is None:
+        schedule["updates_per_window"] = order.num_updates
+    scaling: dict[str, Any] = {"num_devices": len(plan.devices), "topology": None, "layers_per_stage": None, "calibration": None}
+    for section, default, decided in (("schedule", ScheduleConfig(), schedule), ("scaling", ScalingConfig(), scaling)):
+        for name, value in decided.items():
+            configured = getattr(getattr(config, section), name)
+            if configured not in {value, getattr(default, name)}:
+                has = f"the plan {config.plan} has {value}" if value else f"the plan {config.plan} decides that"
+                raise ConfigError(f"{section}.{name} is {configured}, {has}; leave it out, or make a plan for it")
+    return dataclasses.replace(
+        config, schedule=dataclasses.replace(config.schedule, **schedule), scaling=dataclasses.replace(config.scaling, **scaling)
+    )

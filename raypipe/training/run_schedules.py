@@ -1,0 +1,104 @@
+"""The schedules of a run's windows: built from a configured name, or repeated from a plan's order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from raypipe.artifacts.plan import Plan
+from raypipe.config import ScheduleConfig, TrainConfig
+from raypipe.errors import ConfigError
+from raypipe.schedule_registry import build, spec
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageGraph, StageTimes
+from raypipe.schedules.lower import Placement
+from raypipe.schedules.passes import one_of_repeated, over_graph, repeated, shard_optimizer
+from raypipe.schedules.validate import validate
+from raypipe.simulation.cost import plan_cost
+
+
+def schedule_request(config: ScheduleConfig, *, num_devices: int, num_updates: int) -> ScheduleRequest:
+    """Return what the configured schedule's generator is asked for."""
+    return ScheduleRequest(
+        num_devices=num_devices,
+        num_microbatches=config.num_microbatches,
+        num_updates=num_updates,
+        num_chunks=config.num_chunks or spec(config.name).default_chunks,
+        num_pipelines=config.num_pipelines,
+        update_scope=config.update_scope,
+        max_in_flight=config.max_in_flight,
+        max_mean_staleness=config.max_mean_staleness,
+    )
+
+
+def named_schedule(
+    config: TrainConfig,
+    num_updates: int,
+    *,
+    graph: StageGraph | None = None,
+    times: tuple[StageTimes, ...] = (),
+    latency_s: float = 0.0,
+) -> Schedule:
+    """Build the configured schedule, over the generator's own chain or over the stage graph of a cut.
+
+    Raises:
+        InputError: The name is unknown, the size does not fit the schedule, or the order holds no backward.
+    """
+    request = schedule_request(config.schedule, num_devices=config.scaling.num_devices, num_updates=num_updates)
+    schedule = build(config.schedule.name, dataclasses.replace(request, times=times, latency_s=latency_s))
+    if graph is not None:
+        schedule = over_graph(schedule, graph, times=times, latency_s=latency_s)
+    schedule = sharded(config, schedule)
+    validate(schedule)
+    if schedule.forward_only:
+        raise ConfigError(f"schedule.name {config.schedule.name!r}: this order holds no backward; it cannot train")
+    return schedule
+
+
+def window_of(schedule: Schedule, num_updates: int) -> Schedule:
+    """Return a plan's order for a window of this many updates: the order itself, or one update repeated.
+
+    Raises:
+        ConfigError: The updates of the order overlap or differ, and are not this many.
+    """
+    if schedule.forward_only:
+        raise ConfigError(f"the plan's order {schedule.name!r} holds no backward; it cannot train")
+    if schedule.num_updates == num_updates:
+        return schedule
+    one = one_of_repeated(schedule)
+    if one is None:
+        raise ConfigError(
+            f"the plan's order {schedule.name!r} is of {schedule.num_updates} updates, which run as a whole, not in a window of "
+            f"{num_updates}; let run.num_updates, run.evaluate_every and run.checkpoint_every be multiples of {schedule.num_updates}"
+        )
+    window = repeated(one, num_updates=num_updates)
+    validate(window)
+    return window
+
+
+def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
+    """Shard the optimizer over the copies of each stage, if the configuration asks for it and the schedule does not yet."""
+    if not config.scaling.shard_optimizer or any(op.kind is OpKind.PUBLISH for op, _ in schedule.ops()):
+        return schedule
+    schedule = shard_optimizer(schedule)
+    validate(schedule)
+    return schedule
+
+
+def stage_times(plan: Plan) -> tuple[tuple[StageTimes, ...], float]:
+    """Return the times of the plan's stages and the latency of its slowest message, which searched schedules are built for."""
+    cost = plan_cost(plan)
+    workers = plan.schedule.pipelines[0]
+    kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
+    times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(workers))
+    ends = [(workers[source], workers[target], num_bytes) for (source, target), num_bytes in cost.edge_bytes.items()]
+    messages = [(cost.path(source, target), num_bytes) for source, target, num_bytes in ends if source != target]
+    return times, max((path.latency_s + num_bytes / path.bandwidth_bytes_per_s for path, num_bytes in messages), default=0.0)
+
+
+def device_stages(schedule: Schedule, placement: Placement) -> list[tuple[int, ...]]:
+    """Return the stages of each device: those of its worker, over all pipelines."""
+    of_worker = [
+        tuple(sorted({stage for workers in schedule.pipelines for stage, at in enumerate(workers) if at == worker}))
+        for worker in range(schedule.num_workers)
+    ]
+    of_device = {device: of_worker[worker] for worker, members in enumerate(placement.workers) for device, _ in members}
+    return [of_device[device] for device in sorted(of_device)]

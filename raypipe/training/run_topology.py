@@ -1,0 +1,87 @@
+"""The topology that a run's predictions assume where no plan brings one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from raypipe.artifacts.calibration import Calibration, TransportCosts
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
+from raypipe.cluster.coordinator import Coordinator, on_gpus
+from raypipe.config import ScalingConfig, TrainConfig, Transport, calibration_file
+from raypipe.errors import PlanError
+
+Notice = Callable[[str], None]
+
+# Assumed where neither a topology file nor a calibration says more: gloo over loopback, PCIe 4.0 between the GPUs of a node,
+# 10 Gbit/s between nodes.
+_LOOPBACK = NodeLink(bandwidth_bytes_per_s=3e9, latency_s=1e-4)
+_PCIE = NodeLink(bandwidth_bytes_per_s=2e10, latency_s=2e-5)
+_ETHERNET = NodeLink(bandwidth_bytes_per_s=1.25e9, latency_s=2e-4)
+
+
+def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, *, num_devices: int) -> ClusterTopology:
+    """Return the configured topology, or one of the devices in use with calibrated or assumed links.
+
+    Raises:
+        PlanError: The configured topology has fewer devices than the run.
+    """
+    scaling = config.scaling
+    if scaling.topology is not None:
+        topology = ClusterTopology.load(scaling.topology)
+        if topology.num_devices < num_devices:
+            raise PlanError(
+                f"the run needs {num_devices} devices, {scaling.topology} has {topology.num_devices}; "
+                "add devices to it or lower scaling.num_devices"
+            )
+        return topology
+    if on_gpus(coordinator.places):
+        return _gpu_topology(coordinator)
+    costs = _calibrated(scaling, notice)
+    cores = {
+        slot.node: max(place.num_cores // scaling.threads_per_device, 1)
+        for slot, place in zip(coordinator.slots, coordinator.places, strict=True)
+    }
+    devices: dict[str, list[Device]] = {}
+    for slot in coordinator.slots:
+        devices.setdefault(slot.node, []).append(Device(slot.name, "cpu"))
+    return ClusterTopology(
+        name="measured cores, calibrated links" if costs else "measured cores, assumed links",
+        nodes=_nodes(devices, link=costs.link if costs else _LOOPBACK, cores=cores),
+        default_link=_ETHERNET,
+        overheads=costs.overheads if costs else None,
+    )
+
+
+def num_measuring_devices(coordinator: Coordinator, scaling: ScalingConfig) -> int:
+    """Return how many devices measure layers at the same time: those that compute concurrently on a node in training; one of GPUs.
+
+    Devices that share a GPU take turns on it, which the simulation accounts for.
+    """
+    if on_gpus(coordinator.places):
+        return 1
+    return max(coordinator.places[0].num_cores // scaling.threads_per_device, 1)
+
+
+def _gpu_topology(coordinator: Coordinator) -> ClusterTopology:
+    devices: dict[str, list[Device]] = {}
+    gpus: dict[str, set[str]] = {}
+    for slot, place in zip(coordinator.slots, coordinator.places, strict=True):
+        memory_bytes = None if place.gpu_bytes is None else int(place.gpu_bytes * slot.num_gpus)
+        devices.setdefault(slot.node, []).append(Device(slot.name, place.gpu_kind, memory_bytes=memory_bytes))
+        gpus.setdefault(slot.node, set()).update(place.gpus)
+    # Devices share the GPUs of their node where it has fewer.
+    cores = {node: len(gpus[node]) if len(gpus[node]) < len(of_node) else None for node, of_node in devices.items()}
+    return ClusterTopology(name="GPUs, assumed links", nodes=_nodes(devices, link=_PCIE, cores=cores), default_link=_ETHERNET)
+
+
+def _nodes(devices: Mapping[str, list[Device]], *, link: NodeLink, cores: Mapping[str, int | None]) -> tuple[Node, ...]:
+    return tuple(Node(name=node, devices=tuple(of_node), link=link, cores=cores[node]) for node, of_node in devices.items())
+
+
+def _calibrated(scaling: ScalingConfig, notice: Notice) -> TransportCosts | None:
+    path = Path(scaling.calibration) if scaling.calibration else calibration_file()
+    if not scaling.calibration and not path.exists():
+        notice("predictions leave out what messages cost here: `raypipe calibrate` (a minute, once)")
+        return None
+    return Calibration.load(path).of("shm" if scaling.transport is not Transport.GLOO else "gloo")
