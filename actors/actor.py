@@ -22,11 +22,13 @@ from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.measure.links import Flow, Links, MeetOrder, Readings
 from raypipe.actors.measure.memory import MemoryMeter, memory_meter
 from raypipe.actors.measure.metrics import StageMetrics
-from raypipe.actors.stage.checkpoint import layer_file, load_stage, with_borrowed
+from raypipe.actors.stage.checkpoint import layer_file, load_stage
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput
+from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.precision import loss_in_float32, prepare, stage_module
-from raypipe.actors.stage.weights import StageModule, Weights
+from raypipe.actors.stage.state import export_layers, import_layers
+from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport import cuda, shm
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.rendezvous import host_store
@@ -494,7 +496,7 @@ class StageActor:
         assert self._model is not None, "build comes before save"
         names: list[str] = []
         for weights in self._owned():
-            for index, tensors in weights.state().items():
+            for index, tensors in export_layers(weights).items():
                 name = layer_file(index, self._model.layers[index].name)
                 partial_file = Path(folder) / f"{name}.partial"
                 save_file(apart(tensors), partial_file, metadata={"layer": str(index)})
@@ -515,32 +517,31 @@ class StageActor:
         """The layers whose states this device's stages need."""
         return list(dict.fromkeys(layer for weights in self._weights.values() for layer in weights.module.needed_layers))
 
-    def hand_out(self, layers: Sequence[int]) -> Iterator[dict[str, torch.Tensor] | None]:
-        """The weights and optimizer state of each layer, as `take_in` takes them; then `None`, for whoever asks whether all is done."""
+    def export_layers(self, layers: Sequence[int]) -> Iterator[dict[str, torch.Tensor] | None]:
+        """Yield the state of each layer, as `import_layers` takes it; then `None`, which tells that all are done."""
         for layer in layers:
-            self._begin(f"handing layer {layer} out")
+            self._begin(f"exporting layer {layer}")
             weights = next(weights for weights in self._owned() if layer in weights.module.indices)
-            yield {name: tensor.cpu() for name, tensor in weights.state()[layer].items()}
+            yield {name: tensor.cpu() for name, tensor in export_layers(weights)[layer].items()}
         yield None
 
-    def take_in(self, layers: Sequence[int], *states: Mapping[str, torch.Tensor]) -> None:
-        """Takes layers with their optimizer state over from those that held them before.
+    def import_layers(self, layers: Sequence[int], *states: Mapping[str, torch.Tensor]) -> None:
+        """Load layers with their optimizer state that other actors have exported.
 
         Args:
-            layers: what `needed_layers` says.
-            states: of each, as `hand_out` gave it.
+            layers: Indices of the layers, as `needed_layers` returns them.
+            states: State of each layer.
         """
-        self._begin("taking layers over")
-        given = dict(zip(layers, states, strict=True))
+        self._begin("importing layers")
+        by_layer = dict(zip(layers, states, strict=True))
         for weights in self._weights.values():
-            weights.load_state(with_borrowed(weights.module, given))
+            import_layers(weights, by_layer)
 
     def load(self, folder: str) -> None:
         """Reads what `save` wrote, by this or any other cut of the model."""
         self._begin("loading")
-        assert self._model is not None, "build comes before load"
         for weights in self._weights.values():
-            weights.load_state(load_stage(folder, self._model, weights.module))
+            load_stage(folder, weights)
 
 
 def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -30,7 +30,9 @@ from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.execution.steps import Awaiting, Computing, Given, MessageKey, Receiving, Rows, Starting, WiredOp, Wirer, Wiring
 from raypipe.actors.stage.backward import PendingWeightGradient, backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, Place, stand_in, unchanged
-from raypipe.actors.stage.weights import Outputs, RngKey, Weights
+from raypipe.actors.stage.layers import RngKey
+from raypipe.actors.stage.module import Outputs
+from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Pending, Transport
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import AbortedError, ConfigError, RunError, TransportTimeoutError

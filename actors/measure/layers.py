@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from raypipe.actors import devices
 from raypipe.actors.stage.backward import backward_full, backward_input, keep_what_compiled_forwards_save
 from raypipe.actors.stage.gradient_flow import LayerOutput, stand_in
+from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.precision import loss_in_float32, prepare, stage_module
-from raypipe.actors.stage.weights import Optimizer, RngKey, Weights
+from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.actors.transport.protocol import TensorSpec
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision

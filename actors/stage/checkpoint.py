@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from raypipe.actors.stage.weights import OPTIMIZER, StageModule, build_layer, tie_layers, without_aliases
+from raypipe.actors.stage.layers import build_layer
+from raypipe.actors.stage.state import OPTIMIZER, import_layers, without_aliases
+from raypipe.actors.stage.ties import tie_layers
+from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts import codec
 from raypipe.errors import FormatError
 from raypipe.model import Model
@@ -155,39 +157,22 @@ def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
     return modules
 
 
-def load_stage(folder: str | os.PathLike[str], model: Model, module: StageModule) -> dict[int, dict[str, Tensor]]:
-    """The tensors of the layers of a stage, with the tied weights that other layers' files have, under the names that they have here.
+def load_stage(folder: str | os.PathLike[str], weights: Weights) -> None:
+    """Load the layers of a stage, and the tied weights that other layers' files have, from a checkpoint.
 
     Raises:
-        FormatError: a file is missing, damaged or of a model in which these weights are not tied.
+        FormatError: A file is missing, damaged or of a model in which these weights are not tied.
+        ConfigError: A tensor is missing, unknown or of another shape.
     """
-    files = {index: load_layer(folder, index, model.layers[index].name) for index in module.needed_layers}
-    for name, filed in module.borrowed.items():
-        _, index, here = name.split(".", 2)
-        if here in files[int(index)]:
-            path = Path(folder) / layer_file(int(index), model.layers[int(index)].name)
-            owner = model.layers[filed.layer].name
-            raise FormatError(str(path), "", f"is of another model: it has {here!r}, which in this one is tied to a weight of {owner!r}")
-    return with_borrowed(module, files)
-
-
-def with_borrowed(module: StageModule, states: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """The tensors of a stage's layers with the tied weights that other layers' states have, under the names that they have here.
-
-    Args:
-        module: the stage.
-        states: of all layers that it needs.
-    """
-    found = {index: dict(states[index]) for index in module.indices}
-    for name, filed in module.borrowed.items():
-        _, index, here = name.split(".", 2)
-        for there in filed.names:
-            found[int(index)] |= {
-                key.removesuffix(there) + here: tensor
-                for key, tensor in states[filed.layer].items()
-                if key == there or (key.startswith(OPTIMIZER) and key.split("/", 2)[2] == there)
-            }
-    return found
+    module = weights.module
+    states = {index: load_layer(folder, index, module.names[index]) for index in module.needed_layers}
+    for parameter, stored in module.borrowed.items():
+        _, index, name = parameter.split(".", 2)
+        if name in states[int(index)]:
+            path = Path(folder) / layer_file(int(index), module.names[int(index)])
+            owner = module.names[stored.layer]
+            raise FormatError(str(path), "", f"is of another model: it has {name!r}, which in this one is tied to a weight of {owner!r}")
+    import_layers(weights, states)
 
 
 def layer_file(index: int, name: str) -> str:

@@ -22,7 +22,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from raypipe.actors import devices
 from raypipe.actors.stage.backward import keep_what_compiled_forwards_save
-from raypipe.actors.stage.weights import Outputs, RngKey, StageModule
+from raypipe.actors.stage.layers import RngKey
+from raypipe.actors.stage.module import Outputs, StageModule
 from raypipe.actors.transport.protocol import TensorSpec
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError

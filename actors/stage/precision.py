@@ -28,7 +28,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from raypipe.actors import devices
 from raypipe.actors.stage.gradient_flow import LayerOutput, output_specs, unchanged
-from raypipe.actors.stage.weights import Outputs, RngKey, StageModule, Weights
+from raypipe.actors.stage.layers import RngKey
+from raypipe.actors.stage.module import Outputs, StageModule
+from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.errors import ConfigError

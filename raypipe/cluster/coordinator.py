@@ -420,7 +420,8 @@ class Coordinator:
         self.build(order)
         needed = self._gather({device: actor.needed_layers.remote() for device, actor in enumerate(self._actors)}, "asking for layers")
         calls = {
-            device: self._actors[device].take_in.remote(layers, *(refs[layer] for layer in layers)) for device, layers in needed.items()
+            device: self._actors[device].import_layers.remote(layers, *(refs[layer] for layer in layers))
+            for device, layers in needed.items()
         }
         self._gather(calls, "taking layers over")
         self._epoch += 1
@@ -433,7 +434,7 @@ class Coordinator:
         done: dict[int, Any] = {}
         for device, layers in owned.items():
             if layers:
-                *states, done[device] = self._actors[device].hand_out.options(num_returns=len(layers) + 1).remote(layers)
+                *states, done[device] = self._actors[device].export_layers.options(num_returns=len(layers) + 1).remote(layers)
                 refs |= dict(zip(layers, states, strict=True))
         self._gather(done, "handing layers out")
         return refs

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.stage.weights import Optimizer, build_layer
+from raypipe.actors.stage.layers import build_layer
+from raypipe.actors.stage.weights import Optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import Op, OpKind, Schedule, WeightRule, ops_of

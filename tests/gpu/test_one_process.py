@@ -16,6 +16,7 @@ from raypipe.actors.execution import executor as of_programs
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.actors.stage.state import export_layers, import_layers
 from raypipe.actors.stage.weights import Optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.trace import SpanKind
@@ -190,8 +191,8 @@ def test_a_checkpoint_of_a_gpu_goes_on_where_it_was() -> None:
     second = pipeline(model(), schedule)
     for ours, theirs in zip(second.held, first.held, strict=True):
         for stage, weights in ours.items():
-            state = theirs[stage].state()
-            weights.load_state({layer: {name: tensor.cpu() for name, tensor in state[layer].items()} for layer in state})
+            state = export_layers(theirs[stage])
+            import_layers(weights, {layer: {name: tensor.cpu() for name, tensor in state[layer].items()} for layer in state})
     second.num_updates = first.num_updates
     assert losses_of(second, num_windows=1) == pytest.approx(losses_of(first, num_windows=1), rel=1e-6)
 

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.stage.state import export_layers
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.model import Batch, Layer, Model, compiled
@@ -48,7 +49,7 @@ def run(*, compile_layers: bool, schedule: str, precision: Precision) -> tuple[l
         precision=precision,
     )
     losses = [loss for _ in range(2) for loss in mean_losses(pipeline.run_window(), num_microbatches=4)]
-    states = [weights.state() for held in pipeline.held for weights in held.values()]
+    states = [export_layers(weights) for held in pipeline.held for weights in held.values()]
     return losses, [f"{index}/{name}" for state in states for index, tensors in state.items() for name in tensors]
 
 

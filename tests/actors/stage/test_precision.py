@@ -16,8 +16,11 @@ from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.measure.layers import Effort, measure_layers
+from raypipe.actors.stage.layers import RngKey, build_layer
+from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.precision import prepare, stage_module
-from raypipe.actors.stage.weights import RngKey, StageModule, Weights, build_layer
+from raypipe.actors.stage.state import export_layers, import_layers
+from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.errors import ConfigError
@@ -388,9 +391,9 @@ def test_a_checkpoint_has_what_the_optimizer_steps_and_brings_the_copies_up_to_d
     before.run(0, {}, batch, RngKey(0))[0][0].float().sum().backward()  # type: ignore[no-untyped-call]
     before.update(0, scale=1.0, learning_rate=0.1, keep_old=False)
     before.end_window()
-    state = before.state()
+    state = export_layers(before)
     assert {tensor.dtype for tensor in state[0].values()} == {torch.float32}
-    after.load_state(state)
+    import_layers(after, state)
     assert all(torch.equal(a, b) for a, b in zip(before.masters, after.masters, strict=True))
     assert torch.equal(before.run(before.newest, {}, batch, RngKey(0))[0][0], after.run(after.newest, {}, batch, RngKey(0))[0][0])
     assert not torch.equal(after.masters[0], torch.eye(16))

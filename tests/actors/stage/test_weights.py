@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, layer_file, load_modules
 from raypipe.actors.stage.gradient_flow import LayerOutput, output_specs
-from raypipe.actors.stage.weights import RngKey, StageModule, Weights, layer_seed
+from raypipe.actors.stage.layers import RngKey, layer_seed
+from raypipe.actors.stage.module import StageModule
+from raypipe.actors.stage.state import export_layers, import_layers
+from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import TensorSpec
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError, FormatError
@@ -86,10 +89,10 @@ def test_a_checkpoint_of_a_tied_weight_has_it_once_and_is_read_back(tmp_path: Pa
     model = model_of(Tied)
     before, after = held(model), held(model, seed=1)
     step(before)
-    state = before.state()[0]
+    state = export_layers(before)[0]
     assert "second.weight" not in state
     save_file(state, tmp_path / layer_file(0, "layer-0"))
-    after.load_state({0: state})
+    import_layers(after, {0: state})
     assert all(torch.equal(a, b) for a, b in zip(before.masters, after.masters, strict=True))
     step(before)
     step(after)
@@ -100,7 +103,7 @@ def test_a_checkpoint_loads_unsplit_into_one_process(tmp_path: Path) -> None:
     model = model_of(Tied)
     weights = held(model)
     step(weights)
-    save_file(weights.state()[0], tmp_path / layer_file(0, "layer-0"))
+    save_file(export_layers(weights)[0], tmp_path / layer_file(0, "layer-0"))
     checkpoint = Checkpoint.finish(tmp_path, CheckpointIndex(update=1, layers=("layer-0",), model="tied", seed=0))
     (module,) = load_modules(checkpoint, model)
     x = rows()["inputs"]
@@ -213,5 +216,5 @@ def test_what_the_optimizer_noted_of_weights_that_are_frozen_now_is_left_out() -
     assert before.optimizer is not None
     before.optimizer.step()
     after = held(model_of(lambda: nn.Linear(4, 4).requires_grad_(False)))
-    after.load_state(before.state())
+    import_layers(after, export_layers(before))
     assert torch.equal(after.module.get_parameter("layers.0.weight"), before.module.get_parameter("layers.0.weight"))

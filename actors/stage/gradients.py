@@ -1,0 +1,148 @@
+"""The gradients of a stage's weights: one buffer for each update under way, as tensors or as one vector for a reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from raypipe.actors import devices
+
+
+def match_layout(values: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `values` in the shape, dtype and memory order of `weight`: optimizer kernels pair their elements by memory position."""
+    shaped = values.view_as(weight).to(dtype or weight.dtype)
+    return shaped if weight.is_contiguous() else torch.empty_like(weight, dtype=shaped.dtype, requires_grad=False).copy_(shaped)
+
+
+def squared_norm(gradients: list[Tensor], *, on: torch.device = devices.CPU) -> Tensor:
+    """Return the sum of the squares of some gradients as a float64 scalar; a zero on device `on` if there are none."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=on)
+    if not gradients[0].is_cpu:
+        return torch.nn.utils.get_total_norm(gradients).double().square()  # takes few kernels
+    # Norms per tensor in their own precision, squares and their sum in double: large models must not overflow.
+    return torch.stack([torch.linalg.vector_norm(gradient).double() for gradient in gradients]).square().sum()
+
+
+class FlatLayout:
+    """Gradients of several weights as one vector: the values of each, then for each weight a 1 if it has a gradient and a 0 if not.
+
+    Weights without a gradient have zeros as values. In a sum of such vectors a weight has a gradient if any of the parts has one.
+
+    Args:
+        sizes: Number of elements and dtype of each weight.
+        on: Device of the vector.
+    """
+
+    def __init__(self, sizes: Iterable[tuple[int, torch.dtype]], *, on: torch.device) -> None:
+        self._sizes = tuple(sizes)
+        self._on = on
+
+    def pack(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return the gradients, one per weight, as a vector."""
+        if not self._sizes:
+            return torch.zeros(0, device=self._on)
+        values = [
+            torch.zeros(numel, dtype=dtype, device=self._on) if gradient is None else gradient.reshape(-1)
+            for gradient, (numel, dtype) in zip(gradients, self._sizes, strict=True)
+        ]
+        # Made on the device: the host would have to wait for a copy.
+        one, zero = (torch.full((1,), value, dtype=values[0].dtype, device=self._on) for value in (1.0, 0.0))
+        return torch.cat([*values, *(zero if gradient is None else one for gradient in gradients)])
+
+    def values(self, vector: Tensor) -> Tensor:
+        """Return the part of a vector that holds gradients."""
+        return vector[: len(vector) - len(self._sizes)]
+
+    def unpack(self, vector: Tensor) -> tuple[Tensor, ...]:
+        """Return the part of a vector that belongs to each weight, one-dimensional."""
+        return torch.split(self.values(vector), [numel for numel, _ in self._sizes])
+
+    def present(self, vector: Tensor, known: Sequence[bool]) -> Sequence[bool]:
+        """Return which weights have a gradient in a sum of vectors.
+
+        Args:
+            vector: Sum of the vectors of several replicas or stages.
+            known: Which weights certainly have one. The flags of the vector are read only if one is missing here, since the host must
+                wait for the device to read them.
+        """
+        return known if all(known) else [bool(count) for count in vector[len(vector) - len(self._sizes) :].tolist()]
+
+
+class GradientBuffers:
+    """One gradient buffer for each update under way, bound as `.grad` of the tensors that an Op computes with.
+
+    Args:
+        masters: Tensors that the optimizer steps; gradients have their shapes, dtypes and order.
+        on: Device of the gradients.
+
+    Attributes:
+        bound_version: Version of the weights that a buffer is bound to, or `None`.
+    """
+
+    def __init__(self, masters: Sequence[Tensor], *, on: torch.device) -> None:
+        self._masters = masters
+        self._layout = FlatLayout([(master.numel(), master.dtype) for master in masters], on=on)
+        self._buffers: dict[int, list[Tensor | None]] = {}
+        self._bound_update = 0
+        self._bound_leaves: Sequence[Tensor] = ()
+        self.bound_version: int | None = None
+
+    def begin_window(self) -> None:
+        """Assert that the last window has left nothing behind."""
+        assert not self._buffers, f"gradients of updates {sorted(self._buffers)} of the last window are left over"
+        self.bound_version = None
+
+    def end_window(self, *, stage: int) -> None:
+        """Drop the buffers; assert that they are empty."""
+        left = [update for update, buffer in self._buffers.items() if any(gradient is not None for gradient in buffer)]
+        assert not left, f"stage {stage} has gradients left of updates {sorted(left)}"
+        self._buffers.clear()
+
+    def bind(self, update: int, version: int, leaves: Sequence[Tensor]) -> None:
+        """Make the `.grad` of a version's tensors the buffer of an update."""
+        if (self.bound_version, self._bound_update) == (version, update):
+            return
+        self.unbind()
+        for leaf, gradient in zip(leaves, self._buffer(update), strict=True):
+            leaf.grad = gradient
+        self.bound_version, self._bound_update, self._bound_leaves = version, update, leaves
+
+    def unbind(self) -> None:
+        """Move the bound `.grad` back into its buffer."""
+        if self.bound_version is None:
+            return
+        self._buffers[self._bound_update] = [leaf.grad for leaf in self._bound_leaves]
+        for leaf in self._bound_leaves:
+            leaf.grad = None
+        self.bound_version, self._bound_leaves = None, ()
+
+    def of(self, update: int) -> list[Tensor | None]:
+        """Return the buffer of an update: a gradient or `None` for each weight."""
+        self.unbind()
+        return self._buffer(update)
+
+    def pop(self, update: int) -> list[Tensor | None]:
+        """Return the buffer of an update and drop it here."""
+        self.unbind()
+        return self._buffers.pop(update, [None] * len(self._masters))
+
+    def flatten(self, update: int) -> Tensor:
+        """Return the buffer of an update as a vector of `FlatLayout`; from then on the gradients are views of the vector."""
+        gradients = self.of(update)
+        vector = self._layout.pack(gradients)
+        self._set(update, vector, [gradient is not None for gradient in gradients])
+        return vector
+
+    def set_flat(self, update: int, vector: Tensor) -> None:
+        """Replace the buffer of an update by the parts of a sum of such vectors."""
+        self._set(update, vector, self._layout.present(vector, [gradient is not None for gradient in self.of(update)]))
+
+    def _buffer(self, update: int) -> list[Tensor | None]:
+        return self._buffers.setdefault(update, [None] * len(self._masters))
+
+    def _set(self, update: int, vector: Tensor, present: Sequence[bool]) -> None:
+        parts = zip(self._layout.unpack(vector), self._masters, present, strict=True)
+        self._buffers[update] = [match_layout(part, master) if has else None for part, master, has in parts]

@@ -1,0 +1,67 @@
+"""Layers, each built from its own seed: with any cut a layer starts from the same weights and draws the same random numbers."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from raypipe.errors import ConfigError
+from raypipe.model import Layer
+
+GENERATOR_LOCK = threading.Lock()
+"""Torch's random generator belongs to the process: threads that seed it and draw from it take turns."""
+_LAYER_OF_WEIGHT: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The name of the layer that each parameter was built for, to refuse a parameter that is returned for two layers."""
+
+
+class RngKey(NamedTuple):
+    """What the random numbers of a forward depend on, besides the run's seed and the layer.
+
+    Attributes:
+        microbatch: Number of the microbatch, counted from the beginning of training.
+        first_row: First row of the microbatch that this device computes. Replicas that share a microbatch thus draw different masks.
+    """
+
+    microbatch: int
+    first_row: int = 0
+
+
+def layer_seed(seed: int, layer: int, rng_key: RngKey | None = None) -> int:
+    """Return the seed of a layer's initial weights, or of its random numbers in the forward of `rng_key`.
+
+    64-bit products mix the numbers, so that neighboring layers and microbatches get unrelated seeds.
+    """
+    mixed = (seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    if rng_key is not None:
+        mixed ^= ((rng_key.microbatch + 1) * 0xD6E8FEB86659FD93 + rng_key.first_row * 0xA0761D6478BD642F) & 0xFFFFFFFFFFFFFFFF
+    mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+def build_layer(layer: Layer, *, index: int, seed: int) -> nn.Module:
+    """Build a layer's module on the CPU from the layer's own seed.
+
+    Raises:
+        ConfigError: The layer's `build` function raised, returned no module, or returned a parameter that another module has.
+    """
+    with GENERATOR_LOCK:
+        torch.manual_seed(layer_seed(seed, index))
+        try:
+            module = layer.build()
+        except Exception as error:
+            raise ConfigError(f"layer {layer.name!r} could not be built: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"layer {layer.name!r}: its build function returned {type(module).__name__}, expected a torch.nn.Module")
+    for name, weight in module.named_parameters():
+        if weight in _LAYER_OF_WEIGHT:
+            raise ConfigError(
+                f"layer {layer.name!r}: its build function returned the weight {name!r}, which it had returned for layer "
+                f"{_LAYER_OF_WEIGHT[weight]!r} before; return a new module on every call, for example by copy.deepcopy, and declare "
+                "weights that layers share in the model's ties"
+            )
+        _LAYER_OF_WEIGHT[weight] = layer.name
+    return module

@@ -1,0 +1,113 @@
+"""The layers of one stage as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.actors import devices
+from raypipe.actors.stage.layers import GENERATOR_LOCK, RngKey, build_layer, layer_seed
+from raypipe.actors.stage.ties import borrowed_weights, shared_weights, tie_layers
+from raypipe.artifacts.cut import Cut
+from raypipe.errors import ConfigError, PlanError
+from raypipe.model import Batch, Layer, Model
+
+Outputs = dict[int, tuple[Tensor, ...]]
+"""The output tensors of layers, by layer index."""
+
+
+class StageModule(nn.Module):
+    """The layers of one stage, from the outputs of other stages' layers to its own outputs that other stages or the loss need.
+
+    Args:
+        model: Description of the whole model.
+        cut: Layers of all stages.
+        stage: Number of the stage.
+        seed: Seed of the run.
+        on: Device that computes. Layers are built on the CPU, so that they start from the same weights on every kind of device.
+
+    Attributes:
+        indices: Layers of the stage.
+        names: Names of all layers of the model.
+        num_layers: Number of layers of the model.
+        specs: Descriptions of the stage's layers, by index.
+        inputs: Layers whose outputs each layer of the stage takes, by index.
+        takes_batch: Whether a layer of the stage takes fields of the batch.
+        shared: Weights that the stages of its tie share with each other, in the same order on all of them.
+        borrowed: By name, the weights that a checkpoint has in the file of another stage's layer.
+        first: Outputs of the stage's first layer in the last forward, as the only element of a list (setting an attribute of a module
+            takes microseconds).
+    """
+
+    def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int, on: torch.device = devices.CPU) -> None:
+        super().__init__()
+        if cut.ties != model.tied_layers():
+            raise PlanError(f"the cut ties the layers {cut.ties}, the model {model.tied_layers()}; make it with ties=model.tied_layers()")
+        self.stage = stage
+        self.seed = seed
+        self.on = on
+        self.indices = cut.stages[stage]
+        self.names = tuple(layer.name for layer in model.layers)
+        self.num_layers = len(model.layers)
+        self.specs: dict[int, Layer] = {index: model.layers[index] for index in self.indices}
+        self.inputs: dict[int, list[int]] = {index: [source for source, target in cut.edges if target == index] for index in self.indices}
+        leaving = {layer for (source, _), layers in cut.crossing.items() if source == stage for layer in layers}
+        self._leaving = tuple(sorted(leaving | {self.num_layers - 1}.intersection(self.indices)))
+        self.layers = nn.ModuleDict({str(index): build_layer(model.layers[index], index=index, seed=seed).to(on) for index in self.indices})
+        tie_layers(model, {index: self.layers[str(index)] for index in self.indices}, seed=seed, on=on)
+        self.shared = shared_weights(model, cut, self, self.indices, seed=seed) if stage in cut.graph.tie_of else ()
+        self.borrowed = borrowed_weights(model, self, self.indices)
+        self._steps = [(index, self.layers[str(index)], self.inputs[index], self.specs[index].batch) for index in self.indices]
+        self.takes_batch = any(spec.batch for spec in self.specs.values())
+        _check_state(self)
+        self.first: list[tuple[Tensor, ...]] = [()]
+
+    @property
+    def needed_layers(self) -> tuple[int, ...]:
+        """The layers whose states this stage is loaded from: its own, and those that it borrows weights of."""
+        return tuple(dict.fromkeys([*self.indices, *(stored.layer for stored in self.borrowed.values())]))
+
+    def forward(self, inputs: Outputs, batch: Batch, rng_key: RngKey) -> Outputs:
+        """Return the outputs that other stages or the loss take.
+
+        Args:
+            inputs: Outputs of layers in other stages.
+            batch: Fields that the stage's layers name, for the rows of this forward.
+            rng_key: Key of the random numbers.
+        """
+        values = dict(inputs)
+        with GENERATOR_LOCK:
+            for index, module, sources, fields in self._steps:
+                arguments = [tensor for source in sources for tensor in values[source]]
+                for field in fields:
+                    arguments.append(batch[field])
+                self._seed(index, rng_key)
+                result = module(*arguments)
+                values[index] = result if isinstance(result, tuple) else (result,)
+        self.first[0] = values[self.indices[0]]
+        return {index: values[index] for index in self._leaving}
+
+    @contextmanager
+    def seeded_loss(self, rng_key: RngKey) -> Iterator[None]:
+        """Return a context for the loss, which draws the random numbers of a layer after the last."""
+        with GENERATOR_LOCK:
+            self._seed(self.num_layers, rng_key)
+            yield
+
+    def _seed(self, layer: int, rng_key: RngKey) -> None:
+        devices.seed(self.on, layer_seed(self.seed, layer, rng_key))
+
+
+def _check_state(module: StageModule) -> None:
+    """Refuse layers whose state no checkpoint can hold: now, and not at the first checkpoint after days of training."""
+    for name, value in module.state_dict().items():
+        _, index, rest = name.split(".", 2)
+        where = f"{rest!r} of layer {module.specs[int(index)].name!r}"
+        if rest.rpartition(".")[2] == "_extra_state" or not isinstance(value, Tensor) or value.layout is not torch.strided:
+            what = f"a tensor of {value.layout}" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"{where} is {what}, and checkpoints hold parameters and dense buffers; register a buffer in its place")
+        if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+            raise ConfigError(f"{where} has elements that share memory, and could not be loaded again; register its `.clone()`")

@@ -1,0 +1,142 @@
+"""The state of a stage's layers: weights, buffers and optimizer state by name, as checkpoints and other actors take it.
+
+weight                        a weight or buffer of the layer
+optimizer/exp_avg/weight      optimizer state of this weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.actors.stage.gradients import match_layout
+from raypipe.actors.stage.module import StageModule
+from raypipe.actors.stage.weights import Weights
+from raypipe.errors import ConfigError
+
+OPTIMIZER = "optimizer/"
+"""Prefix of the names of optimizer state; a module cannot have such a name."""
+_COUNTS = frozenset({"step", "mu_product"})
+"""Names of optimizer state that is one number per weight, whatever the weight's shape."""
+
+
+def export_layers(weights: Weights) -> dict[int, dict[str, Tensor]]:
+    """Return the state of each layer of a stage, by index; without the weights that the stage borrows.
+
+    Of several names of one tensor the first is kept.
+    """
+    module = weights.module
+    states: dict[int, dict[str, Tensor]] = {index: {} for index in module.indices}
+    tensors = without_aliases(module) | {name: master.data for name, master in zip(weights.names, weights.masters, strict=True)}
+    for name, tensor in tensors.items():
+        _, index, rest = name.split(".", 2)
+        if name not in module.borrowed:
+            states[int(index)][rest] = tensor
+    for name, master in zip(weights.names, weights.masters, strict=True):
+        state = weights.optimizer.state.get(master, {}) if weights.optimizer is not None and name not in module.borrowed else {}
+        _, index, rest = name.split(".", 2)
+        for key, value in state.items():
+            states[int(index)][f"{OPTIMIZER}{key}/{rest}"] = value if isinstance(value, Tensor) else torch.tensor(value)
+    return states
+
+
+def import_layers(weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Load what `export_layers` returned, on this device or others, into a stage. Between windows only.
+
+    Args:
+        weights: Weights of the stage.
+        states: State of each layer in `weights.module.needed_layers`.
+
+    Raises:
+        ConfigError: A tensor is missing, unknown or of another shape.
+    """
+    loader = _Loader(weights)
+    for index, state in _with_borrowed(weights.module, states).items():
+        loader.load(index, state)
+    weights.masters_changed()
+
+
+def _with_borrowed(module: StageModule, states: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """Return the states of a stage's layers, with the weights that they borrow under the names that they have here."""
+    completed = {index: dict(states[index]) for index in module.indices}
+    for parameter, stored in module.borrowed.items():
+        _, index, name = parameter.split(".", 2)
+        for key, tensor in states[stored.layer].items():
+            prefix, weight = _split(key)
+            if weight in stored.names:
+                completed[int(index)][prefix + name] = tensor
+    return completed
+
+
+def _split(key: str) -> tuple[str, str]:
+    """Return the prefix of optimizer state in a name, such as `optimizer/exp_avg/` or nothing, and the name of the weight."""
+    if not key.startswith(OPTIMIZER):
+        return "", key
+    _, kind, weight = key.split("/", 2)
+    return f"{OPTIMIZER}{kind}/", weight
+
+
+class _Loader:
+    """Copies tensors by name into a stage."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._optimizer = weights.optimizer
+        self._tensors = without_aliases(weights.module)
+        self._masters = dict(zip(weights.names, weights.masters, strict=True))
+
+    def load(self, index: int, state: Mapping[str, Tensor]) -> None:
+        expected = {name.split(".", 2)[2] for name in self._tensors if name.split(".", 2)[1] == str(index)}
+        names = {name for name in state if not name.startswith(OPTIMIZER)}
+        if expected != names:
+            raise ConfigError(
+                f"checkpoint of layer {index}: missing {sorted(expected - names)}, unknown {sorted(names - expected)}; "
+                "was it made by another model?"
+            )
+        for key, tensor in state.items():
+            prefix, rest = _split(key)
+            name = f"layers.{index}.{rest}"
+            if prefix:
+                self._load_optimizer_state(name, prefix.split("/")[1], tensor)
+            else:
+                self._load_tensor(name, tensor)
+
+    def _load_tensor(self, name: str, tensor: Tensor) -> None:
+        if self._tensors[name].shape != tensor.shape:
+            raise ConfigError(f"checkpoint of {name}: has shape {tuple(tensor.shape)}, the model {tuple(self._tensors[name].shape)}")
+        with torch.no_grad():
+            (self._masters[name].data if name in self._masters else self._tensors[name]).copy_(tensor)
+
+    def _load_optimizer_state(self, name: str, kind: str, tensor: Tensor) -> None:
+        master = self._masters.get(name)
+        if master is None and name in self._tensors:
+            return  # the weight is frozen now
+        if master is None or self._optimizer is None:
+            raise ConfigError(f"checkpoint of {name}: has optimizer state {kind!r}, but the model has no such weight")
+        # The host reads counts of steps, unless the optimizer has one kernel for everything.
+        on_host = kind in _COUNTS and not self._optimizer.defaults.get("fused")
+        loaded = tensor.to("cpu" if on_host else master.device, copy=True)
+        has_layout = kind not in _COUNTS and tensor.shape == master.shape
+        self._optimizer.state[master][kind] = match_layout(loaded, master, dtype=tensor.dtype) if has_layout else loaded
+
+
+def without_aliases(module: nn.Module) -> dict[str, Tensor]:
+    """Return the state of several layers with each weight under the first of its names, and each buffer under its first name in a layer.
+
+    A model declares which weights its layers share, whatever the cut. It does not declare buffers that layers have in common, so these
+    stay in each of the layers.
+
+    Args:
+        module: Module whose parameters' names begin with the index of a layer, or with `layers.` and the index.
+    """
+    seen: set[tuple[str, int, tuple[int, ...]]] = set()
+    state: dict[str, Tensor] = {}
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    for name, tensor in module.state_dict().items():
+        layer = name.removeprefix("layers.").partition(".")[0] if name in buffers else ""
+        key = (layer, tensor.data_ptr(), tuple(tensor.shape))
+        if not tensor.numel() or key not in seen:
+            state[name] = tensor
+            seen.add(key)
+    return state

@@ -1,0 +1,170 @@
+"""Weights that several layers share.
+
+On one stage a tied weight is one parameter. On several stages it has one copy per stage; the sum of their gradients updates all copies,
+which begin equal and so stay equal. A checkpoint has a tied weight once: in the file of the first layer of the model that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.actors import devices
+from raypipe.actors.stage.gradients import FlatLayout, match_layout, squared_norm
+from raypipe.actors.stage.layers import build_layer
+from raypipe.artifacts.cut import Cut
+from raypipe.errors import ConfigError, suggestion
+from raypipe.model import Model
+
+
+def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int, on: torch.device = devices.CPU) -> None:
+    """Replace the weights of each tie in some layers by one parameter, with the initial values of the tie's first layer.
+
+    A first layer that is not among `layers` is built for its weight and dropped.
+
+    Raises:
+        ConfigError: A layer has no such weight, or the weights of a tie differ in shape or dtype.
+    """
+    for tie, indices in zip(model.ties, model.tied_layers(), strict=True):
+        if not any(index in layers for index in indices):
+            continue
+        index_of = {model.layers[index].name: index for index in indices}
+        (first_layer, first_name), *_ = tie
+        first = indices[0]
+        shared = _weight(layers[first] if first in layers else build_layer(model.layers[first], index=first, seed=seed), *tie[0])
+        if first not in layers:
+            shared.data = shared.data.to(on, copy=True)
+        for layer, name in tie:
+            module = layers.get(index_of[layer])
+            if module is None:
+                continue
+            weight = _weight(module, layer, name)
+            if (weight.shape, weight.dtype) != (shared.shape, shared.dtype):
+                raise ConfigError(
+                    f"the weight {name!r} of layer {layer!r} is {_shape(weight)}, but it is tied to {first_name!r} of layer "
+                    f"{first_layer!r}, which is {_shape(shared)}; tied weights must have one shape and dtype"
+                )
+            for alias, parameter in list(module.named_parameters(remove_duplicate=False)):
+                if parameter is weight:
+                    holder, _, attribute = alias.rpartition(".")
+                    setattr(module.get_submodule(holder), attribute, shared)
+
+
+def _weight(module: nn.Module, layer: str, name: str) -> nn.Parameter:
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    if name not in weights:
+        known = f"{suggestion(name, weights)}; it has {', '.join(weights) or 'none'}"
+        raise ConfigError(f"layer {layer!r} is tied by its weight {name!r}, but has no such weight{known}")
+    return weights[name]
+
+
+def _shape(weight: Tensor) -> str:
+    return f"{str(weight.dtype).removeprefix('torch.')} {list(weight.shape)}"
+
+
+class SharedWeight(NamedTuple):
+    """A weight that several stages share, as one of them sees it.
+
+    Attributes:
+        name: Name of the stage's parameter; `None` if the stage has no copy of the weight, or does not train it.
+        numel: Number of elements.
+        dtype: Dtype of the weight.
+    """
+
+    name: str | None
+    numel: int
+    dtype: torch.dtype
+
+
+class StoredWeight(NamedTuple):
+    """Where a checkpoint has a tied weight.
+
+    Attributes:
+        layer: Index of the layer whose file has the weight.
+        names: Names of the weight in that layer; the file uses one of them.
+    """
+
+    layer: int
+    names: tuple[str, ...]
+
+
+def shared_weights(model: Model, cut: Cut, stage: nn.Module, indices: Collection[int], *, seed: int) -> tuple[SharedWeight, ...]:
+    """Return the weights that the stages of a tie share, in the same order on all of these stages.
+
+    Args:
+        model: Description of the whole model.
+        cut: Layers of all stages.
+        stage: Module of one stage, whose parameters are called `layers.INDEX.NAME`.
+        indices: Layers of this stage.
+        seed: Seed of the run.
+    """
+    shared: list[SharedWeight] = []
+    for tie in cut.parted_ties:
+        name = _parameter_of(model, tie, stage, indices)
+        if name is not None:
+            weight = stage.get_parameter(name)
+            shared.append(SharedWeight(name if weight.requires_grad else None, weight.numel(), weight.dtype))
+        else:
+            first = cut.ties[tie][0]
+            weight = _weight(build_layer(model.layers[first], index=first, seed=seed), *model.ties[tie][0])
+            shared.append(SharedWeight(None, weight.numel(), weight.dtype))
+    return tuple(shared)
+
+
+def borrowed_weights(model: Model, stage: nn.Module, indices: Collection[int]) -> dict[str, StoredWeight]:
+    """Return, by name, the parameters of a stage that a checkpoint has in the file of another stage's layer."""
+    borrowed: dict[str, StoredWeight] = {}
+    for number, (tie, layers) in enumerate(zip(model.ties, model.tied_layers(), strict=True)):
+        owner = min(layers)
+        name = _parameter_of(model, number, stage, indices)
+        if owner not in indices and name is not None:
+            borrowed[name] = StoredWeight(owner, tuple(weight for layer, weight in tie if layer == model.layers[owner].name))
+    return borrowed
+
+
+def _parameter_of(model: Model, tie: int, stage: nn.Module, indices: Collection[int]) -> str | None:
+    """Return the first name of the stage's parameter that a tie names; `None` if the tie names none."""
+    index_of = {model.layers[index].name: index for index in indices}
+    for layer, name in model.ties[tie]:
+        if layer in index_of:
+            weight = stage.get_parameter(f"layers.{index_of[layer]}.{name}")
+            return next(first for first, parameter in stage.named_parameters() if parameter is weight)
+    return None
+
+
+class SharedGradients:
+    """The gradients of the weights that a stage shares with other stages.
+
+    Args:
+        shared: Weights that the stages of its tie share.
+        names: Names of the stage's trained parameters.
+        masters: Tensors that the optimizer steps, in the order of `names`.
+        on: Device of the gradients.
+
+    Attributes:
+        unshared: Positions in `names` of the parameters that no other stage has.
+    """
+
+    def __init__(self, shared: Sequence[SharedWeight], names: Sequence[str], masters: Sequence[Tensor], *, on: torch.device) -> None:
+        self._positions = [names.index(weight.name) if weight.name else None for weight in shared]
+        self._masters = masters
+        self._layout = FlatLayout([(weight.numel, weight.dtype) for weight in shared], on=on)
+        self.unshared = [position for position in range(len(names)) if position not in self._positions]
+
+    def pack(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return what this stage adds to the sum over the stages of its tie, as a vector of `FlatLayout`."""
+        return self._layout.pack([None if position is None else gradients[position] for position in self._positions])
+
+    def squared_norm(self, vector: Tensor) -> Tensor:
+        """Return the sum of the squares of the gradients in a sum of such vectors, in float64."""
+        return squared_norm([self._layout.values(vector)])
+
+    def unpack(self, vector: Tensor, gradients: list[Tensor | None]) -> None:
+        """Replace this stage's own gradients of shared weights by a sum of such vectors."""
+        known = [position is None or gradients[position] is not None for position in self._positions]
+        for position, part, has in zip(self._positions, self._layout.unpack(vector), self._layout.present(vector, known), strict=True):
+            if position is not None and has:
+                gradients[position] = match_layout(part, self._masters[position])
