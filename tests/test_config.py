@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import raypipe
 from raypipe.config import (
     AdaptationConfig,
     ClusterConfig,
@@ -84,3 +85,7 @@ def test_the_final_learning_rate_is_a_tenth_of_the_highest_if_nothing_is_said() 
 def test_a_run_with_batches_of_its_own_has_no_token_file() -> None:
     with pytest.raises(ConfigError, match=r"data.path names no token file; a run with batches of its own is started from Python"):
         _ = DataConfig(path="").file
+
+
+def test_every_public_name_is_there() -> None:
+    assert all(getattr(raypipe, name).__name__ == name for name in raypipe.__all__)
