@@ -11,8 +11,8 @@ seconds of all causes sum to the makespan. Simulated, rehearsed and measured tra
 * A wait for a collective is cut where the last of its members was done with what it brings.
 * A window of several updates has one warm-up and one drain. The ramps between its updates are waits.
 
-What it leaves out: a message is known by its name only, so where a stage has several replicas the sender is taken to be the one
-that finished last before the message came. Clocks of different nodes are taken as they are.
+Limits: a trace that was loaded from a file does not know who sent a message. Where a stage has several replicas, the sender is then taken
+to be the one that finished last before the message came. Clocks of different nodes are taken as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from raypipe.artifacts.trace import Span, SpanKind, Trace, collective_named, message_named, ops_named
+from raypipe.artifacts.trace import Span, SpanItem, SpanKind, Trace
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
 
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
         cause: why it computed or did not.
         start_s: seconds since the window began.
         end_s: likewise.
-        name: the Op or Ops, the message or the collective; empty where nothing names it.
+        item: Ops that ran, or the message or collective that was waited for; None where no span tells.
         peer: the device that it waited for; None where it waited for none, or the trace does not tell.
         bytes: of the message or collective.
         on_its_way: whether what it waited for was made; in the warm-up too.
@@ -91,7 +91,7 @@ class Piece(NamedTuple):
     cause: Cause
     start_s: float
     end_s: float
-    name: str = ""
+    item: SpanItem | None = None
     peer: int | None = None
     bytes: int = 0
     on_its_way: bool = False
@@ -168,15 +168,15 @@ class Division:
     @cached_property
     def compute_s(self) -> tuple[dict[str, float], ...]:
         """For each device, the seconds of every kind of Op that it ran: `F`, or `F&B` where Ops of several kinds overlapped."""
-        kinds: dict[str, str] = {}
+        kinds: dict[SpanItem, str] = {}
         rows: list[list[tuple[str, float]]] = []
         for row in self.pieces:
             rows.append([])
             for piece in row:
-                if piece.cause is Cause.COMPUTE:
-                    if piece.name not in kinds:
-                        kinds[piece.name] = "&".join(dict.fromkeys(op.kind for op in ops_named(piece.name)))
-                    rows[-1].append((kinds[piece.name], piece.duration_s))
+                if isinstance(piece.item, tuple):
+                    if piece.item not in kinds:
+                        kinds[piece.item] = "&".join(dict.fromkeys(op.kind for op in piece.item))
+                    rows[-1].append((kinds[piece.item], piece.duration_s))
         return tuple(map(_sums, rows))
 
     @cached_property
@@ -275,15 +275,15 @@ def _pieces(trace: Trace, device: int, makers: _Makers) -> Iterator[Piece]:
 
 def _pieces_of(span: Span, device: int, start_s: float, first_s: float, makers: _Makers) -> Iterator[Piece]:
     if span.kind is SpanKind.COMPUTE:
-        yield Piece(Cause.COMPUTE, start_s, span.end_s, span.name)
+        yield Piece(Cause.COMPUTE, start_s, span.end_s, span.item)
         return
     awaited = makers.of(span, device)
     causes = (Cause.WARM_UP, Cause.WARM_UP) if start_s < first_s else (awaited.before, awaited.behind)
     ready_s = min(max(awaited.ready_s, start_s), span.end_s)
     if ready_s > start_s:
-        yield Piece(causes[0], start_s, ready_s, span.name, awaited.peer, span.bytes)
+        yield Piece(causes[0], start_s, ready_s, span.item, awaited.peer, span.bytes)
     if span.end_s > ready_s:
-        yield Piece(causes[1], ready_s, span.end_s, span.name, awaited.peer, span.bytes, on_its_way=causes[1] is not Cause.OVERHEAD)
+        yield Piece(causes[1], ready_s, span.end_s, span.item, awaited.peer, span.bytes, on_its_way=causes[1] is not Cause.OVERHEAD)
 
 
 class _Awaited(NamedTuple):
@@ -316,13 +316,9 @@ class _Makers:
         """By stage and update: for each device, when its update ended."""
         self._written: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
         """By stage and microbatch: for each device, when its last Op that writes a gradient ended."""
-        self._known: dict[str, tuple[Op, ...]] = {}
         for span in trace.spans:
-            if span.kind is SpanKind.COMPUTE:
-                if span.name not in self._known:
-                    self._known[span.name] = ops_named(span.name)
-                for op in self._known[span.name]:
-                    self._add(op, span)
+            for op in span.ops:
+                self._add(op, span)
         self.gradients, self.all_gradients = self._by_update()
 
     def _by_update(self) -> tuple[dict[tuple[int, int], dict[int, float]], dict[int, dict[int, float]]]:
@@ -350,28 +346,32 @@ class _Makers:
 
     def of(self, span: Span, device: int) -> _Awaited:
         """What a wait of a device was for."""
-        if message := message_named(span.name):
-            return self._message(message, span, device)
-        if collective := collective_named(span.name):
-            return self._collective(collective, span, device)
-        return _UNREADABLE
+        match span.item:
+            case Message():
+                return self._message(span.item, span, device)
+            case Collective():
+                return self._collective(span.item, span, device)
+            case _:
+                return _UNREADABLE
 
     def _message(self, message: Message, span: Span, device: int) -> _Awaited:
         if message.direction is Direction.ACTIVATION:
             causes = (Cause.ACTIVATION, Cause.ACTIVATION_TRANSFER)
         else:
             causes = (Cause.GRADIENT, Cause.GRADIENT_TRANSFER)
-        found = [
-            maker for maker in self.made.get((message.direction, message.source, message.index, message.part), ()) if maker[1] != device
-        ]
+        makers = self.made.get((message.direction, message.source, message.index, message.part), ())
+        found = [maker for maker in makers if maker[1] != device and span.sender in {None, maker[1]}]
+        if not found and span.sender is not None:
+            return _Awaited(*causes, -math.inf, span.sender)
         if not found:
             holders = [peer for peer, stages in enumerate(self.stages) if message.source in stages and peer != device]
             return _Awaited(*causes, -math.inf, holders[0] if len(holders) == 1 else None)
-        # Of replicas the one that sent it is not known. Where clocks disagree, all may seem to have finished too late.
+        # Where clocks disagree, all may seem to have finished too late.
         return _Awaited(*causes, *max((maker for maker in found if maker[0] <= span.end_s), default=min(found)))
 
     def _collective(self, collective: Collective, span: Span, device: int) -> _Awaited:
-        arrivals = {member: end_s for member, end_s in self._brought(collective).items() if end_s <= span.end_s}
+        members = collective.devices or range(len(self.stages))
+        arrivals = {member: end_s for member, end_s in self._brought(collective).items() if end_s <= span.end_s and member in members}
         last = max(arrivals, key=lambda member: (arrivals[member], member), default=device)
         return _Awaited(Cause.COLLECTIVE, Cause.COLLECTIVE_TRANSFER, arrivals.get(last, -math.inf), None if last == device else last)
 
@@ -383,5 +383,5 @@ class _Makers:
             case CollectiveKind.GRADIENTS:
                 return self.gradients.get((collective.stage, collective.update), {})
             case CollectiveKind.NORM | CollectiveKind.TIED | CollectiveKind.TIED_NORM:
-                # Which stages are tied a trace does not say: any may be.
+                # A trace does not say which stages are tied.
                 return self.all_gradients.get(collective.update, {})

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 
 from raypipe.artifacts.profile import LayerTimes, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
-from raypipe.artifacts.trace import SpanKind, Trace, ops_named
+from raypipe.artifacts.trace import Trace
 from raypipe.schedules.ir import OpKind
 
 _WINDOWS = 3
@@ -44,11 +44,10 @@ def _medians(trace: Trace) -> dict[tuple[DeviceStage, tuple[OpKind, ...]], tuple
     """For each device, stage and kind of slot, the median of its seconds, and how many there are."""
     seconds: dict[tuple[DeviceStage, tuple[OpKind, ...]], list[float]] = defaultdict(list)
     for span in trace.spans:
-        if span.kind is SpanKind.COMPUTE:
-            ops = ops_named(span.name)
-            if not any(op.kind.per_update for op in ops):
-                place = (trace.devices[span.device], ops[0].stage if len(ops) == 1 else -1)
-                seconds[place, tuple(op.kind for op in ops)].append(span.end_s - span.start_s)
+        ops = span.ops
+        if ops and not any(op.kind.per_update for op in ops):
+            place = (trace.devices[span.device], ops[0].stage if len(ops) == 1 else -1)
+            seconds[place, tuple(op.kind for op in ops)].append(span.end_s - span.start_s)
     return {key: (statistics.median(values), len(values)) for key, values in seconds.items()}
 
 

@@ -1,14 +1,14 @@
-"""What happened when: spans per device, the same noun for simulated, rehearsed and measured runs.
+"""The trace of a window: which device did what, and when.
 
-Predicted and measured are compared by subtraction: both are a `Trace` over the same Ops.
+Simulated, rehearsed and measured runs give the same `Trace` over the same Ops, so predicted and measured times are compared by
+subtraction. In memory a span holds the lowered item itself; text is written into files and drawings only.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -24,13 +24,18 @@ from raypipe.schedules.text import parse_op
 FORMAT = "raypipe.trace/1"
 
 _MOST_SECONDS = 1e12
+_COLUMNS = ("device", "kind", "name", "start_s", "end_s", "bytes")
 
 _MESSAGE = re.compile(r"(activation|gradient) (\d{1,9})->(\d{1,9}) of microbatch (\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 _COLLECTIVE = re.compile(r"(\w+)(?: of (?:stage|tie) (\d{1,9}))? for update (\d{1,9})", re.ASCII)
 
 
+SpanItem = tuple[Op, ...] | Message | Collective | str
+"""What a span is of: the Ops of a slot, a message or a collective; text where a file names none of these."""
+
+
 class SpanKind(StrEnum):
-    """What a device did in a span, or a link."""
+    """What happened in a span."""
 
     COMPUTE = "compute"
     """An Op ran."""
@@ -43,23 +48,45 @@ class SpanKind(StrEnum):
 
 
 class Span(NamedTuple):
-    """One thing that one device did.
+    """What one device did from one time to another.
+
+    A file holds text in place of the item, so a trace that was loaded knows less: a message carries all rows of its microbatch and has
+    no known sender, and a collective has no members and no part.
 
     Attributes:
-        device: its number in `Trace.devices`.
-        kind: what it did.
-        name: the Op or Ops, the message or the collective, in text.
-        start_s: seconds since the window began.
-        end_s: likewise.
-        bytes: of the message or collective; 0 for computation.
+        device: Number of the device in `Trace.devices`.
+        kind: Computation, one of two sorts of waiting, or a transfer.
+        item: Ops that ran if the kind is `COMPUTE`, else the message or the collective.
+        start_s: Seconds from the begin of the window to the start.
+        end_s: Seconds from the begin of the window to the end.
+        bytes: Size of the message or collective; 0 for computation.
+        sender: Device that sent the message, if known.
     """
 
     device: int
     kind: SpanKind
-    name: str
+    item: SpanItem
     start_s: float
     end_s: float
     bytes: int = 0
+    sender: int | None = None
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """The Ops that ran; none where the device waited."""
+        return self.item if isinstance(self.item, tuple) else ()
+
+    @property
+    def name(self) -> str:
+        """The item as text, such as `2F5`, `(0F1;1B0)`, `activation 0->1 of microbatch 3` or `norm for update 0`."""
+        return item_text(self.item)
+
+
+def item_text(item: SpanItem) -> str:
+    """Return an item as files and drawings write it."""
+    if isinstance(item, tuple):
+        return str(item[0]) if len(item) == 1 else f"({';'.join(map(str, item))})"
+    return str(item)
 
 
 class Source(StrEnum):
@@ -154,10 +181,9 @@ class Trace:
         """For each update, when its last U ended; where there is none, one end for all of them: that of the last Op."""
         ends: dict[int, float] = defaultdict(float)
         for span in self.spans:
-            if span.kind is SpanKind.COMPUTE:
-                for op in ops_named(span.name):
-                    if op.kind is OpKind.UPDATE:
-                        ends[op.index] = max(ends[op.index], span.end_s)
+            for op in span.ops:
+                if op.kind is OpKind.UPDATE:
+                    ends[op.index] = max(ends[op.index], span.end_s)
         return tuple(ends[update] for update in sorted(ends)) or (self.makespan_s,)
 
     @property
@@ -201,7 +227,7 @@ class Trace:
         if str(path).endswith(".parquet"):
             self._save_parquet(path)
             return
-        columns = _Columns(*map(list, zip(*self.spans, strict=True))) if self.spans else _Columns([], [], [], [], [], [])
+        columns = _Columns(**{name: [getattr(span, name) for span in self.spans] for name in _COLUMNS})
         memory = [list(steps) for steps in self.memory]
         content = _TraceFile(self.name, self.source, list(self.devices), self.num_updates, columns, memory, list(self.notes))
         codec.write_text(path, codec.to_json(content, format_name=FORMAT))
@@ -210,11 +236,11 @@ class Trace:
         import pyarrow as pa  # noqa: PLC0415  # only this export needs it
         import pyarrow.parquet as pq  # noqa: PLC0415
 
-        columns = {name: [getattr(span, name) for span in self.spans] for name in Span._fields}
+        columns = {name: [getattr(span, name) for span in self.spans] for name in _COLUMNS}
         columns["device"] = [self.devices[span.device] for span in self.spans]
         metadata = {"format": FORMAT, "name": self.name, "source": str(self.source), "notes": "\n".join(self.notes)}
         types = {"device": pa.string(), "kind": pa.string(), "name": pa.string(), "bytes": pa.int64()}
-        schema = pa.schema([(name, types.get(name, pa.float64())) for name in Span._fields], metadata=metadata)
+        schema = pa.schema([(name, types.get(name, pa.float64())) for name in _COLUMNS], metadata=metadata)
         try:
             pq.write_table(pa.table(columns, schema=schema), path)
         except OSError as error:
@@ -228,23 +254,7 @@ class Trace:
             FormatError: names the place and the problem.
         """
         content = codec.from_json(_TraceFile, codec.read_text(path), path=str(path), format_name=FORMAT)
-        columns = content.spans
-        lists = (columns.device, columns.kind, columns.name, columns.start_s, columns.end_s, columns.bytes)
-        if len({len(column) for column in lists}) != 1:
-            raise FormatError(str(path), "spans", "its columns have different lengths")
-        spans = tuple(map(Span, *lists))
-        for position, span in enumerate(spans):
-            if not 0 <= span.device < len(content.devices):
-                raise FormatError(str(path), f"spans.device[{position}]", f"names device {span.device}; there are {len(content.devices)}")
-            if not max(abs(span.start_s), abs(span.end_s)) <= _MOST_SECONDS:
-                raise FormatError(str(path), f"spans.start_s[{position}]", f"lasts from {span.start_s} to {span.end_s}, which are no times")
-            if not span.start_s <= span.end_s:
-                raise FormatError(str(path), f"spans.end_s[{position}]", f"{span.end_s} lies before the start, {span.start_s}")
-            if span.kind is SpanKind.COMPUTE:
-                try:
-                    ops_named(span.name)
-                except ScheduleError as error:
-                    raise FormatError(str(path), f"spans.name[{position}]", str(error)) from None
+        spans = _spans(content, path=str(path))
         memory = tuple(map(tuple, content.memory))
         if memory and len(memory) != len(content.devices):
             raise FormatError(str(path), "memory", f"has {len(memory)} devices, the trace {len(content.devices)}")
@@ -287,32 +297,6 @@ def _clipped(steps: tuple[tuple[float, int], ...], since: float, until: float) -
     return (*((0.0, bytes_held) for bytes_held in held), *inside)
 
 
-@functools.lru_cache(maxsize=1 << 17)  # many figures and drawings read the same names
-def ops_named(name: str) -> tuple[Op, ...]:
-    """The Ops that the name of a computing span writes.
-
-    Raises:
-        ScheduleError: it is no Op.
-    """
-    return tuple(parse_op(part) for part in name.strip("()").split(";"))
-
-
-def message_named(name: str) -> Message | None:
-    """The message that the name of a receiving or transferring span writes, or None; pipeline and rows are not written."""
-    if (match := _MESSAGE.fullmatch(name)) is None:
-        return None
-    direction, source, target, index, part = match.groups()
-    return Message(Direction(direction), int(source), int(target), int(index), part=int(part or 0))
-
-
-def collective_named(name: str) -> Collective | None:
-    """The collective that the name of a span writes, or None; part and members are not written."""
-    match = _COLLECTIVE.fullmatch(name)
-    if match is None or match[1] not in list(CollectiveKind):
-        return None
-    return Collective(CollectiveKind(match[1]), int(match[2] or 0), int(match[3]), 0, ())
-
-
 @dataclass(frozen=True)
 class _Columns:
     """The spans column by column: a tenth of the size of one object a span, and much faster to read."""
@@ -340,3 +324,40 @@ class _TraceFile:
     spans: _Columns
     memory: list[list[tuple[float, int]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+
+def _spans(content: _TraceFile, *, path: str) -> tuple[Span, ...]:
+    """Return the spans of a file, each different text read once."""
+    columns = content.spans
+    lists = (columns.device, columns.kind, columns.name, columns.start_s, columns.end_s, columns.bytes)
+    if len({len(column) for column in lists}) != 1:
+        raise FormatError(path, "spans", "its columns have different lengths")
+    pipelines: dict[int, int] = {}
+    slots: dict[str, tuple[Op, ...]] = {}
+    for position, (device, kind, name, start_s, end_s, _) in enumerate(zip(*lists, strict=True)):
+        if not 0 <= device < len(content.devices):
+            raise FormatError(path, f"spans.device[{position}]", f"names device {device}; there are {len(content.devices)}")
+        if not max(abs(start_s), abs(end_s)) <= _MOST_SECONDS:
+            raise FormatError(path, f"spans.start_s[{position}]", f"lasts from {start_s} to {end_s}, which are no times")
+        if not start_s <= end_s:
+            raise FormatError(path, f"spans.end_s[{position}]", f"{end_s} lies before the start, {start_s}")
+        if kind is SpanKind.COMPUTE and name not in slots:
+            try:
+                slots[name] = tuple(map(parse_op, name.strip("()").split(";")))
+            except ScheduleError as error:
+                raise FormatError(path, f"spans.name[{position}]", str(error)) from None
+            pipelines.update((op.index, op.pipeline) for op in slots[name] if not op.kind.per_update)
+    names = {name for name, kind in zip(columns.name, columns.kind, strict=True) if kind is not SpanKind.COMPUTE}
+    others = {name: _parse_item(name, pipelines) for name in names}
+    items = (slots[name] if kind is SpanKind.COMPUTE else others[name] for name, kind in zip(columns.name, columns.kind, strict=True))
+    return tuple(map(Span, columns.device, columns.kind, items, columns.start_s, columns.end_s, columns.bytes))
+
+
+def _parse_item(name: str, pipelines: Mapping[int, int]) -> SpanItem:
+    """Return the message or collective that a text names, else the text; a message's pipeline is that of its microbatch."""
+    if (match := _MESSAGE.fullmatch(name)) is not None:
+        direction, source, target, index, part = match.groups()
+        return Message(Direction(direction), int(source), int(target), int(index), pipelines.get(int(index), 0), int(part or 0))
+    if (match := _COLLECTIVE.fullmatch(name)) is not None and match[1] in list(CollectiveKind):
+        return Collective(CollectiveKind(match[1]), int(match[2] or 0), int(match[3]), 0, ())
+    return name

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from raypipe.analysis.comparison import Figure
-from raypipe.artifacts.trace import Source, SpanKind, Trace, ops_named
+from raypipe.artifacts.trace import Source, Trace
+from raypipe.schedules.ir import Op, OpKind
 from raypipe.units import ratio, seconds, size
 
 _WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.MEASURED: "measured"}
@@ -45,15 +46,15 @@ class OpDifference(NamedTuple):
 
     Attributes:
         device: its number.
-        name: of the Op or Ops that run together; for several of one kind and stage, kind and stage.
-        num_ops: how many there are in both traces.
-        first_s: the median in the first trace.
-        second_s: the median in the second.
+        ops: Ops of a slot; of several slots of one kind and stage, those of one of them.
+        num_slots: Number of such slots in both traces.
+        first_s: Median in the first trace.
+        second_s: Median in the second trace.
     """
 
     device: int
-    name: str
-    num_ops: int
+    ops: tuple[Op, ...]
+    num_slots: int
     first_s: float
     second_s: float
 
@@ -66,23 +67,31 @@ class OpDifference(NamedTuple):
 def op_differences(first: Trace, second: Trace) -> list[OpDifference]:
     """The Ops that both traces have on the same device, the largest difference first."""
     ours, theirs = (
-        {(span.device, span.name): span.end_s - span.start_s for span in trace.spans if span.kind is SpanKind.COMPUTE}
-        for trace in (first, second)
+        {(span.device, span.ops): span.end_s - span.start_s for span in trace.spans if span.ops} for trace in (first, second)
     )
-    found = [OpDifference(*op, 1, duration_s, theirs[op]) for op, duration_s in ours.items() if op in theirs]
+    found = [OpDifference(*slot, 1, duration_s, theirs[slot]) for slot, duration_s in ours.items() if slot in theirs]
     return sorted(found, key=lambda op: -abs(op.difference_s))
 
 
 def kind_differences(ops: Sequence[OpDifference]) -> list[OpDifference]:
     """The same by device, kind and stage, the largest difference first."""
-    groups: dict[tuple[int, str], list[OpDifference]] = defaultdict(list)
+    groups: dict[tuple[int, tuple[tuple[OpKind, int], ...]], list[OpDifference]] = defaultdict(list)
     for op in ops:
-        groups[op.device, "&".join(f"{part.kind} of stage {part.stage}" for part in ops_named(op.name))].append(op)
+        groups[op.device, tuple((part.kind, part.stage) for part in op.ops)].append(op)
     found = [
-        OpDifference(*key, len(group), statistics.median(op.first_s for op in group), statistics.median(op.second_s for op in group))
-        for key, group in groups.items()
+        group[0]._replace(
+            num_slots=len(group),
+            first_s=statistics.median(op.first_s for op in group),
+            second_s=statistics.median(op.second_s for op in group),
+        )
+        for group in groups.values()
     ]
     return sorted(found, key=lambda op: -abs(op.difference_s))
+
+
+def kind_text(ops: Sequence[Op]) -> str:
+    """Return kinds and stages of the Ops of a slot, such as `F of stage 1&B of stage 2`."""
+    return "&".join(f"{op.kind} of stage {op.stage}" for op in ops)
 
 
 def names(first: Trace, second: Trace) -> tuple[str, str]:

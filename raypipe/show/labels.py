@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from raypipe.artifacts.trace import Span, SpanKind, Trace, ops_named
+from raypipe.artifacts.trace import Span, Trace
 from raypipe.schedules.ir import Op, OpKind
 
 
@@ -31,16 +31,14 @@ class Labels:
     """
 
     def __init__(self, *traces: Trace) -> None:
-        # A window repeats few names often on each device (once each) and across traces; reading them once is enough.
-        self._ops: dict[str, tuple[Op, ...]] = {}
-        self._pieces: dict[str, tuple[Piece, ...]] = {}
+        self._pieces: dict[tuple[Op, ...], tuple[Piece, ...]] = {}
         seen: set[OpKind] = set()
         held: dict[tuple[int, int, int], set[int]] = {}
         self._num_parts: dict[tuple[OpKind, int, int, int], int] = {}
         for number, trace in enumerate(traces):
             for span in trace.spans:
-                if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s:
-                    for op in self.ops(span):
+                if span.end_s > span.start_s:
+                    for op in span.ops:
                         seen.add(op.kind)
                         held.setdefault((number, span.device, op.pipeline), set()).add(op.stage)
                         if op.part:
@@ -49,18 +47,12 @@ class Labels:
         self.kinds = tuple(kind for kind in OpKind if kind in seen)
         self.num_pipelines = max((pipeline + 1 for _, _, pipeline in held), default=1)
 
-    def ops(self, span: Span) -> tuple[Op, ...]:
-        """The Ops of a computing span."""
-        if span.name not in self._ops:
-            self._ops[span.name] = ops_named(span.name)
-        return self._ops[span.name]
-
     def pieces(self, span: Span) -> tuple[Piece, ...]:
         """The labels of a computing span."""
-        if span.name not in self._pieces:
-            alike = itertools.groupby(self.ops(span), key=lambda op: (op.kind, op.stage, op.pipeline))
-            self._pieces[span.name] = tuple(self._piece(tuple(ops)) for _, ops in alike)
-        return self._pieces[span.name]
+        if span.ops not in self._pieces:
+            alike = itertools.groupby(span.ops, key=lambda op: (op.kind, op.stage, op.pipeline))
+            self._pieces[span.ops] = tuple(self._piece(tuple(ops)) for _, ops in alike)
+        return self._pieces[span.ops]
 
     def _piece(self, ops: tuple[Op, ...]) -> Piece:
         kind, stage, index, pipeline, _ = ops[0]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from raypipe.analysis.idle import Cause, Division
-from raypipe.artifacts.trace import SpanKind, Trace, message_named
+from raypipe.artifacts.trace import SpanItem, SpanKind, Trace, item_text
 from raypipe.schedules.ir import OpKind
-from raypipe.schedules.lower import Direction
+from raypipe.schedules.lower import Direction, Message
 from raypipe.show import palette
 from raypipe.show.causes import MEANINGS, NAMES, device_words
 from raypipe.show.labels import Labels
@@ -46,7 +46,7 @@ def _trace_data(view: View) -> dict[str, Any]:
     for span in trace.spans:
         if span.kind is SpanKind.TRANSFER:
             start = ticks.of(span.start_s)
-            incoming[span.device].append((start, ticks.of(span.end_s) - start, _short(span.name), span.bytes))
+            incoming[span.device].append((start, ticks.of(span.end_s) - start, _short(span.item), span.bytes))
     return {
         "word": view.word,
         "name": trace.name,
@@ -91,7 +91,7 @@ def _row_data(division: Division, device: int, ticks: _Ticks) -> dict[str, Any]:
             continue
         lengths.append(end - at)
         causes.append(codes[piece.cause])
-        written.append(piece.name if piece.cause is Cause.COMPUTE else _short(piece.name))
+        written.append(_short(piece.item))
         if piece.cause is not Cause.COMPUTE:
             peers.append(-1 if piece.peer is None else piece.peer)
             sizes.append(piece.bytes)
@@ -120,10 +120,13 @@ def _column(values: list[int]) -> list[int] | int:
     return values[0] if values and len(set(values)) == 1 else values
 
 
-def _short(name: str) -> str:
-    """The name of a message in few letters, `A0>1:3` for an activation; any other name as it is, behind a blank."""
-    message = message_named(name)
-    if message is None or str(message) != name:
-        return f" {name}" if name else ""
-    letter = "A" if message.direction is Direction.ACTIVATION else "G"
-    return f"{letter}{message.source}>{message.target}:{message.index}" + (f".{message.part}" if message.part else "")
+def _short(item: SpanItem | None) -> str:
+    """Return Ops as text, a message in few letters (`A0>1:3` for an activation), and any other text behind a blank."""
+    match item:
+        case tuple():
+            return item_text(item)
+        case Message():
+            letter = "A" if item.direction is Direction.ACTIVATION else "G"
+            return f"{letter}{item.source}>{item.target}:{item.index}" + (f".{item.part}" if item.part else "")
+        case _:
+            return f" {item}" if item else ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from raypipe.artifacts.trace import item_text
 from raypipe.show.causes import MEANINGS, device_words
-from raypipe.show.differences import kind_differences, op_differences
+from raypipe.show.differences import kind_differences, kind_text, op_differences
 from raypipe.show.svg_document import escape
 from raypipe.show.view import CAUSES, View, part_s, part_words, parts_of
 from raypipe.units import counted, ratio, seconds, time_unit
@@ -109,11 +110,14 @@ def comparison_tables(first: View, second: View) -> Iterator[str]:
         return
     count = f"Of {counted(len(ops), 'Op')} that both traces have, {len(differing) or 'none'} took longer in one than in the other."
     yield f'<section><h2>Op by Op</h2><p class="soft">{count}</p><div class="columns">'
-    tables = (("Medians by device, kind and stage", kind_differences(differing), _MOST_KINDS), ("Single Ops", differing, _MOST_OPS))
-    for caption, found, most in tables if differing else ():
+    tables = (
+        ("Medians by device, kind and stage", kind_differences(differing), kind_text, _MOST_KINDS),
+        ("Single Ops", differing, item_text, _MOST_OPS),
+    )
+    for caption, found, text, most in tables if differing else ():
         lines = [
             _row(
-                [device_words(first.division, op.device), op.name],
+                [device_words(first.division, op.device), text(op.ops)],
                 [seconds(op.first_s), seconds(op.second_s), *_changed(op.first_s, op.second_s)],
             )
             for op in found[:most]

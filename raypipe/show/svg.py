@@ -228,7 +228,7 @@ class _Drawing:
         times: dict[str, float] = {}
         for span in group.spans:
             if span.kind is SpanKind.COMPUTE:
-                kind = str(self.labels.ops(span)[0].kind)
+                kind = str(span.ops[0].kind)
                 times[kind] = times.get(kind, 0.0) + span.end_s - span.start_s
         if not times:
             yield from self.span(Span(*group.spans[0][:4], group.end_s), y)

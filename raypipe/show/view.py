@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raypipe.analysis.idle import IDLE, Cause, Division, divide
-from raypipe.artifacts.trace import SpanKind, Trace, ops_named
+from raypipe.artifacts.trace import Trace
 from raypipe.schedules.ir import OpKind
 from raypipe.show import palette
 from raypipe.show.causes import NAMES
@@ -43,8 +43,7 @@ def views_of(traces: Sequence[Trace]) -> list[View]:
 
 
 def _count_microbatches(trace: Trace) -> int:
-    computing = {span.name for span in trace.spans if span.kind is SpanKind.COMPUTE}
-    return len({op.index for name in computing for op in ops_named(name) if not op.kind.per_update})
+    return len({op.index for span in trace.spans for op in span.ops if not op.kind.per_update})
 
 
 def has_memory(trace: Trace) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import repeat
+from operator import attrgetter
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace, steady_s
@@ -26,6 +27,7 @@ from raypipe.simulation.cost import Cost, SharedCompute, plan_cost
 # What an item is, in the inner loop.
 _COMPUTE, _SEND, _RECV, _START, _AWAIT = range(5)
 _UNKNOWN = -1.0
+_OPS = attrgetter("ops")
 
 
 def simulate(programs: Sequence[DeviceProgram], cost: Cost, *, name: str, num_updates: int = 1, with_memory: bool = True) -> Trace:
@@ -213,20 +215,21 @@ class Timing:
         """The same as spans."""
         spans: list[Span] = []
         order, make = self.order, Span._make
-        names = list(map(str, order.messages))
         for program, items, starts, ends, waits in zip(order.programs, order.computes, self.starts, self.ends, self.waits, strict=True):
             device = program.device
-            spans += map(make, zip(repeat(device), repeat(SpanKind.COMPUTE), map(str, items), starts, ends, repeat(0)))
+            spans += map(make, zip(repeat(device), repeat(SpanKind.COMPUTE), map(_OPS, items), starts, ends, repeat(0), repeat(None)))
             for message, collective, start, end in waits:
                 if message >= 0:
-                    spans.append(Span(device, SpanKind.RECV, names[message], start, end, self._bytes[order.message_classes[message]]))
+                    known = order.message_classes[message]
+                    sender = order.transfers[known][0]
+                    spans.append(make((device, SpanKind.RECV, order.messages[message], start, end, self._bytes[known], sender)))
                 else:
                     met = order.collectives[collective]
-                    spans.append(Span(device, SpanKind.COLLECTIVE, str(met), start, end, self.cost.collective_bytes(met)))
-        targets = [target for _, target, _ in order.transfers]
-        for known, text, left, arrival in zip(order.message_classes, names, self.left_s, self.arrival_s, strict=True):
+                    spans.append(Span(device, SpanKind.COLLECTIVE, met, start, end, self.cost.collective_bytes(met)))
+        for known, item, left, arrival in zip(order.message_classes, order.messages, self.left_s, self.arrival_s, strict=True):
             if arrival > left:
-                spans.append(make((targets[known], SpanKind.TRANSFER, text, left, arrival, self._bytes[known])))
+                sender, target, _ = order.transfers[known]
+                spans.append(make((target, SpanKind.TRANSFER, item, left, arrival, self._bytes[known], sender)))
         return Trace(name, Source.SIMULATED, self.cost.devices, num_updates, tuple(spans), self.memory if with_memory else ())
 
     @cached_property
