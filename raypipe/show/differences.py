@@ -66,9 +66,7 @@ class OpDifference(NamedTuple):
 
 def op_differences(first: Trace, second: Trace) -> list[OpDifference]:
     """The Ops that both traces have on the same device, the largest difference first."""
-    ours, theirs = (
-        {(span.device, span.ops): span.end_s - span.start_s for span in trace.spans if span.ops} for trace in (first, second)
-    )
+    ours, theirs = ({(span.device, span.ops): span.end_s - span.start_s for span in trace.spans if span.ops} for trace in (first, second))
     found = [OpDifference(*slot, 1, duration_s, theirs[slot]) for slot, duration_s in ours.items() if slot in theirs]
     return sorted(found, key=lambda op: -abs(op.difference_s))
 

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 
 from raypipe.analysis.idle import IDLE, Cause, Culprit, Division, Piece, Root, Wait, divide
 from raypipe.artifacts.topology import Path
-from raypipe.artifacts.trace import Source, Span, SpanKind, Trace, collective_named, message_named
+from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
-from raypipe.schedules.lower import Await, Collective, CollectiveKind, Recv, lower
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, ops_of
+from raypipe.schedules.lower import lower
+from raypipe.schedules.text import parse_slot
 from raypipe.simulation.cost import Cost, equal_stages
 from raypipe.simulation.simulator import simulate
 from tests import strategies
-from tests.artifacts.test_trace import traces
-
-ACTIVATION, GRADIENT, NORM = "activation 0->1 of microbatch 0", "gradient 1->0 of microbatch 0", "norm for update 0"
+from tests.spans import ACTIVATION, GRADIENT, NORM, computed, traces
 
 # Two devices, one microbatch; messages take half a second and a whole one, the norm two seconds from when device 0 brings its part:
 #   device 0   F0 ~~~~~~~~~ : B0-- . ==== U0                     . nothing is known of half a second
@@ -32,16 +31,16 @@ HAND = Trace(
     devices=("left", "right"),
     num_updates=1,
     spans=(
-        Span(0, SpanKind.COMPUTE, "0F0", 0.0, 1.0),
+        computed(0, "0F0", 0.0, 1.0),
         Span(0, SpanKind.RECV, GRADIENT, 1.0, 5.0, 100),
-        Span(0, SpanKind.COMPUTE, "0B0", 5.0, 7.0),
+        computed(0, "0B0", 5.0, 7.0),
         Span(0, SpanKind.COLLECTIVE, NORM, 7.5, 9.0, 8),
-        Span(0, SpanKind.COMPUTE, "0U0", 9.0, 9.5),
+        computed(0, "0U0", 9.0, 9.5),
         Span(1, SpanKind.RECV, ACTIVATION, 0.0, 1.5, 100),
-        Span(1, SpanKind.COMPUTE, "1F0", 1.5, 2.5),
-        Span(1, SpanKind.COMPUTE, "1B0", 2.5, 4.0),
+        computed(1, "1F0", 1.5, 2.5),
+        computed(1, "1B0", 2.5, 4.0),
         Span(1, SpanKind.COLLECTIVE, NORM, 4.0, 9.0, 8),
-        Span(1, SpanKind.COMPUTE, "1U0", 9.0, 9.25),
+        computed(1, "1U0", 9.0, 9.25),
     ),
 )
 
@@ -76,22 +75,22 @@ def tiles(division: Division) -> None:
 def test_the_time_of_a_device_is_cut_by_cause() -> None:
     left, right = divide(HAND).pieces
     assert left == (
-        Piece(Cause.COMPUTE, 0.0, 1.0, "0F0"),
+        Piece(Cause.COMPUTE, 0.0, 1.0, ops_of(parse_slot("0F0"))),
         Piece(Cause.GRADIENT, 1.0, 4.0, GRADIENT, 1, 100),
         Piece(Cause.GRADIENT_TRANSFER, 4.0, 5.0, GRADIENT, 1, 100, on_its_way=True),
-        Piece(Cause.COMPUTE, 5.0, 7.0, "0B0"),
+        Piece(Cause.COMPUTE, 5.0, 7.0, ops_of(parse_slot("0B0"))),
         Piece(Cause.OVERHEAD, 7.0, 7.5),
         Piece(Cause.COLLECTIVE_TRANSFER, 7.5, 9.0, NORM, None, 8, on_its_way=True),
-        Piece(Cause.COMPUTE, 9.0, 9.5, "0U0"),
+        Piece(Cause.COMPUTE, 9.0, 9.5, ops_of(parse_slot("0U0"))),
     )
     assert right == (
         Piece(Cause.WARM_UP, 0.0, 1.0, ACTIVATION, 0, 100),
         Piece(Cause.WARM_UP, 1.0, 1.5, ACTIVATION, 0, 100, on_its_way=True),
-        Piece(Cause.COMPUTE, 1.5, 2.5, "1F0"),
-        Piece(Cause.COMPUTE, 2.5, 4.0, "1B0"),
+        Piece(Cause.COMPUTE, 1.5, 2.5, ops_of(parse_slot("1F0"))),
+        Piece(Cause.COMPUTE, 2.5, 4.0, ops_of(parse_slot("1B0"))),
         Piece(Cause.COLLECTIVE, 4.0, 7.0, NORM, 0, 8),
         Piece(Cause.COLLECTIVE_TRANSFER, 7.0, 9.0, NORM, 0, 8, on_its_way=True),
-        Piece(Cause.COMPUTE, 9.0, 9.25, "1U0"),
+        Piece(Cause.COMPUTE, 9.0, 9.25, ops_of(parse_slot("1U0"))),
         Piece(Cause.DRAIN, 9.25, 9.5),
     )
     tiles(divide(HAND))
@@ -156,14 +155,14 @@ def test_every_family_is_divided_without_rest(name: str, data: st.DataObject) ->
 @given(strategies.family_schedules())
 def test_a_message_is_on_its_way_when_the_simulator_says_so(schedule: Schedule) -> None:
     trace = timed(schedule, equal_stages(schedule, latency_s=0.75))
-    sent = {(span.device, span.name): (span.start_s, span.end_s) for span in trace.spans if span.kind is SpanKind.TRANSFER}
-    waited = {(span.device, span.name): span.start_s for span in trace.spans if span.kind is SpanKind.RECV}
+    sent = {(span.device, span.item): (span.start_s, span.end_s) for span in trace.spans if span.kind is SpanKind.TRANSFER}
+    waited = {(span.device, span.item): span.start_s for span in trace.spans if span.kind is SpanKind.RECV}
     for device, row in enumerate(divide(trace).pieces):
         for piece in row:
-            if piece.on_its_way and (device, piece.name) in sent:
-                left_s, arrived_s = sent[device, piece.name]
+            if piece.on_its_way and piece.item and (device, piece.item) in sent:
+                left_s, arrived_s = sent[device, piece.item]
                 assert piece.end_s == arrived_s
-                assert piece.start_s == max(left_s, waited[device, piece.name])
+                assert piece.start_s == max(left_s, waited[device, piece.item])
 
 
 @pytest.mark.parametrize("slow", range(4))
@@ -211,32 +210,8 @@ def test_clocks_that_disagree_do_no_harm() -> None:
 
 
 def test_numbers_without_limit_take_no_longer() -> None:
-    huge = (Span(0, SpanKind.COMPUTE, "0B999999999", 0.0, 1.0), Span(0, SpanKind.COLLECTIVE, "norm for update 7", 1.0, 2.0))
+    huge = (computed(0, "0B999999999", 0.0, 1.0), Span(0, SpanKind.COLLECTIVE, replace(NORM, update=7), 1.0, 2.0))
     tiles(divide(replace(HAND, spans=huge)))
-
-
-# Names
-
-
-@given(strategies.schedules())
-def test_the_names_of_messages_and_collectives_are_read_back(schedule: Schedule) -> None:
-    for program in lower(schedule):
-        for item in program.items:
-            if isinstance(item, Recv):
-                assert message_named(str(item.message)) == replace(item.message, pipeline=0, rows=(0.0, 1.0))
-            elif isinstance(item, Await):
-                assert collective_named(str(item.collective)) == replace(item.collective, part=0, devices=())
-
-
-@pytest.mark.parametrize("kind", CollectiveKind)
-def test_every_kind_of_collective_is_read_back(kind: CollectiveKind) -> None:
-    assert collective_named(str(Collective(kind, 0, 3, 0, ()))) == Collective(kind, 0, 3, 0, ())
-
-
-@pytest.mark.parametrize("name", ["", "sleep", "activation 0->1", "gradient 1->0 of microbatch x", "sum of stage 1 for update 2"])
-def test_other_names_are_of_no_message(name: str) -> None:
-    assert message_named(name) is None
-    assert collective_named(name) is None
 
 
 def test_every_cause_of_idleness_is_listed_once() -> None:

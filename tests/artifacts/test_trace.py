@@ -10,39 +10,16 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from raypipe.artifacts.trace import FORMAT, Source, Span, SpanKind, Trace, ops_named
-from raypipe.errors import FormatError, ScheduleError
+from raypipe.artifacts.trace import FORMAT, Source, Span, SpanKind, Trace
+from raypipe.errors import FormatError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, ScheduleRequest, UpdateScope
-from raypipe.schedules.lower import lower
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
+from raypipe.schedules.lower import Collective, CollectiveKind, Message, lower
 from raypipe.simulation.cost import StageCost, equal_stages
 from raypipe.simulation.simulator import simulate
-
-# Two devices, two updates of one microbatch:
-#   device 0   0F0 .... 0B0 0U0 0F1 .... 0B1 0U1        F from 0 to 1, B from 3 to 5, U to 5.5; again 6 s later
-#   device 1   .... 1F0 1B0 1U0                         F from 1 to 1.5, B from 1.5 to 3
-HAND = Trace(
-    name="by hand",
-    source=Source.MEASURED,
-    devices=("left", "right"),
-    num_updates=2,
-    spans=(
-        Span(0, SpanKind.COMPUTE, "0F0", 0.0, 1.0),
-        Span(1, SpanKind.TRANSFER, "activation 0->1 of microbatch 0", 1.0, 1.25, 100),
-        Span(1, SpanKind.RECV, "activation 0->1 of microbatch 0", 0.0, 1.0, 100),
-        Span(1, SpanKind.COMPUTE, "(1F0;1B0)", 1.0, 3.0),
-        Span(0, SpanKind.RECV, "gradient 1->0 of microbatch 0", 1.0, 3.0, 100),
-        Span(0, SpanKind.COMPUTE, "0B0", 3.0, 5.0),
-        Span(0, SpanKind.COLLECTIVE, "norm for update 0", 5.0, 5.25, 8),
-        Span(0, SpanKind.COMPUTE, "0U0", 5.25, 5.5),
-        Span(1, SpanKind.COMPUTE, "1U0", 5.0, 5.0),
-        Span(0, SpanKind.COMPUTE, "0U1", 11.0, 11.5),
-        Span(1, SpanKind.COMPUTE, "1U1", 5.0, 11.0),
-    ),
-    memory=(((0.0, 10), (1.0, 30), (5.0, 10)), ((0.0, 5),)),
-)
+from tests import strategies
+from tests.spans import TWO_UPDATES, computed, traces
 
 
 def empty(**more: Any) -> Trace:
@@ -50,26 +27,26 @@ def empty(**more: Any) -> Trace:
 
 
 def test_the_figures_of_a_trace_are_those_of_its_spans() -> None:
-    assert HAND.makespan_s == 11.5
-    assert HAND.busy_s == (1 + 2 + 0.25 + 0.5, 2.0 + 6.0)
-    assert HAND.wait_s == (2.25, 1.0)
-    assert HAND.span_s == (11.5, 10.0)
-    assert list(HAND.idle_s) == [11.5 - 3.75, 10.0 - 8.0]
-    assert HAND.bubble_ratio == pytest.approx(1 - (3.75 + 8) / 2 / 11.5)
-    assert HAND.device_bubble_ratios == pytest.approx((1 - 3.75 / 11.5, 1 - 8 / 11.5))
-    assert HAND.update_ends_s == (5.5, 11.5)
-    assert HAND.update_s == 6.0
-    assert HAND.peak_memory_bytes == (30, 5)
+    assert TWO_UPDATES.makespan_s == 11.5
+    assert TWO_UPDATES.busy_s == (1 + 2 + 0.25 + 0.5, 2.0 + 6.0)
+    assert TWO_UPDATES.wait_s == (2.25, 1.0)
+    assert TWO_UPDATES.span_s == (11.5, 10.0)
+    assert list(TWO_UPDATES.idle_s) == [11.5 - 3.75, 10.0 - 8.0]
+    assert TWO_UPDATES.bubble_ratio == pytest.approx(1 - (3.75 + 8) / 2 / 11.5)
+    assert TWO_UPDATES.device_bubble_ratios == pytest.approx((1 - 3.75 / 11.5, 1 - 8 / 11.5))
+    assert TWO_UPDATES.update_ends_s == (5.5, 11.5)
+    assert TWO_UPDATES.update_s == 6.0
+    assert TWO_UPDATES.peak_memory_bytes == (30, 5)
 
 
 def test_rows_are_sorted_and_without_transfers() -> None:
-    assert [span.name for span in HAND.by_device[1]] == ["activation 0->1 of microbatch 0", "(1F0;1B0)", "1U0", "1U1"]
-    assert all(span.kind is not SpanKind.TRANSFER for row in HAND.by_device for span in row)
+    assert [span.name for span in TWO_UPDATES.by_device[1]] == ["activation 0->1 of microbatch 0", "(1F0;1B0)", "1U0", "1U1"]
+    assert all(span.kind is not SpanKind.TRANSFER for row in TWO_UPDATES.by_device for span in row)
 
 
 def test_ops_without_duration_do_not_lengthen_the_span_of_a_device() -> None:
-    late = Span(0, SpanKind.COMPUTE, "0U0", 9.0, 9.0)
-    trace = empty(spans=(Span(0, SpanKind.COMPUTE, "0F0", 1.0, 3.0), late))
+    late = computed(0, "0U0", 9.0, 9.0)
+    trace = empty(spans=(computed(0, "0F0", 1.0, 3.0), late))
     assert trace.span_s == (2.0,)
     assert trace.makespan_s == 9.0
 
@@ -81,7 +58,7 @@ def test_a_trace_without_spans_has_figures_all_the_same() -> None:
 
 
 def with_updates(*ends_s: float) -> Trace:
-    return empty(spans=tuple(Span(0, SpanKind.COMPUTE, f"0U{update}", end - 1, end) for update, end in enumerate(ends_s)))
+    return empty(spans=tuple(computed(0, f"0U{update}", end - 1, end) for update, end in enumerate(ends_s)))
 
 
 def test_the_time_of_the_only_update_is_all_of_it() -> None:
@@ -96,7 +73,7 @@ def test_the_steady_time_leaves_out_the_ends_of_the_window() -> None:
 
 
 def test_without_updates_the_whole_trace_counts_as_one() -> None:
-    assert empty(spans=(Span(0, SpanKind.COMPUTE, "0F0", 0.0, 4.0),)).update_ends_s == (4.0,)
+    assert empty(spans=(computed(0, "0F0", 0.0, 4.0),)).update_ends_s == (4.0,)
 
 
 def test_a_part_of_a_trace_counts_its_time_from_its_own_begin() -> None:
@@ -122,39 +99,55 @@ def test_an_update_that_takes_no_time_is_part_of_what_it_ends() -> None:
     assert trace.of_updates(1, 3).update_s == trace.update_s
 
 
-# Names
+# Text
 
 
-def test_the_name_of_a_computing_span_gives_its_ops() -> None:
-    assert ops_named("2B5.1@1") == (Op(OpKind.BACKWARD, 2, 5, 1, 1),)
-    assert ops_named("(0F1;1B0)") == (Op(OpKind.FORWARD, 0, 1), Op(OpKind.BACKWARD, 1, 0))
+@given(strategies.schedules())
+def test_a_file_keeps_ops_messages_and_collectives_but_for_rows_senders_parts_and_members(
+    tmp_path_factory: pytest.TempPathFactory, schedule: Schedule
+) -> None:
+    trace = simulate(lower(schedule), equal_stages(schedule, latency_s=0.5), name="run", num_updates=schedule.num_updates)
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    trace.save(path)
+    loaded = Trace.load(path)
+    assert [span.name for span in loaded.spans] == [span.name for span in trace.spans]
+    for before, after in zip(trace.spans, loaded.spans, strict=True):
+        match before.item:
+            case Message():
+                assert after.item == replace(before.item, rows=(0.0, 1.0))
+                assert before.sender is not None
+                assert after.sender is None
+            case Collective():
+                assert after.item == replace(before.item, part=0, devices=())
+            case _:
+                assert after.item == before.item
 
 
-@pytest.mark.parametrize("name", ["", "F0", "0Z1", "activation 0->1 of microbatch 0;"])
-def test_a_name_that_is_no_op_is_refused(name: str) -> None:
-    with pytest.raises(ScheduleError):
-        ops_named(name)
+@pytest.mark.parametrize("kind", CollectiveKind)
+def test_every_kind_of_collective_is_read_back(tmp_path: Path, kind: CollectiveKind) -> None:
+    span = Span(0, SpanKind.COLLECTIVE, Collective(kind, 0, 3, 0, ()), 0.0, 1.0)
+    empty(spans=(span,)).save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json").spans == (span,)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "sleep",
+        "activation 0->1",
+        "gradient 1->0 of microbatch x",
+        "sum of stage 1 for update 2",
+        "gradient 1->0 of microbatch 1" + "0" * 9,
+    ],
+)
+def test_other_texts_stay_texts(tmp_path: Path, text: str) -> None:
+    span = Span(0, SpanKind.RECV, text, 0.0, 1.0)
+    empty(spans=(span,)).save(tmp_path / "trace.json")
+    assert Trace.load(tmp_path / "trace.json").spans == (span,)
 
 
 # Files
-
-NUMBERS = st.floats(0, 1e9, allow_nan=False)
-
-
-@st.composite
-def traces(draw: st.DrawFn) -> Trace:
-    devices = draw(st.lists(st.text(max_size=5), min_size=1, max_size=3))
-    spans = []
-    for _ in range(draw(st.integers(0, 6))):
-        start_s, end_s = sorted((draw(NUMBERS), draw(NUMBERS)))
-        kind = draw(st.sampled_from(SpanKind))
-        name = (
-            str(Op(draw(st.sampled_from(OpKind)), 1, draw(st.integers(0, 99)))) if kind is SpanKind.COMPUTE else draw(st.text(max_size=9))
-        )
-        spans.append(Span(draw(st.integers(0, len(devices) - 1)), kind, name, start_s, end_s, draw(st.integers(0, 2**62))))
-    steps = st.lists(st.tuples(NUMBERS, st.integers(0, 2**62)), max_size=3).map(tuple)
-    memory = tuple(draw(steps) for _ in devices) if draw(st.booleans()) else ()
-    return Trace(draw(st.text(max_size=9)), draw(st.sampled_from(Source)), tuple(devices), draw(st.integers(1, 9)), tuple(spans), memory)
 
 
 @given(traces())
@@ -165,31 +158,32 @@ def test_a_saved_trace_is_read_back_as_it_was(tmp_path_factory: pytest.TempPathF
 
 
 def test_a_trace_opens_with_its_format_and_has_one_list_a_column(tmp_path: Path) -> None:
-    HAND.save(tmp_path / "trace.json")
+    TWO_UPDATES.save(tmp_path / "trace.json")
     content = json.loads((tmp_path / "trace.json").read_text())
     assert content["format"] == FORMAT
-    assert content["spans"]["name"] == [span.name for span in HAND.spans]
+    assert content["spans"]["name"] == [span.name for span in TWO_UPDATES.spans]
     assert content["spans"]["bytes"][1] == 100
 
 
-@pytest.mark.parametrize("trace", [HAND, empty()], ids=["by hand", "empty"])
+@pytest.mark.parametrize("trace", [TWO_UPDATES, empty()], ids=["by hand", "empty"])
 def test_parquet_has_a_row_a_span_with_the_device_by_name(tmp_path: Path, trace: Trace) -> None:
     trace.save(tmp_path / "trace.parquet")
     table = pq.read_table(tmp_path / "trace.parquet")
-    assert table.column_names == list(Span._fields)
+    assert table.column_names == ["device", "kind", "name", "start_s", "end_s", "bytes"]
     assert [str(kind) for kind in table.schema.types] == ["string", "string", "string", "double", "double", "int64"]
-    rows = [Span(trace.devices.index(row["device"]), SpanKind(row["kind"]), *list(row.values())[2:]) for row in table.to_pylist()]
-    assert tuple(rows) == trace.spans
+    assert [tuple(row.values()) for row in table.to_pylist()] == [
+        (trace.devices[span.device], span.kind, span.name, span.start_s, span.end_s, span.bytes) for span in trace.spans
+    ]
     assert table.schema.metadata[b"format"] == FORMAT.encode()
     assert table.schema.metadata[b"name"] == trace.name.encode()
 
 
 def test_chrome_events_hold_every_span_in_microseconds() -> None:
-    events = HAND.to_chrome()
+    events = TWO_UPDATES.to_chrome()
     json.dumps(events, allow_nan=False)
     drawn = [event for event in events if event["ph"] == "X"]
     assert [(event["name"], event["ts"], event["dur"]) for event in drawn] == [
-        (span.name, span.start_s * 1e6, (span.end_s - span.start_s) * 1e6) for span in HAND.spans
+        (span.name, span.start_s * 1e6, (span.end_s - span.start_s) * 1e6) for span in TWO_UPDATES.spans
     ]
     assert drawn[1]["args"] == {"bytes": 100}
     # Transfers have a track of their own, below that of their device.
@@ -200,14 +194,14 @@ def test_chrome_events_hold_every_span_in_microseconds() -> None:
 
 
 def test_predicted_and_measured_are_two_processes_in_one_chrome_file() -> None:
-    pids = {replace(HAND, source=source).to_chrome()[0]["pid"] for source in Source}
+    pids = {replace(TWO_UPDATES, source=source).to_chrome()[0]["pid"] for source in Source}
     assert len(pids) == len(Source)
 
 
 @pytest.mark.parametrize("suffix", ["json", "parquet"])
 def test_a_path_that_cannot_be_written_is_an_input_error(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(FormatError, match="cannot be written"):
-        HAND.save(tmp_path / "missing" / f"trace.{suffix}")
+        TWO_UPDATES.save(tmp_path / "missing" / f"trace.{suffix}")
 
 
 @pytest.mark.parametrize(
@@ -217,14 +211,14 @@ def test_a_path_that_cannot_be_written_is_an_input_error(tmp_path: Path, suffix:
         ({"device": -1}, r"spans.device\[0\]"),
         ({"end_s": -1.0}, r"spans.end_s\[0\]: -1.0 lies before the start, 0.0"),
         ({"end_s": 1e300}, r"spans.start_s\[0\]: lasts from 0.0 to 1e\+300, which are no times"),
-        ({"name": "sleep"}, r"spans.name\[0\]: 'sleep' is no Op"),
+        *(({"name": name}, rf"spans.name\[0\]: '{name}' is no Op") for name in ("", "sleep", "F0", "0Z1", "norm for update 0")),
         ({"kind": "rest"}, r"spans.kind\[0\]: expected"),
         ({"start_s": "0"}, r"spans.start_s\[0\]: expected a number"),
         ({"bytes": 1.5}, r"spans.bytes\[0\]: expected a whole number"),
     ],
 )
 def test_a_span_that_cannot_be_is_named(tmp_path: Path, edit: dict[str, Any], where: str) -> None:
-    HAND.save(tmp_path / "trace.json")
+    TWO_UPDATES.save(tmp_path / "trace.json")
     content = json.loads((tmp_path / "trace.json").read_text())
     for column, value in edit.items():
         content["spans"][column][0] = value
@@ -244,7 +238,7 @@ def test_a_span_that_cannot_be_is_named(tmp_path: Path, edit: dict[str, Any], wh
     ],
 )
 def test_a_malformed_trace_is_refused_with_its_place(tmp_path: Path, key: str, value: object, problem: str) -> None:
-    HAND.save(tmp_path / "trace.json")
+    TWO_UPDATES.save(tmp_path / "trace.json")
     content = json.loads((tmp_path / "trace.json").read_text()) | {key: value}
     (tmp_path / "trace.json").write_text(json.dumps(content))
     with pytest.raises(FormatError, match=problem):
@@ -252,7 +246,7 @@ def test_a_malformed_trace_is_refused_with_its_place(tmp_path: Path, key: str, v
 
 
 def test_columns_of_different_lengths_are_refused(tmp_path: Path) -> None:
-    HAND.save(tmp_path / "trace.json")
+    TWO_UPDATES.save(tmp_path / "trace.json")
     content = json.loads((tmp_path / "trace.json").read_text())
     content["spans"]["name"].pop()
     (tmp_path / "trace.json").write_text(json.dumps(content))
@@ -261,7 +255,7 @@ def test_columns_of_different_lengths_are_refused(tmp_path: Path) -> None:
 
 
 def test_orders_without_updates_have_their_windows_divided_by_the_number_of_updates() -> None:
-    spans = (Span(0, SpanKind.COMPUTE, "0F0", 0.0, 6.0),)
+    spans = (computed(0, "0F0", 0.0, 6.0),)
     forward = Trace(name="f", source=Source.SIMULATED, devices=("d",), num_updates=3, spans=spans)
     assert (forward.makespan_s, forward.update_s) == (6.0, 2.0)
 

@@ -17,7 +17,7 @@ from raypipe.artifacts.trace import Span, SpanKind
 from raypipe.models.rehearsing import StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Schedule, ScheduleRequest
-from raypipe.schedules.lower import Placement
+from raypipe.schedules.lower import Direction, Message, Placement
 from tests.schedules.handwritten import pipedream_2bw, two_branches
 
 ROWS = 6
@@ -63,12 +63,11 @@ def test_each_kind_of_op_waits_for_its_own_time(name: str) -> None:
     _, spans = run(build(name, ScheduleRequest(2, 3)), widths={(0, 1): 50})
     expected = {"F": 0.012, "B": 0.028, "I": 0.008, "W": 0.02, "U": 0.005}
     computed = [span for span in spans if span.kind is SpanKind.COMPUTE]
-    assert {span.name[1] for span in computed} == ({"F", "B", "U"} if name == "1f1b" else {"F", "I", "W", "U"})
-    took_s: dict[str, list[float]] = {}
+    assert {span.ops[0].kind for span in computed} == ({"F", "B", "U"} if name == "1f1b" else {"F", "I", "W", "U"})
+    took_s: dict[tuple[str, int], list[float]] = {}
     for span in computed:
-        took_s.setdefault(span.name[:2], []).append(span.end_s - span.start_s)
-    for of_stage, several in took_s.items():
-        kind = of_stage[1]
+        took_s.setdefault((span.ops[0].kind, span.ops[0].stage), []).append(span.end_s - span.start_s)
+    for (kind, _), several in took_s.items():
         assert min(several) >= expected[kind] - 1e-4
         # Forwards in threads of one process run one at a time: some wait for others, and all for whatever else the machine does.
         assert min(several) <= expected[kind] + SLACK_S
@@ -79,9 +78,10 @@ def test_messages_have_the_width_of_their_edge_and_both_ways_the_same_bytes() ->
     widths = {edge: 10 * (1 + number) for number, edge in enumerate(schedule.graph.edges)}
     _, spans = run(schedule, widths=widths, waits=StageWaits(0.0, 0.0, 0.0, 0.0, 1))
     received = [span for span in spans if span.kind is SpanKind.RECV]
-    assert {span.name.split()[0] for span in received} == {"activation", "gradient"}
-    for span in received:
-        source, target = sorted(map(int, span.name.split()[1].split("->")))
+    messages = [span.item for span in received if isinstance(span.item, Message)]
+    assert {message.direction for message in messages} == set(Direction)
+    for span, message in zip(received, messages, strict=True):
+        source, target = sorted((message.source, message.target))
         assert span.bytes == 4 * ROWS * widths[source, target]
 
 

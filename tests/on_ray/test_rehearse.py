@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile, NamedEdge
-from raypipe.artifacts.trace import Source, SpanKind, Trace, ops_named
+from raypipe.artifacts.trace import Source, SpanKind, Trace
 from raypipe.cli import main
 from raypipe.config import ScalingConfig, Transport
 from raypipe.errors import ConfigError
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, ScheduleRequest
+from raypipe.schedules.ir import Op, Schedule, ScheduleRequest
+from raypipe.schedules.lower import Message
 from raypipe.schedules.passes import recompute, repeated
 from raypipe.simulation.simulator import simulate_plan
 from raypipe.training.rehearsal import Rehearsal, rehearse
@@ -62,22 +64,22 @@ def compute_s(done: Rehearsal, device: int, op: str) -> float:
 
 def waits_as_predicted(done: Rehearsal) -> None:
     """No Op is shorter than predicted, and of those that are alike the least disturbed is hardly longer."""
-    expected: dict[tuple[int, str], float] = {}
+    expected: dict[tuple[int, tuple[Op, ...]], float] = {}
     for device, spans in enumerate(done.predicted.by_device):
-        expected |= {(device, span.name): span.end_s - span.start_s for span in spans if span.kind is SpanKind.COMPUTE}
+        expected |= {(device, span.ops): span.end_s - span.start_s for span in spans if span.kind is SpanKind.COMPUTE}
     least: dict[tuple[int, tuple[str, ...], float], float] = {}
     for window in done.windows:
         found = {
-            (device, span.name): span.end_s - span.start_s
+            (device, span.ops): span.end_s - span.start_s
             for device, spans in enumerate(window.by_device)
             for span in spans
             if span.kind is SpanKind.COMPUTE
         }
         assert found.keys() == expected.keys()
-        for (device, name), seconds in found.items():
-            planned = expected[device, name]
-            assert seconds >= planned - 1e-4, name
-            alike = (device, tuple(f"{op.stage}{op.kind}" for op in ops_named(name)), planned)
+        for (device, ops), seconds in found.items():
+            planned = expected[device, ops]
+            assert seconds >= planned - 1e-4, ops
+            alike = (device, tuple(f"{op.stage}{op.kind}" for op in ops), planned)
             least[alike] = min(least.get(alike, seconds), seconds)
     for alike, seconds in least.items():
         assert seconds <= 1.1 * alike[-1] + 0.02, alike
@@ -85,10 +87,11 @@ def waits_as_predicted(done: Rehearsal) -> None:
 
 def check_bytes(done: Rehearsal) -> None:
     """The rows of every microbatch have, over all messages of its tensor, the bytes of the plan's edge to within two bytes a row."""
-    sums: dict[str, int] = {}
+    sums: dict[Message, int] = {}
     for span in done.trace.spans:
-        if span.kind is SpanKind.RECV:
-            sums[span.name] = sums.get(span.name, 0) + span.bytes
+        if isinstance(span.item, Message):
+            tensor = replace(span.item, rows=(0.0, 1.0))
+            sums[tensor] = sums.get(tensor, 0) + span.bytes
     assert len(sums) == 2 * done.plan.schedule.num_microbatches * done.trace.num_updates * (len(done.plan.stages) - 1)
     assert all(size == pytest.approx(OUTPUT_BYTES, abs=2 * ROWS) for size in sums.values())
 
@@ -160,9 +163,9 @@ def test_branches_have_messages_of_their_own_size() -> None:
     done = rehearse(chosen, num_updates=2, num_windows=1)
     waits_as_predicted(done)
     for span in done.trace.spans:
-        if span.kind is SpanKind.RECV:
-            ends = span.name.split()[1].split("->")
-            assert span.bytes == pytest.approx(sizes[min(map(int, ends)), max(map(int, ends))], abs=4)
+        if span.kind is SpanKind.RECV and isinstance(span.item, Message):
+            source, target = sorted((span.item.source, span.item.target))
+            assert span.bytes == pytest.approx(sizes[source, target], abs=4)
 
 
 def test_an_asynchronous_order_is_rehearsed_as_a_whole() -> None:

@@ -43,7 +43,7 @@ def played(programs: Sequence[DeviceProgram], cost: Cost, size_bytes: int = 0, c
                     case Compute():
                         start_s = now_s + GAP_S
                         clocks[device] = start_s + cost.compute_s(device, item.ops) + BEYOND.get(item.ops[0].kind, 0.0)
-                        spans.append(Span(device, SpanKind.COMPUTE, str(item), start_s, clocks[device]))
+                        spans.append(Span(device, SpanKind.COMPUTE, item.ops, start_s, clocks[device]))
                         ends[device] = clocks[device]
                     case Send():
                         # Carried while it is handed over: the time of travel counts from the end of the Op.
@@ -52,7 +52,7 @@ def played(programs: Sequence[DeviceProgram], cost: Cost, size_bytes: int = 0, c
                     case Recv():
                         start_s = now_s + GAP_S
                         clocks[device] = max(start_s, arrivals[item.message]) + TAKE_S + TAKE_S_PER_BYTE * size_bytes
-                        spans.append(Span(device, SpanKind.RECV, str(item.message), start_s, clocks[device], size_bytes))
+                        spans.append(Span(device, SpanKind.RECV, item.message, start_s, clocks[device], size_bytes))
                 heads[device] += 1
                 moved = True
     return Trace("played", Source.MEASURED, tuple(map(str, range(len(programs)))), 1, tuple(spans))

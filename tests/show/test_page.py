@@ -21,15 +21,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.analysis.idle import Cause, divide
-from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
+from raypipe.artifacts.trace import Source, Span, SpanKind, Trace, item_text
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import OpKind
+from raypipe.schedules.lower import Direction, Message
 from raypipe.show.causes import device_words, findings
-from raypipe.show.differences import kind_differences, op_differences
+from raypipe.show.differences import kind_differences, kind_text, op_differences
 from raypipe.show.page import draw_page
 from tests import strategies
-from tests.artifacts.test_trace import HAND, traces
 from tests.show.test_show import spec, traced
+from tests.spans import TWO_UPDATES, computed, traces
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -101,7 +102,7 @@ def test_a_page_loads_nothing() -> None:
 
 
 def test_only_the_page_s_own_script_and_style_may_run() -> None:
-    reader = Reader(draw_page([HAND]))
+    reader = Reader(draw_page([TWO_UPDATES]))
     (policy,) = [attributes["content"] or "" for _, attributes in reader.elements if attributes.get("http-equiv")]
     assert policy.startswith("default-src 'none'; ")
     for name, text in (("style-src", reader.text_of("style")[0]), ("script-src", reader.text_of("script")[-1])):
@@ -110,9 +111,9 @@ def test_only_the_page_s_own_script_and_style_may_run() -> None:
 
 
 def test_pieces_fill_the_time_of_each_device() -> None:
-    (drawn,) = data_of(draw_page([HAND]))["traces"]
+    (drawn,) = data_of(draw_page([TWO_UPDATES]))["traces"]
     assert lengths(drawn) == [drawn["end"]] * 2
-    assert drawn["end"] * drawn["tick_s"] == pytest.approx(HAND.makespan_s)
+    assert drawn["end"] * drawn["tick_s"] == pytest.approx(TWO_UPDATES.makespan_s)
     first = drawn["rows"][0]
     # A quarter of a second is the longest unit of all times.
     assert (drawn["tick_s"], first["length"][:2]) == (0.25, [4, 8])
@@ -154,10 +155,10 @@ def test_the_ops_of_two_traces_are_compared_by_device_and_name() -> None:
     longer = replace(measured, spans=tuple(map(slower, measured.spans)))
     ops = [op for op in op_differences(traced(schedule), longer) if op.first_s]
     assert len(ops) == 2 * 2 * 4
-    assert {op.name for op in ops[:4]} == {"1F0", "1F1", "1F2", "1F3"}
+    assert {item_text(op.ops) for op in ops[:4]} == {"1F0", "1F1", "1F2", "1F3"}
     assert ops[0].difference_s == pytest.approx(0.1)
     first, *others = kind_differences(ops)
-    assert (first.device, first.name, first.num_ops) == (1, "F of stage 1", 4)
+    assert (first.device, kind_text(first.ops), first.num_slots) == (1, "F of stage 1", 4)
     assert [first.first_s, first.second_s] == pytest.approx([1.0, 1.1])
     assert [op.difference_s for op in others] == [0.0] * 3
 
@@ -165,7 +166,7 @@ def test_the_ops_of_two_traces_are_compared_by_device_and_name() -> None:
 def test_devices_are_named_with_their_stages() -> None:
     words = [device_words(divide(traced(spec("interleaved", 2, 4, chunks=chunks))), 1) for chunks in (1, 2, 3, 5)]
     assert words == ["device 1 (stage 1)", "device 1 (stages 1 and 3)", "device 1 (stages 1, 3 and 5)", "device 1 (5 stages)"]
-    assert device_words(divide(replace(HAND, spans=HAND.spans[:1])), 1) == "right"
+    assert device_words(divide(replace(TWO_UPDATES, spans=TWO_UPDATES.spans[:1])), 1) == "right"
 
 
 def test_findings_name_what_holds_the_others_up() -> None:
@@ -207,8 +208,8 @@ def test_a_trace_of_nothing_has_a_page() -> None:
 
 def test_names_cannot_break_out_of_a_page() -> None:
     hostile = '</script></title><script>alert("1")</script><!--<b onclick=alert(1)>&\u2028\x00\ud800'
-    spans = (Span(0, SpanKind.RECV, hostile, 6.0, 7.0), Span(1, SpanKind.TRANSFER, hostile, 6.0, 7.0), *HAND.spans)
-    trace = replace(HAND, name=hostile, devices=(hostile, "${style}"), spans=spans)
+    spans = (Span(0, SpanKind.RECV, hostile, 6.0, 7.0), Span(1, SpanKind.TRANSFER, hostile, 6.0, 7.0), *TWO_UPDATES.spans)
+    trace = replace(TWO_UPDATES, name=hostile, devices=(hostile, "${style}"), spans=spans)
     for page in (draw_page([trace]), draw_page([trace, trace])):
         page.encode()
         reader = Reader(page)
@@ -222,14 +223,12 @@ def test_large_traces_stay_small_files() -> None:
     spans = []
     for device, index in itertools.product(range(64), range(400)):
         start_s = 0.013 * device + 0.031415926 * index
-        spans.append(Span(device, SpanKind.COMPUTE, f"{device}F{index}", start_s, start_s + 0.01))
+        spans.append(computed(device, f"{device}F{index}", start_s, start_s + 0.01))
         spans.append(
-            Span(device, SpanKind.RECV, f"gradient {device + 1}->{device} of microbatch {index}", start_s + 0.01, start_s + 0.011, 10)
+            Span(device, SpanKind.RECV, Message(Direction.GRADIENT, device + 1, device, index), start_s + 0.01, start_s + 0.011, 10)
         )
-        spans.append(Span(device, SpanKind.COMPUTE, f"{device}B{index}", start_s + 0.011, start_s + 0.03))
-        spans.append(
-            Span(device, SpanKind.TRANSFER, f"gradient {device + 1}->{device} of microbatch {index}", start_s, start_s + 0.002, 10)
-        )
+        spans.append(computed(device, f"{device}B{index}", start_s + 0.011, start_s + 0.03))
+        spans.append(Span(device, SpanKind.TRANSFER, Message(Direction.GRADIENT, device + 1, device, index), start_s, start_s + 0.002, 10))
     trace = Trace("large", Source.MEASURED, tuple(map(str, range(64))), 1, tuple(spans))
     assert len(draw_page([trace])) < 40 * len(spans)
 
@@ -240,7 +239,7 @@ def test_the_same_trace_gives_the_same_page() -> None:
 
 
 def test_every_kind_and_cause_has_a_fill() -> None:
-    page = draw_page([HAND])
+    page = draw_page([TWO_UPDATES])
     for name in (*OpKind, *CAUSES[1:]):
         assert f".fill-{name} {{" in page
     for cause in CAUSES[1:]:
@@ -259,7 +258,7 @@ def test_the_script_draws_in_a_browser(tmp_path: Path) -> None:
     if browser is None:
         pytest.skip(f"needs a browser: one of {', '.join(BROWSERS)}")
     path = tmp_path / "page.html"
-    path.write_text(draw_page([HAND, replace(HAND, source=Source.SIMULATED)]), encoding="utf-8")
+    path.write_text(draw_page([TWO_UPDATES, replace(TWO_UPDATES, source=Source.SIMULATED)]), encoding="utf-8")
     options = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr")
     ran = subprocess.run([browser, *options, "--dump-dom", path.as_uri()], capture_output=True, text=True, check=False, timeout=50)
     assert "CONSOLE" not in ran.stderr

@@ -32,7 +32,7 @@ from raypipe.show.svg import draw_traces
 from raypipe.simulation.cost import StageCost, equal_stages
 from raypipe.simulation.simulator import simulate
 from tests import strategies
-from tests.artifacts.test_trace import HAND, traces
+from tests.spans import TWO_UPDATES, computed, traces
 
 
 def traced(schedule: Schedule, *, latency_s: float = 0.0, saved_bytes: int = 0, source: Source = Source.SIMULATED) -> Trace:
@@ -175,7 +175,7 @@ def test_grids_of_several_traces_have_one_time_axis() -> None:
 
 
 def test_a_trace_without_time_leaves_the_other_its_grid() -> None:
-    still = Trace("still", Source.MEASURED, ("0",), 1, (Span(0, SpanKind.COMPUTE, "0F0", 0.0, 0.0),))
+    still = Trace("still", Source.MEASURED, ("0",), 1, (computed(0, "0F0", 0.0, 0.0),))
     moving = traced(spec("1f1b", 2, 2))
     first, second = timed_grids((still, moving), width=80)
     assert first.plain == "no Op takes any time"
@@ -183,12 +183,12 @@ def test_a_trace_without_time_leaves_the_other_its_grid() -> None:
 
 
 def test_slots_that_overlap_are_drawn_as_one() -> None:
-    assert "F0&B0" in timed_grid(replace(HAND, spans=HAND.spans[3:4]), width=100).plain
+    assert "F0&B0" in timed_grid(replace(TWO_UPDATES, spans=TWO_UPDATES.spans[3:4]), width=100).plain
 
 
 @pytest.mark.parametrize("times_s", [(0.0, 0.0), (-3.0, -1.0)])
 def test_a_trace_without_time_is_no_grid(times_s: tuple[float, float]) -> None:
-    trace = Trace("still", Source.MEASURED, ("a",), 1, (Span(0, SpanKind.COMPUTE, "0F0", *times_s),))
+    trace = Trace("still", Source.MEASURED, ("a",), 1, (computed(0, "0F0", *times_s),))
     assert timed_grid(trace, width=80).plain == "no Op takes any time"
 
 
@@ -296,7 +296,7 @@ def test_two_traces_share_one_axis_and_are_compared() -> None:
 
 
 def test_slots_that_overlap_share_the_height_of_a_row() -> None:
-    root = parsed(draw_traces([replace(HAND, spans=HAND.spans[3:4])]))
+    root = parsed(draw_traces([replace(TWO_UPDATES, spans=TWO_UPDATES.spans[3:4])]))
     assert [box.get("height") for kind in "FB" for box in boxes(root, kind)] == ["12.0", "12.0"]
 
 
@@ -307,8 +307,8 @@ def test_large_traces_stay_small_files(size: tuple[int, int, int]) -> None:
     for device in range(devices):
         for index in range(microbatches * updates):
             start_s = device + 3.0 * index
-            spans.append(Span(device, SpanKind.COMPUTE, f"{device}F{index}", start_s, start_s + 1))
-            spans.append(Span(device, SpanKind.COMPUTE, f"{device}B{index}", start_s + 1, start_s + 3))
+            spans.append(computed(device, f"{device}F{index}", start_s, start_s + 1))
+            spans.append(computed(device, f"{device}B{index}", start_s + 1, start_s + 3))
             spans.append(Span(device, SpanKind.TRANSFER, f"message {index}", start_s, start_s + 2, 1000))
     memory = tuple(tuple((3.0 * index, index % 7) for index in range(microbatches * updates)) for _ in range(devices))
     trace = Trace("large", Source.MEASURED, tuple(map(str, range(devices))), updates, tuple(spans), memory)
@@ -328,7 +328,7 @@ def test_large_traces_stay_small_files(size: tuple[int, int, int]) -> None:
 
 def test_a_wide_op_keeps_its_label_behind_a_wait_too_short_to_see() -> None:
     wait = Span(0, SpanKind.RECV, "message", 5.0, 5.0001)
-    spans = (Span(0, SpanKind.COMPUTE, "0F0", 0.0, 5.0), wait, Span(0, SpanKind.COMPUTE, "0B0", 5.0001, 10.0))
+    spans = (computed(0, "0F0", 0.0, 5.0), wait, computed(0, "0B0", 5.0001, 10.0))
     assert {"F0", "B0"} <= set(words(parsed(draw_traces([Trace("waiting", Source.MEASURED, ("a",), 1, spans)]))))
 
 
@@ -341,7 +341,7 @@ def test_any_traces_give_a_well_formed_drawing(given_traces: list[Trace]) -> Non
 def test_names_cannot_break_out_of_a_drawing() -> None:
     hostile = '</text><script>alert("1")</script>&\x00\x1b\ud800'
     span = Span(0, SpanKind.RECV, hostile, 0.0, 1.0)
-    trace = replace(HAND, name=hostile, devices=(hostile, "b"), spans=(*HAND.spans, span))
+    trace = replace(TWO_UPDATES, name=hostile, devices=(hostile, "b"), spans=(*TWO_UPDATES.spans, span))
     root = parsed(draw_traces([trace]))
     assert not list(root.iter(f"{SPACE}script"))
     node = Node(name="n", devices=(Device("d", "<b>&"),))
@@ -395,8 +395,8 @@ def test_kinds_that_overlap_are_shown_where_their_labels_do_not_fit() -> None:
 
 
 def test_labels_read_each_name() -> None:
-    labels = Labels(HAND)
-    assert labels.text(HAND.spans[3]) == "F0&B0"
+    labels = Labels(TWO_UPDATES)
+    assert labels.text(TWO_UPDATES.spans[3]) == "F0&B0"
     assert labels.kinds == (OpKind.FORWARD, OpKind.BACKWARD, OpKind.UPDATE)
 
 
@@ -549,7 +549,7 @@ def made_plan() -> Plan:
             "node0  gpu0.0 gpu0.1  h200       141 GB      2             3",
         ),
         (lambda: tables.link_table(ClusterTopology.uniform(2, latency_s=0.5)), "any other pair    no limit, 500 ms"),
-        (lambda: tables.trace_table(HAND, (100, None)), "left    3.75 s   2.25 s   67.4%  30 B of 100 B"),
+        (lambda: tables.trace_table(TWO_UPDATES, (100, None)), "left    3.75 s   2.25 s   67.4%  30 B of 100 B"),
         (lambda: tables.table(("n",), ([str(row)] for row in range(60))), "(12 more)"),
     ],
 )
