@@ -21,7 +21,7 @@ from raypipe.planning.chunks import balanced, neighbours
 from raypipe.planning.layout import Layout, LayoutEvaluator
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope, WeightRule
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope
 from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.passes import repeated, shard_optimizer
 from raypipe.schedules.search.dispatch import Line, defer_updates
@@ -149,7 +149,7 @@ def timed(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...
     laying = schedule.pipelines[0]
     kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
     times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(laying))
-    count = 1 if schedule.weight_rule is WeightRule.FLUSH and scope is UpdateScope.GLOBAL else num_updates
+    count = 1 if not schedule.weight_rule.overlaps_updates and scope is UpdateScope.GLOBAL else num_updates
     size = ScheduleRequest(problem.num_devices, problem.num_microbatches, count, case.chunks, case.pipelines, scope, times, LATENCY_S)
     schedule = schedule_of(case, size)
     return schedule, Numbered(lower(schedule)).run(cost_of(problem, cuts, schedule))

@@ -72,7 +72,7 @@ def specs() -> tuple[ScheduleSpec, ...]:
 
 def overlaps(name: str) -> bool:
     """Whether the updates of that schedule overlap; a function is not known to have such. Errors as of `family`."""
-    return spec(name).weight_rule is not WeightRule.FLUSH
+    return spec(name).weight_rule.overlaps_updates
 
 
 def is_file(name: str) -> bool:
@@ -257,7 +257,7 @@ def _sized(path: str, order: Schedule, size: ScheduleRequest) -> Schedule:
     if size.num_updates != order.num_updates:
         if order.num_updates > 1:
             # A plan of a synchronous order is one of an update.
-            options = "" if order.weight_rule is WeightRule.FLUSH else "--updates-per-window, "
+            options = "--updates-per-window, " if order.weight_rule.overlaps_updates else ""
             raise ScheduleError(
                 f"{path} is the order of {order.num_updates} updates, asked for {size.num_updates}; use --updates {order.num_updates} "
                 f"({options}schedule.updates_per_window), or write the order of one update, which is repeated"

@@ -108,6 +108,27 @@ class WeightRule(StrEnum):
     LIVE = "live"
     """Each Op uses whatever is newest on its worker when it runs."""
 
+    @property
+    def overlaps_updates(self) -> bool:
+        """Whether a microbatch may start before the update of the one before it has ended."""
+        return self is not WeightRule.FLUSH
+
+    @property
+    def keeps_versions(self) -> bool:
+        """Whether a stage holds earlier versions of its weights next to the newest one."""
+        return self in {WeightRule.STASH, WeightRule.DOUBLE_BUFFER}
+
+    @property
+    def allows_mismatch(self) -> bool:
+        """Whether a backward may use another version than its forward used."""
+        return self is WeightRule.LIVE
+
+    def fixed_version(self, update: int) -> int | None:
+        """Return the version that every microbatch of an update uses; `None` where it depends on the order."""
+        if self is WeightRule.FLUSH:
+            return update
+        return max(update - 1, 0) if self is WeightRule.DOUBLE_BUFFER else None
+
 
 class UpdateScope(StrEnum):
     """What an update waits for, and whose norm limits its gradients.
@@ -335,15 +356,11 @@ def reads(schedule: Schedule, op: Op) -> int:
     update = schedule.update(op)
     if op.kind.per_update:
         return update
-    match schedule.weight_rule:
-        case WeightRule.FLUSH:
-            return update
-        case WeightRule.DOUBLE_BUFFER:
-            return max(update - 1, 0)
-        case WeightRule.STASH:
-            op = schedule.find(Op(OpKind.FORWARD, op.stage, op.index, op.pipeline, op.part))[0]
-        case WeightRule.LIVE:
-            pass
+    version = schedule.weight_rule.fixed_version(update)
+    if version is not None:
+        return version
+    if not schedule.weight_rule.allows_mismatch:
+        op = schedule.find(Op(OpKind.FORWARD, op.stage, op.index, op.pipeline, op.part))[0]
     return schedule.newest_version(schedule.holder(op), schedule.places[op].position)
 
 

@@ -20,7 +20,6 @@ from raypipe.schedules.ir import (
     StageGraph,
     StageTimes,
     UpdateScope,
-    WeightRule,
     ops_of,
 )
 from raypipe.schedules.search.dispatch import Line, defer_updates
@@ -204,7 +203,7 @@ def over_graph(schedule: Schedule, graph: StageGraph, *, times: tuple[StageTimes
     """
     laid = replace(schedule, graph=graph)
     in_line = graph.edges == StageGraph.chain(graph.num_stages).edges and all(op.kind in _IN_LINE for op in schedule.places)
-    if not graph.ties or schedule.weight_rule is WeightRule.FLUSH or schedule.forward_only or not in_line:
+    if not graph.ties or not schedule.weight_rule.overlaps_updates or schedule.forward_only or not in_line:
         return laid
     if len(schedule.pipelines) > 1:
         return _gathered(laid)

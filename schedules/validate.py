@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Holder, Op, OpKind, Place, Schedule, WeightRule, dependencies, ops_of, reads
+from raypipe.schedules.ir import Holder, Op, OpKind, Place, Schedule, dependencies, ops_of, reads
 from raypipe.schedules.lower import Await, Collective, CollectiveKind, Item, Message, Recv, Send, Start, lower
 from raypipe.schedules.text import order_grid
 
@@ -324,7 +324,7 @@ def facts(schedule: Schedule) -> Facts:
         copies[holder.worker] += _peak_versions(schedule, holder)
     mismatch = 0
     delays: list[int] = []
-    if schedule.weight_rule is not WeightRule.FLUSH:
+    if schedule.weight_rule.overlaps_updates:
         for op, _ in schedule.ops():
             if op.kind.gives_input_gradient:
                 forward = reads(schedule, schedule.find(op._replace(kind=OpKind.FORWARD))[0])
@@ -355,7 +355,7 @@ def _peak_in_flight(schedule: Schedule, worker: int) -> int:
 
 def _peak_versions(schedule: Schedule, holder: Holder) -> int:
     """The most versions of one copy that are still to be read at once, the newest included."""
-    if schedule.weight_rule in {WeightRule.FLUSH, WeightRule.LIVE}:
+    if not schedule.weight_rule.keeps_versions:
         return 1
     born = {0: -1}
     last: dict[int, int] = {}

@@ -35,7 +35,6 @@ from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.errors import ConfigError
 from raypipe.model import Batch, Model
-from raypipe.schedules.ir import WeightRule
 
 LOW = torch.bfloat16
 
@@ -106,7 +105,7 @@ def prepare(
         specs = output_specs(module, inputs, batch, num_rows=num_rows)
     weights.check_in_place()
     both = uses.cast & uses.plain
-    if both and weights.rule is WeightRule.LIVE:
+    if both and weights.rule.allows_mismatch:
         raise ConfigError(
             f"stage {module.stage}: autocast needs {', '.join(sorted(both))} in bfloat16 and as built; what it makes of it in a forward "
             "would be out of date in the backward. Set model.precision to bf16 or float32, use two weights, or take a schedule whose "

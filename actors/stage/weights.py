@@ -36,7 +36,7 @@ class Weights:
         self.module = module
         self.on = module.on
         self.rule = rule
-        self._versions = WeightVersions(module, separate=rule in {WeightRule.STASH, WeightRule.DOUBLE_BUFFER})
+        self._versions = WeightVersions(module, separate=rule.keeps_versions)
         self.names, self.masters = self._versions.names, self._versions.masters
         self._gradients = GradientBuffers(self.masters, on=self.on)
         self._shared = SharedGradients(module.shared, self.names, self.masters, on=self.on)

@@ -21,7 +21,7 @@ from raypipe.cli.options import COUNT, SECONDS, FiniteRange, check_folder, check
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.errors import InputError, ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest, StageTimes, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, ScheduleRequest, StageTimes, UpdateScope
 from raypipe.schedules.lower import lower
 from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.staleness import StalenessLimits
@@ -197,7 +197,7 @@ def schedule(
     if output:
         wanted = ScheduleFormat(format_name) if format_name else _FORMATS[output_suffix(output, *_FORMATS)]
         codec.write_text(output, text_of(wanted, built, trace, figures))
-        if wanted in {ScheduleFormat.CSV, ScheduleFormat.TORCH_CSV} and built.weight_rule is not WeightRule.FLUSH:
+        if wanted in {ScheduleFormat.CSV, ScheduleFormat.TORCH_CSV} and built.weight_rule.overlaps_updates:
             text = f"{output} holds the order alone: read again, it is a synchronous schedule"
             click.echo(f"{text}; a .json file keeps how {name} finds its weights", err=True)
     if as_json:
@@ -216,7 +216,7 @@ def long_window(spec: ScheduleSpec, size: ScheduleRequest) -> ScheduleRequest:
     With a flush and the scope `global`, the default of all schedules with a flush, each update takes as long as the first.
     """
     num_updates = max(size.num_updates, _STEADY_UPDATES)
-    if spec.weight_rule is not WeightRule.FLUSH or size.update_scope not in {None, UpdateScope.GLOBAL}:
+    if spec.weight_rule.overlaps_updates or size.update_scope not in {None, UpdateScope.GLOBAL}:
         num_updates = max(num_updates, 8 * math.ceil(size.num_devices * size.num_chunks / size.num_microbatches))
     return replace(size, num_updates=num_updates)
 

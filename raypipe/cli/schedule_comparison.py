@@ -12,7 +12,7 @@ from raypipe.cli.schedule import StageSeconds, long_window, refuse_large
 from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.lower_bounds import Piece, lower_bound
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import DeviceProgram, Send, lower
 from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.validate import facts, validate
@@ -103,7 +103,7 @@ def _timed(schedule: Schedule, programs: Sequence[DeviceProgram], stage: StageSe
 
 def _flushes(schedule: Schedule) -> bool:
     """Whether each update waits for all of the last one, so that all take as long as the first."""
-    return schedule.weight_rule is WeightRule.FLUSH and schedule.update_scope is UpdateScope.GLOBAL
+    return not schedule.weight_rule.overlaps_updates and schedule.update_scope is UpdateScope.GLOBAL
 
 
 def _long_window(spec: ScheduleSpec, schedule: Schedule, size: ScheduleRequest) -> Schedule | None:

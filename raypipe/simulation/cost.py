@@ -19,7 +19,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
 from raypipe.artifacts.topology import ClusterTopology, Device, Overheads, Path
-from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, WeightRule
+from raypipe.schedules.ir import Holder, Op, OpKind, Schedule
 from raypipe.schedules.lower import Collective, CollectiveKind, Message, Placement
 from raypipe.schedules.passes import recomputed_stages
 from raypipe.schedules.validate import facts
@@ -358,7 +358,7 @@ def published_copies(schedule: Schedule) -> frozenset[Holder]:
 
 def weight_versions(schedule: Schedule, placement: Placement) -> dict[int, float]:
     """For each device, weight copies over stages held; nothing where all hold one version."""
-    if schedule.weight_rule in {WeightRule.FLUSH, WeightRule.LIVE}:
+    if not schedule.weight_rule.keeps_versions:
         return {}
     held = Counter(holder.worker for holder in schedule.holders)
     copies = facts(schedule).weight_copies

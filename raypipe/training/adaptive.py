@@ -27,7 +27,6 @@ from raypipe.planning.planners import bound_s
 from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
 from raypipe.schedule_registry import spec
-from raypipe.schedules.ir import WeightRule
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import one_of_repeated, recomputed_stages
 from raypipe.schedules.validate import facts as facts_of
@@ -228,7 +227,7 @@ class AdaptiveStrategy(Strategy):
         config = self.config
         schedule, adaptation = config.schedule, config.adaptation
         staleness, mismatch = schedule.max_staleness, schedule.max_mismatch
-        if self.start is not None and self.schedule.weight_rule is not WeightRule.FLUSH:
+        if self.start is not None and self.schedule.weight_rule.overlaps_updates:
             known = facts_of(self.schedule)
             staleness = known.max_delay if staleness is None else staleness
             mismatch = known.max_mismatch if mismatch is None else mismatch

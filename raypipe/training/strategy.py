@@ -22,7 +22,7 @@ from raypipe.cluster.node_matching import least_rows
 from raypipe.cluster.slots import Slot
 from raypipe.config import TrainConfig
 from raypipe.model import Model
-from raypipe.schedules.ir import Schedule, WeightRule
+from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import DeviceProgram, Placement
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
@@ -131,7 +131,7 @@ class Strategy(ABC):
 
     def _predict(self, plan: Plan) -> None:
         self.predicted = simulate_plan(plan)
-        overlaps = plan.schedule.weight_rule is not WeightRule.FLUSH
+        overlaps = plan.schedule.weight_rule.overlaps_updates
         # Updates that overlap have no time of their own, only a share of the window, as the plan and its bound count.
         update_s = self.predicted.makespan_s / self.predicted.num_updates if overlaps else self.predicted.update_s
         bound_s = plan.predicted.lower_bound_s if plan.predicted else None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope, ops_of
 
 Key = Callable[[float, Op], tuple[float, ...]]
 """Of all that has arrived at a worker, the least is taken; given when it arrived, and what it is."""
@@ -220,7 +220,7 @@ def defer_updates(schedule: Schedule, line: Line) -> Schedule:
     """The schedule with each U where nobody would wait for it: before the first Op that starts when its gradients are there.
 
     Those are the gradients of all copies of its stage and of the stages that share a weight with it, of all stages for the scope
-    `global`. Under `double_buffer` a U stands before what reads its version all the same.
+    `global`. A U stands before what is bound to read its version all the same (`WeightRule.fixed_version`).
 
     Args:
         schedule: with whole backwards; where its U stand does not matter.
@@ -245,9 +245,10 @@ def with_updates(schedule: Schedule, done: Sequence[Sequence[Started]]) -> list[
     orders: list[list[Op]] = []
     for worker, row in enumerate(done):
         needed_s: dict[tuple[int, int], float] = {}
-        if schedule.weight_rule is WeightRule.DOUBLE_BUFFER:
-            for started in row:
-                needed_s.setdefault((started.op.stage, schedule.update(started.op) - 2), started.start_s)
+        for started in row:
+            version = schedule.weight_rule.fixed_version(schedule.update(started.op))
+            if version is not None:
+                needed_s.setdefault((started.op.stage, version - 1), started.start_s)
         updates = sorted(
             (min(ready_s[meets[stage], update], needed_s.get((stage, update), math.inf)), update, stage, pipeline)
             for (held_by, stage), pipeline in schedule.holders.items()
