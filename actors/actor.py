@@ -407,7 +407,7 @@ class StageActor:
             device=self.identity.device,
             model=self._model,
             cut=self._order.cut,
-            held=self._weights,
+            weights=self._weights,
             transport=self._transport,
             edge_specs=edge_specs,
             num_rows=self._order.num_rows,

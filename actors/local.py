@@ -9,10 +9,11 @@ import torch
 
 from raypipe.actors import devices
 from raypipe.actors.execution.batches import BatchSource
-from raypipe.actors.execution.executor import Executor, LearningRate, Window
+from raypipe.actors.execution.executor import Executor, Window
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import WindowReport
+from raypipe.actors.execution.updates import LearningRate
 from raypipe.actors.stage.gradient_flow import LayerOutput, edge_specs
 from raypipe.actors.stage.precision import loss_in_float32, prepare, stage_module
 from raypipe.actors.stage.weights import Optimizer, Weights
@@ -89,7 +90,7 @@ class LocalPipeline:
                 device=program.device,
                 model=loss_in_float32(model, precision),
                 cut=cut,
-                held=held,
+                weights=held,
                 transport=network.transport(program.device),
                 edge_specs=edge_specs(cut, made),
                 num_rows=num_rows,

@@ -209,11 +209,6 @@ class DeviceProgram:
         }
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Each item as text; empty for Sends and Starts, which take no time."""
-        return tuple("" if isinstance(item, Send | Start) else str(item) for item in self.items)
-
-    @cached_property
     def row_ranges(self) -> frozenset[tuple[float, float]]:
         """The distinct rows that Ops of this device work on, in shares of a microbatch."""
         return frozenset(rows for item in self.items if isinstance(item, Compute) for rows in item.rows)

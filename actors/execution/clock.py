@@ -17,13 +17,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from raypipe.actors.execution.report import SpanLog
-from raypipe.actors.execution.steps import Awaiting, Computing, Receiving
+from raypipe.actors.execution.steps import TimedStep
 
 Mark = Any
 """A moment, as the clock has it: seconds, or an event of the device."""
-
-Timed = Computing | Receiving | Awaiting
-"""A step that takes time."""
 
 _STEPS_AHEAD = 8
 """Of the host, at most: two or three Ops and what belongs to them."""
@@ -42,13 +39,13 @@ class Clock(Protocol):
     def mark(self) -> Mark:
         """The moment that the device has come to, or will have, with what it was told until now."""
 
-    def note(self, step: Timed, since: Mark, until: Mark, num_bytes: int) -> None:
+    def note(self, step: TimedStep, since: Mark, until: Mark, num_bytes: int) -> None:
         """Notes what lies between two marks."""
 
     def finish(self) -> SpanLog:
         """Waits until all is done; returns what was noted, in seconds since `begin`."""
 
-    def doing(self) -> Timed | None:
+    def doing(self) -> TimedStep | None:
         """The step that the device is at, where that is not the host's. Called from another thread."""
 
     def close(self) -> None:
@@ -74,7 +71,7 @@ class HostClock:
         self._origin_s = time.perf_counter()
         return began_s
 
-    def note(self, step: Timed, since: float, until: float, num_bytes: int) -> None:
+    def note(self, step: TimedStep, since: float, until: float, num_bytes: int) -> None:
         """See `Clock`."""
         self._log.add(step.position, since - self._origin_s, until - self._origin_s, num_bytes)
 
@@ -99,7 +96,7 @@ class DeviceClock:
         stuck: called from there with the step at which nothing has moved for so long; is to end it.
     """
 
-    def __init__(self, module: Any, *, timeout_s: float, check: Callable[[], None], stuck: Callable[[Timed], None]) -> None:
+    def __init__(self, module: Any, *, timeout_s: float, check: Callable[[], None], stuck: Callable[[TimedStep], None]) -> None:
         self._module = module
         self._timeout_s = timeout_s
         self._check = check
@@ -107,7 +104,7 @@ class DeviceClock:
         self._origin: Mark = None
         self._lock = threading.Lock()
         """For the next three, which other threads look at."""
-        self._noted: list[tuple[Timed, Mark, Mark, int]] = []
+        self._noted: list[tuple[TimedStep, Mark, Mark, int]] = []
         self._num_done = 0
         self._num_windows = 0
         self._in_window = threading.Event()
@@ -133,7 +130,7 @@ class DeviceClock:
         event.record()
         return event
 
-    def note(self, step: Timed, since: Mark, until: Mark, num_bytes: int) -> None:
+    def note(self, step: TimedStep, since: Mark, until: Mark, num_bytes: int) -> None:
         """See `Clock`; waits where the host would be too far ahead."""
         self._noted.append((step, since, until, num_bytes))
         if len(self._noted) > _STEPS_AHEAD:
@@ -150,7 +147,7 @@ class DeviceClock:
             log.add(step.position, start_s, end_s, num_bytes)
         return log
 
-    def doing(self) -> Timed | None:
+    def doing(self) -> TimedStep | None:
         """See `Clock`."""
         with self._lock:
             # A device that has failed says so at every question; whoever waits for it is told what happened.

@@ -14,6 +14,7 @@ import torch
 
 from raypipe.actors.execution import executor as of_programs
 from raypipe.actors.execution.report import mean_losses
+from raypipe.actors.execution.updates import Updates
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import export_layers, import_layers
@@ -135,17 +136,18 @@ def test_dropout_draws_the_same_masks_whatever_the_cut(name: str) -> None:
 @pytest.fixture
 def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes it an error if the host waits for the GPU while a step of a program is enqueued."""
-    for name in ("_compute", "_receive", "_start", "_await"):
-        own = getattr(of_programs._Run, name)
+    walk = of_programs._WindowRun
+    for owner, name in ((walk, "_compute"), (walk, "_receive"), (Updates, "start"), (walk, "_await")):
+        own = getattr(owner, name)
 
-        def step(self: of_programs._Run, what: object, own: Callable[..., None] = own) -> None:
+        def step(self: object, what: object, own: Callable[..., None] = own) -> None:
             forbid_waits(True)
             try:
                 own(self, what)
             finally:
                 forbid_waits(False)
 
-        monkeypatch.setattr(of_programs._Run, name, step)
+        monkeypatch.setattr(owner, name, step)
     yield
     forbid_waits(False)
 

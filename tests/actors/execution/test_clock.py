@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raypipe.actors.execution.clock import DeviceClock
-from raypipe.actors.execution.steps import Computing
+from raypipe.actors.execution.steps import ComputeStep
 from raypipe.actors.local import LocalPipeline
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import RunError, TransportTimeoutError
@@ -72,8 +72,8 @@ class Device:
                 event.happen()
 
 
-def step(position: int) -> Computing:
-    return Computing(position, f"F{position}", "", (), (), ())
+def step(position: int) -> ComputeStep:
+    return ComputeStep(position, f"F{position}", "", (), (), ())
 
 
 def pipeline_of(num_devices: int) -> LocalPipeline:
@@ -224,7 +224,7 @@ def test_what_a_device_does_not_get_past_ends_the_window_with_its_name(
     pipeline = pipeline_of(2)
     executor = pipeline.executors[1]
     executor.timeout_s = 0.3
-    executor.clock = DeviceClock(device, timeout_s=0.3, check=executor._look_around, stuck=executor._give_up)
+    executor.clock = DeviceClock(device, timeout_s=0.3, check=executor._check_transport, stuck=executor._give_up)
     try:
         with pytest.raises(error, match=match):
             pipeline.run_window()

@@ -86,7 +86,7 @@ def pipeline(model: Model, name: str, *, num_devices: int, again: Sequence[int] 
 
 
 def border(run: LocalPipeline, source: int) -> list[EdgeTensor]:
-    return [tensor for tensors in run.executors[0].wirer.edge_specs[source, source + 1] for tensor in tensors]
+    return [tensor for tensors in run.executors[0].edges.specs[source, source + 1] for tensor in tensors]
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_gradients_that_nobody_has_or_wants_are_not_sent() -> None:
     run = pipeline(model_of(First, User, Block, Last), "1f1b", num_devices=4)
     assert [(tensor.takes_gradient, tensor.returns) for tensor in border(run, 0)] == [(True, True), (False, False), (True, True)]
     assert [(tensor.takes_gradient, tensor.returns) for tensor in border(run, 1)] == [(True, True), (False, False), (True, False)]
-    second = run.executors[1].wirer.wire(run.programs[1], NUM_ROWS)
+    second = run.executors[1].bound(run.programs[1], NUM_ROWS)
     coming = {(peer, len(expected.tensors)) for peer, messages in second.incoming.items() for expected in messages}
     leaving = {(peer, len(expected.tensors)) for peer, messages in second.outgoing.items() for expected in messages}
     assert coming == {(0, 3), (2, 1)}

@@ -93,7 +93,7 @@ def furthest(run: LocalPipeline, expected: list[list[Tensor]]) -> float:
 
 
 def message_dtypes(run: LocalPipeline) -> set[torch.dtype]:
-    edges = run.executors[0].wirer.edge_specs
+    edges = run.executors[0].edges.specs
     return {tensor.spec.dtype for layers in edges.values() for tensors in layers for tensor in tensors}
 
 

@@ -1,0 +1,199 @@
+"""The updates of one window, and the collectives that bring devices together for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from raypipe.actors.execution.steps import AwaitStep, StartStep
+from raypipe.actors.stage.weights import Weights
+from raypipe.actors.transport.protocol import Pending, Transport
+from raypipe.schedules.ir import Op, UpdateScope
+from raypipe.schedules.lower import Collective, CollectiveKind, DeviceProgram
+
+Number = float | Tensor
+"""A number; one that a GPU computes behind the host stays there as a tensor."""
+
+
+class LearningRate(Protocol):
+    """The learning rate of each update."""
+
+    def __call__(self, update: int, /) -> float:
+        """Return the learning rate of an update, counted from the beginning of training."""
+
+
+def root(square: Tensor) -> Number:
+    """Return the square root of a scalar."""
+    return math.sqrt(square) if square.is_cpu else square.sqrt()
+
+
+def _hypot(one: Number, other: Number) -> Number:
+    return torch.hypot(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else math.hypot(one, other)
+
+
+class Updates:
+    """Norms, shared gradients, collectives and updates of one window on one device.
+
+    Args:
+        program: The device's program.
+        updated: Stages that the device updates.
+        weights: Weights of the stages on the device.
+        transport: Where collectives run.
+        on: torch's name of the device.
+        first_update: Updates done before the window.
+        learning_rate: Learning rate of each update.
+        max_grad_norm: Limit of the gradient norm; `None` for no limit.
+    """
+
+    def __init__(
+        self,
+        program: DeviceProgram,
+        *,
+        updated: frozenset[int],
+        weights: Mapping[int, Weights],
+        transport: Transport,
+        on: torch.device,
+        first_update: int,
+        learning_rate: LearningRate,
+        max_grad_norm: float | None,
+    ) -> None:
+        self._program = program
+        self._ties = program.graph.ties
+        self._updated = updated
+        self._weights = weights
+        self._transport = transport
+        self._on = on
+        self._first_update = first_update
+        self._learning_rate = learning_rate
+        self._max_grad_norm = max_grad_norm
+        self.pending: dict[Collective, Pending] = {}
+        """Collectives under way."""
+        self.shared: dict[tuple[int, int], Tensor] = {}
+        """By stage and update, the summed gradients of the weights that the stage shares with others."""
+        self._norms: dict[int, Number] = {}
+        self._tied_norms: dict[tuple[int, int], Number] = {}
+
+    def norms(self) -> dict[int, float]:
+        """Return the gradient norm of each update, as far as this device knows it."""
+        return {update: float(norm) for update, norm in self._norms.items()}
+
+    def update(self, op: Op, position: int) -> None:
+        """Update a stage."""
+        weights = self._weights[op.stage]
+        shared = self._shared(op.stage, op.index)
+        norm = self._norm(op)
+        if shared is not None:
+            # What stages share is limited alike on all of them. A product: other stages of this device may be yet to use the sum.
+            stage_only = self._program.update_scope is UpdateScope.STAGE
+            shared = shared * self._scale(root(weights.shared_squared_norm(shared)) if stage_only else norm)
+            del self.shared[op.stage, op.index]
+        weights.update(
+            op.index,
+            scale=self._scale(norm),
+            learning_rate=self._learning_rate(self._first_update + op.index),
+            keep_old=self._program.last_reads[op.stage, op.index] > position,
+            shared=shared,
+        )
+
+    def start(self, step: StartStep) -> None:
+        """Start a collective with this device's share."""
+        self.pending[step.collective] = self._transport.start(step.collective, self._share(step.collective))
+
+    def finish(self, step: AwaitStep) -> int:
+        """Wait for a collective and put its sum where it is needed; return its bytes."""
+        collective = step.collective
+        total = self.pending.pop(collective).wait()
+        weights, stage, update = self._weights, collective.stage, collective.update
+        match collective.kind:
+            case CollectiveKind.NORM:
+                self._norms[update] = root(total.reshape(()))
+            case CollectiveKind.TIED_NORM:
+                self._tied_norms[stage, update] = root(total.reshape(()))
+            case CollectiveKind.TIED:
+                self._set_shared(stage, update, total)
+            case CollectiveKind.GRADIENTS:
+                weights[stage].set_flat_gradients(update, total)
+            case CollectiveKind.WEIGHTS:
+                if weights[stage].newest <= update:
+                    weights[stage].receive(update, total)
+        return total.nbytes
+
+    def _share(self, collective: Collective) -> Tensor:
+        stage, update, primary = collective.stage, collective.update, self._program.primary_stages
+        match collective.kind:
+            case CollectiveKind.NORM:
+                return self._local_squared_norm(update, self._weights).reshape(1)
+            case CollectiveKind.TIED_NORM:
+                return self._local_squared_norm(update, self._ties[stage]).reshape(1)
+            case CollectiveKind.TIED:
+                return self._local_shared(stage, update, primary)
+            case CollectiveKind.GRADIENTS:
+                return self._weights[stage].flat_gradients(update)
+            case CollectiveKind.WEIGHTS:
+                # The owner has made the new version; the others, and all but one of an owner's devices, add nothing, so that the sum is it.
+                weights = self._weights[stage]
+                return weights.flat() if weights.newest > update and stage in primary else torch.zeros_like(weights.flat())
+
+    # Norms
+
+    def _scale(self, norm: Number) -> Number:
+        limit = self._max_grad_norm
+        if limit is None:
+            return 1.0
+        if isinstance(norm, Tensor):
+            return torch.where(norm <= limit, 1.0, limit / (norm + 1e-6))
+        return 1.0 if norm <= limit else limit / (norm + 1e-6)
+
+    def _norm(self, op: Op) -> Number:
+        """Return the gradient norm that limits an update: over all stages, over its tie's, or over what its stage shares with none."""
+        scope = self._program.update_scope
+        if scope is UpdateScope.GLOBAL:
+            if op.index not in self._norms:  # no other device: there was no collective
+                self._norms[op.index] = root(self._local_squared_norm(op.index, self._weights))
+            return self._norms[op.index]
+        if op.stage in self._program.primary_stages:
+            of_stage = root(self._local_squared_norm(op.index, (op.stage,)))
+            self._norms[op.index] = _hypot(self._norms[op.index], of_stage) if op.index in self._norms else of_stage
+        tie = self._program.graph.tie_of.get(op.stage)
+        if scope is UpdateScope.STAGE or tie is None:
+            return root(self._weights[op.stage].squared_norm(op.index))
+        if (tie, op.index) not in self._tied_norms:
+            self._tied_norms[tie, op.index] = root(self._local_squared_norm(op.index, self._ties[tie]))
+        return self._tied_norms[tie, op.index]
+
+    def _local_squared_norm(self, update: int, stages: Collection[int]) -> Tensor:
+        """Return this device's part of a norm over some stages; shared weights count with the first stage of their tie."""
+        parts = [torch.zeros((), dtype=torch.float64, device=self._on)]
+        tie_of = self._program.graph.tie_of
+        for stage in self._program.primary_stages.intersection(stages):
+            parts.append(self._weights[stage].squared_norm(update))
+            if stage in tie_of and stage == self._ties[tie_of[stage]][0]:
+                shared = self._shared(stage, update)
+                assert shared is not None, "it is tied"
+                parts.append(self._weights[stage].shared_squared_norm(shared))
+        return torch.stack(parts).sum()
+
+    # Weights that stages share
+
+    def _shared(self, stage: int, update: int) -> Tensor | None:
+        """Return the summed gradients of all weights that a stage's tie shares; `None` where it has none."""
+        tie = self._program.graph.tie_of.get(stage)
+        if tie is None:
+            return None
+        if (stage, update) not in self.shared:  # all stages of the tie are here: there was no collective
+            self._set_shared(tie, update, self._local_shared(tie, update, self._weights))
+        return self.shared[stage, update]
+
+    def _set_shared(self, tie: int, update: int, total: Tensor) -> None:
+        for stage in self._updated.intersection(self._ties[tie]):
+            self.shared[stage, update] = total
+
+    def _local_shared(self, tie: int, update: int, stages: Collection[int]) -> Tensor:
+        """Return the sum over some of the stages of this device, added up in one order everywhere; zeros where none is tied."""
+        present = [stage for stage in self._ties[tie] if stage in self._weights]
+        parts = [self._weights[stage].shared_gradients(update) for stage in present if stage in stages]
+        return sum(parts[1:], start=parts[0]) if parts else torch.zeros_like(self._weights[present[0]].shared_gradients(update))

@@ -1,0 +1,58 @@
+"""Runs each stage of a GPU once before the device meets others.
+
+CUDA loads kernels when they are first asked for, torch compiles layers when they first run, and both may wait until the GPU has done all
+that it was told. In a window, that would include receiving messages, whose senders may wait for this device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from raypipe.actors import devices
+from raypipe.actors.execution.binding import StageEdges
+from raypipe.actors.execution.updates import root
+from raypipe.actors.stage.backward import backward_full, backward_input
+from raypipe.actors.stage.gradient_flow import stand_in, unchanged
+from raypipe.actors.stage.layers import RngKey
+from raypipe.actors.stage.module import Outputs
+from raypipe.actors.stage.weights import Weights
+from raypipe.model import Batch, Model
+
+
+def warm_up(weights: Mapping[int, Weights], edges: StageEdges, model: Model, batch: Batch, *, on: torch.device) -> None:
+    """Run each stage forwards and backwards over zeros, with the whole backward and with one in two parts, and drop the results."""
+    batch = devices.upload(batch, on)
+    for of_stage in weights.values():
+        of_stage.module.train()
+        with unchanged(of_stage.module):
+            for split in (False, True):
+                _run_once(of_stage, edges, model, batch, split=split)
+
+
+def _run_once(weights: Weights, edges: StageEdges, model: Model, batch: Batch, *, split: bool) -> None:
+    module, last = weights.module, len(model.layers) - 1
+    inputs: Outputs = {
+        layer: tuple(stand_in(tensor, on=module.on) for tensor in tensors)
+        for edge, of_layers in edges.specs.items()
+        if edge[1] == module.stage
+        for layer, tensors in zip(edges.cut.crossing[edge], of_layers, strict=True)
+    }
+    outputs = weights.run(weights.newest, inputs, batch, RngKey(0))
+    roots = [tensor for tensors in outputs.values() for tensor in tensors if tensor.requires_grad]
+    if last in outputs:
+        roots = [model.loss(outputs[last][0], batch)]
+    gradients = [torch.ones_like(root) for root in roots]
+    leaves = [tensor for tensors in inputs.values() for tensor in tensors]
+    parameters = weights.bind(weights.newest, 0)
+    if split:
+        pivot = () if any(leaf.requires_grad for leaf in leaves) else module.first[0]
+        _, deferred = backward_input(roots, gradients, leaves, parameters, pivot=pivot)
+        deferred.run()
+    else:
+        backward_full(roots, gradients, leaves, parameters)
+    root(weights.squared_norm(0))
+    weights.flat_gradients(0)
+    weights.drop_gradients(0)
+    module.first[0] = ()
