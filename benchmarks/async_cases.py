@@ -26,8 +26,11 @@ from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.passes import repeated, shard_optimizer
 from raypipe.schedules.search.dispatch import Line, defer_updates
 from raypipe.schedules.validate import facts
-from raypipe.simulation.cost import Cost, layout_cost, published_copies, weight_versions
-from raypipe.simulation.simulator import Numbered, Timing
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.cost import Cost
+from raypipe.simulation.plan_cost import layout_cost, published_copies, weight_versions
+from raypipe.simulation.simulator import time_order
+from raypipe.simulation.timing import Timing
 
 ROWS = 4
 """Sequences of a microbatch."""
@@ -152,7 +155,7 @@ def timed(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...
     count = 1 if not schedule.weight_rule.overlaps_updates and scope is UpdateScope.GLOBAL else num_updates
     size = ScheduleRequest(problem.num_devices, problem.num_microbatches, count, case.chunks, case.pipelines, scope, times, LATENCY_S)
     schedule = schedule_of(case, size)
-    return schedule, Numbered(lower(schedule)).run(cost_of(problem, cuts, schedule))
+    return schedule, time_order(CompiledOrder(lower(schedule)), cost_of(problem, cuts, schedule))
 
 
 def best_cut(case: Case, problem: Problem, scope: UpdateScope, *known: tuple[int, ...]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from raypipe.errors import RaypipeError
 from raypipe.model import Batch
 from raypipe.models.gpt import gpt
 from raypipe.schedules.ir import UpdateScope
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 
 NUM_POSITIONS = 128
 VOCABULARY_SIZE = 256
@@ -102,7 +102,7 @@ def predicted_s(work: Work) -> float:
             .fit()
             .plan
         )
-    return simulate_plan(plan).makespan_s / work.num_updates
+    return simulate(plan).makespan_s / work.num_updates
 
 
 def check(windows: dict[str, Window]) -> float:

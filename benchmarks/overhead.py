@@ -39,8 +39,9 @@ from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
 from raypipe.schedules.spec import synchronous
 from raypipe.schedules.text import parse_op
-from raypipe.simulation.cost import StageCost, equal_stages
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.cost import StageCost
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import simulate_programs
 
 NUM_ROWS = 256
 """Of WIDTH float32 numbers: 64 KB."""
@@ -111,7 +112,7 @@ def simulated_s(case: Case, schedule: Schedule, *, first_stage_in_w: bool = Fals
     if first_stage_in_w:
         first = {(0, 0): StageCost(case.wait_s, 2 * case.wait_s, 2 * case.wait_s)}
         cost = replace(cost, stages={**cost.stages, **first})
-    trace = simulate(lower(schedule), cost, name=case.schedule, num_updates=case.num_updates, with_memory=False)
+    trace = simulate_programs(lower(schedule), cost, name=case.schedule, num_updates=case.num_updates, with_memory=False)
     return trace.makespan_s / case.num_updates
 
 

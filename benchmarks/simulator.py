@@ -22,8 +22,11 @@ from raypipe.schedules.catalogue import build, spec
 from raypipe.schedules.ir import Schedule, ScheduleRequest
 from raypipe.schedules.lower import lower
 from raypipe.schedules.validate import validate
-from raypipe.simulation.cost import Cost, equal_stages
-from raypipe.simulation.simulator import Numbered, Timing
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.cost import Cost
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import time_order
+from raypipe.simulation.timing import Timing
 
 
 def linked(schedule: Schedule) -> Cost:
@@ -53,13 +56,13 @@ def one_round(seconds: dict[str, list[float]], name: str, size: ScheduleRequest)
     cost = linked(schedule)
 
     def simulated() -> Timing:
-        timing = Numbered(programs).run(cost)
+        timing = time_order(CompiledOrder(programs), cost)
         assert timing.update_s
         assert timing.memory
         return timing
 
     timing = timed(seconds, "simulate", simulated)
-    timed(seconds, "time again", lambda: timing.order.run(cost).update_s)
+    timed(seconds, "time again", lambda: time_order(timing.order, cost).update_s)
     timed(seconds, "trace", lambda: timing.trace(name=name))
     return len(schedule.places)
 

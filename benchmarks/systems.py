@@ -45,8 +45,9 @@ from raypipe.profiling.profiler import stage_costs
 from raypipe.schedules.catalogue import build, spec
 from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import lower
+from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost
-from raypipe.simulation.simulator import Numbered
+from raypipe.simulation.simulator import time_order
 
 SYSTEMS = {"raypipe": Transport.AUTO, "raypipe-gloo": Transport.GLOO, "torch": None}
 """The systems by name, with raypipe's transport."""
@@ -225,7 +226,7 @@ class RaypipeSystem:
             path=lambda _source, _target: link,
             overheads=overheads,
         )
-        return Numbered(lower(self.work.order)).run(cost).makespan_s / self.work.num_updates
+        return time_order(CompiledOrder(lower(self.work.order)), cost).makespan_s / self.work.num_updates
 
     def stand_still(self, still: bool) -> None:
         """Stops the actors' processes while another system is measured, or lets them go on.

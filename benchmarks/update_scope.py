@@ -21,8 +21,8 @@ from raypipe.cluster.session import session
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import lower
-from raypipe.simulation.cost import equal_stages
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import simulate_programs
 
 NUM_DEVICES = 4
 NUM_MICROBATCHES = 12
@@ -59,7 +59,7 @@ def predicted_update_s(name: str, scope: UpdateScope, wait_s: float) -> float:
     """The same by simulation with the nominal waits."""
     schedule = build(name, ScheduleRequest(NUM_DEVICES, NUM_MICROBATCHES, NUM_UPDATES, update_scope=scope))
     cost = equal_stages(schedule, forward_s=wait_s, backward_s=2 * wait_s, weight_grad_s=wait_s)
-    return simulate(lower(schedule), cost, name=name, num_updates=NUM_UPDATES).update_s
+    return simulate_programs(lower(schedule), cost, name=name, num_updates=NUM_UPDATES).update_s
 
 
 def row(name: str, scope: UpdateScope, wait_s: float, measured: Summary, base: Summary) -> dict[str, str]:

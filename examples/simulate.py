@@ -6,7 +6,7 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import ScheduleRequest
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 
 profile = ModelProfile.uniform(24, forward_s=0.010, backward_s=0.020, output_bytes=16_000_000)
 cluster = ClusterTopology.uniform(8, devices_per_node=4, latency_s=20e-6, bandwidth_bytes_per_s=12.5e9)
@@ -23,5 +23,5 @@ for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
         devices=devices,
         microbatch_size=1,
     )
-    trace = simulate_plan(plan)
+    trace = simulate(plan)
     print(f"{name:6} {trace.makespan_s:.3f} s per update, bubble {trace.bubble_ratio:5.1%}")

@@ -24,7 +24,7 @@ from raypipe.config import TrainConfig
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import ScheduleRequest
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 from tests import kuberay
 
 ROOT = Path(__file__).parents[1]
@@ -90,7 +90,7 @@ def test_a_model_can_be_planned_and_simulated_on_a_topology(name: str) -> None:
         devices=tuple(device.name for device in machines.devices),
         microbatch_size=1,
     )
-    trace = simulate_plan(plan)
+    trace = simulate(plan)
     slowest = min(device.speed for device in machines.devices)
     assert trace.makespan_s >= 2 * count * 0.03 / slowest
 

@@ -29,8 +29,8 @@ from raypipe.schedules.text import to_csv, to_torch_csv
 from raypipe.schedules.validate import facts, validate
 from raypipe.show.grid import timed_grid
 from raypipe.show.tables import schedule_table
-from raypipe.simulation.cost import equal_stages
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import simulate_programs
 from raypipe.units import counted, ratio, seconds
 
 _STEADY_UPDATES = 9
@@ -101,7 +101,7 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
         weight_grad_s=times.weight_grad_s,
         latency_s=times.latency_s,
     )
-    return simulate(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates, with_memory=False)
+    return simulate_programs(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates, with_memory=False)
 
 
 @click.command(

@@ -16,8 +16,10 @@ from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import DeviceProgram, Send, lower
 from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.validate import facts, validate
-from raypipe.simulation.cost import equal_stages
-from raypipe.simulation.simulator import Numbered, Timing
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import time_order
+from raypipe.simulation.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def _timed(schedule: Schedule, programs: Sequence[DeviceProgram], stage: StageSe
         weight_grad_s=stage.weight_grad_s,
         latency_s=stage.latency_s,
     )
-    return Numbered(programs).run(cost)
+    return time_order(CompiledOrder(programs), cost)
 
 
 def _flushes(schedule: Schedule) -> bool:

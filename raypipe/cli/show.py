@@ -27,7 +27,7 @@ from raypipe.show import differences
 from raypipe.show.causes import findings
 from raypipe.show.grid import timed_grid, timed_grids
 from raypipe.show.tables import idle_table, link_table, node_table, plan_table, profile_table, table, trace_table
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 from raypipe.units import ratio, seconds
 
 
@@ -134,7 +134,7 @@ def _of_schedule(schedule: Schedule) -> _Drawing:
 
 
 def _of_plan(plan: Plan) -> _Drawing:
-    trace = simulate_plan(plan)
+    trace = simulate(plan)
 
     def text(screen: Console) -> None:
         screen.print(f"plan {plan.name}, made by {plan.planner}: {plan.schedule.name} on {plan.topology.name}", style="bold", markup=False)

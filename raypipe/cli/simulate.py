@@ -14,7 +14,7 @@ from raypipe.cli.figures import trace_figures
 from raypipe.cli.options import check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json
 from raypipe.show.tables import trace_table
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation import simulator
 from raypipe.units import counted, ratio, seconds
 
 
@@ -32,7 +32,7 @@ def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bo
     if topology:
         # The digest tells whether the plan's own topology was changed; this one is meant to be another.
         loaded = replace(loaded, topology=ClusterTopology.load(topology), topology_digest="")
-    trace = simulate_plan(loaded)
+    trace = simulator.simulate(loaded)
     figures = plan_figures(loaded, trace)
     if output:
         trace.save(output)

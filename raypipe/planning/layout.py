@@ -27,8 +27,10 @@ from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.passes import over_graph, recompute
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.schedules.validate import facts
-from raypipe.simulation.cost import layout_cost, published_copies, weight_versions
-from raypipe.simulation.simulator import Numbered, Timing
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.plan_cost import layout_cost, published_copies, weight_versions
+from raypipe.simulation.simulator import time_order
+from raypipe.simulation.timing import Timing
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class LayoutEvaluator:
     """
 
     problem: Problem
-    numbered: dict[object, tuple[Schedule, Numbered] | None] = field(default_factory=dict, repr=False)
+    numbered: dict[object, tuple[Schedule, CompiledOrder] | None] = field(default_factory=dict, repr=False)
     too_stale: set[StalenessLimits] = field(default_factory=set, repr=False)
     """What would allow the orders that were passed over because the problem allows less."""
     refusals: list[str] = field(default_factory=list, repr=False)
@@ -287,7 +289,7 @@ class LayoutEvaluator:
                 if self.check is not None:
                     self.check(schedule, placement, self.problem.microbatch_size)
                 allowed = self._allowed(layout, cut)
-                self.numbered[key] = (schedule, Numbered(lower(schedule, placement))) if allowed else None
+                self.numbered[key] = (schedule, CompiledOrder(lower(schedule, placement))) if allowed else None
             except InputError as error:
                 self.numbered[key] = None
                 self.refusals.append(str(error))
@@ -301,15 +303,15 @@ class LayoutEvaluator:
         """Takes an order as what a layout's name stands for: one that was searched for with the times of its stages, or given."""
         shares = self.shares(layout)
         assert shares is not None, "what has an order can be divided"
-        self.numbered[self._key(layout, self.cut(layout), shares)] = schedule, Numbered(lower(schedule, _placement(shares)))
+        self.numbered[self._key(layout, self.cut(layout), shares)] = schedule, CompiledOrder(lower(schedule, _placement(shares)))
 
     def timed(self, layout: Layout, schedule: Schedule) -> Judged:
         """A layout that can be simulated, with an order of more updates."""
         shares = self.shares(layout)
         assert shares is not None, "a simulated layout can be divided"
-        return self._timed(layout, schedule, Numbered(lower(schedule, _placement(shares))))
+        return self._timed(layout, schedule, CompiledOrder(lower(schedule, _placement(shares))))
 
-    def _timed(self, layout: Layout, schedule: Schedule, numbered: Numbered) -> Judged:
+    def _timed(self, layout: Layout, schedule: Schedule, numbered: CompiledOrder) -> Judged:
         problem, cut, shares = self.problem, self.cut(layout), self.shares(layout)
         assert shares is not None, "it has an order"
         cost = layout_cost(
@@ -325,7 +327,7 @@ class LayoutEvaluator:
             recomputed=layout.recomputed or (),
             published=published_copies(schedule),
         )
-        timing = numbered.run(cost)
+        timing = time_order(numbered, cost)
         missing = self.missing_of(layout, lambda: timing.peak_memory_bytes)
         judged = Judged(layout, timing, missing, self.num_updates(layout))
         self.seen(judged)

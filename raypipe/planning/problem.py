@@ -21,7 +21,8 @@ from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
 from raypipe.errors import PlanError
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.staleness import StalenessLimits
-from raypipe.simulation.cost import STATE_BYTES_PER_PARAMETER_BYTE, ring
+from raypipe.simulation.cost import ring
+from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 
 Floats = npt.NDArray[np.float64]
 Group = tuple[int, ...]

@@ -34,8 +34,8 @@ from raypipe.planning.problem import Floats, Problem
 from raypipe.planning.search import Budget
 from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import Placement
-from raypipe.simulation.cost import STATE_BYTES_PER_PARAMETER_BYTE
-from raypipe.simulation.simulator import Numbered
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 
 _CHANGED = 1.15
 """By how much a fact must change to be looked at."""
@@ -154,7 +154,7 @@ class ConcurrencyPolicy:
         self._pending = False
         self.switch_s: float | None = None
         # Orders and lowered programs, which do not depend on the facts.
-        self._numbered: dict[tuple[int, int], dict[object, tuple[Schedule, Numbered] | None]] = {}
+        self._numbered: dict[tuple[int, int], dict[object, tuple[Schedule, CompiledOrder] | None]] = {}
         self._errors: dict[Choice, deque[float]] = {}
 
     # The beginning

@@ -14,7 +14,7 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Link, NodeLink, SharedLink
 from raypipe.artifacts.trace import Trace
 from raypipe.schedules.ir import Schedule
-from raypipe.simulation.cost import plan_cost
+from raypipe.simulation.plan_cost import plan_cost
 from raypipe.units import number, ratio, seconds, size
 
 MOST_ROWS = 48

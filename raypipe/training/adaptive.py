@@ -30,7 +30,7 @@ from raypipe.schedule_registry import spec
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import one_of_repeated, recomputed_stages
 from raypipe.schedules.validate import facts as facts_of
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 from raypipe.training.plan_checks import check_alike, check_runnable
 from raypipe.training.run_schedules import sharded
 from raypipe.training.run_topology import Notice, num_measuring_devices, run_topology
@@ -221,7 +221,7 @@ class AdaptiveStrategy(Strategy):
 
     def _expect(self) -> Trace:
         """Simulate a window with the layers' current times and the devices' assumed speeds."""
-        return simulate_plan(dataclasses.replace(self.plan, profile=self._speeds.profile, topology=self.policy.problem.topology))
+        return simulate(dataclasses.replace(self.plan, profile=self._speeds.profile, topology=self.policy.problem.topology))
 
     def _policy(self, profile: ModelProfile, topology: ClusterTopology) -> ConcurrencyPolicy:
         config = self.config

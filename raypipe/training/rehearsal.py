@@ -34,8 +34,9 @@ from raypipe.models.rehearsing import NUMBER_BYTES, StageWaits, WaitingOptimizer
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import DeviceProgram
 from raypipe.schedules.passes import one_of_repeated
-from raypipe.simulation.cost import Cost, plan_cost
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.cost import Cost
+from raypipe.simulation.plan_cost import plan_cost
+from raypipe.simulation.simulator import simulate_programs
 from raypipe.training.run_schedules import device_stages, window_of
 
 NUM_UPDATES = 4
@@ -126,7 +127,7 @@ def rehearse(
         raise PlanError(f"stages {', '.join(map(str, schedule.graph.sinks))} of the plan feed no other; a rehearsal takes one loss")
     programs = executable_programs(schedule, plan.placement)
     scaled = Scaled(plan, schedule, programs, time_scale=time_scale, byte_scale=byte_scale)
-    predicted = simulate(programs, scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False)
+    predicted = simulate_programs(programs, scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False)
     places = num_places(plan.topology, plan.devices)
     with session(cluster, num_devices=places, cpus_per_device=scaling.cpus_per_device) as connected:
         slots = planned_slots(plan, scaling, local=connected.local, stand_ins=stand_ins)

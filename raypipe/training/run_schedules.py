@@ -12,7 +12,7 @@ from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageGra
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import one_of_repeated, over_graph, repeated, shard_optimizer
 from raypipe.schedules.validate import validate
-from raypipe.simulation.cost import plan_cost
+from raypipe.simulation.plan_cost import plan_cost
 
 
 def schedule_request(config: ScheduleConfig, *, num_devices: int, num_updates: int) -> ScheduleRequest:

@@ -26,7 +26,7 @@ from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import DeviceProgram, Placement
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 from raypipe.training.run_schedules import device_stages
 from raypipe.training.run_topology import Notice
 
@@ -130,7 +130,7 @@ class Strategy(ABC):
         return programs
 
     def _predict(self, plan: Plan) -> None:
-        self.predicted = simulate_plan(plan)
+        self.predicted = simulate(plan)
         overlaps = plan.schedule.weight_rule.overlaps_updates
         # Updates that overlap have no time of their own, only a share of the window, as the plan and its bound count.
         update_s = self.predicted.makespan_s / self.predicted.num_updates if overlaps else self.predicted.update_s

@@ -11,15 +11,16 @@ from raypipe.artifacts.trace import Source, Trace
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.lower import lower
-from raypipe.simulation.cost import StageCost, equal_stages
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.cost import StageCost
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import simulate_programs
 
 
 def predicted() -> Trace:
     schedule = build("1f1b", ScheduleRequest(2, 4))
     cost = equal_stages(schedule)
     stages = dict.fromkeys(cost.stages, StageCost(1.0, 2.0, 1.0, saved_bytes=100, state_bytes=700))
-    return simulate(lower(schedule), replace(cost, stages=stages), name="1f1b")
+    return simulate_programs(lower(schedule), replace(cost, stages=stages), name="1f1b")
 
 
 def measured(*peaks: int) -> Trace:

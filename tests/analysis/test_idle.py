@@ -17,8 +17,9 @@ from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, ops_of
 from raypipe.schedules.lower import lower
 from raypipe.schedules.text import parse_slot
-from raypipe.simulation.cost import Cost, equal_stages
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.cost import Cost
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import simulate_programs
 from tests import strategies
 from tests.spans import ACTIVATION, GRADIENT, NORM, computed, traces
 
@@ -46,7 +47,7 @@ HAND = Trace(
 
 
 def timed(schedule: Schedule, cost: Cost) -> Trace:
-    return simulate(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates)
+    return simulate_programs(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates)
 
 
 def slowed(schedule: Schedule, device: int, factor: float) -> Cost:

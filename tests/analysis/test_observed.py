@@ -14,7 +14,7 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
 from raypipe.planning.layout import Layout, LayoutEvaluator
 from raypipe.planning.problem import Problem
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 
 PROFILE = ModelProfile.uniform(6, forward_s=0.01, backward_s=0.03, output_bytes=1000, microbatch_size=1)
 TOPOLOGY = ClusterTopology.uniform(3, latency_s=1e-4, bandwidth_bytes_per_s=1e8)
@@ -27,7 +27,7 @@ def window(profile: ModelProfile = PROFILE, topology: ClusterTopology = TOPOLOGY
     evaluator = LayoutEvaluator(Problem(profile, topology, 4, 1))
     judged = evaluator.simulate(layout)
     assert judged is not None
-    trace = simulate_plan(evaluator.plan(judged, planner="test", lower_bound_s=0.0))
+    trace = simulate(evaluator.plan(judged, planner="test", lower_bound_s=0.0))
     rng = random.Random(1)
     spans = [
         span._replace(end_s=span.start_s + (span.end_s - span.start_s) * math.exp(rng.gauss(0.0, noise))) if noise else span

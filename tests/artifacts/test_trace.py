@@ -16,8 +16,9 @@ from raypipe.errors import FormatError
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import Collective, CollectiveKind, Message, lower
-from raypipe.simulation.cost import StageCost, equal_stages
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.cost import StageCost
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import simulate_programs
 from tests import strategies
 from tests.spans import TWO_UPDATES, computed, traces
 
@@ -79,7 +80,7 @@ def test_without_updates_the_whole_trace_counts_as_one() -> None:
 def test_a_part_of_a_trace_counts_its_time_from_its_own_begin() -> None:
     schedule = catalogue.build("1f1b", ScheduleRequest(3, 4, num_updates=3, update_scope=UpdateScope.GLOBAL))
     cost = replace(equal_stages(schedule), stages=dict.fromkeys(equal_stages(schedule).stages, StageCost(1, 2, 1, saved_bytes=4)))
-    trace = simulate(lower(schedule), cost, name="run", num_updates=3)
+    trace = simulate_programs(lower(schedule), cost, name="run", num_updates=3)
     part = trace.of_updates(1, 3)
     assert part.name == "run, updates 1 to 2"
     assert part.num_updates == 2
@@ -94,7 +95,7 @@ def test_a_part_of_a_trace_counts_its_time_from_its_own_begin() -> None:
 
 def test_an_update_that_takes_no_time_is_part_of_what_it_ends() -> None:
     schedule = catalogue.build("gpipe", ScheduleRequest(2, 2, num_updates=4))
-    trace = simulate(lower(schedule), equal_stages(schedule), name="run", num_updates=4)
+    trace = simulate_programs(lower(schedule), equal_stages(schedule), name="run", num_updates=4)
     assert len(trace.of_updates(1, 3).update_ends_s) == 2
     assert trace.of_updates(1, 3).update_s == trace.update_s
 
@@ -106,7 +107,7 @@ def test_an_update_that_takes_no_time_is_part_of_what_it_ends() -> None:
 def test_a_file_keeps_ops_messages_and_collectives_but_for_rows_senders_parts_and_members(
     tmp_path_factory: pytest.TempPathFactory, schedule: Schedule
 ) -> None:
-    trace = simulate(lower(schedule), equal_stages(schedule, latency_s=0.5), name="run", num_updates=schedule.num_updates)
+    trace = simulate_programs(lower(schedule), equal_stages(schedule, latency_s=0.5), name="run", num_updates=schedule.num_updates)
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     trace.save(path)
     loaded = Trace.load(path)
@@ -262,5 +263,5 @@ def test_orders_without_updates_have_their_windows_divided_by_the_number_of_upda
 
 def test_a_short_window_of_an_asynchronous_order_is_no_faster_than_its_busiest_device() -> None:
     schedule = catalogue.build("amdp", ScheduleRequest(4, 4, num_updates=2))
-    trace = simulate(lower(schedule), equal_stages(schedule), name="run", num_updates=2)
+    trace = simulate_programs(lower(schedule), equal_stages(schedule), name="run", num_updates=2)
     assert trace.update_s < trace.steady_update_s == 12.0

@@ -30,7 +30,7 @@ from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.text import from_csv, to_csv, to_torch_csv
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 
 SCHEDULE_KEYS = {
     *("schedule", "num_devices", "num_stages", "num_pipelines", "num_microbatches", "num_updates", "makespan_s", "busy_s", "span_s"),
@@ -97,7 +97,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     topology.save(paths["topology"])
     save_schedule(schedule, paths["schedule"])
     paths["csv"].write_text(to_csv(schedule.programs))
-    simulate_plan(plan).save(paths["trace"])
+    simulate(plan).save(paths["trace"])
     return paths
 
 

@@ -14,7 +14,7 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerTimes, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.cli.plan import plan_figures
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 from tests.cli.test_cli import Run, refused, run
 
 __all__ = ["run"]
@@ -144,7 +144,7 @@ def test_outputs_are_looked_at_before_the_work(run: Run, inputs: tuple[object, .
     def work(*_: object, **__: object) -> None:
         pytest.fail("worked before it looked at the output")
 
-    for module in ("plan.make", "schedule.simulated", "simulate.simulate_plan"):
+    for module in ("plan.make", "schedule.simulated", "simulate.simulator.simulate"):
         monkeypatch.setattr(f"raypipe.cli.{module}", work)
     commands = (
         ("plan", *inputs, "--microbatches", 4),
@@ -197,7 +197,7 @@ def test_names_with_brackets_are_printed_as_they_are(run: Run, tmp_path: Path, m
     device = Device("d0", "cpu[/red]")
     ClusterTopology(name="lab[/red]", nodes=(Node(name="n:cat:n", devices=(device,)),)).save(topology)
     planned = run("plan", "--profile", profile, "--topology", topology, "--microbatches", 4, *QUICK, "-o", made)
-    replace(simulate_plan(Plan.load(made)), devices=("rack[/red]gpu",)).save(trace)
+    replace(simulate(Plan.load(made)), devices=("rack[/red]gpu",)).save(trace)
     order = tmp_path / "order[red].csv"
     assert run("schedule", "1f1b", "--devices", 2, "--microbatches", 2, "-o", order).code == 0
     shown = [run("show", path).out for path in (profile, topology, made, trace, order)]

@@ -20,7 +20,7 @@ from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Op, Schedule, ScheduleRequest
 from raypipe.schedules.lower import Message
 from raypipe.schedules.passes import recompute, repeated
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 from raypipe.training.rehearsal import Rehearsal, rehearse
 from tests.on_ray.plans import in_turn, lab, plan_of, this_node
 from tests.schedules.handwritten import pipedream_2bw, two_branches
@@ -142,7 +142,7 @@ def test_scales_shorten_waits_and_messages_and_nothing_else() -> None:
     assert {span.bytes for span in done.trace.spans if span.kind is SpanKind.RECV} == {6_000}
     (size,) = {span.bytes for span in done.trace.spans if span.name.startswith("gradients of stage 0")}
     assert 4_000 < size < 4_100
-    whole = simulate_plan(dataclasses.replace(chosen, schedule=repeated(chosen.schedule, num_updates=2)))
+    whole = simulate(dataclasses.replace(chosen, schedule=repeated(chosen.schedule, num_updates=2)))
     assert done.predicted.update_s < 0.3 * whole.update_s
 
 

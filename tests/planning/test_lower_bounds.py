@@ -14,8 +14,10 @@ from raypipe.planning.lower_bounds import Piece, chain, lower_bound, pieces_of, 
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import lower
-from raypipe.simulation.cost import StageCost, equal_stages
-from raypipe.simulation.simulator import Numbered
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.cost import StageCost
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import time_order
 from tests import strategies
 
 SECONDS = st.floats(0.0, 4.0).map(lambda value: round(value, 2))
@@ -44,7 +46,7 @@ def test_no_bundled_order_takes_less(data: st.DataObject) -> None:
         )
         for worker, stage in cost.stages
     }
-    taken_s = Numbered(lower(schedule)).run(replace(cost, stages=stages)).makespan_s
+    taken_s = time_order(CompiledOrder(lower(schedule)), replace(cost, stages=stages)).makespan_s
     divided = any(op.part for op in schedule.places)
     if divided:  # the bound is for whole microbatches: halves are microbatches of their own
         halves = tuple(
@@ -64,13 +66,13 @@ def test_no_bundled_order_takes_less(data: st.DataObject) -> None:
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 7])
 def test_zero_bubble_reaches_it_where_all_ops_take_equally_long(num_devices: int) -> None:
     schedule = catalogue.build("zb-h2", ScheduleRequest(num_devices, 4 * num_devices))
-    taken_s = Numbered(lower(schedule)).run(equal_stages(schedule)).makespan_s
+    taken_s = time_order(CompiledOrder(lower(schedule)), equal_stages(schedule)).makespan_s
     assert lower_bound(equal(num_devices), num_microbatches=4 * num_devices, speeds=[1.0] * num_devices).update_s == taken_s
 
 
 def test_a_stream_of_updates_that_do_not_wait_reaches_the_work_alone() -> None:
     schedule = catalogue.build("zb-h2", ScheduleRequest(4, 12, 9, update_scope=UpdateScope.STAGE))
-    timing = Numbered(lower(schedule)).run(equal_stages(schedule))
+    timing = time_order(CompiledOrder(lower(schedule)), equal_stages(schedule))
     assert timing.update_s == lower_bound(equal(4), num_microbatches=12, speeds=[1.0] * 4).work_s == 36
 
 

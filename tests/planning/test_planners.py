@@ -21,8 +21,8 @@ from raypipe.planning.search import Budget
 from raypipe.schedule_registry import build
 from raypipe.schedules.ir import ScheduleRequest, WeightRule
 from raypipe.schedules.validate import facts
-from raypipe.simulation.cost import plan_cost
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.plan_cost import plan_cost
+from raypipe.simulation.simulator import simulate
 from tests.planning.instances import islands, random_problem
 
 SMALL = Budget(2000, 60)
@@ -53,7 +53,7 @@ def test_a_plan_is_whole_and_promises_what_its_simulation_says(name: str) -> Non
     assert plan.planner == name
     assert [layer for stage in plan.stages for layer in stage] == [layer.name for layer in problem.profile.layers]
     assert plan.predicted is not None
-    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).update_s)
+    assert plan.predicted.update_s == pytest.approx(simulate(plan).update_s)
     bound_s = plan_bound(problem).update_s
     assert plan.predicted.lower_bound_s == pytest.approx(bound_s)
     assert bound_s <= plan.predicted.update_s
@@ -293,7 +293,7 @@ def test_a_plan_whose_updates_overlap_promises_its_part_of_a_window(name: str) -
     assert (plan.schedule.name, plan.schedule.num_updates) == (name, 7)
     assert plan.predicted is not None
     assert plan.predicted.lower_bound_s is not None
-    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / 7)
+    assert plan.predicted.update_s == pytest.approx(simulate(plan).makespan_s / 7)
     assert plan.predicted.lower_bound_s <= plan.predicted.update_s
     if name != "amdp":  # a round of which has a bubble, too
         assert plan.predicted.update_s < make(problem, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
@@ -312,7 +312,7 @@ def test_orders_of_ones_own_whose_updates_overlap_are_planned_as_the_bundled_one
         assert (plan.schedule.weight_rule, plan.schedule.num_updates) == (WeightRule.LIVE, 7)
         assert plan.predicted is not None
         assert plan.predicted.lower_bound_s == bundled.lower_bound_s
-        assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / 7)
+        assert plan.predicted.update_s == pytest.approx(simulate(plan).makespan_s / 7)
         assert plan.predicted.update_s >= bundled.update_s * (1 - 1e-9)
         if name != path or num_updates == 7:  # the order of one update, again and again, drains in between
             assert plan.predicted.update_s == pytest.approx(bundled.update_s)
@@ -338,7 +338,7 @@ def test_a_plan_keeps_what_layers_share_and_pays_for_it(schedule: str, tmp_path:
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert plan.predicted is not None
-    assert plan.predicted.update_s == pytest.approx(simulate_plan(plan).makespan_s / plan.schedule.num_updates)
+    assert plan.predicted.update_s == pytest.approx(simulate(plan).makespan_s / plan.schedule.num_updates)
 
 
 def test_orders_that_are_stale_are_chosen_only_where_that_is_allowed() -> None:

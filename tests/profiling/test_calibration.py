@@ -15,8 +15,10 @@ from raypipe.profiling.calibration import Observations
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import Compute, DeviceProgram, Message, Recv, Send, lower
-from raypipe.simulation.cost import Cost, equal_stages
-from raypipe.simulation.simulator import Numbered
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.cost import Cost
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import time_order
 
 BEYOND = {OpKind.FORWARD: 0.125, OpKind.BACKWARD: 0.25, OpKind.INPUT_GRADIENT: 0.375, OpKind.WEIGHT_GRADIENT: 0.0625}
 GAP_S, SEND_S, TAKE_S, CARRY_S = 0.01, 0.02, 0.005, 0.5
@@ -95,8 +97,10 @@ def test_other_orders_are_predicted_with_them(name: str, num_devices: int, num_m
     with_overheads = Cost(
         devices=cost.devices, stages=cost.stages, edge_bytes={}, path=lambda _source, _target: link, overheads=found.overheads
     )
-    without_s = Numbered(programs).run(Cost(devices=cost.devices, stages=cost.stages, edge_bytes={}, path=lambda _a, _b: link)).makespan_s
-    predicted_s = Numbered(programs).run(with_overheads).makespan_s
+    without_s = time_order(
+        CompiledOrder(programs), Cost(devices=cost.devices, stages=cost.stages, edge_bytes={}, path=lambda _a, _b: link)
+    ).makespan_s
+    predicted_s = time_order(CompiledOrder(programs), with_overheads).makespan_s
     assert predicted_s == pytest.approx(measured_s, rel=0.005)
     assert abs(without_s / measured_s - 1) > 0.05
 

@@ -15,8 +15,8 @@ from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest,
 from raypipe.schedules.lower import lower
 from raypipe.schedules.passes import add_reductions
 from raypipe.schedules.validate import facts, validate
-from raypipe.simulation.cost import equal_stages
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import simulate_programs
 from tests import strategies
 from tests.schedules import handwritten, reference
 
@@ -29,8 +29,8 @@ def build(name: str, num_devices: int, num_microbatches: int, num_pipelines: int
 def run(schedule: Schedule, forward_s: float, backward_s: float, weight_grad_s: float = 0.5, *, overlapped_s: float | None = None) -> Trace:
     cost = equal_stages(schedule, forward_s=forward_s, backward_s=backward_s, weight_grad_s=weight_grad_s)
     if overlapped_s is not None:
-        cost = replace(cost, together=lambda _: overlapped_s)
-    return simulate(lower(schedule), cost, name=schedule.name)
+        cost = replace(cost, overlap_s=lambda _: overlapped_s)
+    return simulate_programs(lower(schedule), cost, name=schedule.name)
 
 
 def makespan_s(name: str, num_devices: int, num_microbatches: int, num_pipelines: int = 0, *, backward_s: float = 2) -> float:

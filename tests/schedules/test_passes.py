@@ -17,7 +17,7 @@ from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest,
 from raypipe.schedules.lower import Await, CollectiveKind, Compute, Start, lower
 from raypipe.schedules.passes import one_of_repeated, recompute, recomputed_stages, repeated, shard_optimizer
 from raypipe.schedules.validate import facts, validate
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.simulator import simulate
 from tests.schedules import handwritten, reference
 from tests.strategies import AMDPS, ASYNCHRONOUS, BIDIRECTIONAL, SPEC_NAMES, near
 
@@ -103,7 +103,7 @@ def test_recomputation_trades_time_for_memory() -> None:
             devices=("device0", "device1"),
             microbatch_size=1,
         )
-        timing = simulate_plan(plan)
+        timing = simulate(plan)
         found.append((timing.update_s, *timing.peak_memory_bytes))
     (all_s, *all_bytes), (again_s, *again_bytes), (some_s, *some_bytes) = found
     assert all_bytes == [6 * 200, 6 * 200]

@@ -29,8 +29,9 @@ from raypipe.show.labels import Labels
 from raypipe.show.network import draw_topology
 from raypipe.show.palette import COLOURS, NAMES, colour
 from raypipe.show.svg import draw_traces
-from raypipe.simulation.cost import StageCost, equal_stages
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.cost import StageCost
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import simulate_programs
 from tests import strategies
 from tests.spans import TWO_UPDATES, computed, traces
 
@@ -39,7 +40,7 @@ def traced(schedule: Schedule, *, latency_s: float = 0.0, saved_bytes: int = 0, 
     cost = equal_stages(schedule, latency_s=latency_s)
     stage = StageCost(1.0, 2.0, 1.0, saved_bytes=saved_bytes, parameter_bytes=saved_bytes)
     cost = replace(cost, stages=dict.fromkeys(cost.stages, stage))
-    trace = simulate(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates)
+    trace = simulate_programs(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates)
     return replace(trace, source=source)
 
 

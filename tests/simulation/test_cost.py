@@ -14,8 +14,10 @@ from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest
 from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
 from raypipe.schedules.passes import over_graph, shard_optimizer
-from raypipe.simulation.cost import Cost, StageCost, equal_stages, plan_cost
-from raypipe.simulation.simulator import simulate_plan
+from raypipe.simulation.cost import Cost, StageCost
+from raypipe.simulation.memory import activation_bytes, standing_bytes, working_bytes
+from raypipe.simulation.plan_cost import equal_stages, plan_cost
+from raypipe.simulation.simulator import simulate
 from tests.schedules import handwritten
 
 STAGE = StageCost(
@@ -72,7 +74,7 @@ def test_a_share_of_the_rows_takes_its_share_of_the_time_and_an_update_all_of_it
 def test_ops_that_overlap_take_their_sum_unless_told_otherwise() -> None:
     both = (Op(OpKind.FORWARD, 0, 1), Op(OpKind.BACKWARD, 0, 0))
     assert cost().compute_s(0, both) == 10.0
-    assert replace(cost(), together=max).compute_s(0, both) == 7.0
+    assert replace(cost(), overlap_s=max).compute_s(0, both) == 7.0
 
 
 def test_a_message_has_the_bytes_of_its_rows_in_both_directions() -> None:
@@ -151,7 +153,7 @@ def test_a_member_alone_waits_for_nobody() -> None:
 
 def test_activations_are_held_from_forward_to_backward_or_weight_gradient() -> None:
     def step(kind: OpKind, share: float = 1.0) -> tuple[int, int]:
-        return cost().memory_step_bytes(0, Op(kind, 0, 0), share)
+        return activation_bytes(cost(), 0, Op(kind, 0, 0), share)
 
     assert step(OpKind.FORWARD) == (100, 0)
     assert step(OpKind.BACKWARD) == (0, 100)
@@ -165,7 +167,7 @@ def test_activations_are_held_from_forward_to_backward_or_weight_gradient() -> N
 
 def test_an_op_needs_memory_while_it_runs() -> None:
     def working(kind: OpKind, share: float = 1.0) -> int:
-        return cost().working_bytes(0, Op(kind, 0, 0), share)
+        return working_bytes(cost(), 0, Op(kind, 0, 0), share)
 
     assert working(OpKind.FORWARD) == working(OpKind.BACKWARD) == working(OpKind.WEIGHT_GRADIENT) == 50
     assert working(OpKind.BACKWARD, 0.5) == 25
@@ -174,11 +176,11 @@ def test_an_op_needs_memory_while_it_runs() -> None:
 
 
 def test_a_device_always_holds_its_weights_in_all_versions_and_their_state() -> None:
-    assert cost().standing_bytes(0) == 3000
-    assert replace(cost(), weight_versions={0: 2.0}).standing_bytes(0) == 4000
+    assert standing_bytes(cost(), 0) == 3000
+    assert standing_bytes(replace(cost(), weight_versions={0: 2.0}), 0) == 4000
     two_stages = replace(cost(), stages={(0, 0): STAGE, (0, 4): STAGE})
-    assert two_stages.standing_bytes(0) == 6000
-    assert two_stages.standing_bytes(1) == 0
+    assert standing_bytes(two_stages, 0) == 6000
+    assert standing_bytes(two_stages, 1) == 0
 
 
 def test_equal_stages_have_a_pure_delay_between_devices() -> None:
@@ -262,7 +264,7 @@ def test_the_simulator_pays_for_the_sum_of_a_tie() -> None:
         ends = [replace(layer(name), tied=tied, tied_bytes=100 if tied else None) for name in "ac"]
         profile = ModelProfile(name="m", microbatch_size=2, layers=(ends[0], layer("b"), ends[1]))
         topology = ClusterTopology.uniform(3, bandwidth_bytes_per_s=10.0, latency_s=0.5)
-        return simulate_plan(plan(profile, topology, ((0,), (1,), (2,)))).update_s
+        return simulate(plan(profile, topology, ((0,), (1,), (2,)))).update_s
 
     # Once there and back with half of it each; the others wait for the norm until then.
     assert update_s("w") - update_s(None) == pytest.approx(2 * (0.5 + 5.0))
@@ -323,9 +325,9 @@ def test_devices_share_the_cores_of_their_node_only_where_there_are_too_few() ->
 def test_a_device_of_a_plan_holds_the_versions_that_its_schedule_keeps() -> None:
     profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
     one_version = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
-    assert plan_cost(one_version).standing_bytes(0) == 100 + 200
+    assert standing_bytes(plan_cost(one_version), 0) == 100 + 200
     two_versions = replace(one_version, schedule=handwritten.pipedream_2bw())
-    assert plan_cost(two_versions).standing_bytes(0) == 2 * 100 + 200
+    assert standing_bytes(plan_cost(two_versions), 0) == 2 * 100 + 200
 
 
 def test_of_a_weight_in_low_precision_a_version_is_the_copy_and_the_weight_is_held_once() -> None:
@@ -334,9 +336,9 @@ def test_of_a_weight_in_low_precision_a_version_is_the_copy_and_the_weight_is_he
     one_version = plan(
         ModelProfile(name="m", microbatch_size=1, layers=layers), ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1
     )
-    assert plan_cost(one_version).standing_bytes(0) == (20 + 40) + 80 + 200
+    assert standing_bytes(plan_cost(one_version), 0) == (20 + 40) + 80 + 200
     two_versions = replace(one_version, schedule=handwritten.pipedream_2bw())
-    assert plan_cost(two_versions).standing_bytes(0) == 2 * (20 + 40) + 80 + 200
+    assert standing_bytes(plan_cost(two_versions), 0) == 2 * (20 + 40) + 80 + 200
 
 
 def test_frozen_weights_are_held_once_and_nothing_else() -> None:
@@ -345,9 +347,9 @@ def test_frozen_weights_are_held_once_and_nothing_else() -> None:
     one_version = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
     stage = plan_cost(one_version).stages[0, 0]
     assert (stage.parameter_bytes, stage.trained_bytes, stage.gradient_bytes, stage.state_bytes) == (100, 30, 30, 60)
-    assert plan_cost(one_version).standing_bytes(0) == 70 + 20 + (10 + 10) + 60
+    assert standing_bytes(plan_cost(one_version), 0) == 70 + 20 + (10 + 10) + 60
     two_versions = replace(one_version, schedule=handwritten.pipedream_2bw())
-    assert plan_cost(two_versions).standing_bytes(0) - plan_cost(one_version).standing_bytes(0) == 10 + 10
+    assert standing_bytes(plan_cost(two_versions), 0) - standing_bytes(plan_cost(one_version), 0) == 10 + 10
     assert plan_cost(one_version).collective_bytes(Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1))) == 30
 
 
@@ -355,9 +357,9 @@ def test_a_copy_that_another_one_updates_holds_no_optimizer_state() -> None:
     profile = ModelProfile(name="m", microbatch_size=1, layers=tuple(layer(name) for name in "abcd"))
     four = plan(profile, ClusterTopology.uniform(4), ((0,), (1,), (2,), (3,)), microbatch_size=1)
     schedule = catalogue.build("amdp", ScheduleRequest(4, 4))
-    assert [plan_cost(replace(four, schedule=schedule)).standing_bytes(device) for device in range(4)] == [2 * 300] * 4
+    assert [standing_bytes(plan_cost(replace(four, schedule=schedule)), device) for device in range(4)] == [2 * 300] * 4
     owned = replace(four, schedule=shard_optimizer(schedule))
-    assert [plan_cost(owned).standing_bytes(device) for device in range(4)] == [2 * 100 + 200] * 4
+    assert [standing_bytes(plan_cost(owned), device) for device in range(4)] == [2 * 100 + 200] * 4
 
 
 def test_replicas_of_a_worker_each_hold_the_stage() -> None:

@@ -21,8 +21,11 @@ from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, UpdateSc
 from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, Placement, Start, lower
 from raypipe.schedules.passes import add_reductions, evaluation, shard_optimizer
 from raypipe.schedules.validate import facts, validate
-from raypipe.simulation.cost import Cost, SharedCompute, StageCost, equal_stages, plan_cost
-from raypipe.simulation.simulator import Numbered, simulate, simulate_plan
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.cost import Cost, SharedCompute, StageCost
+from raypipe.simulation.memory import standing_bytes
+from raypipe.simulation.plan_cost import equal_stages, plan_cost
+from raypipe.simulation.simulator import simulate, simulate_programs, time_order
 from tests import strategies
 from tests.schedules import handwritten
 
@@ -34,7 +37,7 @@ def build(name: str, devices: int, microbatches: int, **more: int | UpdateScope)
 
 
 def run(schedule: Schedule, cost: Cost) -> Trace:
-    return simulate(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates)
+    return simulate_programs(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates)
 
 
 def run_equal(
@@ -358,7 +361,7 @@ def test_two_devices_of_a_node_share_the_wire_to_another_node() -> None:
         edge_bytes={(0, 1): 10},
         path=by_name(topology),
     )
-    trace = simulate(programs, cost, name="split")
+    trace = simulate_programs(programs, cost, name="split")
     assert times(trace)[0, "0F0"] == times(trace)[1, "0F0"] == [0, 0.5]
     # Each half is 5 bytes: on the wire from 0.5 to 1.5 and from 1.5 to 2.5.
     assert times(trace)[2, "1F0"] == [2.5, 3.5]
@@ -420,7 +423,7 @@ def test_memory_starts_from_and_returns_to_what_is_always_held(data: st.DataObje
     cost = replace(cost, stages=dict.fromkeys(cost.stages, stage))
     trace = run(schedule, cost)
     for device, steps in enumerate(trace.memory):
-        standing = cost.standing_bytes(device)
+        standing = standing_bytes(cost, device)
         assert steps[0] == (0.0, standing)
         assert steps[-1][1] == standing
         assert min(held for _, held in steps) == standing
@@ -477,13 +480,13 @@ def test_published_weights_travel_in_a_vector_of_their_own() -> None:
     stages = dict.fromkeys(cost.stages, StageCost(1, 2, 1, parameter_bytes=100, gradient_bytes=1))
     trace = run(schedule, replace(cost, stages=stages))
     for device, steps in enumerate(trace.memory):
-        assert steps[-1][1] == cost.standing_bytes(device) + 200
+        assert steps[-1][1] == standing_bytes(cost, device) + 200
         assert max(held for _, held in steps) >= 300
 
 
 def test_memory_can_be_left_out() -> None:
     schedule = build("1f1b", 2, 2)
-    trace = simulate(lower(schedule), equal_stages(schedule), name="bare", with_memory=False)
+    trace = simulate_programs(lower(schedule), equal_stages(schedule), name="bare", with_memory=False)
     assert trace.memory == ()
     assert trace.peak_memory_bytes == ()
 
@@ -526,13 +529,13 @@ def test_a_plan_is_simulated_with_its_own_costs() -> None:
         devices=("device0", "device1"),
         microbatch_size=1,
     )
-    trace = simulate_plan(plan)
+    trace = simulate(plan)
     assert trace.source is Source.SIMULATED
     assert trace.devices == ("device0", "device1")
     assert trace.num_updates == 2
     # (M + D - 1)(F + B) with two layers a stage.
     assert trace.update_s == (4 + 1) * (2 + 4)
-    assert trace == simulate(lower(plan.schedule, plan.placement), plan_cost(plan), name="small", num_updates=2)
+    assert trace == simulate_programs(lower(plan.schedule, plan.placement), plan_cost(plan), name="small", num_updates=2)
 
 
 # Divided microbatches
@@ -559,10 +562,10 @@ def test_halves_take_half_the_time_each_and_carry_half_the_bytes() -> None:
 def test_one_order_is_timed_with_one_cost_after_the_other(num_devices: int, num_microbatches: int) -> None:
     schedule = build("zb-h1", num_devices, num_microbatches, num_updates=2)
     programs = lower(schedule)
-    order = Numbered(programs)
+    order = CompiledOrder(programs)
     for factor in (1.0, 2.0, 0.5):
         cost = equal_stages(schedule, forward_s=factor, backward_s=2.5 * factor, weight_grad_s=factor, latency_s=0.25 * factor)
-        timing, trace = order.run(cost), simulate(programs, cost, name="", num_updates=2)
+        timing, trace = time_order(order, cost), simulate_programs(programs, cost, name="", num_updates=2)
         assert timing.makespan_s == trace.makespan_s
         assert timing.update_ends_s == trace.update_ends_s
         assert timing.busy_s == trace.busy_s

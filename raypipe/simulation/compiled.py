@@ -1,0 +1,120 @@
+"""Lowered programs as numbers, so that the event loop looks nothing up by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from raypipe.schedules.ir import OpKind
+from raypipe.schedules.lower import Collective, Compute, DeviceProgram, Message, Recv, Send, Start
+
+COMPUTE, SEND, RECV, START, AWAIT = range(5)
+"""Kinds of items."""
+
+
+class CompiledOrder:
+    """Lowered programs whose items, messages and collectives have become numbers, to be timed with many costs.
+
+    Args:
+        programs: Lowered programs of a valid schedule. The n-th Recv of a channel waits for its n-th Send.
+    """
+
+    def __init__(self, programs: Sequence[DeviceProgram]) -> None:
+        self.programs = tuple(programs)
+        self.kinds: list[bytearray] = []
+        self.numbers: list[list[int]] = []
+        """By program and item: the class of a Compute, the number of a message or of a collective."""
+        self.computes: list[list[Compute]] = []
+        self.classes: list[tuple[int, Compute]] = []
+        """The device and one slot of each class of slots that take equally long."""
+        self.messages: list[Message] = []
+        self.transfer_of: list[int] = []
+        self.transfers: list[tuple[int, int, Message]] = []
+        """Sender, receiver and one message of each class of messages with the same path and size."""
+        self.collectives: list[Collective] = []
+        self._class_of: dict[object, int] = {}
+        self._transfer_number: dict[object, int] = {}
+        self._collective_of: dict[Collective, int] = {}
+        self._sent: dict[tuple[int, int], list[int]] = {}
+        # A message's number is known at its Send: all programs' sends come first.
+        sends = [[self._message(program.device, item) for item in program.items if type(item) is Send] for program in programs]
+        for program, numbers in zip(programs, sends, strict=True):
+            self._add(program, numbers)
+
+    def _message(self, device: int, item: Send) -> int:
+        number = len(self.messages)
+        message = item.message
+        self.messages.append(message)
+        key = (device, item.device, message.source, message.target, message.rows)
+        known = self._transfer_number.get(key)
+        if known is None:
+            known = self._transfer_number[key] = len(self.transfers)
+            self.transfers.append((device, item.device, message))
+        self.transfer_of.append(known)
+        channel = self._sent.get((device, item.device))
+        if channel is None:
+            channel = self._sent[device, item.device] = []
+        channel.append(number)
+        return number
+
+    def _add(self, program: DeviceProgram, sends: list[int]) -> None:
+        device = program.device
+        kinds, numbers, computes = bytearray(), [], []
+        unsent = iter(sends)
+        arriving = {peer: iter(channel) for (peer, target), channel in self._sent.items() if target == device}
+        class_of = self._class_of
+        for item in program.items:
+            kind = type(item)
+            if kind is Compute:
+                assert isinstance(item, Compute)
+                ops = item.ops
+                key: object = (
+                    (device, ops[0].stage, ops[0].kind, item.rows[0])
+                    if len(ops) == 1
+                    else (device, tuple((op.stage, op.kind) for op in ops), item.rows)
+                )
+                known = class_of.get(key)
+                if known is None:
+                    known = class_of[key] = len(self.classes)
+                    self.classes.append((device, item))
+                kinds.append(COMPUTE)
+                numbers.append(known)
+                computes.append(item)
+            elif kind is Send:
+                kinds.append(SEND)
+                numbers.append(next(unsent))
+            elif kind is Recv:
+                assert isinstance(item, Recv)
+                number = next(arriving[item.device])
+                message = self.messages[number]
+                assert message is item.message or message == item.message, f"device {device} expects {item.message}, {message} is sent"
+                kinds.append(RECV)
+                numbers.append(number)
+            else:
+                assert not isinstance(item, Compute | Send | Recv)
+                known = self._collective_of.get(item.collective)
+                if known is None:
+                    known = self._collective_of[item.collective] = len(self.collectives)
+                    self.collectives.append(item.collective)
+                kinds.append(START if kind is Start else AWAIT)
+                numbers.append(known)
+        self.kinds.append(kinds)
+        self.numbers.append(numbers)
+        self.computes.append(computes)
+
+    @cached_property
+    def updates(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return for each update its U's, as pairs (program, number of the slot among the program's slots)."""
+        slots: dict[int, list[tuple[int, int]]] = {}
+        for program, computes in enumerate(self.computes):
+            for position, item in enumerate(computes):
+                if item.ops[0].kind is OpKind.UPDATE:
+                    slots.setdefault(item.ops[0].index, []).append((program, position))
+        return tuple(tuple(slots[update]) for update in sorted(slots))
+
+    @cached_property
+    def microbatches_per_update(self) -> int:
+        """Return the number of microbatches of an update."""
+        ops = (op for computes in self.computes for item in computes for op in item.ops)
+        num_microbatches = 1 + max((op.index for op in ops if not op.kind.per_update), default=0)
+        return max(num_microbatches // max(len(self.updates), 1), 1)

@@ -1,0 +1,206 @@
+"""The event loop: when each item of compiled programs starts and ends.
+
+Devices run their items in order. A Send puts its message on the links, which serve messages first come, first served: a message
+occupies each of its links for bytes / bandwidth, then arrives one latency later (latency occupies nothing). Devices that share
+cores progress at an equal rate, cores / computing devices but at most 1 (processor sharing). Time: O(items log devices).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from raypipe.schedules.lower import Message
+from raypipe.simulation.compiled import COMPUTE, RECV, SEND, START, CompiledOrder
+from raypipe.simulation.cost import Cost, SharedCompute
+
+_UNKNOWN = -1.0
+
+
+@dataclass
+class _SharedCores:
+    """Devices that share cores. `work` is the seconds of full speed that each active device has had since the window began."""
+
+    shared: SharedCompute
+    work: float = 0.0
+    since_s: float = 0.0
+    active: list[tuple[float, int]] = field(default_factory=list)
+    epoch: int = 0
+
+    def rate(self) -> float:
+        return min(1.0, self.shared.cores / len(self.active)) if self.active else 1.0
+
+    def advance(self, now_s: float) -> None:
+        self.work += (now_s - self.since_s) * self.rate()
+        self.since_s = now_s
+
+    def next_end_s(self) -> float:
+        return self.since_s + max(self.active[0][0] - self.work, 0.0) / self.rate()
+
+
+class EventLoop:
+    """One run of compiled programs.
+
+    The heap holds the time from which each runnable device can go on, and for each group of devices that share cores the time
+    at which the first of them is done. A device that waits for a message that has not been sent is not in the heap.
+    """
+
+    def __init__(self, order: CompiledOrder, cost: Cost) -> None:
+        self.order = order
+        self.cost = cost
+        num_programs = len(order.programs)
+        self.starts: list[list[float]] = [[] for _ in range(num_programs)]
+        self.ends: list[list[float]] = [[] for _ in range(num_programs)]
+        self.waits: list[list[tuple[int, int, float, float]]] = [[] for _ in range(num_programs)]
+        self.departure_s = [_UNKNOWN] * len(order.messages)
+        self.arrival_s = [_UNKNOWN] * len(order.messages)
+        self.durations_s = [
+            cost.compute_s(device, item.ops, tuple(rows[1] - rows[0] for rows in item.rows)) for device, item in order.classes
+        ]
+        self.transfers = [_Transfer(cost, source, target, message) for source, target, message in order.transfers]
+        self.free_s: dict[str, float] = {}
+        program_of = {program.device: at for at, program in enumerate(order.programs)}
+        self.groups = [_SharedCores(shared) for shared in cost.shared_compute]
+        self.group_of = {program_of[device]: group for group in self.groups for device in group.shared.devices if device in program_of}
+        self.heads = [0] * num_programs
+        self.since_s = [0.0] * num_programs
+        self.message_waiter = [-1] * len(order.messages)
+        self.num_started = [0] * len(order.collectives)
+        self.collective_end_s = [_UNKNOWN] * len(order.collectives)
+        self.collective_waiters: list[list[int]] = [[] for _ in order.collectives]
+        # Time, number that keeps simultaneous events in the order of their causes, program, epoch of its cores.
+        self.heap: list[tuple[float, int, int, int]] = []
+        self.sequence = 0
+
+    def _push(self, time_s: float, program: int, epoch: int = 0) -> None:
+        self.sequence += 1
+        heapq.heappush(self.heap, (time_s, self.sequence, program, epoch))
+
+    def run(self) -> None:
+        """Run all programs to their ends."""
+        for program in range(len(self.heads)):
+            self._push(0.0, program)
+        while self.heap:
+            now_s, _, program, epoch = heapq.heappop(self.heap)
+            if program < 0:
+                group = self.groups[-1 - program]
+                if group.epoch != epoch:
+                    continue
+                group.advance(now_s)
+                _, program = heapq.heappop(group.active)
+                self._schedule_next_end(group)
+                self.ends[program].append(now_s)
+            self._proceed(program, now_s)
+        stuck = [program.device for program, head in zip(self.order.programs, self.heads, strict=True) if head < len(program.items)]
+        assert not stuck, f"devices {stuck} wait for ever; validate the schedule before it is lowered"
+
+    def _proceed(self, program: int, now_s: float) -> None:  # noqa: PLR0912, PLR0915  # one loop: a call an item would double its time
+        """Run the items of a program until it must wait, or until an earlier event is due elsewhere."""
+        kinds, numbers = self.order.kinds[program], self.order.numbers[program]
+        starts, ends, arrival_s, heap, durations_s = self.starts[program], self.ends[program], self.arrival_s, self.heap, self.durations_s
+        transfers, transfer_of = self.transfers, self.order.transfer_of
+        shared = self.group_of.get(program)
+        head, length = self.heads[program], len(kinds)
+        while head < length:
+            kind, number = kinds[head], numbers[head]
+            head += 1
+            if kind == COMPUTE:
+                starts.append(now_s)
+                duration_s = durations_s[number]
+                if shared is not None and duration_s:
+                    self.heads[program] = head
+                    shared.advance(now_s)
+                    heapq.heappush(shared.active, (shared.work + duration_s, program))
+                    self._schedule_next_end(shared)
+                    return
+                now_s += duration_s
+                ends.append(now_s)
+                if not duration_s:
+                    continue
+            elif kind == RECV:
+                arrival = arrival_s[number]
+                if arrival == _UNKNOWN:
+                    self.message_waiter[number] = program
+                    self.since_s[program] = now_s
+                    break
+                if arrival > now_s:
+                    self.waits[program].append((number, -1, now_s, arrival))
+                    now_s = arrival
+                    now_s += transfers[transfer_of[number]].recv_s
+                elif recv_s := transfers[transfer_of[number]].recv_s:
+                    now_s += recv_s
+                else:
+                    continue
+            elif kind == SEND:
+                self._send(number, now_s)
+                send_s = transfers[transfer_of[number]].send_s
+                if not send_s:
+                    continue
+                now_s += send_s
+            elif kind == START:
+                self._start(number, now_s)
+                continue
+            else:
+                end_s = self.collective_end_s[number]
+                if end_s == _UNKNOWN:
+                    self.collective_waiters[number].append(program)
+                    self.since_s[program] = now_s
+                    break
+                if end_s <= now_s:
+                    continue
+                self.waits[program].append((-1, number, now_s, end_s))
+                now_s = end_s
+            # Time has passed: earlier events of other devices come first.
+            if heap and heap[0][0] <= now_s:
+                self._push(now_s, program)
+                break
+        self.heads[program] = head
+
+    def _schedule_next_end(self, group: _SharedCores) -> None:
+        """Push the time at which the first of the devices that share cores is done."""
+        group.epoch += 1
+        if group.active:
+            self._push(group.next_end_s(), -1 - self.groups.index(group), group.epoch)
+
+    def _send(self, number: int, now_s: float) -> None:
+        transfer = self.transfers[self.order.transfer_of[number]]
+        start_s = now_s
+        if transfer.resources:
+            for resource, _ in transfer.resources:
+                start_s = max(start_s, self.free_s.get(resource, 0.0))
+            for resource, busy_s in transfer.resources:
+                self.free_s[resource] = start_s + busy_s
+        self.departure_s[number] = start_s
+        arrival = self.arrival_s[number] = start_s + transfer.transfer_s
+        program = self.message_waiter[number]
+        if program >= 0:
+            since_s = self.since_s[program]
+            if arrival > since_s:
+                self.waits[program].append((number, -1, since_s, arrival))
+            self._push(arrival + transfer.recv_s, program)
+
+    def _start(self, number: int, now_s: float) -> None:
+        collective = self.order.collectives[number]
+        self.num_started[number] += 1
+        if self.num_started[number] < len(collective.devices):
+            return
+        end_s = self.collective_end_s[number] = now_s + self.cost.collective_s(collective)
+        for program in self.collective_waiters[number]:
+            since_s = self.since_s[program]
+            if end_s > since_s:
+                self.waits[program].append((-1, number, since_s, end_s))
+            self._push(end_s, program)
+
+
+class _Transfer:
+    """Seconds that the messages of one class take on their way, on each link and on both devices."""
+
+    __slots__ = ("recv_s", "resources", "send_s", "transfer_s")
+
+    def __init__(self, cost: Cost, source: int, target: int, message: Message) -> None:
+        path, size = cost.path(source, target), cost.message_bytes(message)
+        self.transfer_s = size / path.bandwidth_bytes_per_s + path.latency_s
+        self.resources = tuple((resource, size / bandwidth) for resource, bandwidth in path.resources)
+        overheads = cost.overheads
+        self.send_s = overheads.send_s + overheads.send_s_per_byte * size
+        self.recv_s = overheads.recv_s + overheads.recv_s_per_byte * size

@@ -1,0 +1,200 @@
+"""Costs of whole plans: what a profile and a topology say of stages on devices."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
+from raypipe.artifacts.topology import ClusterTopology, Device, Overheads, Path
+from raypipe.schedules.ir import Holder, OpKind, Schedule
+from raypipe.schedules.lower import Placement
+from raypipe.schedules.passes import recomputed_stages
+from raypipe.schedules.validate import facts
+from raypipe.simulation.cost import Cost, SharedCompute, StageCost
+
+STATE_BYTES_PER_PARAMETER_BYTE = 3.0
+"""Gradients and optimizer state of AdamW in the precision of the weights."""
+GRADIENT_BYTES_PER_PARAMETER_BYTE = 1.0
+"""Gradients alone."""
+
+
+def equal_stages(
+    schedule: Schedule, *, forward_s: float = 1.0, backward_s: float = 2.0, weight_grad_s: float = 1.0, latency_s: float = 0.0
+) -> Cost:
+    """Return the cost of equal stages, one device per worker, and a pure delay between any two devices."""
+    stage = StageCost(forward_s, backward_s, weight_grad_s)
+    local, remote = Path(0.0, float("inf"), ()), Path(latency_s, float("inf"), ())
+    return Cost(
+        devices=tuple(map(str, range(schedule.num_workers))),
+        stages={(worker, number): stage for workers in schedule.pipelines for number, worker in enumerate(workers)},
+        edge_bytes={},
+        path=lambda source, target: local if source == target else remote,
+    )
+
+
+def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE) -> Cost:
+    """Return the cost of a plan on its own topology.
+
+    Args:
+        plan: Stages, devices and schedule.
+        state_bytes_per_parameter_byte: Gradients and optimizer state.
+    """
+    return layout_cost(
+        profile=plan.profile,
+        topology=plan.topology,
+        cut=plan.cut,
+        pipelines=plan.schedule.pipelines,
+        placement=plan.placement,
+        devices=plan.devices,
+        microbatch_size=plan.microbatch_size,
+        weight_versions=weight_versions(plan.schedule, plan.placement),
+        recomputed=recomputed_stages(plan.schedule),
+        state_bytes_per_parameter_byte=state_bytes_per_parameter_byte,
+        published=published_copies(plan.schedule),
+    )
+
+
+def layout_cost(
+    *,
+    profile: ModelProfile,
+    topology: ClusterTopology,
+    cut: Cut,
+    pipelines: Sequence[Sequence[int]],
+    placement: Placement,
+    devices: tuple[str, ...],
+    microbatch_size: int,
+    weight_versions: Mapping[int, float] | None = None,
+    state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE,
+    recomputed: Collection[int] = (),
+    published: Collection[Holder] = (),
+) -> Cost:
+    """Return the cost of stages placed on devices, whatever the order of Ops.
+
+    Args:
+        profile: Costs of the layers.
+        topology: Devices and links.
+        cut: Layers of each stage.
+        pipelines: Worker of each stage, by pipeline.
+        placement: Devices of each worker, by number.
+        devices: Names of the devices, by number.
+        microbatch_size: Rows of a microbatch.
+        weight_versions: As in `Cost`.
+        state_bytes_per_parameter_byte: Gradients and optimizer state.
+        recomputed: Stages whose forwards run again, so that only their inputs are kept until then.
+        published: Replicas of stages that another replica updates, so that they hold no optimizer state.
+    """
+    number = {name: position for position, name in enumerate(devices)}
+    scale = microbatch_size / profile.microbatch_size
+    edge_bytes = {ends: math.ceil(num_bytes * scale - 1e-6) for ends, num_bytes in crossing_bytes(profile, cut).items()}
+    input_bytes: Counter[int] = Counter()
+    for (_, target), num_bytes in edge_bytes.items():
+        input_bytes[target] += num_bytes
+    stages: dict[tuple[int, int], StageCost] = {}
+    for workers in pipelines:
+        for stage, worker in enumerate(workers):
+            optimizer_bytes = state_bytes_per_parameter_byte - GRADIENT_BYTES_PER_PARAMETER_BYTE
+            state = 0.0 if Holder(worker, stage) in published else optimizer_bytes
+            for device, _ in placement.workers[worker]:
+                cost = _stage_cost(profile, cut.stages[stage], topology.device(devices[device]), scale, state)
+                stages[device, stage] = replace(cost, kept_bytes=input_bytes[stage]) if stage in recomputed else cost
+    shared = []
+    for node in topology.nodes:
+        if node.cores is None:
+            continue
+        members = tuple(number[device.name] for device in node.devices if device.name in number)
+        if len(members) > node.cores:
+            shared.append(SharedCompute(members, node.cores))
+    return Cost(
+        devices=devices,
+        stages=stages,
+        edge_bytes=edge_bytes,
+        tied_bytes=tied_bytes(profile, cut),
+        path=lambda source, target: topology.path(devices[source], devices[target]),
+        shared_compute=tuple(shared),
+        weight_versions=weight_versions or {},
+        overheads=topology.overheads or Overheads(),
+    )
+
+
+def crossing_bytes(profile: ModelProfile, cut: Cut) -> dict[tuple[int, int], int]:
+    """Return the bytes that cross each edge of the stage graph for a microbatch as profiled.
+
+    A layer's output crosses once, however many layers of the target stage read it.
+    """
+    widest: dict[tuple[int, int], dict[int, int]] = {}
+    stage_of = cut.stage_of
+    for producer, consumer, num_bytes in profile.edges():
+        ends = (stage_of[producer], stage_of[consumer])
+        if ends[0] != ends[1]:
+            layer_bytes = widest.setdefault(ends, {})
+            layer_bytes[producer] = max(layer_bytes.get(producer, 0), num_bytes)
+    return {ends: sum(layer_bytes.values()) for ends, layer_bytes in widest.items()}
+
+
+def tied_bytes(profile: ModelProfile, cut: Cut) -> dict[int, int]:
+    """Return the bytes of the weights that stages of a cut share, by tie of the stage graph."""
+    sizes: dict[int, int] = {}
+    for number in cut.parted_ties:
+        tie = cut.graph.tie_of[cut.stage_of[cut.ties[number][0]]]
+        sizes[tie] = sizes.get(tie, 0) + max(profile.layers[layer].shared_bytes for layer in cut.ties[number])
+    return sizes
+
+
+def published_copies(schedule: Schedule) -> frozenset[Holder]:
+    """Return the replicas of stages that receive new weights and make none."""
+    holders: dict[OpKind, set[Holder]] = {OpKind.UPDATE: set(), OpKind.PUBLISH: set()}
+    for op, _ in schedule.ops():
+        if op.kind in holders:
+            holders[op.kind].add(schedule.holder(op))
+    return frozenset(holders[OpKind.PUBLISH] - holders[OpKind.UPDATE])
+
+
+def weight_versions(schedule: Schedule, placement: Placement) -> dict[int, float]:
+    """Return the weight copies per stage that each device holds; nothing where all hold one version."""
+    if not schedule.weight_rule.keeps_versions:
+        return {}
+    held = Counter(holder.worker for holder in schedule.holders)
+    copies = facts(schedule).weight_copies
+    return {
+        device: copies[worker] / held[worker] for worker, members in enumerate(placement.workers) if held[worker] for device, _ in members
+    }
+
+
+def _slowdown(times: LayerTimes, layer: LayerProfile) -> float:
+    # Profiles have no optimizer's seconds per kind of device: they are scaled as those of the layer.
+    profiled_s = layer.forward_s + layer.backward_s
+    return (times.forward_s + times.backward_s) / profiled_s if profiled_s else 1.0
+
+
+def _stage_cost(
+    profile: ModelProfile, layers: tuple[int, ...], device: Device, scale: float, state_bytes_per_parameter_byte: float
+) -> StageCost:
+    times = profile.for_kind(device.kind)
+    profiles = [profile.layers[layer] for layer in layers]
+    held = held_once(profiles)
+    trained_bytes = sum(layer.trained_bytes for layer in held)
+    factor = scale / device.speed
+    return StageCost(
+        forward_s=sum(times[layer].forward_s for layer in layers) * factor,
+        backward_s=sum(times[layer].backward_s for layer in layers) * factor,
+        weight_grad_s=sum(times[layer].weight_grad_s for layer in layers) * factor,
+        update_s=sum((layer.update_s or 0.0) * _slowdown(times[number], layer) for number, layer in zip(layers, held, strict=True))
+        / device.speed,
+        saved_bytes=round(sum(layer.saved_bytes for layer in profiles) * scale),
+        weight_grad_saved_bytes=round(
+            sum(layer.saved_bytes if layer.weight_grad_saved_bytes is None else layer.weight_grad_saved_bytes for layer in profiles) * scale
+        ),
+        parameter_bytes=sum(layer.parameter_bytes for layer in held),
+        frozen_bytes=sum(layer.frozen_bytes or 0 for layer in held),
+        state_bytes=round(trained_bytes * state_bytes_per_parameter_byte),
+        low_precision_bytes=sum(layer.low_precision_bytes or 0 for layer in held),
+        gradient_bytes=round(trained_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
+        working_bytes=round(most_working_bytes(profiles) * scale),
+        # Autograd keeps the whole graph while the gradients from which W starts pile up.
+        input_grad_working_bytes=round(sum(layer.input_grad_working_bytes or 0 for layer in profiles) * scale),
+    )
