@@ -26,7 +26,7 @@ from raypipe.actors.stage.checkpoint import layer_file, load_stage
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.optimizers import build_optimizer
-from raypipe.actors.stage.precision import loss_in_float32, prepare, stage_module
+from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
 from raypipe.actors.stage.state import export_layers, import_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport import cuda, shm
@@ -361,9 +361,17 @@ class StageActor:
         if self._memory is None:
             self._memory = memory_meter(self._on)
         for stage in self.identity.stages:
-            module = stage_module(self._model, order.cut, stage, seed=order.seed, precision=order.precision, on=self._on)
             make = partial(order.make_optimizer, stage) if order.make_optimizer else partial(build_optimizer, order.optimizer)
-            self._weights[stage] = Weights(module, optimizer=make, rule=order.weight_rule)
+            self._weights[stage] = build_stage(
+                self._model,
+                order.cut,
+                stage,
+                optimizer=make,
+                rule=order.weight_rule,
+                seed=order.seed,
+                precision=order.precision,
+                on=self._on,
+            )
         return {index: size for weights in self._weights.values() for index, size in _layer_sizes(weights.module).items()}
 
     def output_specs(self, stage: int, made: Mapping[int, tuple[LayerOutput, ...]]) -> dict[int, tuple[LayerOutput, ...]]:
@@ -371,11 +379,8 @@ class StageActor:
         assert self._order is not None, "build comes before output_specs"
         self._begin(f"finding the shapes of stage {stage}")
         weights = self._weights[stage]
-        module = weights.module
-        needed = {source: made[source] for sources in module.inputs.values() for source in sources if source in made}
-        fields = {field for spec in module.specs.values() for field in spec.batch}
-        batch = self._source(self._order.batches, "train").batch(0, (0.0, 1.0)) if fields else {}
-        return prepare(weights, needed, batch, num_rows=self._order.num_rows)
+        batch = self._source(self._order.batches, "train").batch(0, (0.0, 1.0)) if weights.module.takes_batch else {}
+        return prepare(weights, made, batch, num_rows=self._order.num_rows)
 
     def host_store(self, *, host: str, timeout_s: float) -> int:
         """Opens the store where all actors meet; returns its port."""

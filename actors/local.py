@@ -1,9 +1,10 @@
-"""A whole pipeline in one process, a thread a device: for tests, notebooks and debugging. The same programs as on Ray."""
+"""A whole pipeline in one process with one thread per device, for tests, notebooks and debugging. It runs the same programs as on Ray."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -15,8 +16,8 @@ from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.execution.updates import LearningRate
 from raypipe.actors.stage.gradient_flow import LayerOutput, edge_specs
-from raypipe.actors.stage.precision import loss_in_float32, prepare, stage_module
-from raypipe.actors.stage.weights import Optimizer, Weights
+from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
+from raypipe.actors.stage.weights import Optimizer
 from raypipe.actors.transport.protocol import LocalNetwork
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
@@ -30,19 +31,19 @@ class LocalPipeline:
     """The devices of one schedule as threads.
 
     Args:
-        model: the model's description.
-        cut: the layers of each stage; as many stages as the schedule has.
-        schedule: a valid one.
-        batches: where the rows come from.
-        optimizer: makes the optimizer of each copy of a stage.
-        learning_rate: of each update.
-        seed: of weights and randomness.
-        placement: devices of each worker; `None` for one each.
-        max_grad_norm: limit of the gradient norm, `None` for none.
-        timeout_s: for every wait between devices.
-        faults: what is to go wrong.
-        precision: in which the stages compute.
-        on: the device of torch that computes, for all of them.
+        model: Description of the model.
+        cut: Layers of each stage; as many stages as the schedule has.
+        schedule: Valid schedule.
+        batches: Source of the rows.
+        optimizer: Makes the optimizer of each replica of a stage.
+        learning_rate: Learning rate of each update.
+        seed: Seed of initial weights and random numbers.
+        placement: Devices of each worker; `None` for one each.
+        max_grad_norm: Limit of the gradient norm; `None` for no limit.
+        timeout_s: Limit of every wait between devices.
+        faults: Faults to inject.
+        precision: Precision in which the stages compute.
+        on: Torch device that computes for all of them.
     """
 
     def __init__(
@@ -69,22 +70,15 @@ class LocalPipeline:
         self.num_windows = 0
         self.num_updates = 0
         stages_of = [sorted({op.stage for op, place in schedule.ops() if place.worker == program.worker}) for program in self.programs]
-        self.held = [
-            {
-                stage: Weights(
-                    stage_module(model, cut, stage, seed=seed, precision=precision, on=on), optimizer=optimizer, rule=schedule.weight_rule
-                )
-                for stage in stages
-            }
-            for stages in stages_of
-        ]
+        build = partial(build_stage, model, cut, optimizer=optimizer, rule=schedule.weight_rule, seed=seed, precision=precision, on=on)
+        self.held = [{stage: build(stage) for stage in stages} for stages in stages_of]
         network = LocalNetwork(len(self.programs), timeout_s=timeout_s)
         batch = batches.batch(0, (0.0, 1.0))
         num_rows = len(next(iter(batch.values())))
-        made: dict[int, tuple[LayerOutput, ...]] = {}
+        outputs: dict[int, tuple[LayerOutput, ...]] = {}
         for stage in range(len(cut.stages)):
             for weights in (held[stage] for held in self.held if stage in held):
-                made |= prepare(weights, made, batch, num_rows=num_rows)
+                outputs |= prepare(weights, outputs, batch, num_rows=num_rows)
         self.executors = [
             Executor(
                 device=program.device,
@@ -92,7 +86,7 @@ class LocalPipeline:
                 cut=cut,
                 weights=held,
                 transport=network.transport(program.device),
-                edge_specs=edge_specs(cut, made),
+                edge_specs=edge_specs(cut, outputs),
                 num_rows=num_rows,
                 learning_rate=learning_rate,
                 max_grad_norm=max_grad_norm,
@@ -104,21 +98,21 @@ class LocalPipeline:
         ]
 
     def run_window(self) -> list[WindowReport]:
-        """Runs the next window; returns a report a device."""
+        """Run the next window; return one report per device."""
         reports = self._run(self.programs, Window(number=self.num_windows, first_update=self.num_updates, batches=self.batches))
         self.num_windows += 1
         self.num_updates += self.programs[0].num_updates
         return reports
 
     def evaluate(self, schedule: Schedule, *, batches: BatchSource, keep_outputs: bool = False) -> list[WindowReport]:
-        """Runs a schedule of forwards only over other rows."""
+        """Run a forward-only schedule over other rows."""
         window = Window(number=self.num_windows, first_update=0, batches=batches, keep_outputs=keep_outputs)
         if schedule not in self._evaluations:  # executors keep what they work out for each program
             self._evaluations[schedule] = executable_programs(schedule, self.placement)
         return self._run(self._evaluations[schedule], window)
 
     def close(self) -> None:
-        """Ends the threads that its devices have, where they are GPUs."""
+        """End the threads of devices that are GPUs."""
         for executor in self.executors:
             executor.close()
 

@@ -24,7 +24,7 @@ from raypipe.actors.execution.steps import (
     StartStep,
     Step,
 )
-from raypipe.actors.stage.gradient_flow import EdgeSpecs, EdgeTensor, Place
+from raypipe.actors.stage.gradient_flow import EdgeSpecs, EdgeTensor, OutputId
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Expected, TensorSpec
 from raypipe.artifacts.cut import Cut
@@ -48,7 +48,7 @@ class StageEdges:
         self.cut = cut
         self.specs = specs
 
-    def places(self, edge: Edge) -> list[tuple[Place, EdgeTensor]]:
+    def places(self, edge: Edge) -> list[tuple[OutputId, EdgeTensor]]:
         """Return the tensors of an edge, each with the layer output that it is."""
         layers = zip(self.cut.crossing[edge], self.specs[edge], strict=True)
         return [((layer, number), tensor) for layer, tensors in layers for number, tensor in enumerate(tensors)]

@@ -15,7 +15,7 @@ from raypipe.actors.execution.losses import WindowLosses
 from raypipe.actors.execution.mailbox import Mailbox
 from raypipe.actors.execution.steps import BoundOp
 from raypipe.actors.stage.backward import PendingWeightGradient, backward_full, backward_input
-from raypipe.actors.stage.gradient_flow import Place
+from raypipe.actors.stage.gradient_flow import OutputId
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.module import Outputs
 from raypipe.errors import ConfigError
@@ -178,18 +178,18 @@ class Computation:
         """Return where a stage's backward begins: its loss, or its outputs with the sums of the gradients that came back."""
         if saved.loss is not None:
             return [saved.loss], [self._losses.gradient(saved.loss, bound.loss_weight)]
-        sums: dict[Place, Tensor] = {}
+        sums: dict[OutputId, Tensor] = {}
         for message in bound.gradients:
             for place, gradient in zip(message.outputs, self._mailbox.take(message.key), strict=True):
                 sums[place] = sums[place] + gradient if place in sums else gradient
         return [saved.outputs[layer][number] for layer, number in sums], list(sums.values())
 
-    def _origin(self, bound: BoundOp, number: int) -> Place:
+    def _origin(self, bound: BoundOp, number: int) -> OutputId:
         """Return the layer output that an input of a stage is; for errors, so found when it is asked for."""
         edges = [(output.key[2], output.key[1]) for output in bound.outputs]
         return [place for edge in edges for place, _ in self._edges.places(edge)][number]
 
-    def _unforeseen(self, place: Place, what: str) -> ConfigError:
+    def _unforeseen(self, place: OutputId, what: str) -> ConfigError:
         """Return the error about a layer whose gradients depend on values."""
         layer, number = place
         name = self._model.layers[layer].name

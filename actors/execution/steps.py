@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raypipe.actors.stage.gradient_flow import Place
+from raypipe.actors.stage.gradient_flow import OutputId
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Expected
 from raypipe.schedules.ir import Op
@@ -47,7 +47,7 @@ class GradientInput:
     """
 
     key: MessageKey
-    outputs: tuple[Place, ...]
+    outputs: tuple[OutputId, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class BoundOp:
     activations: tuple[ActivationInput, ...]
     gradients: tuple[GradientInput, ...]
     outputs: tuple[StageOutput, ...]
-    constants: tuple[Place, ...]
+    constants: tuple[OutputId, ...]
 
 
 @dataclass(frozen=True, slots=True)

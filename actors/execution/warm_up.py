@@ -14,9 +14,10 @@ from raypipe.actors import devices
 from raypipe.actors.execution.binding import StageEdges
 from raypipe.actors.execution.updates import root
 from raypipe.actors.stage.backward import backward_full, backward_input
-from raypipe.actors.stage.gradient_flow import stand_in, unchanged
+from raypipe.actors.stage.gradient_flow import stand_in
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.module import Outputs
+from raypipe.actors.stage.snapshot import unchanged
 from raypipe.actors.stage.weights import Weights
 from raypipe.model import Batch, Model
 

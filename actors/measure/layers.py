@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.actors import devices
-from raypipe.actors.stage.backward import backward_full, backward_input, keep_what_compiled_forwards_save
+from raypipe.actors.stage.backward import backward_full, backward_input
 from raypipe.actors.stage.gradient_flow import LayerOutput, stand_in
 from raypipe.actors.stage.layers import RngKey
-from raypipe.actors.stage.precision import loss_in_float32, prepare, stage_module
+from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
 from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.actors.transport.protocol import TensorSpec
 from raypipe.artifacts.cut import Cut
@@ -122,11 +122,9 @@ def measure_layers(
         made: dict[int, tuple[LayerOutput, ...]] = {}
         found.clear()
         for index in range(len(model.layers)):
-            module = stage_module(alone, cut, index, seed=seed, precision=precision, on=on)
-            keep_what_compiled_forwards_save()
-            sizes = _sizes_of(module)
-            weights = Weights(module, optimizer=optimizer, rule=WeightRule.FLUSH)
-            made |= prepare(weights, {source: made[source] for source in module.inputs[index]}, batch, num_rows=num_rows)
+            weights = build_stage(alone, cut, index, optimizer=optimizer, rule=WeightRule.FLUSH, seed=seed, precision=precision, on=on)
+            sizes = _sizes_of(weights.module)
+            made |= prepare(weights, made, batch, num_rows=num_rows)
             found.append(_Layer(model, weights, made, batch, sizes).measure(samples[index], effort))
     devices.drop_fillers()
     return found

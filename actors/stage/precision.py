@@ -1,15 +1,15 @@
 """Stages that compute in a lower precision than the one in which the optimizer steps their weights.
 
-Autocast makes a copy of each weight in F, and the backward reads it: under `live`, after an update, it would not be the weights of
-that moment. So the copies belong to `Weights`, which writes them anew with every update, and autocast finds nothing left to do:
+Autocast would copy each weight in F, and the backward would read that copy: under `live`, after an update, it would be out of date. So
+`Weights` owns the copies and writes them anew with every update, and autocast finds nothing left to cast:
 
-    optimizer -> weight, float32 -> copy, bfloat16 -> matrix products of F, B and W       one copy a version
+    optimizer -> weight, float32 -> copy, bfloat16 -> matrix products of F, B and W       one copy per version
                  weight, float32 -------------------> norms, embeddings                   what autocast leaves alone
 
-Which weights autocast casts is found by watching it in the forward that finds the shapes of the stage's outputs. A weight of which it
-needs both is left to it: right with weights that stay as they are until the backward, refused under `live`.
+The weights that autocast casts are found by watching the forwards that find the shapes of the stage's outputs. A weight that a stage needs
+both as cast and as built is left to autocast: correct if weights do not change until the backward, refused under `live`.
 
-Not seen, and so left to autocast, are casts that evaluation does without, and those of layers that call autocast themselves.
+Limits: casts that happen in training only, and those of layers that call autocast themselves, are not seen and so left to autocast.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,14 +27,16 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from raypipe.actors import devices
-from raypipe.actors.stage.gradient_flow import LayerOutput, output_specs, unchanged
+from raypipe.actors.stage.gradient_flow import LayerOutput, StageOutputs, output_specs
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.module import Outputs, StageModule
-from raypipe.actors.stage.weights import Weights
+from raypipe.actors.stage.snapshot import unchanged
+from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.errors import ConfigError
 from raypipe.model import Batch, Model
+from raypipe.schedules.ir import WeightRule
 
 LOW = torch.bfloat16
 
@@ -42,15 +44,15 @@ LOW = torch.bfloat16
 class AutocastStage(StageModule):
     """A stage that computes under autocast."""
 
-    def forward(self, inputs: Outputs, batch: Batch, draw: RngKey) -> Outputs:
-        """The outputs that other stages or the loss take."""
-        # What comes from other stages are leaves here, and no leaves in the unsplit model: of these nothing is cached.
+    def forward(self, inputs: Outputs, batch: Batch, rng_key: RngKey) -> Outputs:
+        """Return the outputs that other stages or the loss take."""
+        # Outputs of other stages are leaves here but not in the unsplit model, so nothing made of them may be cached.
         with torch.autocast(self.on.type, dtype=LOW, cache_enabled=False):
-            return super().forward(inputs, batch, draw)
+            return super().forward(inputs, batch, rng_key)
 
 
 class LowStage(StageModule):
-    """A stage that computes in low precision altogether; so are buffers, weights that are not trained, and what it takes of a batch."""
+    """A stage that computes entirely in low precision, including buffers, weights that are not trained, and fields of the batch."""
 
     def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int, on: torch.device = devices.CPU) -> None:
         super().__init__(model, cut, stage, seed=seed, on=on)
@@ -58,9 +60,9 @@ class LowStage(StageModule):
         for tensor in fixed:
             tensor.data = _lowered(tensor.data)
 
-    def forward(self, inputs: Outputs, batch: Batch, draw: RngKey) -> Outputs:
-        """The outputs that other stages or the loss take."""
-        return super().forward(inputs, {name: _lowered(tensor) for name, tensor in batch.items()}, draw)
+    def forward(self, inputs: Outputs, batch: Batch, rng_key: RngKey) -> Outputs:
+        """Return the outputs that other stages or the loss take."""
+        return super().forward(inputs, {name: _lowered(tensor) for name, tensor in batch.items()}, rng_key)
 
 
 def _lowered(tensor: Tensor) -> Tensor:
@@ -70,13 +72,23 @@ def _lowered(tensor: Tensor) -> Tensor:
 _STAGES = {Precision.FLOAT32: StageModule, Precision.BF16_MIXED: AutocastStage, Precision.BF16: LowStage}
 
 
-def stage_module(model: Model, cut: Cut, stage: int, *, seed: int, precision: Precision, on: torch.device = devices.CPU) -> StageModule:
-    """The layers of a stage as a module that computes in a precision; arguments as of `StageModule`."""
-    return _STAGES[precision](model, cut, stage, seed=seed, on=on)
+def build_stage(
+    model: Model,
+    cut: Cut,
+    stage: int,
+    *,
+    optimizer: Optimizer,
+    rule: WeightRule,
+    seed: int,
+    precision: Precision,
+    on: torch.device = devices.CPU,
+) -> Weights:
+    """Build the layers of a stage, to compute in `precision`, with their weights and optimizer; arguments as of StageModule and Weights."""
+    return Weights(_STAGES[precision](model, cut, stage, seed=seed, on=on), optimizer=optimizer, rule=rule)
 
 
 def loss_in_float32(model: Model, precision: Precision) -> Model:
-    """The model whose loss is computed in float32 at least, outside of autocast."""
+    """Return the model with a loss that is computed in float32 at least, outside of autocast."""
     return model if precision is Precision.FLOAT32 else dataclasses.replace(model, loss=partial(_loss, model.loss))
 
 
@@ -84,49 +96,44 @@ def _loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: Batch)
     return loss(output.to(torch.promote_types(output.dtype, torch.float32)), batch)
 
 
-def prepare(
-    weights: Weights, inputs: Mapping[int, tuple[LayerOutput, ...]], batch: Batch, *, num_rows: int
-) -> dict[int, tuple[LayerOutput, ...]]:
-    """Makes the copies of weights that a stage computes with, and returns what it gives, as `output_specs` does.
+def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: int) -> dict[int, tuple[LayerOutput, ...]]:
+    """Make the copies of weights that a stage computes with, and return the tensors that the stage passes on.
+
+    Args:
+        weights: Weights of the stage.
+        outputs: Tensors that the layers of earlier stages pass on.
+        batch: Fields of one microbatch.
+        num_rows: Number of rows of the microbatch.
 
     Raises:
-        ConfigError: as `output_specs`; or a backward under `live` would read what autocast made of a weight in the forward.
+        ConfigError: As `output_specs`; or a backward under `live` would read what autocast made of a weight in the forward.
     """
     module = weights.module
+    inputs = {source: outputs[source] for sources in module.inputs.values() for source in sources if source in outputs}
     if isinstance(module, LowStage):
         weights.lower(weights.names, LOW)
-    if not isinstance(module, AutocastStage):
-        with unchanged(module):
-            specs = output_specs(module, inputs, batch, num_rows=num_rows)
-        weights.check_in_place()
-        return specs
-    uses = _Uses(weights)
-    with unchanged(module), _eagerly(), uses.watched():
+    uses = _Uses(weights) if isinstance(module, AutocastStage) else None
+    with unchanged(module), uses.watched() if uses else nullcontext():
         specs = output_specs(module, inputs, batch, num_rows=num_rows)
     weights.check_in_place()
-    both = uses.cast & uses.plain
-    if both and weights.rule.allows_mismatch:
-        raise ConfigError(
-            f"stage {module.stage}: autocast needs {', '.join(sorted(both))} in bfloat16 and as built; what it makes of it in a forward "
-            "would be out of date in the backward. Set model.precision to bf16 or float32, use two weights, or take a schedule whose "
-            "backward reads the weights of its forward"
-        )
-    weights.lower(uses.cast - both, LOW)
+    if uses is not None:
+        both = uses.cast & uses.plain
+        if both and weights.rule.allows_mismatch:
+            raise ConfigError(
+                f"stage {module.stage}: autocast needs {', '.join(sorted(both))} in bfloat16 and as built; what it makes of it in a "
+                "forward would be out of date in the backward. Set model.precision to bf16 or float32, use two weights, or choose a "
+                "schedule whose backward reads the weights of its forward"
+            )
+        weights.lower(uses.cast - both, LOW)
     return specs
 
 
-def _eagerly() -> AbstractContextManager[Any]:
-    """A context in which compiled layers run as they were written, so that their operators show."""
-    # What `torch.compile` loads takes seconds; where it is not there, nothing is compiled.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-
-
 class _Uses:
-    """What autocast does with the weights of a stage.
+    """How a stage uses its weights under autocast.
 
     Attributes:
-        cast: the names of those of which it makes copies in low precision.
-        plain: the names of those that are computed with as they are.
+        cast: Names of the weights that autocast casts to low precision.
+        plain: Names of the weights that are computed with as they are.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -138,17 +145,21 @@ class _Uses:
             if weight.requires_grad:
                 self._names[weight.untyped_storage().data_ptr()].add(name)
 
-    def watched(self) -> AbstractContextManager[Any]:
-        """A context in which operators are noted; this part of selective checkpointing alone tells operators with their tensors."""
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Return a context that notes operators; compiled layers run eagerly in it, so that their operators show."""
+        # Nothing is compiled unless `torch.compile` is loaded, which takes seconds.
+        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        # Only selective checkpointing reports operators together with their tensors.
         context, _ = create_selective_checkpoint_contexts(self._note)  # type: ignore[no-untyped-call]
-        watching: AbstractContextManager[Any] = context
-        return watching
+        with eager, context:
+            yield
 
     def _note(self, _: object, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         if not operator.is_view:
-            found = self.cast if str(operator) == "aten._to_copy.default" and options.get("dtype") == LOW else self.plain
+            names = self.cast if str(operator) == "aten._to_copy.default" and options.get("dtype") == LOW else self.plain
             for tensor in _tensors(arguments):
-                found |= self._names.get(tensor.untyped_storage().data_ptr(), set())
+                names |= self._names.get(tensor.untyped_storage().data_ptr(), set())
         return CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -18,7 +18,7 @@ from raypipe.actors.local import LocalPipeline
 from raypipe.actors.measure.layers import Effort, measure_layers
 from raypipe.actors.stage.layers import RngKey, build_layer
 from raypipe.actors.stage.module import StageModule
-from raypipe.actors.stage.precision import prepare, stage_module
+from raypipe.actors.stage.precision import build_stage, prepare
 from raypipe.actors.stage.state import export_layers, import_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts.cut import Cut
@@ -314,8 +314,8 @@ class TwoUses(nn.Module):
 
 def prepared(build_module: Callable[[], nn.Module], *, precision: Precision, rule: WeightRule = WeightRule.LIVE) -> Weights:
     model = Model((Layer("only", build_module, inputs=(), batch=("inputs",)),), mean_squared_error)
-    module = stage_module(model, Cut.equal(1, 1, ()), 0, seed=0, precision=precision)
-    weights = Weights(module, optimizer=partial(torch.optim.AdamW, lr=0.1), rule=rule)
+    optimizer = partial(torch.optim.AdamW, lr=0.1)
+    weights = build_stage(model, Cut.equal(1, 1, ()), 0, optimizer=optimizer, rule=rule, seed=0, precision=precision)
     prepare(weights, {}, ROWS.batch(0, (0.0, 1.0)), num_rows=6)
     return weights
 

@@ -194,13 +194,13 @@ def test_a_layer_that_changes_its_input_in_place_is_refused_before_training() ->
 
 def test_a_tensor_without_rows_cannot_cross_stages() -> None:
     weights = held(model_of(WithMask, partial(nn.Linear, 4, 4)))
-    with pytest.raises(ConfigError, match=r"'layer-0' of stage 0 .* gives \(2, 2\).*first dimension is the row"):
+    with pytest.raises(ConfigError, match=r"'layer-0' of stage 0 .* gives \(2, 2\).*first dimension"):
         output_specs(weights.module, {}, rows(), num_rows=3)
 
 
 def test_seeds_differ_between_layers_microbatches_and_rows() -> None:
-    draws = [None, *(RngKey(microbatch, row) for microbatch in range(20) for row in (0, 3, 7))]
-    seeds = [layer_seed(seed, layer, draw) for seed in range(5) for layer in range(20) for draw in draws]
+    rng_keys = [None, *(RngKey(microbatch, row) for microbatch in range(20) for row in (0, 3, 7))]
+    seeds = [layer_seed(seed, layer, rng_key) for seed in range(5) for layer in range(20) for rng_key in rng_keys]
     assert len(set(seeds)) == len(seeds)
 
 
