@@ -11,7 +11,7 @@ from torch import Tensor
 
 from raypipe.artifacts.trace import Span, SpanKind
 from raypipe.schedules.ir import UpdateScope
-from raypipe.schedules.lower import Await, Compute, DeviceProgram, Item, Recv, Send, Start
+from raypipe.schedules.lower import Await, Compute, DeviceProgram, Item, Recv
 
 
 @dataclass
@@ -39,11 +39,17 @@ class SpanLog:
 
     def spans(self, program: DeviceProgram, *, shift_s: float = 0.0) -> list[Span]:
         """Return the spans of a program's window, `shift_s` later."""
-        items, device = program.items, program.device
-        return [
-            _span(device, items[position], start_s + shift_s, end_s + shift_s, size)
-            for position, start_s, end_s, size in zip(self.positions, self.starts_s, self.ends_s, self.sizes_bytes, strict=True)
-        ]
+        items, device, make = program.items, program.device, Span._make
+        spans: list[Span] = []
+        for position, start_s, end_s, size in zip(self.positions, self.starts_s, self.ends_s, self.sizes_bytes, strict=True):
+            item = items[position]
+            if isinstance(item, Compute):
+                spans.append(make((device, SpanKind.COMPUTE, item.ops, start_s + shift_s, end_s + shift_s, size, None)))
+            elif isinstance(item, Recv):
+                spans.append(make((device, SpanKind.RECV, item.message, start_s + shift_s, end_s + shift_s, size, item.device)))
+            elif isinstance(item, Await):
+                spans.append(make((device, SpanKind.COLLECTIVE, item.collective, start_s + shift_s, end_s + shift_s, size, None)))
+        return spans
 
     def seconds(self, program: DeviceProgram, kind: SpanKind) -> float:
         """The seconds of all spans of a kind."""
@@ -62,18 +68,6 @@ class SpanLog:
 
 
 _SPAN_KINDS: dict[type[Item], SpanKind] = {Compute: SpanKind.COMPUTE, Recv: SpanKind.RECV, Await: SpanKind.COLLECTIVE}
-
-
-def _span(device: int, item: Item, start_s: float, end_s: float, size_bytes: int) -> Span:
-    match item:
-        case Compute():
-            return Span(device, SpanKind.COMPUTE, item.ops, start_s, end_s, size_bytes)
-        case Recv():
-            return Span(device, SpanKind.RECV, item.message, start_s, end_s, size_bytes, item.device)
-        case Await():
-            return Span(device, SpanKind.COLLECTIVE, item.collective, start_s, end_s, size_bytes)
-        case Send() | Start():
-            raise AssertionError(f"{item} takes no time")
 
 
 @dataclass
