@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 from raypipe.artifacts import codec
 from raypipe.errors import FormatError, ScheduleError
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
+from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, DeviceProgram, Direction, Message, Recv, Send, Start
 from raypipe.schedules.text import parse_op
 
 FORMAT = "raypipe.trace/1"
@@ -87,6 +87,42 @@ def item_text(item: SpanItem) -> str:
     if isinstance(item, tuple):
         return str(item[0]) if len(item) == 1 else f"({';'.join(map(str, item))})"
     return str(item)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An item of a program that took time, and what the device handed over or joined right behind it, which takes no time.
+
+    Attributes:
+        item: Item of the program.
+        span: When it ran.
+        sent: Messages handed over at its end.
+        started: Collectives that the device joined at its end.
+    """
+
+    item: Compute | Recv | Await
+    span: Span
+    sent: list[Send] = field(default_factory=list)
+    started: list[Collective] = field(default_factory=list)
+
+
+def steps_of(program: DeviceProgram, spans: Sequence[Span]) -> list[Step]:
+    """Return the steps of a device that ran a whole program.
+
+    Args:
+        program: Items in the order in which they ran.
+        spans: One for each item that takes time, in the same order: a row of `Trace.by_device`.
+    """
+    steps: list[Step] = []
+    for item in program.items:
+        if isinstance(item, Send):
+            steps[-1].sent.append(item)
+        elif isinstance(item, Start):
+            if steps:
+                steps[-1].started.append(item.collective)
+        else:
+            steps.append(Step(item, spans[len(steps)]))
+    return steps
 
 
 class Source(StrEnum):

@@ -38,7 +38,6 @@ from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingCon
 from raypipe.errors import AbortedError, ConfigError, RaypipeError, RunError, StageFailedError, TransportError, TransportTimeoutError
 from raypipe.network.clocks import Exchange, offset
 from raypipe.network.estimate import NetworkEstimate
-from raypipe.network.transfers import DeviceLog
 from raypipe.schedules.lower import DeviceProgram, Recv, Start
 
 _LOG = logging.getLogger("raypipe.cluster.coordinator")
@@ -572,9 +571,7 @@ class Coordinator:
     def _watch_links(self, result: WindowResult) -> None:
         """Learns from a window what the links carry, and probes one that has not been seen for long."""
         nodes = [slot.node for slot in self.slots]
-        columns = zip(nodes, result.programs, result.reports, result.began_s, strict=True)
-        logs = [DeviceLog(node, program, report.log, began_s) for node, program, report, began_s in columns]
-        self._watch.observe(logs, now_s=time.time())
+        self._watch.observe(result.trace, result.programs, nodes, began_s=min(result.began_s), now_s=time.time())
         if (pair := self._watch.due(now_s=time.time())) is not None:
             self.probe_link(*pair)
 

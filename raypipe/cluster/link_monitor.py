@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from raypipe.actors.measure.links import LEAST_PING_BYTES, Ping, Readings, round_trips
 from raypipe.actors.measure.metrics import LinkMetrics
 from raypipe.artifacts.topology import ClusterTopology
+from raypipe.artifacts.trace import Trace
 from raypipe.errors import PlanError, RunError
 from raypipe.network.estimate import NetworkEstimate, NodePair
 from raypipe.network.fit import fit
-from raypipe.network.transfers import DeviceLog, transfers
+from raypipe.network.transfers import transfers
+from raypipe.schedules.lower import DeviceProgram
 
 _LOG = logging.getLogger("raypipe.cluster.link_monitor")
 
@@ -58,11 +60,11 @@ class NetworkWatch:
                 return  # it describes some other cluster
         self.estimate.seed(topology, names=names, at_s=now_s)
 
-    def observe(self, logs: Sequence[DeviceLog], *, now_s: float) -> None:
-        """Takes what the devices did in a window."""
+    def observe(self, trace: Trace, programs: Sequence[DeviceProgram], nodes: Sequence[str], *, began_s: float, now_s: float) -> None:
+        """Learn from a window of these programs on devices of these nodes; it began at `began_s` by the driver's clock."""
         if self._metrics is None:
             return
-        for source, target in self.estimate.observe(transfers(logs, self.estimate)):
+        for source, target in self.estimate.observe(transfers(trace, programs, nodes, self.estimate, began_s=began_s)):
             bandwidth = self.estimate.links[source, target].bandwidth_bytes_per_s
             _LOG.info("the link %s -> %s has changed; it now carries %.3g bytes/s", source, target, bandwidth)
         self._metrics.record(self.estimate, now_s=now_s)

@@ -15,15 +15,14 @@ The receiver's and the sender's spans are compared, so their clocks are correcte
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from raypipe.artifacts.trace import Step, Trace, steps_of
 from raypipe.network.estimate import LinkEstimate, NetworkEstimate, Transfer
-from raypipe.schedules.lower import Await, Collective, DeviceProgram, Recv, Send, Start
+from raypipe.schedules.lower import Await, Collective, DeviceProgram, Recv
 
 _WAITED_S = 3e-4
 _WAITED_SHARE = 0.25
@@ -34,43 +33,6 @@ _ON_ITS_WAY = 3.0
 """A message whose receiver came later is taken to have been under way for at most so many times what its link would need."""
 _LEAST_BYTES = 16_384
 """Fewer bytes tell of the latency, not of the bandwidth."""
-
-
-class Columns(Protocol):
-    """The spans of a device, as columns of numbers."""
-
-    @property
-    def positions(self) -> Sequence[int]:
-        """Of the items that took time."""
-
-    @property
-    def starts_s(self) -> Sequence[float]:
-        """Seconds since the device began."""
-
-    @property
-    def ends_s(self) -> Sequence[float]:
-        """Likewise."""
-
-    @property
-    def sizes_bytes(self) -> Sequence[int]:
-        """Of what was received or summed."""
-
-
-@dataclass(frozen=True)
-class DeviceLog:
-    """What one device did in a window.
-
-    Attributes:
-        node: the name of its node.
-        program: what it ran.
-        columns: its spans.
-        began_s: when its first item began, by a clock that all devices share.
-    """
-
-    node: str
-    program: DeviceProgram
-    columns: Columns
-    began_s: float
 
 
 @dataclass(frozen=True)
@@ -142,41 +104,30 @@ class _Run:
         )
 
 
-class _Seen:
-    """What the devices of a window did to the links.
+class _Traffic:
+    """What the devices of a window put on the links between nodes and took from them."""
 
-    Args:
-        logs: of all devices, by number.
-    """
-
-    def __init__(self, logs: Sequence[DeviceLog]) -> None:
-        self.nodes = [log.node for log in logs]
+    def __init__(self, trace: Trace, programs: Sequence[DeviceProgram], nodes: Sequence[str]) -> None:
+        self.nodes = nodes
         self.handed: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self.taken: defaultdict[tuple[int, int], list[tuple[float, float, int]]] = defaultdict(list)
         self.summed: defaultdict[frozenset[str], list[tuple[float, float]]] = defaultdict(list)
-        for log in logs:
-            self._walk(log)
+        for program in programs:
+            self._add(program.device, steps_of(program, trace.by_device[program.device]))
 
-    def _walk(self, log: DeviceLog) -> None:
-        device, items, columns, began_s = log.program.device, log.program.items, log.columns, log.began_s
+    def _add(self, device: int, steps: Sequence[Step]) -> None:
         started: dict[Collective, float] = {}
-        spans = zip(columns.positions, columns.starts_s, columns.ends_s, columns.sizes_bytes, strict=True)
-        for position, asked_s, done_s, num_bytes in spans:
-            item, since_s, until_s = items[position], began_s + asked_s, began_s + done_s
+        for step in steps:
+            item, span = step.item, step.span
             if isinstance(item, Recv):
-                self.taken[item.device, device].append((since_s, until_s, num_bytes))
+                self.taken[item.device, device].append((span.start_s, span.end_s, span.bytes))
             elif isinstance(item, Await):
-                begun_s = started.pop(item.collective, since_s)
-                for other in {self.nodes[member] for member in item.collective.devices} - {log.node}:
-                    self.summed[frozenset((log.node, other))].append((begun_s, until_s))
-            # What an item is followed by and takes no time of its own happens when it ends.
-            for after in itertools.islice(items, position + 1, None):
-                if isinstance(after, Send):
-                    self.handed[device, after.device].append(until_s)
-                elif isinstance(after, Start):
-                    started[after.collective] = until_s
-                else:
-                    break
+                begun_s = started.pop(item.collective, span.start_s)
+                for other in {self.nodes[member] for member in item.collective.devices} - {self.nodes[device]}:
+                    self.summed[frozenset((self.nodes[device], other))].append((begun_s, span.end_s))
+            for send in step.sent:
+                self.handed[device, send.device].append(span.end_s)
+            started.update((collective, span.end_s) for collective in step.started)
 
     def wires(self) -> dict[tuple[str, str], list[_Carried]]:
         """The messages from each node to each other one."""
@@ -193,22 +144,29 @@ class _Seen:
         return found
 
 
-def transfers(logs: Sequence[DeviceLog], known: NetworkEstimate) -> list[Transfer]:
-    """The transfers between nodes whose begin and end are known.
+def transfers(
+    trace: Trace, programs: Sequence[DeviceProgram], nodes: Sequence[str], known: NetworkEstimate, *, began_s: float = 0.0
+) -> list[Transfer]:
+    """Return the transfers between nodes whose begin and end are known.
 
     Args:
-        logs: of all devices, by number.
-        known: of the links so far.
+        trace: A measured window, by one clock.
+        programs: What each device ran.
+        nodes: Node of each device.
+        known: Estimates of the links so far.
+        began_s: When the window began, by the clock of the estimates.
     """
-    seen = _Seen(logs)
-    wires = seen.wires()
+    traffic = _Traffic(trace, programs, nodes)
+    wires = traffic.wires()
     busy = {ends: [_under_way(message, known.links[ends]) for message in carried] for ends, carried in wires.items()}
     found: list[Transfer] = []
     for ends, carried in wires.items():
         company = known.company(ends)
-        sums = (span for pair in (ends, *company) for span in seen.summed[frozenset(pair)])
+        sums = (span for pair in (ends, *company) for span in traffic.summed[frozenset(pair)])
         in_the_way = _Times([*sums, *(span for pair in company for span in busy.get(pair, ()))])
-        found += [Transfer(*ends, run.num_bytes, run.end_s - run.begin_s, run.end_s) for run in _runs(carried) if run.tells(in_the_way)]
+        found += [
+            Transfer(*ends, run.num_bytes, run.end_s - run.begin_s, began_s + run.end_s) for run in _runs(carried) if run.tells(in_the_way)
+        ]
     return found
 
 

@@ -15,27 +15,17 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypipe.artifacts.calibration import TransportCosts
 from raypipe.artifacts.topology import NodeLink, Overheads
-from raypipe.artifacts.trace import Span, Trace
+from raypipe.artifacts.trace import Step, Trace, steps_of
 from raypipe.schedules.ir import OpKind
-from raypipe.schedules.lower import Await, Collective, Compute, DeviceProgram, Message, Recv, Send, Start
+from raypipe.schedules.lower import Compute, DeviceProgram, Message, Recv
 from raypipe.simulation.cost import Cost
 
 _OUTER = 0.05
-
-
-@dataclass(frozen=True)
-class _Step:
-    """An item that took time, with its span and what was sent and joined right behind it."""
-
-    item: Compute | Recv | Await
-    span: Span
-    sent: list[Message] = field(default_factory=list)
-    started: list[Collective] = field(default_factory=list)
 
 
 @dataclass
@@ -64,20 +54,20 @@ class Observations:
             trace: of all their devices, by one clock.
             cost: the nominal times, without overheads.
         """
-        walks = {program.device: list(_walk(program, trace.by_device[program.device])) for program in programs}
-        made_s = {message: step.span.end_s for walk in walks.values() for step in walk for message in step.sent}
+        walks = {program.device: steps_of(program, trace.by_device[program.device]) for program in programs}
+        made_s = {send.message: step.span.end_s for walk in walks.values() for step in walk for send in step.sent}
         sizes = {step.item.message: step.span.bytes for walk in walks.values() for step in walk if isinstance(step.item, Recv)}
         for device, walk in walks.items():
             for before, after in itertools.pairwise(walk):
                 gap_s = after.span.start_s - before.span.end_s
                 if not before.started and len(before.sent) == 1:
-                    self.sent[sizes[before.sent[0]]].append(gap_s)
+                    self.sent[sizes[before.sent[0].message]].append(gap_s)
                 elif not before.started and not before.sent:
                     self.gaps.append(gap_s)
             for step in walk:
                 self._note(device, step, made_s, cost)
 
-    def _note(self, device: int, step: _Step, made_s: Mapping[Message, float], cost: Cost) -> None:
+    def _note(self, device: int, step: Step, made_s: Mapping[Message, float], cost: Cost) -> None:
         item, span = step.item, step.span
         if isinstance(item, Compute):
             nominal_s = cost.compute_s(device, item.ops, tuple(rows[1] - rows[0] for rows in item.rows))
@@ -114,25 +104,6 @@ class Observations:
         return TransportCosts(
             overheads=overheads, link=NodeLink(latency_s=latency_s, bandwidth_bytes_per_s=1 / s_per_byte if s_per_byte else None)
         )
-
-
-def _walk(program: DeviceProgram, spans: Sequence[Span]) -> Iterator[_Step]:
-    """The items that took time with their spans: both stand in the order in which they ran."""
-    spans_left = iter(spans)
-    step: _Step | None = None
-    for item in program.items:
-        if isinstance(item, Send):
-            assert step is not None, "a message is made by an Op"
-            step.sent.append(item.message)
-        elif isinstance(item, Start):
-            assert step is not None, "a collective joins what an Op has made"
-            step.started.append(item.collective)
-        else:
-            if step is not None:
-                yield step
-            step = _Step(item, next(spans_left))
-    if step is not None:
-        yield step
 
 
 def _middle_mean(seconds: Sequence[float]) -> float:

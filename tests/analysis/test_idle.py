@@ -15,7 +15,7 @@ from raypipe.artifacts.topology import Path
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, ops_of
-from raypipe.schedules.lower import lower
+from raypipe.schedules.lower import Collective, CollectiveKind, lower
 from raypipe.schedules.text import parse_slot
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.plan_cost import equal_stages
@@ -201,6 +201,31 @@ def test_any_trace_is_divided(trace: Trace) -> None:
     division = divide(trace)
     tiles(division)
     assert division.culprits is not None
+
+
+@pytest.mark.parametrize(("sender", "made_by", "made_s"), [(0, 0, 1.0), (1, 1, 2.0), (None, 1, 2.0)])
+def test_a_wait_is_for_the_replica_that_sent_the_message(sender: int | None, made_by: int, made_s: float) -> None:
+    wait = Span(2, SpanKind.RECV, ACTIVATION, 0.0, 3.0, 100, sender)
+    trace = Trace("replicas", Source.MEASURED, ("a", "b", "c"), 1, (computed(0, "0F0", 0.0, 1.0), computed(1, "0F0", 0.0, 2.0), wait))
+    assert divide(trace).pieces[2] == (
+        Piece(Cause.WARM_UP, 0.0, made_s, ACTIVATION, made_by, 100),
+        Piece(Cause.WARM_UP, made_s, 3.0, ACTIVATION, made_by, 100, on_its_way=True),
+    )
+
+
+def test_a_wait_for_a_sum_is_for_its_last_member() -> None:
+    gradients = Collective(CollectiveKind.NORM, 0, 0, 0, (0, 2))
+    spans = (
+        computed(0, "0B0", 0.0, 1.0),
+        Span(0, SpanKind.COLLECTIVE, gradients, 1.0, 5.0, 8),
+        computed(1, "0B1", 0.0, 3.0),
+        computed(2, "0B2", 0.0, 2.0),
+    )
+    trace = Trace("sum", Source.MEASURED, ("a", "b", "c"), 1, spans)
+    assert divide(trace).pieces[0][1:3] == (
+        Piece(Cause.COLLECTIVE, 1.0, 2.0, gradients, 2, 8),
+        Piece(Cause.COLLECTIVE_TRANSFER, 2.0, 5.0, gradients, 2, 8, on_its_way=True),
+    )
 
 
 def test_clocks_that_disagree_do_no_harm() -> None:

@@ -10,11 +10,10 @@ from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import SpanLog, WindowReport
 from raypipe.actors.measure.links import Readings
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node
-from raypipe.artifacts.trace import SpanKind
+from raypipe.artifacts.trace import Source, SpanKind, Trace
 from raypipe.cluster.coordinator import WindowResult
 from raypipe.cluster.link_monitor import IDLE_S, NetworkWatch
 from raypipe.errors import TransportTimeoutError
-from raypipe.network.transfers import DeviceLog
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import ScheduleRequest, UpdateScope
 from raypipe.schedules.lower import Recv, Send
@@ -57,8 +56,7 @@ def window(*, ahead_s: tuple[float, float] = (0.0, 0.0), offsets_s: tuple[float,
 
 
 def observe(watch: NetworkWatch, result: WindowResult, *, now_s: float) -> None:
-    columns = zip(NODES, result.programs, result.reports, result.began_s, strict=True)
-    watch.observe([DeviceLog(node, program, report.log, began_s) for node, program, report, began_s in columns], now_s=now_s)
+    watch.observe(result.trace, result.programs, NODES, began_s=min(result.began_s), now_s=now_s)
 
 
 def watching(now_s: float = 0.0) -> NetworkWatch:
@@ -135,7 +133,7 @@ def test_a_link_that_cannot_be_probed_is_left_alone_for_a_while(caplog: pytest.L
 
 def test_a_run_on_one_node_watches_nothing() -> None:
     watch = NetworkWatch(run="test", nodes=["10.0.0.1"] * 2, now_s=0.0)
-    watch.observe([], now_s=1e6)
+    watch.observe(Trace("none", Source.MEASURED, (), 1, ()), [], [], began_s=0.0, now_s=1e6)
     assert watch.due(now_s=1e6) is None
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
+from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.network.estimate import NetworkEstimate, Transfer
-from raypipe.network.transfers import DeviceLog, transfers
+from raypipe.network.transfers import transfers
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import ScheduleRequest, StageGraph, UpdateScope
-from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, DeviceProgram, Message, Recv, Send, Start, lower
+from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, DeviceProgram, Item, Message, Recv, Send, Start, lower
 from raypipe.schedules.passes import over_graph
 
 LATENCY_S = 1e-3
@@ -21,20 +21,20 @@ COMPUTE_S = 5e-3
 TAKE_S = 5e-5
 
 
-@dataclass
-class Log:
-    """Columns as the executor writes them."""
+@dataclass(frozen=True)
+class Played:
+    """A window as a run notes it."""
 
-    positions: array[int] = field(default_factory=lambda: array("Q"))
-    starts_s: array[float] = field(default_factory=lambda: array("d"))
-    ends_s: array[float] = field(default_factory=lambda: array("d"))
-    sizes_bytes: array[int] = field(default_factory=lambda: array("Q"))
+    trace: Trace
+    programs: Sequence[DeviceProgram]
+    nodes: Sequence[str]
 
-    def add(self, position: int, start_s: float, end_s: float, size_bytes: int = 0) -> None:
-        self.positions.append(position)
-        self.starts_s.append(start_s)
-        self.ends_s.append(end_s)
-        self.sizes_bytes.append(size_bytes)
+    def told(self, known: NetworkEstimate | None = None) -> list[Transfer]:
+        return transfers(self.trace, self.programs, self.nodes, known or NetworkEstimate(set(self.nodes)))
+
+
+def measured(programs: Sequence[DeviceProgram], nodes: Sequence[str], spans: Sequence[Span]) -> Played:
+    return Played(Trace("played", Source.MEASURED, tuple(map(str, range(len(nodes)))), 1, tuple(spans)), programs, nodes)
 
 
 def play(
@@ -43,14 +43,13 @@ def play(
     *,
     bandwidth: dict[tuple[str, str], float],
     num_bytes: int,
-    began_s: Sequence[float] = (),
     shared: Sequence[Sequence[tuple[str, str]]] = (),
-) -> list[DeviceLog]:
-    """The logs of a window: Ops of 5 ms, messages first come first served on the one wire between two nodes, or that such wires share."""
+) -> Played:
+    """A window: Ops of 5 ms, messages first come first served on the one wire between two nodes, or that such wires share."""
     wire_of = {pair: pairs[0] for pairs in shared for pair in pairs}
     heads, clocks, ends = ([0.0] * len(programs) for _ in range(3))
     head = [int(value) for value in heads]
-    logs = [Log() for _ in programs]
+    spans: list[Span] = []
     free: dict[tuple[str, str], float] = {}
     arrivals: dict[Message, float] = {}
     while any(head[device] < len(program.items) for device, program in enumerate(programs)):
@@ -62,12 +61,11 @@ def play(
             and not (isinstance(item := program.items[head[device]], Recv) and item.message not in arrivals)
         ]
         device = min(ready, key=lambda device: clocks[device])
-        position = head[device]
-        item = programs[device].items[position]
+        item = programs[device].items[head[device]]
         head[device] += 1
         match item:
             case Compute():
-                logs[device].add(position, clocks[device], clocks[device] + COMPUTE_S)
+                spans.append(Span(device, SpanKind.COMPUTE, item.ops, clocks[device], clocks[device] + COMPUTE_S))
                 clocks[device] = ends[device] = clocks[device] + COMPUTE_S
             case Send():
                 wire = (nodes[device], nodes[item.device])
@@ -77,14 +75,9 @@ def play(
                 arrivals[item.message] = free[wire] + LATENCY_S
             case Recv():
                 done_s = max(clocks[device] + TAKE_S, arrivals[item.message])
-                logs[device].add(position, clocks[device], done_s, num_bytes)
+                spans.append(Span(device, SpanKind.RECV, item.message, clocks[device], done_s, num_bytes, item.device))
                 clocks[device] = done_s
-    begins = began_s or [0.0] * len(programs)
-    for log, begin_s in zip(logs, begins, strict=True):
-        for column in (log.starts_s, log.ends_s):
-            for place, value in enumerate(column):
-                column[place] = value - begin_s
-    return [DeviceLog(*of_device) for of_device in zip(nodes, programs, logs, begins, strict=True)]
+    return measured(programs, nodes, spans)
 
 
 def programs(name: str = "1f1b", *, num_devices: int = 4) -> tuple[DeviceProgram, ...]:
@@ -94,8 +87,8 @@ def programs(name: str = "1f1b", *, num_devices: int = 4) -> tuple[DeviceProgram
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
 def test_awaited_messages_tell_the_bandwidth_of_their_links(name: str) -> None:
     bandwidth = {("a", "b"): 1e7, ("b", "a"): 2e7, ("b", "c"): 4e7, ("c", "b"): 5e6}
-    logs = play(programs(name), ["a", "b", "b", "c"], bandwidth=bandwidth, num_bytes=100_000)
-    found = transfers(logs, NetworkEstimate({log.node for log in logs}))
+    played = play(programs(name), ["a", "b", "b", "c"], bandwidth=bandwidth, num_bytes=100_000)
+    found = played.told()
     seen: dict[tuple[str, str], list[float]] = {}
     for transfer in found:
         pair = (transfer.source, transfer.target)
@@ -106,37 +99,37 @@ def test_awaited_messages_tell_the_bandwidth_of_their_links(name: str) -> None:
         assert rates == pytest.approx([bandwidth[pair]] * len(rates), rel=1e-6), pair
 
 
-def test_devices_that_began_at_other_times_are_put_on_one_clock() -> None:
-    bandwidth = {("a", "b"): 1e7, ("b", "a"): 1e7}
-    logs = play(programs(num_devices=2), "ab", bandwidth=bandwidth, num_bytes=100_000, began_s=[3.0, -2.0])
-    found = transfers(logs, NetworkEstimate({log.node for log in logs}))
-    assert found
+def test_transfers_arrive_by_the_clock_of_the_estimates() -> None:
+    played = play(programs(num_devices=2), "ab", bandwidth={("a", "b"): 1e7, ("b", "a"): 1e7}, num_bytes=100_000)
+    found = transfers(played.trace, played.programs, played.nodes, NetworkEstimate("ab"), began_s=50.0)
+    assert [transfer.at_s - 50.0 for transfer in found] == pytest.approx([transfer.at_s for transfer in played.told()])
     # Of messages in a row, the wire may rest for as long as the one before is still on its way.
     assert all(-1e-9 < transfer.seconds - LATENCY_S - transfer.num_bytes / 1e7 < LATENCY_S for transfer in found)
-
-
-def told(logs: Sequence[DeviceLog]) -> list[Transfer]:
-    return transfers(logs, NetworkEstimate("ab"))
 
 
 def message(index: int) -> Message:
     return Message(next(iter(programs())).items[1].message.direction, 0, 1, index)  # type: ignore[union-attr]
 
 
-def handmade(
-    sender: Sequence[tuple[object, float, float]], receiver: Sequence[tuple[object, float, float]], *, num_bytes: int = 100_000
-) -> list[DeviceLog]:
-    """Two devices on two nodes: items with their spans; those without time have equal start and end."""
-    logs = []
+Handmade = Sequence[tuple[Item, float, float]]
+"""Items with their times; those that take no time have equal start and end."""
+
+
+def told(sender: Handmade, receiver: Handmade, *, num_bytes: int = 100_000) -> list[Transfer]:
+    """The transfers of a window of two devices on two nodes."""
+    spans: list[Span] = []
+    made: list[DeviceProgram] = []
     for device, steps in enumerate((sender, receiver)):
-        log = Log()
-        for position, (item, start_s, end_s) in enumerate(steps):
-            if not isinstance(item, Send | Start):
-                log.add(position, start_s, end_s, num_bytes if isinstance(item, Recv) else 0)
-        items = tuple(item for item, _, _ in steps)
-        program = replace(programs()[device], device=device, items=items)  # type: ignore[arg-type]
-        logs.append(DeviceLog("ab"[device], program, log, 0.0))
-    return logs
+        for item, start_s, end_s in steps:
+            match item:
+                case Compute():
+                    spans.append(Span(device, SpanKind.COMPUTE, item.ops, start_s, end_s))
+                case Recv():
+                    spans.append(Span(device, SpanKind.RECV, item.message, start_s, end_s, num_bytes, item.device))
+                case Await():
+                    spans.append(Span(device, SpanKind.COLLECTIVE, item.collective, start_s, end_s))
+        made.append(replace(programs()[device], device=device, items=tuple(item for item, _, _ in steps)))
+    return measured(made, "ab", spans).told()
 
 
 COMPUTE = next(item for item in programs()[0].items if isinstance(item, Compute))
@@ -144,38 +137,38 @@ FIRST, SECOND = message(0), message(1)
 
 
 def test_a_message_whose_receiver_came_late_tells_nothing() -> None:
-    sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0)]
-    assert told(handmade(sender, [(COMPUTE, 0.0, 5.0), (Recv(FIRST, 0), 5.0, 5.0001)])) == []
-    slowly_taken = [(COMPUTE, 0.0, 1.05), (Recv(FIRST, 0), 1.05, 1.051)]
-    assert told(handmade(sender, slowly_taken)) == [], "a millisecond of 51 may be that of taking what was there"
-    (found,) = told(handmade(sender, [(Recv(FIRST, 0), 0.0, 1.25)]))
+    sender: Handmade = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0)]
+    assert told(sender, [(COMPUTE, 0.0, 5.0), (Recv(FIRST, 0), 5.0, 5.0001)]) == []
+    slowly_taken: Handmade = [(COMPUTE, 0.0, 1.05), (Recv(FIRST, 0), 1.05, 1.051)]
+    assert told(sender, slowly_taken) == [], "a millisecond of 51 may be that of taking what was there"
+    (found,) = told(sender, [(Recv(FIRST, 0), 0.0, 1.25)])
     assert found.seconds == pytest.approx(0.25)
     assert (found.num_bytes, found.at_s) == (100_000, 1.25)
 
 
 def test_messages_in_each_others_way_count_as_one() -> None:
-    sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0), (COMPUTE, 1.0, 1.1), (Send(SECOND, 1), 1.1, 1.1)]
-    (found,) = told(handmade(sender, [(Recv(FIRST, 0), 0.0, 1.25), (Recv(SECOND, 0), 1.25, 1.5)]))
+    sender: Handmade = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0), (COMPUTE, 1.0, 1.1), (Send(SECOND, 1), 1.1, 1.1)]
+    (found,) = told(sender, [(Recv(FIRST, 0), 0.0, 1.25), (Recv(SECOND, 0), 1.25, 1.5)])
     assert found.num_bytes == 200_000
     assert found.seconds == pytest.approx(0.5)
 
 
 def test_a_message_behind_one_that_arrived_unseen_tells_nothing() -> None:
-    sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0), (COMPUTE, 1.0, 1.1), (Send(SECOND, 1), 1.1, 1.1)]
-    receiver = [(COMPUTE, 0.0, 1.2), (Recv(FIRST, 0), 1.2, 1.2001), (Recv(SECOND, 0), 1.2001, 1.5)]
-    assert told(handmade(sender, receiver)) == []
+    sender: Handmade = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0), (COMPUTE, 1.0, 1.1), (Send(SECOND, 1), 1.1, 1.1)]
+    receiver: Handmade = [(COMPUTE, 0.0, 1.2), (Recv(FIRST, 0), 1.2, 1.2001), (Recv(SECOND, 0), 1.2001, 1.5)]
+    assert told(sender, receiver) == []
 
 
 def test_small_messages_tell_nothing_of_the_bandwidth() -> None:
-    sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0)]
-    assert told(handmade(sender, [(Recv(FIRST, 0), 0.0, 1.25)], num_bytes=400)) == []
+    sender: Handmade = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0)]
+    assert told(sender, [(Recv(FIRST, 0), 0.0, 1.25)], num_bytes=400) == []
 
 
 def test_what_a_collective_was_in_the_way_of_does_not_count() -> None:
     collective = Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1))
-    sender = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0), (Start(collective), 1.0, 1.0), (Await(collective), 1.0, 1.2)]
-    receiver = [(COMPUTE, 0.0, 0.9), (Start(collective), 0.9, 0.9), (Recv(FIRST, 0), 0.9, 1.25), (Await(collective), 1.25, 1.3)]
-    assert told(handmade(sender, receiver)) == []
+    sender: Handmade = [(COMPUTE, 0.0, 1.0), (Send(FIRST, 1), 1.0, 1.0), (Start(collective), 1.0, 1.0), (Await(collective), 1.0, 1.2)]
+    receiver: Handmade = [(COMPUTE, 0.0, 0.9), (Start(collective), 0.9, 0.9), (Recv(FIRST, 0), 0.9, 1.25), (Await(collective), 1.25, 1.3)]
+    assert told(sender, receiver) == []
 
 
 def test_links_that_share_a_bottleneck_are_not_told_by_what_they_do_together() -> None:
@@ -189,13 +182,12 @@ def test_links_that_share_a_bottleneck_are_not_told_by_what_they_do_together() -
     graph = StageGraph(4, ((0, 1), (0, 2), (1, 3), (2, 3)))
     branches = lower(over_graph(catalogue.build("gpipe", ScheduleRequest(4, 8, 3, update_scope=UpdateScope.STAGE)), graph))
     wires = dict.fromkeys([("a", "b"), ("a", "c"), ("b", "d"), ("c", "d"), ("b", "a"), ("c", "a"), ("d", "b"), ("d", "c")], bandwidth)
-    logs = play(branches, "abcd", bandwidth=wires, num_bytes=100_000, shared=[(("a", "b"), ("a", "c"))])
+    played = play(branches, "abcd", bandwidth=wires, num_bytes=100_000, shared=[(("a", "b"), ("a", "c"))])
     apart = NetworkEstimate("abcd")
     apart.seed(replace(topology, shared_links=()))
     together = NetworkEstimate("abcd")
     together.seed(topology)
-    wrong = transfers(logs, apart)
-    told = transfers(logs, together)
+    wrong, told = played.told(apart), played.told(together)
     assert any(one.num_bytes / (one.seconds - LATENCY_S) < 0.7 * bandwidth for one in wrong if one.source == "a")
     assert {(one.source, one.target) for one in told} >= {("b", "d"), ("c", "d"), ("d", "b"), ("d", "c")}
     # Of messages in a row, the wire may rest for as long as the one before is still on its way.
