@@ -38,8 +38,9 @@ from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.calibration import Calibration
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.topology import Overheads, Path
-from raypipe.cluster.coordinator import Coordinator, WindowResult
-from raypipe.cluster.slots import find_slots
+from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.discovery import find_slots
+from raypipe.cluster.window import WindowResult
 from raypipe.config import Precision, Transport
 from raypipe.profiling.profiler import stage_costs
 from raypipe.schedules.catalogue import build, spec
@@ -233,7 +234,7 @@ class RaypipeSystem:
 
         Idle actors wake hundreds of times a second; that would be a burden on whoever is measured beside them.
         """
-        for place in self.coordinator.places:
+        for place in self.coordinator.actor_infos:
             os.kill(place.pid, signal.SIGSTOP if still else signal.SIGCONT)
 
     def close(self) -> None:

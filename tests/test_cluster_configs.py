@@ -19,7 +19,8 @@ from raypipe.artifacts.plan import make_plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cli import main
-from raypipe.cluster.node_matching import NODE_LABEL, is_gpu
+from raypipe.cluster.node_matching import is_gpu
+from raypipe.cluster.slots import NODE_LABEL
 from raypipe.config import TrainConfig
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue

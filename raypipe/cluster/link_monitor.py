@@ -1,14 +1,20 @@
-"""What a run knows of the links between its nodes while it trains: see `raypipe.network.estimate` and docs/probing.md."""
+"""Follows what the links between a run's nodes carry while it trains: see `raypipe.network.estimate` and docs/probing.md."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
-from raypipe.actors.measure.links import LEAST_PING_BYTES, Ping, Readings, round_trips
+import ray
+from ray.exceptions import RayError
+
+from raypipe.actors.measure.links import LEAST_PING_BYTES, Flow, MeetOrder, Ping, Readings, round_trips
 from raypipe.actors.measure.metrics import LinkMetrics
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
+from raypipe.cluster.stage_actors import StageActors
+from raypipe.cluster.window import WindowResult
 from raypipe.errors import PlanError, RunError
 from raypipe.network.estimate import NetworkEstimate, NodePair
 from raypipe.network.fit import fit
@@ -18,22 +24,25 @@ from raypipe.schedules.lower import DeviceProgram
 _LOG = logging.getLogger("raypipe.cluster.link_monitor")
 
 IDLE_S = 60.0
-"""A link that was not seen for so long is probed."""
+"""Seconds after its last transfer when a link is due for a probe."""
 _BETWEEN_S = 20.0
-"""From one such probe to the next, at least."""
+"""Least time between two probes."""
 _RETRY_S = 600.0
-"""Until a link that could not be probed is tried again."""
-PATTERN = Ping(seconds=0.05, most_bytes=16 * LEAST_PING_BYTES)
-"""What a link between two windows is probed with."""
+"""Time before a link whose probe failed is tried again."""
+_PATTERN = Ping(seconds=0.05, most_bytes=16 * LEAST_PING_BYTES)
+_ANSWER_S = 1.0
+_CONNECT_S = 5.0
+_MESSAGE_S = 2.0
+"""A link that takes longer is not worth a window's wait."""
 
 
-class NetworkWatch:
-    """The links between the nodes of a run.
+class LinkWatch:
+    """Estimates of the links between the nodes of a run, and which of them is due for a probe.
 
     Args:
-        run: the run's name.
-        nodes: the address of each device's node.
-        now_s: the time, by the driver's clock.
+        run: Name of the run.
+        nodes: Address of each device's node.
+        now_s: Time by the driver's clock.
     """
 
     def __init__(self, *, run: str, nodes: Sequence[str], now_s: float) -> None:
@@ -45,19 +54,19 @@ class NetworkWatch:
         self._num_failed: dict[NodePair, int] = {}
 
     def seed(self, topology: ClusterTopology, devices: Sequence[str], *, now_s: float) -> None:
-        """Begins with what a topology says of the links, if it has the run's devices.
+        """Start from the links of a topology; nothing happens if it describes another cluster.
 
         Args:
-            topology: of the plan.
-            devices: the names of the run's devices.
-            now_s: the time, by the driver's clock.
+            topology: Topology of the plan.
+            devices: Names of the run's devices in it.
+            now_s: Time by the driver's clock.
         """
         names: dict[str, str] = {}
         for node, device in zip(self.nodes, devices, strict=True):
             try:
                 names[node] = topology.node_of(device).name
             except PlanError:
-                return  # it describes some other cluster
+                return
         self.estimate.seed(topology, names=names, at_s=now_s)
 
     def observe(self, trace: Trace, programs: Sequence[DeviceProgram], nodes: Sequence[str], *, began_s: float, now_s: float) -> None:
@@ -70,7 +79,7 @@ class NetworkWatch:
         self._metrics.record(self.estimate, now_s=now_s)
 
     def due(self, *, now_s: float) -> NodePair | None:
-        """The link that wants a probe most; `None` where none does, or it is too early for another one."""
+        """Return the link that is due for a probe; `None` if none is, or the last probe was just now."""
         if now_s - self._probed_at_s < _BETWEEN_S:
             return None
         idle = self.estimate.idle(now_s=now_s, older_than_s=IDLE_S)
@@ -80,22 +89,89 @@ class NetworkWatch:
         return pair
 
     def devices(self, pair: NodePair) -> tuple[int, int]:
-        """The devices that probe a link: the first of each node, and others by turns where that failed, for they may be gone."""
+        """Return the devices that probe a link: the first of each node; after a failed probe the next ones, as those may be dead."""
         sources, targets = ([device for device, node in enumerate(self.nodes) if node == end] for end in pair)
         turn = self._num_failed.get(pair, 0)
         return sources[turn % len(sources)], targets[turn // len(sources) % len(targets)]
 
     def probed(self, pair: NodePair, readings: Readings, *, now_s: float) -> None:
-        """Takes what the source of a probe noted."""
+        """Replace a link's estimate by what the source of a probe noted."""
         try:
-            found = fit(round_trips(readings), link=" -> ".join(pair))
+            link = fit(round_trips(readings), link=" -> ".join(pair))
         except RunError as error:
             self.failed(pair, error, now_s=now_s)
             return
-        self.estimate.links[pair].set(bandwidth_bytes_per_s=found.bandwidth_bytes_per_s, latency_s=found.latency_s, at_s=now_s)
+        self.estimate.links[pair].set(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, at_s=now_s)
 
     def failed(self, pair: NodePair, problem: object, *, now_s: float) -> None:
-        """Notes that a link could not be probed."""
+        """Record that a probe failed."""
         self._tried_at_s[pair] = now_s
         self._num_failed[pair] = self._num_failed.get(pair, 0) + 1
         _LOG.warning("the link %s -> %s could not be probed: %s", *pair, problem)
+
+
+class LinkMonitor:
+    """Watches the links of a run between its windows, and probes those that the run does not use. Idle actors probe, too.
+
+    Args:
+        actors: Actors of the run.
+    """
+
+    def __init__(self, actors: StageActors) -> None:
+        self._actors = actors
+        self._watch = LinkWatch(run=actors.run, nodes=[member.slot.node.address for member in actors.launched], now_s=time.time())
+        self._num_probes = 0
+
+    @property
+    def estimate(self) -> NetworkEstimate:
+        """What the links carry now, by the addresses of their nodes."""
+        return self._watch.estimate
+
+    def seed(self, topology: ClusterTopology, devices: Sequence[str] = ()) -> None:
+        """Start from the links of a plan's topology.
+
+        Args:
+            topology: Topology of the plan.
+            devices: Names in it of the devices, as launched; the devices' own names if left out.
+        """
+        self._watch.seed(topology, devices or [member.slot.name for member in self._actors.launched], now_s=time.time())
+
+    def after_window(self, result: WindowResult) -> None:
+        """Learn from a window what the links carry, and probe a link that is due."""
+        if not self.estimate.links:
+            return
+        nodes = [member.slot.node.address for member in self._actors.members]
+        self._watch.observe(result.trace, result.programs, nodes, began_s=min(result.began_s), now_s=time.time())
+        if (pair := self._watch.due(now_s=time.time())) is not None:
+            self.probe(*pair)
+
+    def probe(self, source_node: str, target_node: str) -> None:
+        """Measure the link between two nodes, given by their addresses. Takes a tenth of a second, and never fails the run."""
+        pair, actors = (source_node, target_node), self._actors
+        source, target = self._watch.devices(pair)
+        if dead := actors.dead((source, target), timeout_s=_ANSWER_S):  # the other end would wait for it, and the run for that end
+            problem = f"{' and '.join(actors.launched[number].slot.name for number in dead)} does not answer"
+            self._watch.failed(pair, problem, now_s=time.time())
+            return
+        self._num_probes += 1
+        order = MeetOrder(
+            source=source,
+            target=target,
+            names=(actors.launched[source].slot.name, actors.launched[target].slot.name),
+            shared=False,
+            store=actors.store,
+            prefix=f"{actors.run}/link {source}-{target}, probe {self._num_probes}",
+            connect_timeout_s=_CONNECT_S,
+            timeout_s=_MESSAGE_S,
+        )
+        flow = Flow(source, target, _PATTERN)
+        refs = [
+            actors.launched[number].handle.probe_link.remote(order, flow, host_ip=actors.launched_infos[number].ip)
+            for number in (source, target)
+        ]
+        try:
+            readings, _ = ray.get(refs, timeout=_CONNECT_S + 10 * _MESSAGE_S)
+        except RayError as error:  # what is wrong will show where the run needs the link
+            self._watch.failed(pair, str(error).strip().splitlines()[-1], now_s=time.time())
+            return
+        self._watch.probed(pair, readings, now_s=time.time())

@@ -22,8 +22,8 @@ from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.topology import Path
 from raypipe.artifacts.versions import versions
 from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.discovery import find_slots
 from raypipe.cluster.session import session
-from raypipe.cluster.slots import find_slots
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig, Transport
 from raypipe.models.waiting import waiting
 from raypipe.profiling.calibration import Observations

@@ -20,9 +20,10 @@ from raypipe.actors.measure.layers import Effort, LayerMeasurement
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge
 from raypipe.cluster.coordinator import Coordinator
-from raypipe.cluster.node_matching import NODE_LABEL, ClusterNode, is_cpu_kind, nodes_called
+from raypipe.cluster.discovery import cluster_nodes, find_slots
+from raypipe.cluster.node_matching import is_cpu_kind
 from raypipe.cluster.session import session
-from raypipe.cluster.slots import Slot, amounts, cluster_nodes, find_slots, needed, room
+from raypipe.cluster.slots import NODE_LABEL, ClusterNode, DeviceSlot, nodes_called, resource_text, resources_per_device
 from raypipe.config import DataConfig, ScalingConfig, TrainConfig
 from raypipe.data.tokens import TokenDataset
 from raypipe.errors import ConfigError, PlanError
@@ -136,7 +137,7 @@ def profile_model(
     model = make()
     rows = batches or _tokens(config.data, seed=config.run.seed, microbatch_size=config.schedule.microbatch_size)
     scaling = dataclasses.replace(config.scaling, num_devices=num_at_once)
-    found: dict[DeviceKind, tuple[Slot, list[list[LayerMeasurement]]]] = {}
+    found: dict[DeviceKind, tuple[DeviceSlot, list[list[LayerMeasurement]]]] = {}
     with session(config.cluster, num_devices=num_at_once, cpus_per_device=scaling.cpus_per_device):
         # All are found before any is measured.
         default = DeviceKind("gpu" if scaling.use_gpu else DEFAULT_KIND)
@@ -162,7 +163,7 @@ def _tokens(data: DataConfig, *, seed: int, microbatch_size: int) -> TokenSource
     return TokenSource(path=data.file, sequence_length=data.sequence_length, seed=seed, microbatch_size=microbatch_size)
 
 
-def _slots(kind: DeviceKind, scaling: ScalingConfig) -> list[Slot]:
+def _slots(kind: DeviceKind, scaling: ScalingConfig) -> list[DeviceSlot]:
     """Places for all actors that measure a kind, on one node: the one that is named, else the first with room for all.
 
     Raises:
@@ -185,9 +186,9 @@ def _slots(kind: DeviceKind, scaling: ScalingConfig) -> list[Slot]:
     return _slots_of(node, scaling)
 
 
-def _first_with_room(kind: DeviceKind, scaling: ScalingConfig) -> list[Slot]:
+def _first_with_room(kind: DeviceKind, scaling: ScalingConfig) -> list[DeviceSlot]:
     found = find_slots(scaling)
-    if len({slot.node_id for slot in found}) == 1:
+    if len({slot.node for slot in found}) == 1:
         return found
     # These are on several nodes, since the first has too few.
     roomy = [node for node in cluster_nodes() if node.alive and _has_room(node, scaling)]
@@ -197,23 +198,23 @@ def _first_with_room(kind: DeviceKind, scaling: ScalingConfig) -> list[Slot]:
 
 
 def _has_room(node: ClusterNode, scaling: ScalingConfig) -> bool:
-    return room({"CPU": node.num_cpus, "GPU": node.num_gpus}, scaling) >= scaling.num_devices
+    return node.room(resources_per_device(scaling)) >= scaling.num_devices
 
 
-def _slots_of(node: ClusterNode, scaling: ScalingConfig) -> list[Slot]:
-    num_gpus = needed(scaling).get("GPU", 0.0)
-    return [Slot(node.node_id, node.address, f"{node.name}/{number}", num_gpus) for number in range(scaling.num_devices)]
+def _slots_of(node: ClusterNode, scaling: ScalingConfig) -> list[DeviceSlot]:
+    return node.slots(scaling.num_devices, num_gpus=resources_per_device(scaling).get("GPU", 0.0))
 
 
 def _lacking(kind: DeviceKind, scaling: ScalingConfig, what: str) -> str:
+    needs = resource_text(resources_per_device(scaling))
     return (
-        f"device kind {kind.name!r}: {scaling.num_devices} devices of {amounts(needed(scaling))} are to measure on one node, {what}; "
-        "lower scaling.cpus_per_device, or how many measure at once"
+        f"device kind {kind.name!r}: {scaling.num_devices} devices of {needs} are to measure on one node, {what}; lower "
+        "scaling.cpus_per_device, or how many measure at once"
     )
 
 
 def _measure(
-    config: TrainConfig, scaling: ScalingConfig, slots: Sequence[Slot], model: ModelFunction, batches: BatchFunction, effort: Effort
+    config: TrainConfig, scaling: ScalingConfig, slots: Sequence[DeviceSlot], model: ModelFunction, batches: BatchFunction, effort: Effort
 ) -> list[list[LayerMeasurement]]:
     """The costs of the layers on each of some devices at the same time."""
     run = f"profile-{time.time_ns() // 1_000_000:x}"

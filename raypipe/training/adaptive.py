@@ -15,9 +15,11 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
-from raypipe.cluster.coordinator import Coordinator, WindowResult
-from raypipe.cluster.node_matching import num_places
-from raypipe.cluster.slots import Slot, find_slots, slots_of
+from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.discovery import find_slots, planned_slots
+from raypipe.cluster.node_matching import num_slots
+from raypipe.cluster.slots import DeviceSlot
+from raypipe.cluster.window import WindowResult
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError, InputError, PlanError
 from raypipe.model import Model
@@ -104,7 +106,7 @@ class AdaptiveStrategy(Strategy):
         """See `Strategy`."""
         return self.start.num_slots if self.start else self.config.scaling.num_devices
 
-    def find_slots(self, *, local: bool) -> list[Slot]:
+    def find_slots(self, *, local: bool) -> list[DeviceSlot]:
         """See `Strategy`; where the topology file says, if there is one."""
         if self.start is not None:
             return self.start.find_slots(local=local)
@@ -116,7 +118,7 @@ class AdaptiveStrategy(Strategy):
         if len(names) < scaling.num_devices:
             raise PlanError(f"the run needs {scaling.num_devices} devices, {scaling.topology} has {len(names)}; lower scaling.num_devices")
         check_alike(topology, names)
-        return slots_of(topology, names, scaling, local=local and num_places(topology, names) == len(names))
+        return planned_slots(topology, names, scaling, local=local and num_slots(topology, names) == len(names))
 
     def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:
         """See `Strategy`."""
@@ -212,10 +214,10 @@ class AdaptiveStrategy(Strategy):
         return self.policy.after_window(self.facts, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
 
     def _follow_links(self, coordinator: Coordinator, topology: ClusterTopology, notice: Notice) -> None:
-        nodes = {(slot.node, topology.node_of(device).name) for slot, device in zip(coordinator.slots, self._launched, strict=True)}
+        nodes = {(slot.node.address, topology.node_of(device).name) for slot, device in zip(coordinator.slots, self._launched, strict=True)}
         if len(nodes) == len({address for address, _ in nodes}) == len({name for _, name in nodes}):
             self._nodes = dict(nodes)
-            coordinator.seed_network(topology, self._launched)
+            coordinator.links.seed(topology, self._launched)
         elif self.config.adaptation.enabled:
             notice(f"the nodes of the topology {topology.name!r} are not those of the cluster: link speeds are not followed")
 

@@ -9,7 +9,8 @@ from functools import partial
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, make_plan
 from raypipe.cluster.coordinator import Coordinator
-from raypipe.cluster.slots import Slot, find_slots
+from raypipe.cluster.discovery import find_slots
+from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError, PlanError, ScheduleError
 from raypipe.model import Model
@@ -55,7 +56,7 @@ class NamedStrategy(Strategy):
         """See `Strategy`."""
         return self.config.scaling.num_devices
 
-    def find_slots(self, *, local: bool) -> list[Slot]:
+    def find_slots(self, *, local: bool) -> list[DeviceSlot]:
         """See `Strategy`; node by node."""
         return find_slots(self.config.scaling)
 

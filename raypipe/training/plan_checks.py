@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from raypipe.actors.execution.programs import check_executable
 from raypipe.artifacts.cut import joined
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology
-from raypipe.cluster.node_matching import check_rows, is_gpu
+from raypipe.cluster.node_matching import is_gpu
 from raypipe.config import ScalingConfig, ScheduleConfig, TrainConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.model import Model
@@ -20,6 +23,8 @@ from raypipe.schedules.passes import one_of_repeated
 from raypipe.schedules.validate import facts
 
 _ROW_TOLERANCE = 1e-6
+_MOST_PARTS = 1000
+"""Shares are read as fractions with at most this denominator: 0.3333 in a file is not a third, 1 / 3 in a program is."""
 
 
 def check_staleness(config: TrainConfig, schedule: Schedule) -> None:
@@ -85,6 +90,55 @@ def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: in
     for program in lower(schedule, placement):
         if any(abs(end * microbatch_size - round(end * microbatch_size)) > _ROW_TOLERANCE for rows in program.row_ranges for end in rows):
             raise PlanError(f"the order {schedule.name!r} cuts microbatches of {microbatch_size} rows into parts that are no whole rows")
+
+
+def least_rows(boundaries: Iterable[float], *, most: int) -> int:
+    """Return the fewest rows of which all shares are whole rows; `most` where that takes more.
+
+    Args:
+        boundaries: Where shares begin and end, from 0 to 1.
+        most: Rows that there are.
+    """
+    return min(math.lcm(*(Fraction(boundary).limit_denominator(_MOST_PARTS).denominator for boundary in boundaries)), most)
+
+
+def check_rows(placement: Placement, num_rows: int) -> None:
+    """Refuse a placement in which a device's share of a microbatch is not whole rows: it would not work on the share that was predicted.
+
+    Raises:
+        PlanError: Names the nearest shares that would work.
+    """
+    for worker, members in enumerate(placement.workers):
+        if len(members) > num_rows:
+            raise PlanError(
+                f"worker {worker} has {len(members)} devices for microbatches of {num_rows} rows; use a microbatch_size of at least "
+                f"{len(members)}, or fewer replicas"
+            )
+        wanted = [share * num_rows for _, share in members]
+        if all(abs(rows - round(rows)) < _ROW_TOLERANCE and round(rows) for rows in wanted):
+            continue
+        whole = _nearest_whole(wanted, num_rows)
+        parts = math.lcm(*(Fraction(share).limit_denominator(_MOST_PARTS).denominator for _, share in members))
+        remedy = f"the nearest that work: {', '.join(f'{rows}/{num_rows}' for rows in whole)}"
+        if parts <= _MOST_PARTS:
+            remedy += f"; or a microbatch_size that is a multiple of {parts}"
+        raise PlanError(
+            f"worker {worker}: the shares {', '.join(f'{share:g}' for _, share in members)} of {num_rows} rows are "
+            f"{', '.join(f'{rows:g}' for rows in wanted)} rows, which cannot be cut; {remedy}"
+        )
+
+
+def _nearest_whole(wanted: Sequence[float], num_rows: int) -> list[int]:
+    spare = num_rows - len(wanted)
+    # Every device has one row; the others are divided where the running sums are rounded.
+    beyond = [max(rows - 1.0, 0.0) for rows in wanted]
+    scale = spare / math.fsum(beyond) if any(beyond) else 0.0
+    sums = [0.0]
+    for rows in beyond:
+        sums.append(sums[-1] + rows * scale)
+    whole = [1 + round(end) - round(first) for first, end in pairwise(sums)]
+    whole[-1] += num_rows - sum(whole)
+    return whole
 
 
 def with_plan(config: TrainConfig, plan: Plan) -> TrainConfig:

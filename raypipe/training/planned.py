@@ -10,12 +10,13 @@ from raypipe.actors.execution.programs import check_executable
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.cluster.coordinator import Coordinator
-from raypipe.cluster.node_matching import check_rows, num_places
-from raypipe.cluster.slots import Slot, planned_slots
+from raypipe.cluster.discovery import planned_slots
+from raypipe.cluster.node_matching import num_slots
+from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.model import Model
-from raypipe.training.plan_checks import check_alike, check_model
+from raypipe.training.plan_checks import check_alike, check_model, check_rows
 from raypipe.training.run_schedules import sharded, window_of
 from raypipe.training.run_topology import Notice
 from raypipe.training.strategy import Measure, Strategy
@@ -48,20 +49,20 @@ class PlannedStrategy(Strategy):
     @property
     def num_slots(self) -> int:
         """See `Strategy`; the plan may leave some slots of a node empty."""
-        return num_places(self.file_plan.topology, self.file_plan.devices)
+        return num_slots(self.file_plan.topology, self.file_plan.devices)
 
-    def find_slots(self, *, local: bool) -> list[Slot]:
+    def find_slots(self, *, local: bool) -> list[DeviceSlot]:
         """See `Strategy`.
 
         Raises:
             PlanError: The cluster is not the one of the plan.
         """
-        return planned_slots(self.file_plan, self.config.scaling, local=local)
+        return planned_slots(self.file_plan.topology, self.file_plan.devices, self.config.scaling, local=local)
 
     def prepare(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
         """See `Strategy`; with the plan's profile, unless `scaling.measure_layers` is set."""
         plan = self.file_plan
-        coordinator.seed_network(plan.topology)
+        coordinator.links.seed(plan.topology)
         if self.config.scaling.measure_layers:
             profile = _at_speed_one(measure(1), plan)
             plan = dataclasses.replace(plan, profile=profile, profile_digest=profile.digest)

@@ -25,9 +25,9 @@ from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Trace
 from raypipe.cluster.coordinator import Coordinator
-from raypipe.cluster.node_matching import least_rows, num_places
+from raypipe.cluster.discovery import planned_slots
+from raypipe.cluster.node_matching import num_slots
 from raypipe.cluster.session import session
-from raypipe.cluster.slots import planned_slots
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.models.rehearsing import NUMBER_BYTES, StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
@@ -37,6 +37,7 @@ from raypipe.schedules.passes import one_of_repeated
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.plan_cost import plan_cost
 from raypipe.simulation.simulator import simulate_programs
+from raypipe.training.plan_checks import least_rows
 from raypipe.training.run_schedules import device_stages, window_of
 
 NUM_UPDATES = 4
@@ -128,9 +129,8 @@ def rehearse(
     programs = executable_programs(schedule, plan.placement)
     scaled = Scaled(plan, schedule, programs, time_scale=time_scale, byte_scale=byte_scale)
     predicted = simulate_programs(programs, scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False)
-    places = num_places(plan.topology, plan.devices)
-    with session(cluster, num_devices=places, cpus_per_device=scaling.cpus_per_device) as connected:
-        slots = planned_slots(plan, scaling, local=connected.local, stand_ins=stand_ins)
+    with session(cluster, num_devices=num_slots(plan.topology, plan.devices), cpus_per_device=scaling.cpus_per_device) as connected:
+        slots = planned_slots(plan.topology, plan.devices, scaling, local=connected.local, stand_ins=stand_ins)
         run = f"rehearse-{time.time_ns() // 1_000_000:x}"
         held = device_stages(schedule, plan.placement)
         with Coordinator(run=run, slots=slots, stages=held, scaling=scaling, cluster=cluster) as coordinator:

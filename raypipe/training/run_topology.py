@@ -7,7 +7,8 @@ from pathlib import Path
 
 from raypipe.artifacts.calibration import Calibration, TransportCosts
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
-from raypipe.cluster.coordinator import Coordinator, on_gpus
+from raypipe.cluster.checks import on_gpus
+from raypipe.cluster.coordinator import Coordinator
 from raypipe.config import ScalingConfig, TrainConfig, Transport, calibration_file
 from raypipe.errors import PlanError
 
@@ -35,16 +36,16 @@ def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, 
                 "add devices to it or lower scaling.num_devices"
             )
         return topology
-    if on_gpus(coordinator.places):
+    if on_gpus(coordinator.actor_infos):
         return _gpu_topology(coordinator)
     costs = _calibrated(scaling, notice)
     cores = {
-        slot.node: max(place.num_cores // scaling.threads_per_device, 1)
-        for slot, place in zip(coordinator.slots, coordinator.places, strict=True)
+        slot.node.address: max(info.num_cores // scaling.threads_per_device, 1)
+        for slot, info in zip(coordinator.slots, coordinator.actor_infos, strict=True)
     }
     devices: dict[str, list[Device]] = {}
     for slot in coordinator.slots:
-        devices.setdefault(slot.node, []).append(Device(slot.name, "cpu"))
+        devices.setdefault(slot.node.address, []).append(Device(slot.name, "cpu"))
     return ClusterTopology(
         name="measured cores, calibrated links" if costs else "measured cores, assumed links",
         nodes=_nodes(devices, link=costs.link if costs else _LOOPBACK, cores=cores),
@@ -58,18 +59,18 @@ def num_measuring_devices(coordinator: Coordinator, scaling: ScalingConfig) -> i
 
     Devices that share a GPU take turns on it, which the simulation accounts for.
     """
-    if on_gpus(coordinator.places):
+    if on_gpus(coordinator.actor_infos):
         return 1
-    return max(coordinator.places[0].num_cores // scaling.threads_per_device, 1)
+    return max(coordinator.actor_infos[0].num_cores // scaling.threads_per_device, 1)
 
 
 def _gpu_topology(coordinator: Coordinator) -> ClusterTopology:
     devices: dict[str, list[Device]] = {}
     gpus: dict[str, set[str]] = {}
-    for slot, place in zip(coordinator.slots, coordinator.places, strict=True):
-        memory_bytes = None if place.gpu_bytes is None else int(place.gpu_bytes * slot.num_gpus)
-        devices.setdefault(slot.node, []).append(Device(slot.name, place.gpu_kind, memory_bytes=memory_bytes))
-        gpus.setdefault(slot.node, set()).update(place.gpus)
+    for slot, info in zip(coordinator.slots, coordinator.actor_infos, strict=True):
+        memory_bytes = None if info.gpu_bytes is None else int(info.gpu_bytes * slot.num_gpus)
+        devices.setdefault(slot.node.address, []).append(Device(slot.name, info.gpu_kind, memory_bytes=memory_bytes))
+        gpus.setdefault(slot.node.address, set()).update(info.gpus)
     # Devices share the GPUs of their node where it has fewer.
     cores = {node: len(gpus[node]) if len(gpus[node]) < len(of_node) else None for node, of_node in devices.items()}
     return ClusterTopology(name="GPUs, assumed links", nodes=_nodes(devices, link=_PCIE, cores=cores), default_link=_ETHERNET)

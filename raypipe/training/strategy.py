@@ -18,8 +18,7 @@ from raypipe.artifacts.plan import Plan, Predicted
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.coordinator import Coordinator
-from raypipe.cluster.node_matching import least_rows
-from raypipe.cluster.slots import Slot
+from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import TrainConfig
 from raypipe.model import Model
 from raypipe.schedules.ir import Schedule
@@ -27,6 +26,7 @@ from raypipe.schedules.lower import DeviceProgram, Placement
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
 from raypipe.simulation.simulator import simulate
+from raypipe.training.plan_checks import least_rows
 from raypipe.training.run_schedules import device_stages
 from raypipe.training.run_topology import Notice
 
@@ -63,7 +63,7 @@ class Strategy(ABC):
         """Number of device slots that one node needs to hold the whole run."""
 
     @abstractmethod
-    def find_slots(self, *, local: bool) -> list[Slot]:
+    def find_slots(self, *, local: bool) -> list[DeviceSlot]:
         """Return the slots of the devices in the connected cluster.
 
         Args:

@@ -30,8 +30,9 @@ from raypipe.analysis.comparison import Figure, compare, median_window
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.trace import Trace
-from raypipe.cluster.coordinator import Coordinator, WindowResult
+from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.session import session
+from raypipe.cluster.window import WindowResult
 from raypipe.config import (
     AUTO,
     AdaptationConfig,
@@ -538,7 +539,7 @@ class _Fit:
         if not isinstance(strategy, AdaptiveStrategy) or not self.config.adaptation.enabled or not left:
             return
         since = time.perf_counter()
-        decision = strategy.after_window(result, self.coordinator.network, updates_left=left)
+        decision = strategy.after_window(result, self.coordinator.links.estimate, updates_left=left)
         if decision is None:
             return
         _LOG.info("update %d: %s", done, decision.text)
@@ -556,8 +557,8 @@ class _Fit:
         }
         # A device that the present way needs, too, fails as it does without a switch: with its name.
         others = set(strategy.devices_of(decision.choice)).difference(strategy.devices) if decision.switch else set()
-        if others and (gone := self.coordinator.gone(sorted(others))):
-            names = strategy.leave_out(gone)
+        if others and (dead := self.coordinator.dead_actors(sorted(others))):
+            names = strategy.leave_out(dead)
             text = f"stays, and goes on without {' and '.join(names)}: needed for another way, but gone or silent ({decision.text})"
             line |= {"switch": False, "text": text}
             self.listener.notice(f"update {done}: {text}")

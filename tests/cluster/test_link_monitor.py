@@ -11,8 +11,8 @@ from raypipe.actors.execution.report import SpanLog, WindowReport
 from raypipe.actors.measure.links import Readings
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node
 from raypipe.artifacts.trace import Source, SpanKind, Trace
-from raypipe.cluster.coordinator import WindowResult
-from raypipe.cluster.link_monitor import IDLE_S, NetworkWatch
+from raypipe.cluster.link_monitor import IDLE_S, LinkWatch
+from raypipe.cluster.window import WindowResult
 from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import ScheduleRequest, UpdateScope
@@ -55,12 +55,12 @@ def window(*, ahead_s: tuple[float, float] = (0.0, 0.0), offsets_s: tuple[float,
     return WindowResult(reports, 1.0, "run", tuple(f"{node}/0" for node in NODES), 2, programs, offsets_s)
 
 
-def observe(watch: NetworkWatch, result: WindowResult, *, now_s: float) -> None:
+def observe(watch: LinkWatch, result: WindowResult, *, now_s: float) -> None:
     watch.observe(result.trace, result.programs, NODES, began_s=min(result.began_s), now_s=now_s)
 
 
-def watching(now_s: float = 0.0) -> NetworkWatch:
-    return NetworkWatch(run="test", nodes=NODES, now_s=now_s)
+def watching(now_s: float = 0.0) -> LinkWatch:
+    return LinkWatch(run="test", nodes=NODES, now_s=now_s)
 
 
 def test_clock_offsets_put_the_spans_of_all_devices_on_one_clock() -> None:
@@ -132,13 +132,13 @@ def test_a_link_that_cannot_be_probed_is_left_alone_for_a_while(caplog: pytest.L
 
 
 def test_a_run_on_one_node_watches_nothing() -> None:
-    watch = NetworkWatch(run="test", nodes=["10.0.0.1"] * 2, now_s=0.0)
+    watch = LinkWatch(run="test", nodes=["10.0.0.1"] * 2, now_s=0.0)
     watch.observe(Trace("none", Source.MEASURED, (), 1, ()), [], [], began_s=0.0, now_s=1e6)
     assert watch.due(now_s=1e6) is None
 
 
 def test_a_link_whose_probe_fails_is_probed_by_other_devices_of_its_nodes() -> None:
-    watch = NetworkWatch(run="r", nodes=["a", "a", "b"], now_s=0.0)
+    watch = LinkWatch(run="r", nodes=["a", "a", "b"], now_s=0.0)
     pair = ("a", "b")
     assert watch.devices(pair) == (0, 2)
     watch.failed(pair, "device a/0 does not answer", now_s=0.0)

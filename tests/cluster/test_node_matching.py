@@ -1,17 +1,16 @@
-"""Where the devices of a plan are, worked out from what Ray tells of its nodes."""
+"""The slots of a plan's devices, from what Ray reports of its nodes."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
-from raypipe.cluster.node_matching import ClusterNode, check_rows, is_gpu, least_rows, locate, num_places
+from raypipe.cluster.node_matching import is_gpu, match_slots, num_slots
+from raypipe.cluster.slots import ClusterNode
+from raypipe.config import ScalingConfig
 from raypipe.errors import PlanError
-from raypipe.schedules.lower import Placement
 
 
 def topology(*nodes: tuple[str, int], kind: str = "cpu") -> ClusterTopology:
@@ -30,14 +29,14 @@ NODES = (
 
 
 def place(lab: ClusterTopology, *devices: str, cpus_per_device: float = 1.0, stand_ins: bool = False) -> list[str]:
-    found = locate(lab, devices, NODES, cpus_per_device=cpus_per_device, stand_ins=stand_ins)
-    assert list(found) == list(devices)
-    return [node.address for node in found.values()]
+    slots = match_slots(lab, devices, NODES, scaling=ScalingConfig(cpus_per_device=cpus_per_device), stand_ins=stand_ins)
+    assert [slot.name for slot in slots] == list(devices)
+    return [slot.node.address for slot in slots]
 
 
 def refused(lab: ClusterTopology, *devices: str, cpus_per_device: float = 1.0) -> str:
     with pytest.raises(PlanError, match="the cluster is not the one that the plan was made for") as caught:
-        locate(lab, devices, NODES, cpus_per_device=cpus_per_device)
+        match_slots(lab, devices, NODES, scaling=ScalingConfig(cpus_per_device=cpus_per_device))
     return str(caught.value)
 
 
@@ -50,8 +49,8 @@ def test_a_node_is_found_by_label_address_or_host_name() -> None:
 
 def test_a_label_comes_before_an_address_of_another_node() -> None:
     nodes = (NODES[0], dataclasses.replace(NODES[1], label="10.0.0.1"))
-    found = locate(topology(("10.0.0.1", 1)), ["10.0.0.1/0"], nodes, cpus_per_device=1.0)
-    assert found["10.0.0.1/0"].address == "10.0.0.2"
+    (slot,) = match_slots(topology(("10.0.0.1", 1)), ["10.0.0.1/0"], nodes, scaling=ScalingConfig())
+    assert slot.node.address == "10.0.0.2"
 
 
 def test_what_is_missing_is_named_with_what_is_there() -> None:
@@ -82,9 +81,10 @@ def test_two_nodes_of_the_topology_on_one_of_the_cluster_are_refused() -> None:
 def test_a_name_of_two_nodes_of_the_cluster_is_refused_until_they_have_labels() -> None:
     twins = tuple(dataclasses.replace(NODES[0], node_id=letter * 40) for letter in "ab")
     with pytest.raises(PlanError, match=r"could be any of 2 nodes \(aaaaaaaa, bbbbbbbb\), which must each have a label raypipe.io/node"):
-        locate(topology(("left", 1)), ["left/0"], twins, cpus_per_device=1.0)
+        match_slots(topology(("left", 1)), ["left/0"], twins, scaling=ScalingConfig())
     labelled = (twins[0], dataclasses.replace(twins[1], label="left"))
-    assert locate(topology(("left", 1)), ["left/0"], labelled, cpus_per_device=1.0)["left/0"] is labelled[1]
+    (slot,) = match_slots(topology(("left", 1)), ["left/0"], labelled, scaling=ScalingConfig())
+    assert slot.node is labelled[1]
 
 
 def test_devices_of_another_kind_are_refused_unless_they_are_stood_in_for() -> None:
@@ -118,59 +118,8 @@ def test_all_that_changed_is_told_at_once() -> None:
     assert "no longer alive" in message
 
 
-def test_a_single_node_needs_places_up_to_the_last_that_is_used() -> None:
-    assert num_places(topology(("a", 4), ("b", 2)), ["a/2", "b/0"]) == 3
-
-
-# Rows
-
-
-def shared(*shares: float) -> Placement:
-    return Placement((tuple(enumerate(shares)),))
-
-
-@pytest.mark.parametrize(("shares", "num_rows"), [((1.0,), 1), ((0.5, 0.5), 2), ((1 / 3, 2 / 3), 6), ((0.1, 0.2, 0.7), 10)])
-def test_shares_of_whole_rows_are_taken(shares: tuple[float, ...], num_rows: int) -> None:
-    check_rows(shared(*shares), num_rows)
-
-
-@pytest.mark.parametrize(
-    ("shares", "num_rows", "problem"),
-    [
-        (
-            (0.5, 0.5),
-            5,
-            "2.5, 2.5 rows, which cannot be cut; the nearest that work: 3/5, 2/5; or a microbatch_size that is a multiple of 2",
-        ),
-        ((1 / 3, 2 / 3), 8, "the nearest that work: 3/8, 5/8; or a microbatch_size that is a multiple of 3"),
-        ((0.9, 0.1), 4, "the nearest that work: 3/4, 1/4"),
-        ((0.25,) * 4, 3, "worker 0 has 4 devices for microbatches of 3 rows; use a microbatch_size of at least 4"),
-    ],
-)
-def test_shares_that_cut_rows_are_refused_with_shares_that_work(shares: tuple[float, ...], num_rows: int, problem: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        check_rows(shared(*shares), num_rows)
-    assert problem in str(caught.value)
-
-
-@given(weights=st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5), num_rows=st.integers(1, 40))
-def test_the_shares_that_are_proposed_work(weights: list[float], num_rows: int) -> None:
-    shares = [weight / sum(weights) for weight in weights]
-    shares[-1] = 1 - sum(shares[:-1])
-    try:
-        check_rows(shared(*shares), num_rows)
-    except PlanError as error:
-        if "cannot be cut" in str(error):
-            proposed = str(error).partition("that work: ")[2].partition(";")[0].split(", ")
-            rows = [int(part.partition("/")[0]) for part in proposed]
-            assert sum(rows) == num_rows
-            check_rows(shared(*(count / num_rows for count in rows)), num_rows)
-
-
-def test_the_fewest_rows_are_those_of_which_all_boundaries_are_whole() -> None:
-    assert least_rows([0.0, 1 / 3, 0.5, 1.0], most=12) == 6
-    assert least_rows([0.0, 1.0], most=12) == 1
-    assert least_rows([0.0, 1 / 3, 0.5, 1.0], most=4) == 4
+def test_a_single_node_needs_slots_up_to_the_last_that_is_used() -> None:
+    assert num_slots(topology(("a", 4), ("b", 2)), ["a/2", "b/0"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -190,7 +139,7 @@ def test_kinds_of_gpus_are_compared_by_whole_words(kind: str, accelerator: str, 
     nodes = [ClusterNode("d" * 40, "10.0.0.4", hostname="far", num_cpus=2, num_gpus=1, accelerators=(accelerator,))]
     lab = topology(("far", 1), kind=kind)
     if same:
-        assert list(locate(lab, ["far/0"], nodes, cpus_per_device=1.0)) == ["far/0"]
+        assert [slot.num_gpus for slot in match_slots(lab, ["far/0"], nodes, scaling=ScalingConfig())] == [1.0]
     else:
         with pytest.raises(PlanError, match=f"is of kind '{kind}', node 10.0.0.4 has {accelerator}"):
-            locate(lab, ["far/0"], nodes, cpus_per_device=1.0)
+            match_slots(lab, ["far/0"], nodes, scaling=ScalingConfig())

@@ -11,12 +11,12 @@ import pytest
 
 from raypipe.actors.measure.links import Facts, Flow, Readings, Stream
 from raypipe.cli import main
-from raypipe.cluster.node_matching import ClusterNode
-from raypipe.cluster.prober import ActorCluster, Probe, Probed, ProbeDevice, own_name, probe
+from raypipe.cluster.probe_actors import FlowReadings, ProbeActors
+from raypipe.cluster.prober import Probe, Probed, probe
+from raypipe.cluster.slots import ClusterNode, unique_name
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import FormatError, PlanError, RunError
 from raypipe.network.allowance import Budget
-from raypipe.network.rounds import Pair
 from tests.network.max_min import Network
 
 MB = 1e6
@@ -25,14 +25,13 @@ STEP_S = 0.08
 """What a round takes besides: more than the prober expects."""
 
 
-class Simulated(ActorCluster):
+class Simulated(ProbeActors):
     """Nodes with one device each, whose flows take the time that a network of fair flows lets them take."""
 
     def __init__(self, num_nodes: int, network: Network, *, fails_at: int | None) -> None:
         nodes = [ClusterNode(f"id-{number}", f"10.0.0.{number}", num_cpus=1.0) for number in range(num_nodes)]
         names = [node.address for node in nodes]
-        devices = [ProbeDevice(number, f"{name}/0", None) for number, name in enumerate(names)]
-        super().__init__(nodes, names, [1] * num_nodes, devices, list(range(num_nodes)), 0.0)
+        super().__init__([node.slots(1) for node in nodes], names, [None] * num_nodes)
         self.facts = {number: Facts(f"id-{number}", name, name, 1, 1, 1 << 30, True, ()) for number, name in enumerate(names)}
         self.network = network
         self.fails_at = fails_at
@@ -42,7 +41,7 @@ class Simulated(ActorCluster):
     def monotonic(self) -> float:
         return self.now_s
 
-    def step(self, flows: Sequence[Flow], *, limit_s: float | None = None) -> dict[Pair, tuple[Readings, Readings]]:
+    def run(self, flows: Sequence[Flow], *, limit_s: float | None = None) -> FlowReadings:
         rates = self.network.together(tuple(flow.ends for flow in flows))
         found = {flow.ends: self.flow(flow, rates[flow.ends]) for flow in flows}
         last_s = max(target.first_s[-1] for _, target in found.values())
@@ -82,8 +81,8 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Probing:
     def of(num_nodes: int, network: Network, budget: Budget | None = None, *, fails_at: int | None = None, gpu_kind: str = "") -> Probed:
         cluster = Simulated(num_nodes, network, fails_at=fails_at)
         cluster.facts = {number: replace(facts, gpu_kind=gpu_kind, gpu_bytes=80 << 30) for number, facts in cluster.facts.items()}
-        monkeypatch.setattr("raypipe.cluster.prober.time", cluster)
-        return Probe(cluster, budget or Budget(), name="simulated", overheads=None, notice=lambda _: None).run()
+        monkeypatch.setattr("raypipe.cluster.node_links.time", cluster)
+        return Probe(cluster, [()] * num_nodes, budget or Budget(), notice=lambda _: None).run("simulated", None)
 
     return of
 
@@ -165,16 +164,16 @@ def test_a_round_that_fails_ends_the_search_and_not_the_probe(probed: Probing) -
 
 def test_a_node_is_called_by_its_label_and_else_by_its_address() -> None:
     plain, named, other = ClusterNode("a", "10.0.0.1"), ClusterNode("b", "10.0.0.2", label="lab"), ClusterNode("c", "10.0.0.2", label="lib")
-    assert [own_name(node, [plain, named, other]) for node in (plain, named, other)] == ["10.0.0.1", "lab", "lib"]
-    assert own_name(named, [plain, named, ClusterNode("d", "10.0.0.3", label="lab")]) == "10.0.0.2"
+    assert [unique_name(node, [plain, named, other]) for node in (plain, named, other)] == ["10.0.0.1", "lab", "lib"]
+    assert unique_name(named, [plain, named, ClusterNode("d", "10.0.0.3", label="lab")]) == "10.0.0.2"
 
 
 def test_nodes_that_cannot_be_told_apart_are_refused() -> None:
     twins = [ClusterNode("aaaaaaaaaa", "10.0.0.1"), ClusterNode("bbbbbbbbbb", "10.0.0.1")]
     with pytest.raises(
-        PlanError, match=r"the nodes aaaaaaaa, bbbbbbbb are at its address; give each a label .*--labels=raypipe.io/node=NAME"
+        PlanError, match=r"the nodes aaaaaaaa, bbbbbbbb share its address; start each with a label, .*--labels=raypipe.io/node=NAME"
     ):
-        own_name(twins[0], twins)
+        unique_name(twins[0], twins)
 
 
 def test_a_calibration_that_cannot_be_read_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,17 +166,17 @@ def test_the_planned_placement_beats_the_naive_order_by_what_was_predicted(four:
 
 PLACES = """
 import json, sys, ray
-from raypipe.cluster.slots import planned_slots
+from raypipe.cluster.discovery import planned_slots
 from raypipe.config import ClusterConfig, ScalingConfig
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.artifacts.plan import Plan
 ray.init(log_to_driver=False, logging_level="ERROR")
 plan = Plan.load(sys.argv[1])
-slots = planned_slots(plan, ScalingConfig())
+slots = planned_slots(plan.topology, plan.devices, ScalingConfig())
 stages = [(number,) for number in range(len(slots))]
 with Coordinator(run="places", slots=slots, stages=stages, scaling=ScalingConfig(), cluster=ClusterConfig()) as coordinator:
     coordinator.wait_until_up()
-    print(json.dumps([[name, place.ip] for name, place in zip(coordinator.device_names, coordinator.places)]))
+    print(json.dumps([[name, info.ip] for name, info in zip(coordinator.device_names, coordinator.actor_infos)]))
 """
 
 

@@ -19,8 +19,8 @@ from raypipe.actors.execution.batches import BatchSource, FixedBatch
 from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.cut import Cut
 from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.discovery import cluster_nodes
 from raypipe.cluster.session import session
-from raypipe.cluster.slots import Slot, cluster_nodes
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.models.waiting import waiting
 from raypipe.schedules.catalogue import build
@@ -51,7 +51,7 @@ def main(stop: Path) -> None:
     schedule = build("1f1b", ScheduleRequest(NUM_DEVICES, NUM_MICROBATCHES, UPDATES_PER_WINDOW, update_scope=UpdateScope.STAGE))
     with session(cluster, num_devices=NUM_DEVICES, cpus_per_device=1.0):
         nodes = sorted(cluster_nodes(), key=lambda node: node.label)
-        slots = [Slot(node.node_id, node.address, f"{node.address}/0") for node in nodes[:NUM_DEVICES]]
+        slots = [slot for node in nodes[:NUM_DEVICES] for slot in node.slots(1, name=node.address)]
         run = f"watched-{time.time_ns():x}"
         with Coordinator(run=run, slots=slots, stages=[(0,), (1,)], scaling=scaling, cluster=cluster) as coordinator:
             coordinator.wait_until_up()
@@ -73,15 +73,15 @@ def main(stop: Path) -> None:
                 coordinator.run_window("train", num_updates=UPDATES_PER_WINDOW, first_update=number * UPDATES_PER_WINDOW)
                 number += 1
                 tell(coordinator, updates=number * UPDATES_PER_WINDOW)
-            coordinator.probe_link(slots[1].node, slots[0].node)
-            tell(coordinator, updates=number * UPDATES_PER_WINDOW, clock_offsets_s=coordinator.clock_offsets_s)
+            coordinator.links.probe(slots[1].node.address, slots[0].node.address)
+            tell(coordinator, updates=number * UPDATES_PER_WINDOW, clock_offsets_s=coordinator.clocks.offsets_s)
 
 
 def tell(coordinator: Coordinator, **more: object) -> None:
     """Writes what is known of the links."""
     links = {
         f"{source} {target}": [link.bandwidth_bytes_per_s, link.num_transfers, link.num_changes]
-        for (source, target), link in coordinator.network.links.items()
+        for (source, target), link in coordinator.links.estimate.links.items()
     }
     sys.stdout.write(json.dumps({"links": links, **more}) + "\n")
     sys.stdout.flush()

@@ -13,7 +13,7 @@ from raypipe.actors.cores import Place, share, usable
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.cluster.coordinator import Coordinator
-from raypipe.cluster.slots import cluster_nodes, planned_slots
+from raypipe.cluster.discovery import cluster_nodes, planned_slots
 from raypipe.config import ClusterConfig, ScalingConfig
 from raypipe.errors import PlanError
 from raypipe.schedules.catalogue import build
@@ -32,7 +32,7 @@ def plan(workers: Workers, nodes: dict[str, int]) -> Plan:
 
 
 def start(plan: Plan, stages: Sequence[tuple[int, ...]]) -> Coordinator:
-    slots = planned_slots(plan, ScalingConfig())
+    slots = planned_slots(plan.topology, plan.devices, ScalingConfig())
     return Coordinator(run="placement", slots=slots, stages=stages, scaling=ScalingConfig(), cluster=ClusterConfig())
 
 
@@ -42,9 +42,9 @@ def test_actors_are_named_after_the_plans_devices_and_found_where_it_says() -> N
     with start(chosen, [(0,), (1,)]) as coordinator:
         coordinator.wait_until_up()
         assert coordinator.device_names == (f"{node}/2", f"{node}/0")
-        assert {place.node_id for place in coordinator.places} == {ray.nodes()[0]["NodeID"]}
-        assert len({place.pid for place in coordinator.places}) == 2
-        assert all(place.gpus == () for place in coordinator.places)
+        assert {place.node_id for place in coordinator.actor_infos} == {ray.nodes()[0]["NodeID"]}
+        assert len({place.pid for place in coordinator.actor_infos}) == 2
+        assert all(place.gpus == () for place in coordinator.actor_infos)
 
 
 def test_actors_keep_to_cores_where_they_are_told_to_and_tell_of_all() -> None:
@@ -52,12 +52,12 @@ def test_actors_keep_to_cores_where_they_are_told_to_and_tell_of_all() -> None:
     workers: Workers = [[(f"{node}/{number}", 1.0)] for number in range(min(len(cores), 3))]
     chosen = plan(workers, {node: len(workers)})
     scaling = ScalingConfig(bind_cores=True)
-    slots = planned_slots(chosen, scaling)
+    slots = planned_slots(chosen.topology, chosen.devices, scaling)
     with Coordinator(
         run="bound", slots=slots, stages=[(stage,) for stage in range(len(workers))], scaling=scaling, cluster=ClusterConfig()
     ) as coordinator:
         coordinator.wait_until_up()
-        for number, place in enumerate(coordinator.places):
+        for number, place in enumerate(coordinator.actor_infos):
             expected = set(share(cores, Place(number, len(workers)), num_threads=1))
             assert all(os.sched_getaffinity(int(thread)) == expected for thread in os.listdir(f"/proc/{place.pid}/task"))
             assert place.num_cores == len(cores)
@@ -83,16 +83,18 @@ def test_a_plan_that_uses_more_slots_than_the_node_has_is_refused() -> None:
 
 def test_a_cluster_that_was_started_for_the_run_stands_for_the_only_node_of_a_plan() -> None:
     workers: Workers = [[("lab/1", 1.0)], [("lab/0", 1.0)]]
-    slots = planned_slots(plan(workers, {"lab": 2}), ScalingConfig(), local=True)
-    assert [(slot.name, slot.node) for slot in slots] == [("lab/1", this_node()), ("lab/0", this_node())]
+    chosen = plan(workers, {"lab": 2})
+    slots = planned_slots(chosen.topology, chosen.devices, ScalingConfig(), local=True)
+    assert [(slot.name, slot.node.address) for slot in slots] == [("lab/1", this_node()), ("lab/0", this_node())]
     with pytest.raises(PlanError, match=r"node 'lab' .* is not there"):
-        planned_slots(plan(workers, {"lab": 2}), ScalingConfig())
+        planned_slots(chosen.topology, chosen.devices, ScalingConfig())
+    apart = plan([[("lab/0", 1.0)], [("elsewhere/0", 1.0)]], {"lab": 1, "elsewhere": 1})
     with pytest.raises(PlanError, match=r"node 'lab' .* is not there"):
-        planned_slots(plan([[("lab/0", 1.0)], [("elsewhere/0", 1.0)]], {"lab": 1, "elsewhere": 1}), ScalingConfig(), local=True)
+        planned_slots(apart.topology, apart.devices, ScalingConfig(), local=True)
 
 
 def test_slots_that_others_hold_are_waited_for_and_then_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypipe.cluster.slots._RELEASE_S", 0.5)
+    monkeypatch.setattr("raypipe.cluster.discovery._RELEASE_S", 0.5)
     node = this_node()
     chosen = plan([[(f"{node}/{number}", 1.0)] for number in range(5)], {node: 5})
     with start(chosen, [(stage,) for stage in range(5)]) as coordinator:

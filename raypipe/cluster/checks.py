@@ -1,0 +1,110 @@
+"""Checks of what the actors of a run report of themselves before it begins, and which of their channels go through shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from raypipe.actors.actor import ActorInfo
+from raypipe.cluster.slots import DeviceSlot
+from raypipe.config import Transport
+from raypipe.errors import ConfigError, RunError
+
+Channel = tuple[int, int]
+"""Two devices: sender, receiver."""
+
+
+def on_gpus(infos: Sequence[ActorInfo]) -> bool:
+    """Return whether the devices of a run are GPUs."""
+    return bool(infos) and all(info.gpus for info in infos)
+
+
+def check_actors(slots: Sequence[DeviceSlot], infos: Sequence[ActorInfo]) -> None:
+    """Check that every actor runs on the node of its slot, in a process of its own, and with a GPU of its own if it reserves one.
+
+    Raises:
+        RunError: Names the first device that does not, or that cannot exchange messages with the others.
+    """
+    processes: dict[tuple[str, int], str] = {}
+    gpus: dict[str, str] = {}
+    for slot, info in zip(slots, infos, strict=True):
+        if slot.node.node_id != info.node_id:
+            raise RunError(
+                f"device {slot.name} belongs on node {slot.node.node_id[:8]}, but is on {info.node_id[:8]} ({info.ip}); try again"
+            )
+        other = processes.setdefault((info.node_id, info.pid), slot.name)
+        if other != slot.name:
+            raise RunError(f"devices {other} and {slot.name} share the process {info.pid} on {info.ip}; try again")
+        if slot.num_gpus:
+            _check_gpu(slot, info, first=infos[0], first_name=slots[0].name, is_alone=len(slots) == 1)
+        for gpu in info.gpus if slot.num_gpus >= 1 else ():
+            if gpus.setdefault(gpu, slot.name) != slot.name:
+                raise RunError(f"devices {gpus[gpu]} and {slot.name} both got the GPU {gpu} on {info.ip}; see who else uses it")
+
+
+def _check_gpu(slot: DeviceSlot, info: ActorInfo, *, first: ActorInfo, first_name: str, is_alone: bool) -> None:
+    if not info.gpus:
+        raise RunError(
+            f"device {slot.name} got no GPU that torch can see on {info.ip}; check the driver there (nvidia-smi), and that the torch "
+            "installed there is one for CUDA"
+        )
+    if not info.nccl and not is_alone:
+        raise RunError(
+            f"device {slot.name} on {info.ip} has no cupy with NCCL, over which GPUs exchange messages: pip install 'raypipe[cuda13]' "
+            "there, or raypipe[cuda12] for a torch for CUDA 12"
+        )
+    if info.nccl != first.nccl:
+        versions = f"{info.nccl or 'none'} on {info.ip} ({slot.name}), {first.nccl or 'none'} on {first.ip} ({first_name})"
+        raise RunError(f"devices have different versions of NCCL: {versions}; install one version on all nodes")
+
+
+def shared_channels(
+    channels: Iterable[Channel], *, infos: Sequence[ActorInfo], names: Sequence[str], transport: Transport
+) -> frozenset[Channel]:
+    """Return the channels that go through shared memory, the host's or a GPU's.
+
+    Both ends must be on one node of Ray. Two nodes with the same host name may be containers that share nothing.
+
+    Args:
+        channels: All channels of the run.
+        infos: What the devices' actors report.
+        names: Names of the devices, for messages.
+        transport: Configured transport.
+
+    Raises:
+        ConfigError: The transport does not fit the devices, or some of them cannot share the memory that it needs.
+    """
+    if on_gpus(infos):
+        return _within_gpus(channels, infos, transport)
+    if transport is Transport.NCCL:
+        raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm or gloo, or set scaling.use_gpu")
+    if transport is Transport.GLOO:
+        return frozenset()
+    shared: set[Channel] = set()
+    for source, target in channels:
+        ends = (infos[source], infos[target])
+        if ends[0].node_id == ends[1].node_id and all(end.shares_memory for end in ends):
+            shared.add((source, target))
+        elif transport is Transport.SHM:
+            nodes = " and ".join(f"{names[device]} on node {infos[device].node_id[:8]}" for device in (source, target))
+            problem = "exchange messages" if ends[0].node_id != ends[1].node_id else "cannot share memory, for which they need Linux"
+            raise ConfigError(f"scaling.transport: shm: devices {nodes} {problem}; choose auto or gloo, or fewer devices, all on one node")
+    return frozenset(shared)
+
+
+def _within_gpus(channels: Iterable[Channel], infos: Sequence[ActorInfo], transport: Transport) -> frozenset[Channel]:
+    if transport not in {Transport.AUTO, Transport.NCCL}:
+        raise ConfigError(f"scaling.transport: {transport}: messages between GPUs go over NCCL; choose auto or nccl")
+    if transport is Transport.NCCL:
+        return frozenset()
+    return frozenset(
+        (source, target)
+        for source, target in channels
+        if infos[source].gpus == infos[target].gpus and infos[source].node_id == infos[target].node_id
+    )
+
+
+def channel_text(infos: Sequence[ActorInfo], *, num_channels: int, num_shared: int) -> str:
+    """Return how many channels use shared memory and how many the network, in words."""
+    shared, other = ("within a GPU", f"over NCCL {infos[0].nccl}") if on_gpus(infos) else ("through shared memory", "over gloo")
+    counts = {shared: num_shared, other: num_channels - num_shared}
+    return ", ".join(f"{count} channels {kind}" for kind, count in counts.items() if count)

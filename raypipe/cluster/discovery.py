@@ -1,0 +1,109 @@
+"""The nodes of the connected Ray cluster, and the slots that a run finds on them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import ray
+
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.cluster.node_matching import is_gpu, match_slots
+from raypipe.cluster.slots import NODE_LABEL, ClusterNode, DeviceSlot, resource_text, resources_per_device
+from raypipe.config import ScalingConfig
+from raypipe.errors import PlanError
+
+_RELEASE_S = 15.0
+"""How long an earlier run may take to give back its resources."""
+
+
+def cluster_nodes() -> list[ClusterNode]:
+    """Return the nodes of the connected cluster, the head first; nodes that were lost are included."""
+    nodes: list[ClusterNode] = []
+    for node in ray.nodes():
+        resources, labels = node.get("Resources", {}), node.get("Labels") or {}
+        kinds = {name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")}
+        if kind := labels.get("ray.io/accelerator-type"):
+            kinds.add(kind)
+        nodes.append(
+            ClusterNode(
+                node_id=node["NodeID"],
+                address=node["NodeManagerAddress"],
+                hostname=node.get("NodeManagerHostname", ""),
+                label=labels.get(NODE_LABEL, ""),
+                alive=node["Alive"],
+                is_head="node:__internal_head__" in resources,
+                num_cpus=resources.get("CPU", 0.0),
+                num_gpus=resources.get("GPU", 0.0),
+                accelerators=tuple(sorted(kinds)),
+            )
+        )
+    return sorted(nodes, key=lambda node: (not node.is_head, node.address, node.node_id))
+
+
+def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
+    """Return slots for all devices on the living nodes, node after node, and wait until their resources are free.
+
+    The head comes first, so that a run that fits on it needs no network.
+
+    Raises:
+        PlanError: The cluster is too small, or others hold its resources; says what each node has.
+    """
+    nodes = [node for node in cluster_nodes() if node.alive]
+    needs = resources_per_device(scaling)
+    slots: list[DeviceSlot] = []
+    numbers: Counter[str] = Counter()  # several nodes of Ray may share an address
+    for node in nodes:
+        count = min(node.room(needs), scaling.num_devices)
+        slots += node.slots(count, first=numbers[node.name], num_gpus=needs.get("GPU", 0.0))
+        numbers[node.name] += count
+    if len(slots) < scaling.num_devices:
+        offers = "; ".join(f"{node.address} has {resource_text({kind: node.resources[kind] for kind in needs})}" for node in nodes)
+        raise PlanError(
+            f"{scaling.num_devices} devices of {resource_text(needs)} are needed, the cluster has room for {len(slots)} "
+            f"({offers}); add nodes, or lower scaling.num_devices, scaling.cpus_per_device"
+            + (" or scaling.gpus_per_device" if scaling.use_gpu else "")
+        )
+    _wait_until_free({kind: scaling.num_devices * amount for kind, amount in needs.items()})
+    return slots[: scaling.num_devices]
+
+
+def planned_slots(
+    topology: ClusterTopology, devices: Sequence[str], scaling: ScalingConfig, *, local: bool = False, stand_ins: bool = False
+) -> list[DeviceSlot]:
+    """Return the slots of devices of a topology in the connected cluster, and wait until their resources are free.
+
+    Args:
+        topology: Topology that names the nodes.
+        devices: Names of the devices, in the order of the result.
+        scaling: Resources of each device.
+        local: Whether the cluster is one node that was started for this run, which then stands for the devices' only node.
+        stand_ins: Whether CPU slots may stand for devices of all kinds.
+
+    Raises:
+        PlanError: The cluster differs from the topology; says how.
+    """
+    nodes = cluster_nodes()
+    names = {topology.node_of(device).name for device in devices}
+    if local and len(names) == 1:
+        nodes = [replace(node, label=next(iter(names))) for node in nodes]
+    slots = match_slots(topology, devices, nodes, scaling=scaling, stand_ins=stand_ins)
+    num_gpus = 0 if stand_ins else sum(is_gpu(topology.device(device)) for device in devices)
+    _wait_until_free({"CPU": len(slots) * scaling.cpus_per_device} | ({"GPU": num_gpus * scaling.gpus_per_device} if num_gpus else {}))
+    return slots
+
+
+def _wait_until_free(needs: Mapping[str, float]) -> None:
+    deadline = time.monotonic() + _RELEASE_S
+    while True:
+        available = ray.available_resources()
+        free = {kind: available.get(kind, 0.0) for kind in needs}
+        if all(free[kind] + 1e-9 >= amount for kind, amount in needs.items()):
+            return
+        if time.monotonic() > deadline:
+            raise PlanError(
+                f"{resource_text(needs)} are needed, of the cluster's only {resource_text(free)} are free; wait for other runs or add nodes"
+            )
+        time.sleep(0.2)

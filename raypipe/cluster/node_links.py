@@ -1,0 +1,198 @@
+"""Measures the links between the nodes of a cluster, and what links share, within a budget. See docs/probing.md."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from raypipe.actors.measure.links import WARM_UP_BYTES, Ping, Stream, exchanges, round_trips
+from raypipe.cluster.probe_actors import FlowReadings, ProbeActors
+from raypipe.errors import RunError
+from raypipe.network.allowance import Allowance, Budget
+from raypipe.network.clocks import ClockOffset, from_reference, offset
+from raypipe.network.fit import LinkFit, fit
+from raypipe.network.rounds import Pair, Round, company, directed, fan_rounds, tournament
+from raypipe.network.sharing import Search, below_their_ends, fastest_of_nodes, in_company, rates
+
+_STREAM_FACTOR = 4
+"""Streams have failed when they take so many times what they should take one after the other."""
+_MOST_NAMED = 6
+_FASTER_ALONE = 1.1
+"""A link that reaches so many times its fitted bandwidth alone was slowed by others when it was fitted."""
+_MORE = "raise --budget-s or --budget-bytes"
+
+Notice = Callable[[str], None]
+
+
+class Spending:
+    """What a probe has spent of its budget, and what it could not measure for want of more.
+
+    Args:
+        actors: Actors, which count bytes.
+        budget: Seconds and bytes that the probe may take.
+        notice: Called with each line for the user.
+    """
+
+    def __init__(self, actors: ProbeActors, budget: Budget, notice: Notice) -> None:
+        self.budget = budget
+        self.notice = notice
+        self.notices: list[str] = []
+        self._actors = actors
+        self._began_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the probe began."""
+        return time.monotonic() - self._began_s
+
+    def allows(self, num_bytes: int, *, for_search: bool = False) -> bool:
+        """Return whether a measurement of so many bytes may begin; the search for shared links has to leave a part of the budget."""
+        budget = self.budget.for_search if for_search else self.budget
+        return budget.allows(self.seconds, self._actors.num_bytes + num_bytes)
+
+    def missed(self, text: str) -> None:
+        """Record and show what could not be measured."""
+        self.notices.append(text)
+        self.notice(text)
+
+
+class _BudgetSpentError(Exception):
+    """Ends the search for shared links; what it found until then counts."""
+
+
+class NodeLinks:
+    """The links between the nodes of a cluster, as far as they are measured.
+
+    Args:
+        actors: Actors that measure.
+        spending: Budget.
+        allowance: What each measurement may take.
+        classes: Class of each node; nodes of one class are assumed to be alike where not all pairs are measured.
+
+    Attributes:
+        fits: Fit of each directed pair of nodes that was measured.
+        clocks: Clock offset of each pair, target against source.
+        search: Search for what links share.
+        usable: Whether all flows have worked; after a failed one, nodes may still wait in it.
+    """
+
+    def __init__(self, actors: ProbeActors, spending: Spending, allowance: Allowance, classes: Sequence[Hashable]) -> None:
+        self.actors = actors
+        self.spending = spending
+        self.allowance = allowance
+        self.classes = classes
+        self.fits: dict[Pair, LinkFit] = {}
+        self.clocks: dict[Pair, ClockOffset] = {}
+        self.search = Search(self._together)
+        self.usable = True
+
+    @cached_property
+    def _offsets_s(self) -> dict[int, float]:
+        return {node: clock.offset_s for node, clock in from_reference(self.clocks, reference=0).items()}
+
+    def ping(self, pairs: Round, pattern: Ping) -> FlowReadings:
+        """Ping directed pairs of nodes at the same time."""
+        return self.actors.run_between_nodes(dict.fromkeys(pairs, pattern))
+
+    def measure(self) -> None:
+        """Ping every pair in rounds, more than once where there is time: a machine that stands still makes its links look slower.
+
+        Raises:
+            RunError: There was no time to measure every pair once, or a link carries nothing.
+        """
+        pattern, num_needed = Ping(self.allowance.ping_s, self.allowance.ping_bytes), self.allowance.rounds.tournament
+        self.spending.notice(f"{num_needed} rounds for the links between {self.actors.num_nodes} nodes")
+        rounds = [pairs for matching in tournament(self.classes) for pairs in directed(matching)]
+        for number, pairs in enumerate(rounds * self.allowance.looks):
+            if self.spending.seconds > self.spending.budget.seconds:
+                if number >= num_needed:
+                    return
+                raise RunError(
+                    f"after {self.spending.budget.seconds:g} s only {number} of {num_needed} rounds between the nodes are done; "
+                    "raise --budget-s, or see what else the nodes are doing"
+                )
+            for pair, (source, target) in self.ping(pairs, pattern).items():
+                self._keep_faster(pair, fit(round_trips(source), link=self.actors.link_text(pair)))
+                clock = offset(exchanges(source, target))
+                self.clocks[pair] = min(clock, self.clocks.get(pair, clock), key=lambda one: one.residual_s)
+
+    def _keep_faster(self, pair: Pair, link: LinkFit) -> None:
+        # Whatever disturbs a measurement makes the link look slower.
+        self.fits[pair] = max(link, self.fits.get(pair, link), key=lambda one: one.bandwidth_bytes_per_s)
+
+    # What links share
+
+    def look_for_sharing(self) -> None:
+        """Look for bottlenecks that several links share, then measure links again that were slowed by others."""
+        rounds = self.allowance.rounds
+        fastest = max(link.bandwidth_bytes_per_s for link in self.fits.values())
+        if not self.allowance.tells_sharing_of(fastest):
+            self.spending.missed(f"shared links were not looked for: the budget is too small; {_MORE}")
+        else:
+            self.spending.notice(f"{rounds.company + rounds.fans} rounds for what links share")
+            self._search()
+        self._measure_again()
+
+    def _search(self) -> None:
+        num_nodes = self.actors.num_nodes
+        try:
+            self.search.run(company(tournament(self.classes), num_nodes), fan_rounds(num_nodes))
+        except _BudgetSpentError:
+            self.spending.missed(f"not all shared links were looked for: the budget was spent{self._without_limits()}; {_MORE}")
+        except RunError as error:
+            self.usable = False
+            self.spending.missed(f"not all shared links were looked for: {error}{self._without_limits()}; probe again")
+
+    def _without_limits(self) -> str:
+        if not self.search.forget_limits_of_nodes():
+            return ""
+        return "; limits of single nodes were left out, since some nodes would have theirs and others not"
+
+    def _together(self, pairs: Round) -> dict[Pair, float]:
+        """Return the bytes per second of directed pairs of nodes that stream at the same time."""
+        bandwidths = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}
+        streams_s = self.allowance.streams_s(pairs, bandwidths)
+        patterns = {
+            pair: Stream.lasting(streams_s[pair], bytes_per_s=bandwidths[pair], most_bytes=self.allowance.stream_bytes) for pair in pairs
+        }
+        if not self.spending.allows(sum(pattern.num_bytes for pattern in patterns.values()), for_search=True):
+            raise _BudgetSpentError
+        # Whatever the links share carries at least what each of them carries alone.
+        at_most_s = sum(patterns[pair].num_bytes / bandwidths[pair] for pair in pairs)
+        arrivals: dict[Pair, list[tuple[float, int]]] = {}
+        for pair, (_, target) in self.actors.run_between_nodes(patterns, limit_s=_STREAM_FACTOR * at_most_s).items():
+            ahead_s = self._offsets_s[pair[1]]
+            arrivals[pair] = [(at_s - ahead_s, size) for at_s, size in zip(target.first_s, target.sizes_bytes, strict=True)]
+        return rates(arrivals, warm_up_bytes=WARM_UP_BYTES)
+
+    # Links that were slowed by others
+
+    def _measure_again(self) -> None:
+        """Ping slowed links alone, those that lost most first; a link that there is no time for has the rate of its streams, if any."""
+        pattern = Ping(self.allowance.ping_s, self.allowance.ping_bytes)
+        slowed = self._slowed()
+        while slowed and self.usable and self.spending.allows(pattern.most_bytes):
+            pair = slowed.pop(0)
+            ((source, _),) = self.ping((pair,), pattern).values()
+            self._keep_faster(pair, fit(round_trips(source), link=self.actors.link_text(pair)))
+        for pair in slowed:
+            rate = self.search.alone.get(pair, 0.0)
+            if rate > self.fits[pair].bandwidth_bytes_per_s:
+                self.fits[pair] = replace(self.fits[pair], bandwidth_bytes_per_s=rate)
+        if slowed := [pair for pair in slowed if pair not in self.search.alone]:
+            named, left = ", ".join(map(self.actors.link_text, slowed[:_MOST_NAMED])), len(slowed) - _MOST_NAMED
+            more = f" and {left} more" if left > 0 else ""
+            self.spending.missed(f"links that were measured while others were may carry more than was seen: {named}{more}; {_MORE}")
+
+    def _slowed(self) -> list[Pair]:
+        """Return the pairs that others slowed, or may have slowed where the search did not get to them."""
+        fitted = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}
+        rounds = [pairs for matching in tournament(self.classes) for pairs in directed(matching)]
+        slowed = in_company(rounds, fitted, self.search.found)
+        slowed |= {pair for pair, rate in self.search.alone.items() if rate > _FASTER_ALONE * fitted[pair]}
+        with_others = {pair for pairs in rounds if len(pairs) > 1 for pair in pairs}
+        slowed |= (below_their_ends(fitted) & with_others) - self.search.alone.keys()
+        leaving, entering = fastest_of_nodes(fitted)
+        return sorted(slowed, key=lambda pair: (fitted[pair] / min(leaving[pair[0]], entering[pair[1]]), pair))

@@ -1,0 +1,199 @@
+"""The probe actors of a cluster: launches them, connects them in pairs, and lets them run flows at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import ray
+
+from raypipe.actors.measure.links import SCOUT_BYTES, Facts, Flow, MeetOrder, Ping, Readings, by_device
+from raypipe.cluster.actor_group import STARTING, ActorGroup, Member
+from raypipe.cluster.launch import launch_probe_actors
+from raypipe.cluster.slots import ClusterNode, DeviceSlot, unique_name
+from raypipe.errors import RunError, TransportError, TransportTimeoutError
+from raypipe.network.fit import LEAST_BYTES_PER_S, measured_as_zero
+from raypipe.network.rounds import Pair
+
+_MOST_ACTORS = 4
+"""Most actors of a node; its other devices are assumed to be like the first."""
+_MESSAGE_TIMEOUT_S = SCOUT_BYTES / LEAST_BYTES_PER_S
+_CONNECT_TIMEOUT_S = 20.0
+_PING_FACTOR = 20
+"""A ping may take so many times its planned time before its own limit ends it."""
+_GRACE_S = 20.0
+"""Time that an actor has to answer a call, beyond the call's own limits."""
+
+FlowReadings = dict[Pair, tuple[Readings, Readings]]
+"""What source and target of each flow noted, by their devices or nodes."""
+
+
+class ProbeActors(ActorGroup):
+    """The probe actors of a cluster: up to four a node, of which the first measures the links to other nodes.
+
+    Args:
+        slots: For each node, the slots that its topology describes.
+        names: Name of each node in topologies.
+        handles: Ray's handles of the actors, node by node.
+        use_gpu: Whether devices are GPUs.
+
+    Attributes:
+        facts: What each device's actor reports of its node, once it is up.
+        num_steps: Measurements so far, each of one or more flows.
+        num_bytes: Bytes sent so far.
+    """
+
+    def __init__(
+        self, slots: Sequence[Sequence[DeviceSlot]], names: Sequence[str], handles: Sequence[Any], *, use_gpu: bool = False
+    ) -> None:
+        self.slots = slots
+        self.names = names
+        self.use_gpu = use_gpu
+        self.node_of = [node for node, of_node in enumerate(slots) for _ in of_node[:_MOST_ACTORS]]
+        self._members = [Member(*pair) for pair in zip(handles, _with_actors(slots), strict=True)]
+        self.facts: dict[int, Facts] = {}
+        self.num_steps = 0
+        self.num_bytes = 0
+        self._connected: set[Pair] = set()
+
+    @classmethod
+    @contextmanager
+    def launched(
+        cls, nodes: Sequence[ClusterNode], *, limit: int | None, start_timeout_s: float, use_gpu: bool, notice: Callable[[str], None]
+    ) -> Iterator[ProbeActors]:
+        """Launch actors on nodes, and end them with the block.
+
+        Args:
+            nodes: Nodes to probe, in the order of the topology.
+            limit: Most devices of a node; `None` for all.
+            start_timeout_s: How long actors may take to start.
+            use_gpu: Whether devices are GPUs.
+            notice: Called with each line for the user.
+
+        Raises:
+            PlanError: Two nodes cannot be told apart.
+            RunError: An actor did not start; names its device and node.
+        """
+        names = [unique_name(node, nodes) for node in nodes]
+        needs, num_gpus = ({"GPU": 1.0}, 1.0) if use_gpu else ({"CPU": 1.0}, 0.0)
+        counts = [min(node.room(needs), limit or node.room(needs)) for node in nodes]
+        slots = [node.slots(count, name=name, num_gpus=num_gpus) for node, count, name in zip(nodes, counts, names, strict=True)]
+        handles = launch_probe_actors(_with_actors(slots))
+        try:
+            actors = cls(slots, names, handles, use_gpu=use_gpu)
+            notice(f"starting {len(handles)} probe actors on {len(nodes)} nodes")
+            actors.facts = actors.ask(STARTING, lambda _, actor: actor.facts.remote(), timeout_s=start_timeout_s)
+            actors.open_store(actors.facts[0].ip, timeout_s=_CONNECT_TIMEOUT_S)
+            yield actors
+        finally:
+            for handle in handles:
+                ray.kill(handle, no_restart=True)
+
+    @property
+    def members(self) -> list[Member]:
+        """See `ActorGroup`."""
+        return self._members
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.names)
+
+    def devices(self, node: int) -> list[int]:
+        """Return the devices of a node that have an actor."""
+        return [device for device, of_device in enumerate(self.node_of) if of_device == node]
+
+    def node_facts(self, node: int) -> Facts:
+        """Return what the first device of a node reports."""
+        return self.facts[self.node_of.index(node)]
+
+    def link_text(self, nodes: Pair) -> str:
+        """Return a link between two nodes in words."""
+        return " -> ".join(self.names[node] for node in nodes)
+
+    def run_between_nodes(self, patterns: dict[Pair, Any], *, limit_s: float | None = None) -> FlowReadings:
+        """Run flows between nodes at the same time; see `run`.
+
+        Args:
+            patterns: Pattern of each directed pair of nodes.
+            limit_s: As for `run`.
+        """
+        nodes_of = {(self.node_of.index(source), self.node_of.index(target)): (source, target) for source, target in patterns}
+        readings = self.run([Flow(*ends, patterns[nodes]) for ends, nodes in nodes_of.items()], limit_s=limit_s)
+        return {nodes_of[ends]: of_flow for ends, of_flow in readings.items()}
+
+    def run(self, flows: Sequence[Flow], *, limit_s: float | None = None) -> FlowReadings:
+        """Run flows between devices at the same time; return what both ends of each noted.
+
+        Args:
+            flows: Pings, or streams.
+            limit_s: Most seconds that streams may take; pings end by limits of their own.
+
+        Raises:
+            RunError: A device failed, or a link carries nothing; names it.
+        """
+        self._connect([flow.ends for flow in flows])
+        parts = by_device(flows)
+        # Each message of a slow link may take as long as a message may; such a link is slow, not broken.
+        slowest_s = max((flow.pattern.seconds for flow in flows if isinstance(flow.pattern, Ping)), default=0.0) * _PING_FACTOR
+        timeout_s = 2 * _MESSAGE_TIMEOUT_S + (limit_s or slowest_s) + _GRACE_S
+        try:
+            results = self.ask("measuring", lambda device, actor: actor.run.remote(parts[device]), devices=parts, timeout_s=timeout_s)
+        except TransportTimeoutError as error:
+            self._raise_broken_link(error, flows)
+        self.num_steps += 1
+        noted = {(flow.ends, device): of_flow for device, own in parts.items() for flow, of_flow in zip(own, results[device], strict=True)}
+        readings = {flow.ends: (noted[flow.ends, flow.source], noted[flow.ends, flow.target]) for flow in flows}
+        self.num_bytes += sum(source.num_bytes for source, _ in readings.values())
+        return readings
+
+    def _connect(self, pairs: Collection[Pair]) -> None:
+        """Connect the directed pairs of devices that are not connected yet."""
+        fresh = [pair for pair in pairs if pair not in self._connected]
+        orders: dict[int, list[MeetOrder]] = {}
+        for pair in fresh:
+            for device in pair:
+                orders.setdefault(device, []).append(self._meet_order(*pair))
+        try:
+            self.ask(
+                "connecting",
+                lambda device, actor: actor.meet.remote(orders[device], host_ip=self.facts[device].ip),
+                devices=orders,
+                timeout_s=_CONNECT_TIMEOUT_S + _GRACE_S,
+            )
+        except TransportError as error:
+            raise RunError(
+                f"nodes {self._node_name(error.device)} and {self._node_name(error.peer)} cannot reach each other ({error}); check that "
+                "the link is up, that no firewall is between them, and which interface GLOO_SOCKET_IFNAME names"
+            ) from error
+        self._connected.update(fresh)
+
+    def _meet_order(self, source: int, target: int) -> MeetOrder:
+        is_local = not self.use_gpu and self.node_of[source] == self.node_of[target]
+        return MeetOrder(
+            source=source,
+            target=target,
+            names=(self._members[source].slot.name, self._members[target].slot.name),
+            shared=is_local and self.facts[source].shares_memory and self.facts[target].shares_memory,
+            store=self.store,
+            prefix=f"probe/{source}-{target}",
+            connect_timeout_s=_CONNECT_TIMEOUT_S,
+            timeout_s=_MESSAGE_TIMEOUT_S,
+        )
+
+    def _node_name(self, device: str) -> str:
+        return next((self.names[self.node_of[number]] for number, one in enumerate(self._members) if one.slot.name == device), device)
+
+    def _raise_broken_link(self, error: TransportTimeoutError, flows: Sequence[Flow]) -> NoReturn:
+        ends = {error.device, error.peer}
+        flow = next(flow for flow in flows if {self._members[end].slot.name for end in flow.ends} == ends)
+        nodes = (self.node_of[flow.source], self.node_of[flow.target])
+        if nodes[0] == nodes[1]:
+            raise error
+        problem = f"a message or its answer took more than {_MESSAGE_TIMEOUT_S:g} s"
+        raise measured_as_zero(self.link_text(nodes), problem) from error
+
+
+def _with_actors(slots: Sequence[Sequence[DeviceSlot]]) -> list[DeviceSlot]:
+    return [slot for of_node in slots for slot in of_node[:_MOST_ACTORS]]

@@ -1,0 +1,187 @@
+"""The stage actors of a run: which of them are devices of the plan now, what they are doing, and which failure explains the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from raypipe.actors.actor import ActorInfo, Identity, Status
+from raypipe.cluster.actor_group import STARTING, ActorGroup, Failure, Member
+from raypipe.cluster.checks import check_actors
+from raypipe.cluster.launch import CONTROL, launch_stage_actors
+from raypipe.cluster.slots import DeviceSlot
+from raypipe.config import ClusterConfig, ScalingConfig
+from raypipe.errors import StageFailedError, TransportTimeoutError
+
+_GRACE_S = 3.0
+"""How long to wait, after the first failure, for one that explains it: peers notice a dead neighbor first."""
+
+
+class StageActors(ActorGroup):
+    """The stage actors of one run, addressed by the number of their device in the plan.
+
+    More actors may have been launched than the plan has devices; the others are idle. A slot's number is that of the launch.
+
+    Args:
+        run: Name of the run, unique in the cluster.
+        slots: Slots to launch actors in.
+        stages: Stages of each.
+        scaling: Resources of each actor.
+        cluster: Timeouts.
+    """
+
+    death_remedy = "look at its node for an out-of-memory kill or a crash; `--resume` goes on from the last checkpoint"
+
+    def __init__(
+        self, run: str, slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[int, ...]], scaling: ScalingConfig, cluster: ClusterConfig
+    ) -> None:
+        self.run = run
+        self.cluster = cluster
+        handles = launch_stage_actors(slots, stages=stages, run=run, scaling=scaling)
+        self.launched = [Member(*columns) for columns in zip(handles, slots, stages, strict=True)]
+        self.launched_infos: tuple[ActorInfo, ...] = ()
+        self.devices = tuple(range(len(slots)))
+        """The number of each device's slot."""
+        self.patience_s = cluster.start_timeout_s
+        """How long an actor that is asked for its status may be silent."""
+        self.leaving: frozenset[int] = frozenset()
+        """Numbers of slots whose actors leave the plan, but hold layers that others still need."""
+
+    @property
+    def members(self) -> list[Member]:
+        """See `ActorGroup`."""
+        return [self.launched[number] for number in self.devices]
+
+    @property
+    def infos(self) -> tuple[ActorInfo, ...]:
+        """What the devices' actors report of themselves, once they are up."""
+        return tuple(self.launched_infos[number] for number in self.devices)
+
+    def wait_until_up(self) -> None:
+        """Wait until all actors answer, and check that they run where they should.
+
+        Raises:
+            RunError: Names an actor that did not come in time, or came elsewhere.
+        """
+        infos = self.ask(STARTING, lambda _, actor: actor.whereabouts.remote(), timeout_s=self.cluster.start_timeout_s)
+        self.launched_infos = tuple(infos.values())
+        check_actors([member.slot for member in self.launched], self.launched_infos)
+
+    def assign(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]]) -> None:
+        """Give actors their device numbers and stages; whatever they held before is dropped.
+
+        Args:
+            devices: Number of each device's slot; the actors of other slots become idle.
+            stages: Stages of each device.
+        """
+        self.devices = tuple(devices)
+        for number, of_device in zip(devices, stages, strict=True):
+            self.launched[number] = Member(self.launched[number].handle, self.launched[number].slot, of_device)
+        identities = [
+            Identity(run=self.run, device=device, name=member.slot.name, stages=member.stages) for device, member in enumerate(self.members)
+        ]
+        calls = {device: member.handle.assign.remote(identities[device]) for device, member in enumerate(self.members)}
+        for number, member in enumerate(self.launched):
+            if number not in self.devices:  # no answer is needed before it gets work again
+                member.handle.assign.remote(None)
+        self.gather(calls, "taking stages")
+
+    def dead(self, numbers: Iterable[int], *, timeout_s: float) -> list[int]:
+        """Return those of some slots whose actors are dead or do not answer in time."""
+        members = {number: self.launched[number] for number in numbers}
+        return [number for number, status in _statuses(members, timeout_s=timeout_s).items() if not isinstance(status, Status)]
+
+    def abort(self, reason: str) -> None:
+        """Tell all actors to stop what they do."""
+        for member in self.launched:
+            member.handle.abort.options(concurrency_group=CONTROL).remote(reason)
+
+    def kill(self) -> None:
+        """End all actors."""
+        for member in self.launched:
+            ray.kill(member.handle, no_restart=True)
+
+    # Failures
+
+    def error(self, device: int, task: str, problem: str, remedy: str) -> StageFailedError:
+        """See `ActorGroup`."""
+        return _stage_error(self.members[device], task, problem, remedy)
+
+    def _overdue(self, devices: Sequence[int], task: str, *, is_late: bool) -> Failure | None:
+        members = self.members
+        asked = {device: members[device] for device in devices}
+        for device, status in _statuses(asked, timeout_s=1.0 if is_late else self.patience_s).items():
+            if isinstance(status, RayError):
+                return self.failure_of(status, device, task)
+            if status is None:
+                return self.silent(device, task)
+            if status.failure is not None:
+                return Failure(status.failure)
+            if is_late:
+                problem = f"is not done in time: {status.doing}, for {status.since_s:.0f} s"
+                return Failure(self.error(device, task, problem, "raise cluster.start_timeout_s"))
+        return None
+
+    def _fail(self, failure: Failure, pending: Mapping[Any, int], task: str) -> NoReturn:
+        """Abort all actors and raise the error of the failure that explains the others."""
+        failures = [failure]
+        if isinstance(failure.error, TransportTimeoutError):
+            failures += self._busy(failure.error, task)
+        self.abort(f"another part failed during {task}")
+        deadline, refs = time.monotonic() + _GRACE_S, list(pending)
+        while refs and time.monotonic() < deadline:
+            ready, refs = ray.wait(refs, num_returns=1, timeout=max(deadline - time.monotonic(), 0.01))
+            for ref in ready:
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    failures.append(self.failure_of(error, pending[ref], task))
+        if not any(one.is_death for one in failures):
+            # An actor may have died without having been asked for anything.
+            statuses = _statuses(dict(enumerate(self.members)), timeout_s=1.0)
+            failures += [self.failure_of(status, device, task) for device, status in statuses.items() if isinstance(status, RayError)]
+        if not any(one.is_death for one in failures):
+            failures += self._lost_layers(task)
+        raise min(failures, key=lambda one: one.rank).error
+
+    def _busy(self, timeout: TransportTimeoutError, task: str) -> list[Failure]:
+        """Return failures of the actors that computed while a message was overdue: they explain the wait of the others."""
+        remedy = "look at what it does; raise cluster.message_timeout_s if that may take so long"
+        return [
+            Failure(self.error(device, f"{task}, {status.doing}", f"it was still at it when time ran out ({timeout})", remedy))
+            for device, status in _statuses(dict(enumerate(self.members)), timeout_s=2.0).items()
+            if isinstance(status, Status) and status.computes
+        ]
+
+    def _lost_layers(self, task: str) -> list[Failure]:
+        """Return failures of actors that leave the plan and died before others had their layers."""
+        problem = "its process died, or does not answer, and others are to take over the layers that it held"
+        return [
+            Failure(_stage_error(Member(None, self.launched[number].slot), task, problem, self.death_remedy), is_death=True)
+            for number in self.dead(self.leaving, timeout_s=1.0)
+        ]
+
+
+def _stage_error(member: Member, task: str, problem: str, remedy: str) -> StageFailedError:
+    stages = ",".join(map(str, member.stages)) or "none"
+    return StageFailedError(member.slot.name, stages, member.slot.node.address, task, problem, remedy)
+
+
+def _statuses(members: Mapping[int, Member], *, timeout_s: float) -> dict[int, Status | RayError | None]:
+    """Return what actors are doing, as their control threads see it; `None` for a silent one, Ray's error for a dead one."""
+    refs = {number: member.handle.status.options(concurrency_group=CONTROL).remote() for number, member in members.items()}
+    if refs:
+        ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)
+    statuses: dict[int, Status | RayError | None] = {}
+    for number, ref in refs.items():
+        try:
+            statuses[number] = ray.get(ref, timeout=0)
+        except GetTimeoutError:
+            statuses[number] = None
+        except RayError as error:
+            statuses[number] = error
+    return statuses

@@ -1,0 +1,53 @@
+"""What a window of a run gave: the reports of all devices, on the driver's clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from raypipe.actors.execution.report import WindowReport
+from raypipe.artifacts.trace import Source, Trace
+from raypipe.schedules.lower import DeviceProgram
+
+
+@dataclass(frozen=True)
+class WindowResult:
+    """What all devices did in a window.
+
+    Attributes:
+        reports: Report of each device.
+        wall_s: Seconds that the window took for the driver.
+        name: Name of the run.
+        device_names: Name of each device.
+        num_updates: Number of updates in the window.
+        programs: Program of each device.
+        clock_offsets_s: Seconds by which the clock of each device's node is ahead of the driver's; empty if all share one clock.
+    """
+
+    reports: tuple[WindowReport, ...]
+    wall_s: float
+    name: str
+    device_names: tuple[str, ...]
+    num_updates: int
+    programs: tuple[DeviceProgram, ...]
+    clock_offsets_s: tuple[float, ...] = ()
+
+    @property
+    def began_s(self) -> tuple[float, ...]:
+        """When each device began, by the driver's clock."""
+        offsets_s = self.clock_offsets_s or (0.0,) * len(self.reports)
+        return tuple(report.began_s - ahead_s for report, ahead_s in zip(self.reports, offsets_s, strict=True))
+
+    @cached_property
+    def trace(self) -> Trace:
+        """Spans of all devices; time 0 is when the first of them began."""
+        origin = min(self.began_s)
+        spans = tuple(
+            span
+            for report, program, began_s in zip(self.reports, self.programs, self.began_s, strict=True)
+            for span in report.log.spans(program, shift_s=began_s - origin)
+        )
+        peaks = [report.peak_memory_bytes for report in self.reports]
+        memory = tuple(((0.0, peak),) for peak in peaks if peak is not None)
+        is_complete = len(memory) == len(peaks)
+        return Trace(self.name, Source.MEASURED, self.device_names, self.num_updates, spans, memory if is_complete else ())
