@@ -31,7 +31,7 @@ from raypipe.model import Batch
 from raypipe.models.gpt import gpt
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.passes import recompute
-from raypipe.training.trainer import Result
+from raypipe.training.result import Result
 
 NUM_DEVICES = 4
 NUM_POSITIONS = 128

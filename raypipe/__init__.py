@@ -21,7 +21,8 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from raypipe.model import Layer, Model
-    from raypipe.training.trainer import Result, Trainer
+    from raypipe.training.result import Result
+    from raypipe.training.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -37,7 +38,7 @@ _HOME = {
     "TrainConfig": "config",
     "Layer": "model",
     "Model": "model",
-    "Result": "training.trainer",
+    "Result": "training.result",
     "Trainer": "training.trainer",
 }
 

@@ -22,7 +22,8 @@ from raypipe.show.tables import comparison_table
 from raypipe.training.run_folder import without_nan
 
 if TYPE_CHECKING:
-    from raypipe.training import trainer
+    from raypipe.training.result import Progress as RunProgress
+    from raypipe.training.result import Result
 
 
 class _Screen:
@@ -53,7 +54,7 @@ class _Screen:
         left = f"--resume goes on from update {saved}" if saved else f"it wrote no checkpoint (run.checkpoint_every is {checkpoint_every})"
         self.notice(f"interrupted after update {self.num_done}; {left}")
 
-    def progress(self, progress: trainer.Progress) -> None:
+    def progress(self, progress: RunProgress) -> None:
         """Moves the bar, or prints a line."""
         self.num_done = progress.update
         validation = "-" if progress.validation_loss is None else f"{progress.validation_loss:.3f}"
@@ -109,7 +110,7 @@ def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: boo
     _show(result, stdout_console())
 
 
-def _document(result: trainer.Result) -> dict[str, object]:
+def _document(result: Result) -> dict[str, object]:
     return {
         "path": result.path,
         "metrics": result.metrics,
@@ -121,7 +122,7 @@ def _document(result: trainer.Result) -> dict[str, object]:
     }
 
 
-def _show(result: trainer.Result, console: Console) -> None:
+def _show(result: Result, console: Console) -> None:
     if result.sample:
         console.rule("generated text")
         console.print(result.sample, markup=False, highlight=False)

@@ -1,16 +1,13 @@
-"""Rehearses a plan: its own programs on the real cluster, with real actors, messages and sums, while every computation is a wait.
+"""Rehearses a plan on the real cluster: its programs, actors, messages and gradient sums are real, each computation is a wait.
 
-What a rehearsal has of a training run: the lowered programs, the executor, the places of the devices, the channels, tensors of the
-size of the plan's, the sums of the gradients of replicas. What it has not: the computation, which takes as long as the profile says
-on each device (`raypipe.models.rehearsing`), and so what computation costs others: waiting stages share no cores. Its prediction is
-the simulation at the same scales, with devices that share no cores; overheads and links are the topology's own.
+Waits last as long as the profile says for each device (`raypipe.models.rehearsing`) and use no cores, so devices do not slow each
+other down. The prediction is the simulation at the same scales, also without shared cores; overheads and links are the topology's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,10 +21,8 @@ from raypipe.analysis.comparison import Figure, compare, median_window
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Trace
-from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import planned_slots
 from raypipe.cluster.node_matching import num_slots
-from raypipe.cluster.session import session
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.models.rehearsing import NUMBER_BYTES, StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
@@ -37,23 +32,24 @@ from raypipe.schedules.passes import one_of_repeated
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.plan_cost import plan_cost
 from raypipe.simulation.simulator import simulate_programs
+from raypipe.training.launch import stage_actors
 from raypipe.training.plan_checks import least_rows
 from raypipe.training.run_schedules import device_stages, window_of
 
 NUM_UPDATES = 4
-"""Of a window, unless the plan's order is of updates that overlap."""
+"""Updates of a window, unless the updates of the plan's order overlap."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rehearsal gave.
+    """A plan, predicted and rehearsed.
 
     Attributes:
-        plan: what was rehearsed.
-        time_scale: seconds of a wait for each second of computation.
-        byte_scale: bytes sent for each byte of the plan.
-        predicted: a window as simulated at these scales.
-        windows: as they went, without the first, in which memory and connections are new.
+        plan: Rehearsed plan.
+        time_scale: Seconds of a wait per second of computation.
+        byte_scale: Bytes sent per byte of the plan.
+        predicted: Window simulated at these scales.
+        windows: Measured windows without the first, in which memory and connections are set up.
     """
 
     plan: Plan
@@ -64,7 +60,7 @@ class Rehearsal:
 
     @cached_property
     def trace(self) -> Trace:
-        """The window whose update time is the median's nearest."""
+        """The window whose update time is nearest to the median."""
         return median_window(self.windows)
 
     @cached_property
@@ -74,13 +70,13 @@ class Rehearsal:
 
     @property
     def error(self) -> float:
-        """Of the update time: (predicted - rehearsed) / rehearsed."""
+        """The relative error of the update time: (predicted - rehearsed) / rehearsed."""
         return self.figures[0].error
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Opens the same rows for both splits: [num_rows, 1]."""
+    """Opens the same rows, [num_rows, 1], for both splits."""
 
     num_rows: int
 
@@ -100,23 +96,23 @@ def rehearse(
     stand_ins: bool = False,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Rehearsal:
-    """Runs a plan with waits for computation.
+    """Run a plan with waits for computation.
 
     Args:
-        plan: what runs where; its order is repeated unless its updates overlap.
-        num_updates: of a window; `None` for four, or for those of an order whose updates overlap.
-        num_windows: that count, after one that does not.
-        time_scale: factor for all computation.
-        byte_scale: factor for all messages and sums.
-        cluster: which Ray cluster; one node is started where the plan needs no more and none is named.
+        plan: Plan to run; its order is repeated unless its updates overlap.
+        num_updates: Updates of a window; `None` for 4, or for those of an order whose updates overlap.
+        num_windows: Windows that count, after a first one that does not.
+        time_scale: Factor for all computation times.
+        byte_scale: Factor for the bytes of all messages and sums.
+        cluster: Ray cluster; if none is named and the plan needs one node, that node is started.
         scaling: CPUs of each device, and what carries messages.
-        stand_ins: whether CPU slots may stand for devices of other kinds.
-        notice: is told what is worth a line.
+        stand_ins: Whether CPU slots may stand in for devices of other kinds.
+        notice: Receives one-line messages for the user.
 
     Raises:
-        PlanError: the plan cannot be run, or the cluster is not the one that it was made for.
-        ConfigError: a scale or a number of updates is none that can be.
-        RunError: something failed while running.
+        PlanError: The plan cannot be run, or the cluster is not the one that it was made for.
+        ConfigError: A scale or the number of updates is out of range.
+        RunError: Something failed while running.
     """
     for name, scale in (("time_scale", time_scale), ("byte_scale", byte_scale)):
         if not (math.isfinite(scale) and scale > 0):
@@ -129,36 +125,40 @@ def rehearse(
     programs = executable_programs(schedule, plan.placement)
     scaled = Scaled(plan, schedule, programs, time_scale=time_scale, byte_scale=byte_scale)
     predicted = simulate_programs(programs, scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False)
-    with session(cluster, num_devices=num_slots(plan.topology, plan.devices), cpus_per_device=scaling.cpus_per_device) as connected:
-        slots = planned_slots(plan.topology, plan.devices, scaling, local=connected.local, stand_ins=stand_ins)
-        run = f"rehearse-{time.time_ns() // 1_000_000:x}"
-        held = device_stages(schedule, plan.placement)
-        with Coordinator(run=run, slots=slots, stages=held, scaling=scaling, cluster=cluster) as coordinator:
-            coordinator.wait_until_up()
-            coordinator.build(scaled.orders)
-            coordinator.connect({"rehearse": programs}, scaled.cut)
-            if coordinator.channels:
-                notice(f"messages between devices: {coordinator.channel_text}")
-            traces: list[Trace] = []
-            for number in range(num_windows + 1):
-                result = coordinator.run_window("rehearse", num_updates=schedule.num_updates, first_update=number * schedule.num_updates)
-                trace = dataclasses.replace(result.trace, name=plan.name, source=Source.REHEARSED, memory=())
-                notice(f"window {number + 1} of {num_windows + 1}: {trace.update_s:.4g} s per update, predicted {predicted.update_s:.4g} s")
-                traces.append(trace)
+    actors = stage_actors(
+        "rehearse",
+        stages=device_stages(schedule, plan.placement),
+        num_slots=num_slots(plan.topology, plan.devices),
+        find_slots=partial(planned_slots, plan.topology, plan.devices, scaling, stand_ins=stand_ins),
+        scaling=scaling,
+        cluster=cluster,
+        notice=notice,
+    )
+    traces: list[Trace] = []
+    with actors as coordinator:
+        coordinator.build(scaled.orders)
+        coordinator.connect({"rehearse": programs}, scaled.cut)
+        if coordinator.channels:
+            notice(f"messages between devices: {coordinator.channel_text}")
+        for number in range(num_windows + 1):
+            result = coordinator.run_window("rehearse", num_updates=schedule.num_updates, first_update=number * schedule.num_updates)
+            trace = dataclasses.replace(result.trace, name=plan.name, source=Source.REHEARSED, memory=())
+            notice(f"window {number + 1} of {num_windows + 1}: {trace.update_s:.4g} s per update, predicted {predicted.update_s:.4g} s")
+            traces.append(trace)
     return Rehearsal(plan, time_scale, byte_scale, predicted, tuple(traces[1:]))
 
 
 class Scaled:
-    """A plan as it is rehearsed: waits, rows and widths, and what they should take.
+    """The waits, rows and tensor widths that stand for a plan's computation, and their predicted cost.
 
-    A microbatch has as few rows as its shares need, at most the plan's own, so that rows of whole numbers come nearest to the bytes.
+    A microbatch has only as many rows as its shares need: few rows of many numbers approximate the plan's bytes best.
 
     Args:
-        plan: what runs where.
-        schedule: the order of a window.
-        programs: The programs of its devices.
-        time_scale: factor for computation.
-        byte_scale: factor for messages and sums.
+        plan: Plan to rehearse.
+        schedule: Schedule of a window.
+        programs: Programs of its devices.
+        time_scale: Factor for computation times.
+        byte_scale: Factor for the bytes of messages and sums.
     """
 
     def __init__(self, plan: Plan, schedule: Schedule, programs: Sequence[DeviceProgram], *, time_scale: float, byte_scale: float) -> None:
@@ -174,7 +174,7 @@ class Scaled:
 
     @property
     def orders(self) -> list[BuildOrder]:
-        """What each device builds: it waits at its own speed."""
+        """What each device builds; waits depend on the speed of the device."""
         return [self._order(device) for device in range(len(self.plan.devices))]
 
     def _order(self, device: int) -> BuildOrder:
@@ -192,27 +192,25 @@ class Scaled:
         )
 
     def _waits(self, device: int, stage: int) -> StageWaits:
-        """The waits of a stage on a device; none where the device does not hold it."""
         cost = self.cost.stages.get((device, stage))
         tie = self.schedule.graph.tie_of.get(stage)
         num_tied = 0 if tie is None else max(self.cost.tied_bytes.get(tie, 0) // NUMBER_BYTES, 1)
         if cost is None:
             return StageWaits(0.0, 0.0, 0.0, 0.0, 1, num_tied)
-        # The weights matter where copies of them are summed or published; elsewhere they would only be made.
-        workers = [holder.worker for holder in self.schedule.replicas[stage]]
-        copies = sum(len(self.plan.placement.workers[worker]) for worker in workers)
+        # Weights only matter where their copies are summed or published.
+        workers = [copy.worker for copy in self.schedule.replicas[stage]]
+        num_copies = sum(len(self.plan.placement.workers[worker]) for worker in workers)
         return StageWaits(
             forward_s=cost.forward_s,
             input_grad_s=cost.backward_s - cost.weight_grad_s,
             weight_grad_s=cost.weight_grad_s,
             update_s=cost.update_s,
-            num_parameters=max(cost.trained_bytes // NUMBER_BYTES, 1) if copies > 1 else 1,
+            num_parameters=max(cost.trained_bytes // NUMBER_BYTES, 1) if num_copies > 1 else 1,
             num_tied=num_tied,
         )
 
 
 def _cut(schedule: Schedule) -> Cut:
-    """The layers of `rehearsing` by stage."""
     graph = schedule.graph
     sizes = layers_per_stage(graph.num_stages, graph.edges)
     nothing = StageWaits(0.0, 0.0, 0.0, 0.0, 1)
@@ -221,7 +219,7 @@ def _cut(schedule: Schedule) -> Cut:
 
 
 def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: float, byte_scale: float) -> Cost:
-    """The cost of a rehearsal at some scales: what the devices do besides, and the links, stay as they are."""
+    """Return the cost with scaled computation and bytes; overheads and links keep their real values."""
     stages = {
         place: dataclasses.replace(
             stage,

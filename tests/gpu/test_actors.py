@@ -13,7 +13,8 @@ from raypipe.config import ClusterConfig, OptimizerConfig, Precision, RunConfig,
 from raypipe.errors import RunError, StageFailedError
 from raypipe.models.gpt import gpt
 from raypipe.schedules.ir import UpdateScope
-from raypipe.training.trainer import Result, Trainer
+from raypipe.training.result import Result
+from raypipe.training.trainer import Trainer
 from tests.actors.oracles import RandomTokens, train_unsplit
 
 pytestmark = [

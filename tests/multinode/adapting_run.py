@@ -16,7 +16,8 @@ import torch
 
 from raypipe.actors.execution.batches import BatchSource, FixedBatch
 from raypipe.config import AdaptationConfig, ClusterConfig, OptimizerConfig, RunConfig, ScalingConfig, ScheduleConfig
-from raypipe.training.trainer import Progress, Trainer
+from raypipe.training.result import Progress
+from raypipe.training.trainer import Trainer
 
 NUM_LAYERS = 8
 WIDTH = 100_000

@@ -9,7 +9,8 @@ import torch
 
 from raypipe.config import OptimizerConfig, Precision, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.models.gpt import gpt
-from raypipe.training.trainer import Progress, Trainer
+from raypipe.training.result import Progress
+from raypipe.training.trainer import Trainer
 from tests.actors.oracles import RandomTokens, largest_difference, train_unsplit
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]

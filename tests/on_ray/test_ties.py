@@ -29,7 +29,8 @@ from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.passes import over_graph
 from raypipe.training.rehearsal import rehearse
-from raypipe.training.trainer import Result, Trainer
+from raypipe.training.result import Result
+from raypipe.training.trainer import Trainer
 from tests.actors.oracles import unsplit
 from tests.on_ray.plans import in_turn, lab, plan_of, profile_of, this_node
 

@@ -25,7 +25,8 @@ from raypipe.errors import ConfigError, PlanError, StageFailedError
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import ScheduleRequest
-from raypipe.training.trainer import Progress, Result, Trainer
+from raypipe.training.result import Progress, Result
+from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, Trained, train_unsplit
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]

@@ -1,0 +1,121 @@
+"""What a run records of its updates: in memory, in its folder, in Ray's metrics, and for its listener."""
+
+from __future__ import annotations
+
+import math
+
+from raypipe.actors.execution.report import mean_losses, norms_of
+from raypipe.actors.measure.metrics import RunMetrics
+from raypipe.cluster.window import WindowResult
+from raypipe.config import TrainConfig
+from raypipe.schedules.ir import Schedule
+from raypipe.training.phase import Phase
+from raypipe.training.result import Listener, Progress
+from raypipe.training.run_folder import RunFolder
+from raypipe.training.strategy import Strategy
+
+_GAUGES = {
+    "loss": "loss",
+    "validation_loss": "validation_loss",
+    "tokens_per_s": "tokens_per_s",
+    "update_s": "update_seconds",
+    "updates": "updates",
+}
+"""Ray's metric of each figure."""
+
+
+class RunRecord:
+    """The record of one run.
+
+    Args:
+        config: Configuration of the run.
+        folder: Folder of the run.
+        listener: Receives notices and progress.
+
+    Attributes:
+        losses: Training loss of each update.
+        validation_losses: Pairs (updates done, loss).
+        figures: Last values, named as in `Result.metrics`.
+        phases: Windows by the plan that they ran under.
+    """
+
+    def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener) -> None:
+        self.config = config
+        self.folder = folder
+        self.listener = listener
+        self.losses: list[float] = []
+        self.validation_losses: list[tuple[int, float]] = []
+        self.figures: dict[str, float] = {}
+        self.phases: list[Phase] = []
+        self._metrics: RunMetrics
+        self._has_diverged = False
+
+    def start_metrics(self, run: str) -> None:
+        """Register the run's metrics with the connected Ray cluster."""
+        self._metrics = RunMetrics(run=run)
+
+    def begin_phase(self, strategy: Strategy, reason: str = "") -> None:
+        """Write the plan that runs from now on, and collect its windows."""
+        self.phases.append(Phase(predicted=strategy.predicted, reason=reason))
+        strategy.plan.save(self.folder.file("plan.json"))
+        self._metrics.record("pipelines", len(strategy.schedule.pipelines))
+        self._metrics.record("switches", len(self.phases) - 1)
+        assert strategy.plan.predicted is not None, "a strategy predicts its plan"
+        self._metrics.record("predicted_update_seconds", strategy.plan.predicted.update_s)
+
+    def add_window(self, result: WindowResult, schedule: Schedule, *, first_update: int) -> None:
+        """Record the updates of a training window."""
+        losses = mean_losses(result.reports, num_microbatches=schedule.num_microbatches)
+        norms = norms_of(result.reports, scope=schedule.update_scope)
+        self.losses += losses
+        self.phases[-1].add(result.trace)
+        config = self.config
+        tokens = config.schedule.num_microbatches * config.schedule.microbatch_size
+        tokens *= config.data.sequence_length if config.data.path else 1
+        update_s = result.wall_s / result.num_updates
+        speed = {"update_s": update_s, "tokens_per_s": tokens / update_s, "bubble_ratio": result.trace.bubble_ratio}
+        self.figures |= speed | {"loss": losses[-1], "updates": first_update + result.num_updates}
+        self._notice_divergence(losses, first_update)
+        for number, loss in enumerate(losses):
+            self.folder.add_metrics({
+                "update": first_update + number + 1,
+                "loss": loss,
+                "grad_norm": norms.get(number),
+                "learning_rate": config.optimizer.rate(first_update + number, num_updates=config.run.num_updates),
+                **speed,
+            })
+
+    def _notice_divergence(self, losses: list[float], first_update: int) -> None:
+        number = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if number is not None and not self._has_diverged:
+            self._has_diverged = True
+            self.listener.notice(
+                f"update {first_update + number + 1}: the loss is {losses[number]}, and checkpoints from now on cannot be used; "
+                "resume from an earlier one with a lower learning rate"
+            )
+
+    def add_evaluation(self, update: int, loss: float) -> None:
+        """Record the validation loss after an update."""
+        self.validation_losses.append((update, loss))
+        self.figures["validation_loss"] = loss
+        self.folder.add_metrics({"update": update, "validation_loss": loss})
+
+    def publish(self) -> None:
+        """Send the last figures to Ray's metrics and to the listener."""
+        figures, num_updates = self.figures, self.config.run.num_updates
+        for key, name in _GAUGES.items():
+            if key in figures:
+                self._metrics.record(name, figures[key])
+        update = int(figures["updates"])
+        self.listener.progress(
+            Progress(
+                update=update,
+                num_updates=num_updates,
+                loss=figures["loss"],
+                validation_loss=figures.get("validation_loss"),
+                tokens_per_s=figures["tokens_per_s"],
+                update_s=figures["update_s"],
+                bubble_ratio=figures["bubble_ratio"],
+                seconds_left=(num_updates - update) * figures["update_s"],
+            )
+        )

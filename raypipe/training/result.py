@@ -1,0 +1,80 @@
+"""What a run tells while it goes on, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.analysis.comparison import Figure
+from raypipe.artifacts.plan import Plan
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, after a window.
+
+    Attributes:
+        update: Updates done.
+        num_updates: Updates of the whole run.
+        loss: Training loss of the last update.
+        validation_loss: Loss of the last evaluation; `None` before the first.
+        tokens_per_s: Tokens per second in the last window; rows per second where rows are not tokens.
+        update_s: Seconds per update in the last window.
+        bubble_ratio: Idle share of the devices' time in the last window.
+        seconds_left: Seconds to the end at the last window's speed.
+    """
+
+    update: int
+    num_updates: int
+    loss: float
+    validation_loss: float | None
+    tokens_per_s: float
+    update_s: float
+    bubble_ratio: float
+    seconds_left: float
+
+
+class Listener(Protocol):
+    """Receives what a run tells."""
+
+    def notice(self, text: str) -> None:
+        """Receive one line for the user: a step that begins, or something worth knowing."""
+
+    def progress(self, progress: Progress) -> None:
+        """Receive the state of the run after a window."""
+
+
+class Silent:
+    """A listener that shows nothing."""
+
+    def notice(self, text: str) -> None:
+        """See `Listener`."""
+
+    def progress(self, progress: Progress) -> None:
+        """See `Listener`."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run returns.
+
+    Attributes:
+        path: Run folder.
+        metrics: Last values of `loss`, `validation_loss`, `tokens_per_s`, `update_s`, `bubble_ratio` and `updates`.
+        losses: Training loss of each update of this fit.
+        validation_losses: Pairs (updates done, loss).
+        checkpoint: Last checkpoint.
+        plan: Plan that ran last.
+        figures: Predicted against measured.
+        sample: Generated text; empty unless configured.
+    """
+
+    path: str
+    metrics: dict[str, float]
+    losses: list[float]
+    validation_losses: list[tuple[int, float]]
+    checkpoint: Checkpoint
+    plan: Plan
+    figures: list[Figure]
+    sample: str
