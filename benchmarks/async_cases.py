@@ -18,7 +18,8 @@ from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.errors import ScheduleError
 from raypipe.planning.balance import balanced_cut
 from raypipe.planning.chunks import balanced, neighbours
-from raypipe.planning.layout import Layout, LayoutEvaluator
+from raypipe.planning.estimator import Estimator
+from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope
@@ -170,7 +171,7 @@ def best_cut(case: Case, problem: Problem, scope: UpdateScope, *known: tuple[int
     begin = [
         equal_cut(problem.num_layers, schedule.num_stages),
         (*(layers[0] for layers in longest.stages), problem.num_layers),
-        balanced(LayoutEvaluator(problem), workers, schedule),
+        balanced(Estimator(problem), workers, schedule),
         *known,
     ]
     best_s, best = min((update_s(cuts), cuts) for cuts in dict.fromkeys(begin))

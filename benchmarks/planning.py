@@ -27,7 +27,7 @@ from rounds import print_table, write_json
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 from raypipe.errors import PlanError
-from raypipe.planning.layout import LayoutEvaluator
+from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import PLANNERS, solve
 from raypipe.planning.problem import Problem

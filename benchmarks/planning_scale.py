@@ -20,7 +20,7 @@ from rounds import print_table
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
 from raypipe.planning.device_order import recursive
-from raypipe.planning.layout import LayoutEvaluator
+from raypipe.planning.estimator import Estimator
 from raypipe.planning.partition import Partition
 from raypipe.planning.planners import make
 from raypipe.planning.problem import Problem
@@ -62,10 +62,10 @@ def losses() -> None:
                     microbatch_size=32,
                 )  # fmt: skip
                 problem = Problem(profile, cluster(num_devices, per_node, seed), 64, 32)
-                evaluator, order = LayoutEvaluator(problem), recursive(problem)
-                exact_s = Partition(evaluator, order).least_limit_s()
+                estimator, order = Estimator(problem), recursive(problem)
+                exact_s = Partition(estimator, order).least_limit_s()
                 for part, values in found.items():
-                    values.append(Partition(evaluator, order, most_units=num_devices // part).least_limit_s() / exact_s - 1)
+                    values.append(Partition(estimator, order, most_units=num_devices // part).least_limit_s() / exact_s - 1)
             shown = [f"{statistics.mean(values):.1%} ({max(values):.1%})" for values in found.values()]
             rows.append({"devices": str(num_devices), "a node": str(per_node), "half as many": shown[0], "a quarter": shown[1]})
     print_table("Loss by using runs of devices as one: mean (worst)", rows)

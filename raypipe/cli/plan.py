@@ -17,7 +17,7 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.errors import InputError
-from raypipe.planning.layout import Judged, Seen
+from raypipe.planning.evaluator import Evaluation, OnEvaluated
 from raypipe.planning.planners import AUTO, PLANNERS, best_division, make
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import Budget
@@ -91,18 +91,18 @@ def plan(
     )
     budget = Budget.usual(problem.num_devices, effort=effort)
     began_s = time.perf_counter()
-    with _watched() as seen:
+    with _watched() as on_evaluated:
         if batch_size is not None:
-            problem = best_division(problem, name=planner, schedule=schedule, budget=budget, seen=seen)
-        found = make(problem, name=planner, schedule=schedule, budget=budget, seen=seen)
+            problem = best_division(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
+        found = make(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
     took_s = time.perf_counter() - began_s
     if output:
         found.save(output)
     figures = plan_figures(found) | {"planning_s": took_s}
     others: dict[str, Plan | str] = {}
     if compare:
-        with _watched() as seen:
-            others = _others(problem, budget, besides=planner, seen=seen)
+        with _watched() as on_evaluated:
+            others = _others(problem, budget, besides=planner, on_evaluated=on_evaluated)
         figures["compared"] = {
             name: {"schedule": other.schedule.name, "update_s": _update_s(other)} if isinstance(other, Plan) else {"error": other}
             for name, other in others.items()
@@ -116,19 +116,19 @@ def plan(
 
 
 @contextmanager
-def _watched() -> Iterator[Seen]:
+def _watched() -> Iterator[OnEvaluated]:
     """Says on a terminal how far the search is: many microbatches take minutes."""
-    update_s, num_seen = math.inf, 0
+    update_s, num_evaluated = math.inf, 0
     with progress_console().status("planning") as status:
 
-        def seen(judged: Judged) -> None:
-            nonlocal update_s, num_seen
-            num_seen += 1
-            update_s = min(update_s, math.inf if judged.missing_bytes else judged.update_s)
+        def on_evaluated(evaluation: Evaluation) -> None:
+            nonlocal update_s, num_evaluated
+            num_evaluated += 1
+            update_s = min(update_s, math.inf if evaluation.missing_bytes else evaluation.update_s)
             best = "none fits yet" if update_s == math.inf else f"the best takes {seconds(update_s)} an update"
-            status.update(f"planning: {counted(num_seen, 'plan')} simulated, {best}")
+            status.update(f"planning: {counted(num_evaluated, 'plan')} simulated, {best}")
 
-        yield seen
+        yield on_evaluated
 
 
 def plan_figures(found: Plan) -> dict[str, Any]:
@@ -167,13 +167,13 @@ def _update_s(found: Plan) -> float:
     return found.predicted.update_s
 
 
-def _others(problem: Problem, budget: Budget, *, besides: str, seen: Seen) -> dict[str, Plan | str]:
+def _others(problem: Problem, budget: Budget, *, besides: str, on_evaluated: OnEvaluated) -> dict[str, Plan | str]:
     """What the other planners find, or why they do not."""
     found: dict[str, Plan | str] = {}
     for other in PLANNERS:
         if other.name != besides:
             try:
-                found[other.name] = make(problem, name=other.name, budget=budget, seen=seen)
+                found[other.name] = make(problem, name=other.name, budget=budget, on_evaluated=on_evaluated)
             except InputError as error:
                 found[other.name] = str(error)
     return found

@@ -18,34 +18,35 @@ import numpy as np
 
 from raypipe.artifacts.cut import Cut
 from raypipe.planning.device_order import recursive
-from raypipe.planning.layout import Layout, LayoutEvaluator
+from raypipe.planning.estimator import Estimator
+from raypipe.planning.layout import Layout
 from raypipe.planning.partition import Partition
 from raypipe.planning.problem import Floats, Group, Problem
 
 _MOST_PERMUTATIONS = 120
 
 
-def data_parallel(evaluator: LayoutEvaluator) -> Iterator[Layout]:
+def data_parallel(estimator: Estimator) -> Iterator[Layout]:
     """The whole model on all devices; on the most powerful ones where a microbatch has fewer rows than there are devices."""
-    problem = evaluator.problem
+    problem = estimator.problem
     by_power = sorted(range(problem.num_devices), key=lambda device: -problem.powers[device])
     group = tuple(sorted(by_power[: problem.microbatch_size]))
     yield Layout((0, problem.num_layers), (group,), "gpipe")
     yield Layout((0, problem.num_layers), (group,), "1f1b")
 
 
-def equal_stages(order: str, evaluator: LayoutEvaluator) -> Iterator[Layout]:
+def equal_stages(order: str, estimator: Estimator) -> Iterator[Layout]:
     """Equally many layers on each device, in the order of the topology."""
-    problem = evaluator.problem
+    problem = estimator.problem
     num_stages = min(problem.num_devices, problem.num_layers)
     sizes = [len(layers) for layers in Cut.equal(problem.num_layers, num_stages, ()).stages]
     cuts = tuple(int(cut) for cut in np.concatenate(([0], np.cumsum(sizes))))
     yield Layout(cuts, tuple((device,) for device in range(num_stages)), order)
 
 
-def spp(evaluator: LayoutEvaluator) -> Iterator[Layout]:
+def spp(estimator: Estimator) -> Iterator[Layout]:
     """SPP as reconstructed: RDO, PRM for every number of stages, PE (Luo et al., INFOCOM 2022, arXiv 2204.10562)."""
-    partition = Partition(evaluator, recursive(evaluator.problem))
+    partition = Partition(estimator, recursive(estimator.problem))
     for found in partition.least_bottleneck("list"):
         yield found.layout
     # Where memory is short for that many activations in flight: the same with as many as 1F1B's first stage has.
@@ -93,25 +94,25 @@ class _Uniform:
         return math.inf
 
 
-def pipedream(evaluator: LayoutEvaluator) -> Iterator[Layout]:
+def pipedream(estimator: Estimator) -> Iterator[Layout]:
     """PipeDream's planner, level by level of the bandwidth hierarchy, run with a flush (Narayanan et al., SOSP 2019, arXiv 1806.03377).
 
     The time of a stage on m devices is (compute + 4 (m-1) / m x weights / bandwidth) / m, that of a cut 2 x output / bandwidth / m. The
     sum of the gradients, there one a microbatch, is divided among the microbatches of the update. With nodes of unequal size there is
     one level: all devices.
     """
-    uniform = _Uniform(evaluator.problem)
+    uniform = _Uniform(estimator.problem)
     sizes = {len(devices) for devices in uniform.nodes}
     two_levels = len(sizes) == 1 and len(uniform.nodes) > 1 and sizes != {1}
     bandwidth = uniform.bandwidth(within=len(uniform.nodes) == 1)
     if not two_levels:
-        level = _PipeDreamLevel(uniform, uniform.work_s, evaluator.problem.num_devices, bandwidth)
-        yield from _in_order(evaluator.problem, level.stages(0, evaluator.problem.num_layers))
+        level = _PipeDreamLevel(uniform, uniform.work_s, estimator.problem.num_devices, bandwidth)
+        yield from _in_order(estimator.problem, level.stages(0, estimator.problem.num_layers))
         return
     inner = _PipeDreamLevel(uniform, uniform.work_s, sizes.pop(), uniform.bandwidth(within=True))
     outer = _PipeDreamLevel(uniform, inner.best_s, len(uniform.nodes), bandwidth)
     cuts, workers, next_node = [0], [], 0
-    for first, end, num_nodes in outer.stages(0, evaluator.problem.num_layers):
+    for first, end, num_nodes in outer.stages(0, estimator.problem.num_layers):
         nodes = uniform.nodes[next_node : next_node + num_nodes]
         next_node += num_nodes
         taken = 0
@@ -120,7 +121,7 @@ def pipedream(evaluator: LayoutEvaluator) -> Iterator[Layout]:
             workers.append(tuple(device for devices in nodes for device in devices[taken : taken + count]))
             taken += count
     layout = Layout(tuple(cuts), tuple(workers), "1f1b")
-    if all(evaluator.problem.rows(group) for group in workers):
+    if all(estimator.problem.rows(group) for group in workers):
         yield layout
 
 
@@ -181,14 +182,14 @@ def _in_order(problem: Problem, stages: Sequence[tuple[int, int, int]]) -> Itera
         yield Layout((0, *(end for _, end, _ in stages)), tuple(workers), "1f1b")
 
 
-def dapple(evaluator: LayoutEvaluator) -> Iterator[Layout]:
+def dapple(estimator: Estimator) -> Iterator[Layout]:
     """DAPPLE's planner (Fan et al., PPoPP 2021, arXiv 2007.01045), from the end of the model to its beginning.
 
     A stage's devices are taken by one of three policies: from nodes that are still free (fresh first), from those partly used
     (append first), or one after the other from all (scatter first). For every number of stages the plan with the least busy stage or
     transfer is kept; of these the one with the shortest pipeline latency is chosen.
     """
-    problem = evaluator.problem
+    problem = estimator.problem
     uniform = _Uniform(problem)
     planner = _Dapple(problem, uniform, uniform.bandwidth(within=True), uniform.bandwidth(within=False))
     best: tuple[float, Layout] | None = None
@@ -297,14 +298,14 @@ class _Dapple:
         return block_s * (num_microbatches - 1) + math.fsum(stages) + math.fsum(transfers) + max(late_s, 0.0)
 
 
-def metis(evaluator: LayoutEvaluator) -> Iterator[Layout]:
+def metis(estimator: Estimator) -> Iterator[Layout]:
     """A planner for unequal devices in the manner of Metis (Um et al., USENIX ATC 2024).
 
     Groups of devices in every order of the kinds of nodes, layers dealt by what each group can do.
     Groups have equal numbers of devices; shares of rows and of layers follow speed. Plans are ranked by busiest stage and way of one
     microbatch with the mean bandwidths within and between nodes.
     """
-    problem = evaluator.problem
+    problem = estimator.problem
     uniform = _Uniform(problem)
     within, between = uniform.bandwidth(within=True), uniform.bandwidth(within=False)
     best: tuple[float, Layout] | None = None
@@ -314,8 +315,8 @@ def metis(evaluator: LayoutEvaluator) -> Iterator[Layout]:
             if left or num_stages > problem.num_layers:
                 continue
             workers = tuple(order[start : start + size] for start in range(0, problem.num_devices, size))
-            cuts = _dealt(evaluator, workers)
-            value = _metis_s(evaluator, workers, cuts, within, between)
+            cuts = _dealt(estimator, workers)
+            value = _metis_s(estimator, workers, cuts, within, between)
             if best is None or value < best[0]:
                 best = (value, Layout(cuts, workers, "1f1b"))
     if best is not None:
@@ -333,16 +334,16 @@ def _node_orders(problem: Problem, uniform: _Uniform) -> Iterator[Group]:
         yield tuple(device for kind in order for devices in kinds[kind] for device in devices)
 
 
-def _dealt(evaluator: LayoutEvaluator, workers: Sequence[Group]) -> tuple[int, ...]:
+def _dealt(estimator: Estimator, workers: Sequence[Group]) -> tuple[int, ...]:
     """The cuts whose slowest stage is the fastest."""
-    num_layers = evaluator.problem.num_layers
+    num_layers = estimator.problem.num_layers
     best = [0.0] + [math.inf] * num_layers
     choices: list[list[int]] = []
     for group in workers:
         now, choice = [math.inf] * (num_layers + 1), [0] * (num_layers + 1)
         for end, first in product(range(1, num_layers + 1), range(num_layers)):
             if first < end and best[first] < math.inf:
-                value = max(best[first], sum(evaluator.stage(group, first, end)[:2]))
+                value = max(best[first], sum(estimator.stage(group, first, end)[:2]))
                 if value < now[end]:
                     now[end], choice[end] = value, first
         choices.append(choice)
@@ -353,12 +354,12 @@ def _dealt(evaluator: LayoutEvaluator, workers: Sequence[Group]) -> tuple[int, .
     return tuple(reversed(cuts))
 
 
-def _metis_s(evaluator: LayoutEvaluator, workers: Sequence[Group], cuts: Sequence[int], within: float, between: float) -> float:
-    problem = evaluator.problem
+def _metis_s(estimator: Estimator, workers: Sequence[Group], cuts: Sequence[int], within: float, between: float) -> float:
+    problem = estimator.problem
     stages, sums, transfers = [], [0.0], [0.0]
     for stage, group in enumerate(workers):
         first, end = cuts[stage], cuts[stage + 1]
-        stages.append(sum(evaluator.stage(group, first, end)[:2]))
+        stages.append(sum(estimator.stage(group, first, end)[:2]))
         bandwidth = between if len({problem.node_of[device] for device in group}) > 1 else within
         num_bytes = float(problem.trained_prefix[end] - problem.trained_prefix[first])
         sums.append(2 * (len(group) - 1) / len(group) * num_bytes / bandwidth)

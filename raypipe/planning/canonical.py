@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Floats, Problem
 
 _NUM_ROUNDS = 4
@@ -35,11 +34,6 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
     nodes += [node for node in problem.topology.nodes if not node.devices]  # Links may name them.
     found = replace(problem, topology=replace(problem.topology, nodes=tuple(nodes)))
     return found, tuple(device for devices in by_colour for device in devices)
-
-
-def renumbered(layout: Layout, numbers: tuple[int, ...]) -> Layout:
-    """A layout of the canonical problem in the numbers that its devices had before."""
-    return replace(layout, workers=tuple(tuple(numbers[device] for device in group) for group in layout.workers))
 
 
 def colours(problem: Problem) -> list[float]:

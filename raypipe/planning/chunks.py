@@ -13,7 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from raypipe.errors import ScheduleError
-from raypipe.planning.layout import Layout, LayoutEvaluator
+from raypipe.planning.estimator import Estimator
+from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Group, Problem
 from raypipe.schedule_registry import build, is_file, overlaps
 from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest
@@ -40,11 +42,11 @@ def layouts(evaluator: LayoutEvaluator, workers: tuple[Group, ...], order: str) 
                 )
                 schedule = build(order, replace(size, update_scope=problem.update_scope, max_mean_staleness=problem.max_mean_staleness))
             except ScheduleError as error:
-                evaluator.refusals.append(str(error))
+                evaluator.schedules.refusals.append(str(error))
                 continue
             done = order not in _NUM_CHUNKS
             if schedule.num_stages <= problem.num_layers:
-                yield Layout(balanced(evaluator, workers, schedule), workers, order, num_pipelines=num_pipelines)
+                yield Layout(balanced(evaluator.estimator, workers, schedule), workers, order, num_pipelines=num_pipelines)
         if done:
             return
 
@@ -57,15 +59,15 @@ def _num_pipelines(order: str, num_workers: int) -> tuple[int, ...]:
     return (0, *dict.fromkeys(halves))
 
 
-def balanced(evaluator: LayoutEvaluator, workers: tuple[Group, ...], schedule: Schedule) -> tuple[int, ...]:
+def balanced(estimator: Estimator, workers: tuple[Group, ...], schedule: Schedule) -> tuple[int, ...]:
     """Cuts whose busiest worker is as little busy as moving single layers between neighbouring stages can make it."""
-    problem = evaluator.problem
+    problem = estimator.problem
     parts = stage_parts(schedule)
     cuts = _in_proportion(problem, workers, parts)
-    loads = _loads(evaluator, workers, parts, cuts)
+    loads = _loads(estimator, workers, parts, cuts)
     while True:
         moved = [
-            (sorted(_loads(evaluator, workers, parts, candidate), reverse=True), candidate)
+            (sorted(_loads(estimator, workers, parts, candidate), reverse=True), candidate)
             for at in range(1, len(cuts) - 1)
             for candidate in (_shifted(cuts, at, -1), _shifted(cuts, at, 1))
             if candidate is not None
@@ -73,7 +75,7 @@ def balanced(evaluator: LayoutEvaluator, workers: tuple[Group, ...], schedule: S
         if not moved or (best := min(moved))[0] >= sorted(loads, reverse=True):
             return cuts
         cuts = best[1]
-        loads = _loads(evaluator, workers, parts, cuts)
+        loads = _loads(estimator, workers, parts, cuts)
 
 
 def stage_parts(schedule: Schedule) -> list[dict[int, float]]:
@@ -102,11 +104,11 @@ def _in_proportion(problem: Problem, workers: tuple[Group, ...], parts: list[dic
     return (*cuts, problem.num_layers)
 
 
-def _loads(evaluator: LayoutEvaluator, workers: tuple[Group, ...], parts: list[dict[int, float]], cuts: tuple[int, ...]) -> list[float]:
+def _loads(estimator: Estimator, workers: tuple[Group, ...], parts: list[dict[int, float]], cuts: tuple[int, ...]) -> list[float]:
     loads = [0.0] * len(workers)
     for stage, of_stage in enumerate(parts):
         for worker, part in of_stage.items():
-            loads[worker] += part * sum(evaluator.stage(workers[worker], cuts[stage], cuts[stage + 1])[:2])
+            loads[worker] += part * sum(estimator.stage(workers[worker], cuts[stage], cuts[stage + 1])[:2])
     return loads
 
 

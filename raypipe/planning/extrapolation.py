@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from raypipe.planning.layout import Judged, Layout, LayoutEvaluator
-from raypipe.planning.search import better
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
+from raypipe.planning.layout import Layout
+from raypipe.planning.layout_schedules import ScheduleCache
 
 _GAIN = 2
 """Times that two short updates must be shorter than the long one."""
@@ -45,11 +46,15 @@ class ShortEvaluator(LayoutEvaluator):
     """
 
     lengths: tuple[int, int] = (1, 2)
-    best: dict[str, list[Judged]] = field(default_factory=dict, repr=False)
+    best: dict[str, list[Evaluation]] = field(default_factory=dict, repr=False)
     _parts: tuple[LayoutEvaluator, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._parts = tuple(LayoutEvaluator(replace(self.problem, num_microbatches=length), check=self.check) for length in self.lengths)
+        super().__post_init__()
+        check = self.schedules.check
+        self._parts = tuple(
+            LayoutEvaluator(replace(self.problem, num_microbatches=length), ScheduleCache(check)) for length in self.lengths
+        )
 
     @classmethod
     def of(cls, evaluator: LayoutEvaluator) -> ShortEvaluator | None:
@@ -58,32 +63,34 @@ class ShortEvaluator(LayoutEvaluator):
         lengths = short_lengths(problem.num_microbatches, problem.num_devices)
         if lengths is None or problem.staleness:
             return None
-        return cls(problem, refusals=evaluator.refusals, check=evaluator.check, seen=evaluator.seen, lengths=lengths)
+        schedules = ScheduleCache(evaluator.schedules.check, refusals=evaluator.schedules.refusals)
+        return cls(problem, schedules, evaluator.on_evaluated, lengths=lengths)
 
-    def simulate_as_it_is(self, layout: Layout) -> Judged | None:
+    def simulate_exactly(self, layout: Layout) -> Evaluation | None:
         """See `LayoutEvaluator`."""
-        fewer, more = (part.simulate_as_it_is(layout) for part in self._parts)
+        fewer, more = (part.simulate_exactly(layout) for part in self._parts)
         if fewer is None or more is None:
-            self.refusals += [problem for part in self._parts for problem in part.refusals[:1] if problem not in self.refusals]
+            refusals = self.schedules.refusals
+            refusals += [text for part in self._parts for text in part.schedules.refusals[:1] if text not in refusals]
             return None
         times = (self.problem.num_microbatches - self.lengths[1]) / (self.lengths[1] - self.lengths[0])
 
         def on_the_line(short: float, long: float) -> float:
             return long + times * (long - short)
 
-        missing_bytes = self.missing_of(
+        missing_bytes = self.missing_bytes(
             layout, lambda: list(map(on_the_line, fewer.timing.peak_memory_bytes, more.timing.peak_memory_bytes))
         )
-        judged = replace(more, missing_bytes=missing_bytes, extrapolated_s=on_the_line(fewer.update_s, more.update_s))
-        self.seen(judged)
+        evaluation = replace(more, missing_bytes=missing_bytes, extrapolated_s=on_the_line(fewer.update_s, more.update_s))
+        self.on_evaluated(evaluation)
         of_order = self.best.setdefault(layout.order, [])
         if all(kept.layout != layout for kept in of_order):
-            of_order.append(judged)
+            of_order.append(evaluation)
             of_order.sort(key=lambda one: one.rank)
             del of_order[_MOST_KEPT:]
-        return judged
+        return evaluation
 
-    def decided(self, found: Judged | None, evaluator: LayoutEvaluator) -> Judged | None:
+    def decided(self, found: Evaluation | None, evaluator: LayoutEvaluator) -> Evaluation | None:
         """The best of what was found and of the other layouts that are kept of its order, simulated as wholes.
 
         Args:
@@ -92,7 +99,7 @@ class ShortEvaluator(LayoutEvaluator):
         """
         if found is None:
             return None
-        best: Judged | None = None
+        best: Evaluation | None = None
         alike = (kept.layout for kept in (found, *self.best[found.layout.order]))
         for layout in dict.fromkeys(replace(layout, recomputed=None) for layout in alike):
             best = better(best, evaluator.simulate(layout))

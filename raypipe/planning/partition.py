@@ -27,7 +27,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.planning.layout import Layout, LayoutEvaluator, in_flight
+from raypipe.planning.estimator import Estimator
+from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Floats, Group
 
 MOST_UNITS = 32
@@ -51,13 +52,13 @@ class Partition:
     """What stages and channels cost on devices in one order.
 
     Attributes:
-        evaluator: of the problem.
+        estimator: Estimates of the problem.
         order: all devices, or those that may be used.
         half_duplex: whether both directions of a channel take turns, as in the paper's model.
         most_units: workers begin at no more positions of the order than these.
     """
 
-    evaluator: LayoutEvaluator
+    estimator: Estimator
     order: tuple[int, ...]
     half_duplex: bool = False
     most_units: int = MOST_UNITS
@@ -70,7 +71,7 @@ class Partition:
         Where there are too many, the two neighbouring runs with the best link become one, the shortest first of those that are
         linked equally well, until few enough are left.
         """
-        bandwidth = self.evaluator.problem.bandwidth
+        bandwidth = self.estimator.problem.bandwidth
         ends = {position: position + 1 for position in range(len(self.order))}  # Of each run, by its start.
         starts = {end: start for start, end in ends.items()}
 
@@ -111,7 +112,7 @@ class Partition:
     @cached_property
     def _stages_again(self) -> dict[Run, tuple[Floats, Floats]]:
         """The same with forwards that are run twice."""
-        num_microbatches = self.evaluator.problem.num_microbatches
+        num_microbatches = self.estimator.problem.num_microbatches
         return {
             run: (microbatch_s + forward_s, update_s + num_microbatches * forward_s)
             for run, (microbatch_s, update_s, forward_s) in self._times.items()
@@ -120,7 +121,7 @@ class Partition:
     @cached_property
     def _times(self) -> dict[Run, tuple[Floats, Floats, Floats]]:
         """Of each run of units also the seconds of a forward."""
-        problem = self.evaluator.problem
+        problem = self.estimator.problem
         size = problem.num_layers + 1
         forward = problem.prefix_s[:, 0, None, :] - problem.prefix_s[:, 0, :, None]
         backward = problem.prefix_s[:, 1:].sum(axis=1)
@@ -145,7 +146,7 @@ class Partition:
     @cached_property
     def _channels(self) -> dict[Run, tuple[Floats, Floats]]:
         """For a run of units i..j-1: seconds of a microbatch, and of an update, to the runs j..l-1, by [l, position of the cut]."""
-        problem = self.evaluator.problem
+        problem = self.estimator.problem
         found = {}
         for i, j in self._stages:
             microbatch_s = np.full((self.num_units + 1, problem.num_layers + 1), math.inf)
@@ -153,8 +154,8 @@ class Partition:
             for end in range(j + 1, self.num_units + 1):
                 if (j, end) not in self._stages:
                     break
-                there = self.evaluator.channel(self.group(i, j), self.group(j, end))
-                back = self.evaluator.channel(self.group(j, end), self.group(i, j))
+                there = self.estimator.channel(self.group(i, j), self.group(j, end))
+                back = self.estimator.channel(self.group(j, end), self.group(i, j))
                 both = there.s_per_byte + back.s_per_byte
                 microbatch_s[end] = both * problem.crossing_bytes + there.latency_s + back.latency_s
                 busiest = both if self.half_duplex else max(there.s_per_byte, back.s_per_byte)
@@ -165,14 +166,14 @@ class Partition:
     @cached_property
     def limited(self) -> bool:
         """Whether memory could be short."""
-        problem = self.evaluator.problem
+        problem = self.estimator.problem
         everything = problem.standing_prefix[-1] + problem.saved_prefix[-1] * (problem.num_microbatches - 1) + problem.working_peaks.max()
         return any(problem.memory_bytes[device] < everything for device in self.order)
 
     @cached_property
     def _working(self) -> Floats:
         """By first layer and end of a stage, the most that a microbatch needs in it at any time."""
-        peaks, saved = self.evaluator.problem.working_peaks, self.evaluator.problem.saved_prefix
+        peaks, saved = self.estimator.problem.working_peaks, self.estimator.problem.saved_prefix
         found = np.zeros((len(saved), len(saved)))
         for first in range(len(peaks)):
             found[first, first + 1 :] = np.maximum.accumulate(peaks[first:]) - saved[first]
@@ -182,7 +183,7 @@ class Partition:
         """How far a stage may reach that fits into the memory of the units i..j-1 with so many activations in flight."""
         found = self._fitting.get((i, j, held, recomputed))
         if found is None:
-            problem = self.evaluator.problem
+            problem = self.estimator.problem
             group = self.group(i, j)
             standing = -np.subtract.outer(problem.standing_prefix, problem.standing_prefix)
             saved = -np.subtract.outer(problem.saved_prefix, problem.saved_prefix)
@@ -234,7 +235,7 @@ class Partition:
 
     @property
     def _may_recompute(self) -> bool:
-        return self.limited and self.evaluator.problem.recompute
+        return self.limited and self.estimator.problem.recompute
 
     def _solve(
         self,
@@ -248,7 +249,7 @@ class Partition:
 
         best[i, j, a] is the value of the layers from a on, the first of their stages on the units i..j-1.
         """
-        problem = self.evaluator.problem
+        problem = self.estimator.problem
         num_layers, num_units = problem.num_layers, self.num_units
         stages, again, channels = costs
         runs = sorted(stages, reverse=True)
@@ -258,7 +259,7 @@ class Partition:
         for level in range(min(num_units, num_layers) if by_level else 1):
             now = _Level(num_units, num_layers)
             behind = (levels[-1] if levels else None) if by_level else now
-            held = in_flight(Layout(tuple(range(level + 2)), (), schedule), 0, problem.num_microbatches)
+            held = Layout(tuple(range(level + 2)), (), schedule).in_flight(0, problem.num_microbatches)
             for i, j in runs:
                 rest = np.full(num_layers + 1, math.inf)
                 following = np.zeros(num_layers + 1, dtype=np.int32)
@@ -295,7 +296,7 @@ class Partition:
             at = levels[level]
             end, following = int(at.cut[i, j, layer]), int(at.following[i, j, layer])
             cuts.append(end)
-            if end == self.evaluator.problem.num_layers:
+            if end == self.estimator.problem.num_layers:
                 return Layout(tuple(cuts), tuple(workers), schedule)
             i, j, layer = j, following, end
             level -= by_level

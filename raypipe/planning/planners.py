@@ -11,13 +11,15 @@ from itertools import chain, islice, pairwise, zip_longest
 from raypipe.artifacts.plan import Plan
 from raypipe.errors import PlanError, UnknownNameError
 from raypipe.planning import baselines, chunks
-from raypipe.planning.canonical import canonical, renumbered
+from raypipe.planning.canonical import canonical
+from raypipe.planning.estimator import Estimator
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, better, ignore
 from raypipe.planning.extrapolation import ShortEvaluator
-from raypipe.planning.layout import Judged, Layout, LayoutEvaluator, Seen, unwatched
+from raypipe.planning.layout import Layout
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.problem import Group, Problem
-from raypipe.planning.search import Budget, Search, better
+from raypipe.planning.search import Budget, Search
 from raypipe.schedule_registry import is_file, overlaps, spec
 from raypipe.units import size
 
@@ -44,7 +46,7 @@ class Planner:
 
     name: str
     title: str
-    layouts: Callable[[LayoutEvaluator], Iterator[Layout]] | None
+    layouts: Callable[[Estimator], Iterator[Layout]] | None
     quick: bool = False
 
 
@@ -72,7 +74,9 @@ def planner(name: str) -> Planner:
     raise UnknownNameError("planner", name, [known.name for known in PLANNERS])
 
 
-def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None, seen: Seen = unwatched) -> Plan:
+def make(
+    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None, on_evaluated: OnEvaluated = ignore
+) -> Plan:
     """The best plan that a planner finds, simulated.
 
     Args:
@@ -80,13 +84,13 @@ def make(problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budge
         name: of the planner.
         schedule: the order of Ops; `auto` to choose. Planners other than raypipe's bring their own order for `auto`.
         budget: how hard raypipe's own searches.
-        seen: told how it goes.
+        on_evaluated: Called with every layout that is simulated.
 
     Raises:
         UnknownNameError: no planner or schedule is called so.
         PlanError: nothing fits into memory, or the planner has nothing for this problem.
     """
-    evaluator = LayoutEvaluator(problem, seen=seen)
+    evaluator = LayoutEvaluator(problem, on_evaluated=on_evaluated)
     found = solve(evaluator, name=name, schedule=schedule, budget=budget)
     return evaluator.plan(found, planner=name, lower_bound_s=bound_s(problem, schedule))
 
@@ -123,7 +127,7 @@ def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISI
 
 
 def best_division(
-    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None, seen: Seen = unwatched
+    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None, on_evaluated: OnEvaluated = ignore
 ) -> Problem:
     """The problem with its rows divided into as many microbatches as a quick search finds best.
 
@@ -134,7 +138,7 @@ def best_division(
         name: of the planner.
         schedule: as of `make`.
         budget: of the whole search; a fifth of it is spent on each way to divide.
-        seen: told how it goes.
+        on_evaluated: Called with every layout that is simulated.
 
     Raises:
         PlanError: none of them has a plan; says what is wrong with the last.
@@ -147,7 +151,7 @@ def best_division(
     for num_microbatches, microbatch_size in divided(batch_size, most_microbatches=_MICROBATCHES_A_DEVICE * problem.num_devices):
         candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         try:
-            found = solve(LayoutEvaluator(candidate, seen=seen), name=name, schedule=schedule, budget=quick)
+            found = solve(LayoutEvaluator(candidate, on_evaluated=on_evaluated), name=name, schedule=schedule, budget=quick)
         except PlanError as error:
             failure = error
             continue
@@ -159,7 +163,7 @@ def best_division(
     return best[1]
 
 
-def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Judged:
+def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Evaluation:
     """The layout of that plan; arguments and errors as of `make`."""
     chosen = planner(name)
     if schedule != AUTO:
@@ -170,17 +174,17 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
         found = _canonically_searched(evaluator, schedule, budget or Budget.usual(problem.num_devices))
     else:
         found = _best_of(chosen.layouts, evaluator, schedule)
-    if found is None and evaluator.too_stale:
+    if found is None and evaluator.schedules.too_stale:
         limits = problem.staleness
         raise PlanError(
             f"every plan with schedule {schedule!r} is staler than allowed ({limits}); use more microbatches, or allow "
-            f"{limits.nearest(evaluator.too_stale)}"
+            f"{limits.nearest(evaluator.schedules.too_stale)}"
         )
     if found is None:
         raise PlanError(
             f"planner {name!r} has no plan with schedule {schedule!r} for {problem.num_layers} layers, {problem.num_devices} devices and "
             f"{problem.num_microbatches} microbatches of {problem.microbatch_size} rows; try another schedule, or more layers or rows"
-            + (f" (the first that was tried: {evaluator.refusals[0]})" if evaluator.refusals else "")
+            + (f" (the first that was tried: {evaluator.schedules.refusals[0]})" if evaluator.schedules.refusals else "")
         )
     if found.missing_bytes:
         raise PlanError(
@@ -190,44 +194,37 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
     return found
 
 
-def _best_of(layouts: Callable[[LayoutEvaluator], Iterator[Layout]], evaluator: LayoutEvaluator, schedule: str) -> Judged | None:
+def _best_of(layouts: Callable[[Estimator], Iterator[Layout]], evaluator: LayoutEvaluator, schedule: str) -> Evaluation | None:
     """The best of what a planner proposes."""
-    found: Judged | None = None
-    for layout in layouts(evaluator):
+    found: Evaluation | None = None
+    for layout in layouts(evaluator.estimator):
         found = better(found, evaluator.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
     return found
 
 
-def _canonically_searched(evaluator: LayoutEvaluator, schedule: str, budget: Budget) -> Judged | None:
+def _canonically_searched(evaluator: LayoutEvaluator, schedule: str, budget: Budget) -> Evaluation | None:
     """The search on devices in an order that does not depend on their names, so that equal clusters get equal plans.
 
     It begins with what the other planners propose, too. What they propose for devices in the order that they are listed in has its say
     in the end, so that none of them is ever ahead.
     """
     sorted_problem, numbers = canonical(evaluator.problem)
-    sorted_judge = LayoutEvaluator(
-        sorted_problem,
-        numbered=evaluator.numbered,
-        too_stale=evaluator.too_stale,
-        refusals=evaluator.refusals,
-        check=evaluator.check,
-        seen=evaluator.seen,
-    )
+    sorted_evaluator = LayoutEvaluator(sorted_problem, evaluator.schedules, evaluator.on_evaluated)
     few = sorted_problem.num_devices <= MOST_UNITS
     # Of one length alone may be what overlaps or comes from a file.
-    short = None if schedule != AUTO and (overlaps(schedule) or is_file(schedule)) else ShortEvaluator.of(sorted_judge)
-    searching = short or sorted_judge
+    short = None if schedule != AUTO and (overlaps(schedule) or is_file(schedule)) else ShortEvaluator.of(sorted_evaluator)
+    searching = short or sorted_evaluator
     # Other orders hold more or fewer activations, so that which forwards are run again is found anew.
-    begin = [replace(judged.layout, recomputed=None) for judged in _proposed(searching, schedule)] if few else []
-    whole = (lambda judged: judged) if short is None else partial(short.decided, evaluator=sorted_judge)
+    begin = [replace(evaluation.layout, recomputed=None) for evaluation in _proposed(searching, schedule)] if few else []
+    whole = (lambda evaluation: evaluation) if short is None else partial(short.decided, evaluator=sorted_evaluator)
     found = _searched(searching, schedule, budget, begin, whole)
-    best = None if found is None else evaluator.simulate(renumbered(found.layout, numbers))
-    for judged in _proposed(evaluator, schedule):
-        best = better(best, judged)
+    best = None if found is None else evaluator.simulate(found.layout.renumbered(numbers))
+    for evaluation in _proposed(evaluator, schedule):
+        best = better(best, evaluation)
     return best
 
 
-def _proposed(evaluator: LayoutEvaluator, schedule: str) -> Iterator[Judged]:
+def _proposed(evaluator: LayoutEvaluator, schedule: str) -> Iterator[Evaluation]:
     """The best of each other planner; beyond the devices that the exact programs take one by one, of the quick planners alone."""
     few = evaluator.problem.num_devices <= MOST_UNITS
     for other in PLANNERS:
@@ -236,8 +233,8 @@ def _proposed(evaluator: LayoutEvaluator, schedule: str) -> Iterator[Judged]:
 
 
 def _searched(
-    evaluator: LayoutEvaluator, schedule: str, budget: Budget, begin: list[Layout], whole: Callable[[Judged | None], Judged | None]
-) -> Judged | None:
+    evaluator: LayoutEvaluator, schedule: str, budget: Budget, begin: list[Layout], whole: Callable[[Evaluation | None], Evaluation | None]
+) -> Evaluation | None:
     """The search over orders of one stage a worker, then every other order on the workers of what it found.
 
     Args:
@@ -245,7 +242,7 @@ def _searched(
         schedule: as of `make`.
         budget: how hard.
         begin: layouts to begin with.
-        whole: makes of what is judged best what is decided by.
+        whole: makes of what is evaluation best what is decided by.
     """
     overlapping = asynchronous_orders(evaluator.problem, schedule)
     several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
@@ -255,11 +252,11 @@ def _searched(
     if not several and not overlapping:
         return whole(best)
     tops = search.best_layouts(max(budget.num_simulations // 30, 1))
-    others: Judged | None = None
+    others: Evaluation | None = None
     if schedule == AUTO:
         # Where there are few simulations, the order that is fastest if memory allows it.
         for order in ONE_STAGE_ORDERS[-max(budget.num_simulations // 10, 1) :]:
-            found: Judged | None = None
+            found: Evaluation | None = None
             for top in search.best_layouts(max(budget.num_simulations // 8, 1)):
                 found = better(found, evaluator.simulate(replace(top, order=order, max_in_flight=None)))
             if found is not None:
@@ -287,31 +284,31 @@ def _one_each(workers: tuple[Group, ...]) -> tuple[Group, ...]:
 
 def climbed(
     evaluator: LayoutEvaluator,
-    judged: Judged | None,
+    evaluation: Evaluation | None,
     *,
     most_steps: int,
     neighbours: Callable[[Layout], Iterator[Layout]] = chunks.neighbours,
-) -> Judged | None:
+) -> Evaluation | None:
     """Takes the best change as long as the simulator finds it better.
 
     Args:
         evaluator: simulates.
-        judged: from where.
+        evaluation: from where.
         most_steps: changes.
         neighbours: a layout with one thing changed; by default one layer moved to another stage.
     """
     for _ in range(most_steps):
-        if judged is None:
+        if evaluation is None:
             return None
         # Which forwards are run again is found anew: other stages may lack memory then.
-        tried = [evaluator.simulate(layout) for layout in neighbours(replace(judged.layout, recomputed=None))]
-        best = judged
+        tried = [evaluator.simulate(layout) for layout in neighbours(replace(evaluation.layout, recomputed=None))]
+        best = evaluation
         for candidate in tried:
             best = better(best, candidate) or best
-        if best is judged:
-            return judged
-        judged = best
-    return judged
+        if best is evaluation:
+            return evaluation
+        evaluation = best
+    return evaluation
 
 
 def check_possible(problem: Problem) -> None:

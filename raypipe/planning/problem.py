@@ -111,6 +111,11 @@ class Problem:
         messages_s = found.send_s + found.recv_s
         return found.forward_s + messages_s, found.backward_s + messages_s
 
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of a layer and one that reads its output."""
+        return tuple((edge.producer, edge.consumer) for edge in self.profile.edges())
+
     # Layers
 
     @property

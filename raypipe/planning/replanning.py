@@ -18,7 +18,7 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 
@@ -28,13 +28,13 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import InputError, PlanError
 from raypipe.planning import chunks
-from raypipe.planning.layout import Judged, Layout, LayoutEvaluator
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
+from raypipe.planning.layout import Layout
+from raypipe.planning.layout_schedules import PlanCheck, ScheduleCache, layout_schedule, window_updates
 from raypipe.planning.planners import AUTO, climbed, solve
 from raypipe.planning.problem import Floats, Problem
 from raypipe.planning.search import Budget
-from raypipe.schedules.ir import Schedule, UpdateScope
-from raypipe.schedules.lower import Placement
-from raypipe.simulation.compiled import CompiledOrder
+from raypipe.schedules.ir import UpdateScope
 from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 
 _CHANGED = 1.15
@@ -139,14 +139,13 @@ class ConcurrencyPolicy:
         divisions: Sequence[tuple[int, int]] = (),
         least_gain: float = 1.05,
         horizon_updates: int = 200,
-        check: Callable[[Schedule, Placement, int], None] | None = None,
+        check: PlanCheck | None = None,
     ) -> None:
         self.problem = problem
         self.schedules = tuple(schedules) or (AUTO,)
         self.divisions = tuple(dict.fromkeys([(problem.num_microbatches, problem.microbatch_size), *divisions]))
         self.least_gain = least_gain
         self.horizon_updates = horizon_updates
-        self._check = check
         self._problems = {division: self._of(division, Facts(problem.profile, problem.topology)) for division in self.divisions}
         """With the facts of now, by division."""
         self._chosen_with = problem
@@ -154,7 +153,7 @@ class ConcurrencyPolicy:
         self._pending = False
         self.switch_s: float | None = None
         # Orders and lowered programs, which do not depend on the facts.
-        self._numbered: dict[tuple[int, int], dict[object, tuple[Schedule, CompiledOrder] | None]] = {}
+        self._schedules = {division: ScheduleCache(check) for division in self.divisions}
         self._errors: dict[Choice, deque[float]] = {}
 
     # The beginning
@@ -174,7 +173,8 @@ class ConcurrencyPolicy:
         """Lets updates of all ways wait for the same from now on, so that clipping by a norm means the same."""
         self.problem = replace(self.problem, update_scope=scope)
         self._problems = {division: replace(problem, update_scope=scope) for division, problem in self._problems.items()}
-        self._numbered.clear()
+        for schedules in self._schedules.values():
+            schedules.clear()
 
     def adopt(self, choice: Choice, *, took_s: float | None = None) -> None:
         """Goes on in a given way.
@@ -243,7 +243,7 @@ class ConcurrencyPolicy:
         what = f"{self._difference(self.choice, choice)}: the present way does not fit into memory any more"
         return Decision(choice, switch=True, gain=1.0, text=what)
 
-    def _decided(self, now: Judged, updates_left: int) -> Decision:
+    def _decided(self, now: Evaluation, updates_left: int) -> Decision:
         """Decides where the present way can go on."""
         error = self._error(self.choice)
         if not self._pending and not self._changed(error):
@@ -254,7 +254,7 @@ class ConcurrencyPolicy:
         except PlanError as error:
             return self._stay(f"no other way: {error}")
 
-    def _compare(self, now: Judged, choice: Choice, best: Judged, updates_left: int) -> Decision:
+    def _compare(self, now: Evaluation, choice: Choice, best: Evaluation, updates_left: int) -> Decision:
         """Decides between the present way and the best of all."""
         now_s, best_s = now.update_s * self._error(self.choice), best.update_s * self._error(choice)
         gain = now_s / best_s
@@ -330,9 +330,9 @@ class ConcurrencyPolicy:
 
     def evaluator(self, division: tuple[int, int]) -> LayoutEvaluator:
         """What judges layouts of so many microbatches of so many rows under the facts of now."""
-        return LayoutEvaluator(self._problems[division], numbered=self._numbered.setdefault(division, {}), check=self._check)
+        return LayoutEvaluator(self._problems[division], self._schedules[division].without_refusals())
 
-    def judge_of(self, choice: Choice) -> LayoutEvaluator:
+    def evaluator_of(self, choice: Choice) -> LayoutEvaluator:
         """The same for a way, whose devices have the rows that they have, whatever is known of their speeds now."""
         rows = dict(zip(choice.layout.workers, choice.rows, strict=True))
         return replace(self.evaluator(choice.division), problem=self._problems[choice.division].with_rows(rows))
@@ -342,8 +342,8 @@ class ConcurrencyPolicy:
         rows = [self._problems[division].rows(group) for group in layout.workers]
         return Choice(*division, layout, tuple(of_group for of_group in rows if of_group is not None))
 
-    def _predicted(self, choice: Choice) -> Judged | None:
-        found = self.judge_of(choice).simulate(choice.layout)
+    def _predicted(self, choice: Choice) -> Evaluation | None:
+        found = self.evaluator_of(choice).simulate(choice.layout)
         return None if found is None or found.missing_bytes else found
 
     def _error(self, choice: Choice) -> float:
@@ -352,21 +352,21 @@ class ConcurrencyPolicy:
             return 1.0
         return statistics.median(self._errors.get(choice) or self._errors.get(self.choice) or (1.0,))
 
-    def _best(self, effort: float) -> tuple[Choice, Judged]:
+    def _best(self, effort: float) -> tuple[Choice, Evaluation]:
         """The way that is fastest under the facts of now, all corrected by what was measured."""
         failures: list[str] = []
-        found: list[tuple[float, int, Choice, Judged]] = []
+        found: list[tuple[float, int, Choice, Evaluation]] = []
         budget = Budget.usual(self.problem.num_devices, effort=effort)
         for division in self.divisions:
             for schedule in self.schedules:
                 try:
-                    judged = solve(self.evaluator(division), schedule=schedule, budget=budget)
+                    evaluation = solve(self.evaluator(division), schedule=schedule, budget=budget)
                 except InputError as error:
                     if division == self.divisions[0]:  # the one that was asked for
                         failures.append(str(error))
                     continue
-                choice = self.choice_of(division, judged.layout)
-                found.append((judged.update_s * self._error(choice), len(found), choice, judged))
+                choice = self.choice_of(division, evaluation.layout)
+                found.append((evaluation.update_s * self._error(choice), len(found), choice, evaluation))
         for choice in self._errors:  # what ran can run again, and so can what is much like it
             if (known := self._predicted(choice)) is not None:
                 found.append((known.update_s * self._error(choice), len(found), choice, known))
@@ -376,8 +376,8 @@ class ConcurrencyPolicy:
                     found.append((near.update_s * self._error(way), len(found), way, near))
         if not found:
             raise PlanError("no way to run was found: " + "; ".join(failures))
-        _, _, choice, judged = min(found)
-        return choice, judged
+        _, _, choice, evaluation = min(found)
+        return choice, evaluation
 
     def moved_s(self, choice: Choice) -> float:
         """Seconds in which the layers that change their device get there, one after the other over the slowest link."""
@@ -412,8 +412,8 @@ class ConcurrencyPolicy:
         return len(self._pipelines(choice))
 
     def _pipelines(self, choice: Choice) -> tuple[tuple[int, ...], ...]:
-        evaluator = self.judge_of(choice)
-        return evaluator.schedule(choice.layout, evaluator.cut(choice.layout), num_updates=evaluator.num_updates(choice.layout)).pipelines
+        problem = self.evaluator_of(choice).problem
+        return layout_schedule(problem, choice.layout, num_updates=window_updates(problem, choice.layout)).pipelines
 
     def _held(self, choice: Choice) -> set[tuple[int, int]]:
         """Pairs of a device and a layer that it holds."""

@@ -2,8 +2,8 @@
 
 1. For each device order worth trying (`order.orders`), the dynamic program gives the contiguous plans between the least busy
    bottleneck and the shortest way of a microbatch (`partition.least_sum` under rising limits).
-2. Simulated annealing from the best of them changes devices, replication, cuts and order of Ops, judged by the estimate.
-3. The best estimates are simulated, in every order of Ops asked for, and what is best is improved further, judged by the simulator.
+2. Simulated annealing from the best of them changes devices, replication, cuts and order of Ops, evaluation by the estimate.
+3. The best estimates are simulated, in every order of Ops asked for, and what is best is improved further, evaluation by the simulator.
 
 Everything is deterministic: equal problems give equal plans.
 """
@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from raypipe.planning.device_order import orders
-from raypipe.planning.layout import Judged, Layout, LayoutEvaluator
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
+from raypipe.planning.layout import Layout
 from raypipe.planning.partition import MOST_UNITS, Partition
 from raypipe.planning.problem import Group, Problem
 
@@ -86,7 +87,7 @@ class Search:
         """What is planned."""
         return self.evaluator.problem
 
-    def run(self) -> Judged | None:
+    def run(self) -> Evaluation | None:
         """The best plan found; `None` where none could be laid out at all. What lacks memory is returned only if all do."""
         for layout in self.starts():
             self.estimate_s(layout)
@@ -106,7 +107,7 @@ class Search:
         for name, order in (*orders(self.problem), *self._random_orders()):
             if few and name not in _ORDERS_OF_MANY:
                 continue
-            partition = Partition(self.evaluator, order)
+            partition = Partition(self.evaluator.estimator, order)
             # The schedule says what fits; where all fits, and where there is much to do, one stands for the others.
             for schedule in self.schedules if partition.limited and not few else self.schedules[:1]:
                 least_s = partition.least_limit_s(schedule)
@@ -130,7 +131,7 @@ class Search:
         """The estimate; infinite where memory is short."""
         found = self._estimates.get(layout)
         if found is None:
-            found = math.inf if self.evaluator.missing_bytes(layout) > 0 else self.evaluator.estimate_s(layout)
+            found = math.inf if self.evaluator.estimator.missing_bytes(layout) > 0 else self.evaluator.estimator.estimate_s(layout)
             self._estimates[layout] = found
         return found
 
@@ -311,9 +312,9 @@ class Search:
 
     # Simulating
 
-    def _simulate(self) -> Judged | None:
+    def _simulate(self) -> Evaluation | None:
         """Simulates the best estimates in all orders and what other planners found, then what lies around the best."""
-        found: dict[Layout, Judged] = {}
+        found: dict[Layout, Evaluation] = {}
         ranked = sorted(self._estimates, key=lambda layout: (self._estimates[layout], str(layout)))
         most = self.budget.num_simulations // 2
         variants = [layout for layout in self.others if layout.order in self.schedules]
@@ -321,13 +322,13 @@ class Search:
         for layout in ranked[:most]:
             variants += [layout if layout.order == order else replace(layout, order=order, max_in_flight=None) for order in self.schedules]
         for variant in variants:
-            if variant not in found and len(found) < most and (judged := self.evaluator.simulate(variant)) is not None:
-                found[variant] = judged
+            if variant not in found and len(found) < most and (evaluation := self.evaluator.simulate(variant)) is not None:
+                found[variant] = evaluation
         if not found:
             return None
         return self.improved(found.values(), self.budget.num_simulations - len(found))
 
-    def improved(self, begin: Iterable[Judged], num_simulations: int, *, slack: float = 1.0) -> Judged:
+    def improved(self, begin: Iterable[Evaluation], num_simulations: int, *, slack: float = 1.0) -> Evaluation:
         """The best of so many simulated layouts around the best ones so far.
 
         Args:
@@ -337,8 +338,8 @@ class Search:
                 faster than estimated.
         """
         rng = random.Random(1)
-        pool = sorted(begin, key=lambda judged: (judged.rank, str(judged.layout)))
-        seen = {replace(judged.layout, recomputed=None) for judged in pool}
+        pool = sorted(begin, key=lambda evaluation: (evaluation.rank, str(evaluation.layout)))
+        seen = {replace(evaluation.layout, recomputed=None) for evaluation in pool}
         pool = pool[:_POOL]
         for _ in range(20 * num_simulations):
             if num_simulations <= 0:
@@ -349,8 +350,8 @@ class Search:
                 continue
             seen.add(changed)
             num_simulations -= 1
-            if (judged := self.evaluator.simulate(changed)) is not None:
-                pool = sorted((*pool, judged), key=lambda judged: judged.rank)[:_POOL]
+            if (evaluation := self.evaluator.simulate(changed)) is not None:
+                pool = sorted((*pool, evaluation), key=lambda evaluation: evaluation.rank)[:_POOL]
         return pool[0]
 
 
@@ -373,13 +374,6 @@ _WEIGHTS = (4, 4, 3, 1.5, 1, 1, 1, 1, 1, 0.5, 1, 0.5)
 
 def _groups(workers: Sequence[Sequence[int]]) -> tuple[Group, ...]:
     return tuple(map(tuple, workers))
-
-
-def better(best: Judged | None, found: Judged | None) -> Judged | None:
-    """The one that fits rather, or is faster; the first of equal ones."""
-    if best is None or found is None:
-        return best or found
-    return found if found.rank < best.rank else best
 
 
 def _different(layouts: Sequence[Layout], count: int) -> list[Layout]:

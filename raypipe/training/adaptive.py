@@ -25,6 +25,7 @@ from raypipe.errors import ConfigError, InputError, PlanError
 from raypipe.model import Model
 from raypipe.network.estimate import NetworkEstimate
 from raypipe.planning.layout import Layout
+from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.planners import bound_s
 from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
@@ -174,17 +175,15 @@ class AdaptiveStrategy(Strategy):
     def adopt(self, choice: Choice) -> None:
         """Set plan, schedules and placement to those of a choice; the actors change when the coordinator moves them."""
         self._choice = choice
-        evaluator = self.policy.judge_of(choice)
-        cut = evaluator.cut(choice.layout)
-        judged = evaluator.simulate(choice.layout)
-        assert judged is not None, "the policy simulates what it chooses"
-        plan = evaluator.plan(judged, planner="adaptive", lower_bound_s=bound_s(evaluator.problem, choice.layout.order))
+        evaluator = self.policy.evaluator_of(choice)
+        evaluation = evaluator.simulate(choice.layout)
+        assert evaluation is not None, "the policy simulates what it chooses"
+        plan = evaluator.plan(evaluation, planner="adaptive", lower_bound_s=bound_s(evaluator.problem, choice.layout.order))
         if self.start is not None and choice == self._starting_choice:
             self.schedules = dict(self.start.schedules)
         else:
-            self.schedules = {
-                size: sharded(self.config, evaluator.schedule(choice.layout, cut, num_updates=size)) for size in self.window_sizes
-            }
+            schedules = {size: layout_schedule(evaluator.problem, choice.layout, num_updates=size) for size in self.window_sizes}
+            self.schedules = {size: sharded(self.config, schedule) for size, schedule in schedules.items()}
         self.placement = plan.placement
         self.__dict__.pop("cut", None)  # cached of the plan before
         self._predict(dataclasses.replace(plan, schedule=self.schedule))
@@ -276,14 +275,14 @@ def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | 
         for limit in limits:
             layout = Layout(cuts, workers, plan.schedule.name, limit, num_pipelines, recomputed)
             choice = Choice(*division, layout, rows)
-            evaluator = policy.judge_of(choice)
+            evaluator = policy.evaluator_of(choice)
             try:
-                schedule = evaluator.schedule(layout, evaluator.cut(layout), num_updates=plan.schedule.num_updates)
+                schedule = layout_schedule(evaluator.problem, layout, num_updates=plan.schedule.num_updates)
             except InputError:
                 continue
             if schedule.pipelines == plan.schedule.pipelines:
                 # An order searched for other times or limits than the generator's stays the plan's.
-                evaluator.know(layout, one_of_repeated(plan.schedule) or plan.schedule)
+                evaluator.schedules.register(evaluator.problem, layout, one_of_repeated(plan.schedule) or plan.schedule)
                 return choice
     raise ConfigError(
         f"adaptation.enabled: a run cannot begin with the order {plan.schedule.name!r}, which has no generator of its size; "

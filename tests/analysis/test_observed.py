@@ -12,7 +12,8 @@ from raypipe.analysis.observed import ObservedSpeeds, factors
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
-from raypipe.planning.layout import Layout, LayoutEvaluator
+from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.simulation.simulator import simulate
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from raypipe.planning.layout import LayoutEvaluator
+from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.planners import solve
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import Search
@@ -67,7 +67,7 @@ def optimum_s(problem: Problem) -> float:
     for plan in all_plans(problem.num_devices, problem.num_layers):
         for order in ("1f1b", "list"):
             layout = replace(plan, order=order)
-            estimate_s = evaluator.estimate_s(layout)
+            estimate_s = evaluator.estimator.estimate_s(layout)
             if estimate_s * _MARGIN < best_s:
                 estimates[layout] = estimate_s
                 if estimate_s < best_s and (judged := evaluator.simulate(layout)) is not None:

@@ -9,7 +9,8 @@ import pytest
 from raypipe.artifacts.profile import LayerTimes, ModelProfile, NamedEdge
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
 from raypipe.planning import chunks
-from raypipe.planning.layout import Layout, LayoutEvaluator
+from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.layout import Layout
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import solve
 from raypipe.planning.problem import Problem

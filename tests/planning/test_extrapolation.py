@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.extrapolation import ShortEvaluator, short_lengths
-from raypipe.planning.layout import Layout, LayoutEvaluator
+from raypipe.planning.layout import Layout
 from raypipe.planning.planners import solve
 from raypipe.planning.search import Budget
 from tests.planning.instances import random_problem

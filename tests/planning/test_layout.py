@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
-from raypipe.planning.layout import Layout, LayoutEvaluator
+from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Op, OpKind, ScheduleRequest
@@ -86,12 +87,12 @@ def test_a_simulated_list_keeps_the_bound(seed: int) -> None:
     layout = Layout(layout.cuts, layout.workers, "list")
     judged = evaluator.simulate(layout)
     assert judged is not None
-    stages = [evaluator.stage(group, *layout.cuts[n : n + 2]) for n, group in enumerate(layout.workers)]
+    stages = [evaluator.estimator.stage(group, *layout.cuts[n : n + 2]) for n, group in enumerate(layout.workers)]
     busiest_s, latency_s = max(stage[0] + stage[1] for stage in stages), 0.0
     for n in range(layout.num_stages - 1):
         ends = (layout.workers[n], layout.workers[n + 1])
-        per_byte, latency_s, _ = evaluator.channel(*ends)
-        back = evaluator.channel(*ends[::-1]).s_per_byte
+        per_byte, latency_s, _ = evaluator.estimator.channel(*ends)
+        back = evaluator.estimator.channel(*ends[::-1]).s_per_byte
         busiest_s = max(busiest_s, float(problem.crossing_bytes[layout.cuts[n + 1]]) * (per_byte + back))
     # A latency occupies nothing; each of the ways over 2N - 2 channels meets it once. The norm adds one more.
     bound_s = (problem.num_microbatches + 4 * layout.num_stages - 4) * (busiest_s + 2 * latency_s)
@@ -112,7 +113,7 @@ def test_equal_stages_without_messages_take_m_plus_n_minus_1() -> None:
             judged = evaluator.simulate(layout)
             assert judged is not None
             assert judged.update_s == pytest.approx((10 + num_stages - 1) * 3 * step)
-            assert evaluator.estimate_s(layout) == pytest.approx(judged.update_s)
+            assert evaluator.estimator.estimate_s(layout) == pytest.approx(judged.update_s)
 
 
 def test_with_many_microbatches_the_busiest_resource_decides() -> None:
@@ -123,9 +124,9 @@ def test_with_many_microbatches_the_busiest_resource_decides() -> None:
         layout = Layout((0, 1, 3, 4, 6), ((0,), (1,), (2,), (3,)), "list")
         judged = evaluator.simulate(layout)
         assert judged is not None
-        stages = [sum(evaluator.stage(group, *layout.cuts[n : n + 2])[:2]) for n, group in enumerate(layout.workers)]
+        stages = [sum(evaluator.estimator.stage(group, *layout.cuts[n : n + 2])[:2]) for n, group in enumerate(layout.workers)]
         channels = [
-            float(problem.crossing_bytes[layout.cuts[n + 1]]) * evaluator.channel(layout.workers[n], layout.workers[n + 1])[0]
+            float(problem.crossing_bytes[layout.cuts[n + 1]]) * evaluator.estimator.channel(layout.workers[n], layout.workers[n + 1])[0]
             for n in range(3)
         ]
         times.append(judged.update_s / num_microbatches / max(*stages, *channels))
@@ -144,7 +145,7 @@ def test_the_estimate_is_near_what_is_simulated(seed: int) -> None:
             variant = Layout(layout.cuts, layout.workers, order)
             judged = evaluator.simulate(variant)
             assert judged is not None
-            ratios.append(judged.update_s / evaluator.estimate_s(variant))
+            ratios.append(judged.update_s / evaluator.estimator.estimate_s(variant))
     assert min(ratios) > 0.85
     assert math.fsum(ratios) / len(ratios) < 1.15
 
@@ -195,7 +196,7 @@ def test_transfers_that_share_a_wire_follow_each_other() -> None:
     problem = Problem(ModelProfile.uniform(2, output_bytes=100, microbatch_size=4), topology, 1, 4)
     evaluator = LayoutEvaluator(problem)
     # Each of two devices sends half of the bytes over the one wire between the nodes; within a node each pair has its own.
-    per_byte, latency_s, _ = evaluator.channel((0, 1), (2, 3))
+    per_byte, latency_s, _ = evaluator.estimator.channel((0, 1), (2, 3))
     assert per_byte == pytest.approx(0.1)
     assert latency_s == 0.5
-    assert evaluator.channel((0,), (1,))[0] == 0.0
+    assert evaluator.estimator.channel((0,), (1,))[0] == 0.0

@@ -13,7 +13,8 @@ from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile
 from raypipe.artifacts.schedule import save_schedule
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
 from raypipe.errors import PlanError, UnknownNameError
-from raypipe.planning.layout import Judged, Layout, LayoutEvaluator
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
+from raypipe.planning.layout import Layout
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import PLANNERS, best_division, climbed, divided, make, solve
 from raypipe.planning.problem import Problem
@@ -64,12 +65,12 @@ def test_a_plan_is_whole_and_promises_what_its_simulation_says(name: str) -> Non
 
 
 def test_all_that_is_simulated_is_told_and_none_of_it_is_faster() -> None:
-    problem, told = islands((2, 2), num_layers=6), list[Judged]()
-    plan = make(problem, budget=SMALL, seen=told.append)
+    problem, told = islands((2, 2), num_layers=6), list[Evaluation]()
+    plan = make(problem, budget=SMALL, on_evaluated=told.append)
     assert plan.predicted is not None
     assert min(judged.update_s for judged in told if not judged.missing_bytes) == pytest.approx(plan.predicted.update_s)
-    division = list[Judged]()
-    best_division(problem, budget=TINY, seen=division.append)
+    division = list[Evaluation]()
+    best_division(problem, budget=TINY, on_evaluated=division.append)
     assert len({len(judged.timing.order.programs[0].items) for judged in division}) > 1, "several ways to divide"
 
 

@@ -6,7 +6,6 @@ import math
 import random
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,9 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
 from raypipe.errors import PlanError, ScheduleError
 from raypipe.network.estimate import NetworkEstimate, Transfer
-from raypipe.planning.layout import Layout, LayoutEvaluator
+from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.layout import Layout
+from raypipe.planning.layout_schedules import ScheduleCache
 from raypipe.planning.planners import solve
 from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
@@ -31,7 +32,7 @@ STALLS = 0.03
 """Of the transfers, those that take three times as long. All of these are at or above what `benchmarks/adaptation.py` finds."""
 
 
-_NUMBERED: dict[object, Any] = {}
+_SCHEDULES = ScheduleCache()
 """Orders that were lowered once."""
 
 
@@ -61,7 +62,7 @@ def problem(topology: ClusterTopology | None = None, *, max_staleness: int | Non
 
 def seconds_of(choice: Choice, topology: ClusterTopology) -> float:
     """What an update takes there, without noise."""
-    found = LayoutEvaluator(problem(topology), numbered=_NUMBERED).simulate(choice.layout)
+    found = LayoutEvaluator(problem(topology), _SCHEDULES).simulate(choice.layout)
     assert found is not None
     return found.update_s
 

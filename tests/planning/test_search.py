@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from raypipe.planning import search
-from raypipe.planning.layout import LayoutEvaluator
+from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.search import Budget, Search
 from tests.planning.instances import random_problem
 from tests.planning.optima import Case, gap, optimum_s, stored

@@ -1,0 +1,226 @@
+"""Estimates of layouts in microseconds; the simulator has the last word.
+
+The time of an update is estimated as the largest of
+* the paths through a chain of stages and channels that no order of whole microbatches can shorten (head + all microbatches through the
+  busiest stage, channel or link that several channels share + tail), and
+* the cycle that a limit on activations in flight closes: the forward of microbatch i + K waits for the backward of i, which has been to
+  the last stage and back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from raypipe.planning.layout import Layout
+from raypipe.planning.problem import Group, Problem
+
+_WorkerRows = tuple[Group, Sequence[int]]
+"""Devices of a worker, and the rows of each."""
+
+_MANY_DEVICES = 64
+"""With more devices, arrays are faster than loops."""
+
+
+class Channel(NamedTuple):
+    """Cost of messages from one worker to another. Each device sends the rows that it has in common with a device of the other worker.
+
+    Attributes:
+        s_per_byte: Seconds per byte of the whole tensor on the busiest link; transfers that share a link follow each other.
+        latency_s: Longest latency of any link.
+        loads: Seconds per byte of the whole tensor, by link.
+    """
+
+    s_per_byte: float
+    latency_s: float
+    loads: tuple[tuple[str, float], ...]
+
+
+class StageSeconds(NamedTuple):
+    """Seconds of a stage on its slowest device.
+
+    Attributes:
+        forward_s: Forward of a microbatch.
+        backward_s: Full backward of a microbatch.
+        sum_s: Sum of the gradients of an update.
+    """
+
+    forward_s: float
+    backward_s: float
+    sum_s: float
+
+
+@dataclass
+class Estimator:
+    """Estimates time and memory of layouts of one problem.
+
+    Attributes:
+        problem: Model, cluster and size of an update.
+    """
+
+    problem: Problem
+    _channels: dict[tuple[Group, Group], Channel] = field(default_factory=dict, repr=False)
+    _stages: dict[tuple[Group, int, int], StageSeconds] = field(default_factory=dict, repr=False)
+
+    def channel(self, source: Group, target: Group) -> Channel:
+        """Return the cost of messages from one worker to another."""
+        channel = self._channels.get((source, target))
+        if channel is None:
+            channel = self._channels[source, target] = self._channel(source, target)
+        return channel
+
+    def _channel(self, source: Group, target: Group) -> Channel:
+        problem = self.problem
+        loads: dict[str, float] = {}
+        latency_s = 0.0
+        rows = problem.rows(source), problem.rows(target)
+        if rows[0] is None or rows[1] is None:
+            return Channel(math.inf, math.inf, ())
+        merged = _merged_overlaps if len(source) + len(target) > _MANY_DEVICES else _overlaps
+        for sender, receiver, num_rows in merged(problem, (source, rows[0]), (target, rows[1])):
+            path = problem.path(sender, receiver)
+            latency_s = max(latency_s, path.latency_s)
+            for resource, bandwidth in path.resources:
+                loads[resource] = loads.get(resource, 0.0) + num_rows / problem.microbatch_size / bandwidth
+        return Channel(max(loads.values(), default=0.0), latency_s, tuple(loads.items()))
+
+    def stage(self, group: Group, first: int, end: int) -> StageSeconds:
+        """Return the seconds of a stage with the layers first..end-1 on the devices of a worker."""
+        key = (group, first, end)
+        seconds = self._stages.get(key)
+        if seconds is None:
+            seconds = self._stages[key] = self._stage(group, first, end)
+        return seconds
+
+    def _stage(self, group: Group, first: int, end: int) -> StageSeconds:
+        problem = self.problem
+        factors = problem.factors(group)
+        if factors is None:
+            return StageSeconds(math.inf, math.inf, math.inf)
+        forward_s = backward_s = 0.0
+        for kind, factor in factors.items():
+            prefix = problem.prefix_s[kind]
+            forward, input_grad, weight_grad = (prefix[:, end] - prefix[:, first]).tolist()
+            forward_s = max(forward_s, forward * factor)
+            backward_s = max(backward_s, (input_grad + weight_grad) * factor)
+        num_bytes = float(problem.trained_prefix[end] - problem.trained_prefix[first])
+        overhead_s = problem.overheads_s
+        return StageSeconds(forward_s + overhead_s[0], backward_s + overhead_s[1], float(problem.sum_s(group, num_bytes)))
+
+    def missing_bytes(self, layout: Layout) -> float:
+        """Return the estimated bytes of memory that the fullest device lacks, for schedules of one stage per worker."""
+        recomputed = self.recomputed(layout)
+        return max(self._missing_bytes(layout, stage, recomputed=stage in recomputed) for stage in range(layout.num_stages))
+
+    def recomputed(self, layout: Layout) -> tuple[int, ...]:
+        """Return the stages whose forwards run again; where the layout leaves that open, those that would not fit otherwise."""
+        if layout.recomputed is not None:
+            return layout.recomputed
+        if not self.problem.recompute or not self._memory_is_limited:
+            return ()
+        return tuple(stage for stage in range(layout.num_stages) if self._missing_bytes(layout, stage, recomputed=False) > 0)
+
+    @cached_property
+    def _memory_is_limited(self) -> bool:
+        return min(self.problem.memory_bytes) < math.inf
+
+    def _missing_bytes(self, layout: Layout, stage: int, *, recomputed: bool) -> float:
+        problem, most = self.problem, 0.0
+        group, first, end = layout.workers[stage], layout.cuts[stage], layout.cuts[stage + 1]
+        standing = problem.standing_prefix[end] - problem.standing_prefix[first]
+        held = layout.in_flight(stage, problem.num_microbatches)
+        saved = problem.saved_prefix[end] - problem.saved_prefix[first]
+        kept = min(problem.crossing_bytes[first], saved) if recomputed else saved
+        # The last microbatch also needs working memory for a moment.
+        working = problem.working_peaks[first:end].max() - problem.saved_prefix[first]
+        needed = kept * (held - 1) + max(saved, working)
+        for share, limit in problem.demands(group):
+            most = max(most, standing + needed * share - limit)
+        return float(most)
+
+    def estimate_s(self, layout: Layout) -> float:
+        """Return the seconds of one update, for schedules of one pipeline and one stage per worker that do not split the backward."""
+        problem, workers, cuts = self.problem, layout.workers, layout.cuts
+        num_microbatches, num_stages = problem.num_microbatches, layout.num_stages
+        stages = [self.stage(group, cuts[n], cuts[n + 1]) for n, group in enumerate(workers)]
+        for n in self.recomputed(layout):
+            forward_s, backward_s, sum_s = stages[n]
+            stages[n] = StageSeconds(forward_s, backward_s + forward_s, sum_s)
+        # For each channel: seconds that a message occupies it, and until the message has arrived.
+        forth: list[tuple[float, float]] = []
+        back: list[tuple[float, float]] = []
+        links: dict[str, tuple[int, float]] = {}  # First stage that uses the link, and its seconds per microbatch.
+        for n in range(num_stages - 1):
+            num_bytes = float(problem.crossing_bytes[cuts[n + 1]])
+            for direction, (source, target) in ((forth, (workers[n], workers[n + 1])), (back, (workers[n + 1], workers[n]))):
+                channel = self.channel(source, target)
+                direction.append((num_bytes * channel.s_per_byte, num_bytes * channel.s_per_byte + channel.latency_s))
+                for link, s_per_byte in channel.loads:
+                    first, busy_s = links.get(link, (n, 0.0))
+                    links[link] = (first, busy_s + num_bytes * s_per_byte)
+        heads, tails = [0.0], [stages[0][2]]
+        for n in range(1, num_stages):
+            heads.append(heads[-1] + stages[n - 1][0] + forth[n - 1][1])
+            tails.append(max(stages[n][2], back[n - 1][1] + stages[n - 1][1] + tails[-1]))
+        round_trip = 0.0
+        longest = 0.0
+        for n in reversed(range(num_stages)):
+            forward_s, backward_s, _ = stages[n]
+            if n == num_stages - 1:
+                round_trip = forward_s + backward_s
+            else:
+                behind = round_trip
+                rest = back[n][1] + backward_s + tails[n]
+                longest = max(
+                    longest,
+                    heads[n] + forward_s + (num_microbatches - 1) * forth[n][0] + forth[n][1] + behind + rest,
+                    heads[n + 1] + behind + (num_microbatches - 1) * back[n][0] + rest,
+                )
+                round_trip = forward_s + forth[n][1] + behind + back[n][1] + backward_s
+            turns = (num_microbatches - 1) // layout.in_flight(n, num_microbatches) + 1
+            longest = max(longest, heads[n] + max(num_microbatches * (forward_s + backward_s), turns * round_trip) + tails[n])
+        for first, busy_s in links.values():
+            longest = max(longest, heads[first] + stages[first][0] + num_microbatches * busy_s + stages[first][1] + tails[first])
+        return longest
+
+
+def _merged_overlaps(problem: Problem, source: _WorkerRows, target: _WorkerRows) -> list[tuple[int, int, int]]:
+    """Return `_overlaps` with the rows of all pairs between the same two nodes, which have one path, added to the first pair."""
+    ends = np.cumsum(source[1]), np.cumsum(target[1])
+    borders = np.union1d(*ends)
+    senders = np.array(source[0])[np.searchsorted(ends[0], borders)]
+    receivers = np.array(target[0])[np.searchsorted(ends[1], borders)]
+    num_rows = np.diff(borders, prepend=0)
+    node_of = problem.nodes_of
+    # Within a node each pair has a path of its own.
+    within = node_of[senders] == node_of[receivers]
+    overlaps = list(zip(senders[within].tolist(), receivers[within].tolist(), num_rows[within].tolist(), strict=True))
+    senders, receivers, num_rows = senders[~within], receivers[~within], num_rows[~within]
+    _, first, block = np.unique(problem.block_of[senders, receivers], return_index=True, return_inverse=True)
+    totals = np.bincount(block, weights=num_rows).astype(int)
+    return overlaps + list(zip(senders[first].tolist(), receivers[first].tolist(), totals.tolist(), strict=True))
+
+
+def _overlaps(_: Problem, one: _WorkerRows, other: _WorkerRows) -> list[tuple[int, int, int]]:
+    """Return (sender, receiver, rows in common) for the devices of two workers."""
+    (source, source_rows), (target, target_rows) = one, other
+    overlaps: list[tuple[int, int, int]] = []
+    sender = receiver = row = 0
+    ends = [source_rows[0], target_rows[0]]
+    while True:
+        end = min(ends)
+        overlaps.append((source[sender], target[receiver], end - row))
+        row = end
+        if ends[0] == end:
+            sender += 1
+            if sender == len(source):
+                return overlaps
+            ends[0] += source_rows[sender]
+        if ends[1] == end:
+            receiver += 1
+            ends[1] += target_rows[receiver]

@@ -1,0 +1,175 @@
+"""Simulations of layouts, by which planners choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from raypipe.artifacts.plan import Plan, Predicted, Replica
+from raypipe.planning.estimator import Estimator
+from raypipe.planning.layout import Layout, placement
+from raypipe.planning.layout_schedules import ScheduleCache, layout_schedule, window_updates
+from raypipe.planning.problem import Problem
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.lower import lower
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.plan_cost import layout_cost, published_copies, weight_versions
+from raypipe.simulation.simulator import time_order
+from raypipe.simulation.timing import Timing
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A simulated layout.
+
+    Attributes:
+        layout: What was simulated.
+        timing: Times of one update, or of a few where updates overlap.
+        missing_bytes: Memory that the fullest device lacks; 0 where all fits.
+        num_updates: Number of updates of the planned window.
+        extrapolated_s: Seconds of one update, where `timing` is that of an update of fewer microbatches.
+    """
+
+    layout: Layout
+    timing: Timing
+    missing_bytes: float
+    num_updates: int = 1
+    extrapolated_s: float | None = None
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of one update: its part of the whole window, fill and drain included."""
+        if self.extrapolated_s is not None:
+            return self.extrapolated_s
+        more = self.num_updates - max(len(self.timing.order.updates), 1)
+        return (self.timing.makespan_s + more * self.timing.steady_update_s) / self.num_updates
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Sort key: layouts that fit come first, then the faster ones."""
+        return self.missing_bytes, self.update_s
+
+
+OnEvaluated = Callable[[Evaluation], None]
+"""Called with every layout that is simulated."""
+
+
+def ignore(_: Evaluation) -> None:
+    """Do nothing."""
+
+
+def better(best: Evaluation | None, other: Evaluation | None) -> Evaluation | None:
+    """Return the one with the lower rank; the first of equal ones."""
+    if best is None or other is None:
+        return best or other
+    return other if other.rank < best.rank else best
+
+
+@dataclass
+class LayoutEvaluator:
+    """Simulates layouts of one problem.
+
+    Attributes:
+        problem: Model, cluster and size of an update.
+        schedules: Compiled schedules of layouts.
+        on_evaluated: Called with every layout that is simulated.
+    """
+
+    problem: Problem
+    schedules: ScheduleCache = field(default_factory=ScheduleCache, repr=False)
+    on_evaluated: OnEvaluated = ignore
+    estimator: Estimator = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.estimator = Estimator(self.problem)
+
+    def simulate(self, layout: Layout) -> Evaluation | None:
+        """Return the simulated layout; `None` where its schedule cannot take so many workers, stages or microbatches.
+
+        Where the layout leaves open which forwards run again: those that the estimate says, or all if that is not enough.
+        """
+        estimated = self.estimator.recomputed(layout) if layout.num_stages == len(layout.workers) else ()
+        evaluation = self.simulate_exactly(replace(layout, recomputed=layout.recomputed or estimated))
+        if evaluation is None or not evaluation.missing_bytes or layout.recomputed is not None or not self.problem.recompute:
+            return evaluation
+        all_again = self.simulate_exactly(replace(layout, recomputed=tuple(range(layout.num_stages))))
+        return better(evaluation, all_again)
+
+    def simulate_exactly(self, layout: Layout) -> Evaluation | None:
+        """Return a simulated layout that states which forwards run again; `None` where its schedule is refused."""
+        compiled = self.schedules.compiled(self.problem, layout)
+        return None if compiled is None else self._timed(layout, *compiled)
+
+    def simulate_schedule(self, layout: Layout, schedule: Schedule) -> Evaluation:
+        """Return a layout simulated with another schedule, such as one of more updates."""
+        shares = layout.shares(self.problem)
+        assert shares is not None, "a simulated layout can be divided"
+        return self._timed(layout, schedule, CompiledOrder(lower(schedule, placement(shares))))
+
+    def _timed(self, layout: Layout, schedule: Schedule, order: CompiledOrder) -> Evaluation:
+        problem, shares = self.problem, layout.shares(self.problem)
+        assert shares is not None, "it has a schedule"
+        workers = placement(shares)
+        cost = layout_cost(
+            profile=problem.profile,
+            topology=problem.topology,
+            cut=layout.cut(problem),
+            pipelines=schedule.pipelines,
+            placement=workers,
+            devices=layout.device_names(problem),
+            microbatch_size=problem.microbatch_size,
+            weight_versions=weight_versions(schedule, workers),
+            state_bytes_per_parameter_byte=problem.state_bytes_per_parameter_byte,
+            recomputed=layout.recomputed or (),
+            published=published_copies(schedule),
+        )
+        timing = time_order(order, cost)
+        missing_bytes = self.missing_bytes(layout, lambda: timing.peak_memory_bytes)
+        evaluation = Evaluation(layout, timing, missing_bytes, window_updates(problem, layout))
+        self.on_evaluated(evaluation)
+        return evaluation
+
+    def missing_bytes(self, layout: Layout, peaks: Callable[[], Sequence[float]]) -> float:
+        """Return the bytes of memory that the fullest device lacks.
+
+        Args:
+            layout: What runs on which device.
+            peaks: Returns the most bytes that each device holds; called only where memory is limited.
+        """
+        limits = [self.problem.memory_bytes[device] for group in layout.workers for device in group]
+        if min(limits) == math.inf:
+            return 0.0
+        return max(0.0, *(peak - limit for peak, limit in zip(peaks(), limits, strict=True)))
+
+    def plan(self, evaluation: Evaluation, *, planner: str, lower_bound_s: float) -> Plan:
+        """Return the plan of a simulated layout."""
+        problem, layout = self.problem, evaluation.layout
+        shares = layout.shares(problem)
+        assert shares is not None, "a simulated layout can be divided"
+        schedule = layout_schedule(problem, layout, num_updates=window_updates(problem, layout))
+        if schedule.num_updates != len(evaluation.timing.order.updates):
+            evaluation = self.simulate_schedule(layout, schedule)
+        trace = evaluation.timing.trace(name=problem.profile.name, num_updates=schedule.num_updates)
+        return Plan(
+            name=problem.profile.name,
+            planner=planner,
+            microbatch_size=problem.microbatch_size,
+            stages=tuple(tuple(problem.profile.layers[layer].name for layer in layers) for layers in layout.cut(problem).stages),
+            workers=tuple(
+                tuple(Replica(device=problem.names[device], share=share) for device, share in zip(group, worker_shares, strict=True))
+                for group, worker_shares in zip(layout.workers, shares, strict=True)
+            ),
+            schedule=schedule,
+            profile=problem.profile,
+            topology=problem.topology,
+            predicted=Predicted(
+                update_s=evaluation.update_s,
+                bubble_ratio=trace.bubble_ratio,
+                device_bubble_ratios=trace.device_bubble_ratios,
+                peak_memory_bytes=trace.peak_memory_bytes,
+                lower_bound_s=lower_bound_s,
+            ),
+            profile_digest=problem.profile.digest,
+            topology_digest=problem.topology.digest,
+        )

@@ -1,0 +1,126 @@
+"""Schedules of layouts: built, checked against what is allowed, and compiled for the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from raypipe.errors import InputError, ScheduleError
+from raypipe.planning.layout import Layout, placement
+from raypipe.planning.problem import Problem
+from raypipe.schedule_registry import build, is_file, overlaps
+from raypipe.schedules.ir import Schedule, ScheduleRequest, StageGraph
+from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.passes import over_graph, recompute
+from raypipe.schedules.staleness import StalenessLimits
+from raypipe.schedules.validate import facts
+from raypipe.simulation.compiled import CompiledOrder
+
+PlanCheck = Callable[[Schedule, Placement, int], None]
+"""Raises an `InputError` for a schedule, a placement and rows of a microbatch that cannot be run."""
+
+_SIMULATED_UPDATES = 5
+"""Updates that are simulated of a window whose updates overlap: the first fills, the last drains, the others are alike."""
+
+
+def window_updates(problem: Problem, layout: Layout) -> int:
+    """Return the updates of the planned schedule: one, which is repeated, or a whole window where updates overlap."""
+    return problem.updates_per_window if overlaps(layout.order) else 1
+
+
+def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Schedule:
+    """Return a layout's schedule.
+
+    Raises:
+        ScheduleError: The schedule cannot take so many workers, stages or microbatches.
+    """
+    num_workers = len(layout.workers)
+    num_chunks, remainder = divmod(layout.num_stages, num_workers)
+    if remainder:
+        raise ScheduleError(f"{layout.num_stages} stages cannot be divided evenly among {num_workers} workers")
+    request = ScheduleRequest(
+        num_workers,
+        problem.num_microbatches,
+        num_updates=num_updates,
+        num_chunks=num_chunks,
+        num_pipelines=layout.num_pipelines,
+        max_in_flight=layout.max_in_flight,
+        max_mean_staleness=problem.max_mean_staleness,
+        update_scope=problem.update_scope,
+    )
+    schedule = build(layout.order, request)
+    if schedule.num_stages != layout.num_stages:
+        raise ScheduleError(f"{layout.order} has {schedule.num_stages} stages on {num_workers} workers, not {layout.num_stages}")
+    graph = layout.cut(problem).graph
+    if graph != StageGraph.chain(layout.num_stages):
+        schedule = over_graph(schedule, graph)
+    return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
+
+
+@dataclass
+class ScheduleCache:
+    """Compiled schedules of layouts. Layouts whose devices divide the rows alike share one.
+
+    Attributes:
+        check: Refuses what cannot be run; `None` allows everything.
+        too_stale: Limits that would allow the schedules that were refused for their staleness.
+        refusals: Messages of all other refusals.
+    """
+
+    check: PlanCheck | None = None
+    too_stale: set[StalenessLimits] = field(default_factory=set, repr=False)
+    refusals: list[str] = field(default_factory=list, repr=False)
+    _compiled: dict[object, tuple[Schedule, CompiledOrder] | None] = field(default_factory=dict, repr=False)
+
+    def compiled(self, problem: Problem, layout: Layout) -> tuple[Schedule, CompiledOrder] | None:
+        """Return the schedule of a layout as it is simulated, and its compiled programs; `None` where it is refused."""
+        shares = layout.shares(problem)
+        if shares is None:
+            return None
+        key = self._key(problem, layout)
+        if key not in self._compiled:
+            try:
+                self._compiled[key] = self._compile(problem, layout, placement(shares))
+            except InputError as error:
+                self._compiled[key] = None
+                self.refusals.append(str(error))
+        return self._compiled[key]
+
+    def register(self, problem: Problem, layout: Layout, schedule: Schedule) -> None:
+        """Use a schedule for a layout and all that share its schedule, such as one that was searched for with its stages' times."""
+        shares = layout.shares(problem)
+        assert shares is not None, "the rows can be divided"
+        self._compiled[self._key(problem, layout)] = schedule, CompiledOrder(lower(schedule, placement(shares)))
+
+    def without_refusals(self) -> ScheduleCache:
+        """Return a cache that shares the schedules and starts with no refusals."""
+        return ScheduleCache(self.check, _compiled=self._compiled)
+
+    def clear(self) -> None:
+        """Forget all schedules."""
+        self._compiled.clear()
+
+    def _key(self, problem: Problem, layout: Layout) -> object:
+        names = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.num_stages, layout.recomputed)
+        return (*names, layout.cut(problem).graph, layout.shares(problem))
+
+    def _compile(self, problem: Problem, layout: Layout, workers: Placement) -> tuple[Schedule, CompiledOrder] | None:
+        window = window_updates(problem, layout)
+        # A schedule from a file may exist for the whole window alone.
+        num_updates = window if is_file(layout.order) else min(window, _SIMULATED_UPDATES)
+        schedule = layout_schedule(problem, layout, num_updates=num_updates)
+        if self.check is not None:
+            self.check(schedule, workers, problem.microbatch_size)
+        if not self._is_fresh_enough(problem, layout, window):
+            return None
+        return schedule, CompiledOrder(lower(schedule, workers))
+
+    def _is_fresh_enough(self, problem: Problem, layout: Layout, window: int) -> bool:
+        limits = problem.staleness
+        if not limits or window == 1:
+            return True
+        staleness = facts(layout_schedule(problem, layout, num_updates=window))
+        if not limits.exceeded_by(staleness):
+            return True
+        self.too_stale.add(StalenessLimits.of(staleness))
+        return False
