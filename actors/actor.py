@@ -209,10 +209,12 @@ class StageActor:
         identity: who it is.
         num_threads: of torch on the CPU.
         gpu_share: how much of a GPU it computes on; 0 for a CPU device.
-        place: which actor of its node it is, if it is to keep to some cores.
+        node_position: Position among the actors of its node if it binds to some cores; `None` otherwise.
     """
 
-    def __init__(self, identity: Identity, *, num_threads: int, gpu_share: float = 0.0, place: cores.Place | None = None) -> None:
+    def __init__(
+        self, identity: Identity, *, num_threads: int, gpu_share: float = 0.0, node_position: cores.NodePosition | None = None
+    ) -> None:
         torch.set_num_threads(num_threads)
         self._num_cores = len(cores.usable())
         self._on = devices.CPU
@@ -220,8 +222,8 @@ class StageActor:
         if gpu_share:
             self._on = torch.device("cuda", 0)  # Ray shows a process its own GPUs alone
             os.environ.update(cuda.environment(f"{identity.run}-{identity.device}" if gpu_share < 1 else ""))
-        if place is not None:
-            cores.bind(cores.near(self._on) if gpu_share else cores.share(cores.usable(), place, num_threads=num_threads))
+        if node_position is not None:
+            cores.bind(cores.near(self._on) if gpu_share else cores.share(cores.usable(), node_position, num_threads=num_threads))
         start_profiler()  # layers are measured in a thread of Ray's
         self.identity = identity
         self._doing = "starting"

@@ -1,8 +1,7 @@
-"""Which cores of its node an actor keeps to, where it keeps to some (`scaling.bind_cores`).
+"""Binds an actor to some cores of its node, if `scaling.bind_cores` asks for it.
 
-In a node with several sockets each core has memory and GPUs that are near and others that are far; a scheduler moves a process that
-often sleeps wherever a core looks idle, away from what it works on. Where stages take turns on too few cores it is better left alone:
-four that compute on two were 16 to 25 % slower with two bound to each.
+In a node with several sockets each core is close to some memory and GPUs and far from others, and the operating system moves a process that
+often sleeps to any idle core. Binding helps only if there are enough cores: four stages on two cores were 16 to 25 % slower when bound.
 """
 
 from __future__ import annotations
@@ -18,48 +17,48 @@ import torch
 _SYSTEM = Path("/sys")
 
 
-class Place(NamedTuple):
-    """Which of the actors of its node one is.
+class NodePosition(NamedTuple):
+    """An actor's position among the actors of its node.
 
     Attributes:
-        position: from 0, in the order of devices.
-        num_actors: of them.
+        position: Position in the order of devices, from 0.
+        num_actors: Number of actors on the node.
     """
 
     position: int
     num_actors: int
 
 
-def share(cores: Sequence[int], place: Place, *, num_threads: int) -> list[int]:
-    """The cores of one actor among several on a node: equally many, or all where there is not one for each of their threads.
+def share(cores: Sequence[int], actor: NodePosition, *, num_threads: int) -> list[int]:
+    """Return an actor's equal share of a node's cores; all of them if there are fewer cores than threads.
 
     Args:
-        cores: of the node, those next to each other that share most.
-        place: which actor.
-        num_threads: of each actor.
+        cores: Cores of the node; neighbors share sockets and physical cores.
+        actor: Position of the actor.
+        num_threads: Number of threads of each actor.
     """
-    size = len(cores) // place.num_actors
-    return list(cores[place.position * size :][:size] if size >= num_threads else cores)
+    size = len(cores) // actor.num_actors
+    return list(cores[actor.position * size :][:size] if size >= num_threads else cores)
 
 
 def usable(system: Path = _SYSTEM) -> list[int]:
-    """The cores that this process may use: by socket, threads of one core next to each other."""
+    """Return the cores that this process may use, ordered by socket and physical core."""
 
-    def whereabouts(core: int) -> tuple[int, int, int]:
+    def location(core: int) -> tuple[int, int, int]:
         folder = system / "devices/system/cpu" / f"cpu{core}" / "topology"
         return _number(folder / "physical_package_id"), _number(folder / "core_id"), core
 
-    return sorted(os.sched_getaffinity(0), key=whereabouts)
+    return sorted(os.sched_getaffinity(0), key=location)
 
 
 def near(device: torch.device) -> list[int]:
-    """Of the cores that this process may use, those next to a GPU; all of them where the system does not tell."""
-    facts: Any = torch.cuda.get_device_properties(device)
-    return near_pci(f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0")
+    """Return the usable cores close to a GPU; all usable cores if the system does not tell."""
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return near_pci(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
 def near_pci(address: str, system: Path = _SYSTEM) -> list[int]:
-    """The same for whatever has an address on the PCI bus."""
+    """Return the usable cores close to a device with this PCI address; all usable cores if the system does not tell."""
     cores = usable(system)
     with suppress(OSError, ValueError):
         local = _listed((system / "bus/pci/devices" / address / "local_cpulist").read_text(encoding="ascii"))
@@ -68,9 +67,9 @@ def near_pci(address: str, system: Path = _SYSTEM) -> list[int]:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Keeps all threads of this process to some cores, and those that they will start."""
+    """Bind all present and future threads of this process to some cores."""
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has just ended
+        with suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(thread), cores)
 
 
@@ -82,9 +81,9 @@ def _number(file: Path) -> int:
 
 
 def _listed(text: str) -> set[int]:
-    """The numbers of a list like `0-3,8`."""
-    found: set[int] = set()
+    """Parse a list such as `0-3,8`."""
+    numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        numbers |= set(range(int(first), int(last or first) + 1))
+    return numbers

@@ -1,4 +1,4 @@
-"""What differs between a CPU and a GPU, beyond clocks and transports."""
+"""What differs between computing on a CPU and on a GPU, besides clocks and transports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raypipe.model import Batch
 CPU = torch.device("cpu")
 _NUM_FILLERS = 16
 _FILLER_BYTES = 256 << 20
-"""To write so many bytes takes a fast GPU some 60 us."""
+"""A fast GPU writes this in about 60 us."""
 
 
 @lru_cache(maxsize=1)
@@ -24,33 +24,30 @@ def _filler(device: torch.device) -> Tensor:
 
 
 def upload(batch: Batch, device: torch.device) -> Batch:
-    """The fields of a batch on a device; the host does not wait until they are there."""
+    """Copy the fields of a batch to a device without waiting for the copies."""
     if device.type == "cpu":
         return batch
-    return {name: _pinned(tensor, device).to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy in memory that does not move, from which a GPU reads by itself; torch keeps it until it has been read."""
-    return tensor.contiguous().pin_memory() if device.type == "cuda" else tensor
+    # A GPU reads pinned memory by itself; torch keeps the pinned copy until it has been read.
+    host = {name: tensor.contiguous().pin_memory() if device.type == "cuda" else tensor for name, tensor in batch.items()}
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in host.items()}
 
 
 def seed(device: torch.device, number: int) -> None:
-    """Seeds all that layers on a device may draw from: torch's generator of the host, and of the device."""
-    torch.default_generator.manual_seed(number)  # `torch.manual_seed` takes a hundred times as long
+    """Seed torch's generators of the host and of a device."""
+    torch.default_generator.manual_seed(number)  # 100 times as fast as `torch.manual_seed`
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed_all(number)
 
 
 def stop_watch(device: torch.device) -> Callable[[], float]:
-    """Begins to take the time of a device; the function that it returns ends that, and returns the seconds."""
+    """Start timing a device; the returned function stops it and returns the seconds."""
     if device.type == "cpu":
         since_s = time.perf_counter()
         return lambda: time.perf_counter() - since_s
     module = torch.get_device_module(device)
     module.synchronize()
     if device.type == "cuda":
-        # While the device works on these, the host gets ahead of it, as it is in training: its own time does not count.
+        # While the device works on these the host gets ahead, as in training, so that the host's time does not count.
         for _ in range(_NUM_FILLERS):
             _filler(device).zero_()
     first, last = module.Event(enable_timing=True), module.Event(enable_timing=True)
@@ -65,23 +62,23 @@ def stop_watch(device: torch.device) -> Callable[[], float]:
 
 
 def drop_fillers() -> None:
-    """Gives back what `stop_watch` has kept a GPU busy with."""
+    """Free the memory that `stop_watch` writes to."""
     if _filler.cache_info().currsize:
         _filler.cache_clear()
         torch.cuda.empty_cache()
 
 
-def peak_bytes(what: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors on a GPU at any time of what is done, beyond those before it."""
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Return the peak bytes of tensors on a GPU during some work, less the bytes before it."""
     module = torch.get_device_module(device)
     module.reset_peak_memory_stats(device)
     before = module.memory_allocated(device)
-    what()
+    work()
     return int(module.max_memory_allocated(device)) - int(before)
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which this thread tells a GPU what to do in an order of its own."""
+    """Return a context in which this thread uses a stream of its own on a GPU."""
     if device.type == "cpu":
         return nullcontext()
     module = torch.get_device_module(device)
@@ -90,7 +87,7 @@ def own_stream(device: torch.device) -> AbstractContextManager[object]:
 
 
 def settle(device: torch.device, *, timeout_s: float) -> bool:
-    """Waits, without sleep, until a device has done what this thread told it; returns whether it did in time."""
+    """Wait, without sleep, for the work that this thread has queued on a device; return whether it ended in time."""
     if device.type == "cpu":
         return True
     event = torch.get_device_module(device).Event()

@@ -14,9 +14,8 @@ from raypipe.actors import devices
 from raypipe.actors.execution.binding import StageEdges
 from raypipe.actors.execution.updates import root
 from raypipe.actors.stage.backward import backward_full, backward_input
-from raypipe.actors.stage.gradient_flow import stand_in
+from raypipe.actors.stage.gradient_flow import zero_inputs
 from raypipe.actors.stage.layers import RngKey
-from raypipe.actors.stage.module import Outputs
 from raypipe.actors.stage.snapshot import unchanged
 from raypipe.actors.stage.weights import Weights
 from raypipe.model import Batch, Model
@@ -34,12 +33,13 @@ def warm_up(weights: Mapping[int, Weights], edges: StageEdges, model: Model, bat
 
 def _run_once(weights: Weights, edges: StageEdges, model: Model, batch: Batch, *, split: bool) -> None:
     module, last = weights.module, len(model.layers) - 1
-    inputs: Outputs = {
-        layer: tuple(stand_in(tensor, on=module.on) for tensor in tensors)
+    incoming = {
+        layer: tensors
         for edge, of_layers in edges.specs.items()
         if edge[1] == module.stage
         for layer, tensors in zip(edges.cut.crossing[edge], of_layers, strict=True)
     }
+    inputs = zero_inputs(incoming, on=module.on)
     outputs = weights.run(weights.newest, inputs, batch, RngKey(0))
     roots = [tensor for tensors in outputs.values() for tensor in tensors if tensor.requires_grad]
     if last in outputs:
@@ -48,8 +48,7 @@ def _run_once(weights: Weights, edges: StageEdges, model: Model, batch: Batch, *
     leaves = [tensor for tensors in inputs.values() for tensor in tensors]
     parameters = weights.bind(weights.newest, 0)
     if split:
-        pivot = () if any(leaf.requires_grad for leaf in leaves) else module.first[0]
-        _, deferred = backward_input(roots, gradients, leaves, parameters, pivot=pivot)
+        _, deferred = backward_input(roots, gradients, leaves, parameters, pivot=module.pivot(leaves))
         deferred.run()
     else:
         backward_full(roots, gradients, leaves, parameters)

@@ -1,17 +1,15 @@
-"""The most memory that a device holds in a window, beyond what it holds without a model.
+"""The peak of the memory that a device holds in a window, less what it holds without a model.
 
-Of a CPU device that is what Linux counts of its process: the peak of the resident memory (VmHWM), which /proc/self/clear_refs sets
-back. Four things in it are not the model's and are taken off:
+On a CPU this is the peak of the process's resident memory (VmHWM), which writing to /proc/self/clear_refs resets, less:
 
-* what the process had of its own before its stages were built: interpreter, Ray, torch. What torch loads when it is first used, 70 MB
-  for its optimizers alone, is loaded before that is looked at, and what was freed before, such as layers that were measured, goes
-  back to the system;
-* mapped files: the code of libraries, of which more comes in as it is used;
+* the process's own memory before its stages were built: interpreter, Ray, torch. What torch loads on first use (70 MB for its optimizers
+  alone) is loaded before that is read, and freed memory goes back to the system;
+* mapped files: the code of libraries, of which more is loaded as it is used;
 * shared memory: the rings of channels, Ray's object store.
 
-The last two are taken as they are behind the window, since Linux tells no peak of each. What remains counts pages, not tensors: also
-holes that the C library could not fill, and buffers that libraries keep. As it keeps what was freed, a window never shows less than what
-an earlier one, an evaluation or a checkpoint left behind.
+The last two are read after the window, since Linux has no peak of each. The result counts pages, not tensors: also holes that the C
+library could not fill, and buffers of libraries. Freed memory stays with the process, so a window never shows less than an earlier window,
+an evaluation or a checkpoint has left behind.
 """
 
 from __future__ import annotations
@@ -32,32 +30,32 @@ _SHARED = ("RssFile", "RssShmem")
 
 
 class MemoryMeter(Protocol):
-    """Finds the peak of a device's memory."""
+    """Measures the peak of a device's memory."""
 
     def begin(self) -> None:
-        """Looks at what comes from now on."""
+        """Start a new measurement."""
 
     def peak_bytes(self) -> int | None:
-        """The most that was held since `begin`, less what was held when the meter was made; `None` where it cannot be known."""
+        """Return the peak since `begin`, less what the device held when the meter was made; `None` if unknown."""
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:
-    """The meter of a device that holds nothing of a model yet."""
+    """Return the meter of a device that holds no model yet."""
     return CudaMemory(device) if device.type == "cuda" else ProcessMemory()
 
 
 class ProcessMemory:
-    """See the top: the memory of this process."""
+    """The memory of this process; see the module's docstring."""
 
     def __init__(self) -> None:
-        _load_what_comes_late(torch.device("cpu"))
-        _give_back_what_is_free()
-        found = _resident_bytes()
-        self._before = None if found is None else found["RssAnon"]
+        _use_torch_once(torch.device("cpu"))
+        _return_free_memory()
+        resident = _resident_bytes()
+        self._before = None if resident is None else resident["RssAnon"]
         self._began = False
 
     def begin(self) -> None:
-        """See `MemoryMeter`."""
+        """Start a new measurement."""
         try:
             _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
             self._began = True
@@ -65,47 +63,43 @@ class ProcessMemory:
             self._began = False
 
     def peak_bytes(self) -> int | None:
-        """See `MemoryMeter`."""
-        found = _resident_bytes()
-        if found is None or self._before is None or not self._began:
+        """Return the peak since `begin`, less what the device held when the meter was made."""
+        resident = _resident_bytes()
+        if resident is None or self._before is None or not self._began:
             return None
-        return max(found["VmHWM"] - sum(found[name] for name in _SHARED) - self._before, 0)
+        return max(resident["VmHWM"] - sum(resident[name] for name in _SHARED) - self._before, 0)
 
 
 class CudaMemory:
-    """The memory that torch's allocator gave to tensors on a CUDA device; what it keeps besides is left out.
-
-    Args:
-        device: which.
-    """
+    """The memory of tensors on a CUDA device, without what torch's allocator keeps besides."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        _load_what_comes_late(device)
+        _use_torch_once(device)
         self._before = torch.cuda.memory_allocated(device)
 
     def begin(self) -> None:
-        """See `MemoryMeter`."""
+        """Start a new measurement."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int:
-        """See `MemoryMeter`."""
+        """Return the peak since `begin`, less what the device held when the meter was made."""
         return max(torch.cuda.max_memory_allocated(self.device) - self._before, 0)
 
 
 def _resident_bytes() -> dict[str, int] | None:
-    """What Linux counts of this process; `None` where it does not tell all of it."""
+    """Return the kinds of memory that Linux counts of this process; `None` if one is missing."""
     try:
         lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return None
     words = [line.split() for line in lines]
-    found = {line[0].rstrip(":"): int(line[1]) * 1024 for line in words if len(line) == 3 and line[2] == "kB"}
-    return found if {"VmHWM", "RssAnon", *_SHARED} <= found.keys() else None
+    resident = {line[0].rstrip(":"): int(line[1]) * 1024 for line in words if len(line) == 3 and line[2] == "kB"}
+    return resident if {"VmHWM", "RssAnon", *_SHARED} <= resident.keys() else None
 
 
-def _load_what_comes_late(device: torch.device) -> None:
-    """Does once what stages do: torch loads the half of itself when it is first used, and has memory of its own for products on a GPU."""
+def _use_torch_once(device: torch.device) -> None:
+    """Do once what stages do: torch loads half of itself on first use, and allocates workspaces for matrix products on a GPU."""
     weight = nn.Parameter(torch.zeros(2, 2, device=device))
     optimizer = torch.optim.AdamW([weight], fused=True)
     with torch.enable_grad():
@@ -113,8 +107,7 @@ def _load_what_comes_late(device: torch.device) -> None:
     optimizer.step()
 
 
-def _give_back_what_is_free() -> None:
-    """Lets the C library give free pages back, also those that it was told to keep."""
+def _return_free_memory() -> None:
     gc.collect()
     with suppress(AttributeError, OSError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

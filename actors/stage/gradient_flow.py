@@ -96,8 +96,7 @@ def output_specs(module: StageModule, inputs: StageOutputs, batch: Batch, *, num
     keep_what_compiled_forwards_save()
     batch = devices.upload(batch, module.on)
     module.eval()
-    zeros = {layer: tuple(stand_in(output, on=module.on) for output in outputs) for layer, outputs in inputs.items()}
-    first = _try_forward(module, zeros, batch, RngKey(0), num_rows)
+    first = _try_forward(module, zero_inputs(inputs, on=module.on), batch, RngKey(0), num_rows)
     trials = [first]
     module.train()
     for number in range(1, 1 + _NUM_NOISE_TRIALS):
@@ -238,8 +237,12 @@ def edge_specs(cut: Cut, outputs: Mapping[int, Sequence[LayerOutput]]) -> EdgeSp
     return specs
 
 
-def stand_in(output: LayerOutput | EdgeTensor, *, on: torch.device) -> Tensor:
-    """Return zeros in place of another stage's output; they require a gradient if the output takes one."""
+def zero_inputs(outputs: Mapping[int, Sequence[LayerOutput | EdgeTensor]], *, on: torch.device) -> Outputs:
+    """Return zeros in place of other stages' outputs; they require a gradient where the output takes one."""
+    return {layer: tuple(_zeros(output, on=on) for output in of_layer) for layer, of_layer in outputs.items()}
+
+
+def _zeros(output: LayerOutput | EdgeTensor, *, on: torch.device) -> Tensor:
     return torch.zeros(output.spec.shape, dtype=output.spec.dtype, device=on).requires_grad_(output.takes_gradient)
 
 
@@ -251,7 +254,7 @@ def _noise(output: LayerOutput, number: int, *, on: torch.device) -> Tensor:
     """
     spec = output.spec
     if not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype == torch.bool):
-        return stand_in(output, on=on)
+        return _zeros(output, on=on)
     values = torch.rand(spec.shape, generator=torch.Generator().manual_seed(number))
     noise = values < 0.5 if spec.dtype == torch.bool else values.to(spec.dtype)
     return noise.to(on).requires_grad_(output.takes_gradient)

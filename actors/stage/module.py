@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -89,6 +89,10 @@ class StageModule(nn.Module):
                 values[index] = result if isinstance(result, tuple) else (result,)
         self.first[0] = values[self.indices[0]]
         return {index: values[index] for index in self._leaving}
+
+    def pivot(self, inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Return the pivot of `backward_input` after a forward: the first layer's outputs if no input takes a gradient."""
+        return () if any(tensor.requires_grad for tensor in inputs) else self.first[0]
 
     @contextmanager
     def seeded_loss(self, rng_key: RngKey) -> Iterator[None]:

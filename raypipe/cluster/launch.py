@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.actors.actor import Identity, StageActor
-from raypipe.actors.cores import Place
+from raypipe.actors.cores import NodePosition
 from raypipe.actors.measure.links import ProbeActor
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import ScalingConfig
@@ -47,9 +47,9 @@ def launch_stage_actors(slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[i
             scheduling_strategy=_on_node_of(slot),
         )
         node_id = slot.node.node_id
-        place = Place(positions[node_id], counts[node_id]) if scaling.bind_cores else None
+        position = NodePosition(positions[node_id], counts[node_id]) if scaling.bind_cores else None
         positions[node_id] += 1
-        handles.append(actor.remote(identity, num_threads=scaling.threads_per_device, gpu_share=slot.num_gpus, place=place))
+        handles.append(actor.remote(identity, num_threads=scaling.threads_per_device, gpu_share=slot.num_gpus, node_position=position))
     return handles
 
 

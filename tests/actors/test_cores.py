@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from raypipe.actors import cores
-from raypipe.actors.cores import Place
+from raypipe.actors.cores import NodePosition
 
 
 def shares(num_cores: int, num_actors: int, num_threads: int = 1) -> list[list[int]]:
-    return [cores.share(range(num_cores), Place(position, num_actors), num_threads=num_threads) for position in range(num_actors)]
+    return [cores.share(range(num_cores), NodePosition(position, num_actors), num_threads=num_threads) for position in range(num_actors)]
 
 
 def test_a_node_of_many_cores_is_shared_equally_and_no_core_twice() -> None:

@@ -72,7 +72,7 @@ def test_an_account_without_all_of_its_lines_is_none(monkeypatch: pytest.MonkeyP
 def test_of_a_cuda_device_torch_tells_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[torch.device] = []
     loaded: list[torch.device] = []
-    monkeypatch.setattr(memory, "_load_what_comes_late", loaded.append)
+    monkeypatch.setattr(memory, "_use_torch_once", loaded.append)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", begun.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 350)
