@@ -22,11 +22,12 @@ from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope
+from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope
 from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import repeated, shard_optimizer
+from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.search.dispatch import Line, defer_updates
-from raypipe.schedules.validate import facts
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.plan_cost import layout_cost, published_copies, weight_versions
@@ -187,7 +188,7 @@ def best_cut(case: Case, problem: Problem, scope: UpdateScope, *known: tuple[int
 def figures_of(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...]) -> dict[str, Any]:
     """Sequences a second of one case, and what they cost."""
     schedule, timing = timed(case, problem, scope, cuts, NUM_UPDATES)
-    known = facts(schedule)
+    known = metrics(schedule)
     update_s = timing.steady_update_s
     busy_s = sum(timing.busy_s) / problem.num_devices / schedule.num_updates
     return {

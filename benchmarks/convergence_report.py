@@ -26,7 +26,7 @@ from convergence_runs import (
 from curves import MOST_CURVES, Curve, Panel, draw
 from rounds import print_table
 
-from raypipe.schedules.validate import facts
+from raypipe.schedules.metrics import metrics
 
 LIMIT = 0.01
 """How far a validation loss may be above that of the synchronous schedule to count as equal."""
@@ -93,7 +93,7 @@ def table_of(of: Sequence[Group]) -> Table:
     rows: Table = []
     for group in of:
         case = CASES[group.case]
-        found = facts(case.build(WINDOW))
+        found = metrics(case.build(WINDOW))
         same = synchronous.get(group.learning_rate)
         rows.append({
             "optimizer": group.optimizer,

@@ -27,8 +27,9 @@ from raypipe.model import Model
 from raypipe.models.bert import bert
 from raypipe.models.gpt import gpt
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, UpdateScope, WeightRule
 from raypipe.schedules.passes import evaluation
+from raypipe.schedules.request import ScheduleRequest
 
 NUM_DEVICES = 4
 NUM_POSITIONS = 128

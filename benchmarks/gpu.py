@@ -47,7 +47,7 @@ from raypipe.model import Model
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 
 DENSE_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12, "B200": 2250e12, "L40S": 362e12}
 """Of products of matrices, by a word of the GPU's name, as NVIDIA's data sheets have them without sparsity."""

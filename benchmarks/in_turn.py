@@ -20,7 +20,8 @@ from torch import Tensor
 
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.transport.protocol import Expected, Pending, Transport
-from raypipe.schedules.lower import Collective, Message
+from raypipe.schedules.collectives import Collective
+from raypipe.schedules.lower import Message
 
 
 def in_turn(pipeline: LocalPipeline) -> LocalPipeline:

@@ -34,10 +34,10 @@ from raypipe.artifacts.calibration import Calibration
 from raypipe.cluster.session import session
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import RaypipeError
+from raypipe.schedules.builders import synchronous
 from raypipe.schedules.catalogue import spec
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
-from raypipe.schedules.spec import synchronous
 from raypipe.schedules.text import parse_op
 from raypipe.simulation.cost import StageCost
 from raypipe.simulation.plan_cost import equal_stages

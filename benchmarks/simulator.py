@@ -19,8 +19,9 @@ from rounds import Summary, print_table, write_json
 
 from raypipe.artifacts.topology import Path
 from raypipe.schedules.catalogue import build, spec
-from raypipe.schedules.ir import Schedule, ScheduleRequest
+from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost

@@ -44,8 +44,9 @@ from raypipe.cluster.window import WindowResult
 from raypipe.config import Precision, Transport
 from raypipe.profiling.profiler import stage_costs
 from raypipe.schedules.catalogue import build, spec
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
+from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import lower
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.simulator import time_order

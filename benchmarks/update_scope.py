@@ -19,8 +19,9 @@ from waiting import NumberedRows, equal_waits, layers_per_stage
 from raypipe import ClusterConfig, RunConfig, ScalingConfig, ScheduleConfig, Trainer
 from raypipe.cluster.session import session
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest, UpdateScope
+from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.lower import lower
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.plan_cost import equal_stages
 from raypipe.simulation.simulator import simulate_programs
 

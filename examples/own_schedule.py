@@ -6,8 +6,9 @@ After eager 1F1B (Zhuang et al., MLSys 2023, arXiv 2211.05322). Worker s runs 2(
     raypipe schedule examples/own_schedule.py:eager --devices 4 --microbatches 8 --latency 0.5
 """
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest
-from raypipe.schedules.spec import synchronous
+from raypipe.schedules.builders import synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule
+from raypipe.schedules.request import ScheduleRequest
 
 
 def eager(size: ScheduleRequest) -> Schedule:

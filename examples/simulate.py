@@ -5,7 +5,7 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.simulator import simulate
 
 profile = ModelProfile.uniform(24, forward_s=0.010, backward_s=0.020, output_bytes=16_000_000)

@@ -23,10 +23,12 @@ from typing import Any
 from raypipe.artifacts.schedule import load_order
 from raypipe.errors import ConfigError, InputError, RaypipeError, ScheduleError, UnknownNameError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest, StageGraph, UpdateScope, WeightRule
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, StageGraph, UpdateScope, WeightRule
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import repeated
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.spec import ScheduleSpec
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.validate import validate
 from raypipe.user_code import named
 
 GROUP = "raypipe.schedules"
@@ -103,7 +105,7 @@ def _described(
         mismatch=_UNKNOWN,
         delay=_UNKNOWN,
         makespan_s=lambda size, times: None,
-        peak_in_flight=lambda size, worker: facts(build_size(size)).peak_in_flight[worker],
+        peak_in_flight=lambda size, worker: metrics(build_size(size)).peak_in_flight[worker],
         default_chunks=chunks,
         weight_rule=weight_rule,
     )

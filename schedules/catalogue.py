@@ -18,7 +18,8 @@ from raypipe.schedules.families import (
     zero_bubble_auto,
     zero_bubble_v,
 )
-from raypipe.schedules.ir import Schedule, ScheduleRequest
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.spec import ScheduleSpec
 
 SPECS: tuple[ScheduleSpec, ...] = (
@@ -57,19 +58,19 @@ def spec(name: str) -> ScheduleSpec:
     raise UnknownNameError("schedule", name, [known.name for known in SPECS])
 
 
-def build(name: str, size: ScheduleRequest) -> Schedule:
-    """The schedule of that name and size, not yet validated.
+def build(name: str, request: ScheduleRequest) -> Schedule:
+    """The schedule of that name and request, not yet validated.
 
     Raises:
         UnknownNameError: no schedule has that name.
         ScheduleError: the size is one that the schedule cannot take.
     """
-    return of_size(spec(name), size)
+    return of_size(spec(name), request)
 
 
-def of_size(found: ScheduleSpec, size: ScheduleRequest) -> Schedule:
+def of_size(found: ScheduleSpec, request: ScheduleRequest) -> Schedule:
     """The schedule of a family, bundled or not; errors as of `build`."""
     for what in ("num_devices", "num_microbatches", "num_updates", "num_chunks"):
-        if (number := getattr(size, what)) < 1:
+        if (number := getattr(request, what)) < 1:
             raise ScheduleError(f"{what} must be at least 1, got {number}")
-    return found.build(size)
+    return found.build(request)

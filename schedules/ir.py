@@ -215,14 +215,14 @@ class StageGraph:
         return tuple(depths)
 
 
-class Place(NamedTuple):
+class ProgramPlace(NamedTuple):
     """Where an Op stands: its worker and the position of its slot in that worker's program."""
 
     worker: int
     position: int
 
 
-class Holder(NamedTuple):
+class StageReplica(NamedTuple):
     """One copy of a stage's weights: the worker that holds it. Several pipelines may pass through it."""
 
     worker: int
@@ -269,39 +269,39 @@ class Schedule:
         """The worker whose weights the Op concerns."""
         return self.pipelines[op.pipeline][op.stage]
 
-    def holder(self, op: Op) -> Holder:
+    def replica(self, op: Op) -> StageReplica:
         """The copy of the weights that the Op uses or changes."""
-        return Holder(self.pipelines[op.pipeline][op.stage], op.stage)
+        return StageReplica(self.pipelines[op.pipeline][op.stage], op.stage)
 
     def update(self, op: Op) -> int:
         """The update that the Op works for."""
         return op.index if op.kind.per_update else op.index // self.num_microbatches
 
-    def ops(self) -> Iterator[tuple[Op, Place]]:
+    def ops(self) -> Iterator[tuple[Op, ProgramPlace]]:
         """All Ops with their places, worker by worker."""
         for worker, program in enumerate(self.programs):
             for position, slot in enumerate(program):
                 for op in ops_of(slot):
-                    yield op, Place(worker, position)
+                    yield op, ProgramPlace(worker, position)
 
     @cached_property
-    def places(self) -> dict[Op, Place]:
+    def places(self) -> dict[Op, ProgramPlace]:
         """Where each Op stands."""
         return dict(self.ops())
 
     @cached_property
-    def holders(self) -> dict[Holder, int]:
+    def first_pipeline(self) -> dict[StageReplica, int]:
         """Every copy of a stage's weights, and the first pipeline that passes through it (which its U, G and P name)."""
-        found: dict[Holder, int] = {}
+        found: dict[StageReplica, int] = {}
         for pipeline, workers in enumerate(self.pipelines):
             for stage, worker in enumerate(workers):
-                found.setdefault(Holder(worker, stage), pipeline)
+                found.setdefault(StageReplica(worker, stage), pipeline)
         return found
 
     @cached_property
-    def replicas(self) -> tuple[tuple[Holder, ...], ...]:
+    def replicas(self) -> tuple[tuple[StageReplica, ...], ...]:
         """For each stage, the copies of its weights, by first pipeline."""
-        return tuple(tuple(holder for holder in self.holders if holder.stage == stage) for stage in range(self.num_stages))
+        return tuple(tuple(replica for replica in self.first_pipeline if replica.stage == stage) for stage in range(self.num_stages))
 
     @property
     def forward_only(self) -> bool:
@@ -322,30 +322,30 @@ class Schedule:
         return [op] if op.part and op in parts else parts
 
     @cached_property
-    def _gradient_ops(self) -> dict[tuple[Holder, int], list[Op]]:
+    def _gradient_ops(self) -> dict[tuple[StageReplica, int], list[Op]]:
         """The Ops that write the gradient of (copy, update), in program order."""
-        found: dict[tuple[Holder, int], list[Op]] = {}
+        found: dict[tuple[StageReplica, int], list[Op]] = {}
         for op, _ in self.ops():
             if op.kind.writes_gradient:
-                found.setdefault((self.holder(op), self.update(op)), []).append(op)
+                found.setdefault((self.replica(op), self.update(op)), []).append(op)
         return found
 
-    def gradient_ops(self, holder: Holder, update: int) -> list[Op]:
+    def gradient_ops(self, replica: StageReplica, update: int) -> list[Op]:
         """The Ops that write the gradient buffer of a copy for an update, in program order."""
-        return self._gradient_ops.get((holder, update), [])
+        return self._gradient_ops.get((replica, update), [])
 
     @cached_property
-    def _version_places(self) -> dict[Holder, list[tuple[int, int]]]:
+    def _version_places(self) -> dict[StageReplica, list[tuple[int, int]]]:
         """For each copy, (position, version) of the U or P that brings each version to it."""
-        found: dict[Holder, list[tuple[int, int]]] = {}
+        found: dict[StageReplica, list[tuple[int, int]]] = {}
         for op, place in self.ops():
             if op.kind in {OpKind.UPDATE, OpKind.PUBLISH}:
-                found.setdefault(self.holder(op), []).append((place.position, op.index + 1))
+                found.setdefault(self.replica(op), []).append((place.position, op.index + 1))
         return found
 
-    def newest_version(self, holder: Holder, position: int) -> int:
+    def newest_version(self, replica: StageReplica, position: int) -> int:
         """The newest version that a copy has when the slot at `position` starts."""
-        return max((version for at, version in self._version_places.get(holder, ()) if at < position), default=0)
+        return max((version for at, version in self._version_places.get(replica, ()) if at < position), default=0)
 
 
 def reads(schedule: Schedule, op: Op) -> int:
@@ -361,7 +361,7 @@ def reads(schedule: Schedule, op: Op) -> int:
         return version
     if not schedule.weight_rule.allows_mismatch:
         op = schedule.find(Op(OpKind.FORWARD, op.stage, op.index, op.pipeline, op.part))[0]
-    return schedule.newest_version(schedule.holder(op), schedule.places[op].position)
+    return schedule.newest_version(schedule.replica(op), schedule.places[op].position)
 
 
 def dependencies(schedule: Schedule, op: Op) -> list[Op]:
@@ -373,8 +373,8 @@ def dependencies(schedule: Schedule, op: Op) -> list[Op]:
     """
     found = _RULES[op.kind](schedule, op)
     if not op.kind.per_update and (version := reads(schedule, op)):
-        holder = schedule.holder(op)
-        brought = Op(OpKind.UPDATE, op.stage, version - 1, schedule.holders[holder])
+        replica = schedule.replica(op)
+        brought = Op(OpKind.UPDATE, op.stage, version - 1, schedule.first_pipeline[replica])
         found = found + (schedule.find(brought) or schedule.find(brought._replace(kind=OpKind.PUBLISH)))
     return found
 
@@ -409,21 +409,21 @@ def _before_exchange(schedule: Schedule, op: Op) -> list[Op]:
 
 def _before_reduction(schedule: Schedule, op: Op) -> list[Op]:
     # It only hands its copy's gradient over: what waits for the other copies is the update.
-    return schedule.gradient_ops(schedule.holder(op), op.index)[-1:]
+    return schedule.gradient_ops(schedule.replica(op), op.index)[-1:]
 
 
 def _before_update(schedule: Schedule, op: Op) -> list[Op]:
-    found = _gradient_ready(schedule, schedule.holder(op), op.index)
-    for holder in _scope(schedule, schedule.holder(op)):
-        found = found + _gradient_ready(schedule, holder, op.index)
+    found = _gradient_ready(schedule, schedule.replica(op), op.index)
+    for replica in _scope(schedule, schedule.replica(op)):
+        found = found + _gradient_ready(schedule, replica, op.index)
     return found + (schedule.find(op._replace(index=op.index - 1)) if op.index else [])
 
 
 def _before_publication(schedule: Schedule, op: Op) -> list[Op]:
     return [
         found
-        for holder in schedule.replicas[op.stage]
-        for found in schedule.find(Op(OpKind.UPDATE, op.stage, op.index, schedule.holders[holder]))
+        for replica in schedule.replicas[op.stage]
+        for found in schedule.find(Op(OpKind.UPDATE, op.stage, op.index, schedule.first_pipeline[replica]))
     ]
 
 
@@ -455,67 +455,23 @@ def _coupled(schedule: Schedule, op: Op) -> list[Op]:
     return [found for member in members for found in schedule.find(member) or _at(schedule, member, OpKind.FORWARD)]
 
 
-def _gradient_ready(schedule: Schedule, holder: Holder, update: int) -> list[Op]:
+def _gradient_ready(schedule: Schedule, replica: StageReplica, update: int) -> list[Op]:
     """What a copy's gradient for an update waits for: its reductions where there are any, else its last gradient Op.
 
     Replicas without reductions (a schedule before the pass that adds them) wait for each other all the same.
     """
-    replicas = schedule.replicas[holder.stage]
+    replicas = schedule.replicas[replica.stage]
     reductions = [
-        found for replica in replicas for found in schedule.find(Op(OpKind.REDUCE, holder.stage, update, schedule.holders[replica]))
+        found for replica in replicas for found in schedule.find(Op(OpKind.REDUCE, replica.stage, update, schedule.first_pipeline[replica]))
     ]
     return reductions or [found for replica in replicas for found in schedule.gradient_ops(replica, update)[-1:]]
 
 
-def _scope(schedule: Schedule, holder: Holder) -> Sequence[Holder]:
+def _scope(schedule: Schedule, replica: StageReplica) -> Sequence[StageReplica]:
     """One copy of each other stage whose gradients an update of this one waits for; those of all its replicas go with it."""
     graph = schedule.graph
     if schedule.update_scope is UpdateScope.GLOBAL:
         stages: Iterable[int] = range(schedule.num_stages)
     else:
-        stages = sorted(graph.ties[graph.tie_of[holder.stage]]) if holder.stage in graph.tie_of else ()
-    return [schedule.replicas[stage][0] for stage in stages if stage != holder.stage]
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Seconds of one stage and microbatch, the same for all stages: forward, input gradient and weight gradient.
-
-    The full backward takes the sum of the last two.
-    """
-
-    forward_s: float
-    input_grad_s: float
-    weight_grad_s: float
-
-
-@dataclass(frozen=True)
-class ScheduleRequest:
-    """What a generator is asked for.
-
-    Attributes:
-        num_devices: workers, at least 1.
-        num_microbatches: of one update, over all pipelines, at least 1.
-        num_updates: updates of the window, at least 1.
-        num_chunks: stages a worker, for the schedules that take several.
-        num_pipelines: layings of the stage graph, for the schedules that have several; 0 lets the schedule choose.
-        update_scope: what an update waits for; `None` for the schedule's own default.
-        times: of each stage, or one for all of them, for the schedules that are searched for; F = I = W = 1 where there are none.
-        latency_s: seconds of every dependency between devices, likewise.
-        max_in_flight: the most stage activations that a worker may hold, likewise; `None` for the schedule's own limit.
-        max_mean_staleness: the most updates between the weights of a forward and those that its gradient changes, on average,
-            for `amdp-auto`; `None` for no limit.
-        weight_grad_share: of an activation, what a worker keeps from I to W, likewise; 1 for all of it, as raypipe's executor does.
-    """
-
-    num_devices: int
-    num_microbatches: int
-    num_updates: int = 1
-    num_chunks: int = 1
-    num_pipelines: int = 0
-    update_scope: UpdateScope | None = None
-    times: tuple[StageTimes, ...] = ()
-    latency_s: float = 0.0
-    max_in_flight: float | None = None
-    max_mean_staleness: float | None = None
-    weight_grad_share: float = 1.0
+        stages = sorted(graph.ties[graph.tie_of[replica.stage]]) if replica.stage in graph.tie_of else ()
+    return [schedule.replicas[stage][0] for stage in stages if stage != replica.stage]

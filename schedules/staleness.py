@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raypipe.schedules.validate import Facts
+from raypipe.schedules.metrics import ScheduleMetrics
 
 _PARTS = 1000
 """Of an update: how exactly limits are told."""
@@ -22,9 +22,9 @@ class StalenessLimits:
     """What is allowed; `None` for no limit.
 
     Attributes:
-        max_staleness: the most updates between the weights of a forward and those that its gradient changes (`Facts.max_delay`).
+        max_staleness: the most updates between the weights of a forward and those that its gradient changes (`ScheduleMetrics.max_delay`).
         max_mismatch: the most weight versions between the forward and the backward of a microbatch.
-        max_mean_staleness: the updates of `max_staleness` on average over microbatches and stages (`Facts.mean_delay`).
+        max_mean_staleness: the updates of `max_staleness` on average over microbatches and stages (`ScheduleMetrics.mean_delay`).
     """
 
     max_staleness: int | None = None
@@ -32,7 +32,7 @@ class StalenessLimits:
     max_mean_staleness: float | None = None
 
     @classmethod
-    def of(cls, known: Facts) -> StalenessLimits:
+    def of(cls, known: ScheduleMetrics) -> StalenessLimits:
         """The least in few digits that allows an order."""
         return cls(known.max_delay, known.max_mismatch, rounded_up(known.mean_delay))
 
@@ -49,7 +49,7 @@ class StalenessLimits:
         limits = [limit for limit in (self.max_staleness, self.max_mean_staleness) if limit is not None]
         return bool(limits) and all(limits)
 
-    def exceeded_by(self, known: Facts) -> dict[str, float]:
+    def exceeded_by(self, known: ScheduleMetrics) -> dict[str, float]:
         """The limits that an order does not keep, with what it has of each."""
         exact = vars(StalenessLimits(known.max_delay, known.max_mismatch, known.mean_delay))
         told = vars(StalenessLimits.of(known))

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from raypipe.errors import FormatError, ScheduleError
-from raypipe.schedules.ir import Op, OpKind, Overlap, Place, Slot, ops_of
+from raypipe.schedules.ir import Op, OpKind, Overlap, ProgramPlace, Slot, ops_of
 
 _OP = re.compile(r"(\d+)([A-Z])(\d+)(?:\.(\d+))?(?:@(\d+))?", re.ASCII)
 _TOGETHER = re.compile(r"\(([^()]+)\)(?:OVERLAP_F_B)?")
@@ -96,7 +96,7 @@ def from_csv(text: str, *, path: str) -> tuple[tuple[Slot, ...], ...]:
     return tuple(programs)
 
 
-def order_grid(programs: Sequence[Sequence[Slot]], marks: Mapping[Place, str] | None = None, *, around: int = 12) -> str:
+def order_grid(programs: Sequence[Sequence[Slot]], marks: Mapping[ProgramPlace, str] | None = None, *, around: int = 12) -> str:
     """The programs as lines of text, in order and without times.
 
     Args:
@@ -111,7 +111,7 @@ def order_grid(programs: Sequence[Sequence[Slot]], marks: Mapping[Place, str] | 
     last = max(positions) + around if positions else max(map(len, programs), default=0)
     cells = [
         [
-            f">{slot}<" if Place(worker, position) in marks else str(slot)
+            f">{slot}<" if ProgramPlace(worker, position) in marks else str(slot)
             for position, slot in enumerate(program)
             if first <= position <= last
         ]

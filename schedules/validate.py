@@ -9,36 +9,14 @@ from __future__ import annotations
 
 import graphlib
 import itertools
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Holder, Op, OpKind, Place, Schedule, dependencies, ops_of, reads
-from raypipe.schedules.lower import Await, Collective, CollectiveKind, Item, Message, Recv, Send, Start, lower
+from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start
+from raypipe.schedules.ir import Op, OpKind, ProgramPlace, Schedule, dependencies, ops_of
+from raypipe.schedules.lower import Item, Message, Recv, Send, lower
 from raypipe.schedules.text import order_grid
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What an order holds and how stale it computes.
-
-    Attributes:
-        peak_in_flight: per worker, the most stage activations held at once, from the start of F to the end of B, or of W
-            where the backward is split.
-        weight_copies: per worker, the most stage weights held at once, counting versions.
-        max_mismatch: most weight versions between forward and backward of a microbatch at a stage.
-        max_delay: most updates between the weights of a forward and those its gradient is applied to.
-        mean_delay: the same on average over microbatches and stages, in a window as long as the schedule.
-    """
-
-    peak_in_flight: tuple[int, ...]
-    weight_copies: tuple[int, ...]
-    max_mismatch: int
-    max_delay: int
-    mean_delay: float
 
 
 def validate(schedule: Schedule) -> None:
@@ -60,7 +38,7 @@ def validate(schedule: Schedule) -> None:
     vars(schedule)["is_valid"] = True
 
 
-def _refuse(schedule: Schedule, problem: str, *places: Place) -> ScheduleError:
+def _refuse(schedule: Schedule, problem: str, *places: ProgramPlace) -> ScheduleError:
     at = places[0] if places else None
     head = f"worker {at.worker}, position {at.position}: {problem}" if at else problem
     return ScheduleError(head, order_grid(schedule.programs, dict.fromkeys(places, "")))
@@ -91,7 +69,7 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _check_places(schedule: Schedule) -> None:
-    seen: dict[Op, Place] = {}
+    seen: dict[Op, ProgramPlace] = {}
     last = schedule.num_microbatches * schedule.num_updates
     for op, place in schedule.ops():
         if not 0 <= op.pipeline < len(schedule.pipelines):
@@ -103,8 +81,8 @@ def _check_places(schedule: Schedule) -> None:
             raise _refuse(schedule, f"{op}: its index must be less than {count}", place)
         if schedule.worker(op) != place.worker:
             raise _refuse(schedule, f"{op} belongs on worker {schedule.worker(op)}, which holds stage {op.stage}", place)
-        if op.kind.per_update and op.pipeline != schedule.holders[schedule.holder(op)]:
-            right = op._replace(pipeline=schedule.holders[schedule.holder(op)])
+        if op.kind.per_update and op.pipeline != schedule.first_pipeline[schedule.replica(op)]:
+            right = op._replace(pipeline=schedule.first_pipeline[schedule.replica(op)])
             raise _refuse(schedule, f"{op} is done once for the copy that pipelines share; write {right}", place)
         if op in seen:
             raise _refuse(schedule, f"{op} runs a second time", place, seen[op])
@@ -130,12 +108,12 @@ def _check_completeness(schedule: Schedule) -> None:
             _check_microbatch(schedule, microbatch, stage, min(pipelines))
     if schedule.forward_only:
         return
-    for holder, pipeline in schedule.holders.items():
+    for replica, pipeline in schedule.first_pipeline.items():
         for update in range(schedule.num_updates):
-            brought = Op(OpKind.UPDATE, holder.stage, update, pipeline), Op(OpKind.PUBLISH, holder.stage, update, pipeline)
+            brought = Op(OpKind.UPDATE, replica.stage, update, pipeline), Op(OpKind.PUBLISH, replica.stage, update, pipeline)
             if not any(map(schedule.find, brought)):
                 raise ScheduleError(
-                    f"worker {holder.worker} has no {brought[0]}: its copy of stage {holder.stage} would miss update {update}",
+                    f"worker {replica.worker} has no {brought[0]}: its copy of stage {replica.stage} would miss update {update}",
                     order_grid(schedule.programs),
                 )
     _check_members(schedule)
@@ -146,11 +124,11 @@ def _check_members(schedule: Schedule) -> None:
     for op, place in schedule.ops():
         if op.kind in {OpKind.REDUCE, OpKind.PUBLISH}:
             replicas = schedule.replicas[op.stage]
-            for holder in replicas:
-                if (other := op._replace(pipeline=schedule.holders[holder])) not in schedule.places:
-                    raise _refuse(schedule, f"{op} would wait for ever: worker {holder.worker} has no {other} for its copy", place)
+            for replica in replicas:
+                if (other := op._replace(pipeline=schedule.first_pipeline[replica])) not in schedule.places:
+                    raise _refuse(schedule, f"{op} would wait for ever: worker {replica.worker} has no {other} for its copy", place)
             if op.kind is OpKind.PUBLISH and not any(
-                schedule.find(Op(OpKind.UPDATE, op.stage, op.index, schedule.holders[holder])) for holder in replicas
+                schedule.find(Op(OpKind.UPDATE, op.stage, op.index, schedule.first_pipeline[replica])) for replica in replicas
             ):
                 raise _refuse(schedule, f"{op} publishes what no worker updates; give one of the copies of stage {op.stage} a U", place)
 
@@ -198,13 +176,13 @@ def _check_local_order(schedule: Schedule) -> None:
             if at.worker == place.worker and (at.position > place.position or (at == place and needed != op)):
                 raise _refuse(schedule, f"{op} runs before {needed}", place, at)
         if op.kind.writes_gradient:
-            reduction = schedule.find(Op(OpKind.REDUCE, op.stage, schedule.update(op), schedule.holders[schedule.holder(op)]))
+            reduction = schedule.find(Op(OpKind.REDUCE, op.stage, schedule.update(op), schedule.first_pipeline[schedule.replica(op)]))
             for needed in reduction:
                 at = schedule.places[needed]
                 if at.position < place.position:
                     raise _refuse(schedule, f"{op} adds to a gradient that {needed} has already reduced", place, at)
         elif op.kind is OpKind.UPDATE:
-            for gradient in schedule.gradient_ops(schedule.holder(op), op.index)[-1:]:
+            for gradient in schedule.gradient_ops(schedule.replica(op), op.index)[-1:]:
                 if schedule.places[gradient].position > place.position:
                     raise _refuse(schedule, f"{op} runs before {gradient}", place, schedule.places[gradient])
 
@@ -242,7 +220,7 @@ def _check_deadlock(schedule: Schedule) -> None:
     stuck = [worker for worker, head in enumerate(heads) if head < len(schedule.programs[worker])]
     if stuck:
         reasons = [f"worker {at} waits with {schedule.programs[at][heads[at]]} for {needed}" for needed, by in waiting.items() for at in by]
-        places = [Place(worker, heads[worker]) for worker in stuck]
+        places = [ProgramPlace(worker, heads[worker]) for worker in stuck]
         raise ScheduleError(f"deadlock: {'; '.join(sorted(reasons)[:6])}", order_grid(schedule.programs, dict.fromkeys(places, "")))
 
 
@@ -314,61 +292,3 @@ def _concerned(schedule: Schedule, collective: Collective) -> Sequence[int]:
     if collective.kind is CollectiveKind.NORM:
         return range(schedule.num_stages)
     return schedule.graph.ties[collective.stage] if collective.kind.of_tie else (collective.stage,)
-
-
-def facts(schedule: Schedule) -> Facts:
-    """The facts of a valid schedule. Time: proportional to its Ops (times versions in flight, where weights are stashed)."""
-    in_flight = tuple(_peak_in_flight(schedule, worker) for worker in range(schedule.num_workers))
-    copies = Counter[int]()
-    for holder in schedule.holders:
-        copies[holder.worker] += _peak_versions(schedule, holder)
-    mismatch = 0
-    delays: list[int] = []
-    if schedule.weight_rule.overlaps_updates:
-        for op, _ in schedule.ops():
-            if op.kind.gives_input_gradient:
-                forward = reads(schedule, schedule.find(op._replace(kind=OpKind.FORWARD))[0])
-                mismatch = max(mismatch, reads(schedule, op) - forward)
-                delays.append(schedule.update(op) - forward)
-    return Facts(
-        peak_in_flight=in_flight,
-        weight_copies=tuple(copies[worker] for worker in range(schedule.num_workers)),
-        max_mismatch=mismatch,
-        max_delay=max(delays, default=0),
-        mean_delay=sum(delays) / len(delays) if delays else 0.0,
-    )
-
-
-def _peak_in_flight(schedule: Schedule, worker: int) -> int:
-    """The most activations held; parts of one count in proportion, and what is begun of the next whole one counts whole."""
-    held = peak = Fraction(0)
-    for slot in schedule.programs[worker]:
-        ops = ops_of(slot)
-        held += sum(Fraction(1, len(schedule.find(op._replace(part=0)))) for op in ops if op.kind is OpKind.FORWARD)
-        peak = max(peak, held)
-        if schedule.forward_only:
-            held = Fraction(0)  # nothing is kept for a backward
-        else:
-            held -= sum(Fraction(1, len(schedule.find(op._replace(part=0)))) for op in ops if op.kind.writes_gradient)
-    return math.ceil(peak)
-
-
-def _peak_versions(schedule: Schedule, holder: Holder) -> int:
-    """The most versions of one copy that are still to be read at once, the newest included."""
-    if not schedule.weight_rule.keeps_versions:
-        return 1
-    born = {0: -1}
-    last: dict[int, int] = {}
-    for position, slot in enumerate(schedule.programs[holder.worker]):
-        for op in ops_of(slot):
-            if schedule.holder(op) != holder:
-                continue
-            if op.kind in {OpKind.UPDATE, OpKind.PUBLISH}:
-                born[op.index + 1] = position
-            elif not op.kind.per_update:
-                version = reads(schedule, op)
-                last[version] = max(last.get(version, 0), position)
-    end = len(schedule.programs[holder.worker])
-    newest_until = {version: min((at for later, at in born.items() if later > version), default=end) for version in born}
-    until = {version: max(last.get(version, -1), newest_until[version]) for version in born}
-    return max(sum(born[other] < position <= until[other] for other in born) for position in {*born.values(), *until.values()})

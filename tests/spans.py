@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from raypipe.artifacts.trace import Source, Span, SpanItem, SpanKind, Trace
+from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, OpKind, ops_of
-from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
+from raypipe.schedules.lower import Direction, Message
 from raypipe.schedules.text import parse_slot
 
 ACTIVATION = Message(Direction.ACTIVATION, 0, 1, 0)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Holder, Op, OpKind, Overlap, Schedule, ScheduleRequest, Slot, StageGraph, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, StageReplica, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
 from tests.schedules import handwritten
 
@@ -143,10 +144,10 @@ class _Work:
     split: list[bool]
 
     def __post_init__(self) -> None:
-        self.holders: dict[Holder, int] = {}
+        self.holders: dict[StageReplica, int] = {}
         for pipeline, workers in enumerate(self.pipelines):
             for stage, worker in enumerate(workers):
-                self.holders.setdefault(Holder(worker, stage), pipeline)
+                self.holders.setdefault(StageReplica(worker, stage), pipeline)
 
     def worker(self, op: Op) -> int:
         return self.pipelines[op.pipeline][op.stage]
@@ -178,7 +179,7 @@ class _Work:
         update = microbatch // self.num_microbatches
         version = {WeightRule.FLUSH: update, WeightRule.DOUBLE_BUFFER: max(update - 1, 0)}.get(self.weight_rule, 0)
         if version:
-            forward_needs.append(Op(OpKind.UPDATE, stage, version - 1, self.holders[Holder(self.worker(op(OpKind.FORWARD)), stage)]))
+            forward_needs.append(Op(OpKind.UPDATE, stage, version - 1, self.holders[StageReplica(self.worker(op(OpKind.FORWARD)), stage)]))
         found = {
             op(OpKind.FORWARD): forward_needs,
             op(backward): [op(OpKind.FORWARD), *(op(backward, target) for target in self.graph.successors[stage])],
@@ -202,7 +203,7 @@ class _Work:
             if self.reduced and len(copies) > 1:
                 yield from (Op(OpKind.REDUCE, other, update, pipeline) for _, pipeline in copies)
         if update:
-            yield Op(OpKind.UPDATE, stage, update - 1, self.holders[Holder(worker, stage)])
+            yield Op(OpKind.UPDATE, stage, update - 1, self.holders[StageReplica(worker, stage)])
 
 
 @st.composite

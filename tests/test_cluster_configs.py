@@ -27,7 +27,7 @@ from raypipe.cluster.slots import NODE_LABEL
 from raypipe.config import TrainConfig
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.simulator import simulate
 
 ROOT = Path(__file__).parents[1]

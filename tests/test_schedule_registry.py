@@ -17,7 +17,8 @@ from raypipe.config import ScheduleConfig
 from raypipe.errors import ConfigError, FormatError, InputError, ScheduleError, UnknownNameError
 from raypipe.model import Model
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.ir import OpKind, Schedule, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.text import to_csv, to_torch_csv
 from raypipe.schedules.validate import validate

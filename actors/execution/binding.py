@@ -29,8 +29,9 @@ from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Expected, TensorSpec
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import PlanError
+from raypipe.schedules.collectives import Await, Start
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Await, Compute, DeviceProgram, Direction, Item, Message, Recv, Send, Start
+from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Item, Message, Recv, Send
 
 Edge = tuple[int, int]
 """Source and target stage."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from raypipe.artifacts.trace import Span, SpanKind
+from raypipe.schedules.collectives import Await
 from raypipe.schedules.ir import UpdateScope
-from raypipe.schedules.lower import Await, Compute, DeviceProgram, Item, Recv
+from raypipe.schedules.lower import Compute, DeviceProgram, Item, Recv
 
 
 @dataclass

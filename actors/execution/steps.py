@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from raypipe.actors.stage.gradient_flow import OutputId
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Expected
+from raypipe.schedules.collectives import Collective
 from raypipe.schedules.ir import Op
-from raypipe.schedules.lower import Collective, Direction, Message
+from raypipe.schedules.lower import Direction, Message
 
 Rows = tuple[float, float]
 """First row and end, in shares of a microbatch."""

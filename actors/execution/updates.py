@@ -12,8 +12,9 @@ from torch import Tensor
 from raypipe.actors.execution.steps import AwaitStep, StartStep
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Pending, Transport
+from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, UpdateScope
-from raypipe.schedules.lower import Collective, CollectiveKind, DeviceProgram
+from raypipe.schedules.lower import DeviceProgram
 
 Number = float | Tensor
 """A number; one that a GPU computes behind the host stays there as a tensor."""

@@ -19,7 +19,8 @@ from raypipe.actors.transport.channel import ChannelError, IncomingChannel, Outg
 from raypipe.actors.transport.protocol import Expected, Ledger, Pending, left_over
 from raypipe.actors.transport.rendezvous import Lines, Meeting
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
-from raypipe.schedules.lower import Collective, Message
+from raypipe.schedules.collectives import Collective
+from raypipe.schedules.lower import Message
 
 
 class _Kind(StrEnum):

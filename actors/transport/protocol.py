@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from raypipe.errors import AbortedError, TransportError, TransportTimeoutError
-from raypipe.schedules.lower import Collective, Message
+from raypipe.schedules.collectives import Collective
+from raypipe.schedules.lower import Message
 
 
 @dataclass(frozen=True)

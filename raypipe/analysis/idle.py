@@ -27,8 +27,9 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 from raypipe.artifacts.trace import Span, SpanItem, SpanKind, Trace
+from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
+from raypipe.schedules.lower import Direction, Message
 
 Key = TypeVar("Key", bound=Hashable)
 

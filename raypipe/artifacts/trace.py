@@ -17,8 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from raypipe.artifacts import codec
 from raypipe.errors import FormatError, ScheduleError
+from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, DeviceProgram, Direction, Message, Recv, Send, Start
+from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Message, Recv, Send
 from raypipe.schedules.text import parse_op
 
 FORMAT = "raypipe.trace/1"

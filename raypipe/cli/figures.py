@@ -9,7 +9,7 @@ from raypipe.analysis.idle import IDLE, Division
 from raypipe.artifacts.trace import Trace
 from raypipe.errors import InputError
 from raypipe.schedules.ir import Schedule
-from raypipe.schedules.validate import facts
+from raypipe.schedules.metrics import metrics
 
 
 def schedule_figures(schedule: Schedule, trace: Trace, *, steady_update_s: float) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def schedule_figures(schedule: Schedule, trace: Trace, *, steady_update_s: float
         trace: of the same order.
         steady_update_s: time per update far from the ends of a long window.
     """
-    known = facts(schedule)
+    known = metrics(schedule)
     _require_finite(trace)
     return {
         "schedule": schedule.name,

@@ -21,12 +21,14 @@ from raypipe.cli.options import COUNT, SECONDS, FiniteRange, check_folder, check
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.errors import InputError, ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest, StageTimes, UpdateScope
+from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import lower
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.schedules.text import to_csv, to_torch_csv
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.validate import validate
 from raypipe.show.grid import timed_grid
 from raypipe.show.tables import schedule_table
 from raypipe.simulation.plan_cost import equal_stages
@@ -188,7 +190,7 @@ def schedule(
     built = catalogue.of_size(spec, size)
     validate(built)
     limits = StalenessLimits(max_mean_staleness=max_mean_staleness)
-    if too_stale := limits.exceeded_by(facts(built)):
+    if too_stale := limits.exceeded_by(metrics(built)):
         needed = too_stale["max_mean_staleness"]
         problem = f"{name} is {needed:g} updates late on average; use --max-mean-staleness {needed:g}"
         raise ScheduleError(f"{problem}, more microbatches, or the schedule 'amdp-auto'")

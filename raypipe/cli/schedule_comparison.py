@@ -12,10 +12,12 @@ from raypipe.cli.schedule import StageSeconds, long_window, refuse_large
 from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.lower_bounds import Piece, lower_bound
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
+from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import DeviceProgram, Send, lower
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.spec import ScheduleSpec
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.plan_cost import equal_stages
 from raypipe.simulation.simulator import time_order
@@ -81,7 +83,7 @@ def _figures_of(spec: ScheduleSpec, size: ScheduleRequest, times: StageSeconds) 
         steady_update_s = long_trace.steady_update_s
     figures = schedule_figures(schedule, trace, steady_update_s=steady_update_s)
     if window is not None:  # what updates that overlap hold, and how stale they are, shows there alone
-        known = facts(window)
+        known = metrics(window)
         figures |= {
             "peak_in_flight": list(known.peak_in_flight),
             "weight_copies": list(known.weight_copies),

@@ -12,7 +12,7 @@ from raypipe.cli.options import COUNT, SECONDS, example, json_option
 from raypipe.cli.schedule import StageSeconds, stage_seconds
 from raypipe.cli.schedule_comparison import survey
 from raypipe.cli.screen import console, plain_console, print_json
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.show.schedule_comparison import LEGEND, zoo_tables
 from raypipe.show.tables import table
 from raypipe.units import counted, seconds

@@ -26,7 +26,8 @@ from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.stage_actors import StageActors
 from raypipe.cluster.window import WindowResult
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig
-from raypipe.schedules.lower import DeviceProgram, Recv, Start
+from raypipe.schedules.collectives import Start
+from raypipe.schedules.lower import DeviceProgram, Recv
 
 Programs = Mapping[str, Sequence[DeviceProgram]]
 """The program of each device, by name."""

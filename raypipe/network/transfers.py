@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 from raypipe.artifacts.trace import Step, Trace, steps_of
 from raypipe.network.estimate import LinkEstimate, NetworkEstimate, Transfer
-from raypipe.schedules.lower import Await, Collective, DeviceProgram, Recv
+from raypipe.schedules.collectives import Await, Collective
+from raypipe.schedules.lower import DeviceProgram, Recv
 
 _WAITED_S = 3e-4
 _WAITED_SHARE = 0.25

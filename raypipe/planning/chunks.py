@@ -18,7 +18,8 @@ from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Group, Problem
 from raypipe.schedule_registry import build, is_file, overlaps
-from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest
+from raypipe.schedules.ir import OpKind, Schedule
+from raypipe.schedules.request import ScheduleRequest
 
 ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v", "amdp-flush")
 ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp", "amdp-auto")

@@ -8,8 +8,8 @@ from itertools import pairwise
 from raypipe.artifacts.cut import Cut
 from raypipe.planning.problem import Group, Problem
 from raypipe.schedules.families import list_order
-from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.lower import Placement
+from raypipe.schedules.request import ScheduleRequest
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.layout import Layout, placement
 from raypipe.planning.problem import Problem
 from raypipe.schedule_registry import build, is_file, overlaps
-from raypipe.schedules.ir import Schedule, ScheduleRequest, StageGraph
+from raypipe.schedules.ir import Schedule, StageGraph
 from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import over_graph, recompute
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
-from raypipe.schedules.validate import facts
 from raypipe.simulation.compiled import CompiledOrder
 
 PlanCheck = Callable[[Schedule, Placement, int], None]
@@ -119,7 +120,7 @@ class ScheduleCache:
         limits = problem.staleness
         if not limits or window == 1:
             return True
-        staleness = facts(layout_schedule(problem, layout, num_updates=window))
+        staleness = metrics(layout_schedule(problem, layout, num_updates=window))
         if not limits.exceeded_by(staleness):
             return True
         self.too_stale.add(StalenessLimits.of(staleness))

@@ -29,7 +29,8 @@ from raypipe.models.waiting import waiting
 from raypipe.profiling.calibration import Observations
 from raypipe.profiling.profiler import stage_costs
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, Slot, UpdateScope
+from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, UpdateScope
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.cost import Cost
 
 NUM_DEVICES = 3

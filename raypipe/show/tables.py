@@ -37,7 +37,7 @@ def table(columns: Sequence[str], rows: Iterable[Iterable[str]], *, left: int = 
 def schedule_table(schedule: Schedule, trace: Trace, figures: Mapping[str, Any]) -> Table:
     """What each device of a simulated schedule does and holds."""
     held: dict[int, list[int]] = {}
-    for holder in schedule.holders:
+    for holder in schedule.first_pipeline:
         held.setdefault(holder.worker, []).append(holder.stage)
     return table(
         ("device", "stages", "busy", "idle", "peak in flight", "weight copies"),

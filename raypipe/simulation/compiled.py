@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from raypipe.schedules.collectives import Collective, Start
 from raypipe.schedules.ir import OpKind
-from raypipe.schedules.lower import Collective, Compute, DeviceProgram, Message, Recv, Send, Start
+from raypipe.schedules.lower import Compute, DeviceProgram, Message, Recv, Send
 
 COMPUTE, SEND, RECV, START, AWAIT = range(5)
 """Kinds of items."""

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypipe.artifacts.topology import Overheads, Path
+from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Collective, CollectiveKind, Message
+from raypipe.schedules.lower import Message
 
 _NORM_BYTES = 8
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Collective, CollectiveKind, Compute
+from raypipe.schedules.lower import Compute
 from raypipe.simulation.compiled import AWAIT, COMPUTE, START, CompiledOrder
 from raypipe.simulation.cost import Cost
 

@@ -11,10 +11,10 @@ from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
 from raypipe.artifacts.topology import ClusterTopology, Device, Overheads, Path
-from raypipe.schedules.ir import Holder, OpKind, Schedule
+from raypipe.schedules.ir import OpKind, Schedule, StageReplica
 from raypipe.schedules.lower import Placement
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import recomputed_stages
-from raypipe.schedules.validate import facts
 from raypipe.simulation.cost import Cost, SharedCompute, StageCost
 
 STATE_BYTES_PER_PARAMETER_BYTE = 3.0
@@ -71,7 +71,7 @@ def layout_cost(
     weight_versions: Mapping[int, float] | None = None,
     state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE,
     recomputed: Collection[int] = (),
-    published: Collection[Holder] = (),
+    published: Collection[StageReplica] = (),
 ) -> Cost:
     """Return the cost of stages placed on devices, whatever the order of Ops.
 
@@ -98,7 +98,7 @@ def layout_cost(
     for workers in pipelines:
         for stage, worker in enumerate(workers):
             optimizer_bytes = state_bytes_per_parameter_byte - GRADIENT_BYTES_PER_PARAMETER_BYTE
-            state = 0.0 if Holder(worker, stage) in published else optimizer_bytes
+            state = 0.0 if StageReplica(worker, stage) in published else optimizer_bytes
             for device, _ in placement.workers[worker]:
                 cost = _stage_cost(profile, cut.stages[stage], topology.device(devices[device]), scale, state)
                 stages[device, stage] = replace(cost, kept_bytes=input_bytes[stage]) if stage in recomputed else cost
@@ -145,12 +145,12 @@ def tied_bytes(profile: ModelProfile, cut: Cut) -> dict[int, int]:
     return sizes
 
 
-def published_copies(schedule: Schedule) -> frozenset[Holder]:
+def published_copies(schedule: Schedule) -> frozenset[StageReplica]:
     """Return the replicas of stages that receive new weights and make none."""
-    holders: dict[OpKind, set[Holder]] = {OpKind.UPDATE: set(), OpKind.PUBLISH: set()}
+    holders: dict[OpKind, set[StageReplica]] = {OpKind.UPDATE: set(), OpKind.PUBLISH: set()}
     for op, _ in schedule.ops():
         if op.kind in holders:
-            holders[op.kind].add(schedule.holder(op))
+            holders[op.kind].add(schedule.replica(op))
     return frozenset(holders[OpKind.PUBLISH] - holders[OpKind.UPDATE])
 
 
@@ -158,8 +158,8 @@ def weight_versions(schedule: Schedule, placement: Placement) -> dict[int, float
     """Return the weight copies per stage that each device holds; nothing where all hold one version."""
     if not schedule.weight_rule.keeps_versions:
         return {}
-    held = Counter(holder.worker for holder in schedule.holders)
-    copies = facts(schedule).weight_copies
+    held = Counter(holder.worker for holder in schedule.first_pipeline)
+    copies = metrics(schedule).weight_copies
     return {
         device: copies[worker] / held[worker] for worker, members in enumerate(placement.workers) if held[worker] for device, _ in members
     }

@@ -31,8 +31,8 @@ from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
 from raypipe.schedule_registry import spec
 from raypipe.schedules.lower import Placement
+from raypipe.schedules.metrics import metrics as facts_of
 from raypipe.schedules.passes import one_of_repeated, recomputed_stages
-from raypipe.schedules.validate import facts as facts_of
 from raypipe.simulation.simulator import simulate
 from raypipe.training.plan_checks import check_alike, check_runnable
 from raypipe.training.run_schedules import sharded

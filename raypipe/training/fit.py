@@ -21,7 +21,7 @@ from raypipe.data.tokens import TokenDataset
 from raypipe.errors import ConfigError
 from raypipe.model import Model
 from raypipe.profiling.profiler import model_profile
-from raypipe.schedules.validate import facts
+from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptation import Adaptation
 from raypipe.training.adaptive import AdaptiveStrategy
 from raypipe.training.launch import stage_actors
@@ -163,7 +163,7 @@ class Fit:
         )
         notice(f"layers of each stage: {' '.join(str(len(layers)) for layers in strategy.cut.stages)}")
         notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
-        mean_delay = facts(schedule).mean_delay
+        mean_delay = metrics(schedule).mean_delay
         if mean_delay and self.config.optimizer.name is OptimizerName.ADAMW:
             notice(
                 f"gradients are {mean_delay:.2g} updates late on average: with optimizer.name nadamw and a long optimizer.warmup_updates "

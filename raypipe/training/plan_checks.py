@@ -19,8 +19,8 @@ from raypipe.errors import ConfigError, PlanError
 from raypipe.model import Model
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import one_of_repeated
-from raypipe.schedules.validate import facts
 
 _ROW_TOLERANCE = 1e-6
 _MOST_PARTS = 1000
@@ -36,7 +36,7 @@ def check_staleness(config: TrainConfig, schedule: Schedule) -> None:
     limits = config.schedule.staleness
     if not limits:
         return
-    for name, value in limits.exceeded_by(facts(schedule)).items():
+    for name, value in limits.exceeded_by(metrics(schedule)).items():
         raise ConfigError(
             f"schedule.{name} is {getattr(limits, name):g}, but {schedule.name!r} with {schedule.num_microbatches} microbatches an update "
             f"has {value:g}; allow {value:g}, choose another schedule, or let schedule.name be auto"

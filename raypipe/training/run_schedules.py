@@ -8,9 +8,10 @@ from raypipe.artifacts.plan import Plan
 from raypipe.config import ScheduleConfig, TrainConfig
 from raypipe.errors import ConfigError
 from raypipe.schedule_registry import build, spec
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageGraph, StageTimes
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import one_of_repeated, over_graph, repeated, shard_optimizer
+from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.validate import validate
 from raypipe.simulation.plan_cost import plan_cost
 

@@ -33,8 +33,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageGraph, StageTimes, UpdateScope, WeightRule
-from raypipe.schedules.search.dispatch import Line, Started, dispatch, with_updates
+from raypipe.schedules.builders import synchronous_pipelines
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, WeightRule
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.search.dispatch import Started, TimedPipelines, dispatch, with_updates
 from raypipe.schedules.search.ring import (
     Form,
     Pipelines,
@@ -47,8 +50,7 @@ from raypipe.schedules.search.ring import (
     rules,
     too_many_activations,
 )
-from raypipe.schedules.spec import ScheduleSpec, require_one_chunk, synchronous_pipelines
-from raypipe.schedules.validate import facts
+from raypipe.schedules.spec import ScheduleSpec
 
 _TRIAL_TURNS = 24
 """Microbatches of each pipeline that are timed in a trial, between so many more that it takes to fill and to drain."""
@@ -58,68 +60,70 @@ _NEARLY = 1.03
 """Of two orders whose turns differ by less, the one with fewer activations is taken."""
 
 
-def amdp(size: ScheduleRequest) -> Schedule:
+def amdp(request: ScheduleRequest) -> Schedule:
     """Rounds without a pause."""
-    found = _form("amdp", size, flushed=False)
+    found = _form("amdp", request, flushed=False)
     schedule = Schedule(
         name="amdp",
-        graph=StageGraph.chain(size.num_devices),
-        pipelines=ring(size.num_devices, num_pipelines(size)) if found is None else found.line.pipelines,
-        programs=((),) * size.num_devices,
-        num_microbatches=size.num_microbatches,
-        num_updates=size.num_updates,
+        graph=StageGraph.chain(request.num_devices),
+        pipelines=ring(request.num_devices, num_pipelines(request)) if found is None else found.line.pipelines,
+        programs=((),) * request.num_devices,
+        num_microbatches=request.num_microbatches,
+        num_updates=request.num_updates,
         weight_rule=WeightRule.LIVE,
-        update_scope=size.update_scope or UpdateScope.STAGE,
+        update_scope=request.update_scope or UpdateScope.STAGE,
     )
-    programs = _stitched(size) if found is None else with_updates(schedule, found.run(_turns(size)))
+    programs = _stitched(request) if found is None else with_updates(schedule, found.run(_turns(request)))
     return replace(schedule, programs=tuple(map(tuple, programs)))
 
 
-def amdp_flush(size: ScheduleRequest) -> Schedule:
+def amdp_flush(request: ScheduleRequest) -> Schedule:
     """The rounds of one update, then its U; the next update begins behind them."""
-    single = replace(size, num_updates=1)
-    found = _form("amdp-flush", size, flushed=True)
+    single = replace(request, num_updates=1)
+    found = _form("amdp-flush", request, flushed=True)
     if found is None:
-        pipelines = ring(size.num_devices, num_pipelines(size))
-        programs = rounds(size.num_devices, size.num_microbatches // size.num_devices)
+        pipelines = ring(request.num_devices, num_pipelines(request))
+        programs = rounds(request.num_devices, request.num_microbatches // request.num_devices)
     else:
         pipelines = found.line.pipelines
         programs = [[started.op for started in row] for row in found.run(_turns(single))]
-    return synchronous_pipelines("amdp-flush", size, pipelines=pipelines, one_update=programs)
+    return synchronous_pipelines("amdp-flush", request, pipelines=pipelines, one_update=programs)
 
 
-def _turns(size: ScheduleRequest) -> int:
+def _turns(request: ScheduleRequest) -> int:
     """Microbatches of each pipeline in the window."""
-    return size.num_microbatches * size.num_updates // num_pipelines(size)
+    return request.num_microbatches * request.num_updates // num_pipelines(request)
 
 
-def _tabled(size: ScheduleRequest) -> bool:
-    """Whether the authors' rounds serve a size."""
-    depth = size.num_devices
-    return depth % 4 == 0 and num_pipelines(size) == depth // 2 and (size.max_in_flight is None or size.max_in_flight >= depth)
+def _tabled(request: ScheduleRequest) -> bool:
+    """Whether the authors' rounds serve a request."""
+    depth = request.num_devices
+    return depth % 4 == 0 and num_pipelines(request) == depth // 2 and (request.max_in_flight is None or request.max_in_flight >= depth)
 
 
-def _form(name: str, size: ScheduleRequest, *, flushed: bool) -> Form | None:
+def _form(name: str, request: ScheduleRequest, *, flushed: bool) -> Form | None:
     """What the search found for a size; `None` where the authors' rounds serve it.
 
     Args:
         name: of the schedule.
-        size: what is asked for.
+        request: what is asked for.
         flushed: whether each update is drained.
 
     Raises:
         ScheduleError: the size is one that cannot be served.
     """
-    require_one_chunk(name, size, instead="interleaved" if flushed else "async-interleaved")
-    depth, number = size.num_devices, num_pipelines(size)
-    tabled = _tabled(size)
-    check_pipelines(name, size, rounds_of=depth if tabled else 0)
+    request.require_one_chunk(name, instead="interleaved" if flushed else "async-interleaved")
+    depth, number = request.num_devices, num_pipelines(request)
+    tabled = _tabled(request)
+    check_pipelines(name, request, rounds_of=depth if tabled else 0)
     if tabled:
         return None
-    shape = ScheduleRequest(depth, 1, num_pipelines=number, times=size.times, latency_s=size.latency_s, max_in_flight=size.max_in_flight)
-    found = _searched(shape, size.num_microbatches // number if flushed else None)
+    shape = ScheduleRequest(
+        depth, 1, num_pipelines=number, times=request.times, latency_s=request.latency_s, max_in_flight=request.max_in_flight
+    )
+    found = _searched(shape, request.num_microbatches // number if flushed else None)
     if isinstance(found, int):
-        raise too_many_activations(name, size, found)
+        raise too_many_activations(name, request, found)
     return found.form
 
 
@@ -128,7 +132,7 @@ def _form(name: str, size: ScheduleRequest, *, flushed: bool) -> Form | None:
 
 def _one_round(depth: int) -> list[list[Op]]:
     """What each worker does with the microbatches 0 to D-1, first come first served, with F = 1 and B = 2."""
-    line = Line(ring(depth, depth // 2), (1.0,) * depth, (2.0,) * depth)
+    line = TimedPipelines(ring(depth, depth // 2), (1.0,) * depth, (2.0,) * depth)
 
     def first_come(at_s: float, op: Op) -> tuple[float, ...]:
         return at_s, op.index >= depth // 2, op.kind is not OpKind.BACKWARD, -op.stage
@@ -142,11 +146,11 @@ def rounds(depth: int, number: int) -> list[list[Op]]:
     return [[op for op in program if op.kind is not OpKind.UPDATE] for program in programs]
 
 
-def _stitched(size: ScheduleRequest) -> list[list[Op]]:
+def _stitched(request: ScheduleRequest) -> list[list[Op]]:
     """Round r of a worker: its two leading forwards if a pipeline starts there, what is left of round r-1, and all but its last Op."""
-    depth = size.num_devices
-    rounds_per_update = size.num_microbatches // depth
-    num_rounds = rounds_per_update * size.num_updates
+    depth = request.num_devices
+    rounds_per_update = request.num_microbatches // depth
+    num_rounds = rounds_per_update * request.num_updates
     pipelines = ring(depth, depth // 2)
     programs: list[list[Op]] = []
     for worker, ops in enumerate(_one_round(depth)):
@@ -155,7 +159,7 @@ def _stitched(size: ScheduleRequest) -> list[list[Op]]:
         last_forward = max(position for position, op in enumerate(rest) if op.kind is OpKind.FORWARD)
         # Behind the last forward. Where a pipeline starts, before it if D = 4, as the authors have it, or if all workers meet for
         # a norm: those where none starts are there a forward earlier, and have one forward's time to wait.
-        before = starts and (depth == 4 or size.update_scope is UpdateScope.GLOBAL)
+        before = starts and (depth == 4 or request.update_scope is UpdateScope.GLOBAL)
         updates_at = last_forward if before else last_forward + 1
         held = [(stage, pipeline) for pipeline, workers in enumerate(pipelines) for stage, at in enumerate(workers) if at == worker]
         program: list[Op] = []
@@ -233,7 +237,7 @@ def _all_timed(shape: ScheduleRequest, sparing: bool) -> tuple[_Timed, ...]:
     for pipelines in layings(depth, number):
         if (shape.times or shape.latency_s) and pipelines != _laying(depth, number):
             continue  # where the stages lie must not depend on how long they take, which is measured where they lie
-        line = Line.of(pipelines, shape)
+        line = TimedPipelines.of(pipelines, shape)
         for form in forms(line, rules(depth), spare=_MOST_SPARE, sparing=sparing):
             done = form.run(_TRIAL_TURNS + 6 * form.in_flight)
             tried.append(_Timed(form, max(*line.work_s, _turn_s(done, number, first=4 * form.in_flight)), most_held(done)))
@@ -250,20 +254,20 @@ def _turn_s(done: Sequence[Sequence[Started]], num_in_turn: int, *, first: int) 
     return (ends_s[first + _TRIAL_TURNS] - ends_s[first]) / _TRIAL_TURNS
 
 
-def _makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
+def _makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
     """K rounds and what drains, for the rounds of the authors where B >= F."""
     forward_s, backward_s = times.forward_s, times.input_grad_s + times.weight_grad_s
-    depth = size.num_devices
-    if not _tabled(size) or backward_s < forward_s:
+    depth = request.num_devices
+    if not _tabled(request) or backward_s < forward_s:
         return None
     round_s = depth * (forward_s + backward_s) + (backward_s - forward_s) + max(0.0, backward_s - 2 * forward_s)
-    return size.num_microbatches // depth * round_s + forward_s + min(backward_s, 2 * forward_s)
+    return request.num_microbatches // depth * round_s + forward_s + min(backward_s, 2 * forward_s)
 
 
-def _peak_in_flight(build: Callable[[ScheduleRequest], Schedule], size: ScheduleRequest, worker: int) -> int:
-    if _tabled(size):
-        return size.num_devices - (worker % 4 in {0, 3})
-    return facts(build(size)).peak_in_flight[worker]
+def _peak_in_flight(build: Callable[[ScheduleRequest], Schedule], request: ScheduleRequest, worker: int) -> int:
+    if _tabled(request):
+        return request.num_devices - (worker % 4 in {0, 3})
+    return metrics(build(request)).peak_in_flight[worker]
 
 
 SPEC = ScheduleSpec(

@@ -24,8 +24,10 @@ from functools import lru_cache, partial
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules.families import amdp
-from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest, StageGraph, UpdateScope, WeightRule, ops_of
-from raypipe.schedules.search.dispatch import Key, Line, Started, timed, with_updates
+from raypipe.schedules.ir import OpKind, Schedule, StageGraph, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.search.dispatch import Key, Started, TimedPipelines, timed, with_updates
 from raypipe.schedules.search.ring import (
     Form,
     Pipelines,
@@ -38,9 +40,8 @@ from raypipe.schedules.search.ring import (
     rules,
     too_many_activations,
 )
-from raypipe.schedules.spec import ScheduleSpec, require_one_chunk
+from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.staleness import rounded_up
-from raypipe.schedules.validate import facts
 
 _NEARLY = 1.05
 """Of orders whose updates take at most this times as long as the fastest's, the least stale is taken, unless a limit is given."""
@@ -83,37 +84,40 @@ class _Tried:
     mean_delay: float
 
 
-def amdp_auto(size: ScheduleRequest) -> Schedule:
+def amdp_auto(request: ScheduleRequest) -> Schedule:
     """The order that was chosen, for as many updates as are asked for."""
-    require_one_chunk("amdp-auto", size, instead="async-interleaved")
-    check_pipelines("amdp-auto", size)
-    size = replace(size, num_pipelines=num_pipelines(size))
-    limit = size.max_mean_staleness
+    request.require_one_chunk("amdp-auto", instead="async-interleaved")
+    check_pipelines("amdp-auto", request)
+    request = replace(request, num_pipelines=num_pipelines(request))
+    limit = request.max_mean_staleness
     means: list[float] = []
-    for form in _ranked(replace(size, num_updates=1)):
-        schedule = _filled(_frame(form.line.pipelines, size), form.run(size.num_microbatches * size.num_updates // size.num_pipelines))
+    for form in _ranked(replace(request, num_updates=1)):
+        schedule = _filled(
+            _frame(form.line.pipelines, request), form.run(request.num_microbatches * request.num_updates // request.num_pipelines)
+        )
         # In a whole window, which begins with nothing late and ends with nothing under way.
-        if limit is None or (mean := facts(schedule).mean_delay) <= limit:
+        if limit is None or (mean := metrics(schedule).mean_delay) <= limit:
             return schedule
         means.append(mean)
     least = rounded_up(min(means))
     raise ScheduleError(
-        f"amdp-auto with {size.num_pipelines} pipelines on {size.num_devices} devices reads weights that are at least {least:g} updates "
-        f"old on average, max_mean_staleness allows {limit:g}; use --max-mean-staleness {least:g}, more microbatches, or amdp-flush"
+        f"amdp-auto with {request.num_pipelines} pipelines on {request.num_devices} devices reads weights that are at least "
+        f"{least:g} updates old on average, max_mean_staleness allows {limit:g}; "
+        f"use --max-mean-staleness {least:g}, more microbatches, or amdp-flush"
     )
 
 
-def _frame(pipelines: Pipelines, size: ScheduleRequest) -> Schedule:
+def _frame(pipelines: Pipelines, request: ScheduleRequest) -> Schedule:
     """The schedule without its Ops."""
     return Schedule(
         name="amdp-auto",
-        graph=StageGraph.chain(size.num_devices),
+        graph=StageGraph.chain(request.num_devices),
         pipelines=pipelines,
-        programs=((),) * size.num_devices,
-        num_microbatches=size.num_microbatches,
-        num_updates=size.num_updates,
+        programs=((),) * request.num_devices,
+        num_microbatches=request.num_microbatches,
+        num_updates=request.num_updates,
         weight_rule=WeightRule.LIVE,
-        update_scope=size.update_scope or UpdateScope.STAGE,
+        update_scope=request.update_scope or UpdateScope.STAGE,
     )
 
 
@@ -123,32 +127,32 @@ def _filled(frame: Schedule, done: Sequence[Sequence[Started]]) -> Schedule:
 
 
 @lru_cache(maxsize=256)
-def _ranked(size: ScheduleRequest) -> tuple[Form, ...]:
+def _ranked(request: ScheduleRequest) -> tuple[Form, ...]:
     """Orders of one way to lay the pipelines, the best one first: one, or with a limit on the mean staleness those that may keep it.
 
     Raises:
         ScheduleError: none has as few activations as it must; says how many that would have to be.
     """
-    tried = _all_tried(replace(size, max_in_flight=None, max_mean_staleness=None), size.max_in_flight is not None)
-    if size.times or size.latency_s:
+    tried = _all_tried(replace(request, max_in_flight=None, max_mean_staleness=None), request.max_in_flight is not None)
+    if request.times or request.latency_s:
         # Where the stages lie must not depend on how long they take, which is measured where they lie.
-        laying = _ranked(replace(size, times=(), latency_s=0.0))[0].line.pipelines
+        laying = _ranked(replace(request, times=(), latency_s=0.0))[0].line.pipelines
         tried = tuple(each for each in tried if each.form.line.pipelines == laying)
     least = min(each.held for each in tried)
-    most = max(least, _ACTIVATIONS * size.num_devices) if size.max_in_flight is None else size.max_in_flight
+    most = max(least, _ACTIVATIONS * request.num_devices) if request.max_in_flight is None else request.max_in_flight
     small = [each for each in tried if each.held <= most]
     if not small:
-        raise too_many_activations("amdp-auto", size, least)
+        raise too_many_activations("amdp-auto", request, least)
     bound = max(1, min(each.max_delay for each in small))
     bounded = sorted((each for each in small if each.max_delay <= bound), key=_staleness)
-    if size.max_mean_staleness is None:
+    if request.max_mean_staleness is None:
         fastest = sorted(bounded, key=_time)[:_FASTEST]
-        allowed_s = (_NEARLY + _NOTHING) * min(_update_s(each.form, size) for each in fastest)
+        allowed_s = (_NEARLY + _NOTHING) * min(_update_s(each.form, request) for each in fastest)
         # Those are looked at in any case: one of them is fast enough.
         worth_a_look = (each for each in bounded if each in fastest or each.update_s <= _MOST_WRONG * allowed_s)
-        return (next(each.form for each in worth_a_look if _update_s(each.form, size) <= allowed_s),)
-    within = sorted((each for each in bounded if each.mean_delay <= size.max_mean_staleness), key=_time)
-    within[:_FASTEST] = sorted(within[:_FASTEST], key=lambda each: _update_s(each.form, size))
+        return (next(each.form for each in worth_a_look if _update_s(each.form, request) <= allowed_s),)
+    within = sorted((each for each in bounded if each.mean_delay <= request.max_mean_staleness), key=_time)
+    within[:_FASTEST] = sorted(within[:_FASTEST], key=lambda each: _update_s(each.form, request))
     best = [*within, *(each for each in bounded[:_LEAST_STALE] if each not in within)]
     return tuple(each.form for each in best if each.form.line.pipelines == best[0].form.line.pipelines)
 
@@ -163,20 +167,20 @@ def _staleness(tried: _Tried) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=256)
-def _all_tried(size: ScheduleRequest, sparing: bool) -> tuple[_Tried, ...]:
-    """All orders for one update of a size, with few microbatches in flight, too, where memory is short."""
-    depth = size.num_devices
-    keys = [*rules(depth), *_update_rules(size.num_microbatches)]
+def _all_tried(request: ScheduleRequest, sparing: bool) -> tuple[_Tried, ...]:
+    """All orders for one update of a request, with few microbatches in flight, too, where memory is short."""
+    depth = request.num_devices
+    keys = [*rules(depth), *_update_rules(request.num_microbatches)]
     tried: list[_Tried] = []
-    for pipelines in layings(depth, size.num_pipelines):
-        line = Line.of(pipelines, size)
-        tried += [_measured(form, size) for form in forms(line, keys, spare=_MOST_SPARE, sparing=sparing)]
-        if pipelines == ring(depth, depth // 2) and depth % 4 == 0 and size.num_microbatches % depth == 0:
-            tried.append(_measured(Form(line, _IN_ROUNDS, partial(_authors, line)), size))
+    for pipelines in layings(depth, request.num_pipelines):
+        line = TimedPipelines.of(pipelines, request)
+        tried += [_measured(form, request) for form in forms(line, keys, spare=_MOST_SPARE, sparing=sparing)]
+        if pipelines == ring(depth, depth // 2) and depth % 4 == 0 and request.num_microbatches % depth == 0:
+            tried.append(_measured(Form(line, _IN_ROUNDS, partial(_authors, line)), request))
     return tuple(tried)
 
 
-def _authors(line: Line, turns: int) -> list[list[Started]]:
+def _authors(line: TimedPipelines, turns: int) -> list[list[Started]]:
     """The rounds of AMDP's authors, of two turns each."""
     return timed(line, amdp.rounds(line.num_workers, turns // 2))
 
@@ -189,9 +193,9 @@ def _update_rules(num_microbatches: int) -> list[Key]:
     ]
 
 
-def _measured(form: Form, size: ScheduleRequest) -> _Tried:
+def _measured(form: Form, request: ScheduleRequest) -> _Tried:
     """An order, tried for as many updates as it takes to see some far from the ends."""
-    schedule, done, first, count = _run(form, size, _FEW_TURNS)
+    schedule, done, first, count = _run(form, request, _FEW_TURNS)
     delays = []
     for program in _filled(schedule, done).programs:
         version: Counter[tuple[int, int]] = Counter()
@@ -209,17 +213,17 @@ def _measured(form: Form, size: ScheduleRequest) -> _Tried:
     )
 
 
-def _update_s(form: Form, size: ScheduleRequest) -> float:
+def _update_s(form: Form, request: ScheduleRequest) -> float:
     """Seconds of an update, over many of them."""
-    return _steady_s(form, *_run(form, size, _MANY_TURNS))
+    return _steady_s(form, *_run(form, request, _MANY_TURNS))
 
 
-def _run(form: Form, size: ScheduleRequest, num_turns: int) -> tuple[Schedule, list[list[Started]], int, int]:
+def _run(form: Form, request: ScheduleRequest, num_turns: int) -> tuple[Schedule, list[list[Started]], int, int]:
     """An order of some updates, the first of them that is far from the ends, and how many are, with at least so many turns."""
-    turns = size.num_microbatches // size.num_pipelines
+    turns = request.num_microbatches // request.num_pipelines
     filling = -(-form.in_flight // turns)
     first, count = 1 + filling, max(2, -(-num_turns // turns))
-    schedule = replace(_frame(form.line.pipelines, size), num_updates=first + count + filling)
+    schedule = replace(_frame(form.line.pipelines, request), num_updates=first + count + filling)
     return schedule, form.run(turns * schedule.num_updates), first, count
 
 
@@ -234,8 +238,8 @@ def _steady_s(form: Form, schedule: Schedule, done: Sequence[Sequence[Started]],
     return max(max(form.line.work_s) * turns, (ends_s[first + count - 1] - ends_s[first - 1]) / count)
 
 
-def _peak_in_flight(size: ScheduleRequest, worker: int) -> int:
-    return facts(amdp_auto(size)).peak_in_flight[worker]
+def _peak_in_flight(request: ScheduleRequest, worker: int) -> int:
+    return metrics(amdp_auto(request)).peak_in_flight[worker]
 
 
 SPEC = ScheduleSpec(
@@ -247,7 +251,7 @@ SPEC = ScheduleSpec(
     memory="3D/2, or --max-in-flight",
     mismatch="1 where an order is found",
     delay="1 where an order is found",
-    makespan_s=lambda size, times: None,
+    makespan_s=lambda request, times: None,
     peak_in_flight=_peak_in_flight,
     weight_rule=WeightRule.LIVE,
 )

@@ -55,8 +55,10 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest, Slot, StageTimes
-from raypipe.schedules.spec import ScheduleSpec, require_even_devices, require_one_chunk, synchronous_pipelines
+from raypipe.schedules.builders import synchronous_pipelines
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec
 
 _DEFAULT_PIPELINES = 2
 
@@ -81,36 +83,36 @@ _DOUBLING = _Form("chimera-doubling", width=2, num_parts=1)
 _HALVING = _Form("chimera-halving", width=2, num_parts=2)
 
 
-def chimera(size: ScheduleRequest) -> Schedule:
+def chimera(request: ScheduleRequest) -> Schedule:
     """Units of D microbatches, one directly behind the other."""
-    return _build(_DIRECT, size)
+    return _build(_DIRECT, request)
 
 
-def chimera_doubling(size: ScheduleRequest) -> Schedule:
+def chimera_doubling(request: ScheduleRequest) -> Schedule:
     """Forwards of two microbatches in a slot, backwards of one."""
-    return _build(_DOUBLING, size)
+    return _build(_DOUBLING, request)
 
 
-def chimera_halving(size: ScheduleRequest) -> Schedule:
+def chimera_halving(request: ScheduleRequest) -> Schedule:
     """Forwards of a microbatch in a slot, backwards of half of one."""
-    return _build(_HALVING, size)
+    return _build(_HALVING, request)
 
 
-def _build(form: _Form, size: ScheduleRequest) -> Schedule:
-    pipelines = _pipelines(form.name, size)
-    placed: list[list[tuple[int, Slot]]] = [[] for _ in range(size.num_devices)]
+def _build(form: _Form, request: ScheduleRequest) -> Schedule:
+    pipelines = _pipelines(form.name, request)
+    placed: list[list[tuple[int, Slot]]] = [[] for _ in range(request.num_devices)]
     for pipeline, workers in enumerate(pipelines):
         for stage, worker in enumerate(workers):
-            placed[worker] += _slots(form, size, pipeline, len(pipelines), stage)
+            placed[worker] += _slots(form, request, pipeline, len(pipelines), stage)
     one_update = [[slot for _, slot in sorted(mine, key=itemgetter(0))] for mine in placed]
-    return synchronous_pipelines(form.name, size, pipelines=pipelines, one_update=one_update)
+    return synchronous_pipelines(form.name, request, pipelines=pipelines, one_update=one_update)
 
 
-def _pipelines(name: str, size: ScheduleRequest) -> list[list[int]]:
+def _pipelines(name: str, request: ScheduleRequest) -> list[list[int]]:
     """The worker of each stage, for each pipeline."""
-    require_one_chunk(name, size)
-    require_even_devices(name, size)
-    depth, count = size.num_devices, size.num_pipelines or _DEFAULT_PIPELINES
+    request.require_one_chunk(name)
+    request.require_even_devices(name)
+    depth, count = request.num_devices, request.num_pipelines or _DEFAULT_PIPELINES
     possible = [number for number in range(2, depth + 1, 2) if depth % number == 0]
     if count not in possible:
         choices = " or ".join(f"--pipelines {number}" for number in possible)
@@ -119,11 +121,11 @@ def _pipelines(name: str, size: ScheduleRequest) -> list[list[int]]:
     return [laying for workers in down for laying in (workers, [depth - 1 - worker for worker in workers])]
 
 
-def _slots(form: _Form, size: ScheduleRequest, pipeline: int, num_pipelines: int, stage: int) -> Iterator[tuple[int, Slot]]:
+def _slots(form: _Form, request: ScheduleRequest, pipeline: int, num_pipelines: int, stage: int) -> Iterator[tuple[int, Slot]]:
     """What a stage does for a pipeline in one update, each with the number of its slot."""
-    depth, turns = size.num_devices, size.num_devices // num_pipelines
+    depth, turns = request.num_devices, request.num_devices // num_pipelines
     parts = range(1, form.num_parts + 1) if form.num_parts > 1 else (0,)
-    pieces = [(microbatch, part) for microbatch in range(pipeline, size.num_microbatches, num_pipelines) for part in parts]
+    pieces = [(microbatch, part) for microbatch in range(pipeline, request.num_microbatches, num_pipelines) for part in parts]
     for number, (microbatch, part) in enumerate(pieces):
         unit, within = divmod(number, form.width * turns)
         start = unit * (form.width + 1) * depth
@@ -134,29 +136,29 @@ def _slots(form: _Form, size: ScheduleRequest, pipeline: int, num_pipelines: int
         yield start + (later + 2) * depth - 1 + 2 * turn - stage, Op(OpKind.BACKWARD, stage, microbatch, pipeline, part)
 
 
-def _makespan_s(form: _Form, size: ScheduleRequest, times: StageTimes) -> float | None:
+def _makespan_s(form: _Form, request: ScheduleRequest, times: StageTimes) -> float | None:
     """M(F + B) and the idle time, for whole units."""
-    num_units, rest = divmod(size.num_microbatches, size.num_devices * form.width // form.num_parts)
+    num_units, rest = divmod(request.num_microbatches, request.num_devices * form.width // form.num_parts)
     if rest:
         return None
     backward_s = times.input_grad_s + times.weight_grad_s
     forward_slot_s, backward_slot_s = times.forward_s * form.width / form.num_parts, backward_s / form.num_parts
-    idle_slots = _between(size) - 2
+    idle_slots = _between(request) - 2
     idle_s = idle_slots * (max(forward_slot_s, backward_slot_s) + (num_units - 1) * abs(forward_slot_s - backward_slot_s))
-    return size.num_microbatches * (times.forward_s + backward_s) + idle_s
+    return request.num_microbatches * (times.forward_s + backward_s) + idle_s
 
 
-def _peak_in_flight(form: _Form, size: ScheduleRequest, worker: int) -> int:
+def _peak_in_flight(form: _Form, request: ScheduleRequest, worker: int) -> int:
     """The least where a pipeline starts, one piece more with each device from there, the most in the middle between two starts."""
-    between = _between(size)
+    between = _between(request)
     distance = min(worker % between, between - 1 - worker % between)
-    pieces = form.width * size.num_devices - (between // 2 - 1) + distance
-    return min(math.ceil(pieces / form.num_parts), size.num_microbatches)
+    pieces = form.width * request.num_devices - (between // 2 - 1) + distance
+    return min(math.ceil(pieces / form.num_parts), request.num_microbatches)
 
 
-def _between(size: ScheduleRequest) -> int:
+def _between(request: ScheduleRequest) -> int:
     """Devices from the start of one pipeline to the start of the next in the same direction."""
-    return 2 * size.num_devices // (size.num_pipelines or _DEFAULT_PIPELINES)
+    return 2 * request.num_devices // (request.num_pipelines or _DEFAULT_PIPELINES)
 
 
 SPEC = ScheduleSpec(
@@ -168,8 +170,8 @@ SPEC = ScheduleSpec(
     memory="[D-D/N+1, D]",
     mismatch="0",
     delay="0",
-    makespan_s=lambda size, times: _makespan_s(_DIRECT, size, times),
-    peak_in_flight=lambda size, worker: _peak_in_flight(_DIRECT, size, worker),
+    makespan_s=lambda request, times: _makespan_s(_DIRECT, request, times),
+    peak_in_flight=lambda request, worker: _peak_in_flight(_DIRECT, request, worker),
 )
 
 SPEC_DOUBLING = ScheduleSpec(
@@ -181,8 +183,8 @@ SPEC_DOUBLING = ScheduleSpec(
     memory="[2D-D/N+1, 2D]",
     mismatch="0",
     delay="0",
-    makespan_s=lambda size, times: _makespan_s(_DOUBLING, size, times),
-    peak_in_flight=lambda size, worker: _peak_in_flight(_DOUBLING, size, worker),
+    makespan_s=lambda request, times: _makespan_s(_DOUBLING, request, times),
+    peak_in_flight=lambda request, worker: _peak_in_flight(_DOUBLING, request, worker),
 )
 
 SPEC_HALVING = ScheduleSpec(
@@ -194,6 +196,6 @@ SPEC_HALVING = ScheduleSpec(
     memory="[D-(D/N-1)/2, D]",
     mismatch="0",
     delay="0",
-    makespan_s=lambda size, times: _makespan_s(_HALVING, size, times),
-    peak_in_flight=lambda size, worker: _peak_in_flight(_HALVING, size, worker),
+    makespan_s=lambda request, times: _makespan_s(_HALVING, request, times),
+    peak_in_flight=lambda request, worker: _peak_in_flight(_HALVING, request, worker),
 )

@@ -30,48 +30,43 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest, Slot, StageTimes, ops_of
-from raypipe.schedules.spec import (
-    ScheduleSpec,
-    require_even_devices,
-    require_one_chunk,
-    require_one_pipeline,
-    synchronous,
-    synchronous_pipelines,
-)
+from raypipe.schedules.builders import synchronous, synchronous_pipelines
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, ops_of
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec
 
 
-def dualpipe(size: ScheduleRequest) -> Schedule:
+def dualpipe(request: ScheduleRequest) -> Schedule:
     """Two pipelines in opposite directions: device s holds stages s and D-1-s."""
-    require_one_chunk("dualpipe", size)
-    require_even_devices("dualpipe", size)
-    if size.num_pipelines not in {0, 2}:
-        raise ScheduleError(f"dualpipe has two pipelines, got {size.num_pipelines}; use --pipelines 2")
-    last = size.num_devices - 1
-    num_each = max((size.num_microbatches + 1) // 2, size.num_devices)
+    request.require_one_chunk("dualpipe")
+    request.require_even_devices("dualpipe")
+    if request.num_pipelines not in {0, 2}:
+        raise ScheduleError(f"dualpipe has two pipelines, got {request.num_pipelines}; use --pipelines 2")
+    last = request.num_devices - 1
+    num_each = max((request.num_microbatches + 1) // 2, request.num_devices)
     one_update: list[list[Slot]] = []
-    for worker in range(size.num_devices):
+    for worker in range(request.num_devices):
         # What a device calls its first direction starts in its own half of the devices.
         first = (worker, 0) if worker < last - worker else (last - worker, 1)
         device = _Device(first, (last - first[0], 1 - first[1]), num_pipelines=2)
-        one_update.append(_without(_order(device, first[0], size.num_devices // 2, num_each), size.num_microbatches))
-    pipelines = [range(size.num_devices), range(last, -1, -1)]
-    return synchronous_pipelines("dualpipe", size, pipelines=pipelines, one_update=one_update)
+        one_update.append(_without(_order(device, first[0], request.num_devices // 2, num_each), request.num_microbatches))
+    pipelines = [range(request.num_devices), range(last, -1, -1)]
+    return synchronous_pipelines("dualpipe", request, pipelines=pipelines, one_update=one_update)
 
 
-def dualpipe_v(size: ScheduleRequest) -> Schedule:
+def dualpipe_v(request: ScheduleRequest) -> Schedule:
     """One pipeline down the devices and up again: device s holds stages s and 2D-1-s."""
-    require_one_pipeline("dualpipe-v", size)
-    if size.num_chunks != 2:
-        raise ScheduleError(f"dualpipe-v holds two stages a device, got {size.num_chunks} chunks; use --chunks 2")
-    last = 2 * size.num_devices - 1
-    num_each = max(size.num_microbatches, 2 * size.num_devices)
+    request.require_one_pipeline("dualpipe-v")
+    if request.num_chunks != 2:
+        raise ScheduleError(f"dualpipe-v holds two stages a device, got {request.num_chunks} chunks; use --chunks 2")
+    last = 2 * request.num_devices - 1
+    num_each = max(request.num_microbatches, 2 * request.num_devices)
     one_update: list[list[Slot]] = []
-    for worker in range(size.num_devices):
+    for worker in range(request.num_devices):
         device = _Device((worker, 0), (last - worker, 0), num_pipelines=1)
-        one_update.append(_without(_order(device, worker, size.num_devices, num_each), size.num_microbatches))
+        one_update.append(_without(_order(device, worker, request.num_devices, num_each), request.num_microbatches))
     workers = [min(stage, last - stage) for stage in range(last + 1)]
-    return synchronous("dualpipe-v", size, workers=workers, one_update=one_update)
+    return synchronous("dualpipe-v", request, workers=workers, one_update=one_update)
 
 
 class _Device:
@@ -161,7 +156,7 @@ def _without(slots: Iterable[Slot], num_microbatches: int) -> list[Slot]:
     return kept
 
 
-def _makespan_s(size: ScheduleRequest, times: StageTimes, *, half: int) -> float:
+def _makespan_s(request: ScheduleRequest, times: StageTimes, *, half: int) -> float:
     """The work of a device and its idle time, for as many microbatches as the public code asks for and F&B = F + B.
 
     The idle time is the published one where F = I >= W. For other times it is a formula that agrees with the simulated order,
@@ -170,19 +165,19 @@ def _makespan_s(size: ScheduleRequest, times: StageTimes, *, half: int) -> float
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
     turn_s = forward_s + input_grad_s + max(forward_s, input_grad_s) - min(weight_grad_s, input_grad_s)
     gained_s = min((half - 1) * max(input_grad_s - forward_s, 0), forward_s)
-    return size.num_chunks * size.num_microbatches * (forward_s + input_grad_s + weight_grad_s) + (half - 1) * turn_s - gained_s
+    return request.num_chunks * request.num_microbatches * (forward_s + input_grad_s + weight_grad_s) + (half - 1) * turn_s - gained_s
 
 
-def _dualpipe_makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
-    if size.num_microbatches % 2 or size.num_microbatches < 2 * size.num_devices:
+def _dualpipe_makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
+    if request.num_microbatches % 2 or request.num_microbatches < 2 * request.num_devices:
         return None
-    return _makespan_s(size, times, half=size.num_devices // 2)
+    return _makespan_s(request, times, half=request.num_devices // 2)
 
 
-def _dualpipe_v_makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
-    if size.num_microbatches < 2 * size.num_devices:
+def _dualpipe_v_makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
+    if request.num_microbatches < 2 * request.num_devices:
         return None
-    return _makespan_s(size, times, half=size.num_devices)
+    return _makespan_s(request, times, half=request.num_devices)
 
 
 SPEC = ScheduleSpec(
@@ -195,7 +190,7 @@ SPEC = ScheduleSpec(
     mismatch="0",
     delay="0",
     makespan_s=_dualpipe_makespan_s,
-    peak_in_flight=lambda size, _: min(size.num_devices + 1, size.num_microbatches),
+    peak_in_flight=lambda request, _: min(request.num_devices + 1, request.num_microbatches),
 )
 
 SPEC_V = ScheduleSpec(
@@ -208,6 +203,6 @@ SPEC_V = ScheduleSpec(
     mismatch="0",
     delay="0",
     makespan_s=_dualpipe_v_makespan_s,
-    peak_in_flight=lambda size, _: min(2 * size.num_devices + 1, 2 * size.num_microbatches),
+    peak_in_flight=lambda request, _: min(2 * request.num_devices + 1, 2 * request.num_microbatches),
     default_chunks=2,
 )

@@ -11,24 +11,26 @@ microbatch 0 frees its activations first.
 
 from __future__ import annotations
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes
-from raypipe.schedules.spec import ScheduleSpec, require_one_chunk, require_one_pipeline, synchronous
+from raypipe.schedules.builders import synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec
 
 
-def gpipe(size: ScheduleRequest) -> Schedule:
+def gpipe(request: ScheduleRequest) -> Schedule:
     """All forwards of an update, then all its backwards."""
-    require_one_chunk("gpipe", size)
-    require_one_pipeline("gpipe", size)
+    request.require_one_chunk("gpipe")
+    request.require_one_pipeline("gpipe")
     one_update = [
-        [Op(kind, stage, microbatch) for kind in (OpKind.FORWARD, OpKind.BACKWARD) for microbatch in range(size.num_microbatches)]
-        for stage in range(size.num_devices)
+        [Op(kind, stage, microbatch) for kind in (OpKind.FORWARD, OpKind.BACKWARD) for microbatch in range(request.num_microbatches)]
+        for stage in range(request.num_devices)
     ]
-    return synchronous("gpipe", size, workers=range(size.num_devices), one_update=one_update)
+    return synchronous("gpipe", request, workers=range(request.num_devices), one_update=one_update)
 
 
-def flushed_makespan_s(size: ScheduleRequest, times: StageTimes) -> float:
+def flushed_makespan_s(request: ScheduleRequest, times: StageTimes) -> float:
     """(M + D - 1)(F + B): one update of GPipe and of 1F1B alike."""
-    return (size.num_microbatches + size.num_devices - 1) * (times.forward_s + times.input_grad_s + times.weight_grad_s)
+    return (request.num_microbatches + request.num_devices - 1) * (times.forward_s + times.input_grad_s + times.weight_grad_s)
 
 
 SPEC = ScheduleSpec(
@@ -41,5 +43,5 @@ SPEC = ScheduleSpec(
     mismatch="0",
     delay="0",
     makespan_s=flushed_makespan_s,
-    peak_in_flight=lambda size, _: size.num_microbatches,
+    peak_in_flight=lambda request, _: request.num_microbatches,
 )

@@ -13,38 +13,40 @@ of D, D(V-1) + 2(D-1-s) + 1 chunk activations held.
 
 from __future__ import annotations
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, Slot, StageTimes
-from raypipe.schedules.spec import ScheduleSpec, in_turn, require_one_pipeline, synchronous
+from raypipe.schedules.builders import in_turn, synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule, Slot
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec
 
 
-def interleaved(size: ScheduleRequest) -> Schedule:
+def interleaved(request: ScheduleRequest) -> Schedule:
     """Warm-up of 2(D-1-s) + (V-1) g forwards, g the largest group, then forwards and backwards in turn."""
-    require_one_pipeline("interleaved", size)
-    return synchronous("interleaved", size, workers=round_robin(size), one_update=one_update(size))
+    request.require_one_pipeline("interleaved")
+    return synchronous("interleaved", request, workers=round_robin(request), one_update=one_update(request))
 
 
-def one_update(size: ScheduleRequest) -> list[list[Slot]]:
+def one_update(request: ScheduleRequest) -> list[list[Slot]]:
     """The slots of each worker for one update."""
-    order = _order(size)
+    order = _order(request)
     programs: list[list[Slot]] = []
-    for worker in range(size.num_devices):
-        forwards = [Op(OpKind.FORWARD, chunk * size.num_devices + worker, microbatch) for chunk, microbatch in order]
+    for worker in range(request.num_devices):
+        forwards = [Op(OpKind.FORWARD, chunk * request.num_devices + worker, microbatch) for chunk, microbatch in order]
         backwards = [
-            Op(OpKind.BACKWARD, (size.num_chunks - 1 - chunk) * size.num_devices + worker, microbatch) for chunk, microbatch in order
+            Op(OpKind.BACKWARD, (request.num_chunks - 1 - chunk) * request.num_devices + worker, microbatch) for chunk, microbatch in order
         ]
-        programs.append(in_turn(forwards, backwards, warm_up=_warm_up(size, worker)))
+        programs.append(in_turn(forwards, backwards, warm_up=_warm_up(request, worker)))
     return programs
 
 
-def round_robin(size: ScheduleRequest) -> list[int]:
+def round_robin(request: ScheduleRequest) -> list[int]:
     """The worker of each stage: they take turns."""
-    return [stage % size.num_devices for stage in range(size.num_devices * size.num_chunks)]
+    return [stage % request.num_devices for stage in range(request.num_devices * request.num_chunks)]
 
 
-def _groups(size: ScheduleRequest) -> list[range]:
+def _groups(request: ScheduleRequest) -> list[range]:
     """The microbatches of each group, which pass through one chunk before the next chunk's turn."""
-    num_groups = max(1, size.num_microbatches // size.num_devices)
-    small, larger = divmod(size.num_microbatches, num_groups)
+    num_groups = max(1, request.num_microbatches // request.num_devices)
+    small, larger = divmod(request.num_microbatches, num_groups)
     groups: list[range] = []
     first = 0
     for number in range(num_groups):
@@ -54,26 +56,26 @@ def _groups(size: ScheduleRequest) -> list[range]:
     return groups
 
 
-def _order(size: ScheduleRequest) -> list[tuple[int, int]]:
+def _order(request: ScheduleRequest) -> list[tuple[int, int]]:
     """Pairs (chunk, microbatch) in the order of the forwards."""
-    return [(chunk, microbatch) for group in _groups(size) for chunk in range(size.num_chunks) for microbatch in group]
+    return [(chunk, microbatch) for group in _groups(request) for chunk in range(request.num_chunks) for microbatch in group]
 
 
-def _warm_up(size: ScheduleRequest, worker: int) -> int:
-    largest = len(_groups(size)[0])
-    return min(2 * (size.num_devices - 1 - worker) + (size.num_chunks - 1) * largest, size.num_microbatches * size.num_chunks)
+def _warm_up(request: ScheduleRequest, worker: int) -> int:
+    largest = len(_groups(request)[0])
+    return min(2 * (request.num_devices - 1 - worker) + (request.num_chunks - 1) * largest, request.num_microbatches * request.num_chunks)
 
 
-def _makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
+def _makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
     """(V M + D - 1)(f + b) with the times of one chunk, where M >= D."""
-    if size.num_microbatches < size.num_devices:
+    if request.num_microbatches < request.num_devices:
         return None
-    steps = size.num_chunks * size.num_microbatches + size.num_devices - 1
+    steps = request.num_chunks * request.num_microbatches + request.num_devices - 1
     return steps * (times.forward_s + times.input_grad_s + times.weight_grad_s)
 
 
-def _peak_in_flight(size: ScheduleRequest, worker: int) -> int:
-    return min(_warm_up(size, worker) + 1, size.num_microbatches * size.num_chunks)
+def _peak_in_flight(request: ScheduleRequest, worker: int) -> int:
+    return min(_warm_up(request, worker) + 1, request.num_microbatches * request.num_chunks)
 
 
 SPEC = ScheduleSpec(

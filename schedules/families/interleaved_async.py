@@ -17,26 +17,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raypipe.schedules.builders import unflushed
 from raypipe.schedules.families import interleaved
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, WeightRule
-from raypipe.schedules.search.dispatch import Line, defer_updates
-from raypipe.schedules.spec import require_one_pipeline, unflushed
+from raypipe.schedules.ir import Schedule, UpdateScope, WeightRule
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.search.dispatch import TimedPipelines, defer_updates
 
 
-def async_interleaved(size: ScheduleRequest) -> Schedule:
+def async_interleaved(request: ScheduleRequest) -> Schedule:
     """The order of `interleaved` for one long update, which is updated every M microbatches."""
-    require_one_pipeline("async-interleaved", size)
-    programs = interleaved.one_update(_one_long_update(size))
-    workers = interleaved.round_robin(size)
-    at_once = unflushed("async-interleaved", size, workers=workers, programs=programs, weight_rule=WeightRule.LIVE)
+    request.require_one_pipeline("async-interleaved")
+    programs = interleaved.one_update(_one_long_update(request))
+    workers = interleaved.round_robin(request)
+    at_once = unflushed("async-interleaved", request, workers=workers, programs=programs, weight_rule=WeightRule.LIVE)
     if at_once.update_scope is UpdateScope.STAGE:
         return at_once
     # Right behind the last gradient of its own stage an update would wait for the other stages of its own worker.
-    return defer_updates(at_once, Line.of(at_once.pipelines, size))
+    return defer_updates(at_once, TimedPipelines.of(at_once.pipelines, request))
 
 
-def _one_long_update(size: ScheduleRequest) -> ScheduleRequest:
-    return replace(size, num_microbatches=size.num_microbatches * size.num_updates, num_updates=1)
+def _one_long_update(request: ScheduleRequest) -> ScheduleRequest:
+    return replace(request, num_microbatches=request.num_microbatches * request.num_updates, num_updates=1)
 
 
 SPEC = replace(
@@ -48,6 +49,6 @@ SPEC = replace(
     bubble="0 but at the ends",
     mismatch="1 if M >= 2D, V <= 4",
     delay="1 if M >= 2D, V <= 4",
-    peak_in_flight=lambda size, worker: interleaved.SPEC.peak_in_flight(_one_long_update(size), worker),
+    peak_in_flight=lambda request, worker: interleaved.SPEC.peak_in_flight(_one_long_update(request), worker),
     weight_rule=WeightRule.LIVE,
 )

@@ -19,33 +19,35 @@ microbatch (stretch every slot to C: it fits, and running each list as soon as p
 
 from __future__ import annotations
 
+from raypipe.schedules.builders import synchronous
 from raypipe.schedules.families.gpipe import flushed_makespan_s
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest
-from raypipe.schedules.spec import ScheduleSpec, require_one_chunk, require_one_pipeline, synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.spec import ScheduleSpec
 
 
-def list_order(size: ScheduleRequest) -> Schedule:
+def list_order(request: ScheduleRequest) -> Schedule:
     """The Ops of each stage by slot, forwards before backwards."""
-    require_one_chunk("list", size)
-    require_one_pipeline("list", size)
-    microbatches = range(size.num_microbatches)
+    request.require_one_chunk("list")
+    request.require_one_pipeline("list")
+    microbatches = range(request.num_microbatches)
     one_update: list[list[Op]] = []
-    for stage in range(size.num_devices):
-        most = in_flight(size, stage)
-        first_backward = 4 * (size.num_devices - 1 - stage)
+    for stage in range(request.num_devices):
+        most = in_flight(request, stage)
+        first_backward = 4 * (request.num_devices - 1 - stage)
         # Slots count from the stage's first. In a slot the forward comes first, then the backward, then a forward that it makes room for.
         forwards = [
             (max((i, 0), (i - most + first_backward, 2) if i >= most else (0, 0)), Op(OpKind.FORWARD, stage, i)) for i in microbatches
         ]
         backwards = [((i + first_backward, 1), Op(OpKind.BACKWARD, stage, i)) for i in microbatches]
         one_update.append([op for _, op in sorted(forwards + backwards)])
-    return synchronous("list", size, workers=range(size.num_devices), one_update=one_update)
+    return synchronous("list", request, workers=range(request.num_devices), one_update=one_update)
 
 
-def in_flight(size: ScheduleRequest, stage: int) -> int:
+def in_flight(request: ScheduleRequest, stage: int) -> int:
     """The most activations that a stage holds."""
-    cap = size.num_microbatches if size.max_in_flight is None else int(size.max_in_flight)
-    return min(size.num_microbatches, 4 * (size.num_devices - 1 - stage) + 1, cap)
+    cap = request.num_microbatches if request.max_in_flight is None else int(request.max_in_flight)
+    return min(request.num_microbatches, 4 * (request.num_devices - 1 - stage) + 1, cap)
 
 
 SPEC = ScheduleSpec(
@@ -57,6 +59,6 @@ SPEC = ScheduleSpec(
     memory="4(D-1-s)+1",
     mismatch="0",
     delay="0",
-    makespan_s=lambda size, times: flushed_makespan_s(size, times) if size.max_in_flight is None else None,
+    makespan_s=lambda request, times: flushed_makespan_s(request, times) if request.max_in_flight is None else None,
     peak_in_flight=in_flight,
 )

@@ -13,21 +13,23 @@ device (D-1)(F+B), as GPipe's; at most D-s activations held.
 
 from __future__ import annotations
 
+from raypipe.schedules.builders import in_turn, synchronous
 from raypipe.schedules.families.gpipe import flushed_makespan_s
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, Slot
-from raypipe.schedules.spec import ScheduleSpec, in_turn, require_one_chunk, require_one_pipeline, synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule, Slot
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.spec import ScheduleSpec
 
 
-def one_f_one_b(size: ScheduleRequest) -> Schedule:
+def one_f_one_b(request: ScheduleRequest) -> Schedule:
     """Warm-up forwards, then forwards and backwards in turn, then the rest of the backwards."""
-    require_one_chunk("1f1b", size)
-    require_one_pipeline("1f1b", size)
+    request.require_one_chunk("1f1b")
+    request.require_one_pipeline("1f1b")
     one_update: list[list[Slot]] = []
-    for stage in range(size.num_devices):
-        forwards = [Op(OpKind.FORWARD, stage, microbatch) for microbatch in range(size.num_microbatches)]
-        backwards = [Op(OpKind.BACKWARD, stage, microbatch) for microbatch in range(size.num_microbatches)]
-        one_update.append(in_turn(forwards, backwards, warm_up=size.num_devices - 1 - stage))
-    return synchronous("1f1b", size, workers=range(size.num_devices), one_update=one_update)
+    for stage in range(request.num_devices):
+        forwards = [Op(OpKind.FORWARD, stage, microbatch) for microbatch in range(request.num_microbatches)]
+        backwards = [Op(OpKind.BACKWARD, stage, microbatch) for microbatch in range(request.num_microbatches)]
+        one_update.append(in_turn(forwards, backwards, warm_up=request.num_devices - 1 - stage))
+    return synchronous("1f1b", request, workers=range(request.num_devices), one_update=one_update)
 
 
 SPEC = ScheduleSpec(
@@ -40,5 +42,5 @@ SPEC = ScheduleSpec(
     mismatch="0",
     delay="0",
     makespan_s=flushed_makespan_s,
-    peak_in_flight=lambda size, worker: min(size.num_devices - worker, size.num_microbatches),
+    peak_in_flight=lambda request, worker: min(request.num_devices - worker, request.num_microbatches),
 )

@@ -22,49 +22,51 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raypipe.errors import ScheduleError
+from raypipe.schedules.builders import in_turn, unflushed
 from raypipe.schedules.families.gpipe import flushed_makespan_s
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, WeightRule
-from raypipe.schedules.spec import ScheduleSpec, in_turn, require_one_chunk, require_one_pipeline, unflushed
+from raypipe.schedules.ir import Op, OpKind, Schedule, WeightRule
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.spec import ScheduleSpec
 
 
-def pipedream(size: ScheduleRequest) -> Schedule:
+def pipedream(request: ScheduleRequest) -> Schedule:
     """An update after each microbatch; backward with the weights of its forward."""
-    if size.num_microbatches != 1:
+    if request.num_microbatches != 1:
         raise ScheduleError(
-            f"pipedream updates after every microbatch, got {size.num_microbatches} an update; "
+            f"pipedream updates after every microbatch, got {request.num_microbatches} an update; "
             "use --microbatches 1, or the schedule 'pipedream-2bw'"
         )
-    return _build("pipedream", size, WeightRule.STASH)
+    return _build("pipedream", request, WeightRule.STASH)
 
 
-def pipedream_2bw(size: ScheduleRequest) -> Schedule:
+def pipedream_2bw(request: ScheduleRequest) -> Schedule:
     """Two versions of the weights."""
-    if size.num_microbatches < size.num_devices - 1:
+    if request.num_microbatches < request.num_devices - 1:
         raise ScheduleError(
-            f"pipedream-2bw keeps two versions of the weights, which takes at least {size.num_devices - 1} microbatches an update "
-            f"on {size.num_devices} devices, got {size.num_microbatches}; use --microbatches {size.num_devices - 1}"
+            f"pipedream-2bw keeps two versions of the weights, which takes at least {request.num_devices - 1} microbatches an update "
+            f"on {request.num_devices} devices, got {request.num_microbatches}; use --microbatches {request.num_devices - 1}"
         )
-    return _build("pipedream-2bw", size, WeightRule.DOUBLE_BUFFER)
+    return _build("pipedream-2bw", request, WeightRule.DOUBLE_BUFFER)
 
 
-def async_one_f_one_b(size: ScheduleRequest) -> Schedule:
+def async_one_f_one_b(request: ScheduleRequest) -> Schedule:
     """One version of the weights, which every Op takes as it is."""
-    return _build("async-1f1b", size, WeightRule.LIVE)
+    return _build("async-1f1b", request, WeightRule.LIVE)
 
 
-def _build(name: str, size: ScheduleRequest, weight_rule: WeightRule) -> Schedule:
-    require_one_chunk(name, size, instead="async-interleaved")
-    require_one_pipeline(name, size)
-    count = size.num_microbatches * size.num_updates
+def _build(name: str, request: ScheduleRequest, weight_rule: WeightRule) -> Schedule:
+    request.require_one_chunk(name, instead="async-interleaved")
+    request.require_one_pipeline(name)
+    count = request.num_microbatches * request.num_updates
     programs = [
         in_turn(
             [Op(OpKind.FORWARD, stage, microbatch) for microbatch in range(count)],
             [Op(OpKind.BACKWARD, stage, microbatch) for microbatch in range(count)],
-            warm_up=size.num_devices - 1 - stage,
+            warm_up=request.num_devices - 1 - stage,
         )
-        for stage in range(size.num_devices)
+        for stage in range(request.num_devices)
     ]
-    return unflushed(name, size, workers=range(size.num_devices), programs=programs, weight_rule=weight_rule)
+    return unflushed(name, request, workers=range(request.num_devices), programs=programs, weight_rule=weight_rule)
 
 
 SPEC_ASYNC = ScheduleSpec(
@@ -77,7 +79,7 @@ SPEC_ASYNC = ScheduleSpec(
     mismatch="ceil((D-1-s)/M)",
     delay="ceil((D-1-s)/M)",
     makespan_s=flushed_makespan_s,
-    peak_in_flight=lambda size, worker: min(size.num_devices - worker, size.num_microbatches * size.num_updates),
+    peak_in_flight=lambda request, worker: min(request.num_devices - worker, request.num_microbatches * request.num_updates),
     weight_rule=WeightRule.LIVE,
 )
 

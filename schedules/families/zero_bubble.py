@@ -20,45 +20,47 @@ the paper validates the norm afterwards instead).
 
 from __future__ import annotations
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes
-from raypipe.schedules.spec import ScheduleSpec, require_one_chunk, require_one_pipeline, synchronous
+from raypipe.schedules.builders import synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec
 
 
-def zb_h1(size: ScheduleRequest) -> Schedule:
+def zb_h1(request: ScheduleRequest) -> Schedule:
     """The order with the memory of 1F1B."""
-    return _handcrafted("zb-h1", size, depth=1)
+    return _handcrafted("zb-h1", request, depth=1)
 
 
-def zb_h2(size: ScheduleRequest) -> Schedule:
+def zb_h2(request: ScheduleRequest) -> Schedule:
     """The order with twice the memory of 1F1B and no bubble where F = I = W."""
-    return _handcrafted("zb-h2", size, depth=2)
+    return _handcrafted("zb-h2", request, depth=2)
 
 
-def _handcrafted(name: str, size: ScheduleRequest, *, depth: int) -> Schedule:
-    require_one_chunk(name, size)
-    require_one_pipeline(name, size)
-    last = size.num_devices - 1
+def _handcrafted(name: str, request: ScheduleRequest, *, depth: int) -> Schedule:
+    request.require_one_chunk(name)
+    request.require_one_pipeline(name)
+    last = request.num_devices - 1
     one_update: list[list[Op]] = []
-    for stage in range(size.num_devices):
+    for stage in range(request.num_devices):
         ops: list[Op] = []
-        for step in range(size.num_microbatches + depth * last):
+        for step in range(request.num_microbatches + depth * last):
             triple = (
                 Op(OpKind.FORWARD, stage, step),
                 Op(OpKind.INPUT_GRADIENT, stage, step - depth * (last - stage)),
                 Op(OpKind.WEIGHT_GRADIENT, stage, step - depth * last),
             )
-            ops += [op for op in triple if 0 <= op.index < size.num_microbatches]
+            ops += [op for op in triple if 0 <= op.index < request.num_microbatches]
         one_update.append(ops)
-    return synchronous(name, size, workers=range(size.num_devices), one_update=one_update)
+    return synchronous(name, request, workers=range(request.num_devices), one_update=one_update)
 
 
-def _makespan_s(depth: int, size: ScheduleRequest, times: StageTimes) -> float | None:
+def _makespan_s(depth: int, request: ScheduleRequest, times: StageTimes) -> float | None:
     """Ends of the last device for both orders: M(F+I+W) and the way there; `None` outside the formulas' assumptions."""
-    ramp = size.num_devices - 1
+    ramp = request.num_devices - 1
     idle = times.forward_s + times.input_grad_s - depth * times.weight_grad_s
-    if size.num_microbatches < depth * ramp + 1 or idle < 0:
+    if request.num_microbatches < depth * ramp + 1 or idle < 0:
         return None
-    work = size.num_microbatches * (times.forward_s + times.input_grad_s + times.weight_grad_s)
+    work = request.num_microbatches * (times.forward_s + times.input_grad_s + times.weight_grad_s)
     # Device s starts s F late and is idle (D-1-s)(F+I-kW): the sum is largest at one of the two ends.
     return work + max(ramp * idle, ramp * times.forward_s)
 
@@ -72,8 +74,8 @@ SPEC_H1 = ScheduleSpec(
     memory="D",
     mismatch="0",
     delay="0",
-    makespan_s=lambda size, times: _makespan_s(1, size, times),
-    peak_in_flight=lambda size, _: min(size.num_devices, size.num_microbatches),
+    makespan_s=lambda request, times: _makespan_s(1, request, times),
+    peak_in_flight=lambda request, _: min(request.num_devices, request.num_microbatches),
 )
 
 SPEC_H2 = ScheduleSpec(
@@ -85,6 +87,6 @@ SPEC_H2 = ScheduleSpec(
     memory="2D-1",
     mismatch="0",
     delay="0",
-    makespan_s=lambda size, times: _makespan_s(2, size, times),
-    peak_in_flight=lambda size, _: min(2 * size.num_devices - 1, size.num_microbatches),
+    makespan_s=lambda request, times: _makespan_s(2, request, times),
+    peak_in_flight=lambda request, _: min(2 * request.num_devices - 1, request.num_microbatches),
 )

@@ -35,10 +35,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from raypipe.errors import ScheduleError
+from raypipe.schedules.builders import synchronous
 from raypipe.schedules.families.one_f_one_b import one_f_one_b
 from raypipe.schedules.families.zero_bubble import zb_h1, zb_h2
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope
-from raypipe.schedules.spec import ScheduleSpec, require_one_chunk, require_one_pipeline, synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec
 
 _F, _I, _W = OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT
 
@@ -67,40 +69,42 @@ class _Task:
     spans: bool
 
 
-def zb_auto(size: ScheduleRequest) -> Schedule:
+def zb_auto(request: ScheduleRequest) -> Schedule:
     """The best order found for the times of the stages within the limit on activations."""
-    require_one_chunk("zb-auto", size)
-    require_one_pipeline("zb-auto", size)
-    order = _search(_task(size))
+    request.require_one_chunk("zb-auto")
+    request.require_one_pipeline("zb-auto")
+    order = _search(_task(request))
     one_update: list[list[Op]] = []
     for stage, kinds in enumerate(order):
         microbatches = {kind: itertools.count() for kind in (_F, _I, _W)}
         one_update.append([Op(kind, stage, next(microbatches[kind])) for kind in kinds])
-    return synchronous("zb-auto", size, workers=range(size.num_devices), one_update=one_update)
+    return synchronous("zb-auto", request, workers=range(request.num_devices), one_update=one_update)
 
 
 _EQUAL = (StageTimes(1.0, 1.0, 1.0),)
 
 
-def _limit(size: ScheduleRequest) -> float:
-    return min(2.0 * size.num_devices if size.max_in_flight is None else size.max_in_flight, size.num_microbatches)
+def _limit(request: ScheduleRequest) -> float:
+    return min(2.0 * request.num_devices if request.max_in_flight is None else request.max_in_flight, request.num_microbatches)
 
 
-def _task(size: ScheduleRequest) -> _Task:
-    limit, share = size.max_in_flight, size.weight_grad_share
+def _task(request: ScheduleRequest) -> _Task:
+    limit, share = request.max_in_flight, request.weight_grad_share
     if limit is not None and not limit >= 1:
         raise ScheduleError(f"zb-auto needs room for one stage activation a device, got {limit:g}; use --max-in-flight 1 or more")
     if not 0 <= share <= 1:
         raise ScheduleError(f"zb-auto keeps a share of an activation from I to W, got {share:g}; use --weight-grad-share 0 to 1")
-    if len(size.times) not in {0, 1, size.num_devices}:
-        raise ScheduleError(f"zb-auto has {size.num_devices} stages, got times of {len(size.times)}; use those of each, or one for all")
+    if len(request.times) not in {0, 1, request.num_devices}:
+        raise ScheduleError(
+            f"zb-auto has {request.num_devices} stages, got times of {len(request.times)}; use those of each, or one for all"
+        )
     return _Task(
-        num_microbatches=size.num_microbatches,
-        times=size.times if len(size.times) == size.num_devices else (size.times or _EQUAL) * size.num_devices,
-        latency_s=size.latency_s,
-        max_in_flight=_limit(size),
+        num_microbatches=request.num_microbatches,
+        times=request.times if len(request.times) == request.num_devices else (request.times or _EQUAL) * request.num_devices,
+        latency_s=request.latency_s,
+        max_in_flight=_limit(request),
         weight_grad_share=share,
-        spans=size.update_scope not in {None, UpdateScope.GLOBAL},
+        spans=request.update_scope not in {None, UpdateScope.GLOBAL},
     )
 
 
@@ -123,7 +127,7 @@ _NUM_POLISHED = 3
 
 def _handcrafted(task: _Task) -> Iterator[Order]:
     """Those of the known orders that keep the limit, B as I and W."""
-    size = ScheduleRequest(len(task.times), task.num_microbatches)
+    request = ScheduleRequest(len(task.times), task.num_microbatches)
     for build in (one_f_one_b, zb_h1, zb_h2):
         order = tuple(
             tuple(
@@ -132,7 +136,7 @@ def _handcrafted(task: _Task) -> Iterator[Order]:
                 if isinstance(slot, Op) and not slot.kind.per_update
                 for kind in ((_I, _W) if slot.kind is OpKind.BACKWARD else (slot.kind,))
             )
-            for program in build(size).programs
+            for program in build(request).programs
         )
         if all(_fits(task, kinds) for kinds in order):
             yield order
@@ -371,23 +375,23 @@ def _moves(task: _Task, order: Order, timing: _Timing) -> Iterator[tuple[int, tu
         yield from ((worker, other) for other in tried if _fits(task, other))
 
 
-def _makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
+def _makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
     """What is found where one of the known orders is as good as an order can be; else `None`."""
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
-    if {*(size.times or _EQUAL)} != {times} or size.latency_s or _task(size).spans:
+    if {*(request.times or _EQUAL)} != {times} or request.latency_s or _task(request).spans:
         return None
-    ramp, most = size.num_devices - 1, min(size.num_microbatches, _limit(size))
+    ramp, most = request.num_devices - 1, min(request.num_microbatches, _limit(request))
     for depth in (1, 2):
         if most > depth * ramp and input_grad_s <= depth * weight_grad_s <= forward_s + input_grad_s:
-            return size.num_microbatches * (forward_s + input_grad_s + weight_grad_s) + ramp * forward_s
-    if most == size.num_microbatches <= ramp and forward_s == input_grad_s == weight_grad_s:
-        return (2 * (ramp + size.num_microbatches) + 1) * forward_s
+            return request.num_microbatches * (forward_s + input_grad_s + weight_grad_s) + ramp * forward_s
+    if most == request.num_microbatches <= ramp and forward_s == input_grad_s == weight_grad_s:
+        return (2 * (ramp + request.num_microbatches) + 1) * forward_s
     return None
 
 
-def _peak_in_flight(size: ScheduleRequest, _: int) -> int:
-    share = size.weight_grad_share
-    return min(size.num_microbatches, math.floor(_limit(size) / share + _EPSILON) if share else size.num_microbatches)
+def _peak_in_flight(request: ScheduleRequest, _: int) -> int:
+    share = request.weight_grad_share
+    return min(request.num_microbatches, math.floor(_limit(request) / share + _EPSILON) if share else request.num_microbatches)
 
 
 SPEC = ScheduleSpec(

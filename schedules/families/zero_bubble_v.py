@@ -27,26 +27,28 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes
-from raypipe.schedules.spec import ScheduleSpec, require_one_pipeline, synchronous
+from raypipe.schedules.builders import synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec
 
 
-def zb_v(size: ScheduleRequest) -> Schedule:
+def zb_v(request: ScheduleRequest) -> Schedule:
     """Warm-up, F I W of both stages in turn, and the weight gradients left over."""
-    require_one_pipeline("zb-v", size)
-    if size.num_chunks != 2:
-        raise ScheduleError(f"zb-v holds two stages a device, got {size.num_chunks} chunks; use --chunks 2")
-    one_update = [_program(size, worker) for worker in range(size.num_devices)]
-    if 2 * size.num_microbatches < 3 * size.num_devices - 1:
-        one_update = [_put_off(ops, size.num_devices, worker) for worker, ops in enumerate(one_update)]
-    workers = [*range(size.num_devices), *reversed(range(size.num_devices))]
-    return synchronous("zb-v", size, workers=workers, one_update=one_update)
+    request.require_one_pipeline("zb-v")
+    if request.num_chunks != 2:
+        raise ScheduleError(f"zb-v holds two stages a device, got {request.num_chunks} chunks; use --chunks 2")
+    one_update = [_program(request, worker) for worker in range(request.num_devices)]
+    if 2 * request.num_microbatches < 3 * request.num_devices - 1:
+        one_update = [_put_off(ops, request.num_devices, worker) for worker, ops in enumerate(one_update)]
+    workers = [*range(request.num_devices), *reversed(range(request.num_devices))]
+    return synchronous("zb-v", request, workers=workers, one_update=one_update)
 
 
-def _program(size: ScheduleRequest, worker: int) -> list[Op]:
+def _program(request: ScheduleRequest, worker: int) -> list[Op]:
     """The order for 2D-1 microbatches or more, without those that do not exist."""
-    num_devices = size.num_devices
-    num_microbatches = max(size.num_microbatches, 2 * num_devices - 1)
+    num_devices = request.num_devices
+    num_microbatches = max(request.num_microbatches, 2 * num_devices - 1)
     first, second = worker, 2 * num_devices - 1 - worker
     (f0, i0, w0), (f1, i1, w1) = (
         [(kind, stage) for kind in (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)] for stage in (first, second)
@@ -67,7 +69,7 @@ def _program(size: ScheduleRequest, worker: int) -> list[Op]:
     for kind, stage in steps:
         ops.append(Op(kind, stage, done[kind, stage]))
         done[kind, stage] += 1
-    return [op for op in ops if op.index < size.num_microbatches]
+    return [op for op in ops if op.index < request.num_microbatches]
 
 
 def _put_off(ops: Sequence[Op], num_devices: int, worker: int) -> list[Op]:
@@ -90,15 +92,15 @@ def _put_off(ops: Sequence[Op], num_devices: int, worker: int) -> list[Op]:
     return [*order, *waiting]
 
 
-def _makespan_s(size: ScheduleRequest, times: StageTimes) -> float | None:
+def _makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
     """The two formulas above; `None` outside their assumptions."""
-    ramp = size.num_devices - 1
+    ramp = request.num_devices - 1
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
     if forward_s == input_grad_s == weight_grad_s:
-        return max(6 * size.num_microbatches + ramp, 3 * size.num_microbatches + 4 * ramp + 2) * forward_s
-    if size.num_microbatches < 2 * ramp + 1 or not input_grad_s >= forward_s >= weight_grad_s:
+        return max(6 * request.num_microbatches + ramp, 3 * request.num_microbatches + 4 * ramp + 2) * forward_s
+    if request.num_microbatches < 2 * ramp + 1 or not input_grad_s >= forward_s >= weight_grad_s:
         return None
-    work = 2 * size.num_microbatches * (forward_s + input_grad_s + weight_grad_s)
+    work = 2 * request.num_microbatches * (forward_s + input_grad_s + weight_grad_s)
     # Device s starts s F late: with its idle time that is largest at one of the two ends.
     return work + ramp * max(2 * (input_grad_s - weight_grad_s), input_grad_s)
 
@@ -113,6 +115,6 @@ SPEC = ScheduleSpec(
     mismatch="0",
     delay="0",
     makespan_s=_makespan_s,
-    peak_in_flight=lambda size, _: 2 * min(size.num_devices, size.num_microbatches),
+    peak_in_flight=lambda request, _: 2 * min(request.num_devices, request.num_microbatches),
     default_chunks=2,
 )

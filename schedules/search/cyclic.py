@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.search.dispatch import Line, Started
+from raypipe.schedules.search.dispatch import Started, TimedPipelines
 
 _NOTHING = 1e-9
 """Of a period, what is no time: places that touch do not overlap."""
@@ -28,7 +28,7 @@ class Cycle:
         first: F and B of microbatch p of pipeline p at each stage, with the time that they start.
     """
 
-    line: Line
+    line: TimedPipelines
     period_s: float
     first: tuple[Started, ...]
 
@@ -57,7 +57,7 @@ class Cycle:
         return rows
 
 
-def cycle(line: Line, *, period_s: float, starts_s: Sequence[float]) -> Cycle | None:
+def cycle(line: TimedPipelines, *, period_s: float, starts_s: Sequence[float]) -> Cycle | None:
     """The cycle of a period; `None` where some Op finds no place.
 
     Args:

@@ -14,14 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope, ops_of
+from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, ops_of
+from raypipe.schedules.request import ScheduleRequest, StageTimes
 
 Key = Callable[[float, Op], tuple[float, ...]]
 """Of all that has arrived at a worker, the least is taken; given when it arrived, and what it is."""
 
 
 @dataclass(frozen=True)
-class Line:
+class TimedPipelines:
     """The pipelines and what passes through them.
 
     Attributes:
@@ -37,12 +38,12 @@ class Line:
     latency_s: float = 0.0
 
     @classmethod
-    def of(cls, pipelines: tuple[tuple[int, ...], ...], size: ScheduleRequest) -> Line:
+    def of(cls, pipelines: tuple[tuple[int, ...], ...], request: ScheduleRequest) -> TimedPipelines:
         """Pipelines with the times of a size; F = I = W = 1 where it has none, the same for all stages where it has one."""
-        times = size.times or (StageTimes(1.0, 1.0, 1.0),)
+        times = request.times or (StageTimes(1.0, 1.0, 1.0),)
         of_stage = [times[stage % len(times)] for stage in range(len(pipelines[0]))]
         backward_s = tuple(each.input_grad_s + each.weight_grad_s for each in of_stage)
-        return cls(pipelines, tuple(each.forward_s for each in of_stage), backward_s, size.latency_s)
+        return cls(pipelines, tuple(each.forward_s for each in of_stage), backward_s, request.latency_s)
 
     @property
     def num_workers(self) -> int:
@@ -100,7 +101,7 @@ class Started:
     end_s: float
 
 
-def dispatch(line: Line, *, turns: int, in_flight: int, key: Key) -> list[list[Started]]:
+def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> list[list[Started]]:
     """What each worker does, in order.
 
     Microbatch m is the turn m // N of pipeline m mod N, N being the number of pipelines. Time: that of the Ops, times what waits at once.
@@ -179,7 +180,7 @@ class _Step(NamedTuple):
     hop_s: float
 
 
-def _way(line: Line, pipeline: int) -> list[_Step]:
+def _way(line: TimedPipelines, pipeline: int) -> list[_Step]:
     """The steps of a microbatch."""
     steps: list[_Step] = []
     op: Op | None = Op(OpKind.FORWARD, 0, pipeline, pipeline)
@@ -191,7 +192,7 @@ def _way(line: Line, pipeline: int) -> list[_Step]:
     return steps
 
 
-def timed(line: Line, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
+def timed(line: TimedPipelines, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
     """When each F, R and B of an order runs, if each starts as soon as it can."""
     ends_s: dict[Op, float] = {}
     rows: list[list[Started]] = [[] for _ in programs]
@@ -216,7 +217,7 @@ def timed(line: Line, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
     return rows
 
 
-def defer_updates(schedule: Schedule, line: Line) -> Schedule:
+def defer_updates(schedule: Schedule, line: TimedPipelines) -> Schedule:
     """The schedule with each U where nobody would wait for it: before the first Op that starts when its gradients are there.
 
     Those are the gradients of all copies of its stage and of the stages that share a weight with it, of all stages for the scope
@@ -251,7 +252,7 @@ def with_updates(schedule: Schedule, done: Sequence[Sequence[Started]]) -> list[
                 needed_s.setdefault((started.op.stage, version - 1), started.start_s)
         updates = sorted(
             (min(ready_s[meets[stage], update], needed_s.get((stage, update), math.inf)), update, stage, pipeline)
-            for (held_by, stage), pipeline in schedule.holders.items()
+            for (held_by, stage), pipeline in schedule.first_pipeline.items()
             if held_by == worker
             for update in range(schedule.num_updates)
         )

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import Op, OpKind, ScheduleRequest
+from raypipe.schedules.ir import Op, OpKind
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.search.cyclic import cycle
-from raypipe.schedules.search.dispatch import Key, Line, Started, dispatch
+from raypipe.schedules.search.dispatch import Key, Started, TimedPipelines, dispatch
 
 _TRIAL_CYCLES = 48
 """Choices of when each pipeline starts."""
@@ -39,7 +40,7 @@ class Form:
         run: what each worker does, for so many microbatches of each pipeline.
     """
 
-    line: Line
+    line: TimedPipelines
     in_flight: int
     run: Callable[[int], list[list[Started]]]
 
@@ -68,28 +69,28 @@ def layings(depth: int, num_pipelines: int) -> list[Pipelines]:
     ]
 
 
-def num_pipelines(size: ScheduleRequest) -> int:
+def num_pipelines(request: ScheduleRequest) -> int:
     """Of a size; half as many as devices, as in AMDP, where it does not say."""
-    return size.num_pipelines or max(1, size.num_devices // 2)
+    return request.num_pipelines or max(1, request.num_devices // 2)
 
 
-def check_pipelines(name: str, size: ScheduleRequest, *, rounds_of: int = 0) -> None:
+def check_pipelines(name: str, request: ScheduleRequest, *, rounds_of: int = 0) -> None:
     """Checks how many pipelines and microbatches are asked for.
 
     Args:
         name: of the schedule.
-        size: what is asked for.
+        request: what is asked for.
         rounds_of: microbatches that an update has multiples of; 0 for those of one turn.
 
     Raises:
         ScheduleError: a device would start two pipelines, or the microbatches do not divide into rounds; says what would do.
     """
-    depth, number = size.num_devices, size.num_microbatches
-    if num_pipelines(size) > depth:
+    depth, number = request.num_devices, request.num_microbatches
+    if num_pipelines(request) > depth:
         raise ScheduleError(
-            f"{name} starts at most one pipeline on each of {depth} devices, got {size.num_pipelines}; use --pipelines {depth}"
+            f"{name} starts at most one pipeline on each of {depth} devices, got {request.num_pipelines}; use --pipelines {depth}"
         )
-    unit = rounds_of or num_pipelines(size)
+    unit = rounds_of or num_pipelines(request)
     if number % unit:
         near = sorted({max(unit, number // unit * unit), -(-number // unit) * unit})
         choices = " or ".join(f"--microbatches {each}" for each in near)
@@ -97,17 +98,17 @@ def check_pipelines(name: str, size: ScheduleRequest, *, rounds_of: int = 0) -> 
         raise ScheduleError(f"{name} on {depth} devices takes {reason}, got {number} an update; use {choices}")
 
 
-def too_many_activations(name: str, size: ScheduleRequest, least: int) -> ScheduleError:
+def too_many_activations(name: str, request: ScheduleRequest, least: int) -> ScheduleError:
     """The refusal of a limit on activations that no order keeps.
 
     Args:
         name: of the schedule.
-        size: what is asked for, with the limit.
+        request: what is asked for, with the limit.
         least: the activations that it must allow.
     """
     return ScheduleError(
-        f"{name} with {num_pipelines(size)} pipelines on {size.num_devices} devices holds at least {least} activations on some device, "
-        f"max_in_flight allows {size.max_in_flight:g}; use --max-in-flight {least}, or fewer pipelines"
+        f"{name} with {num_pipelines(request)} pipelines on {request.num_devices} devices holds at least {least} activations "
+        f"on some device, max_in_flight allows {request.max_in_flight:g}; use --max-in-flight {least}, or fewer pipelines"
     )
 
 
@@ -125,7 +126,7 @@ def rules(depth: int) -> list[Key]:
     ]
 
 
-def forms(line: Line, keys: Sequence[Key], *, spare: int, sparing: bool) -> Iterator[Form]:
+def forms(line: TimedPipelines, keys: Sequence[Key], *, spare: int, sparing: bool) -> Iterator[Form]:
     """Orders of pipelines: those by rules, and the one that repeats with the shortest period for which any was found.
 
     Args:
@@ -141,11 +142,11 @@ def forms(line: Line, keys: Sequence[Key], *, spare: int, sparing: bool) -> Iter
         yield repeated
 
 
-def _dispatched(line: Line, in_flight: int, key: Key, turns: int) -> list[list[Started]]:
+def _dispatched(line: TimedPipelines, in_flight: int, key: Key, turns: int) -> list[list[Started]]:
     return dispatch(line, turns=turns, in_flight=in_flight, key=key)
 
 
-def _in_cycles(line: Line) -> Form | None:
+def _in_cycles(line: TimedPipelines) -> Form | None:
     chance = random.Random(0)
     number = len(line.pipelines)
     work_s = line.work_s

@@ -21,9 +21,11 @@ from raypipe.model import Batch, Layer, Model
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
+from raypipe.schedules.ir import Schedule, UpdateScope
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import evaluation
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.validate import validate
 from tests.actors.oracles import RandomRows, layers_of
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_updates=2, max_grad_norm=0.5)
@@ -83,7 +85,7 @@ def test_devices_that_take_turns_give_the_weights_of_the_executor(
     model = gpt(num_layers=6, d_model=8, num_heads=2, sequence_length=8, vocabulary_size=20, dtype="float64")
     schedule = build(name, ScheduleRequest(4, num_microbatches, NUM_UPDATES, num_chunks, update_scope=scope))
     validate(schedule)
-    assert (facts(schedule).max_delay > 0) is (name != "1f1b")
+    assert (metrics(schedule).max_delay > 0) is (name != "1f1b")
     losses, layers = trained(in_turn(pipeline(model, schedule)), schedule)
     expected_losses, expected = trained(pipeline(model, schedule), schedule)
     assert losses == expected_losses

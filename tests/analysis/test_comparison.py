@@ -9,8 +9,8 @@ import pytest
 from raypipe.analysis.comparison import Figure, compare
 from raypipe.artifacts.trace import Source, Trace
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.lower import lower
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.cost import StageCost
 from raypipe.simulation.plan_cost import equal_stages
 from raypipe.simulation.simulator import simulate_programs

@@ -14,8 +14,10 @@ from raypipe.analysis.idle import IDLE, Cause, Culprit, Division, Piece, Root, W
 from raypipe.artifacts.topology import Path
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, ops_of
-from raypipe.schedules.lower import Collective, CollectiveKind, lower
+from raypipe.schedules.collectives import Collective, CollectiveKind
+from raypipe.schedules.ir import Schedule, UpdateScope, ops_of
+from raypipe.schedules.lower import lower
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.text import parse_slot
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.plan_cost import equal_stages

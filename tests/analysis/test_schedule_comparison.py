@@ -15,7 +15,8 @@ from raypipe.cli.schedule import StageSeconds
 from raypipe.cli.schedule_comparison import survey
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, UpdateScope, WeightRule
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.show.schedule_comparison import zoo_tables
 
 Rows = dict[str, dict[str, Any]]

@@ -18,7 +18,8 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import FormatError, InputError, PlanError, ScheduleError
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest, StageGraph
+from raypipe.schedules.ir import Schedule, StageGraph
+from raypipe.schedules.request import ScheduleRequest
 from tests import strategies
 
 PROFILE = ModelProfile.uniform(6, output_bytes=10, saved_bytes=20, parameter_bytes=30)

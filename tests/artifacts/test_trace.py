@@ -14,8 +14,10 @@ from hypothesis import given
 from raypipe.artifacts.trace import FORMAT, Source, Span, SpanKind, Trace
 from raypipe.errors import FormatError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
-from raypipe.schedules.lower import Collective, CollectiveKind, Message, lower
+from raypipe.schedules.collectives import Collective, CollectiveKind
+from raypipe.schedules.ir import Schedule, UpdateScope
+from raypipe.schedules.lower import Message, lower
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.cost import StageCost
 from raypipe.simulation.plan_cost import equal_stages
 from raypipe.simulation.simulator import simulate_programs

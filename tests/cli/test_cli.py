@@ -28,7 +28,7 @@ from raypipe.cli import COMMANDS, commands, main
 from raypipe.errors import RunError
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.text import from_csv, to_csv, to_torch_csv
 from raypipe.simulation.simulator import simulate
 

@@ -15,8 +15,9 @@ from raypipe.cluster.link_monitor import IDLE_S, LinkWatch
 from raypipe.cluster.window import WindowResult
 from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest, UpdateScope
+from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.lower import Recv, Send
+from raypipe.schedules.request import ScheduleRequest
 
 NODES = ("10.0.0.1", "10.0.0.2")
 COMPUTE_S, CARRY_S = 0.01, 0.04

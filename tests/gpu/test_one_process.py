@@ -25,8 +25,9 @@ from raypipe.config import OptimizerConfig, OptimizerName, Precision
 from raypipe.model import Model
 from raypipe.models.gpt import gpt
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope
+from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.passes import over_graph
+from raypipe.schedules.request import ScheduleRequest
 from tests.actors.oracles import RandomTokens, train_unsplit
 from tests.gpu.device import HAS_CUDA, forbid_waits, gpu
 

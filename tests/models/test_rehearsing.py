@@ -16,8 +16,9 @@ from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.trace import Span, SpanKind
 from raypipe.models.rehearsing import StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, ScheduleRequest
+from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Direction, Message, Placement
+from raypipe.schedules.request import ScheduleRequest
 from tests.schedules.handwritten import pipedream_2bw, two_branches
 
 ROWS = 6

@@ -18,7 +18,8 @@ from raypipe.data.prepare import prepare
 from raypipe.planning.planners import make
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, ScheduleRequest
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.request import ScheduleRequest
 from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.network import NetworkError
 from tests.on_ray.plans import Workers, lab, plan_of

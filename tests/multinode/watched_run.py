@@ -24,7 +24,8 @@ from raypipe.cluster.session import session
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.models.waiting import waiting
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest, UpdateScope
+from raypipe.schedules.ir import UpdateScope
+from raypipe.schedules.request import ScheduleRequest
 
 WIDTH = 1024
 NUM_ROWS = 100

@@ -12,9 +12,11 @@ from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.network.estimate import NetworkEstimate, Transfer
 from raypipe.network.transfers import transfers
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import ScheduleRequest, StageGraph, UpdateScope
-from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, DeviceProgram, Item, Message, Recv, Send, Start, lower
+from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start
+from raypipe.schedules.ir import StageGraph, UpdateScope
+from raypipe.schedules.lower import Compute, DeviceProgram, Item, Message, Recv, Send, lower
 from raypipe.schedules.passes import over_graph
+from raypipe.schedules.request import ScheduleRequest
 
 LATENCY_S = 1e-3
 COMPUTE_S = 5e-3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raypipe import schedule_registry
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.text import to_torch_csv
 from tests.on_ray.test_training import NUM_MICROBATCHES, trainer
 

@@ -17,7 +17,7 @@ from raypipe.cluster.discovery import cluster_nodes, planned_slots
 from raypipe.config import ClusterConfig, ScalingConfig
 from raypipe.errors import PlanError
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.training.rehearsal import rehearse
 from tests.on_ray.plans import Workers, lab, plan_of, this_node
 

@@ -17,9 +17,10 @@ from raypipe.cli import main
 from raypipe.config import ScalingConfig, Transport
 from raypipe.errors import ConfigError
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, Schedule, ScheduleRequest
+from raypipe.schedules.ir import Op, Schedule
 from raypipe.schedules.lower import Message
 from raypipe.schedules.passes import recompute, repeated
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.simulator import simulate
 from raypipe.training.rehearsal import Rehearsal, rehearse
 from tests.on_ray.plans import in_turn, lab, plan_of, this_node

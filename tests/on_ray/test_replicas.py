@@ -18,8 +18,9 @@ from raypipe.errors import ConfigError, PlanError
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, ScheduleRequest
+from raypipe.schedules.ir import Schedule
 from raypipe.schedules.passes import recompute
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, Trained, train_unsplit
 from tests.on_ray.plans import in_turn, lab, plan_of, profile_of, this_node

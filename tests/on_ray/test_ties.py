@@ -26,8 +26,8 @@ from raypipe.planning.planners import make
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import Budget
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.passes import over_graph
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.training.rehearsal import rehearse
 from raypipe.training.result import Result
 from raypipe.training.trainer import Trainer

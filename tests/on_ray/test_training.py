@@ -24,7 +24,7 @@ from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError, StageFailedError
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.training.result import Progress, Result
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, Trained, train_unsplit

@@ -14,8 +14,9 @@ from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, OpKind, ScheduleRequest
+from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import Placement, Send, lower
+from raypipe.schedules.request import ScheduleRequest
 from tests.planning.instances import all_plans, divided, random_problem
 
 # SPP's own model (papers' section 2): stages and channels are resources of one chain, a channel carries one message at a time.

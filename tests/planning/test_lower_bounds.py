@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from raypipe.artifacts.profile import LayerProfile, ModelProfile, NamedEdge
 from raypipe.planning.lower_bounds import Piece, chain, lower_bound, pieces_of, profile_bound
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import ScheduleRequest, UpdateScope
+from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.lower import lower
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import StageCost
 from raypipe.simulation.plan_cost import equal_stages

@@ -20,8 +20,9 @@ from raypipe.planning.planners import PLANNERS, best_division, climbed, divided,
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import Budget
 from raypipe.schedule_registry import build
-from raypipe.schedules.ir import ScheduleRequest, WeightRule
-from raypipe.schedules.validate import facts
+from raypipe.schedules.ir import WeightRule
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.plan_cost import plan_cost
 from raypipe.simulation.simulator import simulate
 from tests.planning.instances import islands, random_problem
@@ -348,7 +349,7 @@ def test_orders_that_are_stale_are_chosen_only_where_that_is_allowed() -> None:
     for mismatch in (0, 1):
         plan = make(uniform_chain(max_staleness=1, max_mismatch=mismatch), budget=SMALL)
         assert plan.schedule.weight_rule is not WeightRule.FLUSH
-        known = facts(plan.schedule)
+        known = metrics(plan.schedule)
         assert known.max_delay <= 1
         assert known.max_mismatch <= mismatch
 
@@ -381,7 +382,7 @@ def test_a_limit_of_the_mean_staleness_is_kept_and_allows_orders_that_are_stale(
     assert found[0.0].schedule.weight_rule is WeightRule.FLUSH
     for limit in (0.3, 2.0):
         assert found[limit].schedule.weight_rule is not WeightRule.FLUSH
-        assert facts(found[limit].schedule).mean_delay <= limit
+        assert metrics(found[limit].schedule).mean_delay <= limit
     both = make(uniform_chain(max_staleness=0, max_mean_staleness=2.0), budget=SMALL)
     assert both.schedule.weight_rule is WeightRule.FLUSH
     said = r"'pipedream-2bw' is staler than allowed \(max_mean_staleness 0.2\); .* allow max_mean_staleness 0.\d+$"

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from raypipe.actors.transport.protocol import Expected, TensorSpec, Transport
 from raypipe.errors import AbortedError, TransportError, TransportTimeoutError
-from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
+from raypipe.schedules.collectives import Collective, CollectiveKind
+from raypipe.schedules.lower import Direction, Message
 
 NAMES = ("alpha", "beta", "gamma")
 PAIR = (0, 1)

@@ -13,8 +13,9 @@ from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.errors import FormatError
 from raypipe.profiling.calibration import Observations
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest, UpdateScope
+from raypipe.schedules.ir import OpKind, Schedule, UpdateScope
 from raypipe.schedules.lower import Compute, DeviceProgram, Message, Recv, Send, lower
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.plan_cost import equal_stages

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
+from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start
 from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, WeightRule, ops_of
-from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, DeviceProgram, Direction, Item, Message, Recv, Send, Start
+from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Item, Message, Recv, Send
 
 INPUT_GRADIENTS = (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
 GRADIENTS = (OpKind.BACKWARD, OpKind.WEIGHT_GRADIENT)

@@ -12,11 +12,13 @@ import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope, WeightRule, reads
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageReplica, UpdateScope, WeightRule, reads
 from raypipe.schedules.lower import lower
-from raypipe.schedules.passes import add_reductions
-from raypipe.schedules.search.dispatch import Line, defer_updates, timed
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.reductions import add_reductions
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.search.dispatch import TimedPipelines, defer_updates, timed
+from raypipe.schedules.validate import validate
 from tests import strategies
 from tests.schedules import reference
 
@@ -121,9 +123,9 @@ def test_a_flush_costs_three_units_an_update(depth: int) -> None:
 
 def test_copies_of_a_stage_lie_in_one_half_of_the_devices() -> None:
     for depth in (4, 8, 16):
-        for holders in amdp(depth, 1, 1).replicas:
-            assert len(holders) == depth // 2
-            assert {holder.worker % 4 in {0, 3} for holder in holders} == {holders[0].stage % 4 in {0, 3}}
+        for replicas in amdp(depth, 1, 1).replicas:
+            assert len(replicas) == depth // 2
+            assert {replica.worker % 4 in {0, 3} for replica in replicas} == {replicas[0].stage % 4 in {0, 3}}
 
 
 def test_messages_of_amdp_go_to_neighbours_on_the_ring() -> None:
@@ -140,7 +142,7 @@ def test_only_the_first_round_of_an_update_is_mismatched(depth: int) -> None:
             gap = reads(schedule, op) - reads(schedule, op._replace(kind=OpKind.FORWARD))
             number = op.index // depth
             assert gap == 0 or (gap == 1 and number % rounds == 0 and number > 0)
-    assert (facts(schedule).max_mismatch, facts(schedule).max_delay) == (1, 1)
+    assert (metrics(schedule).max_mismatch, metrics(schedule).max_delay) == (1, 1)
 
 
 def test_a_backward_behind_the_reduction_of_an_update_counts_for_the_next() -> None:
@@ -149,7 +151,7 @@ def test_a_backward_behind_the_reduction_of_an_update_counts_for_the_next() -> N
     for op, place in schedule.ops():
         if op.kind is OpKind.BACKWARD:
             update = schedule.update(op)
-            before = Op(OpKind.REDUCE, op.stage, update - 1, schedule.holders[schedule.holder(op)])
+            before = Op(OpKind.REDUCE, op.stage, update - 1, schedule.first_pipeline[schedule.replica(op)])
             if update and schedule.places[before].position < place.position < schedule.places[before._replace(kind=OpKind.UPDATE)].position:
                 early += 1
     assert early == 4 * 2  # B3 on device 0 and its like, in the second and the third update
@@ -165,12 +167,12 @@ def test_2bw_reads_the_version_of_its_formula() -> None:
             if not op.kind.per_update:
                 number = op.index + 1  # the paper counts from 1
                 assert reads(schedule, op) == max((number - 1) // size - 1, 0)
-        assert (facts(schedule).max_mismatch, facts(schedule).max_delay, set(facts(schedule).weight_copies)) == (0, 1, {2})
+        assert (metrics(schedule).max_mismatch, metrics(schedule).max_delay, set(metrics(schedule).weight_copies)) == (0, 1, {2})
 
 
 @pytest.mark.parametrize("depth", range(2, 9))
 def test_pipedream_stashes_a_version_for_each_microbatch_under_way(depth: int) -> None:
-    found = facts(catalogue.build("pipedream", ScheduleRequest(depth, 1, 4 * depth)))
+    found = metrics(catalogue.build("pipedream", ScheduleRequest(depth, 1, 4 * depth)))
     assert (found.max_mismatch, found.max_delay) == (0, depth - 1)
     assert found.weight_copies == tuple(depth - stage for stage in range(depth))
 
@@ -182,14 +184,14 @@ def test_the_delay_on_average_falls_with_the_microbatches_of_an_update(depth: in
     expected = {"pipedream-2bw": 1, "async-1f1b": (depth - 1) / (2 * size), "amdp": (7 / 8 if depth == 4 else 1) / rounds, "1f1b": 0}
     for name, of_update in expected.items():
         # The first updates of a window are less late: what the next ones add is that of updates far from its beginning.
-        short, long = (facts(catalogue.build(name, ScheduleRequest(depth, size, count))).mean_delay * count for count in (12, 16))
+        short, long = (metrics(catalogue.build(name, ScheduleRequest(depth, size, count))).mean_delay * count for count in (12, 16))
         assert (long - short) / 4 == pytest.approx(of_update)
 
 
 @pytest.mark.parametrize("depth", range(2, 9))
 def test_async_1f1b_is_one_version_off_exactly_from_one_microbatch_less_than_devices(depth: int) -> None:
     for size in range(1, 2 * depth + 1):
-        found = facts(catalogue.build("async-1f1b", ScheduleRequest(depth, size, 4 * depth)))
+        found = metrics(catalogue.build("async-1f1b", ScheduleRequest(depth, size, 4 * depth)))
         assert found.max_mismatch == found.max_delay == math.ceil((depth - 1) / size)
         assert (found.max_mismatch <= 1) == (size >= depth - 1)
         assert set(found.weight_copies) == {1}
@@ -225,7 +227,7 @@ def test_where_stages_lie_does_not_depend_on_how_long_they_take() -> None:
 def test_async_interleaved_is_one_version_off_from_twice_as_many_microbatches_as_devices(chunks: int) -> None:
     for depth in range(2, 7):
         for size in range(2 * depth, 4 * depth):
-            found = facts(catalogue.build("async-interleaved", ScheduleRequest(depth, size, 5, chunks)))
+            found = metrics(catalogue.build("async-interleaved", ScheduleRequest(depth, size, 5, chunks)))
             assert max(found.max_mismatch, found.max_delay) <= 1
 
 
@@ -233,9 +235,9 @@ def test_async_interleaved_is_one_version_off_from_twice_as_many_microbatches_as
 def test_each_microbatch_counts_for_one_update_once(name: str) -> None:
     schedule = catalogue.build(name, strategies.near(name, 4, 8, 3))
     counted: Counter[tuple[int, int]] = Counter()
-    for holder in schedule.holders:
+    for replica in schedule.first_pipeline:
         for update in range(schedule.num_updates):
-            for op in schedule.gradient_ops(holder, update):
+            for op in schedule.gradient_ops(replica, update):
                 counted[op.stage, op.index] += 1
                 assert op.index // schedule.num_microbatches == update
     assert set(counted.values()) == {1}
@@ -265,13 +267,13 @@ def test_async_1f1b_pays_for_its_scope(scope: UpdateScope, seconds: float) -> No
 def test_an_update_that_is_deferred_until_all_gradients_are_there_keeps_nobody_waiting(name: str) -> None:
     size = ScheduleRequest(8, 8, 12, update_scope=UpdateScope.GLOBAL)
     at_once = catalogue.build(name, size)
-    deferred = defer_updates(at_once, Line.of(at_once.pipelines, size))
+    deferred = defer_updates(at_once, TimedPipelines.of(at_once.pipelines, size))
     validate(deferred)
     assert steady(at_once) == 38
     assert steady(deferred) == 24
-    assert facts(deferred).max_delay == 1
-    assert facts(deferred).max_mismatch == facts(at_once).max_mismatch
-    assert facts(deferred).peak_in_flight == facts(at_once).peak_in_flight
+    assert metrics(deferred).max_delay == 1
+    assert metrics(deferred).max_mismatch == metrics(at_once).max_mismatch
+    assert metrics(deferred).peak_in_flight == metrics(at_once).peak_in_flight
 
 
 def test_async_interleaved_has_no_bubble() -> None:
@@ -299,13 +301,13 @@ def test_searched_orders_keep_devices_busy(depth: int, pipelines: int, busy: flo
     validate(schedule)
     assert len(set(schedule.pipelines)) == pipelines
     assert 3 * size / steady(schedule) >= busy - 1e-9
-    found = facts(schedule)
+    found = metrics(schedule)
     assert (found.max_mismatch, found.max_delay) == (1, 1)
     assert max(found.weight_copies) <= pipelines
 
 
 def test_fewer_pipelines_hold_fewer_weights_and_more_activations_each() -> None:
-    found = [facts(catalogue.build("amdp", ScheduleRequest(16, 64, 4, num_pipelines=pipelines))) for pipelines in (1, 2, 4, 8)]
+    found = [metrics(catalogue.build("amdp", ScheduleRequest(16, 64, 4, num_pipelines=pipelines))) for pipelines in (1, 2, 4, 8)]
     assert [max(each.weight_copies) for each in found] == [1, 2, 4, 8]
 
 
@@ -313,7 +315,7 @@ def test_fewer_pipelines_hold_fewer_weights_and_more_activations_each() -> None:
 def test_a_limit_on_activations_is_kept(limit: int) -> None:
     schedule = catalogue.build("amdp", ScheduleRequest(8, 16, 6, max_in_flight=limit))
     validate(schedule)
-    assert max(facts(schedule).peak_in_flight) <= limit
+    assert max(metrics(schedule).peak_in_flight) <= limit
 
 
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_works() -> None:
@@ -326,7 +328,7 @@ def test_a_limit_that_nothing_keeps_is_refused_with_the_least_that_works() -> No
 def test_a_searched_order_suits_the_times_of_its_stages() -> None:
     times = tuple(StageTimes(1 + stage % 3, 1, 1 + stage % 2) for stage in range(6))
     size = ScheduleRequest(6, 24, 9, num_pipelines=2, times=times)
-    line = Line.of(catalogue.build("amdp", size).pipelines, size)
+    line = TimedPipelines.of(catalogue.build("amdp", size).pipelines, size)
 
     def turn_s(schedule: Schedule) -> float:
         programs = [[op for op in program if isinstance(op, Op) and op.kind is not OpKind.UPDATE] for program in schedule.programs]
@@ -346,7 +348,7 @@ def test_a_searched_order_suits_the_times_of_its_stages() -> None:
 def test_amdp_auto_is_about_as_fast_as_amdp_and_far_less_stale(depth: int, rounds: int, time: float, stale: float) -> None:
     schedules = [catalogue.build(name, ScheduleRequest(depth, depth * rounds, max(9, 96 // depth))) for name in ("amdp-auto", "amdp")]
     validate(schedules[0])
-    found, published = map(facts, schedules)
+    found, published = map(metrics, schedules)
     assert steady(schedules[0]) <= time * steady(schedules[1])
     assert found.mean_delay <= stale * published.mean_delay
     assert max(found.max_mismatch, found.max_delay) <= 1
@@ -368,13 +370,13 @@ def test_amdp_auto_keeps_its_limit_in_whole_windows_and_lays_stages_alike(depth:
         size = ScheduleRequest(depth, number, 10, num_pipelines=pipelines, update_scope=scope)
         needed = 0.05
         try:
-            assert facts(catalogue.build("amdp-auto", replace(size, max_mean_staleness=0.0))).mean_delay == 0
+            assert metrics(catalogue.build("amdp-auto", replace(size, max_mean_staleness=0.0))).mean_delay == 0
         except ScheduleError as refusal:
             needed = float(refusal.problem.split("--max-mean-staleness ")[1].split(",")[0])
         for limit in (needed, 1.5 * needed):
             found = catalogue.build("amdp-auto", replace(size, max_mean_staleness=limit))
             validate(found)
-            assert facts(found).mean_delay <= limit
+            assert metrics(found).mean_delay <= limit
             of_one = catalogue.build("amdp-auto", replace(size, num_updates=1, max_mean_staleness=limit))
             assert of_one.pipelines == found.pipelines
         timed_size = replace(size, times=(StageTimes(1, 1, 1.0001),), latency_s=0.01)
@@ -387,12 +389,12 @@ def test_amdp_auto_keeps_a_limit_on_the_mean_staleness(scope: UpdateScope) -> No
     loosely = catalogue.build("amdp-auto", size)
     strictly = catalogue.build("amdp-auto", replace(size, max_mean_staleness=0.4))
     validate(strictly)
-    assert facts(strictly).mean_delay <= 0.4 < facts(catalogue.build("amdp", size)).mean_delay
+    assert metrics(strictly).mean_delay <= 0.4 < metrics(catalogue.build("amdp", size)).mean_delay
     assert steady(loosely) <= steady(strictly)
     with pytest.raises(ScheduleError, match=r"at least 0\.\d+ updates old on average.* use --max-mean-staleness 0\.(\d+), more") as refusal:
         catalogue.build("amdp-auto", replace(size, max_mean_staleness=0.01))
     needed = float(refusal.value.problem.split("--max-mean-staleness ")[1].split(",")[0])
-    assert facts(catalogue.build("amdp-auto", replace(size, max_mean_staleness=needed))).mean_delay <= needed
+    assert metrics(catalogue.build("amdp-auto", replace(size, max_mean_staleness=needed))).mean_delay <= needed
     with pytest.raises(ScheduleError, match="use --max-in-flight 4, or fewer pipelines"):
         catalogue.build("amdp-auto", ScheduleRequest(8, 16, max_in_flight=1))
 
@@ -461,11 +463,11 @@ def test_sizes_that_cannot_be_had_are_refused_with_the_nearest_that_can(name: st
 def test_deferring_leaves_the_order_of_computation_alone() -> None:
     size = ScheduleRequest(4, 4, 5, update_scope=UpdateScope.GLOBAL)
     schedule = catalogue.build("async-1f1b", size)
-    deferred = defer_updates(schedule, Line.of(schedule.pipelines, size))
+    deferred = defer_updates(schedule, TimedPipelines.of(schedule.pipelines, size))
     for before, after in zip(schedule.programs, deferred.programs, strict=True):
         assert [op for op in before if isinstance(op, Op) and op.kind is not OpKind.UPDATE] == [
             op for op in after if isinstance(op, Op) and op.kind is not OpKind.UPDATE
         ]
         assert Counter(before) == Counter(after)
     assert deferred.weight_rule is WeightRule.LIVE
-    assert Holder(0, 0) in deferred.holders
+    assert StageReplica(0, 0) in deferred.first_pipeline

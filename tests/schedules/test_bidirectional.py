@@ -11,10 +11,12 @@ import pytest
 from raypipe.artifacts.trace import SpanKind, Trace
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest, Slot, ops_of
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, ops_of
 from raypipe.schedules.lower import lower
-from raypipe.schedules.passes import add_reductions
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.reductions import add_reductions
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.validate import validate
 from raypipe.simulation.plan_cost import equal_stages
 from raypipe.simulation.simulator import simulate_programs
 from tests import strategies
@@ -85,10 +87,10 @@ def test_chimera_with_as_many_pipelines_as_devices_has_no_bubbles() -> None:
 def test_chimera_holds_the_activations_of_its_paper() -> None:
     """Between D/2 + 1 and D with two pipelines, between D - D/(2f) + 1 and D with 2f."""
     for num_microbatches in (8, 24):
-        assert facts(build("chimera", 8, num_microbatches)).peak_in_flight == (5, 6, 7, 8, 8, 7, 6, 5)
-        assert facts(build("chimera", 8, num_microbatches, 4)).peak_in_flight == (7, 8, 8, 7, 7, 8, 8, 7)
-        assert facts(build("chimera-halving", 8, num_microbatches)).peak_in_flight == (7, 7, 8, 8, 8, 8, 7, 7)
-    assert facts(build("chimera-doubling", 8, 32)).peak_in_flight == (13, 14, 15, 16, 16, 15, 14, 13)
+        assert metrics(build("chimera", 8, num_microbatches)).peak_in_flight == (5, 6, 7, 8, 8, 7, 6, 5)
+        assert metrics(build("chimera", 8, num_microbatches, 4)).peak_in_flight == (7, 8, 8, 7, 7, 8, 8, 7)
+        assert metrics(build("chimera-halving", 8, num_microbatches)).peak_in_flight == (7, 7, 8, 8, 8, 8, 7, 7)
+    assert metrics(build("chimera-doubling", 8, 32)).peak_in_flight == (13, 14, 15, 16, 16, 15, 14, 13)
 
 
 @pytest.mark.parametrize("num_devices", [2, 4, 6, 8])
@@ -197,8 +199,8 @@ def test_the_bubble_of_dualpipe_is_the_published_one(num_devices: int, forward_s
 
 @pytest.mark.parametrize("num_devices", [2, 4, 6, 8, 10])
 def test_both_dualpipes_hold_one_activation_more_than_there_are_stages(num_devices: int) -> None:
-    assert facts(build("dualpipe", num_devices, 2 * num_devices)).peak_in_flight == (num_devices + 1,) * num_devices
-    assert facts(build("dualpipe-v", num_devices // 2, num_devices)).peak_in_flight == (num_devices + 1,) * (num_devices // 2)
+    assert metrics(build("dualpipe", num_devices, 2 * num_devices)).peak_in_flight == (num_devices + 1,) * num_devices
+    assert metrics(build("dualpipe-v", num_devices // 2, num_devices)).peak_in_flight == (num_devices + 1,) * (num_devices // 2)
 
 
 @pytest.mark.parametrize("half", [1, 2, 3, 4])
@@ -260,7 +262,11 @@ def test_copies_whose_last_gradients_come_in_different_orders_are_reduced_in_one
     """The fifth microbatch runs down: worker 0 ends with stage 0, worker 3 with stage 3, and both hold both."""
     schedule = build("chimera", 4, 5)
     last = [
-        [max(schedule.places[op].position for op in schedule.gradient_ops(holder, 0)) for holder in schedule.holders if holder.worker == at]
+        [
+            max(schedule.places[op].position for op in schedule.gradient_ops(replica, 0))
+            for replica in schedule.first_pipeline
+            if replica.worker == at
+        ]
         for at in (0, 3)
     ]
     assert last[0][0] > last[0][1]

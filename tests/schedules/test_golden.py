@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.text import to_csv
 from tests import strategies
 

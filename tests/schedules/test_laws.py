@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError, UnknownNameError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope, WeightRule, dependencies, ops_of
-from raypipe.schedules.lower import CollectiveKind, lower
+from raypipe.schedules.collectives import CollectiveKind
+from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, WeightRule, dependencies, ops_of
+from raypipe.schedules.lower import lower
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import evaluation, merge_split_backwards
+from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.spec import ScheduleSpec
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.validate import validate
 from tests import strategies
 from tests.schedules import reference
 
@@ -161,7 +164,7 @@ def test_no_worker_holds_more_activations_than_stated(spec: ScheduleSpec, num_de
                 held += sum(share(spec) for op in ops_of(slot) if op.kind is OpKind.FORWARD)
                 peak[worker] = max(peak[worker], held)
                 held -= sum(share(spec) for op in ops_of(slot) if op.kind in reference.GRADIENTS)
-        assert facts(schedule).peak_in_flight == tuple(map(math.ceil, peak))
+        assert metrics(schedule).peak_in_flight == tuple(map(math.ceil, peak))
         for worker, most in enumerate(peak):
             assert most <= spec.peak_in_flight(size, worker)
 
@@ -180,14 +183,14 @@ def test_the_stated_bound_on_activations_is_reached_with_many_microbatches(spec:
             size = replace(size, max_in_flight=2 * num_devices - 1, update_scope=UpdateScope.STAGE)
             if strategies.takes(spec.name, size):
                 bound = [spec.peak_in_flight(size, worker) for worker in range(num_devices)]
-                assert max(facts(catalogue.build(spec.name, size)).peak_in_flight) == max(bound)
+                assert max(metrics(catalogue.build(spec.name, size)).peak_in_flight) == max(bound)
 
 
 @SYNCHRONOUS
 @DEVICES
 def test_synchronous_families_are_never_stale_and_hold_one_version(spec: ScheduleSpec, num_devices: int) -> None:
     for size, schedule in accepted(spec, num_devices):
-        found = facts(schedule)
+        found = metrics(schedule)
         assert (found.max_mismatch, found.max_delay) == (0, 0)
         copies = size.num_chunks * strategies.num_pipelines(spec.name, size)
         assert all(held == copies or (held < copies and spec.name in strategies.AMDPS) for held in found.weight_copies)
@@ -284,7 +287,7 @@ def test_evaluation_is_forward_only_valid_and_runs(spec: ScheduleSpec, num_devic
             validate(forward)
             programs = lower(forward)
             reference.run(forward, programs, seed=size.num_microbatches)
-            assert facts(forward).peak_in_flight == (1,) * num_devices
+            assert metrics(forward).peak_in_flight == (1,) * num_devices
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
@@ -310,7 +313,7 @@ def single_ops(schedule: Schedule) -> list[list[Op]]:
 @settings(max_examples=60)
 def test_schedules_by_chance_are_valid_and_run_once_lowered(schedule: Schedule, seed: int) -> None:
     validate(schedule)
-    facts(schedule)
+    metrics(schedule)
     reference.check_one_order(reference.run(schedule, lower(schedule), seed).starts)
 
 
@@ -370,7 +373,7 @@ def test_makespans_are_the_known_ones_for_four_devices_and_eight_microbatches(
 
 
 def test_interleaving_four_devices_and_two_chunks_holds_11_9_7_and_5_activations() -> None:
-    assert facts(catalogue.build("interleaved", ScheduleRequest(4, 8, num_chunks=2))).peak_in_flight == (11, 9, 7, 5)
+    assert metrics(catalogue.build("interleaved", ScheduleRequest(4, 8, num_chunks=2))).peak_in_flight == (11, 9, 7, 5)
 
 
 @pytest.mark.parametrize(("num_devices", "num_microbatches"), [(2, 4), (4, 8), (4, 12), (6, 12)])

@@ -12,22 +12,11 @@ from hypothesis import strategies as st
 
 from raypipe.errors import PlanError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, ops_of
-from raypipe.schedules.lower import (
-    Await,
-    CollectiveKind,
-    Compute,
-    DeviceProgram,
-    Direction,
-    Item,
-    Message,
-    Placement,
-    Recv,
-    Send,
-    Start,
-    lower,
-)
+from raypipe.schedules.collectives import Await, CollectiveKind, Start
+from raypipe.schedules.ir import Schedule, UpdateScope, ops_of
+from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Item, Message, Placement, Recv, Send, lower
 from raypipe.schedules.passes import evaluation
+from raypipe.schedules.request import ScheduleRequest
 from tests import strategies
 from tests.schedules import handwritten, reference
 

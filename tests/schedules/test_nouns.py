@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from raypipe.schedules.ir import Holder, Op, OpKind, Schedule, StageGraph, UpdateScope, WeightRule, dependencies, reads
-from raypipe.schedules.lower import Collective, CollectiveKind, lower
-from raypipe.schedules.passes import add_reductions, evaluation
+from raypipe.schedules.collectives import Collective, CollectiveKind
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, StageReplica, UpdateScope, WeightRule, dependencies, reads
+from raypipe.schedules.lower import lower
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.passes import evaluation
+from raypipe.schedules.reductions import add_reductions
 from raypipe.schedules.text import order_grid, parse_op
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.validate import validate
 from tests.schedules import reference
 from tests.schedules.handwritten import async_one_f_one_b, opposite_pipelines, pipedream, pipedream_2bw, two_branches, without_flush
 
@@ -34,7 +37,7 @@ def test_opposite_pipelines_are_as_drawn() -> None:
 def test_opposite_pipelines_hold_two_copies_and_as_many_activations_as_chimera(num_devices: int) -> None:
     schedule = opposite_pipelines(num_devices)
     validate(schedule)
-    found = facts(schedule)
+    found = metrics(schedule)
     assert found.weight_copies == (2,) * num_devices
     assert (found.max_mismatch, found.max_delay) == (0, 0)
     assert max(found.peak_in_flight) == num_devices
@@ -43,10 +46,10 @@ def test_opposite_pipelines_hold_two_copies_and_as_many_activations_as_chimera(n
 
 def test_each_copy_of_opposite_pipelines_has_its_own_holder_and_replicas() -> None:
     schedule = opposite_pipelines()
-    assert len(schedule.holders) == 8
-    assert schedule.replicas[0] == (Holder(0, 0), Holder(3, 0))
-    assert schedule.holders[Holder(3, 0)] == 1
-    assert schedule.replicas[3] == (Holder(3, 3), Holder(0, 3))
+    assert len(schedule.first_pipeline) == 8
+    assert schedule.replicas[0] == (StageReplica(0, 0), StageReplica(3, 0))
+    assert schedule.first_pipeline[StageReplica(3, 0)] == 1
+    assert schedule.replicas[3] == (StageReplica(3, 3), StageReplica(0, 3))
 
 
 def test_reductions_of_opposite_pipelines_stand_behind_the_last_gradient_of_each_copy() -> None:
@@ -111,7 +114,7 @@ def test_branches_are_as_drawn() -> None:
 
 
 def test_branches_hold_a_microbatch_per_stage_and_worker_behind() -> None:
-    found = facts(two_branches(num_microbatches=6))
+    found = metrics(two_branches(num_microbatches=6))
     assert found.peak_in_flight == (6, 4, 1)
     assert found.weight_copies == (2, 2, 1)
 
@@ -148,7 +151,7 @@ def test_2bw_computes_update_k_with_the_version_its_paper_states(num_microbatche
             assert reads(schedule, op) == max((op.index + 1 - 1) // num_microbatches - 1, 0)
         else:
             assert reads(schedule, op) == op.index
-    found = facts(schedule)
+    found = metrics(schedule)
     assert (found.max_mismatch, found.max_delay) == (0, 1)
     assert found.weight_copies == (2, 2, 2, 2)
     assert found.peak_in_flight == (4, 3, 2, 1)
@@ -172,7 +175,7 @@ def test_2bw_with_fewer_microbatches_than_devices_would_need_a_version_that_is_n
 def test_pipedream_holds_a_version_per_microbatch_in_flight(num_devices: int) -> None:
     schedule = pipedream(num_devices, 3 * num_devices)
     validate(schedule)
-    found = facts(schedule)
+    found = metrics(schedule)
     assert found.weight_copies == found.peak_in_flight == tuple(num_devices - stage for stage in range(num_devices))
     assert (found.max_mismatch, found.max_delay) == (0, num_devices - 1)
 
@@ -189,7 +192,7 @@ def test_pipedream_is_as_late_at_each_stage_as_workers_follow_it() -> None:
 def test_async_1f1b_is_stale_by_one_where_an_update_fills_the_pipeline(num_microbatches: int) -> None:
     schedule = async_one_f_one_b(4, num_microbatches)
     validate(schedule)
-    found = facts(schedule)
+    found = metrics(schedule)
     assert (found.max_mismatch, found.max_delay) == (1, 1)
     assert found.weight_copies == (1, 1, 1, 1)
 
@@ -198,7 +201,7 @@ def test_async_1f1b_is_stale_by_one_where_an_update_fills_the_pipeline(num_micro
 def test_async_1f1b_is_staler_where_an_update_is_shorter_than_the_pipeline(num_microbatches: int, stale: int) -> None:
     schedule = async_one_f_one_b(4, num_microbatches, 12 // num_microbatches)
     validate(schedule)
-    found = facts(schedule)
+    found = metrics(schedule)
     assert (found.max_mismatch, found.max_delay) == (stale, stale)
 
 

@@ -13,10 +13,13 @@ from raypipe.artifacts.plan import make_plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, ScheduleRequest, UpdateScope, WeightRule, ops_of
-from raypipe.schedules.lower import Await, CollectiveKind, Compute, Start, lower
+from raypipe.schedules.collectives import Await, CollectiveKind, Start
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.lower import Compute, lower
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import one_of_repeated, recompute, recomputed_stages, repeated, shard_optimizer
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.validate import validate
 from raypipe.simulation.simulator import simulate
 from tests.schedules import handwritten, reference
 from tests.strategies import AMDPS, ASYNCHRONOUS, BIDIRECTIONAL, SPEC_NAMES, near
@@ -47,8 +50,8 @@ def test_an_order_stays_valid_when_it_is_repeated_and_holds_no_more(make: Callab
     one = make()
     several = repeated(one, num_updates=3)
     validate(several)
-    assert facts(several).peak_in_flight == facts(one).peak_in_flight
-    assert facts(several).max_mismatch == facts(several).max_delay == 0
+    assert metrics(several).peak_in_flight == metrics(one).peak_in_flight
+    assert metrics(several).max_mismatch == metrics(several).max_delay == 0
 
 
 def test_ops_that_overlap_still_do() -> None:
@@ -124,14 +127,14 @@ def test_one_copy_of_each_stage_updates_and_publishes_to_all(name: str, scope: U
         plain = catalogue.build(name, replace(near(name, num_devices, 2 * num_devices, 3), update_scope=scope))
         schedule = shard_optimizer(plain)
         validate(schedule)
-        for holders in schedule.replicas:
+        for replicas in schedule.replicas:
             for update in range(3):
-                made = [schedule.find(Op(OpKind.UPDATE, holder.stage, update, schedule.holders[holder])) for holder in holders]
-                given = [schedule.find(Op(OpKind.PUBLISH, holder.stage, update, schedule.holders[holder])) for holder in holders]
-                assert [bool(found) for found in made] == [number == 0 for number in range(len(holders))]
-                assert all(given) or len(holders) == 1
-        assert facts(schedule).max_mismatch <= facts(plain).max_mismatch + 1
-        assert facts(schedule).max_delay <= facts(plain).max_delay + 1
+                made = [schedule.find(Op(OpKind.UPDATE, replica.stage, update, schedule.first_pipeline[replica])) for replica in replicas]
+                given = [schedule.find(Op(OpKind.PUBLISH, replica.stage, update, schedule.first_pipeline[replica])) for replica in replicas]
+                assert [bool(found) for found in made] == [number == 0 for number in range(len(replicas))]
+                assert all(given) or len(replicas) == 1
+        assert metrics(schedule).max_mismatch <= metrics(plain).max_mismatch + 1
+        assert metrics(schedule).max_delay <= metrics(plain).max_delay + 1
         for seed in range(2):
             reference.check_one_order(reference.run(schedule, lower(schedule), seed).starts)
 

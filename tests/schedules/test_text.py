@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import FormatError, ScheduleError
-from raypipe.schedules.ir import Op, OpKind, Overlap, Place, Schedule, Slot
+from raypipe.schedules.ir import Op, OpKind, Overlap, ProgramPlace, Schedule, Slot
 from raypipe.schedules.text import from_csv, order_grid, parse_op, parse_slot, to_csv, to_torch_csv
 from tests import strategies
 
@@ -133,14 +133,16 @@ def test_a_grid_shows_one_line_a_worker() -> None:
 
 def test_a_grid_marks_slots_and_adds_notes() -> None:
     programs = (tuple(map(parse_op, ("0F0", "0B0"))), (parse_op("1F0"),))
-    assert order_grid(programs, {Place(0, 1): "runs early", Place(1, 0): ""}) == (
+    assert order_grid(programs, {ProgramPlace(0, 1): "runs early", ProgramPlace(1, 0): ""}) == (
         "worker   0 | 0F0   >0B0<\nworker   1 | >1F0<\n            runs early"
     )
 
 
 def test_a_grid_leaves_out_what_is_far_from_the_marks() -> None:
     program = tuple(Op(OpKind.FORWARD, 0, index) for index in range(9))
-    assert order_grid((program, program[:2]), {Place(0, 4): ""}, around=1) == ("worker   0 | ... 0F3   >0F4< 0F5 ...\nworker   1 | ...")
+    assert order_grid((program, program[:2]), {ProgramPlace(0, 4): ""}, around=1) == (
+        "worker   0 | ... 0F3   >0F4< 0F5 ...\nworker   1 | ..."
+    )
 
 
 def test_a_grid_of_nothing_is_empty() -> None:

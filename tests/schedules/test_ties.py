@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageGraph, UpdateScope, dependencies
-from raypipe.schedules.lower import Await, CollectiveKind, Compute, Placement, Start, lower
-from raypipe.schedules.passes import add_reductions, over_graph, shard_optimizer
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.collectives import Await, CollectiveKind, Start
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, dependencies
+from raypipe.schedules.lower import Compute, Placement, lower
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.passes import over_graph, shard_optimizer
+from raypipe.schedules.reductions import add_reductions
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.validate import validate
 from tests import strategies
 from tests.schedules import reference
 
@@ -53,9 +57,9 @@ def test_every_schedule_stays_valid_and_runs_in_one_order(name: str, data: st.Da
 def test_every_update_of_a_tied_stage_waits_for_the_gradients_of_all_of_them(name: str, scope: UpdateScope) -> None:
     schedule = tied(catalogue.build(name, replace(strategies.near(name, 4, 8, 2), update_scope=scope)))
     last = schedule.num_stages - 1
-    for holder, pipeline in schedule.holders.items():
-        if holder.stage in {0, last}:
-            needed = dependencies(schedule, Op(OpKind.UPDATE, holder.stage, 1, pipeline))
+    for replica, pipeline in schedule.first_pipeline.items():
+        if replica.stage in {0, last}:
+            needed = dependencies(schedule, Op(OpKind.UPDATE, replica.stage, 1, pipeline))
             for stage in (0, last):
                 for other in schedule.replicas[stage]:
                     assert set(schedule.gradient_ops(other, 1)[-1:]) <= set(needed)
@@ -98,15 +102,15 @@ def test_an_asynchronous_pipeline_does_not_wait_for_a_tie(name: str) -> None:
     schedule = tied(catalogue.build(name, size))
     ends = reference.asap(schedule, reference.durations(1, 1, 1)).update_ends_s()
     assert ends[6] - ends[5] == 24
-    assert facts(schedule).max_delay == 1
-    assert facts(schedule).peak_in_flight == facts(catalogue.build(name, size)).peak_in_flight
+    assert metrics(schedule).max_delay == 1
+    assert metrics(schedule).peak_in_flight == metrics(catalogue.build(name, size)).peak_in_flight
 
 
 def test_pipedream_updates_a_tied_last_stage_when_the_first_has_its_gradient() -> None:
     schedule = tied(catalogue.build("pipedream", ScheduleRequest(4, 1, 12)))
     validate(schedule)
-    assert facts(schedule).max_mismatch == 0
-    assert facts(schedule).max_delay == 3
+    assert metrics(schedule).max_mismatch == 0
+    assert metrics(schedule).max_delay == 3
     ends = reference.asap(schedule, reference.durations(1, 1, 1)).update_ends_s()
     assert ends[7] - ends[6] == 3
 

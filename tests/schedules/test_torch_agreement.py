@@ -21,7 +21,8 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import OpKind, Overlap, Schedule, ScheduleRequest, Slot, ops_of
+from raypipe.schedules.ir import OpKind, Overlap, Schedule, Slot, ops_of
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.text import from_csv, to_csv, to_torch_csv
 from raypipe.schedules.validate import validate
 from tests import strategies

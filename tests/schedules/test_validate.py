@@ -16,8 +16,9 @@ from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, UpdateScope, WeightRule
 from raypipe.schedules.lower import lower
+from raypipe.schedules.metrics import metrics
 from raypipe.schedules.text import parse_slot
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.validate import validate
 from tests import strategies
 from tests.schedules import handwritten, reference
 
@@ -269,14 +270,14 @@ def test_ops_that_overlap_are_valid_where_neither_needs_the_other() -> None:
     schedule = schedule_of("0F0 (0F1;0B0) 0B1 0U0", num_microbatches=2)
     validate(schedule)
     assert isinstance(schedule.programs[0][1], Overlap)
-    assert facts(schedule).peak_in_flight == (2,)
+    assert metrics(schedule).peak_in_flight == (2,)
 
 
 def test_parts_of_a_microbatch_run_in_any_number_and_count_as_shares() -> None:
     schedule = schedule_of("0F0 0F1 0B0 0B1 0U0", "1F0.1 1F0.2 1B0.1 1B0.2 1F1 1B1 1U0", num_microbatches=2)
     validate(schedule)
     reference.run(schedule, lower(schedule))
-    assert facts(schedule).peak_in_flight == (2, 1)
+    assert metrics(schedule).peak_in_flight == (2, 1)
 
 
 def test_a_reduction_does_not_hold_up_the_work_that_the_other_copy_waits_for() -> None:

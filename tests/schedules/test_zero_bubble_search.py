@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, StageTimes, UpdateScope
-from raypipe.schedules.spec import synchronous
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.builders import synchronous
+from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.validate import validate
 from tests.schedules import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,8 +57,8 @@ def test_zb_v_has_no_bubble_in_the_memory_of_1f1b(num_devices: int) -> None:
         timing = reference.asap(schedule, reference.durations(1, 1, 1))
         assert [timing.idle_s(worker) for worker in range(num_devices)] == [0] * num_devices
         # Two of them are what 1F1B, with stages twice as long, holds as one.
-        assert max(facts(schedule).peak_in_flight) == 2 * num_devices
-        assert max(facts(catalogue.build("1f1b", ScheduleRequest(num_devices, num_microbatches))).peak_in_flight) == num_devices
+        assert max(metrics(schedule).peak_in_flight) == 2 * num_devices
+        assert max(metrics(catalogue.build("1f1b", ScheduleRequest(num_devices, num_microbatches))).peak_in_flight) == num_devices
 
 
 @pytest.mark.parametrize("times", [StageTimes(2, 2, 1), StageTimes(3, 4, 2), StageTimes(1, 3, 1), StageTimes(1, 1, 0)])
@@ -80,7 +82,7 @@ def test_zb_v_takes_any_number_of_microbatches_without_delay(num_devices: int) -
             # The way to the last device, and its work: none can be faster.
             assert makespan_s == 6 * num_microbatches + num_devices - 1
         assert makespan_s == catalogue.spec("zb-v").makespan_s(size, EQUAL)
-        assert max(facts(schedule).peak_in_flight) == 2 * min(num_devices, num_microbatches)
+        assert max(metrics(schedule).peak_in_flight) == 2 * min(num_devices, num_microbatches)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 3])
@@ -153,7 +155,7 @@ def test_no_known_order_within_the_limit_is_better(size: ScheduleRequest, scope:
     for name, max_in_flight in (("1f1b", size.num_devices), ("zb-h1", size.num_devices), ("zb-h2", 2 * size.num_devices - 1)):
         limited = replace(size, update_scope=scope, max_in_flight=max_in_flight)
         known = catalogue.build(name, size)
-        assert max(facts(known).peak_in_flight) <= max_in_flight
+        assert max(metrics(known).peak_in_flight) <= max_in_flight
         found, best = figures(catalogue.build("zb-auto", limited), limited), figures(known, limited)
         assert found <= best or found == pytest.approx(best)
 
@@ -168,7 +170,7 @@ def test_the_times_of_each_stage_are_honoured(scope: UpdateScope) -> None:
 
 def test_of_equally_fast_orders_the_one_that_holds_the_least_is_taken() -> None:
     # ZB-H1 ends as early as anything can where all updates wait for each other.
-    assert facts(catalogue.build("zb-auto", ScheduleRequest(8, 32))).peak_in_flight == (8,) * 8
+    assert metrics(catalogue.build("zb-auto", ScheduleRequest(8, 32))).peak_in_flight == (8,) * 8
 
 
 def test_latency_is_honoured() -> None:
@@ -252,7 +254,7 @@ def test_the_limit_on_activations_is_kept(max_in_flight: float) -> None:
             size = ScheduleRequest(num_devices, num_microbatches, max_in_flight=max_in_flight, times=times)
             schedule = catalogue.build("zb-auto", size)
             validate(schedule)
-            assert max(facts(schedule).peak_in_flight) <= max_in_flight
+            assert max(metrics(schedule).peak_in_flight) <= max_in_flight
             part = catalogue.build("zb-auto", replace(size, weight_grad_share=0.4))
             assert max(held(part, 0.4)) <= max_in_flight + 1e-9
 
@@ -275,7 +277,7 @@ def test_any_times_and_limits_make_a_valid_order(data: st.DataObject) -> None:
     )
     schedule = catalogue.build("zb-auto", size)
     validate(schedule)
-    for worker, peak in enumerate(facts(schedule).peak_in_flight):
+    for worker, peak in enumerate(metrics(schedule).peak_in_flight):
         assert peak <= catalogue.spec("zb-auto").peak_in_flight(size, worker)
 
 

@@ -21,8 +21,9 @@ from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, Node
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest
+from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.lower import lower
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.show import differences, tables
 from raypipe.show.grid import timed_grid, timed_grids
 from raypipe.show.labels import Labels

@@ -11,9 +11,11 @@ from raypipe.artifacts.plan import Plan, Replica, make_plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Path
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest
-from raypipe.schedules.lower import Collective, CollectiveKind, Direction, Message
+from raypipe.schedules.collectives import Collective, CollectiveKind
+from raypipe.schedules.ir import Op, OpKind, Schedule
+from raypipe.schedules.lower import Direction, Message
 from raypipe.schedules.passes import over_graph, shard_optimizer
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.simulation.cost import Cost, StageCost
 from raypipe.simulation.memory import activation_bytes, standing_bytes, working_bytes
 from raypipe.simulation.plan_cost import equal_stages, plan_cost

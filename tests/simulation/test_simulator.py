@@ -17,10 +17,14 @@ from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, Ov
 from raypipe.artifacts.topology import Device as TopologyDevice
 from raypipe.artifacts.trace import Source, SpanKind, Trace
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, UpdateScope, WeightRule, dependencies, ops_of
-from raypipe.schedules.lower import Await, Collective, CollectiveKind, Compute, Placement, Start, lower
-from raypipe.schedules.passes import add_reductions, evaluation, shard_optimizer
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start
+from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, WeightRule, dependencies, ops_of
+from raypipe.schedules.lower import Compute, Placement, lower
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.passes import evaluation, shard_optimizer
+from raypipe.schedules.reductions import add_reductions
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost, SharedCompute, StageCost
 from raypipe.simulation.memory import standing_bytes
@@ -191,7 +195,7 @@ def costs(draw: st.DrawFn, schedule: Schedule, *, latency_s: float = 0.0) -> Cos
     stages = [stage() for _ in range(schedule.num_stages)]
     return replace(
         equal_stages(schedule, latency_s=latency_s),
-        stages={(holder.worker, holder.stage): stages[holder.stage] for holder in schedule.holders},
+        stages={(holder.worker, holder.stage): stages[holder.stage] for holder in schedule.first_pipeline},
     )
 
 
@@ -436,7 +440,7 @@ def test_peak_memory_is_that_of_the_activations_in_flight(name: str) -> None:
     cost = equal_stages(schedule)
     stage = StageCost(1, 2, 1, saved_bytes=7, parameter_bytes=100, state_bytes=20)
     trace = run(schedule, replace(cost, stages=dict.fromkeys(cost.stages, stage)))
-    assert trace.peak_memory_bytes == tuple(120 + 7 * held for held in facts(schedule).peak_in_flight)
+    assert trace.peak_memory_bytes == tuple(120 + 7 * held for held in metrics(schedule).peak_in_flight)
 
 
 def test_a_split_backward_keeps_what_its_weight_gradient_needs() -> None:

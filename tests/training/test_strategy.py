@@ -12,7 +12,7 @@ from raypipe.cluster.coordinator import Coordinator
 from raypipe.config import DataConfig, ModelConfig, ScalingConfig, ScheduleConfig, TrainConfig
 from raypipe.errors import PlanError
 from raypipe.models.mlp import mlp
-from raypipe.schedules.validate import facts
+from raypipe.schedules.metrics import metrics
 from raypipe.training.named import NamedStrategy
 from raypipe.training.plan_checks import check_alike, check_staleness
 
@@ -54,7 +54,7 @@ def test_an_order_for_measured_times_is_taken_only_where_it_keeps_what_was_allow
     strategy.prepare(COORDINATOR, name="test", measure=lambda _: unequal(DEPTH), notice=notices.append)
     assert strategy.schedule.pipelines == before.pipelines
     assert (strategy.schedule == before) == (limit is not None)
-    assert facts(strategy.schedule).max_delay == (2 if limit is None else 1)
+    assert metrics(strategy.schedule).max_delay == (2 if limit is None else 1)
     assert [notice for notice in notices if "max_staleness is 1, but 'amdp'" in notice] == notices
     assert len(notices) == (limit is not None)
 

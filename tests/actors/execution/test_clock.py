@@ -17,7 +17,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.errors import RunError, TransportTimeoutError
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 from tests.actors.oracles import RandomRows
 from tests.processes.transport_contract import becomes_true
 

@@ -22,10 +22,13 @@ from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.models.towers import two_towers
 from raypipe.schedules.catalogue import SPECS, build
-from raypipe.schedules.ir import Op, OpKind, Schedule, ScheduleRequest, UpdateScope, WeightRule, dependencies
+from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, WeightRule, dependencies
 from raypipe.schedules.lower import Placement, Recv
-from raypipe.schedules.passes import add_reductions, evaluation, recompute, recomputed_stages, shard_optimizer
-from raypipe.schedules.validate import facts, validate
+from raypipe.schedules.metrics import metrics
+from raypipe.schedules.passes import evaluation, recompute, recomputed_stages, shard_optimizer
+from raypipe.schedules.reductions import add_reductions
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.validate import validate
 from tests.actors.oracles import (
     RandomRows,
     Trained,
@@ -209,12 +212,12 @@ def test_an_asynchronous_window_equals_its_rule_done_by_hand(name: str, size: Sc
     run, by_hand = run_beside_hand(model, Cut.equal(schedule.num_stages, schedule.num_stages, model.edges()), schedule)
     for copies in layers_of(run).values():
         assert all(torch.equal(mine, first) for copy in copies for mine, first in zip(copy, copies[0], strict=True))
-    assert again or max(by_hand.mismatches.values()) == facts(schedule).max_mismatch
+    assert again or max(by_hand.mismatches.values()) == metrics(schedule).max_mismatch
 
 
 def test_a_2bw_window_holds_two_versions_and_ends_with_one() -> None:
     schedule = pipedream_2bw(4, 4, 3)
-    assert set(facts(schedule).weight_copies) == {2}
+    assert set(metrics(schedule).weight_copies) == {2}
     model = mlp(num_layers=4, dtype="float64")
     run = pipeline(model, schedule, Cut.equal(4, 4, model.edges()), RandomRows())
     held = [weights for device in run.held for weights in device.values()]

@@ -17,7 +17,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.model import Batch, Layer, Model, compiled
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.user_code import make_model
 from tests.actors.oracles import RandomTokens
 

@@ -18,8 +18,8 @@ from raypipe.config import OptimizerConfig
 from raypipe.errors import ConfigError
 from raypipe.model import Batch, Layer, Model
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.passes import over_graph, recompute
+from raypipe.schedules.request import ScheduleRequest
 from tests.actors.oracles import NUM_ROWS, RandomRows, layers_of, off_unsplit
 
 WIDTH, RATE, NUM_MICROBATCHES = 8, 0.05, 4

@@ -15,8 +15,8 @@ from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig, OptimizerName
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import ScheduleRequest
 from raypipe.schedules.passes import shard_optimizer
+from raypipe.schedules.request import ScheduleRequest
 from tests.actors.oracles import RandomRows, largest_difference, layers_of, train_unsplit
 
 RATE, DECAY, EPSILON = 1e-2, 0.1, 1e-8

@@ -28,8 +28,9 @@ from raypipe.model import Batch, Layer, Model
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import Dense, mean_squared_error, mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import OpKind, Schedule, ScheduleRequest, WeightRule, reads
+from raypipe.schedules.ir import OpKind, Schedule, WeightRule, reads
 from raypipe.schedules.passes import evaluation, recompute, shard_optimizer
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
 from tests.actors.execution.test_executor import ASYNCHRONOUS
 from tests.actors.oracles import (

@@ -25,9 +25,10 @@ from raypipe.model import Layer, Model, Tie
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Schedule, ScheduleRequest, UpdateScope, WeightRule
+from raypipe.schedules.ir import Schedule, UpdateScope, WeightRule
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import evaluation, over_graph, recompute, shard_optimizer
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
 from tests.actors.execution.test_executor import ASYNCHRONOUS
 from tests.actors.oracles import RandomRows, largest_difference, layers_of, run_beside_hand, train_unsplit, unsplit

@@ -28,9 +28,10 @@ from raypipe.config import OptimizerConfig, OptimizerName, Precision
 from raypipe.errors import ConfigError
 from raypipe.model import Batch, Layer, Model
 from raypipe.schedules.catalogue import build
-from raypipe.schedules.ir import Op, OpKind, ScheduleRequest, WeightRule
+from raypipe.schedules.ir import Op, OpKind, WeightRule
 from raypipe.schedules.lower import Compute
 from raypipe.schedules.passes import over_graph, recompute
+from raypipe.schedules.request import ScheduleRequest
 from tests.actors.oracles import layers_of, off_unsplit
 
 WIDTH, RATE = 8, 0.01

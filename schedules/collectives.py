@@ -1,0 +1,230 @@
+"""Collectives of a schedule: which there are, who takes part, and beside which Ops they start and are awaited."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from operator import itemgetter
+
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageReplica, UpdateScope
+
+
+class CollectiveKind(StrEnum):
+    """What the members of a collective put together."""
+
+    GRADIENTS = "gradients"
+    """The gradients of one stage, summed over its replicas."""
+    NORM = "norm"
+    """The squared gradient norms of all stages: what an update of scope `global` waits for."""
+    TIED = "tied"
+    """The gradients of the weights that several stages share."""
+    TIED_NORM = "tied_norm"
+    """The squared gradient norms of stages that share a weight: what an update of scope `tied` waits for."""
+
+    @property
+    def of_tie(self) -> bool:
+        """Whether its members are those of a tie."""
+        return self in {CollectiveKind.TIED, CollectiveKind.TIED_NORM}
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether it is made of a few bytes."""
+        return self in {CollectiveKind.NORM, CollectiveKind.TIED_NORM}
+
+    WEIGHTS = "weights"
+    """The weights of one stage, from the owner to its replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One meeting of several devices.
+
+    Attributes:
+        kind: what they put together.
+        stage: the stage concerned; for a tie its number; 0 for the norm.
+        update: the update it belongs to.
+        part: the bucket, 0 for all.
+        devices: the members, ascending.
+    """
+
+    kind: CollectiveKind
+    stage: int
+    update: int
+    part: int
+    devices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        where = "" if self.kind is CollectiveKind.NORM else f" of {'tie' if self.kind.of_tie else 'stage'} {self.stage}"
+        return f"{self.kind}{where} for update {self.update}"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Takes part in a collective; does not wait."""
+
+    collective: Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Waits for the end of a collective."""
+
+    collective: Collective
+
+    def __str__(self) -> str:
+        return str(self.collective)
+
+
+NOT_COMPUTED = frozenset({OpKind.REDUCE, OpKind.PUBLISH})
+
+_IN_TURN = (
+    {CollectiveKind.GRADIENTS, CollectiveKind.WEIGHTS},
+    {CollectiveKind.TIED},
+    {CollectiveKind.NORM, CollectiveKind.TIED_NORM},
+)
+"""Each is made of those before it."""
+
+
+class CollectiveOrder:
+    """Where the devices of a schedule start and await their collectives.
+
+    Sums of replicas start at their G. Weights that are published are taken part in at the P and awaited by what next concerns the
+    stage there. What joins several stages, the sum of what they share and then a norm, starts behind a worker's last gradient for it,
+    and is awaited by the first U that needs it there. Where these gradients are summed first, over replicas or over a tie, the sums
+    must be there: it starts right before that U. So each worker has, for one update after the other: sums of replicas, sums of ties,
+    norms.
+
+    Args:
+        schedule: A valid schedule with its reductions.
+        devices: Devices of each worker.
+    """
+
+    def __init__(self, schedule: Schedule, devices: Sequence[Sequence[int]]) -> None:
+        self.schedule = schedule
+        self.devices = devices
+        self.starts: dict[Op, list[Collective]] = {}
+        self.awaits: dict[Op, list[Collective]] = {}
+        self.late_starts: dict[Op, list[Collective]] = {}
+        self.at_end: dict[int, list[Collective]] = {}
+        if schedule.forward_only:
+            return
+        self.joints = self._joints()
+        self._reductions()
+        for update in range(schedule.num_updates):
+            for number, tie in enumerate(map(frozenset, schedule.graph.ties)):
+                if not self._is_at_hand(tie, update):
+                    self._join(CollectiveKind.TIED, number, tie, update)
+                if schedule.update_scope is UpdateScope.TIED:
+                    self._join(CollectiveKind.TIED_NORM, number, tie, update)
+            if schedule.update_scope is UpdateScope.GLOBAL:
+                self._join(CollectiveKind.NORM, 0, self.joints[0], update)
+
+    def _joints(self) -> list[frozenset[int]]:
+        """The sets of stages whose updates wait for each other."""
+        if self.schedule.update_scope is UpdateScope.GLOBAL:
+            return [frozenset(range(self.schedule.num_stages))]
+        return [frozenset(tie) for tie in self.schedule.graph.ties]
+
+    def _is_at_hand(self, tie: frozenset[int], update: int) -> bool:
+        """Whether every worker that updates any stage of a tie updates all of them, so that each adds their gradients up by itself."""
+        updated: dict[int, set[int]] = {}
+        for replica, pipeline in self.schedule.first_pipeline.items():
+            if replica.stage in tie and Op(OpKind.UPDATE, replica.stage, update, pipeline) in self.schedule.places:
+                updated.setdefault(replica.worker, set()).add(replica.stage)
+        return all(stages == tie for stages in updated.values())
+
+    def _members(self, workers: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted({device for worker in workers for device in self.devices[worker]}))
+
+    def _first_updates(self, stages: Collection[int], update: int) -> dict[int, Op]:
+        """The first U of some stages on each worker that has one."""
+        found: dict[int, tuple[int, Op]] = {}
+        for replica, pipeline in self.schedule.first_pipeline.items():
+            op = Op(OpKind.UPDATE, replica.stage, update, pipeline)
+            place = self.schedule.places.get(op)
+            if replica.stage in stages and place is not None:
+                found[replica.worker] = min(found.get(replica.worker, (place.position, op)), (place.position, op))
+        return {worker: op for worker, (_, op) in found.items()}
+
+    def _next_use(self) -> Callable[[Op], Op | None]:
+        """For a P, the next Op of its stage on its worker; `None` at the end."""
+        uses: dict[StageReplica, list[tuple[int, Op]]] = {}
+        for op, place in self.schedule.ops():
+            if op.kind is not OpKind.REDUCE:
+                uses.setdefault(self.schedule.replica(op), []).append((place.position, op))
+
+        def after(publication: Op) -> Op | None:
+            of_stage = uses[self.schedule.replica(publication)]
+            at = bisect.bisect_right(of_stage, self.schedule.places[publication].position, key=itemgetter(0))
+            return of_stage[at][1] if at < len(of_stage) else None
+
+        return after
+
+    def _reductions(self) -> None:
+        next_use = self._next_use()
+        for op, place in self.schedule.ops():
+            if op.kind not in {OpKind.REDUCE, OpKind.PUBLISH}:
+                continue
+            kind = CollectiveKind.GRADIENTS if op.kind is OpKind.REDUCE else CollectiveKind.WEIGHTS
+            members = self._members(replica.worker for replica in self.schedule.replicas[op.stage])
+            collective = Collective(kind, op.stage, op.index, op.part, members)
+            self.starts.setdefault(op, []).append(collective)
+            if op.kind is OpKind.REDUCE:
+                update = op._replace(kind=OpKind.UPDATE, part=0)
+                for stages in self.joints:
+                    if op.stage in stages:
+                        # What joins the stages is made of their sums.
+                        update = self._first_updates(stages, op.index).get(place.worker, update)
+                if update not in self.schedule.places:  # another copy updates and publishes; the sum is taken part in all the same
+                    update = op._replace(kind=OpKind.PUBLISH, part=0)
+                self.awaits.setdefault(update, []).append(collective)
+            elif (user := next_use(op)) is not None:
+                self.awaits.setdefault(user, []).append(collective)
+            else:
+                self.at_end.setdefault(place.worker, []).append(collective)
+
+    def _join(self, kind: CollectiveKind, number: int, stages: frozenset[int], update: int) -> None:
+        """One collective over the workers that update any of some stages."""
+        schedule, places = self.schedule, self.schedule.places
+        # All that an update meets for stands where its worker first updates any of the stages that wait for each other.
+        meeting = next(joint for joint in self.joints if stages <= joint)
+        first = self._first_updates(meeting, update)
+        members = first if stages == meeting else self._first_updates(stages, update)
+        earlier = self._first_updates(meeting, update - 1) if schedule.graph.ties else {}
+        collective = Collective(kind, number, update, 0, self._members(members))
+        for worker in members:
+            update_op = first[worker]
+            own = [replica for replica in schedule.first_pipeline if replica.worker == worker and replica.stage in stages]
+            summed = any(schedule.find(Op(OpKind.REDUCE, replica.stage, update, schedule.first_pipeline[replica])) for replica in own)
+            summed = summed or (kind.is_norm and any(replica.stage in schedule.graph.tie_of for replica in own))
+            gradients = [op for replica in own for op in schedule.gradient_ops(replica, update)[-1:]]
+            last = max(gradients, key=lambda op: places[op].position, default=None)
+            if last is not None and worker in earlier and places[last] < places[earlier[worker]]:
+                last = None  # sums and norms of one update before those of the next, or workers would meet in different orders
+            if summed or last is None:
+                self.late_starts.setdefault(update_op, []).append(collective)
+            else:
+                self.starts.setdefault(last, []).append(collective)
+            self.awaits.setdefault(update_op, []).append(collective)
+
+    @cached_property
+    def concerned(self) -> frozenset[Op]:
+        """The Ops beside which something is started or awaited, and the G and P, which are nothing else."""
+        named = (op for op in self.schedule.places if op.kind in NOT_COMPUTED)
+        return frozenset({*self.starts, *self.awaits, *self.late_starts, *named})
+
+    def before(self, ops: tuple[Op, ...]) -> Iterator[Start | Await]:
+        """What is awaited before a slot."""
+        for op in ops:
+            for kinds in _IN_TURN:
+                for item, collectives in ((Start, self.late_starts), (Await, self.awaits)):
+                    found = (each for each in collectives.get(op, ()) if each.kind in kinds and len(each.devices) > 1)
+                    yield from map(item, found)
+
+    def behind(self, ops: tuple[Op, ...]) -> Iterator[Start | Await]:
+        """What is started behind a slot."""
+        for op in ops:
+            yield from (Start(collective) for collective in self.starts.get(op, ()) if len(collective.devices) > 1)

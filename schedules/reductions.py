@@ -1,0 +1,176 @@
+"""The pass that adds the reductions of gradients (G) over the replicas of a stage."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
+
+from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, UpdateScope
+
+
+def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
+    """The schedule with a G right behind the last gradient of each update, where a stage has replicas.
+
+    A copy that no microbatch of an update passes through takes part all the same, before its worker's first U or P of that update.
+    Where workers would reduce their stages in orders that do not fit together, some G stand later, but before their own U or P. Where
+    updates meet for more than their own stage (a norm, or a weight that stages share), or weights are published, a G stands before
+    the first U or P of its worker for the same update, and behind those of the updates before.
+
+    Args:
+        schedule: one that has no G yet is given them; one that has keeps its own.
+        replicated_workers: workers that are several devices each, whose copies count as replicas too.
+    """
+    if schedule.forward_only or any(op.kind is OpKind.REDUCE for op in schedule.places):
+        return schedule
+    met = _meeting_stages(schedule)
+    first: dict[tuple[int, int], int] = {}
+    latest: dict[tuple[int, int, int], int] = {}
+    behind: dict[tuple[int, int, int], int] = {}
+    for op, place in schedule.ops():
+        if op.kind in {OpKind.UPDATE, OpKind.PUBLISH}:
+            first.setdefault((place.worker, op.index), place.position)
+            for stage in met[op.stage]:
+                latest.setdefault((place.worker, stage, op.index), place.position)
+                if len(met[op.stage]) > 1:
+                    behind[place.worker, stage, op.index + 1] = place.position + 1
+    added: list[list[tuple[int, Op]]] = [[] for _ in schedule.programs]
+    for replica, pipeline in schedule.first_pipeline.items():
+        if len(schedule.replicas[replica.stage]) == 1 and replica.worker not in replicated_workers:
+            continue
+        for update in range(schedule.num_updates):
+            position = first.get((replica.worker, update))
+            if gradients := schedule.gradient_ops(replica, update):
+                position = max(schedule.places[gradients[-1]].position + 1, behind.get((replica.worker, replica.stage, update), 0))
+            if position is not None:
+                added[replica.worker].append((position, Op(OpKind.REDUCE, replica.stage, update, pipeline)))
+    eager = [sorted(reductions, key=itemgetter(0)) for reductions in added]
+    placed = _in_one_order(eager, latest)
+    programs = tuple(_with_added(program, reductions) for program, reductions in zip(schedule.programs, placed, strict=True))
+    return replace(schedule, programs=programs)
+
+
+def _meeting_stages(schedule: Schedule) -> list[Sequence[int]]:
+    """For each stage, those whose reductions for an update stand before the first U or P of any of them."""
+    graph, everything = schedule.graph, range(schedule.num_stages)
+    publishes = any(op.kind is OpKind.PUBLISH for op in schedule.places)
+    # Among copies on several workers, those of all stages: a worker that sums a tie in between would be out of order with others.
+    copied = bool(graph.ties) and len(schedule.pipelines) > 1
+    if schedule.update_scope is UpdateScope.GLOBAL or publishes or copied:
+        return [everything] * schedule.num_stages
+    return [graph.ties[graph.tie_of[stage]] if stage in graph.tie_of else (stage,) for stage in everything]
+
+
+def _with_added(program: Sequence[Slot], added: Sequence[tuple[int, Op]]) -> tuple[Slot, ...]:
+    """A program with Ops before the slots at some positions, ascending."""
+    slots: list[Slot] = []
+    done = 0
+    for position, op in added:
+        slots += [*program[done:position], op]
+        done = position
+    return (*slots, *program[done:])
+
+
+def _in_one_order(
+    eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
+) -> Sequence[Sequence[tuple[int, Op]]]:
+    """The reductions of each worker with their positions, some of them later so that all workers meet in one order.
+
+    Args:
+        eager: for each worker, the reductions in the order of their earliest positions.
+        latest: by worker, stage and update, the position to stay before; where it would have to be passed, all stay where they are.
+    """
+    wished = _common_order([[_meeting(op) for _, op in row] for row in eager])
+    rank = {meeting: number for number, meeting in enumerate(_that_can_be_kept(wished, eager, latest))}
+    placed: list[list[tuple[int, Op]]] = []
+    for worker, row in enumerate(eager):
+        at = 0
+        placed.append([])
+        for position, op in sorted(row, key=lambda reduction: rank[_meeting(reduction[1])]):
+            at = max(at, position)
+            if at > max(position, latest.get((worker, op.stage, op.index), at)):
+                return eager
+            placed[-1].append((at, op))
+    return placed
+
+
+def _that_can_be_kept(
+    wished: Sequence[tuple[int, int]], eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
+) -> list[tuple[int, int]]:
+    """The wished order, but for what a worker must reduce before its gradients of another reduction are there.
+
+    Where even that goes round in a circle the wish is returned; the validator will name it.
+    """
+    rank: dict[tuple[int, ...], int] = {meeting: number for number, meeting in enumerate(wished)}
+    behind: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    count: Counter[tuple[int, ...]] = Counter()
+
+    def precedes(before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        behind.setdefault(before, []).append(after)
+        count[after] += 1
+
+    for worker, row in enumerate(eager):
+        # A gate for each place in the row: who must come before one of them comes before all that follow. No meeting has three numbers.
+        gates: list[tuple[int, ...]] = [(worker, place, 0) for place in range(len(row))]
+        for gate, after in itertools.pairwise(gates):
+            precedes(gate, after)
+        for gate, (_, op) in zip(gates, row, strict=True):
+            precedes(gate, _meeting(op))
+        positions = [position for position, _ in row]
+        for _, op in row:
+            place = bisect.bisect_right(positions, latest.get((worker, op.stage, op.index), positions[-1] + 1))
+            if place < len(row):
+                precedes(_meeting(op), gates[place])
+    ready = [(rank.get(node, -1), node) for node in {*behind, *rank} if not count[node]]
+    heapq.heapify(ready)
+    order: list[tuple[int, int]] = []
+    while ready:
+        number, node = heapq.heappop(ready)
+        if number >= 0:
+            order.append(wished[number])
+        for after in behind.get(node, ()):
+            count[after] -= 1
+            if not count[after]:
+                heapq.heappush(ready, (rank.get(after, -1), after))
+    return order if len(order) == len(wished) else list(wished)
+
+
+def _meeting(reduction: Op) -> tuple[int, int]:
+    """What the G of all copies of a stage have in common: stage and update."""
+    return reduction.stage, reduction.index
+
+
+def _common_order(queues: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
+    """All members of some queues in one order: that of the queues, but for a member that has to pass others to resolve a circle.
+
+    Of those at the head of any queue, it is the one that has the fewest before it in all.
+    """
+    positions: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for number, queue in enumerate(queues):
+        for position, member in enumerate(queue):
+            positions.setdefault(member, []).append((number, position))
+    blocked = {member: sum(position > 0 for _, position in found) for member, found in positions.items()}
+    ready = [member for member in positions if not blocked[member]]
+    heads = [0] * len(queues)
+    order: dict[tuple[int, int], None] = {}
+    while len(order) < len(positions):
+        if not ready:
+            waiting = {queue[head] for queue, head in zip(queues, heads, strict=True) if head < len(queue)}
+            ready.append(min(waiting, key=lambda member: (sum(max(at - heads[number], 0) for number, at in positions[member]), member)))
+        order[member := ready.pop()] = None
+        for number, _ in positions[member]:
+            queue, head = queues[number], heads[number]
+            if queue[head] != member:
+                continue
+            while head < len(queue) and queue[head] in order:
+                head += 1
+            heads[number] = head
+            if head < len(queue):
+                blocked[queue[head]] -= 1
+                if not blocked[queue[head]]:
+                    ready.append(queue[head])
+    return list(order)
