@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from raypipe.artifacts import codec
-from raypipe.artifacts.tree import yaml_text, yaml_tree
+from raypipe.artifacts.files import read_text, write_text
+from raypipe.artifacts.record import invalid, record
+from raypipe.artifacts.syntax import yaml_text, yaml_tree
 from raypipe.errors import ConfigError
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.staleness import StalenessLimits
@@ -33,26 +37,6 @@ def calibration_file() -> Path:
     return cache_folder() / f"calibration-{os.uname().nodename}.json"
 
 
-_MOST_UPDATES = 10_000_000
-"""Windows are laid out when a run begins."""
-
-
-def _at_least(owner: object, least: int, *names: str) -> None:
-    for name in names:
-        if getattr(owner, name) < least:
-            raise codec.invalid(owner, name, f"expected at least {least}, got {getattr(owner, name)}")
-
-
-def _one_of(owner: object, kind: type[StrEnum], name: str) -> None:
-    """Takes the member for its text, as reading a file does: programs may give either."""
-    given = getattr(owner, name)
-    try:
-        object.__setattr__(owner, name, kind(given))
-    except ValueError:
-        *first, last = [f"'{member}'" for member in kind]
-        raise codec.invalid(owner, name, f"expected {', '.join(first)} or {last}, got {given!r}") from None
-
-
 class Precision(StrEnum):
     """In which precision forwards and backwards compute. The optimizer steps the weights in the one that they are built in."""
 
@@ -64,7 +48,7 @@ class Precision(StrEnum):
     """All of it in bfloat16, as after `module.bfloat16()`; the optimizer keeps weights of its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class ModelConfig:
     """Which model.
 
@@ -75,18 +59,13 @@ class ModelConfig:
         compile: whether each layer goes through `torch.compile`, where it runs; layers of one class and shape are compiled once.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     function: str
     options: dict[str, Any] = field(default_factory=dict)
     precision: Precision = Precision.FLOAT32
     compile: bool = False
 
-    def __post_init__(self) -> None:
-        _one_of(self, Precision, "precision")
 
-
-@dataclass(frozen=True, kw_only=True)
+@record()
 class DataConfig:
     """Which tokens.
 
@@ -96,15 +75,9 @@ class DataConfig:
         num_validation_microbatches: how many microbatches of held-out rows an evaluation takes; 0 for no evaluation.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     path: str
-    sequence_length: int = 128
-    num_validation_microbatches: int = 8
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "sequence_length")
-        _at_least(self, 0, "num_validation_microbatches")
+    sequence_length: PositiveInt = 128
+    num_validation_microbatches: NonNegativeInt = 8
 
     @property
     def file(self) -> str:
@@ -120,7 +93,7 @@ class DataConfig:
         return os.path.abspath(self.path)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class ScheduleConfig:
     """In which order the stages work.
 
@@ -144,33 +117,17 @@ class ScheduleConfig:
         updates_per_window: updates between two drains; evaluation and checkpoints happen between windows.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     name: str = "1f1b"
-    num_microbatches: int = 8
-    microbatch_size: int = 8
-    num_chunks: int | None = None
-    num_pipelines: int = 0
+    num_microbatches: PositiveInt = 8
+    microbatch_size: PositiveInt = 8
+    num_chunks: PositiveInt | None = None
+    num_pipelines: NonNegativeInt = 0
     update_scope: UpdateScope | None = None
-    max_in_flight: float | None = None
-    max_staleness: int | None = None
-    max_mismatch: int | None = None
-    max_mean_staleness: float | None = None
-    updates_per_window: int = 10
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "num_microbatches", "microbatch_size", "updates_per_window")
-        if self.update_scope is not None:
-            _one_of(self, UpdateScope, "update_scope")
-        if self.num_chunks is not None:
-            _at_least(self, 1, "num_chunks")
-        if self.max_in_flight is not None:
-            _at_least(self, 1, "max_in_flight")
-        for name in ("max_staleness", "max_mismatch"):
-            if getattr(self, name) is not None:
-                _at_least(self, 0, name)
-        codec.require_amounts(self, "max_mean_staleness")
-        _at_least(self, 0, "num_pipelines")
+    max_in_flight: Annotated[float, Field(ge=1)] | None = None
+    max_staleness: NonNegativeInt | None = None
+    max_mismatch: NonNegativeInt | None = None
+    max_mean_staleness: NonNegativeFloat | None = None
+    updates_per_window: PositiveInt = 10
 
     @property
     def staleness(self) -> StalenessLimits:
@@ -187,7 +144,10 @@ class OptimizerName(StrEnum):
     """AdamW that looks one step of its momentum ahead (Dozat 2016), which makes up for gradients that are late."""
 
 
-@dataclass(frozen=True, kw_only=True)
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+@record()
 class OptimizerConfig:
     """The optimizer and its learning rate: a linear warm-up, then a cosine down to the final rate.
 
@@ -203,26 +163,15 @@ class OptimizerConfig:
         max_grad_norm: gradients are scaled to at most this norm over the scope of the update; left out for no limit.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     name: OptimizerName = OptimizerName.ADAMW
-    learning_rate: float = 1e-3
-    final_learning_rate: float | None = None
-    warmup_updates: int = 20
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-    max_grad_norm: float | None = 1.0
-
-    def __post_init__(self) -> None:
-        codec.require_amounts(self, "learning_rate", "final_learning_rate", "epsilon", "weight_decay")
-        codec.require_amounts(self, "max_grad_norm", above_zero=True)
-        _at_least(self, 0, "warmup_updates")
-        _one_of(self, OptimizerName, "name")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise codec.invalid(self, name, f"expected at least 0 and less than 1, got {getattr(self, name)}")
+    learning_rate: NonNegativeFloat = 1e-3
+    final_learning_rate: NonNegativeFloat | None = None
+    warmup_updates: NonNegativeInt = 20
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    epsilon: NonNegativeFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    max_grad_norm: PositiveFloat | None = 1.0
 
     def rate(self, update: int, *, num_updates: int) -> float:
         """The learning rate of an update, counted from 0, of so many."""
@@ -246,7 +195,7 @@ class Transport(StrEnum):
     """NCCL between all GPUs, also where processes share one, which `auto` lets exchange messages within it; refused for CPU devices."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class ScalingConfig:
     """On what: stage actors on CPU slots or on GPUs.
 
@@ -269,13 +218,11 @@ class ScalingConfig:
             measured, the plan stays.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
-    num_devices: int = 4
+    num_devices: PositiveInt = 4
     use_gpu: bool = False
-    gpus_per_device: float = 1.0
-    cpus_per_device: float = 1.0
-    threads_per_device: int = 1
+    gpus_per_device: Annotated[float, Field(gt=0, le=1, json_schema_extra={"remedy": "a device is one GPU or a part of it"})] = 1.0
+    cpus_per_device: NonNegativeFloat = 1.0
+    threads_per_device: PositiveInt = 1
     bind_cores: bool = False
     topology: str | None = None
     layers_per_stage: tuple[int, ...] | None = None
@@ -284,20 +231,12 @@ class ScalingConfig:
     shard_optimizer: bool = False
     measure_layers: bool = False
 
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "num_devices", "threads_per_device")
-        _one_of(self, Transport, "transport")
-        codec.require_amounts(self, "cpus_per_device")
-        codec.require_amounts(self, "gpus_per_device", above_zero=True)
-        if self.gpus_per_device > 1:
-            raise codec.invalid(self, "gpus_per_device", f"expected at most 1, for a device is one GPU, got {self.gpus_per_device:g}")
-
 
 AUTO = "auto"
 """In place of a schedule's name: raypipe chooses."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class AdaptationConfig:
     """Whether and when a run goes on in another way: other pipelines, order, cut, microbatches or devices of the stages.
 
@@ -309,19 +248,14 @@ class AdaptationConfig:
         divisions: whether an update's rows may be divided into more or fewer microbatches; needs rows from `data`.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     enabled: bool = False
     schedules: tuple[str, ...] = ()
-    least_gain: float = 1.05
-    horizon_updates: int = 200
+    least_gain: Annotated[float, Field(ge=1)] = 1.05
+    horizon_updates: PositiveInt = 200
     divisions: bool = True
 
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "least_gain", "horizon_updates")
 
-
-@dataclass(frozen=True, kw_only=True)
+@record()
 class ClusterConfig:
     """Which Ray cluster.
 
@@ -334,25 +268,20 @@ class ClusterConfig:
         silence_timeout_s: until an actor must have answered a question about its state.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     address: str | None = None
     dashboard: bool = True
     log_to_driver: bool = True
-    start_timeout_s: float = 120.0
-    message_timeout_s: float = 300.0
-    silence_timeout_s: float = 30.0
+    start_timeout_s: PositiveFloat = 120.0
+    message_timeout_s: PositiveFloat = 300.0
+    silence_timeout_s: PositiveFloat = 30.0
 
     @property
     def resolved_address(self) -> str | None:
         """The address here, else that of the job it runs in; `None` for a local cluster."""
         return self.address or os.environ.get("RAY_ADDRESS") or None
 
-    def __post_init__(self) -> None:
-        codec.require_amounts(self, "start_timeout_s", "message_timeout_s", "silence_timeout_s", above_zero=True)
 
-
-@dataclass(frozen=True, kw_only=True)
+@record()
 class RunConfig:
     """How long, and where its results go.
 
@@ -367,27 +296,22 @@ class RunConfig:
         sample_prompt: what it begins with.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     name: str = "run"
     storage_path: str = "runs"
-    seed: int = 0
-    num_updates: int = 100
-    evaluate_every: int = 0
-    checkpoint_every: int = 0
-    sample_bytes: int = 0
+    seed: NonNegativeInt = 0
+    # Windows are planned when a run begins.
+    num_updates: Annotated[int, Field(ge=1, le=10_000_000, json_schema_extra={"remedy": "a longer run can be resumed"})] = 100
+    evaluate_every: NonNegativeInt = 0
+    checkpoint_every: NonNegativeInt = 0
+    sample_bytes: NonNegativeInt = 0
     sample_prompt: str = ""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "num_updates")
-        if self.num_updates > _MOST_UPDATES:
-            raise codec.invalid(self, "num_updates", f"expected at most {_MOST_UPDATES:,}, got {self.num_updates:,}; a run can be resumed")
-        _at_least(self, 0, "seed", "evaluate_every", "checkpoint_every", "sample_bytes")
         if not self.name or self.name != os.path.basename(self.name) or self.name in {".", ".."}:
-            raise codec.invalid(self, "name", f"expected a name for a folder, got {self.name!r}")
+            raise invalid(self, "name", f"expected a name for a folder, got {self.name!r}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class TrainConfig:
     """All of a run.
 
@@ -403,8 +327,6 @@ class TrainConfig:
         plan: a `raypipe.plan/1` file: stages, devices, schedule, microbatches and their size are then the plan's. Keys of `schedule` and
             `scaling` that it decides may be left out; a value that is neither the default nor the plan's is refused.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
     model: ModelConfig
     data: DataConfig
@@ -429,14 +351,14 @@ class TrainConfig:
             ConfigError: an override is not of this form.
         """
         name = os.fspath(path)
-        text = codec.read_text(path)
+        text = read_text(path)
         if overrides:
             text = _overridden(text, overrides, path=name)
         return codec.from_yaml(cls, text, path=name, format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it, defaults included, as YAML."""
-        codec.write_text(path, codec.to_yaml(self, format_name=FORMAT))
+        write_text(path, codec.to_yaml(self, format_name=FORMAT))
 
 
 def _overridden(text: str, overrides: Sequence[str], *, path: str) -> str:

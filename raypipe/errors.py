@@ -153,7 +153,30 @@ class AbortedError(RunError):
     """This part stopped because another part of the run failed or the user asked for it."""
 
 
+# Words for messages
+
+
 def suggestion(name: str, choices: Iterable[str]) -> str:
-    """Returns `; did you mean 'x'?` for the nearest choice, or an empty text where none is near."""
+    """Return `; did you mean 'x'?` for the nearest choice, or an empty text where none is near."""
     near = difflib.get_close_matches(name, list(choices), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """Return a value from a file in few words."""
+    match value:
+        case None:
+            return "nothing"
+        case dict():
+            return "an object"
+        case list():
+            return f"a list of {len(value)}"
+        case bool():
+            return str(value).lower()
+        case _:
+            return shorten(ascii(value))
+
+
+def shorten(text: str) -> str:
+    """Return the text, cut where it is too long for a message."""
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,19 +1,19 @@
-"""docs/configuration.md is made of the configuration's classes: `pytest --regenerate-golden tests/test_configuration_page.py` writes it."""
+"""docs/configuration.md is made from the configuration's JSON schema: `pytest --regenerate-golden tests/test_configuration_page.py`."""
 
 from __future__ import annotations
 
 import re
-import types
-from dataclasses import MISSING, Field, fields
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 from docstring_parser import parse
+from pydantic import TypeAdapter
 
 from raypipe.config import TrainConfig
 
+SCHEMA = TypeAdapter(TrainConfig).json_schema()
+LIMITS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 HEAD = """# Configuration
@@ -22,50 +22,56 @@ All that `raypipe train CONFIG` can be told: a YAML file that begins with `forma
 `model.function` and `data.path` have no default. `--set section.key=value` replaces a value, and every run writes the file with all of its
 values into its folder. From Python the sections are the arguments of `raypipe.Trainer`: `ScheduleConfig(name="zb-h1")` and so on.
 
-This page is made of `raypipe/config.py` (`pytest --regenerate-golden tests/test_configuration_page.py`).
+This page is made from `raypipe/config.py` (`pytest --regenerate-golden tests/test_configuration_page.py`).
 """
 
 
-def type_text(hint: Any) -> str:
+def resolved(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema that a reference leads to, or the schema itself."""
+    found: dict[str, Any] = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    return found
+
+
+def meanings(schema: dict[str, Any]) -> dict[str, str]:
+    """The lines of a class's docstring about its attributes."""
+    return {line.arg_name: re.sub(r"\s+", " ", line.description or "") for line in parse(schema["description"]).params}
+
+
+def type_text(schema: dict[str, Any]) -> str:
     """A type as people write it."""
-    if get_origin(hint) in {Union, types.UnionType}:
-        return " or ".join("nothing" if option is type(None) else type_text(option) for option in get_args(hint))
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return " or ".join(f"`{member}`" for member in hint)
-    names = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`"}
-    if hint in names:
-        return names[hint]
-    return "list of " + type_text(get_args(hint)[0]) + "s" if get_origin(hint) is tuple else "keys and values"
+    if "anyOf" in schema:
+        return " or ".join(type_text(option) for option in schema["anyOf"])
+    schema = resolved(schema)
+    if "enum" in schema:
+        return " or ".join(f"`{member}`" for member in schema["enum"])
+    if schema["type"] == "array":
+        return f"list of {type_text(schema['items'])}s"
+    names = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true` or `false`", "null": "nothing"}
+    limits = [f"{sign} {schema[key]:,.15g}" for key, sign in LIMITS.items() if key in schema]
+    return " ".join([names.get(schema["type"], "keys and values"), " and ".join(limits)]).strip()
 
 
-def default_text(field: Field[Any]) -> str:
+def default_text(name: str, field: dict[str, Any], required: list[str]) -> str:
     """A default as it would stand in the file."""
-    value = field.default if field.default_factory is MISSING else field.default_factory()
-    if value is MISSING:
+    if name in required:
         return "needed"
-    if value is None or value in ("", (), {}):
-        return "left out"
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    value = field.get("default")
+    return "left out" if value in (None, "", [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def section(name: str, kind: type[Any], text: str) -> str:
+def section(name: str, schema: dict[str, Any]) -> str:
     """A section of the page: one line a key."""
-    hints = get_type_hints(kind)
-    said = {parameter.arg_name: parameter.description or "" for parameter in parse(kind.__doc__ or "").params}
-    lines = [f"## `{name}`", "", text, "", "| key | what | default | meaning |", "|---|---|---|---|"]
-    for field in fields(kind):
-        meaning = re.sub(r"\s+", " ", said[field.name])
-        lines.append(f"| `{field.name}` | {type_text(hints[field.name])} | {default_text(field)} | {meaning} |")
+    said = meanings(schema)
+    lines = [f"## `{name}`", "", schema["description"].splitlines()[0], "", "| key | what | default | meaning |", "|---|---|---|---|"]
+    for key, field in schema["properties"].items():
+        lines.append(f"| `{key}` | {type_text(field)} | {default_text(key, field, schema.get('required', []))} | {said[key]} |")
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
     """The whole page."""
-    said = {parameter.arg_name: parameter.description or "" for parameter in parse(TrainConfig.__doc__ or "").params}
-    hints = get_type_hints(TrainConfig)
-    names = [field.name for field in fields(TrainConfig)]
-    parts = [section(name, hints[name], (hints[name].__doc__ or "").splitlines()[0]) for name in names if name != "plan"]
-    return "\n".join([HEAD, *parts, "## `plan`\n", re.sub(r"\s+", " ", said["plan"])]) + "\n"
+    parts = [section(name, resolved(field)) for name, field in SCHEMA["properties"].items() if name != "plan"]
+    return "\n".join([HEAD, *parts, "## `plan`\n", meanings(SCHEMA)["plan"]]) + "\n"
 
 
 def test_the_page_of_the_configuration_is_what_its_classes_say(request: pytest.FixtureRequest) -> None:

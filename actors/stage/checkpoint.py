@@ -17,7 +17,6 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
@@ -28,6 +27,7 @@ from raypipe.actors.stage.state import OPTIMIZER, import_layers, without_aliases
 from raypipe.actors.stage.ties import tie_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts import codec
+from raypipe.artifacts.record import record
 from raypipe.errors import FormatError
 from raypipe.model import Model
 
@@ -36,7 +36,7 @@ _INDEX = "checkpoint.json"
 _LOG = logging.getLogger("raypipe.checkpoint")
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class CheckpointIndex:
     """What a checkpoint holds.
 
@@ -46,8 +46,6 @@ class CheckpointIndex:
         model: the model function, in text.
         seed: of the run.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
     update: int
     layers: tuple[str, ...]
@@ -75,7 +73,7 @@ class Checkpoint:
             FormatError: there is none, or it cannot be read.
         """
         file = Path(path) / _INDEX
-        index = codec.from_json(CheckpointIndex, codec.read_text(file), path=str(file), format_name=FORMAT)
+        index = codec.load_json(CheckpointIndex, file, format_name=FORMAT)
         return cls(os.fspath(path), index)
 
     @classmethod
@@ -124,7 +122,7 @@ class Checkpoint:
         """Declares a folder, whose layers are all written, a finished checkpoint."""
         file = Path(path) / _INDEX
         partial = file.with_suffix(".partial")
-        codec.write_text(partial, codec.to_json(index, format_name=FORMAT))
+        codec.save_json(index, partial, format_name=FORMAT)
         partial.rename(file)
         return cls(os.fspath(path), index)
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import field
 
 from raypipe.artifacts import codec
+from raypipe.artifacts.record import invalid, record
 from raypipe.artifacts.topology import NodeLink, Overheads
 from raypipe.errors import FormatError, suggestion
 
 FORMAT = "raypipe.calibration/1"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class TransportCosts:
     """What passing messages between the devices of one node costs over one transport.
 
@@ -22,13 +22,11 @@ class TransportCosts:
         link: between two devices.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     overheads: Overheads
     link: NodeLink
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class Calibration:
     """The costs of one machine.
 
@@ -38,8 +36,6 @@ class Calibration:
         versions: of what was measured: python, torch, ray, raypipe.
         transports: the costs by transport, such as `shm`.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
     host: str
     date: str
@@ -56,7 +52,7 @@ class Calibration:
             return self.transports[transport]
         except KeyError:
             known = suggestion(transport, self.transports)
-            raise codec.invalid(self, "transports", f"has no {transport!r}{known}; run `raypipe calibrate` again") from None
+            raise invalid(self, "transports", f"has no {transport!r}{known}; run `raypipe calibrate` again") from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
@@ -67,8 +63,8 @@ class Calibration:
         """
         if not os.path.exists(path):
             raise FormatError(os.fspath(path), "", "there is no such file; `raypipe calibrate` writes one")
-        return codec.from_json(cls, codec.read_text(path), path=os.fspath(path), format_name=FORMAT)
+        return codec.load_json(cls, path, format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a JSON file."""
-        codec.write_text(path, codec.to_json(self, format_name=FORMAT))
+        codec.save_json(self, path, format_name=FORMAT)

@@ -8,13 +8,14 @@ A plan embeds the profile and the topology it was made for, so that it can be si
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+
+from pydantic import PositiveInt
 
 from raypipe.artifacts import codec
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.record import record
 from raypipe.artifacts.schedule import ScheduleField
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import FormatError, PlanError, suggestion
@@ -25,7 +26,7 @@ from raypipe.schedules.validate import validate
 FORMAT = "raypipe.plan/1"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class Replica:
     """One device of a worker.
 
@@ -34,13 +35,11 @@ class Replica:
         share: of the rows of every microbatch, more than 0 and at most 1; a worker's shares sum to 1.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     device: str
     share: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class Predicted:
     """The figures a plan was chosen for, as simulated.
 
@@ -52,8 +51,6 @@ class Predicted:
         lower_bound_s: seconds that an update takes at least with any plan of this profile, topology and number of microbatches;
             `None` where none was worked out.
     """
-
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
     update_s: float
     bubble_ratio: float
@@ -67,7 +64,7 @@ class Predicted:
         return None if not self.lower_bound_s else self.update_s / self.lower_bound_s - 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class Plan:
     """Stages on workers on devices, with the order of their work.
 
@@ -89,41 +86,24 @@ class Plan:
         ScheduleError: The schedule cannot run.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     name: str
     planner: str
-    microbatch_size: int
+    microbatch_size: PositiveInt
     stages: tuple[tuple[str, ...], ...]
     workers: tuple[tuple[Replica, ...], ...]
     schedule: ScheduleField
     profile: ModelProfile
     topology: ClusterTopology
-    predicted: Predicted | None = field(default=None)
+    predicted: Predicted | None = None
     profile_digest: str = ""
     topology_digest: str = ""
 
     def __post_init__(self) -> None:
-        if self.microbatch_size < 1:
-            raise PlanError(f"microbatch_size must be at least 1, got {self.microbatch_size}")
         if len(self.stages) != self.schedule.num_stages:
             raise PlanError(f"the plan has {len(self.stages)} stages, its schedule {self.schedule.num_stages}")
         if len(self.workers) != self.schedule.num_workers:
             raise PlanError(f"the plan has {len(self.workers)} workers, its schedule {self.schedule.num_workers}")
-        known = {device.name for device in self.topology.devices}
-        taken: dict[str, int] = {}
-        for worker, replicas in enumerate(self.workers):
-            for replica in replicas:
-                if replica.device in taken:
-                    raise PlanError(
-                        f"device {replica.device!r} serves worker {taken[replica.device]} and worker {worker}; give each worker its own"
-                    )
-                taken[replica.device] = worker
-                if replica.device not in known:
-                    raise PlanError(
-                        f"worker {worker} is on device {replica.device!r}, which the topology {self.topology.name!r} does not have"
-                        f"{suggestion(replica.device, known)}"
-                    )
+        self._check_devices()
         graph, expected = self.schedule.graph, self.cut.graph
         if graph.edges != expected.edges:
             raise PlanError(f"the layers of the stages make the edges {list(expected.edges)}, the schedule has {list(graph.edges)}")
@@ -131,6 +111,20 @@ class Plan:
             raise PlanError(f"by its profile the plan ties the stages {list(expected.ties)}, its schedule {list(graph.ties)}; plan again")
         _ = self.placement
         validate(self.schedule)
+
+    def _check_devices(self) -> None:
+        known = {device.name for device in self.topology.devices}
+        worker_of: dict[str, int] = {}
+        for worker, replicas in enumerate(self.workers):
+            for device in (replica.device for replica in replicas):
+                if device in worker_of:
+                    raise PlanError(f"device {device!r} serves worker {worker_of[device]} and worker {worker}; give each worker its own")
+                if device not in known:
+                    raise PlanError(
+                        f"worker {worker} is on device {device!r}, which the topology {self.topology.name!r} does not have"
+                        f"{suggestion(device, known)}"
+                    )
+                worker_of[device] = worker
 
     @cached_property
     def cut(self) -> Cut:
@@ -162,7 +156,7 @@ class Plan:
             FormatError: the file cannot be read, or its profile or topology is not the one it was made for.
         """
         name = os.fspath(path)
-        plan = codec.from_json(cls, codec.read_text(path), path=name, format_name=FORMAT)
+        plan = codec.load_json(cls, path, format_name=FORMAT)
         for what, stated, found in (
             ("profile", plan.profile_digest, plan.profile.digest),
             ("topology", plan.topology_digest, plan.topology.digest),
@@ -175,7 +169,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a JSON file."""
-        codec.write_text(path, codec.to_json(self, format_name=FORMAT))
+        codec.save_json(self, path, format_name=FORMAT)
 
 
 def make_plan(

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from raypipe.artifacts import codec
+from raypipe.artifacts.record import invalid, record
 from raypipe.errors import suggestion
 
 FORMAT = "raypipe.model_profile/1"
@@ -32,7 +35,7 @@ class LayerEdge(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class LayerTimes:
     """How long one layer computes for one microbatch.
 
@@ -42,17 +45,15 @@ class LayerTimes:
         weight_grad_s: seconds of it that compute the gradient of the weights; the rest computes that of the input.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
-    forward_s: float
-    backward_s: float
-    weight_grad_s: float
+    forward_s: NonNegativeFloat
+    backward_s: NonNegativeFloat
+    weight_grad_s: NonNegativeFloat
 
     def __post_init__(self) -> None:
         _check_times(self)
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class LayerProfile:
     """What one layer costs for one microbatch.
 
@@ -77,47 +78,29 @@ class LayerProfile:
         frozen_bytes: size of those of its weights that are not trained: without gradients, optimizer state and sums; None: it has none.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
-    name: str
-    forward_s: float
-    backward_s: float
-    weight_grad_s: float
-    output_bytes: int
-    saved_bytes: int
-    parameter_bytes: int
-    weight_grad_saved_bytes: int | None = None
+    name: Annotated[str, Field(min_length=1, json_schema_extra={"expected": "a name"})]
+    forward_s: NonNegativeFloat
+    backward_s: NonNegativeFloat
+    weight_grad_s: NonNegativeFloat
+    output_bytes: NonNegativeInt
+    saved_bytes: NonNegativeInt
+    parameter_bytes: NonNegativeInt
+    weight_grad_saved_bytes: NonNegativeInt | None = None
     tied: str | None = None
-    tied_bytes: int | None = None
-    gradient_rows: int | None = None
-    update_s: float | None = None
-    low_precision_bytes: int | None = None
-    working_bytes: int | None = None
-    input_grad_working_bytes: int | None = None
-    frozen_bytes: int | None = None
+    tied_bytes: NonNegativeInt | None = None
+    gradient_rows: NonNegativeInt | None = None
+    update_s: NonNegativeFloat | None = None
+    low_precision_bytes: NonNegativeInt | None = None
+    working_bytes: NonNegativeInt | None = None
+    input_grad_working_bytes: NonNegativeInt | None = None
+    frozen_bytes: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise codec.invalid(self, "name", "a layer needs a name")
         _check_times(self)
-        codec.require_amounts(
-            self,
-            "output_bytes",
-            "saved_bytes",
-            "parameter_bytes",
-            "weight_grad_saved_bytes",
-            "tied_bytes",
-            "gradient_rows",
-            "update_s",
-            "low_precision_bytes",
-            "working_bytes",
-            "input_grad_working_bytes",
-            "frozen_bytes",
-        )
         if (self.frozen_bytes or 0) > self.parameter_bytes:
-            raise codec.invalid(self, "frozen_bytes", f"{self.frozen_bytes} is more than parameter_bytes, {self.parameter_bytes}")
+            raise invalid(self, "frozen_bytes", f"{self.frozen_bytes} is more than parameter_bytes, {self.parameter_bytes}")
         if self.tied_bytes is not None and self.tied_bytes > self.parameter_bytes:
-            raise codec.invalid(self, "tied_bytes", f"{self.tied_bytes} is more than parameter_bytes, {self.parameter_bytes}")
+            raise invalid(self, "tied_bytes", f"{self.tied_bytes} is more than parameter_bytes, {self.parameter_bytes}")
 
     @property
     def trained_bytes(self) -> int:
@@ -172,7 +155,7 @@ def most_working_bytes(layers: Sequence[LayerProfile]) -> int:
     return most
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class NamedEdge:
     """An edge of the model as the file states it.
 
@@ -182,17 +165,12 @@ class NamedEdge:
         bytes: its size for one microbatch; None: the output bytes of the producer.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config(producer="from", consumer="to")
-
-    producer: str
-    consumer: str
-    bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        codec.require_amounts(self, "bytes")
+    producer: Annotated[str, Field(alias="from")]
+    consumer: Annotated[str, Field(alias="to")]
+    bytes: NonNegativeInt | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class ModelProfile:
     """The measured costs of a model's layers.
 
@@ -207,41 +185,37 @@ class ModelProfile:
         FormatError: two layers share a name, an edge names no layer or does not lead forward, or a kind of device lacks layers.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config(named_edges="edges")
-
     name: str
-    microbatch_size: int
+    microbatch_size: PositiveInt
     layers: tuple[LayerProfile, ...]
-    named_edges: tuple[NamedEdge, ...] | None = None
+    named_edges: Annotated[tuple[NamedEdge, ...] | None, Field(alias="edges")] = None
     device_kinds: dict[str, tuple[LayerTimes, ...]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.microbatch_size < 1:
-            raise codec.invalid(self, "microbatch_size", f"expected at least 1 row, got {self.microbatch_size}")
         if not self.layers:
-            raise codec.invalid(self, "layers", "the model has no layers; list at least one")
+            raise invalid(self, "layers", "the model has no layers; list at least one")
         names: dict[str, int] = {}
         for index, layer in enumerate(self.layers):
             if names.setdefault(layer.name, index) != index:
-                raise codec.invalid(self, f"layers[{index}].name", f"an earlier layer is called {layer.name!r} too; give each its own name")
+                raise invalid(self, f"layers[{index}].name", f"an earlier layer is called {layer.name!r} too; give each its own name")
         self._check_edges(names)
         for kind, times in self.device_kinds.items():
             if len(times) != len(self.layers):
                 problem = f"expected times of {len(self.layers)} layers, got {len(times)}; profile all layers on this kind of device"
-                raise codec.invalid(self, f"device_kinds.{kind}", problem)
+                raise invalid(self, f"device_kinds.{kind}", problem)
 
     def _check_edges(self, names: dict[str, int]) -> None:
         seen: set[tuple[str, str]] = set()
         for index, edge in enumerate(self.named_edges or ()):
             for key, name in (("from", edge.producer), ("to", edge.consumer)):
                 if name not in names:
-                    raise codec.invalid(self, f"edges[{index}].{key}", f"no layer is called {name!r}{suggestion(name, names)}")
+                    raise invalid(self, f"edges[{index}].{key}", f"no layer is called {name!r}{suggestion(name, names)}")
             if names[edge.producer] >= names[edge.consumer]:
                 problem = f"{edge.producer!r} does not stand before {edge.consumer!r}; list the layers in topological order"
-                raise codec.invalid(self, f"edges[{index}]", problem)
+                raise invalid(self, f"edges[{index}]", problem)
             if (edge.producer, edge.consumer) in seen:
                 problem = f"an earlier edge leads from {edge.producer!r} to {edge.consumer!r} too; add up their bytes in one"
-                raise codec.invalid(self, f"edges[{index}]", problem)
+                raise invalid(self, f"edges[{index}]", problem)
             seen.add((edge.producer, edge.consumer))
 
     @property
@@ -299,11 +273,11 @@ class ModelProfile:
         Raises:
             FormatError: says what is wrong with the file, and where.
         """
-        return codec.from_json(cls, codec.read_text(path), path=os.fspath(path), format_name=FORMAT)
+        return codec.load_json(cls, path, format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a JSON file."""
-        codec.write_text(path, codec.to_json(self, format_name=FORMAT))
+        codec.save_json(self, path, format_name=FORMAT)
 
     @classmethod
     def uniform(
@@ -348,9 +322,8 @@ class ModelProfile:
 
 
 def _check_times(layer: LayerTimes | LayerProfile) -> None:
-    codec.require_amounts(layer, "forward_s", "backward_s", "weight_grad_s")
     if layer.weight_grad_s > layer.backward_s:
         problem = (
             f"{layer.weight_grad_s} is more than backward_s, {layer.backward_s}, of which it is a part; backward_s is the full backward"
         )
-        raise codec.invalid(layer, "weight_grad_s", problem)
+        raise invalid(layer, "weight_grad_s", problem)

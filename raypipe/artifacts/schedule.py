@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import GetCoreSchemaHandler, GetPydanticSchema
 from pydantic_core import core_schema
 
 from raypipe.artifacts import codec
+from raypipe.artifacts.files import read_text
+from raypipe.artifacts.record import record
 from raypipe.errors import ScheduleError
 from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, StageGraph, UpdateScope, WeightRule, ops_of
 from raypipe.schedules.text import from_csv, parse_slot
@@ -24,11 +25,9 @@ from raypipe.schedules.validate import validate
 FORMAT = "raypipe.schedule/1"
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class ScheduleFile:
     """The file form of a `Schedule`, and its form inside a plan. The attributes are those of `Schedule` and `StageGraph`."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
 
     name: str
     num_stages: int
@@ -99,7 +98,7 @@ def load_schedule(path: str | os.PathLike[str]) -> Schedule:
         ScheduleError: its order cannot run.
     """
     name = os.fspath(path)
-    content = codec.from_json(ScheduleFile, codec.read_text(path), path=name, format_name=FORMAT)
+    content = codec.load_json(ScheduleFile, path, format_name=FORMAT)
     try:
         schedule = content.schedule()
         validate(schedule)
@@ -119,7 +118,7 @@ def load_csv(path: str | os.PathLike[str]) -> Schedule:
         ScheduleError: its order cannot run.
     """
     name = os.fspath(path)
-    programs = from_csv(codec.read_text(path).rstrip("\r\n"), path=name)
+    programs = from_csv(read_text(path).rstrip("\r\n"), path=name)
     try:
         schedule = _of_programs(programs, name=PurePath(name).stem)
         validate(schedule)
@@ -174,4 +173,4 @@ def load_order(path: str | os.PathLike[str]) -> Schedule:
 
 def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Writes a schedule as JSON."""
-    codec.write_text(path, codec.to_json(ScheduleFile.of(schedule), format_name=FORMAT))
+    codec.save_json(ScheduleFile.of(schedule), path, format_name=FORMAT)

@@ -15,22 +15,27 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from raypipe.artifacts import codec
+from raypipe.artifacts.files import read_text, write_text
+from raypipe.artifacts.record import invalid, record
 from raypipe.errors import PlanError, suggestion
 
 FORMAT = "raypipe.topology/1"
 
-_NAME = re.compile(r"[\w.:/-]+", re.ASCII)
 _NO_LIMIT = "leave the key out for a link without limit, and the link out where there is none"
 
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.:/-]+$", json_schema_extra={"expected": "letters, digits and the characters _ . : / -"})]
+Bandwidth = Annotated[float, Field(gt=0, json_schema_extra={"remedy": _NO_LIMIT})]
 
-@dataclass(frozen=True)
+
+@record(kw_only=False)
 class Device:
     """One GPU, or one CPU slot.
 
@@ -41,19 +46,13 @@ class Device:
         speed: computes this many times as fast as the device the profile was measured on.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
-    name: str
+    name: Name
     kind: str
-    memory_bytes: int | None = None
-    speed: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_name(self)
-        codec.require_amounts(self, "memory_bytes", "speed", above_zero=True)
+    memory_bytes: PositiveInt | None = None
+    speed: PositiveFloat = 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class NodeLink:
     """The link between any two devices of a node, or the default for those that no other link joins.
 
@@ -62,16 +61,11 @@ class NodeLink:
         latency_s: seconds until the first byte arrives.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
-    bandwidth_bytes_per_s: float | None = None
-    latency_s: float
-
-    def __post_init__(self) -> None:
-        _check_link(self)
+    bandwidth_bytes_per_s: Bandwidth | None = None
+    latency_s: NonNegativeFloat
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class Link:
     """A full-duplex link between two nodes, two devices, or one and the other.
 
@@ -83,20 +77,15 @@ class Link:
         one_way: whether it serves transfers from source to target only.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config(source="from", target="to")
-
-    source: str
-    target: str
-    bandwidth_bytes_per_s: float | None = None
-    latency_s: float
+    source: Annotated[str, Field(alias="from")]
+    target: Annotated[str, Field(alias="to")]
+    bandwidth_bytes_per_s: Bandwidth | None = None
+    latency_s: NonNegativeFloat
     one_way: bool = False
 
     def __post_init__(self) -> None:
-        _check_link(self)
         if self.source == self.target:
-            raise codec.invalid(
-                self, "to", f"the link joins {self.source!r} with itself; for the devices of a node, use the node's own link"
-            )
+            raise invalid(self, "to", f"the link joins {self.source!r} with itself; for the devices of a node, use the node's own link")
 
     @property
     def directions(self) -> tuple[tuple[str, str], ...]:
@@ -105,7 +94,7 @@ class Link:
         return (there,) if self.one_way else (there, there[::-1])
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class SharedLink:
     """A bottleneck whose bandwidth several transfers share, such as a PCIe root or an uplink.
 
@@ -116,18 +105,12 @@ class SharedLink:
             for all transfers inside it.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
-    name: str
-    bandwidth_bytes_per_s: float
+    name: Name
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0, json_schema_extra={"remedy": "leave the shared link out where there is no limit"})]
     members: tuple[tuple[str, str], ...]
 
-    def __post_init__(self) -> None:
-        _check_name(self)
-        codec.require_amounts(self, "bandwidth_bytes_per_s", above_zero=True, remedy="leave the shared link out where there is no limit")
 
-
-@dataclass(frozen=True, kw_only=True)
+@record()
 class Node:
     """One machine.
 
@@ -139,16 +122,10 @@ class Node:
             None: every device has its own compute.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
-    name: str
+    name: Name
     devices: tuple[Device, ...]
     link: NodeLink | None = None
-    cores: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_name(self)
-        codec.require_amounts(self, "cores", above_zero=True)
+    cores: PositiveInt | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +144,7 @@ class Path:
     resources: tuple[tuple[str, float], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class Overheads:
     """What running costs a device beyond computing and carrying; as `raypipe calibrate` measures it.
 
@@ -182,22 +159,17 @@ class Overheads:
         recv_s_per_byte: of it, besides.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    input_grad_s: float = 0.0
-    weight_grad_s: float = 0.0
-    send_s: float = 0.0
-    send_s_per_byte: float = 0.0
-    recv_s: float = 0.0
-    recv_s_per_byte: float = 0.0
-
-    def __post_init__(self) -> None:
-        codec.require_amounts(self, *(field.name for field in fields(self)))
+    forward_s: NonNegativeFloat = 0.0
+    backward_s: NonNegativeFloat = 0.0
+    input_grad_s: NonNegativeFloat = 0.0
+    weight_grad_s: NonNegativeFloat = 0.0
+    send_s: NonNegativeFloat = 0.0
+    send_s_per_byte: NonNegativeFloat = 0.0
+    recv_s: NonNegativeFloat = 0.0
+    recv_s_per_byte: NonNegativeFloat = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@record()
 class ClusterTopology:
     """Nodes, their devices and what joins them.
 
@@ -213,8 +185,6 @@ class ClusterTopology:
         FormatError: a name is used twice or unknown, or two links serve the same pair.
     """
 
-    __pydantic_config__: ClassVar[dict[str, object]] = codec.config()
-
     name: str
     nodes: tuple[Node, ...]
     links: tuple[Link, ...] = ()
@@ -224,7 +194,7 @@ class ClusterTopology:
 
     def __post_init__(self) -> None:
         if not self.devices:
-            raise codec.invalid(self, "nodes", "the cluster has no devices; give a node at least one")
+            raise invalid(self, "nodes", "the cluster has no devices; give a node at least one")
         self._check_names()
         self._check_links()
         self._check_shared_links()
@@ -294,11 +264,11 @@ class ClusterTopology:
         Raises:
             FormatError: says what is wrong with the file, and where.
         """
-        return codec.from_yaml(cls, codec.read_text(path), path=os.fspath(path), format_name=FORMAT)
+        return codec.from_yaml(cls, read_text(path), path=os.fspath(path), format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a YAML file."""
-        codec.write_text(path, codec.to_yaml(self, format_name=FORMAT))
+        write_text(path, codec.to_yaml(self, format_name=FORMAT))
 
     @classmethod
     def uniform(
@@ -337,12 +307,12 @@ class ClusterTopology:
             for place, name in places:
                 if name in seen:
                     problem = f"a node or device before it is called {name!r} too; links name both, so give each its own name"
-                    raise codec.invalid(self, f"{place}.name", problem)
+                    raise invalid(self, f"{place}.name", problem)
                 seen.add(name)
 
     def _check_known(self, name: str, place: str) -> None:
         if name not in self._names:
-            raise codec.invalid(self, place, f"no node or device is called {name!r}{suggestion(name, self._names)}")
+            raise invalid(self, place, f"no node or device is called {name!r}{suggestion(name, self._names)}")
 
     def _check_links(self) -> None:
         seen: dict[tuple[str, str], int] = {}
@@ -352,22 +322,20 @@ class ClusterTopology:
             for pair in link.directions:
                 if seen.setdefault(pair, index) != index:
                     problem = f"links[{seen[pair]}] already leads from {pair[0]!r} to {pair[1]!r}; keep one of them, or mark both one_way"
-                    raise codec.invalid(self, f"links[{index}]", problem)
+                    raise invalid(self, f"links[{index}]", problem)
 
     def _check_shared_links(self) -> None:
         seen: set[str] = set()
         for index, shared in enumerate(self.shared_links):
             if shared.name in seen:
-                raise codec.invalid(
-                    self, f"shared_links[{index}].name", f"a shared link before it is called {shared.name!r} too; rename one"
-                )
+                raise invalid(self, f"shared_links[{index}].name", f"a shared link before it is called {shared.name!r} too; rename one")
             seen.add(shared.name)
             for position, member in enumerate(shared.members):
                 place = f"shared_links[{index}].members[{position}]"
                 for end, name in enumerate(member):
                     self._check_known(name, f"{place}[{end}]")
                 if member[0] == member[1] and member[0] in self._locations:
-                    raise codec.invalid(self, place, f"{member[0]!r} is paired with itself; name two devices")
+                    raise invalid(self, place, f"{member[0]!r} is paired with itself; name two devices")
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -433,13 +401,3 @@ class ClusterTopology:
             switch = source_node.link or self.default_link
             return (f"{source}->{target}", switch) if switch else None
         return (f"{a}->{b}", self.default_link) if self.default_link else None
-
-
-def _check_name(owner: Device | Node | SharedLink) -> None:
-    if not _NAME.fullmatch(owner.name):
-        raise codec.invalid(owner, "name", f"expected letters, digits and the characters _ . : / -, got {owner.name!r}")
-
-
-def _check_link(link: NodeLink | Link) -> None:
-    codec.require_amounts(link, "bandwidth_bytes_per_s", above_zero=True, remedy=_NO_LIMIT)
-    codec.require_amounts(link, "latency_s")

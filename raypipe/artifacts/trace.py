@@ -267,7 +267,7 @@ class Trace:
         columns = _Columns(**{name: [getattr(span, name) for span in self.spans] for name in _COLUMNS})
         memory = [list(steps) for steps in self.memory]
         content = _TraceFile(self.name, self.source, list(self.devices), self.num_updates, columns, memory, list(self.notes))
-        codec.write_text(path, codec.to_json(content, format_name=FORMAT))
+        codec.save_json(content, path, format_name=FORMAT)
 
     def _save_parquet(self, path: str | Path) -> None:
         import pyarrow as pa  # noqa: PLC0415  # only this export needs it
@@ -290,7 +290,7 @@ class Trace:
         Raises:
             FormatError: names the place and the problem.
         """
-        content = codec.from_json(_TraceFile, codec.read_text(path), path=str(path), format_name=FORMAT)
+        content = codec.load_json(_TraceFile, path, format_name=FORMAT)
         spans = _spans(content, path=str(path))
         memory = tuple(map(tuple, content.memory))
         if memory and len(memory) != len(content.devices):

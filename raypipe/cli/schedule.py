@@ -14,6 +14,7 @@ from rich.console import Console
 from raypipe import schedule_registry
 from raypipe.artifacts import codec
 from raypipe.artifacts import schedule as schedule_file
+from raypipe.artifacts.files import write_text
 from raypipe.artifacts.schedule import ScheduleFile
 from raypipe.artifacts.trace import Trace
 from raypipe.cli.figures import schedule_figures
@@ -198,7 +199,7 @@ def schedule(
     figures = _figures(spec, built, size, trace, times)
     if output:
         wanted = ScheduleFormat(format_name) if format_name else _FORMATS[output_suffix(output, *_FORMATS)]
-        codec.write_text(output, text_of(wanted, built, trace, figures))
+        write_text(output, text_of(wanted, built, trace, figures))
         if wanted in {ScheduleFormat.CSV, ScheduleFormat.TORCH_CSV} and built.weight_rule.overlaps_updates:
             text = f"{output} holds the order alone: read again, it is a synchronous schedule"
             click.echo(f"{text}; a .json file keeps how {name} finds its weights", err=True)

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from raypipe.analysis.idle import divide
-from raypipe.artifacts import codec
+from raypipe.artifacts.files import write_text
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
@@ -76,7 +76,7 @@ def show(files: tuple[str, ...], *, output: str | None, as_json: bool) -> None:
     contents = [load(path) for path in files]
     drawing = _of_pair(files, contents) if len(files) == 2 else _of_one(contents[0])
     if output:
-        codec.write_text(output, drawing.html() if suffix == "html" else drawing.svg())
+        write_text(output, drawing.html() if suffix == "html" else drawing.svg())
     if as_json:
         print_json(drawing.figures)
     elif not output:

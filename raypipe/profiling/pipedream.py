@@ -29,7 +29,7 @@ from pathlib import Path
 
 import networkx as nx
 
-from raypipe.artifacts import codec
+from raypipe.artifacts.files import read_text
 from raypipe.artifacts.profile import LayerProfile, ModelProfile, NamedEdge
 from raypipe.errors import FormatError, InputError
 
@@ -131,7 +131,7 @@ def read_pipedream(
     if not 0 <= weight_grad_share <= 1:
         raise InputError(f"weight_grad_share: expected a share from 0 to 1, got {weight_grad_share}")
     file = os.fspath(path)
-    graph = _read(codec.read_text(path), file)
+    graph = _read(read_text(path), file)
     layers = [node for node in graph.nodes.values() if not graph.loads_rows(node)]
     if not layers:
         raise FormatError(

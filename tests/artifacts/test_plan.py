@@ -83,7 +83,7 @@ def test_stages_and_schedule_must_have_the_same_number() -> None:
 
 
 def test_microbatches_have_at_least_a_row() -> None:
-    with pytest.raises(PlanError, match="microbatch_size must be at least 1, got 0"):
+    with pytest.raises(FormatError, match="microbatch_size: expected a number > 0, got 0"):
         plan(microbatch_size=0)
 
 

@@ -1,0 +1,46 @@
+"""Reads and writes text files; whatever goes wrong is a `FormatError` with a remedy."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from raypipe.errors import FormatError
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a UTF-8 file.
+
+    Raises:
+        FormatError: There is no such file, it cannot be opened, or it is not UTF-8.
+    """
+    name = os.fspath(path)
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise FormatError(name, "", "there is no such file; check the path") from None
+    except IsADirectoryError:
+        raise FormatError(name, "", "this is a directory; name a file in it") from None
+    except PermissionError:
+        raise FormatError(name, "", "reading it is not permitted; change its permissions or copy it") from None
+    except UnicodeDecodeError as error:
+        raise FormatError(name, f"byte {error.start}", "not UTF-8 text; check that this is the right file") from None
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        raise FormatError(ascii(name), "", f"cannot be read ({_reason(error)}); check the path") from None
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a UTF-8 file, in place of one that is there.
+
+    Raises:
+        FormatError: The file cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        problem = f"cannot be written ({_reason(error)}); choose a path in a directory that exists and is yours"
+        raise FormatError(os.fspath(path), "", problem) from None
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return str(getattr(error, "strerror", None) or error)
