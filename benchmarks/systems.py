@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
 from raypipe import ClusterConfig, Model, OptimizerConfig, ScalingConfig
-from raypipe.actors.actor import BatchFunction, BuildOrder
 from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import norms_of
+from raypipe.actors.orders import BatchFunction, BuildOrder
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.calibration import Calibration

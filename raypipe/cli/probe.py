@@ -85,9 +85,9 @@ def _print(found: Probed) -> None:
         screen.print(table(("from", "to", "latency", "bandwidth", "residual"), rows, left=2))
     for shared in topology.shared_links:
         screen.print(f"{shared_words(shared)}: {_rate(shared.bandwidth_bytes_per_s)}", markup=False, soft_wrap=True)
-    if any(node.facts.gpus for node in found.nodes):
+    if any(node.info.node_gpus for node in found.nodes):
         screen.print()
-        gpus = ((node, gpu) for node in found.nodes for gpu in node.facts.gpus)
+        gpus = ((node, gpu) for node in found.nodes for gpu in node.info.node_gpus)
         screen.print(
             table(
                 ("node", "GPU", "memory", "PCIe", "NUMA", "NVLinks"),
@@ -115,15 +115,15 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _node_row(node: ProbedNode) -> tuple[str, ...]:
-    inside, clock, facts = node.inside, node.clock, node.facts
+    inside, clock, info = node.inside, node.clock, node.info
     within = ("-", "-", "-") if inside is None else (seconds(inside.latency_s), _rate(inside.bandwidth_bytes_per_s), ratio(inside.residual))
     drift = "" if clock.drift is None else f" ({clock.drift * 1e6:+.0f} us/s)"
     return (
         node.name,
-        facts.hostname,
+        info.hostname,
         str(node.num_devices),
-        str(facts.num_cores),
-        size(facts.memory_bytes),
+        str(info.num_cores),
+        size(info.memory_bytes),
         *within,
         seconds(clock.offset_s) + drift,
         seconds(clock.residual_s),
@@ -152,10 +152,10 @@ def _figures(found: Probed) -> dict[str, Any]:
         "nodes": [
             {
                 "name": node.name,
-                "hostname": node.facts.hostname,
+                "hostname": node.info.hostname,
                 "num_devices": node.num_devices,
-                "num_cores": node.facts.num_cores,
-                "memory_bytes": node.facts.memory_bytes,
+                "num_cores": node.info.num_cores,
+                "memory_bytes": node.info.memory_bytes,
                 "inside": _link_figures(node.inside),
                 "clock": {
                     "offset_s": node.clock.offset_s,
@@ -172,7 +172,7 @@ def _figures(found: Probed) -> dict[str, Any]:
                         "numa_node": gpu.numa_node,
                         "num_nvlinks": gpu.num_nvlinks,
                     }
-                    for gpu in node.facts.gpus
+                    for gpu in node.info.node_gpus
                 ],
             }
             for node in found.nodes

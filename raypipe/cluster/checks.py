@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from raypipe.actors.actor import ActorInfo
+from raypipe.actors.actor_info import ActorInfo
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import Transport
 from raypipe.errors import ConfigError, RunError

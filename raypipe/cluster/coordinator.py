@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raypipe.actors.actor import ActorInfo, BatchFunction, BuildOrder, ConnectOrder, LayerSize, ModelFunction
+from raypipe.actors.actor_info import ActorInfo
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement
+from raypipe.actors.orders import BatchFunction, BuildOrder, ConnectOrder, LayerSize, ModelFunction
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput, edge_specs
 from raypipe.artifacts.cut import Cut
 from raypipe.cluster.checks import Channel, channel_text, shared_channels
@@ -282,7 +283,7 @@ class Coordinator:
 
     def _layer_states(self) -> dict[int, Any]:
         """Return a reference to each layer's state, once all are in the object stores."""
-        owned = self.actors.ask("asking for layers", lambda _, actor: actor.owned_layers.remote())
+        owned = self.actors.ask("asking for layers", lambda _, actor: actor.primary_layers.remote())
         states: dict[int, Any] = {}
         done: dict[int, Any] = {}
         for device, layers in owned.items():

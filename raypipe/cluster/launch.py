@@ -9,9 +9,10 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.actors.actor import Identity, StageActor
+from raypipe.actors.actor import StageActor
 from raypipe.actors.cores import NodePosition
-from raypipe.actors.measure.links import ProbeActor
+from raypipe.actors.orders import Identity
+from raypipe.actors.probe_actor import ProbeActor
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import ScalingConfig
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import ray
 from ray.exceptions import RayError
 
-from raypipe.actors.measure.links import LEAST_PING_BYTES, Flow, MeetOrder, Ping, Readings, round_trips
+from raypipe.actors.measure.flows import LEAST_PING_BYTES, Flow, MeetOrder, Ping, Readings, round_trips
 from raypipe.actors.measure.metrics import LinkMetrics
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from raypipe.actors.measure.links import WARM_UP_BYTES, Ping, Stream, exchanges, round_trips
+from raypipe.actors.measure.flows import WARM_UP_BYTES, Ping, Stream, exchanges, round_trips
 from raypipe.cluster.probe_actors import FlowReadings, ProbeActors
 from raypipe.errors import RunError
 from raypipe.network.allowance import Allowance, Budget

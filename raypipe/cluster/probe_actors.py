@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 
 import ray
 
-from raypipe.actors.measure.links import SCOUT_BYTES, Facts, Flow, MeetOrder, Ping, Readings, by_device
+from raypipe.actors.actor_info import ActorInfo
+from raypipe.actors.measure.flows import SCOUT_BYTES, Flow, MeetOrder, Ping, Readings, by_device
 from raypipe.cluster.actor_group import STARTING, ActorGroup, Member
 from raypipe.cluster.launch import launch_probe_actors
 from raypipe.cluster.slots import ClusterNode, DeviceSlot, unique_name
@@ -39,7 +40,7 @@ class ProbeActors(ActorGroup):
         use_gpu: Whether devices are GPUs.
 
     Attributes:
-        facts: What each device's actor reports of its node, once it is up.
+        info: What each device's actor reports of its node, once it is up.
         num_steps: Measurements so far, each of one or more flows.
         num_bytes: Bytes sent so far.
     """
@@ -52,7 +53,7 @@ class ProbeActors(ActorGroup):
         self.use_gpu = use_gpu
         self.node_of = [node for node, of_node in enumerate(slots) for _ in of_node[:_MOST_ACTORS]]
         self._members = [Member(*pair) for pair in zip(handles, _with_actors(slots), strict=True)]
-        self.facts: dict[int, Facts] = {}
+        self.infos: dict[int, ActorInfo] = {}
         self.num_steps = 0
         self.num_bytes = 0
         self._connected: set[Pair] = set()
@@ -83,8 +84,8 @@ class ProbeActors(ActorGroup):
         try:
             actors = cls(slots, names, handles, use_gpu=use_gpu)
             notice(f"starting {len(handles)} probe actors on {len(nodes)} nodes")
-            actors.facts = actors.ask(STARTING, lambda _, actor: actor.facts.remote(), timeout_s=start_timeout_s)
-            actors.open_store(actors.facts[0].ip, timeout_s=_CONNECT_TIMEOUT_S)
+            actors.infos = actors.ask(STARTING, lambda _, actor: actor.info.remote(), timeout_s=start_timeout_s)
+            actors.open_store(actors.infos[0].ip, timeout_s=_CONNECT_TIMEOUT_S)
             yield actors
         finally:
             for handle in handles:
@@ -104,9 +105,9 @@ class ProbeActors(ActorGroup):
         """Return the devices of a node that have an actor."""
         return [device for device, of_device in enumerate(self.node_of) if of_device == node]
 
-    def node_facts(self, node: int) -> Facts:
+    def node_info(self, node: int) -> ActorInfo:
         """Return what the first device of a node reports."""
-        return self.facts[self.node_of.index(node)]
+        return self.infos[self.node_of.index(node)]
 
     def link_text(self, nodes: Pair) -> str:
         """Return a link between two nodes in words."""
@@ -158,7 +159,7 @@ class ProbeActors(ActorGroup):
         try:
             self.ask(
                 "connecting",
-                lambda device, actor: actor.meet.remote(orders[device], host_ip=self.facts[device].ip),
+                lambda device, actor: actor.meet.remote(orders[device], host_ip=self.infos[device].ip),
                 devices=orders,
                 timeout_s=_CONNECT_TIMEOUT_S + _GRACE_S,
             )
@@ -175,7 +176,7 @@ class ProbeActors(ActorGroup):
             source=source,
             target=target,
             names=(self._members[source].slot.name, self._members[target].slot.name),
-            shared=is_local and self.facts[source].shares_memory and self.facts[target].shares_memory,
+            shared=is_local and self.infos[source].shares_memory and self.infos[target].shares_memory,
             store=self.store,
             prefix=f"probe/{source}-{target}",
             connect_timeout_s=_CONNECT_TIMEOUT_S,

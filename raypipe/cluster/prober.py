@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
-from raypipe.actors.measure.links import LEAST_PING_BYTES, WARM_UP_BYTES, Facts, Flow, Ping, exchanges, round_trips
+from raypipe.actors.actor_info import ActorInfo
+from raypipe.actors.measure.flows import LEAST_PING_BYTES, WARM_UP_BYTES, Flow, Ping, exchanges, round_trips
 from raypipe.artifacts.calibration import Calibration
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, Overheads
 from raypipe.cluster.discovery import cluster_nodes
@@ -38,14 +39,14 @@ class ProbedNode:
 
     Attributes:
         name: Name in the topology.
-        facts: What the actor of its first device reports.
+        info: What the actor of its first device reports.
         num_devices: Number of devices.
         inside: Fit of the links between its devices; `None` for a single device.
         clock: Offset of its clock against the first node's.
     """
 
     name: str
-    facts: Facts
+    info: ActorInfo
     num_devices: int
     inside: LinkFit | None
     clock: ClockOffset
@@ -111,7 +112,7 @@ def probe(
         if calibration is not None and not use_gpu:
             overheads = calibration.of("gloo" if len(nodes) > 1 else "shm").overheads
         with ProbeActors.launched(nodes, limit=limit, start_timeout_s=cluster.start_timeout_s, use_gpu=use_gpu, notice=notice) as actors:
-            classes = [(node.num_cpus, node.num_gpus, node.accelerators, actors.node_facts(i).num_cores) for i, node in enumerate(nodes)]
+            classes = [(node.num_cpus, node.num_gpus, node.accelerators, actors.node_info(i).num_cores) for i, node in enumerate(nodes)]
             return Probe(actors, classes, budget or Budget(), notice=notice).run(name, overheads)
 
 
@@ -176,7 +177,7 @@ class Probe:
         return Probed(
             topology=topology,
             nodes=tuple(
-                ProbedNode(actors.names[node], actors.node_facts(node), len(actors.slots[node]), inside[node], clocks[node])
+                ProbedNode(actors.names[node], actors.node_info(node), len(actors.slots[node]), inside[node], clocks[node])
                 for node in range(actors.num_nodes)
             ),
             links=links.fits,
@@ -197,7 +198,7 @@ class Probe:
         """Return the pairs within the nodes of each machine, with their nodes."""
         machines: dict[str, list[tuple[int, Pair]]] = {}
         for node, pairs in enumerate(self.inside):
-            machines.setdefault(self.actors.node_facts(node).hostname, []).extend((node, pair) for pair in pairs)
+            machines.setdefault(self.actors.node_info(node).hostname, []).extend((node, pair) for pair in pairs)
         return list(machines.values())
 
     def _measure_inside(self) -> list[LinkFit | None]:
@@ -224,16 +225,16 @@ class Probe:
     # The topology
 
     def _topology_node(self, node: int, inside: LinkFit | None) -> Node:
-        actors, facts = self.actors, self.actors.node_facts(node)
+        actors, info = self.actors, self.actors.node_info(node)
         link = NodeLink(latency_s=inside.latency_s, bandwidth_bytes_per_s=inside.bandwidth_bytes_per_s) if inside is not None else None
         names = [slot.name for slot in actors.slots[node]]
-        if facts.gpu_kind:
-            gpus = tuple(Device(name, facts.gpu_kind, facts.gpu_bytes) for name in names)
+        if info.gpu_kind:
+            gpus = tuple(Device(name, info.gpu_kind, info.gpu_bytes) for name in names)
             return Node(name=actors.names[node], devices=gpus, link=link)
         # All nodes of a machine share its memory.
-        num_slots = sum(len(slots) for other, slots in enumerate(actors.slots) if actors.node_facts(other).hostname == facts.hostname)
-        slots = tuple(Device(name, "cpu", facts.memory_bytes // num_slots) for name in names)
-        return Node(name=actors.names[node], devices=slots, link=link, cores=facts.num_cores)
+        num_slots = sum(len(slots) for other, slots in enumerate(actors.slots) if actors.node_info(other).hostname == info.hostname)
+        slots = tuple(Device(name, "cpu", info.memory_bytes // num_slots) for name in names)
+        return Node(name=actors.names[node], devices=slots, link=link, cores=info.num_cores)
 
 
 def _typical(fits: Sequence[LinkFit]) -> LinkFit | None:

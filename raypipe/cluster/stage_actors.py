@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raypipe.actors.actor import ActorInfo, Identity, Status
+from raypipe.actors.actor_info import ActorInfo
+from raypipe.actors.orders import Identity, Status
 from raypipe.cluster.actor_group import STARTING, ActorGroup, Failure, Member
 from raypipe.cluster.checks import check_actors
 from raypipe.cluster.launch import CONTROL, launch_stage_actors
@@ -67,7 +68,7 @@ class StageActors(ActorGroup):
         Raises:
             RunError: Names an actor that did not come in time, or came elsewhere.
         """
-        infos = self.ask(STARTING, lambda _, actor: actor.whereabouts.remote(), timeout_s=self.cluster.start_timeout_s)
+        infos = self.ask(STARTING, lambda _, actor: actor.info.remote(), timeout_s=self.cluster.start_timeout_s)
         self.launched_infos = tuple(infos.values())
         check_actors([member.slot for member in self.launched], self.launched_infos)
 

@@ -14,9 +14,9 @@ from functools import partial
 
 import torch
 
-from raypipe.actors.actor import BuildOrder
 from raypipe.actors.execution.batches import BatchSource, FixedBatch
 from raypipe.actors.execution.programs import executable_programs
+from raypipe.actors.orders import BuildOrder
 from raypipe.artifacts.calibration import Calibration, TransportCosts
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.topology import Path

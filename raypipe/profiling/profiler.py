@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
-from raypipe.actors.actor import BatchFunction, ModelFunction
 from raypipe.actors.execution.batches import TokenSource
 from raypipe.actors.measure.layers import Effort, LayerMeasurement
+from raypipe.actors.orders import BatchFunction, ModelFunction
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge
 from raypipe.cluster.coordinator import Coordinator

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from raypipe.actors.actor import BuildOrder
+from raypipe.actors.orders import BuildOrder
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.window import WindowResult
 from raypipe.planning.replanning import Decision

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from raypipe.actors.actor import LayerSize
+from raypipe.actors.orders import LayerSize
 from raypipe.analysis.observed import ObservedSpeeds
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile

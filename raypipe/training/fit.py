@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypipe.actors.actor import BatchFunction, BuildOrder
 from raypipe.actors.execution.batches import FixedBatch, TokenSource
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.execution.report import mean_losses
+from raypipe.actors.orders import BatchFunction, BuildOrder
 from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 
-from raypipe.actors.actor import LayerSize
 from raypipe.actors.execution.programs import check_executable
+from raypipe.actors.orders import LayerSize
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.cluster.coordinator import Coordinator

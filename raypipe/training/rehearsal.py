@@ -14,9 +14,9 @@ from functools import cached_property, partial
 
 import torch
 
-from raypipe.actors.actor import BuildOrder
 from raypipe.actors.execution.batches import BatchSource, FixedBatch
 from raypipe.actors.execution.programs import executable_programs
+from raypipe.actors.orders import BuildOrder
 from raypipe.analysis.comparison import Figure, compare, median_window
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan

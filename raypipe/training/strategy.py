@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
-from raypipe.actors.actor import LayerSize
 from raypipe.actors.execution.programs import executable_programs
+from raypipe.actors.orders import LayerSize
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, Predicted
 from raypipe.artifacts.profile import ModelProfile

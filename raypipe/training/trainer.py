@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raypipe.actors.actor import BatchFunction
 from raypipe.actors.execution.batches import TokenSource
 from raypipe.actors.execution.faults import FaultScript
+from raypipe.actors.orders import BatchFunction
 from raypipe.artifacts.plan import Plan
 from raypipe.config import (
     AdaptationConfig,

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from raypipe.actors.actor import ActorInfo
+from raypipe.actors.actor_info import ActorInfo
 from raypipe.cluster.checks import check_actors, shared_channels
 from raypipe.cluster.slots import ClusterNode
 from raypipe.config import Transport
 from raypipe.errors import ConfigError, RunError
 
-FIRST = ActorInfo(node_id="a" * 40, ip="10.0.0.1", hostname="host", pid=1, num_cores=2, shares_memory=True)
+FIRST = ActorInfo(node_id="a" * 40, ip="10.0.0.1", hostname="host", pid=1, num_cores=2, memory_bytes=1 << 30, shares_memory=True)
 SECOND = dataclasses.replace(FIRST, node_id="b" * 40)  # of the same host, for all that its name says
 INFOS = (FIRST, FIRST, SECOND)
 NAMES = ("10.0.0.1/0", "10.0.0.1/1", "10.0.0.1/2")

@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import SpanLog, WindowReport
-from raypipe.actors.measure.links import Readings
+from raypipe.actors.measure.flows import Readings
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node
 from raypipe.artifacts.trace import Source, SpanKind, Trace
 from raypipe.cluster.link_monitor import IDLE_S, LinkWatch

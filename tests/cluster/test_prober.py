@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.actors.measure.links import Facts, Flow, Readings, Stream
+from raypipe.actors.actor_info import ActorInfo
+from raypipe.actors.measure.flows import Flow, Readings, Stream
 from raypipe.cli import main
 from raypipe.cluster.probe_actors import FlowReadings, ProbeActors
 from raypipe.cluster.prober import Probe, Probed, probe
@@ -32,7 +33,7 @@ class Simulated(ProbeActors):
         nodes = [ClusterNode(f"id-{number}", f"10.0.0.{number}", num_cpus=1.0) for number in range(num_nodes)]
         names = [node.address for node in nodes]
         super().__init__([node.slots(1) for node in nodes], names, [None] * num_nodes)
-        self.facts = {number: Facts(f"id-{number}", name, name, 1, 1, 1 << 30, True, ()) for number, name in enumerate(names)}
+        self.infos = {number: ActorInfo(f"id-{number}", name, name, 1, 1, 1 << 30, True, ()) for number, name in enumerate(names)}
         self.network = network
         self.fails_at = fails_at
         self.num_streamed = 0
@@ -80,7 +81,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> Probing:
 
     def of(num_nodes: int, network: Network, budget: Budget | None = None, *, fails_at: int | None = None, gpu_kind: str = "") -> Probed:
         cluster = Simulated(num_nodes, network, fails_at=fails_at)
-        cluster.facts = {number: replace(facts, gpu_kind=gpu_kind, gpu_bytes=80 << 30) for number, facts in cluster.facts.items()}
+        cluster.infos = {number: replace(info, gpu_kind=gpu_kind, gpu_bytes=80 << 30) for number, info in cluster.infos.items()}
         monkeypatch.setattr("raypipe.cluster.node_links.time", cluster)
         return Probe(cluster, [()] * num_nodes, budget or Budget(), notice=lambda _: None).run("simulated", None)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from raypipe.actors.actor import BuildOrder
 from raypipe.actors.execution.batches import BatchSource, FixedBatch
 from raypipe.actors.execution.programs import executable_programs
+from raypipe.actors.orders import BuildOrder
 from raypipe.artifacts.cut import Cut
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import cluster_nodes

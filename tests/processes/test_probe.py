@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 
-from raypipe.actors.measure import links
-from raypipe.actors.measure.links import LEAST_PING_BYTES, Flow, Links, MeetOrder, Ping, Readings, Stream, by_device, exchanges, round_trips
+from raypipe.actors.measure.flows import (
+    LEAST_PING_BYTES,
+    WARM_UP_BYTES,
+    Flow,
+    MeetOrder,
+    Ping,
+    Readings,
+    Stream,
+    by_device,
+    exchanges,
+    round_trips,
+)
+from raypipe.actors.measure.links import Links
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.network.clocks import offset
 from raypipe.network.fit import fit
@@ -119,77 +128,12 @@ def test_a_stream_lasts_as_long_as_it_should_and_no_more_than_it_may() -> None:
     assert stream.num_bytes == pytest.approx(10e6, rel=0.1)
     assert Stream.lasting(0.1, bytes_per_s=100e6, most_bytes=1 << 20).num_bytes <= 1.1 * (1 << 20)
     slow = Stream.lasting(0.1, bytes_per_s=1e4, most_bytes=1 << 30)
-    assert slow.num_bytes >= 2 * links.WARM_UP_BYTES
+    assert slow.num_bytes >= 2 * WARM_UP_BYTES
 
 
 def test_each_device_has_its_part_of_the_flows() -> None:
     flows = [Flow(0, 1, PING), Flow(0, 2, PING), Flow(3, 1, PING)]
     assert by_device(flows) == {0: flows[:2], 1: [flows[0], flows[2]], 2: [flows[1]], 3: [flows[2]]}
-
-
-def test_a_node_without_a_driver_has_no_gpus() -> None:
-    assert all(gpu.memory_bytes > 0 for gpu in links.find_gpus())
-    assert links.memory_bytes() > 1 << 20
-
-
-class Driver:
-    """Stands in for the module `pynvml` with two GPUs: one with NVLinks, and one that tells little of itself."""
-
-    NVML_NVLINK_MAX_LINKS = 18
-
-    class NVMLError(Exception):
-        """What the driver refuses."""
-
-    def __init__(self) -> None:
-        self.num_open = 0
-
-    def nvmlInit(self) -> None:  # noqa: N802  # the library's names, here and below
-        self.num_open += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.num_open -= 1
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetName(self, handle: int) -> str | bytes:  # noqa: N802
-        return b"NVIDIA Old" if handle else "NVIDIA H200"
-
-    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
-        return f"GPU-{handle}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(total=self._known(handle, 150_000_000_000))
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(busId=b"FFFFFFFF:FF:1F.7")  # no such bus: its NUMA node is not known
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:  # noqa: N802
-        return self._known(handle, 5)
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:  # noqa: N802
-        return self._known(handle, 16)
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
-        return self._known(handle, int(link < 4))
-
-    def _known(self, handle: int, value: int) -> int:
-        if handle:
-            raise self.NVMLError
-        return value
-
-
-def test_gpus_are_described_as_far_as_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver()
-    monkeypatch.setitem(sys.modules, "pynvml", driver)
-    with_links, without = links.find_gpus()
-    assert (with_links.name, with_links.uuid, with_links.memory_bytes) == ("NVIDIA H200", "GPU-0", 150_000_000_000)
-    assert (with_links.pcie_generation, with_links.pcie_lanes, with_links.numa_node, with_links.num_nvlinks) == (5, 16, None, 4)
-    assert (without.name, without.memory_bytes, without.pcie_generation, without.num_nvlinks) == ("NVIDIA Old", 0, 0, 0)
-    assert driver.num_open == 0
 
 
 def test_too_few_messages_make_no_link() -> None:

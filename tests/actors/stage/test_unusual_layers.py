@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from raypipe.actors.actor import apart
+from raypipe.actors.device_stages import separate
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, layer_file, load_modules, load_stage
@@ -118,7 +118,7 @@ def save(trained: LocalPipeline, model: Model, folder: Path) -> Checkpoint:
     for held in trained.held:
         for weights in held.values():
             for index, tensors in export_layers(weights).items():
-                save_file(apart(tensors), folder / layer_file(index, model.layers[index].name))
+                save_file(separate(tensors), folder / layer_file(index, model.layers[index].name))
     names = tuple(layer.name for layer in model.layers)
     return Checkpoint.finish(folder, CheckpointIndex(update=1, layers=names, model="m", seed=0))
 

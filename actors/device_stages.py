@@ -1,0 +1,149 @@
+"""The stages that one device holds: how they are built, saved, loaded and handed to other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from raypipe.actors.execution.batches import BatchSource
+from raypipe.actors.orders import BuildOrder, LayerSize
+from raypipe.actors.stage.checkpoint import layer_file, load_stage
+from raypipe.actors.stage.gradient_flow import LayerOutput
+from raypipe.actors.stage.module import StageModule
+from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
+from raypipe.actors.stage.state import export_layers, import_layers
+from raypipe.actors.stage.weights import Weights
+from raypipe.model import Batch
+
+WHOLE = (0.0, 1.0)
+"""All rows of a microbatch."""
+
+
+class DeviceStages:
+    """The stages of one device, their weights and the rows that they read.
+
+    Args:
+        order: What to build.
+        stages: Numbers of the stages.
+        on: torch's device.
+    """
+
+    def __init__(self, order: BuildOrder, stages: Sequence[int], *, on: torch.device) -> None:
+        self.order = order
+        self.model = loss_in_float32(order.model(), order.precision)
+        self.weights: dict[int, Weights] = {}
+        self.primary: frozenset[int] = frozenset()
+        """Stages whose first copy is on this device; only it saves and exports them."""
+        self._stages = stages
+        self._on = on
+        self._sources: dict[str, BatchSource] = {}
+        indices = {index for stage in stages for index in order.cut.stages[stage]}
+        # The loss is taken behind the last layer.
+        self._reads_rows = len(self.model.layers) - 1 in indices or any(self.model.layers[index].batch for index in indices)
+
+    def rows(self, split: str) -> BatchSource | None:
+        """Return the rows of a split; `None` where the stages read none, because the file may be missing on this node."""
+        if not self._reads_rows:
+            return None
+        if split not in self._sources:
+            self._sources[split] = self.order.batches(split)
+        return self._sources[split]
+
+    def sample(self) -> Batch:
+        """Return the first microbatch, as far as the stages read it."""
+        rows = self.rows("train")
+        return {} if rows is None else rows.batch(0, WHOLE)
+
+    def build(self) -> dict[int, LayerSize]:
+        """Build the stages; return the size of each layer."""
+        order = self.order
+        for stage in self._stages:
+            make = partial(order.make_optimizer, stage) if order.make_optimizer else partial(build_optimizer, order.optimizer)
+            self.weights[stage] = build_stage(
+                self.model,
+                order.cut,
+                stage,
+                optimizer=make,
+                rule=order.weight_rule,
+                seed=order.seed,
+                precision=order.precision,
+                on=self._on,
+            )
+        return {index: size for weights in self.weights.values() for index, size in _layer_sizes(weights.module).items()}
+
+    def output_specs(self, stage: int, made: Mapping[int, tuple[LayerOutput, ...]]) -> dict[int, tuple[LayerOutput, ...]]:
+        """Return what a stage gives, from what the stages before it give; prepare its weights for the precision of the run."""
+        weights = self.weights[stage]
+        batch = self.sample() if weights.module.takes_batch else {}
+        return prepare(weights, made, batch, num_rows=self.order.num_rows)
+
+    # Layers on disk
+
+    def save(self, folder: str) -> list[str]:
+        """Write weights and optimizer state of each layer of the primary stages into a folder; return the names of the files."""
+        names: list[str] = []
+        for weights in self._primary():
+            for index, tensors in export_layers(weights).items():
+                name = layer_file(index, self.model.layers[index].name)
+                partial_file = Path(folder) / f"{name}.partial"
+                save_file(separate(tensors), partial_file, metadata={"layer": str(index)})
+                partial_file.rename(Path(folder) / name)
+                names.append(name)
+        return names
+
+    def load(self, folder: str) -> None:
+        """Read what `save` wrote, with this or any other cut of the model."""
+        for weights in self.weights.values():
+            load_stage(folder, weights)
+
+    # Layers that move between devices
+
+    def _primary(self) -> list[Weights]:
+        return [weights for stage, weights in self.weights.items() if stage in self.primary]
+
+    def primary_layers(self) -> list[int]:
+        """Return the layers that this device exports."""
+        return [index for weights in self._primary() for index in weights.module.indices]
+
+    def needed_layers(self) -> list[int]:
+        """Return the layers whose states the stages need."""
+        return list(dict.fromkeys(layer for weights in self.weights.values() for layer in weights.module.needed_layers))
+
+    def export_layers(self, layers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        """Yield weights and optimizer state of each layer."""
+        for layer in layers:
+            weights = next(weights for weights in self._primary() if layer in weights.module.indices)
+            yield {name: tensor.cpu() for name, tensor in export_layers(weights)[layer].items()}
+
+    def import_layers(self, states: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take over the states of `needed_layers`, by layer, as `export_layers` yielded them."""
+        for weights in self.weights.values():
+            import_layers(weights, states)
+
+
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors, no two of them in the same memory, as safetensors requires."""
+    separated: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        separated[name] = whole.clone() if whole.untyped_storage().data_ptr() in addresses else whole
+        addresses.add(whole.untyped_storage().data_ptr())
+    return separated
+
+
+def _layer_sizes(module: StageModule) -> dict[int, LayerSize]:
+    counted = {id(module.get_parameter(name)) for name in module.borrowed}
+    sizes: dict[int, LayerSize] = {}
+    for index, layer in module.layers.items():
+        parameters = list(layer.parameters())
+        num_parameters = sum(parameter.numel() for parameter in parameters if id(parameter) not in counted)
+        sizes[int(index)] = LayerSize(num_parameters, sum(parameter.nbytes for parameter in parameters))
+        counted.update(map(id, parameters))
+    return sizes

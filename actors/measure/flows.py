@@ -1,0 +1,165 @@
+"""The traffic with which links are measured, and what both ends note of it.
+
+Each flow is a directed pair of devices. What it does is a pattern:
+
+    Ping     message, answer of one byte, message, answer ...   several sizes: latency, bandwidth, and the offset of both ends' clocks
+    Stream   message after message, no answers                  a rate while other flows are under way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from raypipe.network.clocks import Exchange
+from raypipe.network.fit import RoundTrip
+
+LEAST_PING_BYTES = 1 << 20
+"""The fewest bytes with which a link can be measured."""
+WARM_UP_BYTES = 160_000
+"""Bytes at the beginning of a stream that do not count: an idle path may accept so many faster than it carries them."""
+SCOUT_BYTES = 64 << 10
+"""The smallest message whose time depends on the bandwidth."""
+SMALL_BYTES = 1024
+"""Size of messages whose time is the latency."""
+MOST_BYTES = 16 << 20
+"""Size of the largest message."""
+_PAGE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Ping:
+    """Messages and answers.
+
+    Attributes:
+        seconds: Approximate duration.
+        most_bytes: Limit of the bytes to send, at least `LEAST_PING_BYTES`.
+    """
+
+    seconds: float
+    most_bytes: int
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Messages without answers.
+
+    Attributes:
+        chunk_bytes: Size of each message.
+        num_chunks: Number of messages.
+    """
+
+    chunk_bytes: int
+    num_chunks: int
+
+    @classmethod
+    def lasting(cls, seconds: float, *, bytes_per_s: float, most_bytes: int) -> Stream:
+        """Return the stream that takes so long at a rate once it is warm, in messages of a sixteenth of it or a page."""
+        num_bytes = min(max(seconds * bytes_per_s, WARM_UP_BYTES) + WARM_UP_BYTES, most_bytes)
+        chunk_bytes = whole_pages(min(num_bytes / 16, MOST_BYTES / 4))
+        return cls(chunk_bytes, max(4, round(num_bytes / chunk_bytes)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole stream."""
+        return self.chunk_bytes * self.num_chunks
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one device sends another.
+
+    Attributes:
+        source: Number of the device that sends.
+        target: Number of the device that receives.
+        pattern: What they exchange.
+    """
+
+    source: int
+    target: int
+    pattern: Ping | Stream
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Both devices."""
+        return self.source, self.target
+
+
+@dataclass(frozen=True)
+class MeetOrder:
+    """What the two devices of a flow need to find each other.
+
+    Attributes:
+        source: Number of the device that sends.
+        target: Number of the device that receives.
+        names: Names of the two, for messages.
+        shared: Whether their messages go through shared memory; else they go over gloo, or NCCL between GPUs.
+        store: Host and port of the store where they meet.
+        prefix: Text unique to this flow and attempt.
+        connect_timeout_s: Limit until both are connected.
+        timeout_s: Limit for every later wait.
+    """
+
+    source: int
+    target: int
+    names: tuple[str, str]
+    shared: bool
+    store: tuple[str, int]
+    prefix: str
+    connect_timeout_s: float
+    timeout_s: float
+
+
+@dataclass
+class Readings:
+    """What one end of a flow noted, by the clock that `time.time` reads.
+
+    Attributes:
+        sizes_bytes: Size of each message.
+        first_s: When the message was handed over (source) or had arrived (target).
+        second_s: When the answer had arrived (source) or was handed over (target); the same as `first_s` for a `Stream`.
+        num_bytes: Bytes of all messages, including those that were dropped from the lists.
+    """
+
+    sizes_bytes: list[int] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    second_s: list[float] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def add(self, num_bytes: int, first_s: float, second_s: float) -> None:
+        """Add a message."""
+        self.sizes_bytes.append(num_bytes)
+        self.first_s.append(first_s)
+        self.second_s.append(second_s)
+        self.num_bytes += num_bytes
+
+    def keep_first(self, count: int) -> None:
+        """Drop all messages but the first ones from the lists."""
+        del self.sizes_bytes[count:], self.first_s[count:], self.second_s[count:]
+
+
+def round_trips(source: Readings) -> Iterator[RoundTrip]:
+    """Yield the messages of a `Ping` with their answers."""
+    for num_bytes, handed_s, returned_s in zip(source.sizes_bytes, source.first_s, source.second_s, strict=True):
+        yield RoundTrip(num_bytes, returned_s - handed_s)
+
+
+def exchanges(source: Readings, target: Readings) -> Iterator[Exchange]:
+    """Yield the readings of both ends of a `Ping` for messages so small that they are as quick as their answers."""
+    for place, num_bytes in enumerate(source.sizes_bytes):
+        if num_bytes <= SMALL_BYTES:
+            yield Exchange(source.first_s[place], target.first_s[place], target.second_s[place], source.second_s[place])
+
+
+def by_device(flows: Iterable[Flow]) -> dict[int, list[Flow]]:
+    """Return the flows that each device takes part in."""
+    flows_of: dict[int, list[Flow]] = {}
+    for flow in flows:
+        for device in flow.ends:
+            flows_of.setdefault(device, []).append(flow)
+    return flows_of
+
+
+def whole_pages(num_bytes: float) -> int:
+    """Return a size rounded to pages of memory, at least one."""
+    return max(_PAGE_BYTES, round(num_bytes / _PAGE_BYTES) * _PAGE_BYTES)

@@ -1,0 +1,134 @@
+"""What the driver tells stage actors, and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from raypipe.actors.execution.batches import BatchSource
+from raypipe.actors.execution.faults import FaultScript
+from raypipe.artifacts.cut import Cut
+from raypipe.config import OptimizerConfig, Precision
+from raypipe.errors import RunError
+from raypipe.model import Model
+from raypipe.schedules.ir import WeightRule
+
+ModelFunction = Callable[[], Model]
+BatchFunction = Callable[[str], BatchSource]
+"""Opens the rows of a split, such as `train`."""
+StageOptimizer = Callable[[int, list[torch.nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of a stage from its number and its weights."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who an actor is.
+
+    Attributes:
+        run: Name of the run.
+        device: Number of the device in the plan.
+        name: Name of the device.
+        stages: Stages on the device.
+    """
+
+    run: str
+    device: int
+    name: str
+    stages: tuple[int, ...]
+
+    @property
+    def stage_text(self) -> str:
+        """The stages in text, such as `0,4`."""
+        return ",".join(map(str, self.stages)) or "none"
+
+
+@dataclass(frozen=True)
+class BuildOrder:
+    """What an actor needs to build its stages.
+
+    Attributes:
+        model: Returns the model's description.
+        batches: Opens the rows of a split.
+        cut: Layers of all stages.
+        weight_rule: How a backward finds its weights.
+        optimizer: Name and parameters of the optimizer.
+        num_rows: Rows of a microbatch.
+        num_updates: Updates of the run, for the learning rate.
+        seed: Seed of weights and randomness.
+        faults: Faults to inject.
+        make_optimizer: Makes each stage's optimizer, instead of the one that `optimizer` names.
+        precision: Precision in which the stages compute.
+    """
+
+    model: ModelFunction
+    batches: BatchFunction
+    cut: Cut
+    weight_rule: WeightRule
+    optimizer: OptimizerConfig
+    num_rows: int
+    num_updates: int
+    seed: int
+    faults: FaultScript = field(default_factory=FaultScript)
+    make_optimizer: StageOptimizer | None = None
+    precision: Precision = Precision.FLOAT32
+
+
+@dataclass(frozen=True)
+class ConnectOrder:
+    """What an actor needs to connect with the others.
+
+    Attributes:
+        names: Names of all devices.
+        channels: Ordered pairs of devices that exchange messages.
+        shared: Those channels that go through shared memory; the others go over gloo, or NCCL between GPUs.
+        groups: Members of each collective.
+        host: Address of the store where all meet.
+        port: Port of the store.
+        prefix: Text unique to this run and epoch.
+        connect_timeout_s: Limit until all are connected.
+        message_timeout_s: Limit for every later wait.
+    """
+
+    names: tuple[str, ...]
+    channels: tuple[tuple[int, int], ...]
+    shared: frozenset[tuple[int, int]]
+    groups: tuple[tuple[int, ...], ...]
+    host: str
+    port: int
+    prefix: str
+    connect_timeout_s: float
+    message_timeout_s: float
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """How large a layer's weights are.
+
+    Attributes:
+        num_parameters: Number of parameters; those shared with an earlier layer count there.
+        parameter_bytes: Bytes of all parameters, shared ones included.
+    """
+
+    num_parameters: int
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """What an actor is doing.
+
+    Attributes:
+        device: Number of the device.
+        doing: The activity in words.
+        since_s: Seconds since the actor began the call that it is in.
+        computes: Whether it runs an Op of a window, and does not wait for another device.
+        failure: Why its window cannot end, where the thread that runs it cannot say so itself.
+    """
+
+    device: int
+    doing: str
+    since_s: float
+    computes: bool
+    failure: RunError | None = None

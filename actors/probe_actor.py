@@ -1,0 +1,60 @@
+"""The probe actor: one device that measures its links. A plain class; `raypipe.cluster` makes Ray actors of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from raypipe.actors import devices
+from raypipe.actors.actor_info import ActorInfo, actor_info
+from raypipe.actors.measure.flows import Flow, MeetOrder, Readings
+from raypipe.actors.measure.links import Links
+from raypipe.actors.transport import cuda
+from raypipe.actors.transport.rendezvous import host_store
+
+
+class ProbeActor:
+    """One device that measures its links.
+
+    Args:
+        device: Number of the device.
+        use_gpu: Whether the device is a GPU, which Ray gave to this process alone.
+    """
+
+    def __init__(self, device: int, *, use_gpu: bool = False) -> None:
+        torch.set_num_threads(1)
+        self.device = device
+        self._on = devices.CPU
+        if use_gpu:
+            os.environ.update(cuda.environment(""))
+            self._on = torch.device("cuda", 0)
+        self._links = Links(device, on=self._on)
+        self._store: object = None
+
+    def __repr__(self) -> str:
+        return f"Probe({self.device})"
+
+    def info(self) -> ActorInfo:
+        """Return where this actor runs."""
+        return actor_info(self._on, num_cores=len(os.sched_getaffinity(0)))
+
+    def host_store(self, *, host: str, timeout_s: float) -> int:
+        """Open the store where flows meet; return its port."""
+        self._store, port = host_store(host, timeout_s=timeout_s)
+        return port
+
+    def meet(self, orders: Sequence[MeetOrder], *, host_ip: str) -> None:
+        """Connect flows; see `Links`.
+
+        Raises:
+            ConfigError: Messages between GPUs need something that is not installed.
+        """
+        if self._on.type == "cuda" and self._links.library is None:
+            self._links.library = cuda.Cuda(self._on)
+        self._links.meet(orders, host_ip=host_ip)
+
+    def run(self, flows: Sequence[Flow]) -> list[Readings]:
+        """Take part in flows; see `Links`."""
+        return self._links.run(flows)
