@@ -146,10 +146,11 @@ class StageActor:
         precision: Precision = Precision.FLOAT32,
     ) -> list[LayerMeasurement]:
         """Measure every layer of the model on this device."""
-        self._activity.begin("measuring layers")
+        begin = self._activity.begin
+        begin("measuring layers")
         batch = batches("train").batch(0, WHOLE)
         make = partial(build_optimizer, optimizer)
-        return measure_layers(model(), batch, optimizer=make, seed=seed, effort=effort, precision=precision, on=self._on)
+        return measure_layers(model(), batch, optimizer=make, seed=seed, effort=effort, precision=precision, on=self._on, on_layer=begin)
 
     def probe_link(self, order: MeetOrder, flow: Flow, *, host_ip: str) -> Readings:
         """Take part in measuring a link, over a channel of its own; return what this end noted.

@@ -99,6 +99,7 @@ def measure_layers(
     effort: Effort = USUAL_EFFORT,
     precision: Precision = Precision.FLOAT32,
     on: torch.device = devices.CPU,
+    on_layer: Callable[[str], None] = lambda _: None,
 ) -> list[LayerMeasurement]:
     """Measure every layer in order.
 
@@ -110,6 +111,7 @@ def measure_layers(
         effort: Number of runs.
         precision: Precision in which the layers compute.
         on: Device that computes.
+        on_layer: Receives a line of text before each layer.
     """
     batch = devices.upload(batch, on)
     model = loss_in_float32(model, precision)
@@ -118,10 +120,11 @@ def measure_layers(
     num_rows = len(next(iter(batch.values())))
     samples = [_Samples() for _ in model.layers]
     measurements: list[LayerMeasurement] = []
-    for _ in range(effort.passes):
+    for number in range(effort.passes):
         outputs: dict[int, tuple[LayerOutput, ...]] = {}
         measurements.clear()
         for index in range(len(model.layers)):
+            on_layer(f"measuring layer {index + 1} of {len(model.layers)}, pass {number + 1} of {effort.passes}")
             weights = build_stage(untied, cut, index, optimizer=optimizer, rule=WeightRule.FLUSH, seed=seed, precision=precision, on=on)
             sizes = _Sizes.of(weights.module)
             outputs |= prepare(weights, outputs, batch, num_rows=num_rows)

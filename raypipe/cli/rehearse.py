@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from raypipe.artifacts.plan import Plan
+from raypipe.cli.device_labels import device_labels, labelled
 from raypipe.cli.figures import trace_figures
 from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.cluster.signals import put_off
 from raypipe.config import ClusterConfig, ScalingConfig, Transport
-from raypipe.show.tables import comparison_table
+from raypipe.show.tables import comparison_table, table
 from raypipe.units import counted, seconds
 
 if TYPE_CHECKING:
@@ -28,15 +28,19 @@ _SCALE = FiniteRange(min=0.0, min_open=True, max=1e6)
     epilog=example("raypipe rehearse plan.json", "raypipe rehearse plan.json --address 10.0.0.1:6379 --time-scale 0.1 -o trace.json")
 )
 @click.argument("plan", type=click.Path())
-@click.option("--updates", type=COUNT, metavar="U", help="Updates of a window; 4 by default.")
-@click.option("--time-scale", type=_SCALE, default=1.0, show_default=True, help="Seconds of a wait for each second of computation.")
-@click.option("--byte-scale", type=_SCALE, default=1.0, show_default=True, help="Bytes sent for each byte of the plan.")
-@click.option("--address", metavar="A", help="Of the Ray cluster; left out for RAY_ADDRESS, else one node is started.")
-@click.option("--cpus-per-device", type=FiniteRange(min=0.0), default=1.0, show_default=True, help="What each device reserves.")
+@click.option("--updates", type=COUNT, metavar="U", help="Updates per window; 4 by default.")
+@click.option("--time-scale", type=_SCALE, default=1.0, show_default=True, help="Seconds to wait per second of computation.")
+@click.option("--byte-scale", type=_SCALE, default=1.0, show_default=True, help="Bytes to send per byte of the plan.")
+@click.option("--address", metavar="A", help="Ray cluster to run on.  [default: RAY_ADDRESS, else a local cluster of one node]")
+@click.option("--cpus-per-device", type=FiniteRange(min=0.0), default=1.0, show_default=True, help="CPUs that each device reserves.")
 @click.option(
-    "--transport", type=click.Choice([str(choice) for choice in Transport]), default="auto", show_default=True, help="Of the messages."
+    "--transport",
+    type=click.Choice([str(choice) for choice in Transport]),
+    default="auto",
+    show_default=True,
+    help="What carries the messages.",
 )
-@click.option("--stand-ins", is_flag=True, help="Let CPU slots stand for devices of other kinds: nothing is computed.")
+@click.option("--stand-ins", is_flag=True, help="Let CPU slots stand in for devices of other kinds, as nothing is computed.")
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the trace (.json, or .parquet with a row a span).")
 @json_option
 def rehearse(
@@ -81,7 +85,7 @@ def rehearse(
 
 
 def rehearsal_figures(done: Rehearsal) -> dict[str, Any]:
-    """The figures of a rehearsal and, under `predicted`, of its simulation; the keys are a contract."""
+    """Return the figures of a rehearsal and, under `predicted`, of its simulation; the keys are a contract."""
     return {
         "plan": done.plan.name,
         "planner": done.plan.planner,
@@ -105,13 +109,12 @@ def _show(done: Rehearsal, screen: Console) -> None:
         markup=False,
     )
     screen.print(f"scales: time {done.time_scale:g}, bytes {done.byte_scale:g}", markup=False)
-    screen.print(comparison_table(done.figures, measured="rehearsed"))
-    busy = Table(title="busy in a window", title_justify="left")
-    for name in ("device", "predicted", "rehearsed"):
-        busy.add_column(name, justify="left" if name == "device" else "right", no_wrap=True)
-    for device, ours, theirs in zip(plan.devices, predicted.busy_s, trace.busy_s, strict=True):
-        busy.add_row(device, seconds(ours), seconds(theirs))
-    screen.print(busy)
+    screen.print()
+    screen.print(comparison_table(labelled(done.figures, plan), measured="rehearsed", title="predicted against rehearsed"))
+    screen.print()
+    rows = zip(device_labels(plan).values(), map(seconds, predicted.busy_s), map(seconds, trace.busy_s), strict=True)
+    screen.print(table(("device", "predicted", "rehearsed"), rows, title="busy in a window"))
+    screen.print()
     screen.print(
         f"update {seconds(trace.update_s)}, predicted {seconds(predicted.update_s)}: error of the prediction {done.error:+.1%}",
         markup=False,

@@ -1,6 +1,6 @@
-"""Where commands write: results to stdout, as text or as one JSON document.
+"""Consoles of the commands: results go to stdout, as text or as one JSON document, progress to stderr.
 
-All consoles print texts as they are: the user's names may hold what rich takes for markup, as in `rack[/red]gpu`.
+No console reads markup: a user's name such as `rack[/red]gpu` is printed as it is.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ _WIDTH_WITHOUT_TERMINAL = 100
 
 
 def console() -> Console:
-    """A console on stdout; without a terminal it is 100 columns wide and has no colours."""
+    """Return a console on stdout; without a terminal it is 100 columns wide, unless COLUMNS says otherwise, and has no colors."""
     width = shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns
     return Console(width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def progress_console() -> Console:
-    """A console on stderr, for what happens meanwhile."""
+    """Return a console on stderr."""
     return Console(stderr=True, markup=False, emoji=False)
 
 
 def plain_console(width: int = 160) -> Console:
-    """A console on stdout without colours and with a width of its own."""
+    """Return a console on stdout without colors."""
     return Console(width=width, highlight=False, color_system=None, force_terminal=False, markup=False, emoji=False)
 
 
 def print_json(document: object) -> None:
-    """Writes the one document of `--json`."""
+    """Write the document of `--json` to stdout."""
     click.echo(json.dumps(document, indent=1, allow_nan=False))

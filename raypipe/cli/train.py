@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from raypipe.cli.device_labels import labelled
 from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import console as stdout_console
 from raypipe.cli.screen import progress_console
+from raypipe.cluster.node_matching import is_gpu
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
 from raypipe.show.tables import comparison_table
@@ -27,53 +30,53 @@ if TYPE_CHECKING:
 
 
 class _Screen:
-    """Shows a run on stderr: a moving bar on a terminal, a line a window elsewhere."""
+    """Shows a run on stderr, in 80 columns: lines, and on a terminal below them what goes on now.
+
+    Args:
+        console: Console on stderr.
+        num_updates: Updates of the run.
+    """
 
     def __init__(self, console: Console, num_updates: int) -> None:
         self.console = console
         self.num_done = 0
-        self.bar = Progress(
-            TextColumn("update"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=30),
-            TextColumn("loss {task.fields[loss]}  validation {task.fields[validation]}"),
-            TextColumn("{task.fields[speed]} tokens/s  bubble {task.fields[bubble]}"),
-            TextColumn("left"),
+        self.steps = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console)
+        self.step = self.steps.add_task("")
+        self.updates = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
             TimeRemainingColumn(),
             console=console,
+            expand=True,
         )
-        self.task = self.bar.add_task("", total=num_updates, loss="-", validation="-", speed="-", bubble="-")
+        self.bar = self.updates.add_task("", total=num_updates)
+
+    def __rich__(self) -> Progress:
+        return self.updates if self.num_done and not self.updates.finished else self.steps
 
     def notice(self, text: str) -> None:
-        """Prints a line."""
+        """Print a line."""
         self.console.print(text, highlight=False, soft_wrap=True)
+        self.steps.reset(self.step, description=text)
+
+    def progress(self, progress: RunProgress) -> None:
+        """Move the bar, or print a line."""
+        self.num_done = progress.update
+        validation = "-" if progress.validation_loss is None else f"{progress.validation_loss:.3f}"
+        text = f"loss {progress.loss:.3f}  validation {validation}  {progress.tokens_per_s:,.0f} tokens/s"
+        if self.console.is_terminal:
+            self.updates.update(self.bar, completed=progress.update, description=text)
+            return
+        minutes, seconds = divmod(round(progress.seconds_left), 60)
+        self.notice(f"update {progress.update}/{progress.num_updates}  {text}  left {minutes}:{seconds:02d}")
 
     def interrupted(self, checkpoint_every: int) -> None:
-        """Says what is left of a run that is interrupted."""
+        """Print where an interrupted run can go on."""
         saved = self.num_done // checkpoint_every * checkpoint_every if checkpoint_every else 0
         left = f"--resume goes on from update {saved}" if saved else f"it wrote no checkpoint (run.checkpoint_every is {checkpoint_every})"
         self.notice(f"interrupted after update {self.num_done}; {left}")
-
-    def progress(self, progress: RunProgress) -> None:
-        """Moves the bar, or prints a line."""
-        self.num_done = progress.update
-        validation = "-" if progress.validation_loss is None else f"{progress.validation_loss:.3f}"
-        speed = f"{progress.tokens_per_s:,.0f}"
-        if not self.console.is_terminal:
-            minutes, seconds = divmod(round(progress.seconds_left), 60)
-            self.notice(
-                f"update {progress.update}/{progress.num_updates}  loss {progress.loss:.3f}  validation {validation}  {speed} tokens/s  "
-                f"bubble {progress.bubble_ratio:.1%}  left {minutes}:{seconds:02d}"
-            )
-            return
-        self.bar.update(
-            self.task,
-            completed=progress.update,
-            loss=f"{progress.loss:.3f}",
-            validation=validation,
-            speed=speed,
-            bubble=f"{progress.bubble_ratio:.1%}",
-        )
 
 
 @click.command(
@@ -89,18 +92,18 @@ class _Screen:
 def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: bool) -> None:
     """Train what the YAML file CONFIG describes."""
     loaded = TrainConfig.load(config, overrides=overrides)
-    if as_json:  # what actors print would come between
+    if as_json:  # actors print on stdout, too
         loaded = dataclasses.replace(loaded, cluster=dataclasses.replace(loaded.cluster, log_to_driver=False))
-    with put_off():
-        from raypipe.training.trainer import Trainer  # noqa: PLC0415  # loads ray and torch: not before the configuration is known to be good
-
-    logging.getLogger("ray").setLevel(logging.WARNING)
     console = progress_console()
     screen = _Screen(console, loaded.run.num_updates)
-    trainer = Trainer.of(loaded)
     try:
-        with Live(screen.bar, console=console, refresh_per_second=4) if console.is_terminal else nullcontext():
-            result = trainer.fit(listener=screen, resume=resume)
+        with Live(screen, console=console, refresh_per_second=4, transient=True) if console.is_terminal else nullcontext():
+            screen.notice("loading torch and Ray")
+            with put_off():
+                from raypipe.training.trainer import Trainer  # noqa: PLC0415  # loads them only once the configuration is known to be good
+
+            logging.getLogger("ray").setLevel(logging.WARNING)
+            result = Trainer.of(loaded).fit(listener=screen, resume=resume)
     except KeyboardInterrupt:
         screen.interrupted(loaded.run.checkpoint_every)
         raise
@@ -126,17 +129,22 @@ def _show(result: Result, console: Console) -> None:
     if result.sample:
         console.rule("generated text")
         console.print(result.sample, markup=False, highlight=False)
-    console.print(comparison_table(result.figures, title="predicted against measured"))
+        console.rule()
+    # The measured memory of a CPU process includes more than the predicted tensors.
+    has_gpus = all(is_gpu(result.plan.topology.device(device)) for device in result.plan.devices)
+    figures = [figure for figure in result.figures if figure.unit != "bytes" or has_gpus]
+    console.print(comparison_table(labelled(figures, result.plan), title="predicted against measured"))
     losses = f"training loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
     if result.validation_losses:
         losses += f", validation loss {result.validation_losses[0][1]:.3f} -> {result.validation_losses[-1][1]:.3f}"
-    console.print(f"{losses}, {result.metrics['tokens_per_s']:,.0f} tokens/s", highlight=False)
-    console.print("Everything is in the run folder:", highlight=False)
-    for name, what in (
-        ("timeline.html", "the timeline to zoom in, predicted above measured; timeline.svg beside it"),
-        ("trace.perfetto.json", "the same for https://ui.perfetto.dev"),
-        ("metrics.jsonl", "loss, gradient norm, speed of every update"),
-        ("config.yaml", "every value, defaults included; versions.json beside it"),
+    console.print()
+    console.print(losses, highlight=False)
+    path = os.path.relpath(result.path)
+    path = path if not path.startswith(os.pardir) else result.path
+    for names, content in (
+        ("timeline.html", "the timeline, predicted and measured"),
+        ("metrics.jsonl", "loss, gradient norm, speed per update"),
+        (os.path.relpath(result.checkpoint.path, result.path), "the checkpoint"),
     ):
-        console.print(f"  {result.path}/{name}  {what}", highlight=False, soft_wrap=True)
-    console.print(f"  {result.checkpoint.path}  the checkpoint", highlight=False, soft_wrap=True)
+        console.print(f"{path}/{names}  {content}", highlight=False, soft_wrap=True)
+    console.print(f"next: `raypipe show {path}/trace.json` says why devices waited", highlight=False, soft_wrap=True)

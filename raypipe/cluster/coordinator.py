@@ -112,6 +112,7 @@ class Coordinator:
         num_devices: int,
         effort: Effort = USUAL_EFFORT,
         precision: Precision = Precision.FLOAT32,
+        notice: Callable[[str], None] = lambda _: None,
     ) -> list[list[LayerMeasurement]]:
         """Measure the model's layers on the first devices, all at the same time; return the costs by device and layer.
 
@@ -123,13 +124,15 @@ class Coordinator:
             num_devices: Devices that measure; on CPUs as many as there are cores, which slow each other as in training.
             effort: Number of repetitions.
             precision: Precision of the computation.
+            notice: Receives the progress of the first device.
         """
-        costs = self.actors.ask(
-            "measuring layers",
-            lambda _, actor: actor.measure.remote(model, batches, optimizer=optimizer, seed=seed, effort=effort, precision=precision),
-            devices=range(num_devices),
-        )
-        return list(costs.values())
+        calls = {
+            device: member.handle.measure.remote(model, batches, optimizer=optimizer, seed=seed, effort=effort, precision=precision)
+            for device, member in enumerate(self.actors.members[:num_devices])
+        }
+        task = "measuring layers"
+        self.actors.follow(calls, task, notice)
+        return list(self.actors.gather(calls, task).values())
 
     def check_storage(self, folder: str) -> None:
         """Check that every node can write to a folder.

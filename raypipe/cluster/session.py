@@ -61,6 +61,7 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     if ray.is_initialized():
         yield Session("", local=False)
         return
+    _hide_token_notice()
     options: dict[str, object] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
     if address is None:
         # A place more than actors: the driver's own tasks must not wait for one.
@@ -85,3 +86,14 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     finally:
         with put_off():
             ray.shutdown()
+
+
+def _hide_token_notice() -> None:
+    """Keep Ray from warning that its new local cluster asks for a token, which is how it should be."""
+    for handler in logging.getLogger("ray").handlers:
+        if _is_not_token_notice not in handler.filters:
+            handler.addFilter(_is_not_token_notice)
+
+
+def _is_not_token_notice(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Token authentication is enabled")

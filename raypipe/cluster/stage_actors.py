@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import ray
@@ -20,6 +20,8 @@ from raypipe.errors import StageFailedError, TransportTimeoutError
 
 _GRACE_S = 3.0
 """How long to wait, after the first failure, for one that explains it: peers notice a dead neighbor first."""
+_FOLLOW_S = 1.0
+_MOST_SILENCES = 10
 
 
 class StageActors(ActorGroup):
@@ -71,6 +73,24 @@ class StageActors(ActorGroup):
         infos = self.ask(STARTING, lambda _, actor: actor.info.remote(), timeout_s=self.cluster.start_timeout_s)
         self.launched_infos = tuple(infos.values())
         check_actors([member.slot for member in self.launched], self.launched_infos)
+
+    def follow(self, calls: Mapping[int, Any], task: str, notice: Callable[[str], None]) -> None:
+        """Report what the first called actor is doing, whenever that changes, until it answers or stays silent.
+
+        Args:
+            calls: Reference of each device's answer.
+            task: What the calls do, which is not reported.
+            notice: Receives the reports.
+        """
+        device, ref = next(iter(calls.items()))
+        told, num_silences = task, 0
+        while not ray.wait([ref], timeout=_FOLLOW_S)[0] and num_silences < _MOST_SILENCES:
+            status = _statuses({device: self.members[device]}, timeout_s=_FOLLOW_S)[device]
+            if not isinstance(status, Status):
+                num_silences += 1  # gathering the answers says what is wrong
+            elif status.doing != told:
+                told = status.doing
+                notice(told)
 
     def assign(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]]) -> None:
         """Give actors their device numbers and stages; whatever they held before is dropped.

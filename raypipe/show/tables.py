@@ -67,15 +67,13 @@ def comparison_table(figures: Iterable[Figure], *, measured: str = "measured", t
         measured: the word for it.
         title: of the table.
     """
-    found = Table(title=title, title_justify="left")
-    for name in ("figure", "predicted", measured, "spread", "error"):
-        found.add_column(name, justify="left" if name == "figure" else "right", no_wrap=True)
+    rows = []
     for figure in figures:
         words = _FIGURE_WORDS[figure.unit]
         error = ratio(figure.error) if figure.error < 0 else f"+{ratio(figure.error)}"
         values = (figure.predicted, figure.measured, figure.spread)
-        found.add_row(figure.name, *map(words, values), error + ("" if figure.is_amount else " points"))
-    return found
+        rows.append((figure.name, *map(words, values), error + ("" if figure.is_amount else " points")))
+    return table(("figure", "predicted", measured, "spread", "error"), rows, title=title)
 
 
 def trace_table(trace: Trace, memory_bytes: Sequence[int | None] = ()) -> Table:

@@ -115,6 +115,7 @@ class Fit:
             if config.data.num_validation_microbatches:
                 self.listener.notice("evaluating before the first update")
                 self._evaluate(self.first_update)
+            self.listener.notice(f"training updates {self.first_update + 1} to {config.run.num_updates}")
             for first, size in _windows(config, self.first_update):
                 self._train(first, size)
             sample = self._sample()
@@ -199,6 +200,7 @@ class Fit:
             seed=config.run.seed,
             num_devices=num_devices,
             precision=config.model.precision,
+            notice=self.listener.notice,
         )
         layers = [layer for of_device in measured for layer in of_device]
         seconds = [layer.forward_s + layer.backward_s for layer in layers]
