@@ -1,7 +1,6 @@
 """The configuration of a training run: one tree of frozen dataclasses, `raypipe.train/1` in YAML.
 
-Every default stands here. `RunConfig`, `ScalingConfig` and `FailureConfig`-like names follow Ray Train, so that a reader of
-one finds the other's way.
+Every default stands here. Names such as `RunConfig` and `ScalingConfig` are those of Ray Train.
 """
 
 from __future__ import annotations
@@ -33,30 +32,30 @@ def cache_folder() -> Path:
 
 
 def calibration_file() -> Path:
-    """Where `raypipe calibrate` writes, and predictions look for, what running costs on this machine."""
+    """Return the file that `raypipe calibrate` writes, and predictions read, on this machine."""
     return cache_folder() / f"calibration-{os.uname().nodename}.json"
 
 
 class Precision(StrEnum):
-    """In which precision forwards and backwards compute. The optimizer steps the weights in the one that they are built in."""
+    """Precision of forwards and backwards. The optimizer steps the weights in the precision that they are built in."""
 
     FLOAT32 = "float32"
-    """In the one that the model builds its layers in, float32 as a rule."""
+    """The precision that the model builds its layers in, float32 as a rule."""
     BF16_MIXED = "bf16-mixed"
-    """Under `torch.autocast`: matrix products in bfloat16, what needs more in float32."""
+    """`torch.autocast`: matrix products in bfloat16, the rest in float32 where it needs that."""
     BF16 = "bf16"
-    """All of it in bfloat16, as after `module.bfloat16()`; the optimizer keeps weights of its own."""
+    """All in bfloat16, as after `module.bfloat16()`; the optimizer keeps weights of its own."""
 
 
 @record()
 class ModelConfig:
-    """Which model.
+    """The model.
 
     Attributes:
         function: `module:function`, or `path/to/file.py:function`; called with the options, it returns a `raypipe.model.Model`.
-        options: keyword arguments for it.
-        precision: in which it computes.
-        compile: whether each layer goes through `torch.compile`, where it runs; layers of one class and shape are compiled once.
+        options: Keyword arguments of the function.
+        precision: Precision of forwards and backwards.
+        compile: Whether each layer goes through `torch.compile`; layers of one class and shape are compiled once.
     """
 
     function: str
@@ -67,12 +66,12 @@ class ModelConfig:
 
 @record()
 class DataConfig:
-    """Which tokens.
+    """The training data.
 
     Attributes:
-        path: a Parquet file made by `raypipe data prepare`; every node that holds a first or last stage must be able to read it.
-        sequence_length: tokens of a row.
-        num_validation_microbatches: how many microbatches of held-out rows an evaluation takes; 0 for no evaluation.
+        path: Parquet file made by `raypipe data prepare`; every node with a first or last stage must be able to read it.
+        sequence_length: Tokens per row.
+        num_validation_microbatches: Microbatches of held-out rows per evaluation; 0 for no evaluation.
     """
 
     path: str
@@ -81,10 +80,10 @@ class DataConfig:
 
     @property
     def file(self) -> str:
-        """The absolute path of the token file.
+        """Return the absolute path of the token file.
 
         Raises:
-            ConfigError: there is none, since the run has batches of its own.
+            ConfigError: The run has batches of its own, so there is no token file.
         """
         if not self.path:
             raise ConfigError(
@@ -95,26 +94,25 @@ class DataConfig:
 
 @record()
 class ScheduleConfig:
-    """In which order the stages work.
+    """The schedule: the order in which the stages work.
 
     Attributes:
-        name: as `raypipe schedules` lists them; `auto` to let raypipe choose it, the cut and the devices of the stages; or
-            one's own: a file (.csv or .json, relative to the working directory), or `module:function` or `path/to/file.py:function`.
-        num_microbatches: of one update, over all pipelines.
-        microbatch_size: rows of a microbatch.
-        num_chunks: stages a device, for the schedules that take several; left out for the schedule's own number.
-        num_pipelines: layings of the model, for the schedules that have several; 0 lets the schedule choose.
-        update_scope: what an update waits for; left out for the schedule's own default.
-        max_in_flight: the most stage activations that a device may hold, for the schedules that are searched for; left out for their
-            own limit.
-        max_staleness: where raypipe chooses the schedule, the most updates between the weights of a forward and those that its gradient
-            changes; left out for synchronous schedules alone, unless some delay is allowed on average, or for as many as the schedule to
-            begin with has.
-        max_mismatch: likewise, the most weight versions between the forward and the backward of a microbatch; left out for no limit, or
-            for as many as the schedule to begin with has.
-        max_mean_staleness: the updates of `max_staleness` on average over microbatches and stages, which is what training feels, of
-            schedules that raypipe chooses and of named ones; `amdp-auto` takes its fastest order that keeps it. Left out for no limit.
-        updates_per_window: updates between two drains; evaluation and checkpoints happen between windows.
+        name: Name from `raypipe schedules`; `auto` to let raypipe choose schedule, cut and devices; or your own schedule: a file (.csv or
+            .json, relative to the working directory), `module:function` or `path/to/file.py:function`.
+        num_microbatches: Microbatches per update, over all pipelines.
+        microbatch_size: Rows per microbatch.
+        num_chunks: Stages per device, for schedules that take several; left out for the schedule's own number.
+        num_pipelines: Pipelines, for schedules that have several; 0 lets the schedule choose.
+        update_scope: What an update waits for; left out for the schedule's own default.
+        max_in_flight: Most stage activations that a device may hold, for schedules that are searched for; left out for their own limit.
+        max_staleness: Where raypipe chooses the schedule, the most updates between the weights of a forward and the weights that its
+            gradient changes. Left out, only synchronous schedules are chosen (unless `max_mean_staleness` allows a delay), or a run that
+            adapts keeps the limit of its first schedule.
+        max_mismatch: Where raypipe chooses the schedule, the most weight versions between the forward and the backward of a microbatch;
+            left out for no limit, or for that of the first schedule of a run that adapts.
+        max_mean_staleness: Limit on the mean delay in updates over microbatches and stages, for chosen and for named schedules;
+            `amdp-auto` takes its fastest order within it. Left out for no limit.
+        updates_per_window: Updates between two drains; evaluation and checkpoints happen between windows.
     """
 
     name: str = "1f1b"
@@ -131,17 +129,17 @@ class ScheduleConfig:
 
     @property
     def staleness(self) -> StalenessLimits:
-        """What is allowed of an order."""
+        """Return the limits on delay and mismatch."""
         return StalenessLimits(self.max_staleness, self.max_mismatch, self.max_mean_staleness)
 
 
 class OptimizerName(StrEnum):
-    """What steps the weights."""
+    """The optimizers."""
 
     ADAMW = "adamw"
     """Loshchilov and Hutter 2019, arXiv 1711.05101."""
     NADAMW = "nadamw"
-    """AdamW that looks one step of its momentum ahead (Dozat 2016), which makes up for gradients that are late."""
+    """AdamW with Nesterov momentum (Dozat 2016), which makes up for late gradients."""
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -152,15 +150,15 @@ class OptimizerConfig:
     """The optimizer and its learning rate: a linear warm-up, then a cosine down to the final rate.
 
     Attributes:
-        name: which.
-        learning_rate: the highest.
-        final_learning_rate: at the last update; left out for a tenth of the highest.
-        warmup_updates: until the highest is reached.
-        beta1: decay of the first moment.
-        beta2: decay of the second.
-        epsilon: added to the root of the second moment.
-        weight_decay: of all weights with two dimensions or more.
-        max_grad_norm: gradients are scaled to at most this norm over the scope of the update; left out for no limit.
+        name: Optimizer.
+        learning_rate: Highest learning rate.
+        final_learning_rate: Learning rate of the last update; left out for a tenth of the highest.
+        warmup_updates: Updates until the highest learning rate.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        epsilon: Number added to the root of the second moment.
+        weight_decay: Weight decay of all weights with two dimensions or more.
+        max_grad_norm: Norm to which gradients are clipped, over the scope of the update; left out for no limit.
     """
 
     name: OptimizerName = OptimizerName.ADAMW
@@ -174,7 +172,7 @@ class OptimizerConfig:
     max_grad_norm: PositiveFloat | None = 1.0
 
     def rate(self, update: int, *, num_updates: int) -> float:
-        """The learning rate of an update, counted from 0, of so many."""
+        """Return the learning rate of an update, counted from 0."""
         if update < self.warmup_updates:
             return self.learning_rate * (update + 1) / self.warmup_updates
         progress = min((update - self.warmup_updates) / max(num_updates - 1 - self.warmup_updates, 1), 1.0)
@@ -192,30 +190,29 @@ class Transport(StrEnum):
     GLOO = "gloo"
     """Gloo, over TCP, also within a node."""
     NCCL = "nccl"
-    """NCCL between all GPUs, also where processes share one, which `auto` lets exchange messages within it; refused for CPU devices."""
+    """NCCL between all GPUs, even between processes that share one; refused for CPU devices."""
 
 
 @record()
 class ScalingConfig:
-    """On what: stage actors on CPU slots or on GPUs.
+    """The devices: stage actors on CPU slots or on GPUs.
 
     Attributes:
-        num_devices: stage actors.
-        use_gpu: whether each computes on a GPU of its node; with a plan, its devices say so.
-        gpus_per_device: what each actor reserves of a GPU: less than 1 where several share one, as tests do.
-        cpus_per_device: what each actor reserves of its node; Ray counts them, nothing enforces them.
-        threads_per_device: torch threads of each actor on the CPU.
-        bind_cores: whether each actor keeps to some cores of its node: those next to its GPU; on the CPU an equal share, if there is a
-            core for each thread. For nodes with several sockets.
-        topology: a `raypipe.topology/1` file for predictions, whose first devices stand for the run's in order; with `schedule.name: auto`
-            they are the run's, where the file says. Left out for one made of the nodes' cores and assumed links.
-        layers_per_stage: the cut, one number a stage; left out for the best cut by measured layer times.
-        transport: what carries the messages between stages; sums over several devices go over gloo, between GPUs over NCCL.
-        calibration: a `raypipe.calibration/1` file for predictions; left out for what `raypipe calibrate` wrote on this machine.
-        shard_optimizer: whether of several pipelines' copies of a stage one alone keeps optimizer state; it updates and publishes the
-            weights to the others (ZeRO stage 1). Otherwise all of them update.
-        measure_layers: whether the layers are measured also where a plan brings its profile; predictions are then made of what is
-            measured, the plan stays.
+        num_devices: Number of stage actors.
+        use_gpu: Whether each actor computes on a GPU of its node; a plan decides this by its devices.
+        gpus_per_device: Part of a GPU that each actor reserves; less than 1 where several actors share one.
+        cpus_per_device: CPUs that each actor reserves of its node; Ray counts them, nothing enforces them.
+        threads_per_device: Torch threads of each actor on the CPU.
+        bind_cores: Whether each actor is bound to cores of its node: those next to its GPU, or on the CPU an equal share if there is a
+            core for each thread. Useful on nodes with several sockets.
+        topology: `raypipe.topology/1` file for predictions, whose first devices stand for those of the run in order; with
+            `schedule.name: auto` they are the devices of the run. Left out for the cores of the nodes and assumed links.
+        layers_per_stage: Number of layers of each stage; left out for the best cut by measured layer times.
+        transport: Transport of messages between stages; sums over several devices use gloo, between GPUs NCCL.
+        calibration: `raypipe.calibration/1` file for predictions; left out for the file of `raypipe calibrate` on this machine.
+        shard_optimizer: Whether only one of the copies of a stage in several pipelines keeps optimizer state and sends updated weights
+            to the others (ZeRO stage 1). Otherwise all copies update.
+        measure_layers: Whether layers are measured even if a plan brings its profile; this changes predictions, not the plan.
     """
 
     num_devices: PositiveInt = 4
@@ -233,19 +230,19 @@ class ScalingConfig:
 
 
 AUTO = "auto"
-"""In place of a schedule's name: raypipe chooses."""
+"""The schedule name with which raypipe chooses the schedule."""
 
 
 @record()
 class AdaptationConfig:
-    """Whether and when a run goes on in another way: other pipelines, order, cut, microbatches or devices of the stages.
+    """Whether and when a run changes its pipelines, schedule, cut, microbatches or devices.
 
     Attributes:
-        enabled: whether raypipe may switch between windows, when links or devices change.
-        schedules: names of those that it may choose; none for all that the limits on staleness allow.
-        least_gain: how many times as fast another way must be predicted.
-        horizon_updates: in how many updates a switch must pay for itself.
-        divisions: whether an update's rows may be divided into more or fewer microbatches; needs rows from `data`.
+        enabled: Whether raypipe may switch between windows when links or devices change.
+        schedules: Names of the schedules that it may choose; empty for all within the limits on staleness.
+        least_gain: Least predicted speed-up of a switch.
+        horizon_updates: Updates within which a switch must pay for itself.
+        divisions: Whether the rows of an update may be divided into more or fewer microbatches; needs rows from `data`.
     """
 
     enabled: bool = False
@@ -257,15 +254,16 @@ class AdaptationConfig:
 
 @record()
 class ClusterConfig:
-    """Which Ray cluster.
+    """The Ray cluster.
 
     Attributes:
-        address: of a running cluster; left out for the one that a job runs in (RAY_ADDRESS), else a local one is started.
-        dashboard: whether a local cluster has Ray's dashboard.
-        log_to_driver: whether what actors print is shown by the driver.
-        start_timeout_s: until all actors must be there.
-        message_timeout_s: until a message between stages must come; longer than the slowest stage may take for its part of an update.
-        silence_timeout_s: until an actor must have answered a question about its state.
+        address: Address of a running cluster; left out for that of the job (RAY_ADDRESS), else a local cluster is started.
+        dashboard: Whether a local cluster has Ray's dashboard.
+        log_to_driver: Whether the driver shows what actors print.
+        start_timeout_s: Seconds within which all actors must be up.
+        message_timeout_s: Seconds within which a message between stages must come; more than the slowest stage takes for its part of
+            an update.
+        silence_timeout_s: Seconds within which an actor must answer a question about its state.
     """
 
     address: str | None = None
@@ -277,23 +275,23 @@ class ClusterConfig:
 
     @property
     def resolved_address(self) -> str | None:
-        """The address here, else that of the job it runs in; `None` for a local cluster."""
+        """Return the configured address, else that of the job; `None` for a local cluster."""
         return self.address or os.environ.get("RAY_ADDRESS") or None
 
 
 @record()
 class RunConfig:
-    """How long, and where its results go.
+    """The length of a run and the place of its results.
 
     Attributes:
-        name: of the run; its folder in the storage path.
-        storage_path: folder of all runs; with several nodes, one that all of them share.
-        seed: of weights, the order of rows and dropout.
-        num_updates: how many, at most 10,000,000.
-        evaluate_every: updates between evaluations; 0 for one at the end alone.
-        checkpoint_every: updates between checkpoints; 0 for one at the end alone.
-        sample_bytes: how much text to generate at the end, for models of bytes; 0 for none.
-        sample_prompt: what it begins with.
+        name: Name of the run; its folder in the storage path.
+        storage_path: Folder of all runs; with several nodes, a folder that all of them share.
+        seed: Seed of weights, order of rows and dropout.
+        num_updates: Updates of the run.
+        evaluate_every: Updates between evaluations; 0 for one at the end.
+        checkpoint_every: Updates between checkpoints; 0 for one at the end.
+        sample_bytes: Bytes of text to generate at the end, for models of bytes; 0 for none.
+        sample_prompt: Beginning of the generated text.
     """
 
     name: str = "run"
@@ -313,19 +311,19 @@ class RunConfig:
 
 @record()
 class TrainConfig:
-    """All of a run.
+    """The whole configuration of a run.
 
     Attributes:
-        model: which.
-        data: which tokens.
-        schedule: in which order the stages work.
-        optimizer: which, and its learning rate.
-        scaling: on what.
-        cluster: which Ray cluster.
-        run: how long, and where its results go.
-        adaptation: whether and when it goes on in another way.
-        plan: a `raypipe.plan/1` file: stages, devices, schedule, microbatches and their size are then the plan's. Keys of `schedule` and
-            `scaling` that it decides may be left out; a value that is neither the default nor the plan's is refused.
+        model: The model.
+        data: The training data.
+        schedule: The order in which the stages work.
+        optimizer: The optimizer and its learning rate.
+        scaling: The devices.
+        cluster: The Ray cluster.
+        run: The length of the run and the place of its results.
+        adaptation: Whether and when the run changes its plan.
+        plan: `raypipe.plan/1` file. Stages, devices, schedule, microbatches and their size are then those of the plan. The keys of
+            `schedule` and `scaling` that it decides may be left out; a value that is neither the default nor the plan's is refused.
     """
 
     model: ModelConfig
@@ -340,15 +338,15 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> TrainConfig:
-        """The configuration that a YAML file holds, with some values replaced.
+        """Return the configuration that a YAML file holds, with some values replaced.
 
         Args:
-            path: the file.
+            path: File to read.
             overrides: `key=value` with dots between the keys, such as `schedule.name=zb-h1`; values are read as YAML.
 
         Raises:
-            FormatError: the file or a value cannot be used.
-            ConfigError: an override is not of this form.
+            FormatError: The file or a value cannot be used.
+            ConfigError: An override is not of this form.
         """
         name = os.fspath(path)
         text = read_text(path)
@@ -357,12 +355,11 @@ class TrainConfig:
         return codec.from_yaml(cls, text, path=name, format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it, defaults included, as YAML."""
+        """Write the configuration as YAML, with its defaults."""
         write_text(path, codec.to_yaml(self, format_name=FORMAT))
 
 
 def _overridden(text: str, overrides: Sequence[str], *, path: str) -> str:
-    """The YAML text with some values replaced."""
     content = yaml_tree(text, path=path)
     for override in overrides:
         key, equals, value = override.partition("=")

@@ -1,4 +1,4 @@
-"""What a machine's runs cost besides computation: `raypipe.calibration/1`."""
+"""The costs of a machine's runs besides computation: `raypipe.calibration/1`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FORMAT = "raypipe.calibration/1"
 
 @record()
 class TransportCosts:
-    """What passing messages between the devices of one node costs over one transport.
+    """The costs of messages between the devices of one node over one transport.
 
     Attributes:
-        overheads: of each device.
-        link: between two devices.
+        overheads: Overheads of each device.
+        link: Link between two devices.
     """
 
     overheads: Overheads
@@ -31,10 +31,10 @@ class Calibration:
     """The costs of one machine.
 
     Attributes:
-        host: its name.
-        date: of the measurement.
-        versions: of what was measured: python, torch, ray, raypipe.
-        transports: the costs by transport, such as `shm`.
+        host: Name of the machine.
+        date: Date of the measurement.
+        versions: Versions of python, torch, ray and raypipe.
+        transports: Costs by transport, such as `shm`.
     """
 
     host: str
@@ -43,10 +43,10 @@ class Calibration:
     transports: dict[str, TransportCosts]
 
     def of(self, transport: str) -> TransportCosts:
-        """The costs over one transport.
+        """Return the costs of one transport.
 
         Raises:
-            FormatError: it was not measured.
+            FormatError: The transport was not measured.
         """
         try:
             return self.transports[transport]
@@ -56,15 +56,15 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """The calibration that a JSON file holds.
+        """Return the calibration that a JSON file holds.
 
         Raises:
-            FormatError: says what is wrong with the file, and where.
+            FormatError: The file cannot be read.
         """
         if not os.path.exists(path):
             raise FormatError(os.fspath(path), "", "there is no such file; `raypipe calibrate` writes one")
         return codec.load_json(cls, path, format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a JSON file."""
+        """Write the calibration to a JSON file."""
         codec.save_json(self, path, format_name=FORMAT)

@@ -1,4 +1,4 @@
-"""Where a model is cut: which layers form which stage, and what crosses from stage to stage."""
+"""The cut of a model: which layers form which stage, and which outputs cross from stage to stage."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Cut:
     """The layers of each stage.
 
     Attributes:
-        stages: for each stage, its layers by index, ascending.
-        edges: the pairs (producer, consumer) of layers of the whole model.
-        ties: groups of its layers that share a weight.
+        stages: Layers of each stage by index, ascending.
+        edges: Pairs (producer, consumer) of layers of the whole model.
+        ties: Groups of layers that share a weight.
 
     Raises:
-        PlanError: a layer is in no stage or in two, a stage is empty, or two stages feed each other.
+        PlanError: A layer is in no stage or in two, a stage is empty, or two stages feed each other.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class Cut:
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], edges: tuple[tuple[int, int], ...], ties: tuple[tuple[int, ...], ...] = ()) -> Cut:
-        """Consecutive stages of so many layers each."""
+        """Return consecutive stages with the given numbers of layers."""
         stages: list[tuple[int, ...]] = []
         first = 0
         for size in sizes:
@@ -60,10 +60,10 @@ class Cut:
 
     @classmethod
     def equal(cls, num_layers: int, num_stages: int, edges: tuple[tuple[int, int], ...], ties: tuple[tuple[int, ...], ...] = ()) -> Cut:
-        """Consecutive stages whose numbers of layers differ by one at most, the larger ones first.
+        """Return consecutive stages whose numbers of layers differ by at most one, the larger ones first.
 
         Raises:
-            PlanError: there are more stages than layers.
+            PlanError: There are more stages than layers.
         """
         if num_stages > num_layers:
             raise PlanError(f"{num_layers} layers cannot be cut into {num_stages} stages; use at most {num_layers} stages")
@@ -72,13 +72,13 @@ class Cut:
 
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
-        """The stage of each layer."""
+        """Return the stage of each layer."""
         found = {layer: stage for stage, layers in enumerate(self.stages) for layer in layers}
         return tuple(found[layer] for layer in range(len(found)))
 
     @cached_property
     def crossing(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """For each edge (source, target) of the stage graph, the layers of the source whose outputs the target takes."""
+        """Return for each edge (source, target) of the stage graph the layers of the source whose outputs the target takes."""
         found: dict[tuple[int, int], set[int]] = {}
         for source, target in self.edges:
             ends = (self.stage_of[source], self.stage_of[target])
@@ -88,22 +88,22 @@ class Cut:
 
     @cached_property
     def parted_ties(self) -> tuple[int, ...]:
-        """The numbers of the ties whose layers are in several stages."""
+        """Return the numbers of the ties whose layers are in several stages."""
         return tuple(number for number, tie in enumerate(self.ties) if len({self.stage_of[layer] for layer in tie}) > 1)
 
     @cached_property
     def graph(self) -> StageGraph:
-        """Which stage feeds which, and which share weights.
+        """Return the stage graph and its tie.
 
-        All stages that share any weight with another are one tie: their gradients meet in one sum, in which no two workers can be out
-        of order.
+        All stages that share any weight with another form one tie. Their gradients are summed in one collective, in which no two workers
+        can be out of order.
         """
         tied = tuple(sorted({self.stage_of[layer] for number in self.parted_ties for layer in self.ties[number]}))
         return StageGraph(len(self.stages), tuple(self.crossing), (tied,) if tied else ())
 
 
 def joined(ties: Iterable[Sequence[int]]) -> frozenset[tuple[int, ...]]:
-    """The groups of layers that share weights, those with a layer in common as one; what one layer shares with itself is left out."""
+    """Return the groups of layers that share weights, merged where they have a layer in common, without groups of one layer."""
     groups: list[set[int]] = []
     for tie in ties:
         met = [group for group in groups if not group.isdisjoint(tie)]

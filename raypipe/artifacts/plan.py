@@ -1,4 +1,4 @@
-"""What runs where in which order: `raypipe.plan/1`.
+"""Stages on devices with the order of their work: `raypipe.plan/1`.
 
     layers -> stages -> workers -> devices
 
@@ -31,8 +31,8 @@ class Replica:
     """One device of a worker.
 
     Attributes:
-        device: its name in the topology.
-        share: of the rows of every microbatch, more than 0 and at most 1; a worker's shares sum to 1.
+        device: Name in the topology.
+        share: Part of the rows of every microbatch, more than 0 and at most 1; the shares of a worker sum to 1.
     """
 
     device: str
@@ -41,15 +41,14 @@ class Replica:
 
 @record()
 class Predicted:
-    """The figures a plan was chosen for, as simulated.
+    """The simulated figures that a plan was chosen for.
 
     Attributes:
-        update_s: seconds per update.
-        bubble_ratio: 1 - mean busy / longest span.
-        device_bubble_ratios: the same for each device, in the order of the plan's devices.
-        peak_memory_bytes: likewise.
-        lower_bound_s: seconds that an update takes at least with any plan of this profile, topology and number of microbatches;
-            `None` where none was worked out.
+        update_s: Seconds per update.
+        bubble_ratio: 1 - mean busy time / longest span.
+        device_bubble_ratios: Bubble ratio of each device, in the order of the plan's devices.
+        peak_memory_bytes: Peak memory of each device, in the same order.
+        lower_bound_s: Least seconds per update of any plan for this profile, topology and number of microbatches; None if unknown.
     """
 
     update_s: float
@@ -60,7 +59,7 @@ class Predicted:
 
     @property
     def optimality_gap(self) -> float | None:
-        """How much longer than the bound it takes, as a part of it: 0.1 for a tenth."""
+        """Return by how much an update takes longer than the bound, relative to it: 0.1 for a tenth."""
         return None if not self.lower_bound_s else self.update_s / self.lower_bound_s - 1
 
 
@@ -69,17 +68,17 @@ class Plan:
     """Stages on workers on devices, with the order of their work.
 
     Attributes:
-        name: of the model or run.
-        planner: what chose it.
-        microbatch_size: rows of a microbatch; times of the profile, which may have another size, are scaled in proportion.
-        stages: for each stage, the names of its layers.
-        workers: for each worker, its devices.
-        schedule: Order of the work of one window; valid.
-        profile: what layers cost.
-        topology: devices and links.
-        predicted: what it was chosen for; `None` where it was not simulated.
-        profile_digest: of the profile when the plan was made.
-        topology_digest: likewise.
+        name: Name of the model or run.
+        planner: Name of the planner that chose it.
+        microbatch_size: Rows per microbatch; times of a profile of another size are scaled in proportion.
+        stages: Names of the layers of each stage.
+        workers: Devices of each worker.
+        schedule: Order of the work of one window, which is valid.
+        profile: Costs of the layers.
+        topology: Devices and links.
+        predicted: Figures that the plan was chosen for; None if it was not simulated.
+        profile_digest: Digest of the profile when the plan was made.
+        topology_digest: Digest of the topology when the plan was made.
 
     Raises:
         PlanError: Stages, workers, devices and schedule do not fit together.
@@ -128,7 +127,7 @@ class Plan:
 
     @cached_property
     def cut(self) -> Cut:
-        """The layers of each stage by index."""
+        """Return the layers of each stage by index."""
         index = {layer.name: position for position, layer in enumerate(self.profile.layers)}
         for stage, names in enumerate(self.stages):
             for name in names:
@@ -139,21 +138,21 @@ class Plan:
 
     @cached_property
     def devices(self) -> tuple[str, ...]:
-        """The names of the devices in use, worker by worker; programs and traces know them by their number here."""
+        """Return the names of the devices in use, worker by worker; programs and traces number them in this order."""
         return tuple(replica.device for replicas in self.workers for replica in replicas)
 
     @cached_property
     def placement(self) -> Placement:
-        """The devices of each worker by number."""
+        """Return the devices of each worker by number."""
         number = {name: position for position, name in enumerate(self.devices)}
         return Placement(tuple(tuple((number[replica.device], replica.share) for replica in replicas) for replicas in self.workers))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan that a JSON file holds.
+        """Return the plan that a JSON file holds.
 
         Raises:
-            FormatError: the file cannot be read, or its profile or topology is not the one it was made for.
+            FormatError: The file cannot be read, or its profile or topology was changed since the plan was made.
         """
         name = os.fspath(path)
         plan = codec.load_json(cls, path, format_name=FORMAT)
@@ -168,7 +167,7 @@ class Plan:
         return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a JSON file."""
+        """Write the plan to a JSON file."""
         codec.save_json(self, path, format_name=FORMAT)
 
 
@@ -183,10 +182,10 @@ def make_plan(
     devices: tuple[str, ...],
     microbatch_size: int,
 ) -> Plan:
-    """A plan with one device a worker, not yet simulated.
+    """Return a plan with one device per worker, which is not simulated yet.
 
     Raises:
-        PlanError: there are fewer devices than workers, or the parts do not fit together.
+        PlanError: There are fewer devices than workers, or the parts do not fit together.
     """
     if len(devices) < schedule.num_workers:
         raise PlanError(

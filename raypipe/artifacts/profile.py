@@ -1,4 +1,4 @@
-"""What a model costs, layer by layer, as measured on one device: `raypipe.model_profile/1`.
+"""The costs of a model, layer by layer, as measured on one device: `raypipe.model_profile/1`.
 
 layers    embed -> block0 -> block1 -> head      times and bytes of each, for one microbatch
 edges     a chain unless the file names them; they lead from a layer to a later one
@@ -25,9 +25,9 @@ class LayerEdge(NamedTuple):
     """A tensor that passes from one layer to a later one.
 
     Attributes:
-        producer: index of the layer that makes it.
-        consumer: index of the layer that takes it.
-        bytes: its size for one microbatch; the gradient that comes back has the same.
+        producer: Index of the layer that makes the tensor.
+        consumer: Index of the layer that takes it.
+        bytes: Size for one microbatch; its gradient has the same.
     """
 
     producer: int
@@ -37,12 +37,12 @@ class LayerEdge(NamedTuple):
 
 @record()
 class LayerTimes:
-    """How long one layer computes for one microbatch.
+    """The compute times of one layer for one microbatch.
 
     Attributes:
-        forward_s: seconds of the forward.
-        backward_s: seconds of the full backward.
-        weight_grad_s: seconds of it that compute the gradient of the weights; the rest computes that of the input.
+        forward_s: Seconds of the forward.
+        backward_s: Seconds of the full backward.
+        weight_grad_s: Part of `backward_s` that computes the weight gradient; the rest computes the input gradient.
     """
 
     forward_s: NonNegativeFloat
@@ -55,27 +55,27 @@ class LayerTimes:
 
 @record()
 class LayerProfile:
-    """What one layer costs for one microbatch.
+    """The costs of one layer for one microbatch.
 
     Attributes:
-        name: unique in the model.
-        forward_s: seconds of the forward.
-        backward_s: seconds of the full backward.
-        weight_grad_s: seconds of it that compute the gradient of the weights; the rest computes that of the input.
-        output_bytes: size of what it passes on.
-        saved_bytes: what it keeps from its forward to its backward, its input included.
-        parameter_bytes: size of its weights, without gradients and optimizer state.
-        weight_grad_saved_bytes: what it keeps from the input gradient to the weight gradient where they are computed apart;
-            None: not measured.
-        tied: layers with the same text here share a weight; None: it shares none.
-        tied_bytes: size of the weights that it shares; None: of all its weights.
-        gradient_rows: rows of its weight that the gradient of one microbatch touches, as for an embedding; None: all.
-        update_s: seconds of the optimizer's step over its weights, once an update; None: not measured.
-        low_precision_bytes: size of the copies, half as long as their weights, that it computes with in place of these; None: it has none.
-        working_bytes: the most that its forward or its backward needs for a while, beyond what it keeps: gradients of activations, that of
-            a weight before it is added to the others; None: not measured.
-        input_grad_working_bytes: likewise its input gradient, where the backward is split.
-        frozen_bytes: size of those of its weights that are not trained: without gradients, optimizer state and sums; None: it has none.
+        name: Unique name in the model.
+        forward_s: Seconds of the forward.
+        backward_s: Seconds of the full backward.
+        weight_grad_s: Part of `backward_s` that computes the weight gradient; the rest computes the input gradient.
+        output_bytes: Size of the output.
+        saved_bytes: Bytes kept from forward to backward, the input included.
+        parameter_bytes: Size of the weights, without gradients and optimizer state.
+        weight_grad_saved_bytes: Bytes kept from the input gradient to the weight gradient where the two are computed apart; None if
+            not measured.
+        tied: Name of a weight that all layers with the same text here share; None if it shares none.
+        tied_bytes: Size of the shared weights; None for all weights of the layer.
+        gradient_rows: Rows of the weight that the gradient of one microbatch touches, as for an embedding; None for all.
+        update_s: Seconds of the optimizer's step, once per update; None if not measured.
+        low_precision_bytes: Size of low-precision copies of weights that the layer computes with; None if it has none.
+        working_bytes: Most bytes that forward or backward need temporarily, beyond what is kept: gradients of activations, a weight's
+            gradient before it is added; None if not measured.
+        input_grad_working_bytes: The same for the input gradient, where the backward is split.
+        frozen_bytes: Size of the weights that are not trained, which have no gradients and no optimizer state; None if there are none.
     """
 
     name: Annotated[str, Field(min_length=1, json_schema_extra={"expected": "a name"})]
@@ -104,24 +104,24 @@ class LayerProfile:
 
     @property
     def trained_bytes(self) -> int:
-        """Size of its weights that are trained."""
+        """Return the size of the weights that are trained."""
         return self.parameter_bytes - (self.frozen_bytes or 0)
 
     @property
     def shared_bytes(self) -> int:
-        """Size of the weights that it shares with other layers."""
+        """Return the size of the weights shared with other layers."""
         if self.tied is None:
             return 0
         return self.parameter_bytes if self.tied_bytes is None else self.tied_bytes
 
     @property
     def times(self) -> LayerTimes:
-        """Its times alone."""
+        """Return the times alone."""
         return LayerTimes(forward_s=self.forward_s, backward_s=self.backward_s, weight_grad_s=self.weight_grad_s)
 
 
 def held_once(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
-    """Layers of one device, where a weight that several share is held and stepped once: counted with one of them alone."""
+    """Return the layers of one device with each weight that several share counted with only one of them."""
     with_most: dict[str, LayerProfile] = {}
     for layer in layers:
         if layer.tied is not None and (layer.tied not in with_most or layer.shared_bytes > with_most[layer.tied].shared_bytes):
@@ -144,9 +144,9 @@ def _without_shared(layer: LayerProfile) -> LayerProfile:
 
 
 def most_working_bytes(layers: Sequence[LayerProfile]) -> int:
-    """The most that layers which follow each other need for a while, beyond all that they keep.
+    """Return the most temporary bytes that consecutive layers need beyond all bytes that they keep.
 
-    When one of them works, those behind it keep nothing yet, or no more.
+    While one layer works, those behind it keep nothing yet, or no more.
     """
     most = behind = 0
     for layer in reversed(layers):
@@ -160,9 +160,9 @@ class NamedEdge:
     """An edge of the model as the file states it.
 
     Attributes:
-        producer: name of the layer that makes the tensor; `from` in files.
-        consumer: name of the layer that takes it; `to` in files.
-        bytes: its size for one microbatch; None: the output bytes of the producer.
+        producer: Name of the layer that makes the tensor; `from` in files.
+        consumer: Name of the layer that takes it; `to` in files.
+        bytes: Size for one microbatch; None for the output bytes of the producer.
     """
 
     producer: Annotated[str, Field(alias="from")]
@@ -175,14 +175,14 @@ class ModelProfile:
     """The measured costs of a model's layers.
 
     Attributes:
-        name: the model's.
-        microbatch_size: rows of the microbatch that was measured.
-        layers: in topological order.
-        named_edges: which layer feeds which, `edges` in files; None: each the next. `edges()` resolves them.
-        device_kinds: for kinds of device that were measured too, the times of all layers in order.
+        name: Name of the model.
+        microbatch_size: Rows of the measured microbatch.
+        layers: Layers in topological order.
+        named_edges: Edges by layer name, `edges` in files; None for a chain. `edges()` resolves them.
+        device_kinds: By kind of device that was measured too, the times of all layers in order.
 
     Raises:
-        FormatError: two layers share a name, an edge names no layer or does not lead forward, or a kind of device lacks layers.
+        FormatError: Two layers share a name, an edge names no layer or does not lead forward, or a kind of device lacks layers.
     """
 
     name: str
@@ -220,15 +220,15 @@ class ModelProfile:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Return the number of layers."""
         return len(self.layers)
 
     def edges(self) -> tuple[LayerEdge, ...]:
-        """Which layer feeds which and with how many bytes, as the file lists them; for a chain, from the first layer on."""
+        """Return the edges in the order of the file; for a chain, from the first layer on."""
         return self._edges
 
     def ties(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of layers that share weights, ascending."""
+        """Return the groups of layers that share weights, ascending."""
         return self._ties
 
     @cached_property
@@ -240,12 +240,12 @@ class ModelProfile:
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
     def for_kind(self, kind: str) -> tuple[LayerTimes, ...]:
-        """The times of all layers on a kind of device; those of the layers themselves where that kind was not measured."""
+        """Return the times of all layers on a kind of device, or those of the profile itself where that kind was not measured."""
         return self.device_kinds.get(kind, self._times)
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that stand for the content."""
+        """Return sixteen hexadecimal digits that stand for the content."""
         return codec.digest(self, format_name=FORMAT)
 
     @cached_property
@@ -268,15 +268,15 @@ class ModelProfile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelProfile:
-        """The profile that a JSON file holds.
+        """Return the profile that a JSON file holds.
 
         Raises:
-            FormatError: says what is wrong with the file, and where.
+            FormatError: The file cannot be read.
         """
         return codec.load_json(cls, path, format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a JSON file."""
+        """Write the profile to a JSON file."""
         codec.save_json(self, path, format_name=FORMAT)
 
     @classmethod
@@ -293,18 +293,18 @@ class ModelProfile:
         microbatch_size: int = 1,
         name: str = "uniform",
     ) -> ModelProfile:
-        """Equal layers in a chain, called `layer0`, `layer1` and so on.
+        """Return equal layers in a chain, called `layer0`, `layer1` and so on.
 
         Args:
-            num_layers: how many.
-            forward_s: seconds of each forward.
-            backward_s: seconds of each full backward.
-            weight_grad_s: seconds of it for the weight gradient; None: half of it.
-            output_bytes: what each passes on.
-            saved_bytes: what each keeps from forward to backward.
-            parameter_bytes: size of the weights of each.
-            microbatch_size: rows of a microbatch.
-            name: the model's.
+            num_layers: Number of layers.
+            forward_s: Seconds of each forward.
+            backward_s: Seconds of each full backward.
+            weight_grad_s: Part of each backward for the weight gradient; None for half.
+            output_bytes: Size of each output.
+            saved_bytes: Bytes that each layer keeps from forward to backward.
+            parameter_bytes: Size of the weights of each layer.
+            microbatch_size: Rows per microbatch.
+            name: Name of the model.
         """
         layers = (
             LayerProfile(

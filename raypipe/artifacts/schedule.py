@@ -1,11 +1,12 @@
-"""A schedule as a file: its programs as text, such as `2F5`, one list a worker.
+"""A schedule as a file: its programs as text, such as `2F5`, one list per worker.
 
-`raypipe.schedule/1` (JSON) holds all of a schedule. A CSV holds the programs alone, one row a worker: enough for a synchronous
-schedule of a chain of stages, whose workers, microbatches and updates the Ops themselves tell.
+`raypipe.schedule/1` (JSON) holds all of a schedule. A CSV file holds the programs alone, one row per worker. That suffices for a
+synchronous schedule of a chain of stages: its workers, microbatches and updates follow from the Ops.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -27,7 +28,7 @@ FORMAT = "raypipe.schedule/1"
 
 @record()
 class ScheduleFile:
-    """The file form of a `Schedule`, and its form inside a plan. The attributes are those of `Schedule` and `StageGraph`."""
+    """The file form of a `Schedule`, also inside a plan. The attributes are those of `Schedule` and `StageGraph`."""
 
     name: str
     num_stages: int
@@ -43,7 +44,7 @@ class ScheduleFile:
 
     @classmethod
     def of(cls, schedule: Schedule) -> ScheduleFile:
-        """The file form of a schedule."""
+        """Return the file form of a schedule."""
         return cls(
             name=schedule.name,
             num_stages=schedule.num_stages,
@@ -91,11 +92,11 @@ ScheduleField = Annotated[Schedule, GetPydanticSchema(_core_schema_of_field)]
 
 
 def load_schedule(path: str | os.PathLike[str]) -> Schedule:
-    """The validated schedule that a JSON file holds.
+    """Return the valid schedule that a JSON file holds.
 
     Raises:
-        FormatError: the file cannot be read.
-        ScheduleError: its order cannot run.
+        FormatError: The file cannot be read.
+        ScheduleError: Its order cannot run.
     """
     name = os.fspath(path)
     content = codec.load_json(ScheduleFile, path, format_name=FORMAT)
@@ -108,14 +109,14 @@ def load_schedule(path: str | os.PathLike[str]) -> Schedule:
 
 
 def load_csv(path: str | os.PathLike[str]) -> Schedule:
-    """The validated schedule of one chain of stages whose programs a CSV file holds, named after the file.
+    """Return the valid schedule whose programs a CSV file holds, named after the file.
 
-    Without Us, as torch writes it, it is one update, and each worker ends with the U of each stage that it holds. Blank lines at
-    the end are no workers.
+    A file without Us, as torch writes it, is one update: each worker ends with the U of each of its stages. Blank lines at the end are
+    no workers.
 
     Raises:
-        FormatError: the file cannot be read.
-        ScheduleError: its order cannot run.
+        FormatError: The file cannot be read.
+        ScheduleError: Its order cannot run.
     """
     name = os.fspath(path)
     programs = from_csv(read_text(path).rstrip("\r\n"), path=name)
@@ -128,7 +129,7 @@ def load_csv(path: str | os.PathLike[str]) -> Schedule:
 
 
 def _of_programs(programs: tuple[tuple[Slot, ...], ...], *, name: str) -> Schedule:
-    """The synchronous schedule that has these programs; what is too large for them is refused, the rest is for the validator."""
+    """Return the synchronous schedule with these programs."""
     where: dict[tuple[int, int], int] = {}
     for worker, program in enumerate(programs):
         for slot in program:
@@ -136,9 +137,10 @@ def _of_programs(programs: tuple[tuple[Slot, ...], ...], *, name: str) -> Schedu
                 where.setdefault((op.pipeline, op.stage), worker)
     ops = [op for program in programs for slot in program for op in ops_of(slot)]
     num_stages = max(stage for _, stage in where) + 1
-    layings = range(max(pipeline for pipeline, _ in where) + 1)
-    # What is too large for its programs cannot be complete, and would take as long as it is large to find out.
-    if missing := next(((laying, stage) for laying in layings for stage in range(num_stages) if (laying, stage) not in where), None):
+    pipelines = range(max(pipeline for pipeline, _ in where) + 1)
+    # A number too large for the programs cannot be complete; the validator would take time in proportion to it.
+    needed = itertools.product(pipelines, range(num_stages))
+    if missing := next((place for place in needed if place not in where), None):
         raise ScheduleError(f"no worker has an Op of stage {missing[1]} of pipeline {missing[0]}")
     num_microbatches = max((op.index for op in ops if not op.kind.per_update), default=0) + 1
     num_updates = max((op.index for op in ops if op.kind is OpKind.UPDATE), default=0) + 1
@@ -149,7 +151,7 @@ def _of_programs(programs: tuple[tuple[Slot, ...], ...], *, name: str) -> Schedu
     return Schedule(
         name=name,
         graph=StageGraph.chain(num_stages),
-        pipelines=tuple(tuple(where[laying, stage] for stage in range(num_stages)) for laying in layings),
+        pipelines=tuple(tuple(where[pipeline, stage] for stage in range(num_stages)) for pipeline in pipelines),
         programs=programs if has_updates or not has_gradients else _with_updates(programs, where),
         num_microbatches=num_microbatches // num_updates,
         num_updates=num_updates,
@@ -167,10 +169,10 @@ def _with_updates(programs: tuple[tuple[Slot, ...], ...], where: Mapping[tuple[i
 
 
 def load_order(path: str | os.PathLike[str]) -> Schedule:
-    """The validated schedule that a CSV or JSON file holds, told apart by their names; errors as of `load_csv`."""
+    """Return the valid schedule that a CSV or JSON file holds, told apart by their names; raises as `load_csv`."""
     return load_csv(path) if os.fspath(path).endswith(".csv") else load_schedule(path)
 
 
 def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Writes a schedule as JSON."""
+    """Write a schedule as JSON."""
     codec.save_json(ScheduleFile.of(schedule), path, format_name=FORMAT)

@@ -1,14 +1,14 @@
 r"""The machines and the network that a plan is made for: `raypipe.topology/1`.
 
-    node a                              node b          a node's `link` is a switch: each ordered pair of its devices
-      gpu0 \                          / gpu2            has one of its own; a link between two nodes is one wire each
-            switch ---- a -> b ---- switch              way, shared by all pairs of devices across; `shared_links`
-      gpu1 /       ---- b -> a ----   \ gpu3            are bottlenecks on top, where the named transfers share
+    node a                              node b          A node's `link` is a switch: each ordered pair of its devices
+      gpu0 \                          / gpu2            has its own link. A link between two nodes is one wire each way,
+            switch ---- a -> b ---- switch              shared by all pairs of devices across it. `shared_links` are
+      gpu1 /       ---- b -> a ----   \ gpu3            further bottlenecks that the named transfers share.
 
-Between two devices the most specific link counts: device to device, device to node, node to device, node to node (inside a node:
-the node's own), and last the default link, which stands for a link between any two nodes and for the switch of a node without one.
+Between two devices the most specific link counts: device to device, device to node, node to device, node to node (inside a node: the
+node's own), and last the default link.
 
-What the model leaves out: a path crosses one link and its shared bottlenecks, with one latency; there is no routing over others.
+Left out: a path crosses one link and its shared bottlenecks, with one latency; there is no routing over several links.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Device:
     """One GPU, or one CPU slot.
 
     Attributes:
-        name: unique among the devices and nodes of the topology.
-        kind: such as `cpu` or `h200`; a model profile may hold times for it.
-        memory_bytes: what a stage may use; None: no limit.
-        speed: computes this many times as fast as the device the profile was measured on.
+        name: Unique name among the devices and nodes of the topology.
+        kind: Kind of device, such as `cpu` or `h200`; a model profile may hold times for it.
+        memory_bytes: Memory that a stage may use; None for no limit.
+        speed: Speed relative to the device that the profile was measured on.
     """
 
     name: Name
@@ -54,11 +54,11 @@ class Device:
 
 @record()
 class NodeLink:
-    """The link between any two devices of a node, or the default for those that no other link joins.
+    """The link between any two devices of a node, or the default link.
 
     Attributes:
-        bandwidth_bytes_per_s: bytes per second each way; None: no limit.
-        latency_s: seconds until the first byte arrives.
+        bandwidth_bytes_per_s: Bytes per second each way; None for no limit.
+        latency_s: Seconds until the first byte arrives.
     """
 
     bandwidth_bytes_per_s: Bandwidth | None = None
@@ -67,14 +67,14 @@ class NodeLink:
 
 @record()
 class Link:
-    """A full-duplex link between two nodes, two devices, or one and the other.
+    """A full-duplex link between two nodes, two devices, or a node and a device.
 
     Attributes:
-        source: name of a node or device; `from` in files.
-        target: name of a node or device; `to` in files.
-        bandwidth_bytes_per_s: bytes per second each way, shared by all pairs of devices that it serves; None: no limit.
-        latency_s: seconds until the first byte arrives.
-        one_way: whether it serves transfers from source to target only.
+        source: Name of a node or device; `from` in files.
+        target: Name of a node or device; `to` in files.
+        bandwidth_bytes_per_s: Bytes per second each way, shared by all pairs of devices that the link serves; None for no limit.
+        latency_s: Seconds until the first byte arrives.
+        one_way: Whether the link serves transfers from source to target only.
     """
 
     source: Annotated[str, Field(alias="from")]
@@ -89,7 +89,7 @@ class Link:
 
     @property
     def directions(self) -> tuple[tuple[str, str], ...]:
-        """The ordered pairs of names that it serves."""
+        """Return the ordered pairs of names that the link serves."""
         there = (self.source, self.target)
         return (there,) if self.one_way else (there, there[::-1])
 
@@ -99,10 +99,10 @@ class SharedLink:
     """A bottleneck whose bandwidth several transfers share, such as a PCIe root or an uplink.
 
     Attributes:
-        name: unique among shared links.
-        bandwidth_bytes_per_s: bytes per second of all of them together.
-        members: pairs (from, to) of nodes or devices: the transfers that pass through it. A node paired with itself stands
-            for all transfers inside it.
+        name: Unique name among shared links.
+        bandwidth_bytes_per_s: Bytes per second of all transfers together.
+        members: Pairs (from, to) of nodes or devices whose transfers pass through it. A node paired with itself stands for all
+            transfers inside it.
     """
 
     name: Name
@@ -115,11 +115,11 @@ class Node:
     """One machine.
 
     Attributes:
-        name: unique among the devices and nodes of the topology.
-        devices: what computes on it.
-        link: between any two of its devices, each ordered pair having its own; None: the default link.
-        cores: CPU devices of the node share this many cores: when more of them compute at once, each is slowed in proportion.
-            None: every device has its own compute.
+        name: Unique name among the devices and nodes of the topology.
+        devices: Devices of the machine.
+        link: Link between any two of its devices, one for each ordered pair; None for the default link.
+        cores: Cores that the CPU devices of the node share: if more devices compute at once, each is slowed in proportion. None if
+            every device has its own.
     """
 
     name: Name
@@ -130,13 +130,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Path:
-    """What a transfer from one device to another passes through.
+    """The resources that a transfer from one device to another passes through.
 
     Attributes:
-        latency_s: seconds until the first byte arrives.
-        bandwidth_bytes_per_s: of its narrowest resource; infinite where nothing limits it.
-        resources: name and bytes per second of everything with a limit that it occupies: its own directed link, called
-            `FROM->TO`, and shared links. Transfers whose paths name the same resource share it.
+        latency_s: Seconds until the first byte arrives.
+        bandwidth_bytes_per_s: Bytes per second of the narrowest resource; infinite if nothing limits it.
+        resources: Name and bytes per second of each limited resource: the directed link, called `FROM->TO`, and shared links.
+            Transfers whose paths name the same resource share it.
     """
 
     latency_s: float = 0.0
@@ -146,17 +146,17 @@ class Path:
 
 @record()
 class Overheads:
-    """What running costs a device beyond computing and carrying; as `raypipe calibrate` measures it.
+    """The costs of a device beyond computation and transfer, as `raypipe calibrate` measures them.
 
     Attributes:
-        forward_s: seconds of F and R besides their computation.
-        backward_s: of B.
-        input_grad_s: of I.
-        weight_grad_s: of W.
-        send_s: of handing over a message.
-        send_s_per_byte: of it, besides.
-        recv_s: of taking a message that is there.
-        recv_s_per_byte: of it, besides.
+        forward_s: Seconds of F and R besides their computation.
+        backward_s: Seconds of B besides its computation.
+        input_grad_s: Seconds of I besides its computation.
+        weight_grad_s: Seconds of W besides its computation.
+        send_s: Seconds to hand over a message.
+        send_s_per_byte: Further seconds per byte to hand over a message.
+        recv_s: Seconds to take a message that has arrived.
+        recv_s_per_byte: Further seconds per byte to take a message.
     """
 
     forward_s: NonNegativeFloat = 0.0
@@ -171,18 +171,18 @@ class Overheads:
 
 @record()
 class ClusterTopology:
-    """Nodes, their devices and what joins them.
+    """Nodes, their devices and the links between them.
 
     Attributes:
-        name: the cluster's.
-        nodes: the machines, in the order in which their devices are counted.
-        links: between nodes or devices.
-        shared_links: bottlenecks on top of the links.
-        default_link: for pairs that no other link joins; None: such pairs cannot talk.
-        overheads: of every device; None: not known, none are predicted.
+        name: Name of the cluster.
+        nodes: Machines, in the order in which their devices are counted.
+        links: Links between nodes or devices.
+        shared_links: Bottlenecks on top of the links.
+        default_link: Link of pairs that no other link joins; None if such pairs cannot communicate.
+        overheads: Overheads of every device; None if unknown, which predicts none.
 
     Raises:
-        FormatError: a name is used twice or unknown, or two links serve the same pair.
+        FormatError: A name is used twice or unknown, or two links serve the same pair.
     """
 
     name: str
@@ -205,28 +205,28 @@ class ClusterTopology:
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
-        """All devices in the order of the file."""
+        """Return all devices in the order of the file."""
         return tuple(device for node in self.nodes for device in node.devices)
 
     @property
     def num_devices(self) -> int:
-        """Devices of all nodes."""
+        """Return the number of devices of all nodes."""
         return len(self.devices)
 
     def device(self, name: str) -> Device:
-        """The device of a name.
+        """Return the device of a name.
 
         Raises:
-            PlanError: no device is called so.
+            PlanError: No device has this name.
         """
         return self._located(name)[0]
 
     def node_of(self, device: str) -> Node:
-        """The node that a device belongs to; raises as `device`."""
+        """Return the node of a device; raises as `device`."""
         return self._located(device)[1]
 
     def only(self, devices: Collection[str]) -> ClusterTopology:
-        """The cluster with some of its devices alone, given by name."""
+        """Return the cluster with only the named devices."""
         gone = {device.name for device in self.devices} - set(devices)
         return replace(
             self,
@@ -238,12 +238,12 @@ class ClusterTopology:
         )
 
     def path(self, source: str, target: str) -> Path:
-        """What a transfer between two devices, given by name, passes through; nothing where they are the same.
+        """Return the path between two devices, given by name; an empty one where they are the same.
 
-        Each pair is worked out when first asked for.
+        A path is computed when it is first asked for.
 
         Raises:
-            PlanError: no device is called so, or nothing joins the two.
+            PlanError: No device has this name, or no link joins the two.
         """
         one, other = self._known_as.get(source), self._known_as.get(target)
         key = (one[0], other[0]) if one and other and one[1] != other[1] else (source, target)
@@ -254,20 +254,20 @@ class ClusterTopology:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that stand for the content."""
+        """Return sixteen hexadecimal digits that stand for the content."""
         return codec.digest(self, format_name=FORMAT)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ClusterTopology:
-        """The topology that a YAML file holds.
+        """Return the topology that a YAML file holds.
 
         Raises:
-            FormatError: says what is wrong with the file, and where.
+            FormatError: The file cannot be read.
         """
         return codec.from_yaml(cls, read_text(path), path=os.fspath(path), format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a YAML file."""
+        """Write the topology to a YAML file."""
         write_text(path, codec.to_yaml(self, format_name=FORMAT))
 
     @classmethod
@@ -282,16 +282,17 @@ class ClusterTopology:
         memory_bytes: int | None = None,
         name: str = "uniform",
     ) -> ClusterTopology:
-        """Equal devices `device0`, `device1` and so on, with equal links between the devices of a node and between nodes.
+        """Return equal devices `device0`, `device1` and so on, with equal links between the devices of a node and between nodes.
 
         Args:
-            num_devices: how many.
-            latency_s: of every link.
-            bandwidth_bytes_per_s: of every link; infinite for none.
-            devices_per_node: the last node may have fewer; None: all devices in one node, so that each ordered pair has its own link.
-            kind: of every device.
-            memory_bytes: of every device; None: no limit.
-            name: the cluster's.
+            num_devices: Number of devices.
+            latency_s: Latency of every link.
+            bandwidth_bytes_per_s: Bandwidth of every link; infinite for no limit.
+            devices_per_node: Devices of each node but the last, which may have fewer; None for one node, whose ordered pairs each have a
+                link.
+            kind: Kind of every device.
+            memory_bytes: Memory of every device; None for no limit.
+            name: Name of the cluster.
         """
         link = NodeLink(latency_s=latency_s, bandwidth_bytes_per_s=None if bandwidth_bytes_per_s == math.inf else bandwidth_bytes_per_s)
         devices = tuple(Device(f"device{index}", kind, memory_bytes) for index in range(num_devices))
@@ -343,7 +344,7 @@ class ClusterTopology:
 
     @cached_property
     def _locations(self) -> dict[str, tuple[Device, Node]]:
-        """By the name of a device: it and its node."""
+        """Return the device and its node, by the name of the device."""
         return {device.name: (device, node) for node in self.nodes for device in node.devices}
 
     @cached_property
@@ -360,7 +361,7 @@ class ClusterTopology:
 
     @cached_property
     def _known_as(self) -> dict[str, tuple[str, str]]:
-        """For each device: what stands for it on the way to other nodes, itself where links name it, else its node; and its node."""
+        """Return by device the name that links to other nodes know it by, which is its own or its node's, and its node."""
         named = {name for link in self.links for name in (link.source, link.target)}
         named |= {name for shared in self.shared_links for member in shared.members for name in member}
         return {device: (device if device in named else node.name, node.name) for device, (_, node) in self._locations.items()}
@@ -392,7 +393,7 @@ class ClusterTopology:
         return Path(link.latency_s, min(limits.values()), resources)
 
     def _link(self, source: str, source_node: Node, target: str, target_node: Node) -> tuple[str, Link | NodeLink] | None:
-        """The most specific link between two devices and the name of its wire in this direction, if there is one."""
+        """Return the most specific link between two devices and the name of its wire in this direction."""
         a, b = source_node.name, target_node.name
         for start, end in ((source, target), (source, b), (a, target), (a, b)):
             if link := self._links_by_pair.get((start, end)):
