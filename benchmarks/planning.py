@@ -29,8 +29,9 @@ from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, Node
 from raypipe.errors import PlanError
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.plan_bound import plan_bound
-from raypipe.planning.planners import PLANNERS, solve
+from raypipe.planning.planners import PLANNERS
 from raypipe.planning.problem import Problem
+from raypipe.planning.solve import solve
 
 OWN = "raypipe"
 HARD = ("two islands", "star", "random 1", "random 2", "random 3")

@@ -22,7 +22,7 @@ from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, Node
 from raypipe.planning.device_order import recursive
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.partition import Partition
-from raypipe.planning.planners import make
+from raypipe.planning.plan import plan_problem
 from raypipe.planning.problem import Problem
 
 GB = 1_000_000_000
@@ -83,7 +83,7 @@ def many(num_devices: int, num_layers: int) -> None:
         microbatch_size=1024,
     )  # fmt: skip
     began_s, began_core_s = time.perf_counter(), time.process_time()
-    plan = make(Problem(profile, topology, 64, 1024))
+    plan = plan_problem(Problem(profile, topology, 64, 1024))
     assert plan.predicted is not None
     print(
         f"{num_layers} layers on {num_devices} devices: {len(plan.stages)} stages, {plan.schedule.name}, "

@@ -9,6 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raypipe.artifacts.plan import Plan
+    from raypipe.artifacts.profile import ModelProfile
+    from raypipe.artifacts.topology import ClusterTopology
+    from raypipe.artifacts.trace import Trace
     from raypipe.config import (
         AdaptationConfig,
         ClusterConfig,
@@ -21,12 +25,22 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from raypipe.model import Layer, Model
+    from raypipe.planning.plan import plan
+    from raypipe.schedule_registry import build_schedule
+    from raypipe.simulation.simulator import simulate
     from raypipe.training.result import Result
     from raypipe.training.trainer import Trainer
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "ClusterTopology": "artifacts.topology",
+    "ModelProfile": "artifacts.profile",
+    "Plan": "artifacts.plan",
+    "Trace": "artifacts.trace",
+    "build_schedule": "schedule_registry",
+    "plan": "planning.plan",
+    "simulate": "simulation.simulator",
     "AdaptationConfig": "config",
     "ClusterConfig": "config",
     "DataConfig": "config",
@@ -45,17 +59,24 @@ _HOME = {
 __all__ = [
     "AdaptationConfig",
     "ClusterConfig",
+    "ClusterTopology",
     "DataConfig",
     "Layer",
     "Model",
+    "ModelProfile",
     "OptimizerConfig",
+    "Plan",
     "Precision",
     "Result",
     "RunConfig",
     "ScalingConfig",
     "ScheduleConfig",
+    "Trace",
     "TrainConfig",
     "Trainer",
+    "build_schedule",
+    "plan",
+    "simulate",
 ]
 
 

@@ -91,6 +91,42 @@ def build(name: str, size: ScheduleRequest) -> Schedule:
     return catalogue.of_size(spec(name), size)
 
 
+def build_schedule(
+    name: str,
+    num_devices: int,
+    num_microbatches: int,
+    *,
+    num_updates: int = 1,
+    num_chunks: int | None = None,
+    num_pipelines: int = 0,
+    update_scope: UpdateScope | None = None,
+) -> Schedule:
+    """Return a schedule by name.
+
+    Args:
+        name: Name of the schedule, as `raypipe schedules` lists them, or a file or function that defines it.
+        num_devices: Number of workers.
+        num_microbatches: Number of microbatches of one update, over all pipelines.
+        num_updates: Number of updates of the window.
+        num_chunks: Number of stages per worker, for schedules that take several; the schedule's default where left out.
+        num_pipelines: Number of pipelines, for schedules that have several; 0 lets the schedule choose.
+        update_scope: What an update waits for; the schedule's default where left out.
+
+    Raises:
+        InputError: There is no such schedule, or it cannot take this size.
+    """
+    chosen = spec(name)
+    request = ScheduleRequest(
+        num_devices,
+        num_microbatches,
+        num_updates,
+        num_chunks=num_chunks or chosen.default_chunks,
+        num_pipelines=num_pipelines,
+        update_scope=update_scope,
+    )
+    return catalogue.of_size(chosen, request)
+
+
 def _described(
     name: str, build_size: Callable[[ScheduleRequest], Schedule], *, title: str, chunks: int = 1, weight_rule: WeightRule = WeightRule.FLUSH
 ) -> ScheduleSpec:

@@ -8,6 +8,7 @@ A plan embeds the profile and the topology it was made for, so that it can be si
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cached_property
 
 from pydantic import PositiveInt
@@ -146,6 +147,11 @@ class Plan:
         """Return the devices of each worker by number."""
         number = {name: position for position, name in enumerate(self.devices)}
         return Placement(tuple(tuple((number[replica.device], replica.share) for replica in replicas) for replicas in self.workers))
+
+    def on(self, topology: ClusterTopology) -> Plan:
+        """Return the plan on another topology, which has its devices."""
+        # The digest tells whether the plan's own topology was changed by hand.
+        return replace(self, topology=topology, topology_digest="")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

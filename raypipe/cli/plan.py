@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import click
@@ -17,10 +18,9 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.errors import InputError
+from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
-from raypipe.planning.planners import AUTO, PLANNERS, best_division, make
-from raypipe.planning.problem import Problem
-from raypipe.planning.search import Budget
+from raypipe.planning.planners import AUTO, PLANNERS
 from raypipe.schedules.passes import recomputed_stages
 from raypipe.show.tables import table
 from raypipe.units import counted, ratio, seconds, size
@@ -74,27 +74,29 @@ def plan(
     if output:
         check_folder(output)
         check_not_input(output, profile, topology)
-    model = ModelProfile.load(profile)
     if (batch_size is None) == (microbatches is None) or (batch_size is not None and microbatch_size is not None):
         raise click.UsageError("give either --microbatches, with --microbatch-size if it is not the profile's, or --batch-size")
-    num_rows = batch_size or microbatch_size or model.microbatch_size
-    problem = Problem(
-        model,
+    make = partial(
+        planning.plan,
+        ModelProfile.load(profile),
         ClusterTopology.load(topology),
-        microbatches or 1,
-        num_rows,
-        recompute=recompute,
         max_staleness=max_staleness,
         max_mismatch=max_mismatch,
         max_mean_staleness=max_mean_staleness,
         updates_per_window=updates_per_window,
+        recompute=recompute,
+        effort=effort,
     )
-    budget = Budget.usual(problem.num_devices, effort=effort)
     began_s = time.perf_counter()
     with _watched() as on_evaluated:
-        if batch_size is not None:
-            problem = best_division(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
-        found = make(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
+        found = make(
+            microbatches or 1,
+            microbatch_size=microbatch_size,
+            batch_size=batch_size,
+            planner=planner,
+            schedule=schedule,
+            on_evaluated=on_evaluated,
+        )
     took_s = time.perf_counter() - began_s
     if output:
         found.save(output)
@@ -102,7 +104,8 @@ def plan(
     others: dict[str, Plan | str] = {}
     if compare:
         with _watched() as on_evaluated:
-            others = _others(problem, budget, besides=planner, on_evaluated=on_evaluated)
+            divided = (found.schedule.num_microbatches, found.microbatch_size)
+            others = _others(partial(make, divided[0], microbatch_size=divided[1], on_evaluated=on_evaluated), besides=planner)
         figures["compared"] = {
             name: {"schedule": other.schedule.name, "update_s": _update_s(other)} if isinstance(other, Plan) else {"error": other}
             for name, other in others.items()
@@ -167,13 +170,13 @@ def _update_s(found: Plan) -> float:
     return found.predicted.update_s
 
 
-def _others(problem: Problem, budget: Budget, *, besides: str, on_evaluated: OnEvaluated) -> dict[str, Plan | str]:
+def _others(make: Callable[..., Plan], *, besides: str) -> dict[str, Plan | str]:
     """What the other planners find, or why they do not."""
     found: dict[str, Plan | str] = {}
     for other in PLANNERS:
         if other.name != besides:
             try:
-                found[other.name] = make(problem, name=other.name, budget=budget, on_evaluated=on_evaluated)
+                found[other.name] = make(planner=other.name)
             except InputError as error:
                 found[other.name] = str(error)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -30,8 +29,7 @@ def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bo
         check_not_input(output, plan, topology)
     loaded = Plan.load(plan)
     if topology:
-        # The digest tells whether the plan's own topology was changed; this one is meant to be another.
-        loaded = replace(loaded, topology=ClusterTopology.load(topology), topology_digest="")
+        loaded = loaded.on(ClusterTopology.load(topology))
     trace = simulator.simulate(loaded)
     figures = plan_figures(loaded, trace)
     if output:

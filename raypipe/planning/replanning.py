@@ -31,9 +31,11 @@ from raypipe.planning import chunks
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import PlanCheck, ScheduleCache, layout_schedule, window_updates
-from raypipe.planning.planners import AUTO, climbed, solve
+from raypipe.planning.planners import AUTO
 from raypipe.planning.problem import Floats, Problem
+from raypipe.planning.schedule_search import climbed
 from raypipe.planning.search import Budget
+from raypipe.planning.solve import solve
 from raypipe.schedules.ir import UpdateScope
 from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 

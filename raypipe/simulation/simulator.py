@@ -5,9 +5,11 @@ A search over costs compiles an order once and times it many times; spans and me
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
 from raypipe.schedules.lower import DeviceProgram, lower
 from raypipe.simulation.compiled import CompiledOrder
@@ -17,8 +19,21 @@ from raypipe.simulation.plan_cost import plan_cost
 from raypipe.simulation.timing import Timing
 
 
-def simulate(plan: Plan) -> Trace:
-    """Return the trace of one window of a plan on its own topology."""
+def simulate(plan: Plan | str | os.PathLike[str], *, topology: ClusterTopology | str | os.PathLike[str] | None = None) -> Trace:
+    """Return the predicted trace of one window of a plan.
+
+    Args:
+        plan: Plan, or the path of its file.
+        topology: Cluster to run it on, or the path of its file; the plan's own by default. It has the plan's devices.
+
+    Raises:
+        FormatError: A file cannot be read.
+        PlanError: The topology lacks a device of the plan.
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    if topology is not None:
+        plan = plan.on(topology if isinstance(topology, ClusterTopology) else ClusterTopology.load(topology))
     return simulate_programs(lower(plan.schedule, plan.placement), plan_cost(plan), name=plan.name, num_updates=plan.schedule.num_updates)
 
 

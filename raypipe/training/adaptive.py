@@ -26,7 +26,7 @@ from raypipe.model import Model
 from raypipe.network.estimate import NetworkEstimate
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import layout_schedule
-from raypipe.planning.planners import bound_s
+from raypipe.planning.plan import bound_s
 from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
 from raypipe.schedule_registry import spec

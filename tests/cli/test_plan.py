@@ -144,7 +144,7 @@ def test_outputs_are_looked_at_before_the_work(run: Run, inputs: tuple[object, .
     def work(*_: object, **__: object) -> None:
         pytest.fail("worked before it looked at the output")
 
-    for module in ("plan.make", "schedule.simulated", "simulate.simulator.simulate"):
+    for module in ("plan.planning.plan", "schedule.simulated", "simulate.simulator.simulate"):
         monkeypatch.setattr(f"raypipe.cli.{module}", work)
     commands = (
         ("plan", *inputs, "--microbatches", 4),

@@ -15,7 +15,7 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Link
 from raypipe.data.prepare import prepare
-from raypipe.planning.planners import make
+from raypipe.planning.plan import plan_problem
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Schedule
@@ -153,7 +153,7 @@ def test_a_rehearsed_update_takes_as_long_as_a_simulated_one(four: Cluster, tmp_
 def test_the_planned_placement_beats_the_naive_order_by_what_was_predicted(four: Cluster, tmp_path: Path) -> None:
     profile = layers(8, forward_s=0.03, output_bytes=1_200_000, parameter_bytes=1_500_000)
     problem = Problem(profile, four_nodes(devices=1), num_microbatches=4, microbatch_size=ROWS)
-    naive, planned = (make(problem, name=name) for name in ("1f1b-equal", "raypipe"))
+    naive, planned = (plan_problem(problem, name=name) for name in ("1f1b-equal", "raypipe"))
     assert naive.devices == tuple(f"node{number}/0" for number in range(4))
     for _ in range(NUM_TRIES):
         slow, fast = (rehearsed(four, plan, tmp_path) for plan in (naive, planned))

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from raypipe.planning.evaluator import LayoutEvaluator
-from raypipe.planning.planners import solve
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import Search
+from raypipe.planning.solve import solve
 from tests.planning.instances import all_plans, random_problem
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "planning_optima.json"

@@ -12,8 +12,8 @@ from raypipe.planning import chunks
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.plan_bound import plan_bound
-from raypipe.planning.planners import solve
 from raypipe.planning.problem import Problem
+from raypipe.planning.solve import solve
 from tests.planning.instances import all_plans, islands, random_problem
 
 ORDERS = ("1f1b", "list", "gpipe", "zb-h1", "zb-h2")

@@ -7,7 +7,7 @@ import pytest
 from raypipe.planning.canonical import canonical, colours
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
-from raypipe.planning.planners import solve
+from raypipe.planning.solve import solve
 from tests.planning.instances import islands, random_problem, shuffled
 
 

@@ -8,7 +8,7 @@ import pytest
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.planning.device_order import MOST_FOR_CUTS, nearest, orders, recursive, symmetric, tree
 from raypipe.planning.evaluator import LayoutEvaluator
-from raypipe.planning.planners import solve
+from raypipe.planning.solve import solve
 from tests.planning.instances import islands, random_problem, shuffled
 
 

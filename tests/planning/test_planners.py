@@ -13,12 +13,16 @@ from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile
 from raypipe.artifacts.schedule import save_schedule
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
 from raypipe.errors import PlanError, UnknownNameError
+from raypipe.planning.divisions import best_division, divided
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
+from raypipe.planning.plan import plan_problem
 from raypipe.planning.plan_bound import plan_bound
-from raypipe.planning.planners import PLANNERS, best_division, climbed, divided, make, solve
+from raypipe.planning.planners import PLANNERS
 from raypipe.planning.problem import Problem
+from raypipe.planning.schedule_search import climbed
 from raypipe.planning.search import Budget
+from raypipe.planning.solve import solve
 from raypipe.schedule_registry import build
 from raypipe.schedules.ir import WeightRule
 from raypipe.schedules.metrics import metrics
@@ -51,7 +55,7 @@ def test_it_is_never_behind_another_planner(seed: int) -> None:
 @pytest.mark.parametrize("name", [planner.name for planner in PLANNERS])
 def test_a_plan_is_whole_and_promises_what_its_simulation_says(name: str) -> None:
     problem = islands((2, 2), num_layers=6)
-    plan = make(problem, name=name, budget=SMALL)
+    plan = plan_problem(problem, name=name, budget=SMALL)
     assert plan.planner == name
     assert [layer for stage in plan.stages for layer in stage] == [layer.name for layer in problem.profile.layers]
     assert plan.predicted is not None
@@ -67,7 +71,7 @@ def test_a_plan_is_whole_and_promises_what_its_simulation_says(name: str) -> Non
 
 def test_all_that_is_simulated_is_told_and_none_of_it_is_faster() -> None:
     problem, told = islands((2, 2), num_layers=6), list[Evaluation]()
-    plan = make(problem, budget=SMALL, on_evaluated=told.append)
+    plan = plan_problem(problem, budget=SMALL, on_evaluated=told.append)
     assert plan.predicted is not None
     assert min(judged.update_s for judged in told if not judged.missing_bytes) == pytest.approx(plan.predicted.update_s)
     division = list[Evaluation]()
@@ -78,7 +82,7 @@ def test_all_that_is_simulated_is_told_and_none_of_it_is_faster() -> None:
 def test_one_device_gives_one_stage() -> None:
     problem = random_problem(1, num_devices=1, num_layers=5)
     for planner in PLANNERS:
-        plan = make(problem, name=planner.name, budget=SMALL)
+        plan = plan_problem(problem, name=planner.name, budget=SMALL)
         assert (len(plan.stages), len(plan.devices)) == (1, 1)
 
 
@@ -90,7 +94,7 @@ def test_a_slow_device_behind_a_slow_link_stays_idle() -> None:
         Node(name="slow", devices=(Device("slow/0", "gpu", speed=0.01),)),
     )
     topology = ClusterTopology(name="lab", nodes=nodes, default_link=NodeLink(latency_s=0.0, bandwidth_bytes_per_s=100.0))
-    plan = make(Problem(profile, topology, 8, 8), budget=SMALL)
+    plan = plan_problem(Problem(profile, topology, 8, 8), budget=SMALL)
     assert "slow/0" not in plan.devices
     assert len(plan.devices) == 4
 
@@ -99,17 +103,17 @@ def test_a_device_of_half_the_speed_gets_half_the_work() -> None:
     profile = ModelProfile.uniform(9, output_bytes=1, microbatch_size=2)
     nodes = tuple(Node(name=name, devices=(Device(f"{name}/0", "gpu", speed=speed),)) for name, speed in (("new", 1.0), ("old", 0.5)))
     topology = ClusterTopology(name="pair", nodes=nodes, default_link=NodeLink(latency_s=0.0, bandwidth_bytes_per_s=1e9))
-    plan = make(Problem(profile, topology, 32, 2), schedule="1f1b", budget=SMALL)
+    plan = plan_problem(Problem(profile, topology, 32, 2), schedule="1f1b", budget=SMALL)
     layers = {worker[0].device: len(plan.stages[stage]) for stage, worker in enumerate(plan.workers)}
     assert layers == {"new/0": 6, "old/0": 3}
 
 
 def test_memory_is_kept_where_activations_in_flight_decide() -> None:
     problem = random_problem(4, num_devices=4, num_layers=8)
-    roomy = make(problem, budget=SMALL)
+    roomy = plan_problem(problem, budget=SMALL)
     assert roomy.predicted is not None
     limit = round(0.8 * max(roomy.predicted.peak_memory_bytes))
-    tight = make(random_problem(4, num_devices=4, num_layers=8, memory_bytes=limit), budget=SMALL)
+    tight = plan_problem(random_problem(4, num_devices=4, num_layers=8, memory_bytes=limit), budget=SMALL)
     assert tight.predicted is not None
     assert max(tight.predicted.peak_memory_bytes) <= limit
     assert tight.predicted.update_s >= roomy.predicted.update_s * (1 - 1e-9)
@@ -117,7 +121,7 @@ def test_memory_is_kept_where_activations_in_flight_decide() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-v", "chimera"])
 def test_an_order_that_is_asked_for_is_used(schedule: str) -> None:
-    plan = make(islands((4,), num_layers=8), schedule=schedule, budget=SMALL)
+    plan = plan_problem(islands((4,), num_layers=8), schedule=schedule, budget=SMALL)
     assert plan.schedule.name == schedule
 
 
@@ -160,7 +164,7 @@ def of_memory(memory_bytes: int, *, num_devices: int = 3, num_layers: int = 6) -
 
 @pytest.mark.parametrize("memory_bytes", [2000, 2600])
 def test_where_forwards_run_again_the_search_still_changes_the_number_of_stages(memory_bytes: int) -> None:
-    plan = make(of_memory(memory_bytes), budget=Budget(300, 40))
+    plan = plan_problem(of_memory(memory_bytes), budget=Budget(300, 40))
     assert plan.predicted is not None
     assert max(plan.predicted.peak_memory_bytes) <= memory_bytes
 
@@ -179,9 +183,9 @@ def test_frozen_weights_need_no_memory_but_their_own() -> None:
     problem = of_memory(250, num_devices=2, num_layers=4)
     layers = tuple(replace(layer, saved_bytes=5) for layer in problem.profile.layers)
     with pytest.raises(PlanError, match="too little"):
-        make(replace(problem, profile=replace(problem.profile, layers=layers)), budget=TINY)
+        plan_problem(replace(problem, profile=replace(problem.profile, layers=layers)), budget=TINY)
     frozen = tuple(replace(layer, frozen_bytes=45) for layer in layers)
-    plan = make(replace(problem, profile=replace(problem.profile, layers=frozen)), budget=TINY)
+    plan = plan_problem(replace(problem, profile=replace(problem.profile, layers=frozen)), budget=TINY)
     assert plan.predicted is not None
     assert max(plan.predicted.peak_memory_bytes) <= 250
 
@@ -199,46 +203,46 @@ def test_a_layer_that_fits_nowhere_is_named_with_what_is_missing() -> None:
     topology = ClusterTopology.uniform(3, memory_bytes=2000)
     problem = Problem(ModelProfile(name="m", microbatch_size=1, layers=tuple(layers)), topology, 4, 1)
     with pytest.raises(PlanError, match=r"layer 'embedding' needs .* the largest device of 'uniform' has .* too little; divide the layer"):
-        make(problem)
+        plan_problem(problem)
 
 
 def test_a_model_larger_than_all_devices_is_refused_saying_by_how_much() -> None:
     profile = ModelProfile.uniform(10, parameter_bytes=100, microbatch_size=1)
     problem = Problem(profile, ClusterTopology.uniform(2, memory_bytes=1000), 4, 1)
     with pytest.raises(PlanError, match=r"together have .* too little; add devices"):
-        make(problem)
+        plan_problem(problem)
 
 
 def test_copies_in_low_precision_need_memory_too() -> None:
     profile = ModelProfile.uniform(10, parameter_bytes=100, microbatch_size=1)
     copied = replace(profile, layers=tuple(replace(layer, low_precision_bytes=50) for layer in profile.layers))
     cluster = ClusterTopology.uniform(2, memory_bytes=2100)
-    make(Problem(profile, cluster, 4, 1), budget=SMALL)
+    plan_problem(Problem(profile, cluster, 4, 1), budget=SMALL)
     with pytest.raises(PlanError, match=r"together have .* too little; add devices"):
-        make(Problem(copied, cluster, 4, 1))
+        plan_problem(Problem(copied, cluster, 4, 1))
 
 
 def test_what_a_layer_needs_for_a_while_must_fit_too() -> None:
     profile = ModelProfile.uniform(6, output_bytes=1, parameter_bytes=100, saved_bytes=100, microbatch_size=1)
     problem = Problem(profile, ClusterTopology.uniform(2, memory_bytes=2450), 8, 1)
-    assert [len(layers) for layers in make(problem, budget=TINY, schedule="1f1b").stages] == [3, 3]
+    assert [len(layers) for layers in plan_problem(problem, budget=TINY, schedule="1f1b").stages] == [3, 3]
     last = replace(profile.layers[-1], working_bytes=1000)
     worked = replace(problem, profile=replace(profile, layers=(*profile.layers[:-1], last)))
     # Three layers with the last of them would take 2500 bytes, four without it take 2400.
-    assert [len(layers) for layers in make(worked, budget=TINY, schedule="1f1b").stages] == [4, 2]
+    assert [len(layers) for layers in plan_problem(worked, budget=TINY, schedule="1f1b").stages] == [4, 2]
 
 
 def test_what_fits_apart_but_not_together_says_where_memory_is_short() -> None:
     profile = ModelProfile.uniform(4, parameter_bytes=100, saved_bytes=3000, microbatch_size=8)
     problem = Problem(profile, ClusterTopology.uniform(4, memory_bytes=2600), 8, 8)
     with pytest.raises(PlanError, match=r"lacks .* of memory on its fullest device .*; use smaller or more microbatches"):
-        make(problem, name="1f1b-equal")
+        plan_problem(problem, name="1f1b-equal")
 
 
 def test_layers_that_take_no_time_are_refused() -> None:
     problem = Problem(ModelProfile.uniform(3, forward_s=0.0, backward_s=0.0, weight_grad_s=0.0), ClusterTopology.uniform(2), 4, 1)
     with pytest.raises(PlanError, match="the layers of 'uniform' take no time; measure them"):
-        make(problem)
+        plan_problem(problem)
 
 
 def test_a_kind_of_device_on_which_layers_take_no_time_is_refused() -> None:
@@ -247,23 +251,23 @@ def test_a_kind_of_device_on_which_layers_take_no_time_is_refused() -> None:
     node = Node(name="n", devices=(Device("d0", "cpu"), Device("d1", "gpu")), link=NodeLink(latency_s=0.0))
     problem = Problem(profile, ClusterTopology(name="t", nodes=(node,)), 4, 1)
     with pytest.raises(PlanError, match="the layers of 'uniform' take no time on devices of kind 'gpu'; measure them"):
-        make(problem)
-    assert make(replace(problem, topology=ClusterTopology(name="t", nodes=(replace(node, devices=node.devices[:1]),))), budget=TINY)
+        plan_problem(problem)
+    assert plan_problem(replace(problem, topology=ClusterTopology(name="t", nodes=(replace(node, devices=node.devices[:1]),))), budget=TINY)
 
 
 def test_a_node_without_devices_may_join_the_others() -> None:
     nodes = (Node(name="head", devices=(), cores=4), *(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in ("a", "b")))
     links = tuple(Link(source=one, target=other, latency_s=0.0) for one, other in (("head", "a"), ("head", "b"), ("a", "b")))
     problem = Problem(ModelProfile.uniform(4), ClusterTopology(name="t", nodes=nodes, links=links), 4, 1)
-    assert set(make(problem, budget=TINY).devices) == {"a/0", "b/0"}
+    assert set(plan_problem(problem, budget=TINY).devices) == {"a/0", "b/0"}
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     problem = islands((2,))
     with pytest.raises(UnknownNameError, match="did you mean 'dapple'"):
-        make(problem, name="daple")
+        plan_problem(problem, name="daple")
     with pytest.raises(UnknownNameError, match="did you mean 'zb-h1'"):
-        make(problem, schedule="zbh1")
+        plan_problem(problem, schedule="zbh1")
 
 
 def test_counts_below_one_are_refused() -> None:
@@ -275,7 +279,7 @@ def test_counts_below_one_are_refused() -> None:
 def test_an_order_that_no_number_of_workers_suits_is_refused() -> None:
     problem = random_problem(1, num_devices=1, num_layers=2)
     with pytest.raises(PlanError, match=r"no plan with schedule 'dualpipe' for 2 layers, 1 device"):
-        make(problem, schedule="dualpipe", budget=SMALL)
+        plan_problem(problem, schedule="dualpipe", budget=SMALL)
 
 
 # Asynchronous orders
@@ -291,26 +295,26 @@ def uniform_chain(num_devices: int = 4, num_microbatches: int = 8, **changed: An
 @pytest.mark.parametrize("name", ["async-1f1b", "pipedream-2bw", "async-interleaved", "amdp"])
 def test_a_plan_whose_updates_overlap_promises_its_part_of_a_window(name: str) -> None:
     problem = uniform_chain(updates_per_window=7)
-    plan = make(problem, schedule=name, budget=SMALL)
+    plan = plan_problem(problem, schedule=name, budget=SMALL)
     assert (plan.schedule.name, plan.schedule.num_updates) == (name, 7)
     assert plan.predicted is not None
     assert plan.predicted.lower_bound_s is not None
     assert plan.predicted.update_s == pytest.approx(simulate(plan).makespan_s / 7)
     assert plan.predicted.lower_bound_s <= plan.predicted.update_s
     if name != "amdp":  # a round of which has a bubble, too
-        assert plan.predicted.update_s < make(problem, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
+        assert plan.predicted.update_s < plan_problem(problem, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("planner", ["raypipe", "1f1b-equal"])
 @pytest.mark.parametrize("num_updates", [1, 7])
 def test_orders_of_ones_own_whose_updates_overlap_are_planned_as_the_bundled_ones(planner: str, num_updates: int, tmp_path: Path) -> None:
     problem = uniform_chain(num_microbatches=2, updates_per_window=7)
-    bundled = make(problem, name=planner, schedule="async-1f1b", budget=TINY).predicted
+    bundled = plan_problem(problem, name=planner, schedule="async-1f1b", budget=TINY).predicted
     assert bundled is not None
     path = str(tmp_path / "order.json")
     save_schedule(build("async-1f1b", ScheduleRequest(4, 2, num_updates)), path)
     for name in ("raypipe.schedules.families.one_f_one_b_async:SPEC_ASYNC", path):
-        plan = make(problem, name=planner, schedule=name, budget=TINY)
+        plan = plan_problem(problem, name=planner, schedule=name, budget=TINY)
         assert (plan.schedule.weight_rule, plan.schedule.num_updates) == (WeightRule.LIVE, 7)
         assert plan.predicted is not None
         assert plan.predicted.lower_bound_s == bundled.lower_bound_s
@@ -324,7 +328,7 @@ def test_a_file_of_a_window_is_refused_for_another_window_with_the_option_that_w
     path = str(tmp_path / "order.json")
     save_schedule(build("async-1f1b", ScheduleRequest(4, 8, 3)), path)
     with pytest.raises(PlanError, match=r"is the order of 3 updates, asked for 7; use --updates 3 \(--updates-per-window, schedule\."):
-        make(uniform_chain(updates_per_window=7), name="1f1b-equal", schedule=path)
+        plan_problem(uniform_chain(updates_per_window=7), name="1f1b-equal", schedule=path)
 
 
 @pytest.mark.parametrize("schedule", ["auto", "1f1b", "interleaved", "async-1f1b", "amdp"])
@@ -333,7 +337,7 @@ def test_a_plan_keeps_what_layers_share_and_pays_for_it(schedule: str, tmp_path:
     layers = problem.profile.layers
     ends = {0: replace(layers[0], tied="w"), 15: replace(layers[15], tied="w")}
     profile = replace(problem.profile, layers=tuple(ends.get(number, layer) for number, layer in enumerate(layers)))
-    plan = make(replace(problem, profile=profile), schedule=schedule, budget=SMALL)
+    plan = plan_problem(replace(problem, profile=profile), schedule=schedule, budget=SMALL)
     assert [layer.tied for layer in plan.profile.layers] == ["w", *[None] * 14, "w"]
     assert plan.schedule.graph.ties == ((0, plan.schedule.num_stages - 1),)
     assert plan_cost(plan).tied_bytes == {0: 1000}
@@ -344,10 +348,10 @@ def test_a_plan_keeps_what_layers_share_and_pays_for_it(schedule: str, tmp_path:
 
 
 def test_orders_that_are_stale_are_chosen_only_where_that_is_allowed() -> None:
-    assert make(uniform_chain(), budget=SMALL).schedule.weight_rule is WeightRule.FLUSH
-    assert make(uniform_chain(max_staleness=0, max_mismatch=0), budget=SMALL).schedule.weight_rule is WeightRule.FLUSH
+    assert plan_problem(uniform_chain(), budget=SMALL).schedule.weight_rule is WeightRule.FLUSH
+    assert plan_problem(uniform_chain(max_staleness=0, max_mismatch=0), budget=SMALL).schedule.weight_rule is WeightRule.FLUSH
     for mismatch in (0, 1):
-        plan = make(uniform_chain(max_staleness=1, max_mismatch=mismatch), budget=SMALL)
+        plan = plan_problem(uniform_chain(max_staleness=1, max_mismatch=mismatch), budget=SMALL)
         assert plan.schedule.weight_rule is not WeightRule.FLUSH
         known = metrics(plan.schedule)
         assert known.max_delay <= 1
@@ -359,7 +363,7 @@ def test_where_messages_are_long_more_microbatches_are_under_way_than_async_1f1b
     profile = replace(problem.profile, layers=tuple(replace(layer, output_bytes=80_000) for layer in problem.profile.layers))
     problem = replace(problem, profile=profile)  # a message takes two forwards of a stage
     seconds = {
-        name: make(problem, schedule=name, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
+        name: plan_problem(problem, schedule=name, budget=SMALL).predicted.update_s  # type: ignore[union-attr]
         for name in ("auto", "async-1f1b", "async-interleaved", "pipedream-2bw", "amdp")
     }
     assert seconds["auto"] == min(seconds.values())
@@ -370,29 +374,29 @@ def test_limits_that_no_plan_keeps_are_refused_with_what_would_do() -> None:
     problem = uniform_chain(num_microbatches=1, max_staleness=1, max_mismatch=1)
     said = r"every plan with schedule 'pipedream' is staler than allowed .* allow max_staleness \d, max_mismatch 0$"
     with pytest.raises(PlanError, match=said):
-        make(problem, name="1f1b-equal", schedule="pipedream")
-    make(replace(problem, max_staleness=3), name="1f1b-equal", schedule="pipedream")
-    assert len(make(problem, schedule="pipedream", budget=SMALL).stages) == 2  # which are one update behind each other
+        plan_problem(problem, name="1f1b-equal", schedule="pipedream")
+    plan_problem(replace(problem, max_staleness=3), name="1f1b-equal", schedule="pipedream")
+    assert len(plan_problem(problem, schedule="pipedream", budget=SMALL).stages) == 2  # which are one update behind each other
     with pytest.raises(PlanError, match="max_staleness must be at least 0, got -1"):
         uniform_chain(max_staleness=-1)
 
 
 def test_a_limit_of_the_mean_staleness_is_kept_and_allows_orders_that_are_stale() -> None:
-    found = {limit: make(uniform_chain(max_mean_staleness=limit), budget=SMALL) for limit in (0.0, 0.3, 2.0)}
+    found = {limit: plan_problem(uniform_chain(max_mean_staleness=limit), budget=SMALL) for limit in (0.0, 0.3, 2.0)}
     assert found[0.0].schedule.weight_rule is WeightRule.FLUSH
     for limit in (0.3, 2.0):
         assert found[limit].schedule.weight_rule is not WeightRule.FLUSH
         assert metrics(found[limit].schedule).mean_delay <= limit
-    both = make(uniform_chain(max_staleness=0, max_mean_staleness=2.0), budget=SMALL)
+    both = plan_problem(uniform_chain(max_staleness=0, max_mean_staleness=2.0), budget=SMALL)
     assert both.schedule.weight_rule is WeightRule.FLUSH
     said = r"'pipedream-2bw' is staler than allowed \(max_mean_staleness 0.2\); .* allow max_mean_staleness 0.\d+$"
     with pytest.raises(PlanError, match=said):
-        make(uniform_chain(max_mean_staleness=0.2), name="1f1b-equal", schedule="pipedream-2bw")
+        plan_problem(uniform_chain(max_mean_staleness=0.2), name="1f1b-equal", schedule="pipedream-2bw")
 
 
 def test_versions_of_the_weights_take_memory() -> None:
     problem = uniform_chain()
-    live, buffered = (make(problem, schedule=name, budget=SMALL).predicted for name in ("async-1f1b", "pipedream-2bw"))
+    live, buffered = (plan_problem(problem, schedule=name, budget=SMALL).predicted for name in ("async-1f1b", "pipedream-2bw"))
     assert live is not None
     assert buffered is not None
     assert max(buffered.peak_memory_bytes) - max(live.peak_memory_bytes) == pytest.approx(4 * 1000, rel=1e-3)

@@ -16,9 +16,9 @@ from raypipe.network.estimate import NetworkEstimate, Transfer
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache
-from raypipe.planning.planners import solve
 from raypipe.planning.problem import Problem
 from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
+from raypipe.planning.solve import solve
 
 RATE = 25e6
 NODES = [f"n{number}" for number in range(4)]

@@ -1,0 +1,69 @@
+"""Divisions of the rows of an update into microbatches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from raypipe.errors import PlanError
+from raypipe.planning.evaluator import LayoutEvaluator, OnEvaluated, ignore
+from raypipe.planning.planners import AUTO
+from raypipe.planning.problem import Problem
+from raypipe.planning.search import Budget
+from raypipe.planning.solve import solve
+
+_MOST_DIVISIONS = 8
+_MICROBATCHES_PER_DEVICE = 16
+
+
+def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISIONS) -> list[tuple[int, int]]:
+    """Return pairs (microbatches, rows of each) that divide the rows of an update evenly, the fewest microbatches first.
+
+    Args:
+        batch_size: Rows of an update.
+        most_microbatches: Most microbatches; with more, the bubble hardly shrinks and overheads grow.
+        most: Most pairs; neighbours are left out evenly.
+    """
+    small = [count for count in range(1, math.isqrt(batch_size) + 1) if batch_size % count == 0]
+    counts = sorted({*small, *(batch_size // count for count in small)})
+    divisions = [(count, batch_size // count) for count in counts if count <= most_microbatches]
+    if len(divisions) <= most:
+        return divisions
+    return [divisions[round(at * (len(divisions) - 1) / (most - 1))] for at in range(most)]
+
+
+def best_division(
+    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None, on_evaluated: OnEvaluated = ignore
+) -> Problem:
+    """Return the problem with the rows of an update divided into as many microbatches as a quick search finds best.
+
+    A row is taken to cost the same in microbatches of any size, besides the topology's overheads per microbatch.
+
+    Args:
+        problem: Its microbatches times their rows are the rows of an update.
+        name: Name of the planner.
+        schedule: Name of the schedule, or `auto`.
+        budget: Effort; a fifth of it is spent on each division.
+        on_evaluated: Called with every layout that is simulated.
+
+    Raises:
+        PlanError: No division has a plan; the message is the last division's.
+    """
+    budget = budget or Budget.usual(problem.num_devices)
+    quick = replace(budget, num_estimates=max(budget.num_estimates // 5, 1), num_simulations=max(budget.num_simulations // 5, 4))
+    best: tuple[tuple[float, float], Problem] | None = None
+    failure: PlanError | None = None
+    batch_size = problem.num_microbatches * problem.microbatch_size
+    for num_microbatches, microbatch_size in divided(batch_size, most_microbatches=_MICROBATCHES_PER_DEVICE * problem.num_devices):
+        candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
+        try:
+            evaluation = solve(LayoutEvaluator(candidate, on_evaluated=on_evaluated), name=name, schedule=schedule, budget=quick)
+        except PlanError as error:
+            failure = error
+            continue
+        if best is None or evaluation.rank < best[0]:
+            best = (evaluation.rank, candidate)
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best[1]

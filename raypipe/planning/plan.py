@@ -1,0 +1,97 @@
+"""From a profile and a topology to a plan."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.errors import PlanError
+from raypipe.planning.divisions import best_division
+from raypipe.planning.evaluator import LayoutEvaluator, OnEvaluated, ignore
+from raypipe.planning.plan_bound import plan_bound
+from raypipe.planning.planners import AUTO
+from raypipe.planning.problem import Problem
+from raypipe.planning.schedule_search import asynchronous_orders
+from raypipe.planning.search import Budget
+from raypipe.planning.solve import solve
+
+
+def plan(
+    profile: ModelProfile | str | os.PathLike[str],
+    topology: ClusterTopology | str | os.PathLike[str],
+    num_microbatches: int = 16,
+    *,
+    microbatch_size: int | None = None,
+    batch_size: int | None = None,
+    planner: str = "raypipe",
+    schedule: str = AUTO,
+    max_staleness: int | None = None,
+    max_mismatch: int | None = None,
+    max_mean_staleness: float | None = None,
+    updates_per_window: int = 10,
+    recompute: bool = True,
+    effort: float = 1.0,
+    on_evaluated: OnEvaluated = ignore,
+) -> Plan:
+    """Choose stages, replication, devices and schedule for a model on a cluster.
+
+    Args:
+        profile: Costs of the model's layers, or the path of their file.
+        topology: Cluster, or the path of its file.
+        num_microbatches: Number of microbatches of one update; with `batch_size` the planner chooses it.
+        microbatch_size: Rows of a microbatch; the profile's by default.
+        batch_size: Rows of one update, which the planner divides into microbatches.
+        planner: Name of the planner, as `raypipe plan --help` lists them.
+        schedule: Name of the schedule; `auto` to choose.
+        max_staleness: Most updates between the weights of a forward and those that its gradient changes; `None` for no limit on a
+            named schedule, and for synchronous schedules only where the schedule is chosen.
+        max_mismatch: Most weight versions between the forward and the backward of a microbatch; `None` for no limit.
+        max_mean_staleness: Limit on the staleness averaged over microbatches and stages; `None` for no limit.
+        updates_per_window: Number of updates between two drains of the pipeline, for schedules whose updates overlap.
+        recompute: Whether forwards may run again where memory is short.
+        effort: Effort of the search, as a multiple of the usual one.
+        on_evaluated: Called with every layout that is simulated.
+
+    Raises:
+        UnknownNameError: There is no such planner or schedule.
+        PlanError: Nothing fits into memory, or the planner has no plan.
+        FormatError: A file cannot be read.
+    """
+    if batch_size is not None and microbatch_size is not None:
+        raise PlanError("give either batch_size or microbatch_size: the planner divides a batch into microbatches")
+    model = profile if isinstance(profile, ModelProfile) else ModelProfile.load(profile)
+    problem = Problem(
+        model,
+        topology if isinstance(topology, ClusterTopology) else ClusterTopology.load(topology),
+        num_microbatches if batch_size is None else 1,
+        next(rows for rows in (batch_size, microbatch_size, model.microbatch_size) if rows is not None),
+        recompute=recompute,
+        max_staleness=max_staleness,
+        max_mismatch=max_mismatch,
+        max_mean_staleness=max_mean_staleness,
+        updates_per_window=updates_per_window,
+    )
+    budget = Budget.usual(problem.num_devices, effort=effort)
+    if batch_size is not None:
+        problem = best_division(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
+    return plan_problem(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
+
+
+def plan_problem(
+    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None, on_evaluated: OnEvaluated = ignore
+) -> Plan:
+    """Return the best plan that a planner finds; arguments and errors as for `plan`."""
+    evaluator = LayoutEvaluator(problem, on_evaluated=on_evaluated)
+    best = solve(evaluator, name=name, schedule=schedule, budget=budget)
+    return evaluator.plan(best, planner=name, lower_bound_s=bound_s(problem, schedule))
+
+
+def bound_s(problem: Problem, schedule: str) -> float:
+    """Return the seconds of an update that no plan beats; where updates may overlap, their part of one long update."""
+    if not asynchronous_orders(problem, schedule):
+        return plan_bound(problem).update_s
+    count = problem.updates_per_window
+    return plan_bound(replace(problem, num_microbatches=problem.num_microbatches * count)).update_s / count
