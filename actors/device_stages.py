@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.orders import BuildOrder, LayerSize
-from raypipe.actors.stage.checkpoint import layer_file, load_stage
+from raypipe.actors.stage.checkpoint import load_stage, save_stage
 from raypipe.actors.stage.gradient_flow import LayerOutput
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.optimizers import build_optimizer
@@ -87,15 +85,7 @@ class DeviceStages:
 
     def save(self, folder: str) -> list[str]:
         """Write weights and optimizer state of each layer of the primary stages into a folder; return the names of the files."""
-        names: list[str] = []
-        for weights in self._primary():
-            for index, tensors in export_layers(weights).items():
-                name = layer_file(index, self.model.layers[index].name)
-                partial_file = Path(folder) / f"{name}.partial"
-                save_file(separate(tensors), partial_file, metadata={"layer": str(index)})
-                partial_file.rename(Path(folder) / name)
-                names.append(name)
-        return names
+        return [name for weights in self._primary() for name in save_stage(folder, weights)]
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, with this or any other cut of the model."""
@@ -125,17 +115,6 @@ class DeviceStages:
         """Take over the states of `needed_layers`, by layer, as `export_layers` yielded them."""
         for weights in self.weights.values():
             import_layers(weights, states)
-
-
-def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors, no two of them in the same memory, as safetensors requires."""
-    separated: dict[str, Tensor] = {}
-    addresses: set[int] = set()
-    for name, tensor in tensors.items():
-        whole = tensor.contiguous()
-        separated[name] = whole.clone() if whole.untyped_storage().data_ptr() in addresses else whole
-        addresses.add(whole.untyped_storage().data_ptr())
-    return separated
 
 
 def _layer_sizes(module: StageModule) -> dict[int, LayerSize]:

@@ -71,20 +71,20 @@ class LocalPipeline:
         self.num_updates = 0
         stages_of = [sorted({op.stage for op, place in schedule.ops() if place.worker == program.worker}) for program in self.programs]
         build = partial(build_stage, model, cut, optimizer=optimizer, rule=schedule.weight_rule, seed=seed, precision=precision, on=on)
-        self.held = [{stage: build(stage) for stage in stages} for stages in stages_of]
+        self.weights = [{stage: build(stage) for stage in stages} for stages in stages_of]
         network = LocalNetwork(len(self.programs), timeout_s=timeout_s)
         batch = batches.batch(0, (0.0, 1.0))
         num_rows = len(next(iter(batch.values())))
         outputs: dict[int, tuple[LayerOutput, ...]] = {}
         for stage in range(len(cut.stages)):
-            for weights in (held[stage] for held in self.held if stage in held):
+            for weights in (on_device[stage] for on_device in self.weights if stage in on_device):
                 outputs |= prepare(weights, outputs, batch, num_rows=num_rows)
         self.executors = [
             Executor(
                 device=program.device,
                 model=loss_in_float32(model, precision),
                 cut=cut,
-                weights=held,
+                weights=on_device,
                 transport=network.transport(program.device),
                 edge_specs=edge_specs(cut, outputs),
                 num_rows=num_rows,
@@ -94,7 +94,7 @@ class LocalPipeline:
                 on=on,
                 timeout_s=timeout_s,
             )
-            for program, held in zip(self.programs, self.held, strict=True)
+            for program, on_device in zip(self.programs, self.weights, strict=True)
         ]
 
     def run_window(self) -> list[WindowReport]:

@@ -28,7 +28,7 @@ from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.execution.steps import AwaitStep, BoundOp, BoundProgram, ComputeStep, ReceiveStep, StartStep, Step, TimedStep
 from raypipe.actors.execution.updates import LearningRate, Updates
 from raypipe.actors.execution.warm_up import warm_up
-from raypipe.actors.stage.backward import keep_what_compiled_forwards_save
+from raypipe.actors.stage.backward import disable_buffer_donation
 from raypipe.actors.stage.gradient_flow import EdgeSpecs
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Transport
@@ -139,7 +139,7 @@ class Executor:
             raise
 
     def _run(self, program: DeviceProgram, window: Window) -> WindowReport:
-        keep_what_compiled_forwards_save()
+        disable_buffer_donation()
         bound = self.bound(program, window.num_rows or self.num_rows)
         training = not program.forward_only
         self.clock.rest()

@@ -1,29 +1,30 @@
-"""Checkpoints: a folder with one file a layer, so that any cut of the model can read what any other wrote.
+"""Checkpoints: a folder with one file per layer, so that any cut of the model can load what any other cut saved.
 
 A weight that layers share is in the file of the first of them, whatever the cut.
 
     checkpoint/update-000200/
-        checkpoint.json              `raypipe.checkpoint/1`: the update, the layers, the model; written last
+        checkpoint.json              `raypipe.checkpoint/1`: updates done, layers, model; written last
         layer-0000-embedding.safetensors
         layer-0001-block-0.safetensors
         ...
 
-A folder without `checkpoint.json` is one whose writing was interrupted, and is never read.
+A folder without `checkpoint.json` was not finished and is never read.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from raypipe.actors.stage.layers import build_layer
-from raypipe.actors.stage.state import OPTIMIZER, import_layers, without_aliases
+from raypipe.actors.stage.state import OPTIMIZER, export_layers, import_layers, without_aliases
 from raypipe.actors.stage.ties import tie_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts import codec
@@ -41,10 +42,10 @@ class CheckpointIndex:
     """What a checkpoint holds.
 
     Attributes:
-        update: updates done.
-        layers: names in order.
-        model: the model function, in text.
-        seed: of the run.
+        update: Number of updates done.
+        layers: Names of the layers in order.
+        model: Name of the model function.
+        seed: Seed of the run.
     """
 
     update: int
@@ -55,22 +56,17 @@ class CheckpointIndex:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finished checkpoint.
-
-    Attributes:
-        path: its folder.
-        index: what it holds.
-    """
+    """A finished checkpoint: its folder, and what it holds."""
 
     path: str
     index: CheckpointIndex
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """The checkpoint in a folder.
+        """Return the checkpoint in a folder.
 
         Raises:
-            FormatError: there is none, or it cannot be read.
+            FormatError: There is none, or it cannot be read.
         """
         file = Path(path) / _INDEX
         index = codec.load_json(CheckpointIndex, file, format_name=FORMAT)
@@ -78,19 +74,19 @@ class Checkpoint:
 
     @classmethod
     def latest(cls, folder: str | os.PathLike[str]) -> Checkpoint | None:
-        """The readable checkpoint with the most updates in a run's folder; `None` where there is none.
+        """Return the readable checkpoint with the most updates in a run's folder; `None` if the folder has no checkpoints.
 
         Raises:
-            FormatError: there are some, and none can be read.
+            FormatError: There are checkpoints, but none can be read.
         """
-        found: list[Checkpoint] = []
+        checkpoints: list[Checkpoint] = []
         problem: FormatError | None = None
         for file in Path(folder).glob(f"checkpoints/*/{_INDEX}"):
             try:
-                found.append(cls.open(file.parent))
+                checkpoints.append(cls.open(file.parent))
             except FormatError as error:
                 problem = error
-        for checkpoint in sorted(found, key=lambda one: one.index.update, reverse=True):
+        for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.index.update, reverse=True):
             try:
                 checkpoint.check()
             except FormatError as error:
@@ -103,10 +99,10 @@ class Checkpoint:
         return None
 
     def check(self) -> None:
-        """Sees that the files of its layers are whole, those that are here: a full disk or a power cut leaves parts of them.
+        """Check that those files of its layers that this node sees are whole: a full disk or a power cut truncates files.
 
         Raises:
-            FormatError: one is not.
+            FormatError: A file is damaged.
         """
         for index, name in enumerate(self.index.layers):
             path = Path(self.path) / layer_file(index, name)
@@ -119,7 +115,7 @@ class Checkpoint:
 
     @classmethod
     def finish(cls, path: str | os.PathLike[str], index: CheckpointIndex) -> Checkpoint:
-        """Declares a folder, whose layers are all written, a finished checkpoint."""
+        """Make a folder that has the files of all layers a finished checkpoint."""
         file = Path(path) / _INDEX
         partial = file.with_suffix(".partial")
         codec.save_json(index, partial, format_name=FORMAT)
@@ -127,32 +123,54 @@ class Checkpoint:
         return cls(os.fspath(path), index)
 
     def load_layer(self, layer: int) -> dict[str, Tensor]:
-        """The tensors of one layer: weights and buffers by name, optimizer state as `optimizer/KEY/NAME`.
+        """Return the state of one layer; see `raypipe.actors.stage.state` for its names.
 
         Raises:
-            FormatError: the file is missing or damaged.
+            FormatError: The file is missing or damaged.
         """
-        return load_layer(self.path, layer, self.index.layers[layer])
+        return _load_layer(self.path, layer, self.index.layers[layer])
 
 
 def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
-    """The layers of a checkpoint as modules in this process, in order and with their weights, for models that fit in it.
+    """Return the layers of a checkpoint as modules with their weights, in order, for models that fit into this process.
 
     Raises:
-        FormatError: a file is missing, damaged or of another model.
+        FormatError: A file is missing, damaged or of another model.
     """
     modules = [build_layer(layer, index=index, seed=checkpoint.index.seed) for index, layer in enumerate(model.layers)]
     tie_layers(model, dict(enumerate(modules)), seed=checkpoint.index.seed)
-    known = without_aliases(nn.ModuleList(modules))
+    state = without_aliases(nn.ModuleList(modules))
     for index, (layer, module) in enumerate(zip(model.layers, modules, strict=True)):
-        tensors = load_layer(checkpoint.path, index, layer.name)
-        weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(OPTIMIZER)}
+        weights = {name: tensor for name, tensor in checkpoint.load_layer(index).items() if not name.startswith(OPTIMIZER)}
         file = str(Path(checkpoint.path) / layer_file(index, layer.name))
-        own = {name.partition(".")[2]: tensor for name, tensor in known.items() if name.partition(".")[0] == str(index)}
-        if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in weights.items()}:
-            raise FormatError(file, "", f"is of another model: it has {sorted(weights)}, the layer {sorted(own)}")
+        expected = {name.partition(".")[2]: tensor for name, tensor in state.items() if name.partition(".")[0] == str(index)}
+        if {name: tensor.shape for name, tensor in expected.items()} != {name: tensor.shape for name, tensor in weights.items()}:
+            raise FormatError(file, "", f"is of another model: it has {sorted(weights)}, the layer {sorted(expected)}")
         module.load_state_dict(weights, strict=False)  # a tied weight has one of its names there
     return modules
+
+
+def save_stage(folder: str | os.PathLike[str], weights: Weights) -> list[str]:
+    """Write the state of each layer of a stage into a folder; return the names of the files."""
+    names: list[str] = []
+    for index, tensors in export_layers(weights).items():
+        name = layer_file(index, weights.module.names[index])
+        partial = Path(folder) / f"{name}.partial"
+        save_file(_in_separate_memory(tensors), partial, metadata={"layer": str(index)})
+        partial.rename(Path(folder) / name)
+        names.append(name)
+    return names
+
+
+def _in_separate_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors contiguous and no two in the same memory, as safetensors requires."""
+    separate: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in memory else whole
+        memory.add(whole.untyped_storage().data_ptr())
+    return separate
 
 
 def load_stage(folder: str | os.PathLike[str], weights: Weights) -> None:
@@ -163,7 +181,7 @@ def load_stage(folder: str | os.PathLike[str], weights: Weights) -> None:
         ConfigError: A tensor is missing, unknown or of another shape.
     """
     module = weights.module
-    states = {index: load_layer(folder, index, module.names[index]) for index in module.needed_layers}
+    states = {index: _load_layer(folder, index, module.names[index]) for index in module.needed_layers}
     for parameter, stored in module.borrowed.items():
         _, index, name = parameter.split(".", 2)
         if name in states[int(index)]:
@@ -174,16 +192,11 @@ def load_stage(folder: str | os.PathLike[str], weights: Weights) -> None:
 
 
 def layer_file(index: int, name: str) -> str:
-    """The file of a layer in a checkpoint."""
+    """Return the name of a layer's file in a checkpoint."""
     return f"layer-{index:04d}-{name}.safetensors"
 
 
-def load_layer(folder: str | os.PathLike[str], index: int, name: str) -> dict[str, Tensor]:
-    """The tensors of one layer of a checkpoint.
-
-    Raises:
-        FormatError: the file is missing or damaged.
-    """
+def _load_layer(folder: str | os.PathLike[str], index: int, name: str) -> dict[str, Tensor]:
     path = Path(folder) / layer_file(index, name)
     if not path.is_file():
         raise FormatError(str(path), "", f"the checkpoint has no layer {index} {name!r}; was it made by another model?")

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from raypipe.actors import devices
-from raypipe.actors.stage.backward import keep_what_compiled_forwards_save
+from raypipe.actors.stage.backward import disable_buffer_donation
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.module import Outputs, StageModule
 from raypipe.actors.transport.protocol import TensorSpec
@@ -93,7 +93,7 @@ def output_specs(module: StageModule, inputs: StageOutputs, batch: Batch, *, num
             raise ConfigError(
                 f"the batch field {name!r} has the shape {tuple(tensor.shape)}; expected {num_rows} rows, schedule.microbatch_size"
             )
-    keep_what_compiled_forwards_save()
+    disable_buffer_donation()
     batch = devices.upload(batch, module.on)
     module.eval()
     first = _try_forward(module, zero_inputs(inputs, on=module.on), batch, RngKey(0), num_rows)

@@ -148,8 +148,8 @@ def gradients_unsplit(model: Model, batches: RandomRows, *, num_microbatches: in
 def layers_of(pipeline: LocalPipeline) -> dict[int, list[list[Tensor]]]:
     """For each layer, its weights in each copy that the pipeline's devices hold."""
     found: dict[int, list[list[Tensor]]] = {}
-    for held in pipeline.held:
-        for weights in held.values():
+    for on_device in pipeline.weights:
+        for weights in on_device.values():
             for index in weights.module.indices:
                 copy = [weight.detach() for weight in weights.module.layers[str(index)].parameters()]
                 found.setdefault(index, []).append(copy)

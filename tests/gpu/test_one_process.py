@@ -192,7 +192,7 @@ def test_a_checkpoint_of_a_gpu_goes_on_where_it_was() -> None:
     first = pipeline(model(), schedule)
     losses_of(first, num_windows=1)
     second = pipeline(model(), schedule)
-    for ours, theirs in zip(second.held, first.held, strict=True):
+    for ours, theirs in zip(second.weights, first.weights, strict=True):
         for stage, weights in ours.items():
             state = export_layers(theirs[stage])
             import_layers(weights, {layer: {name: tensor.cpu() for name, tensor in state[layer].items()} for layer in state})

@@ -97,9 +97,10 @@ def test_replicas_sum_gradients_of_the_size_of_the_weights() -> None:
     placement = Placement((((0, 0.5), (1, 0.5)), ((2, 1.0),)))
     waits = StageWaits(0.0, 0.0, 0.0, 0.0, num_parameters=1000)
     pipeline, spans = run(build("1f1b", ScheduleRequest(2, 2)), widths={(0, 1): 50}, waits=waits, placement=placement)
-    num_weights = len(pipeline.held[0][0].masters)  # of each is told whether there is a gradient
+    num_weights = len(pipeline.weights[0][0].masters)  # of each is told whether there is a gradient
     assert {span.bytes for span in spans if span.name == "gradients of stage 0 for update 0"} == {4 * (1000 + num_weights)}
-    assert not any(weight.any() for held in pipeline.held for weights in held.values() for weight in weights.module.parameters())
+    stages = [weights.module for on_device in pipeline.weights for weights in on_device.values()]
+    assert not any(weight.any() for stage in stages for weight in stage.parameters())
 
 
 def test_versions_of_the_weights_are_no_hindrance() -> None:

@@ -220,7 +220,7 @@ def test_a_2bw_window_holds_two_versions_and_ends_with_one() -> None:
     assert set(metrics(schedule).weight_copies) == {2}
     model = mlp(num_layers=4, dtype="float64")
     run = pipeline(model, schedule, Cut.equal(4, 4, model.edges()), RandomRows())
-    held = [weights for device in run.held for weights in device.values()]
+    held = [weights for device in run.weights for weights in device.values()]
     most = 0
     for weights in held:
         release = weights.release

@@ -49,7 +49,7 @@ def run(*, compile_layers: bool, schedule: str, precision: Precision) -> tuple[l
         precision=precision,
     )
     losses = [loss for _ in range(2) for loss in mean_losses(pipeline.run_window(), num_microbatches=4)]
-    states = [export_layers(weights) for held in pipeline.held for weights in held.values()]
+    states = [export_layers(weights) for on_device in pipeline.weights for weights in on_device.values()]
     return losses, [f"{index}/{name}" for state in states for index, tensors in state.items() for name in tensors]
 
 

@@ -263,6 +263,6 @@ class Notes(First):
 
 def test_containers_of_layers_are_as_before() -> None:
     run = pipeline(model_of(First, Notes, User, Last), "1f1b", num_devices=4)
-    layer = run.held[1][1].module.layers["1"]
+    layer = run.weights[1][1].module.layers["1"]
     assert isinstance(layer, Notes)
     assert (layer.seen, layer.counts) == ([], {"forwards": 0})

@@ -77,8 +77,8 @@ def masters_of(run: LocalPipeline) -> list[tuple[int, Tensor]]:
     """Pairs of a layer and a weight that the optimizer of one of its copies has stepped."""
     return [
         (int(name.split(".")[1]), master.detach())
-        for held in run.held
-        for weights in held.values()
+        for on_device in run.weights
+        for weights in on_device.values()
         for name, master in zip(weights.names, weights.masters, strict=True)
     ]
 

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, layer_file, load_modules, load_stage
+from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, load_modules, load_stage, save_stage
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.module import StageModule
-from raypipe.actors.stage.state import export_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError, InputError, PlanError
@@ -75,8 +73,8 @@ def pipeline(
 def check_copies(run: LocalPipeline, model: Model) -> None:
     """Copies of layers, and what layers share, are equal to the last bit."""
     copies: dict[str, list[dict[str, Tensor]]] = {}
-    for held in run.held:
-        for weights in held.values():
+    for on_device in run.weights:
+        for weights in on_device.values():
             for index in weights.module.indices:
                 layer = weights.module.layers[str(index)]
                 copies.setdefault(model.layers[index].name, []).append({
@@ -309,8 +307,7 @@ def test_every_name_of_a_tied_weight_in_its_layer_is_tied() -> None:
 
 def save(folder: Path, model: Model, cut: Cut, stages: list[Weights]) -> Checkpoint:
     for weights in stages:
-        for index, tensors in export_layers(weights).items():
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / layer_file(index, model.layers[index].name))
+        save_stage(folder, weights)
     names = tuple(layer.name for layer in model.layers)
     return Checkpoint.finish(folder, CheckpointIndex(update=1, layers=names, model="tied", seed=0))
 
@@ -322,12 +319,12 @@ def test_any_cut_reads_what_any_other_wrote(tmp_path: Path, before: int, after: 
     model = tied_mlp(ties, num_layers=4)
     run = pipeline(model, build("1f1b", ScheduleRequest(before, NUM_MICROBATCHES, 2)))
     run.run_window()
-    checkpoint = save(tmp_path, model, cut_of(model, before), [weights for held in run.held for weights in held.values()])
+    checkpoint = save(tmp_path, model, cut_of(model, before), [weights for on_device in run.weights for weights in on_device.values()])
     assert "linear.weight" not in checkpoint.load_layer(3)
     assert "optimizer/exp_avg/linear.weight" in checkpoint.load_layer(0)
     resumed = pipeline(model, build("1f1b", ScheduleRequest(after, NUM_MICROBATCHES, 2)))
     resumed.num_updates = run.num_updates
-    for on_device in resumed.held:
+    for on_device in resumed.weights:
         for weights in on_device.values():
             load_stage(checkpoint.path, weights)
     check_copies(resumed, model)

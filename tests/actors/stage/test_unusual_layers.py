@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from raypipe.actors.device_stages import separate
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, layer_file, load_modules, load_stage
+from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, load_modules, load_stage, save_stage
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.optimizers import build_optimizer
@@ -115,17 +113,16 @@ def off(trained: LocalPipeline, model: Model, *, num_updates: int, rows: Rows | 
 
 
 def save(trained: LocalPipeline, model: Model, folder: Path) -> Checkpoint:
-    for held in trained.held:
-        for weights in held.values():
-            for index, tensors in export_layers(weights).items():
-                save_file(separate(tensors), folder / layer_file(index, model.layers[index].name))
+    for on_device in trained.weights:
+        for weights in on_device.values():
+            save_stage(folder, weights)
     names = tuple(layer.name for layer in model.layers)
     return Checkpoint.finish(folder, CheckpointIndex(update=1, layers=names, model="m", seed=0))
 
 
 def load(trained: LocalPipeline, model: Model, folder: Path) -> None:
-    for held in trained.held:
-        for weights in held.values():
+    for on_device in trained.weights:
+        for weights in on_device.values():
             load_stage(folder, weights)
 
 
@@ -297,7 +294,7 @@ def test_moments_of_a_weight_of_one_number_are_loaded_to_where_it_is() -> None:
     run(first, 2)
     stage = StageModule(model, Cut.equal(2, 2, model.edges()), 0, seed=0, on=torch.device("meta"))
     elsewhere = Weights(stage, optimizer=nadamw, rule=WeightRule.FLUSH)
-    import_layers(elsewhere, export_layers(first.held[0][0]))
+    import_layers(elsewhere, export_layers(first.weights[0][0]))
     assert elsewhere.optimizer is not None
     state = elsewhere.optimizer.state[elsewhere.masters[elsewhere.names.index("layers.0.scale")]]
     assert {key: value.device.type for key, value in state.items()} == {
@@ -366,7 +363,7 @@ class Dropping(nn.Module):
 def test_a_layer_that_drops_out_later_drops_the_same_when_its_forward_runs_again() -> None:
     trained = pipeline(model_of(Dropping, dense), again=(0,))
     run(trained, 1)
-    layer = trained.held[0][0].module.layers["0"]
+    layer = trained.weights[0][0].module.layers["0"]
     assert isinstance(layer, Dropping)
     layer.rate = 0.5
     run(trained, 1)
@@ -404,7 +401,7 @@ class Normed(nn.Module):
 
 def test_running_statistics_are_of_training_alone() -> None:
     trained = pipeline(model_of(Normed, dense))
-    layer = trained.held[0][0].module.layers["0"]
+    layer = trained.weights[0][0].module.layers["0"]
     run(trained, 1)
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     assert before["norm.num_batches_tracked"] == NUM_MICROBATCHES
@@ -514,7 +511,7 @@ class BeginsByWhatItSees(nn.Module):
 
 def test_layers_that_begin_by_what_they_see_first_see_rows_and_no_zeros() -> None:
     trained = pipeline(model_of(dense, dense, BeginsByWhatItSees, dense))
-    layer: Any = trained.held[1][1].module.layers["2"]
+    layer: Any = trained.weights[1][1].module.layers["2"]
     assert (layer.scale.item(), layer.has_begun, layer.count.item()) == (1.0, False, 0)
     trained.executors[1].warm_up(Rows().batch(0, (0.0, 1.0)))
     assert (layer.scale.item(), layer.has_begun, layer.count.item()) == (1.0, False, 0)
@@ -570,6 +567,6 @@ class Added(nn.Module):
 def test_a_stage_may_begin_with_nothing(precision: Precision) -> None:
     layers = (Layer("queries", Queries, inputs=()), Layer("added", Added, inputs=("queries",), batch=("inputs",)))
     trained = pipeline(Model(layers, squared), precision=precision)
-    before = trained.held[0][0].masters[0].detach().clone()
+    before = trained.weights[0][0].masters[0].detach().clone()
     run(trained, 1)
-    assert not torch.equal(trained.held[0][0].masters[0], before)
+    assert not torch.equal(trained.weights[0][0].masters[0], before)
