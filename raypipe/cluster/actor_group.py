@@ -1,7 +1,4 @@
-"""The Ray actors of one run or one probe: gather their answers in time, and say which of them failed.
-
-`StageActors` and `ProbeActors` add what they ask their actors.
-"""
+"""Calls the Ray actors of a run or a probe, gathers their answers in time, and says which of them failed."""
 
 from __future__ import annotations
 
@@ -23,20 +20,14 @@ POLL_S = 5.0
 """How often actors that have not answered are looked after."""
 STARTING = "starting"
 
-_SILENCE_REMEDY = "look at its node: it may be down, cut off, out of memory, or have no free CPU for it (`ray status`)"
+SILENCE_REMEDY = "look at its node: it may be down, cut off, out of memory, or have no free CPU for it (`ray status`)"
 _START_REMEDY = "raypipe and the model must be importable on every node: install them there, or submit with --working-dir"
 _RAY_FIELD = re.compile(r"[a-z_]+: ")
 
 
 @dataclass(frozen=True)
 class Member:
-    """An actor of a group.
-
-    Attributes:
-        handle: Ray's handle.
-        slot: Where its device is.
-        stages: Stages that it holds.
-    """
+    """An actor of a group: Ray's handle, the slot of its device, and the stages that it holds."""
 
     handle: Any
     slot: DeviceSlot
@@ -45,19 +36,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an actor did not answer.
-
-    Attributes:
-        error: Error for the user.
-        is_death: Whether the actor's process is gone.
-    """
+    """Why an actor did not answer; a death if its process is gone."""
 
     error: RaypipeError
     is_death: bool = False
 
     @property
     def rank(self) -> int:
-        """Place in the order from causes to consequences: deaths, raised errors, lost messages, aborts."""
+        """Order from causes to consequences: deaths, raised errors, lost messages, aborts."""
         if self.is_death:
             return 0
         if isinstance(self.error, AbortedError):
@@ -66,48 +52,30 @@ class Failure:
 
 
 class ActorGroup:
-    """Actors that are addressed by the number of their device.
-
-    Attributes:
-        store: Host and port of the store where they meet, once it is open.
-    """
+    """Actors that are addressed by the number of their device."""
 
     death_remedy = "look at its node for an out-of-memory kill or a crash (`ray status`)"
-    store: tuple[str, int] = ("", 0)
 
-    @property
-    def members(self) -> Sequence[Member]:
-        """Actors by device number."""
-        raise NotImplementedError
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        self.store = ("", 0)
+        """Host and port of the store where the actors meet, once it is open."""
 
     def ask(
         self, task: str, call: Callable[[int, Any], Any], *, devices: Iterable[int] | None = None, timeout_s: float | None = None
     ) -> dict[int, Any]:
-        """Call the actors of some devices, or of all, and gather their answers.
-
-        Args:
-            task: What the call does, for messages.
-            call: From a device's number and its actor's handle to the reference of the answer.
-            devices: Numbers of the devices; all if left out.
-            timeout_s: As for `gather`.
-        """
-        members = self.members
-        numbers = range(len(members)) if devices is None else devices
-        return self.gather({device: call(device, members[device].handle) for device in numbers}, task, timeout_s=timeout_s)
+        """Call the actors of some devices, or of all, and gather their answers; `task` names the call in messages."""
+        numbers = range(len(self.members)) if devices is None else devices
+        return self.gather({device: call(device, self.members[device].handle) for device in numbers}, task, timeout_s=timeout_s)
 
     def open_store(self, host: str, *, timeout_s: float) -> int:
-        """Open the store on the node of the first device, whose address is `host`; return its port."""
+        """Open the store where the actors meet on the first device's node, whose address is `host`; return its port."""
         port: int = self.ask("opening the store", lambda _, actor: actor.host_store.remote(host=host, timeout_s=timeout_s), devices=[0])[0]
         self.store = (host, port)
         return port
 
     def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None) -> dict[int, Any]:
-        """Return the answers of some actors, by device; the first failure ends the wait.
-
-        Args:
-            calls: Reference of each device's answer.
-            task: What the calls do, for messages.
-            timeout_s: How long all of them together may take; `None` if only silence is a failure.
+        """Return the answers to calls by device. Without a timeout, only silence is a failure.
 
         Raises:
             RaypipeError: An actor failed or did not answer in time; names it.
@@ -123,8 +91,7 @@ class ActorGroup:
                 try:
                     answers[device_of[ref]] = ray.get(ref)
                 except RayError as error:
-                    failure = self.failure_of(error, device_of[ref], task)
-                    self._fail(failure, {other: device_of[other] for other in pending}, task)
+                    self._fail(self._failure(error, device_of[ref], task), {other: device_of[other] for other in pending}, task)
             is_late = not ready and time.monotonic() >= deadline
             if pending and (is_late or time.monotonic() - checked_s > POLL_S):
                 if overdue := self._overdue([device_of[ref] for ref in pending], task, is_late=is_late):
@@ -133,43 +100,25 @@ class ActorGroup:
         return {device: answers[device] for device in sorted(answers)}
 
     def _overdue(self, devices: Sequence[int], task: str, *, is_late: bool) -> Failure | None:
-        """Return a failure among the actors that have not answered yet, if there is one.
-
-        Args:
-            devices: Devices of these actors.
-            task: What they were asked to do.
-            is_late: Whether the time for it is up.
-        """
+        """Return a failure among devices that have not answered yet, if there is one; `is_late` when time is up."""
         if not is_late:
             return None
-        return Failure(RunError(f"{task}: no answer in time from {', '.join(map(self._where, devices))}; {_SILENCE_REMEDY}"))
+        return Failure(RunError(f"{task}: no answer in time from {', '.join(map(self._where, devices))}; {SILENCE_REMEDY}"))
 
     def _fail(self, failure: Failure, pending: Mapping[Any, int], task: str) -> NoReturn:
-        """Raise the error of a failure.
-
-        Args:
-            failure: First failure that was seen.
-            pending: Devices by the references of answers that are still to come.
-            task: What the actors were asked to do.
-        """
+        """Raise the error of a failure; `pending` has the devices of answers that are still to come, by reference."""
         raise failure.error
 
-    def failure_of(self, error: Exception, device: int, task: str) -> Failure:
-        """Return the failure behind an error that Ray raised for an actor's answer."""
+    def _failure(self, error: Exception, device: int, task: str) -> Failure:
         if isinstance(error, RayTaskError) and isinstance(error.cause, RaypipeError):
             return Failure(error.cause)
         if isinstance(error, RayActorError):
             seen = "cannot be reached" if isinstance(error, ActorUnavailableError) else f"its process died ({_reason(error)})"
-            return Failure(self.error(device, task, seen, _START_REMEDY if task == STARTING else self.death_remedy), is_death=True)
+            return Failure(self._error(device, task, seen, _START_REMEDY if task == STARTING else self.death_remedy), is_death=True)
         cause = error.cause if isinstance(error, RayTaskError) else error
-        return Failure(self.error(device, task, f"{type(cause).__name__}: {cause}", remedy_of(cause)))
+        return Failure(self._error(device, task, f"{type(cause).__name__}: {cause}", remedy_of(cause)))
 
-    def silent(self, device: int, task: str) -> Failure:
-        """Return the failure of an actor that answers nothing."""
-        return Failure(self.error(device, task, "does not answer", _SILENCE_REMEDY))
-
-    def error(self, device: int, task: str, problem: str, remedy: str) -> RunError:
-        """Return the error that names a device and its node."""
+    def _error(self, device: int, task: str, problem: str, remedy: str) -> RunError:
         return RunError(f"{task}: {self._where(device)}: {problem}; {remedy}")
 
     def _where(self, device: int) -> str:

@@ -1,4 +1,4 @@
-"""Checks of what the actors of a run report of themselves before it begins, and which of their channels go through shared memory."""
+"""Checks of what the actors of a run report before it begins, and which of their channels go through shared memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def on_gpus(infos: Sequence[ActorInfo]) -> bool:
 
 
 def check_actors(slots: Sequence[DeviceSlot], infos: Sequence[ActorInfo]) -> None:
-    """Check that every actor runs on the node of its slot, in a process of its own, and with a GPU of its own if it reserves one.
+    """Refuse actors that are on another node than their slot, share a process or a GPU, or cannot exchange messages.
 
     Raises:
-        RunError: Names the first device that does not, or that cannot exchange messages with the others.
+        RunError: Names the first such device.
     """
     processes: dict[tuple[str, int], str] = {}
     gpus: dict[str, str] = {}
@@ -62,16 +62,10 @@ def shared_channels(
 ) -> frozenset[Channel]:
     """Return the channels that go through shared memory, the host's or a GPU's.
 
-    Both ends must be on one node of Ray. Two nodes with the same host name may be containers that share nothing.
-
-    Args:
-        channels: All channels of the run.
-        infos: What the devices' actors report.
-        names: Names of the devices, for messages.
-        transport: Configured transport.
+    Both ends are on one node of Ray; the same host name is not enough, as containers that share nothing may have it.
 
     Raises:
-        ConfigError: The transport does not fit the devices, or some of them cannot share the memory that it needs.
+        ConfigError: The transport does not fit the devices.
     """
     if on_gpus(infos):
         return _within_gpus(channels, infos, transport)

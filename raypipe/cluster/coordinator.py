@@ -43,11 +43,6 @@ class Coordinator:
         stages: Stages of each device.
         scaling: Resources of each actor, and the transport of their messages.
         cluster: Timeouts.
-
-    Attributes:
-        actors: Stage actors of the run.
-        links: Monitor of the links between the run's nodes.
-        clocks: Clocks of the run's nodes.
     """
 
     def __init__(
@@ -79,7 +74,7 @@ class Coordinator:
 
     @property
     def actor_infos(self) -> tuple[ActorInfo, ...]:
-        """What the actor of each device reports of itself, once it is up."""
+        """What the actor of each device reports of itself."""
         return self.actors.infos
 
     @property
@@ -95,11 +90,7 @@ class Coordinator:
     # Before the first window
 
     def wait_until_up(self) -> None:
-        """Wait until all actors answer, and check that they run where they should.
-
-        Raises:
-            RunError: Names an actor that did not come in time, or came elsewhere.
-        """
+        """Wait for the actors; see `StageActors.wait_until_up`."""
         self.actors.wait_until_up()
 
     def measure(
@@ -116,15 +107,7 @@ class Coordinator:
     ) -> list[list[LayerMeasurement]]:
         """Measure the model's layers on the first devices, all at the same time; return the costs by device and layer.
 
-        Args:
-            model: Builds the model's description.
-            batches: Opens the rows of a split.
-            optimizer: Optimizer whose updates are measured.
-            seed: Seed of the weights.
-            num_devices: Devices that measure; on CPUs as many as there are cores, which slow each other as in training.
-            effort: Number of repetitions.
-            precision: Precision of the computation.
-            notice: Receives the progress of the first device.
+        `notice` receives the progress of the first device.
         """
         calls = {
             device: member.handle.measure.remote(model, batches, optimizer=optimizer, seed=seed, effort=effort, precision=precision)
@@ -143,25 +126,17 @@ class Coordinator:
         self.actors.ask("checking the storage", lambda _, actor: actor.check_storage.remote(folder))
 
     def build(self, order: BuildOrder | Sequence[BuildOrder]) -> dict[int, LayerSize]:
-        """Build the stages on their actors; return the size of each layer.
-
-        Args:
-            order: Order for all devices, or one for each.
-        """
+        """Build the stages on their actors, from one order for all devices or one for each; return the size of each layer."""
         orders = [order] * len(self.slots) if isinstance(order, BuildOrder) else order
         sizes = self.actors.ask("building layers", lambda device, actor: actor.build.remote(orders[device]))
         return {layer: size for of_device in sizes.values() for layer, size in of_device.items()}
 
     def assign(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]]) -> None:
-        """Give the launched actors their device numbers and stages; see `StageActors.assign`."""
+        """Choose the slots of the plan's devices, and the stages of each; see `StageActors.assign`."""
         self.actors.assign(devices, stages)
 
     def connect(self, programs: Programs, cut: Cut) -> None:
         """Connect the actors and give them their programs.
-
-        Args:
-            programs: Program of each device, by name.
-            cut: Layers of all stages.
 
         Raises:
             ConfigError: The configured transport does not fit the devices.
@@ -181,7 +156,6 @@ class Coordinator:
         self.actors.patience_s = self.cluster.silence_timeout_s
 
     def _connect_order(self) -> ConnectOrder:
-        """Return what all actors need to connect, once the store where they meet is open."""
         items = [(one.device, item) for of_devices in self._programs.values() for one in of_devices for item in one.items]
         self.channels = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)}))
         self.shared = shared_channels(self.channels, infos=self.actor_infos, names=self.device_names, transport=self.transport)
@@ -200,7 +174,7 @@ class Coordinator:
         )
 
     def _edge_specs(self, cut: Cut) -> EdgeSpecs:
-        """Return what travels along each edge; all actors that hold a stage are asked, so that each prepares its weights."""
+        # All actors that hold a stage are asked, so that each prepares its weights.
         outputs: dict[int, tuple[LayerOutput, ...]] = {}
         for stage in range(len(cut.stages)):
             calls = {
@@ -227,7 +201,7 @@ class Coordinator:
         )
 
     def run_on(self, name: str, batches: BatchSource, *, num_rows: int) -> WindowResult:
-        """Run the forwards of some programs on given rows, `num_rows` a microbatch; the reports have the last layer's outputs."""
+        """Run programs of forwards on given rows, `num_rows` a microbatch; the reports have the last layer's outputs."""
         number = self._windows[name]
         return self._window(name, lambda actor: actor.run_on.remote(name, number=number, batches=batches, num_rows=num_rows), num_updates=1)
 
@@ -260,16 +234,10 @@ class Coordinator:
         self.actors.ask("loading", lambda _, actor: actor.load.remote(folder))
 
     def move(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]], *, order: BuildOrder, programs: Programs) -> None:
-        """Go on with other stages on other devices. Layers and optimizer states move through Ray's object stores, not through storage.
-
-        Args:
-            devices: As for `assign`.
-            stages: As for `assign`.
-            order: Order to build the stages.
-            programs: As for `connect`.
+        """Go on with other stages on other devices. Layers with their optimizer states move through Ray's object stores.
 
         Raises:
-            RunError: The move failed; checkpoints that were saved before stay.
+            RunError: The move failed; the run cannot go on.
         """
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
         states = self._layer_states()
@@ -285,7 +253,6 @@ class Coordinator:
         self.actors.leaving = frozenset()
 
     def _layer_states(self) -> dict[int, Any]:
-        """Return a reference to each layer's state, once all are in the object stores."""
         owned = self.actors.ask("asking for layers", lambda _, actor: actor.primary_layers.remote())
         states: dict[int, Any] = {}
         done: dict[int, Any] = {}
@@ -298,7 +265,7 @@ class Coordinator:
         return states
 
     def dead_actors(self, numbers: Sequence[int]) -> list[int]:
-        """Return those of some slots, by number, whose actors are dead or do not answer within `cluster.silence_timeout_s`."""
+        """Return the slots, among some, whose actors are dead or do not answer within `cluster.silence_timeout_s`."""
         return self.actors.dead(numbers, timeout_s=self.cluster.silence_timeout_s)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ _RELEASE_S = 15.0
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """Return the nodes of the connected cluster, the head first; nodes that were lost are included."""
+    """Return the nodes of the connected cluster, lost ones included. The head is first: a run that fits on it needs no network."""
     nodes: list[ClusterNode] = []
     for node in ray.nodes():
         resources, labels = node.get("Resources", {}), node.get("Labels") or {}
@@ -44,9 +44,7 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
-    """Return slots for all devices on the living nodes, node after node, and wait until their resources are free.
-
-    The head comes first, so that a run that fits on it needs no network.
+    """Return slots for all devices, node after node, and wait until their resources are free.
 
     Raises:
         PlanError: The cluster is too small, or others hold its resources; says what each node has.
@@ -73,17 +71,9 @@ def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
 def planned_slots(
     topology: ClusterTopology, devices: Sequence[str], scaling: ScalingConfig, *, local: bool = False, stand_ins: bool = False
 ) -> list[DeviceSlot]:
-    """Return the slots of devices of a topology in the connected cluster, and wait until their resources are free.
+    """Return the slots of some devices of a topology, and wait until their resources are free; see `match_slots`.
 
-    Args:
-        topology: Topology that names the nodes.
-        devices: Names of the devices, in the order of the result.
-        scaling: Resources of each device.
-        local: Whether the cluster is one node that was started for this run, which then stands for the devices' only node.
-        stand_ins: Whether CPU slots may stand for devices of all kinds.
-
-    Raises:
-        PlanError: The cluster differs from the topology; says how.
+    A `local` cluster, one node that was started for this run, stands for the only node of the devices, whatever its name is.
     """
     nodes = cluster_nodes()
     names = {topology.node_of(device).name for device in devices}

@@ -1,4 +1,4 @@
-"""Makes Ray actors of raypipe's plain classes, each pinned to the node of its slot. The only module that calls `ray.remote`."""
+"""Makes Ray actors of raypipe's plain classes, each pinned to the node of its slot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import ScalingConfig
 
 CONTROL = "control"
-"""Concurrency group of the methods that an actor answers while it computes: `status`, `abort` and `read_clock`."""
+"""Concurrency group of the methods that an actor answers while it computes."""
 _CONTROL_THREADS = 2
 
 
@@ -26,14 +26,7 @@ def _on_node_of(slot: DeviceSlot) -> NodeAffinitySchedulingStrategy:
 
 
 def launch_stage_actors(slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[int, ...]], run: str, scaling: ScalingConfig) -> list[Any]:
-    """Start a stage actor in each slot; return their handles at once, before the actors are up.
-
-    Args:
-        slots: Slot of each device.
-        stages: Stages of each device.
-        run: Name of the run, unique in the cluster.
-        scaling: Resources and threads of each actor.
-    """
+    """Start a stage actor in each slot; return their handles at once, before the actors are up."""
     # Concurrency groups can be named here only, not in `.options`.
     actor_class = ray.remote(concurrency_groups={CONTROL: _CONTROL_THREADS}, max_restarts=0, max_task_retries=0)(StageActor)
     handles: list[Any] = []
@@ -55,10 +48,7 @@ def launch_stage_actors(slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[i
 
 
 def launch_probe_actors(slots: Sequence[DeviceSlot]) -> list[Any]:
-    """Start a probe actor in each slot; return their handles at once, before the actors are up.
-
-    The actors reserve no CPU, so that a probe measures the cluster with the runs that it has. A GPU must be the actor's own.
-    """
+    """Start a probe actor in each slot; return their handles at once. They reserve no CPU, so that runs may go on beside them."""
     actor_class = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(ProbeActor)
     return [
         actor_class.options(num_gpus=slot.num_gpus, scheduling_strategy=_on_node_of(slot)).remote(device, use_gpu=slot.num_gpus > 0)

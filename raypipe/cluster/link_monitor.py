@@ -39,10 +39,7 @@ _MESSAGE_S = 2.0
 class LinkWatch:
     """Estimates of the links between the nodes of a run, and which of them is due for a probe.
 
-    Args:
-        run: Name of the run.
-        nodes: Address of each device's node.
-        now_s: Time by the driver's clock.
+    Nodes are known by their addresses; all times are those of the driver's clock.
     """
 
     def __init__(self, *, run: str, nodes: Sequence[str], now_s: float) -> None:
@@ -54,13 +51,7 @@ class LinkWatch:
         self._num_failed: dict[NodePair, int] = {}
 
     def seed(self, topology: ClusterTopology, devices: Sequence[str], *, now_s: float) -> None:
-        """Start from the links of a topology; nothing happens if it describes another cluster.
-
-        Args:
-            topology: Topology of the plan.
-            devices: Names of the run's devices in it.
-            now_s: Time by the driver's clock.
-        """
+        """Start from the links of a topology in which the run's devices have these names, unless it is one of another cluster."""
         names: dict[str, str] = {}
         for node, device in zip(self.nodes, devices, strict=True):
             try:
@@ -70,7 +61,7 @@ class LinkWatch:
         self.estimate.seed(topology, names=names, at_s=now_s)
 
     def observe(self, trace: Trace, programs: Sequence[DeviceProgram], nodes: Sequence[str], *, began_s: float, now_s: float) -> None:
-        """Learn from a window of these programs on devices of these nodes; it began at `began_s` by the driver's clock."""
+        """Learn from a window of these programs on devices of these nodes that began at `began_s`."""
         if self._metrics is None:
             return
         for source, target in self.estimate.observe(transfers(trace, programs, nodes, self.estimate, began_s=began_s)):
@@ -79,7 +70,7 @@ class LinkWatch:
         self._metrics.record(self.estimate, now_s=now_s)
 
     def due(self, *, now_s: float) -> NodePair | None:
-        """Return the link that is due for a probe; `None` if none is, or the last probe was just now."""
+        """Return the link that is due for a probe, if one is and the last probe was long enough ago."""
         if now_s - self._probed_at_s < _BETWEEN_S:
             return None
         idle = self.estimate.idle(now_s=now_s, older_than_s=IDLE_S)
@@ -89,7 +80,7 @@ class LinkWatch:
         return pair
 
     def devices(self, pair: NodePair) -> tuple[int, int]:
-        """Return the devices that probe a link: the first of each node; after a failed probe the next ones, as those may be dead."""
+        """Return the devices that probe a link: the first of each node, after a failure the next ones, as those may be dead."""
         sources, targets = ([device for device, node in enumerate(self.nodes) if node == end] for end in pair)
         turn = self._num_failed.get(pair, 0)
         return sources[turn % len(sources)], targets[turn // len(sources) % len(targets)]
@@ -111,11 +102,7 @@ class LinkWatch:
 
 
 class LinkMonitor:
-    """Watches the links of a run between its windows, and probes those that the run does not use. Idle actors probe, too.
-
-    Args:
-        actors: Actors of the run.
-    """
+    """Watches the links of a run between its windows, and probes those that the run does not use. Idle actors probe, too."""
 
     def __init__(self, actors: StageActors) -> None:
         self._actors = actors
@@ -128,12 +115,7 @@ class LinkMonitor:
         return self._watch.estimate
 
     def seed(self, topology: ClusterTopology, devices: Sequence[str] = ()) -> None:
-        """Start from the links of a plan's topology.
-
-        Args:
-            topology: Topology of the plan.
-            devices: Names in it of the devices, as launched; the devices' own names if left out.
-        """
+        """Start from the links of a plan's topology; `devices` are its names of the launched devices, where they differ."""
         self._watch.seed(topology, devices or [member.slot.name for member in self._actors.launched], now_s=time.time())
 
     def after_window(self, result: WindowResult) -> None:

@@ -17,14 +17,11 @@ _VALID_S = 60.0
 
 
 class NodeClocks:
-    """The clocks of the nodes of a run's devices.
-
-    Attributes:
-        offsets_s: Seconds by which the clock of each device's node is ahead of the driver's; empty if all devices are on one node.
-    """
+    """The clocks of the nodes of a run's devices."""
 
     def __init__(self, actors: StageActors) -> None:
         self.offsets_s: tuple[float, ...] = ()
+        """Seconds by which the clock of each device's node is ahead of the driver's; empty if all devices are on one node."""
         self._actors = actors
         self._read_s = 0.0
 
@@ -34,7 +31,7 @@ class NodeClocks:
             self.read()
 
     def read(self) -> None:
-        """Read the clock of each node, where there are several."""
+        """Read the clock of each node."""
         self._read_s = time.monotonic()
         nodes = [member.slot.node.node_id for member in self._actors.members]
         if len(set(nodes)) == 1:

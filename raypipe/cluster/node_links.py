@@ -27,13 +27,7 @@ Notice = Callable[[str], None]
 
 
 class Spending:
-    """What a probe has spent of its budget, and what it could not measure for want of more.
-
-    Args:
-        actors: Actors, which count bytes.
-        budget: Seconds and bytes that the probe may take.
-        notice: Called with each line for the user.
-    """
+    """What a probe has spent of its budget, and what it could not measure for want of more."""
 
     def __init__(self, actors: ProbeActors, budget: Budget, notice: Notice) -> None:
         self.budget = budget
@@ -48,7 +42,7 @@ class Spending:
         return time.monotonic() - self._began_s
 
     def allows(self, num_bytes: int, *, for_search: bool = False) -> bool:
-        """Return whether a measurement of so many bytes may begin; the search for shared links has to leave a part of the budget."""
+        """Return whether a measurement of so many bytes may begin; the search for shared links must leave a part of the budget."""
         budget = self.budget.for_search if for_search else self.budget
         return budget.allows(self.seconds, self._actors.num_bytes + num_bytes)
 
@@ -59,21 +53,15 @@ class Spending:
 
 
 class _BudgetSpentError(Exception):
-    """Ends the search for shared links; what it found until then counts."""
+    """Ends the search for shared links."""
 
 
 class NodeLinks:
     """The links between the nodes of a cluster, as far as they are measured.
 
-    Args:
-        actors: Actors that measure.
-        spending: Budget.
-        allowance: What each measurement may take.
-        classes: Class of each node; nodes of one class are assumed to be alike where not all pairs are measured.
-
     Attributes:
         fits: Fit of each directed pair of nodes that was measured.
-        clocks: Clock offset of each pair, target against source.
+        clocks: Clock offset of each such pair, target against source.
         search: Search for what links share.
         usable: Whether all flows have worked; after a failed one, nodes may still wait in it.
     """
@@ -97,7 +85,7 @@ class NodeLinks:
         return self.actors.run_between_nodes(dict.fromkeys(pairs, pattern))
 
     def measure(self) -> None:
-        """Ping every pair in rounds, more than once where there is time: a machine that stands still makes its links look slower.
+        """Ping every pair in rounds, more than once where there is time, as a pause of a machine makes its links look slower.
 
         Raises:
             RunError: There was no time to measure every pair once, or a link carries nothing.
@@ -151,7 +139,6 @@ class NodeLinks:
         return "; limits of single nodes were left out, since some nodes would have theirs and others not"
 
     def _together(self, pairs: Round) -> dict[Pair, float]:
-        """Return the bytes per second of directed pairs of nodes that stream at the same time."""
         bandwidths = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}
         streams_s = self.allowance.streams_s(pairs, bandwidths)
         patterns = {
@@ -170,7 +157,7 @@ class NodeLinks:
     # Links that were slowed by others
 
     def _measure_again(self) -> None:
-        """Ping slowed links alone, those that lost most first; a link that there is no time for has the rate of its streams, if any."""
+        # Those that lost most first. A link that there is no time for gets the rate of its streams, if any.
         pattern = Ping(self.allowance.ping_s, self.allowance.ping_bytes)
         slowed = self._slowed()
         while slowed and self.usable and self.spending.allows(pattern.most_bytes):
@@ -187,7 +174,7 @@ class NodeLinks:
             self.spending.missed(f"links that were measured while others were may carry more than was seen: {named}{more}; {_MORE}")
 
     def _slowed(self) -> list[Pair]:
-        """Return the pairs that others slowed, or may have slowed where the search did not get to them."""
+        """Return the pairs that others slowed, or may have slowed where the search did not get there."""
         fitted = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}
         rounds = [pairs for matching in tournament(self.classes) for pairs in directed(matching)]
         slowed = in_company(rounds, fitted, self.search.found)

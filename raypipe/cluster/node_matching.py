@@ -1,7 +1,7 @@
 """Matches the devices of a topology with slots of the cluster as it is now.
 
-A node of the topology is the cluster's node with its name: the label `raypipe.io/node`, else the address, else the host name. The n-th
-CPU device of a node is the node's n-th CPU slot, the n-th GPU its n-th GPU. All that no longer fits is refused in one message.
+Nodes are matched by name: Ray's label `raypipe.io/node`, else the address, else the host name. The n-th CPU device of a node is its
+n-th CPU slot, the n-th GPU its n-th GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raypipe.errors import PlanError
 
 
 def is_cpu_kind(kind: str) -> bool:
-    """Return whether a kind of device is a CPU slot: `cpu`, and kinds such as `cpu-slow`; all others are GPUs."""
+    """Return whether a kind of device is a CPU slot, such as `cpu` or `cpu-slow`; all others are GPUs."""
     return kind.lower().startswith("cpu")
 
 
@@ -26,21 +26,21 @@ def is_gpu(device: Device) -> bool:
 
 
 def num_slots(topology: ClusterTopology, devices: Sequence[str]) -> int:
-    """Return the number of slots that one node needs to hold all of some devices: up to the last in use on any node of theirs."""
+    """Return how many slots one node needs to stand for the node of any of these devices: up to the last that is in use."""
     return max([device.name for device in topology.node_of(name).devices].index(name) + 1 for name in devices)
 
 
 def match_slots(
     topology: ClusterTopology, devices: Sequence[str], nodes: Sequence[ClusterNode], *, scaling: ScalingConfig, stand_ins: bool = False
 ) -> list[DeviceSlot]:
-    """Return the slots of some devices of a topology.
+    """Return the slots of some devices of a topology, in their order.
 
     Args:
         topology: Cluster as it was when the plan was made.
-        devices: Names of the devices, in the order of the result.
+        devices: Names of the devices.
         nodes: Cluster as it is, with the nodes that it has lost.
         scaling: Resources of each device.
-        stand_ins: Whether CPU slots may stand for devices of all kinds, where nothing is computed.
+        stand_ins: Whether CPU slots may stand for GPUs, where nothing is computed.
 
     Raises:
         PlanError: Says of every node and device what has changed.

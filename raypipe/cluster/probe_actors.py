@@ -33,14 +33,11 @@ FlowReadings = dict[Pair, tuple[Readings, Readings]]
 class ProbeActors(ActorGroup):
     """The probe actors of a cluster: up to four a node, of which the first measures the links to other nodes.
 
-    Args:
-        slots: For each node, the slots that its topology describes.
-        names: Name of each node in topologies.
-        handles: Ray's handles of the actors, node by node.
-        use_gpu: Whether devices are GPUs.
-
     Attributes:
-        info: What each device's actor reports of its node, once it is up.
+        slots: For each node, the slots of all devices that its topology describes.
+        names: Name of each node in topologies.
+        node_of: Node of each device that has an actor.
+        infos: What each actor reports of its node.
         num_steps: Measurements so far, each of one or more flows.
         num_bytes: Bytes sent so far.
     """
@@ -52,7 +49,7 @@ class ProbeActors(ActorGroup):
         self.names = names
         self.use_gpu = use_gpu
         self.node_of = [node for node, of_node in enumerate(slots) for _ in of_node[:_MOST_ACTORS]]
-        self._members = [Member(*pair) for pair in zip(handles, _with_actors(slots), strict=True)]
+        super().__init__([Member(*pair) for pair in zip(handles, _with_actors(slots), strict=True)])
         self.infos: dict[int, ActorInfo] = {}
         self.num_steps = 0
         self.num_bytes = 0
@@ -63,14 +60,7 @@ class ProbeActors(ActorGroup):
     def launched(
         cls, nodes: Sequence[ClusterNode], *, limit: int | None, start_timeout_s: float, use_gpu: bool, notice: Callable[[str], None]
     ) -> Iterator[ProbeActors]:
-        """Launch actors on nodes, and end them with the block.
-
-        Args:
-            nodes: Nodes to probe, in the order of the topology.
-            limit: Most devices of a node; `None` for all.
-            start_timeout_s: How long actors may take to start.
-            use_gpu: Whether devices are GPUs.
-            notice: Called with each line for the user.
+        """Launch actors on nodes, and end them with the block; at most `limit` devices of a node are described.
 
         Raises:
             PlanError: Two nodes cannot be told apart.
@@ -92,13 +82,8 @@ class ProbeActors(ActorGroup):
                 ray.kill(handle, no_restart=True)
 
     @property
-    def members(self) -> list[Member]:
-        """See `ActorGroup`."""
-        return self._members
-
-    @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
+        """How many nodes are probed."""
         return len(self.names)
 
     def devices(self, node: int) -> list[int]:
@@ -110,16 +95,11 @@ class ProbeActors(ActorGroup):
         return self.infos[self.node_of.index(node)]
 
     def link_text(self, nodes: Pair) -> str:
-        """Return a link between two nodes in words."""
+        """Return a link's name for messages."""
         return " -> ".join(self.names[node] for node in nodes)
 
     def run_between_nodes(self, patterns: dict[Pair, Any], *, limit_s: float | None = None) -> FlowReadings:
-        """Run flows between nodes at the same time; see `run`.
-
-        Args:
-            patterns: Pattern of each directed pair of nodes.
-            limit_s: As for `run`.
-        """
+        """Run a flow of some pattern for each directed pair of nodes at the same time; see `run`."""
         nodes_of = {(self.node_of.index(source), self.node_of.index(target)): (source, target) for source, target in patterns}
         readings = self.run([Flow(*ends, patterns[nodes]) for ends, nodes in nodes_of.items()], limit_s=limit_s)
         return {nodes_of[ends]: of_flow for ends, of_flow in readings.items()}
@@ -127,9 +107,7 @@ class ProbeActors(ActorGroup):
     def run(self, flows: Sequence[Flow], *, limit_s: float | None = None) -> FlowReadings:
         """Run flows between devices at the same time; return what both ends of each noted.
 
-        Args:
-            flows: Pings, or streams.
-            limit_s: Most seconds that streams may take; pings end by limits of their own.
+        Streams may take at most `limit_s`; pings end by limits of their own.
 
         Raises:
             RunError: A device failed, or a link carries nothing; names it.
@@ -150,7 +128,6 @@ class ProbeActors(ActorGroup):
         return readings
 
     def _connect(self, pairs: Collection[Pair]) -> None:
-        """Connect the directed pairs of devices that are not connected yet."""
         fresh = [pair for pair in pairs if pair not in self._connected]
         orders: dict[int, list[MeetOrder]] = {}
         for pair in fresh:
@@ -175,7 +152,7 @@ class ProbeActors(ActorGroup):
         return MeetOrder(
             source=source,
             target=target,
-            names=(self._members[source].slot.name, self._members[target].slot.name),
+            names=(self.members[source].slot.name, self.members[target].slot.name),
             shared=is_local and self.infos[source].shares_memory and self.infos[target].shares_memory,
             store=self.store,
             prefix=f"probe/{source}-{target}",
@@ -184,11 +161,11 @@ class ProbeActors(ActorGroup):
         )
 
     def _node_name(self, device: str) -> str:
-        return next((self.names[self.node_of[number]] for number, one in enumerate(self._members) if one.slot.name == device), device)
+        return next((self.names[self.node_of[number]] for number, one in enumerate(self.members) if one.slot.name == device), device)
 
     def _raise_broken_link(self, error: TransportTimeoutError, flows: Sequence[Flow]) -> NoReturn:
         ends = {error.device, error.peer}
-        flow = next(flow for flow in flows if {self._members[end].slot.name for end in flow.ends} == ends)
+        flow = next(flow for flow in flows if {self.members[end].slot.name for end in flow.ends} == ends)
         nodes = (self.node_of[flow.source], self.node_of[flow.target])
         if nodes[0] == nodes[1]:
             raise error

@@ -41,7 +41,7 @@ class ProbedNode:
         name: Name in the topology.
         info: What the actor of its first device reports.
         num_devices: Number of devices.
-        inside: Fit of the links between its devices; `None` for a single device.
+        inside: Fit of the links between its devices, if it has several.
         clock: Offset of its clock against the first node's.
     """
 
@@ -60,10 +60,10 @@ class Probed:
         topology: Nodes, devices, links and shared links.
         nodes: Nodes in the topology's order.
         links: Fit of each directed pair of nodes that was measured, by the numbers of the nodes.
-        allowance: What each measurement was allowed, and the rounds that were planned.
+        allowance: What each measurement might take, and the planned rounds.
         num_steps: Number of measurements, each of one or more flows at the same time.
         num_bytes: Bytes sent.
-        seconds: Seconds that measuring took.
+        seconds: Seconds spent.
         notices: What could not be measured, and why.
     """
 
@@ -89,10 +89,10 @@ def probe(
     """Measure a cluster.
 
     Args:
-        cluster: Cluster to connect to; a local one is started where there is none.
-        budget: Seconds and bytes that measuring may take.
+        cluster: Cluster to connect to.
+        budget: Seconds and bytes that may be spent.
         devices_per_node: Most devices of a node that the topology describes; `None` for all.
-        use_gpu: Whether to measure the GPUs and the links between them, not the CPU slots.
+        use_gpu: Whether to measure GPUs instead of CPU slots.
         name: Name of the topology.
         notice: Called with each line for the user.
 
@@ -126,14 +126,7 @@ def _nodes_to_probe(*, use_gpu: bool) -> list[ClusterNode]:
 
 
 class Probe:
-    """One probe of a cluster.
-
-    Args:
-        actors: Actors that measure.
-        classes: For each node, what makes it like others; links between like nodes are assumed to be alike.
-        budget: Seconds and bytes that measuring may take.
-        notice: Called with each line for the user.
-    """
+    """One probe of a cluster. Links between nodes of equal classes are assumed to be alike where not all are measured."""
 
     def __init__(self, actors: ProbeActors, classes: Sequence[tuple[object, ...]], budget: Budget, *, notice: Notice) -> None:
         self.actors = actors
@@ -151,12 +144,7 @@ class Probe:
         self.links = NodeLinks(actors, self.spending, self.allowance, classes)
 
     def run(self, name: str, overheads: Overheads | None) -> Probed:
-        """Measure everything.
-
-        Args:
-            name: Name of the topology.
-            overheads: Overheads of all devices, if they are known.
-        """
+        """Measure everything, and describe it as a topology with this name and these overheads."""
         actors, links, spending = self.actors, self.links, self.spending
         if actors.num_nodes > 1:
             links.measure()
@@ -191,18 +179,17 @@ class Probe:
     # Within nodes, and clocks
 
     def _pairs_inside(self, node: int) -> list[Pair]:
-        """Return the directed pairs of a node's devices to measure: neighbors, in alternating directions."""
+        # Neighbors, in alternating directions.
         return [pair[::-1] if place % 2 else pair for place, pair in enumerate(pairwise(self.actors.devices(node)))]
 
     def _inside_by_machine(self) -> list[list[tuple[int, Pair]]]:
-        """Return the pairs within the nodes of each machine, with their nodes."""
         machines: dict[str, list[tuple[int, Pair]]] = {}
         for node, pairs in enumerate(self.inside):
             machines.setdefault(self.actors.node_info(node).hostname, []).extend((node, pair) for pair in pairs)
         return list(machines.values())
 
     def _measure_inside(self) -> list[LinkFit | None]:
-        """Measure the links within each node; nodes of one machine take turns, since they share its memory."""
+        # Nodes of one machine take turns, since they share its memory.
         pattern = Ping(self.allowance.ping_s / 4, self.allowance.ping_bytes)
         fits: dict[int, list[LinkFit]] = {}
         for at_once in zip_longest(*self._inside_by_machine()):
@@ -213,7 +200,7 @@ class Probe:
         return [_typical(fits.get(node, ())) for node in range(self.actors.num_nodes)]
 
     def _clocks(self) -> list[ClockOffset]:
-        """Return the offset of each node's clock against the first node's; a second measurement shows the drift."""
+        # A second measurement shows the drift.
         earlier = from_reference(self.links.clocks, reference=0)
         pairs: dict[Pair, ClockOffset] = {}
         if self.links.usable and self.spending.seconds < self.spending.budget.seconds:

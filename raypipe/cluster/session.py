@@ -1,4 +1,4 @@
-"""A Ray cluster for as long as a run lasts: the one there is, or a local one that ends with the run."""
+"""Connects to a Ray cluster for as long as a run lasts; without one, starts a local cluster that ends with the run."""
 
 from __future__ import annotations
 
@@ -16,28 +16,23 @@ from raypipe.config import ClusterConfig
 from raypipe.errors import RunError
 
 _ENVIRONMENT = {
-    # Ray lets its workers give way to everything else on the machine; a cluster of one's own is there for the stages.
+    # Ray's workers have a low priority otherwise.
     "RAY_worker_niceness": "0",
-    # The C library gives the memory of activations back to the system after every Op and takes it again page by page, which
-    # made a backward of 21 ms take up to 31 ms. With these it keeps what it has: one arena for all threads, not cut back.
+    # By default, the C library returns the memory of activations to the system after every Op and allocates it again page by page:
+    # a backward of 21 ms took up to 31 ms. With these it keeps its memory, in one arena for all threads.
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": f"{32 << 20}",
     "MALLOC_TRIM_THRESHOLD_": f"{1 << 30}",
     "MALLOC_TOP_PAD_": f"{64 << 20}",
-    # Torch's store asks for the name of each address that it connects to, and a lost answer is waited for for five seconds.
+    # Torch's store resolves the name of each address that it connects to, and waits five seconds for a lost answer.
     "RES_OPTIONS": "timeout:1",
 }
-"""Of the processes of a cluster that is started for a run, unless the environment says otherwise."""
+"""Environment of a local cluster's processes; variables that are set already stay."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """The cluster that is connected.
-
-    Attributes:
-        dashboard_url: of Ray's dashboard; empty where there is none.
-        local: whether it was started for this run.
-    """
+    """The connected cluster, `local` if it was started for this run; `dashboard_url` is empty without a dashboard."""
 
     dashboard_url: str
     local: bool
@@ -45,17 +40,12 @@ class Session:
 
 @contextlib.contextmanager
 def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float) -> Iterator[Session]:
-    """Connects to the cluster of the configuration, of RAY_ADDRESS, or to a local one started for the run.
+    """Connect to the cluster of the configuration or of RAY_ADDRESS, or start a local one with enough CPUs for the devices.
 
-    SIGTERM, with which `ray job stop` ends a job, interrupts the run as Ctrl-C does, so that actors and local cluster end.
-
-    Args:
-        cluster: which cluster.
-        num_devices: places that a local one must have.
-        cpus_per_device: that each reserves.
+    SIGTERM, with which `ray job stop` ends a job, interrupts the run as Ctrl-C does, so that actors and a local cluster end.
 
     Raises:
-        RunError: the cluster cannot be reached or started.
+        RunError: The cluster cannot be reached or started.
     """
     address = cluster.resolved_address
     if ray.is_initialized():
@@ -64,7 +54,7 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     _hide_token_notice()
     options: dict[str, object] = {"log_to_driver": cluster.log_to_driver, "logging_level": logging.WARNING}
     if address is None:
-        # A place more than actors: the driver's own tasks must not wait for one.
+        # One CPU more, so that the driver's tasks need not wait for an actor.
         num_cpus = max(os.cpu_count() or 1, int(num_devices * cpus_per_device) + 1)
         options |= {"num_cpus": num_cpus, "include_dashboard": cluster.dashboard, "address": "local"}
         for name, value in _ENVIRONMENT.items():

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM at the moments when they would do harm, or be lost."""
+"""Handles Ctrl-C and SIGTERM where they would do harm or be lost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from types import FrameType
 
 @contextlib.contextmanager
 def put_off(clean_up: Callable[[], object] | None = None) -> Iterator[None]:
-    """Puts Ctrl-C and SIGTERM off until the end of the block.
+    """Put off Ctrl-C and SIGTERM until the end of the block; if one came, call `clean_up`.
 
-    A half-started Ray that is interrupted leaves processes behind; an import that is interrupted may swallow it.
-
-    Args:
-        clean_up: called at the end of the block if one came, before KeyboardInterrupt is raised.
+    Ray leaves processes behind if its start is interrupted, and an import may swallow an interrupt.
 
     Raises:
-        KeyboardInterrupt: one came.
+        KeyboardInterrupt: One came.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,7 +40,7 @@ def put_off(clean_up: Callable[[], object] | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def also_on_sigterm() -> Iterator[None]:
-    """Lets SIGTERM interrupt the block as Ctrl-C does."""
+    """Let SIGTERM interrupt the block as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -18,18 +18,18 @@ NODE_LABEL = "raypipe.io/node"
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A node as Ray reports it.
+    """A node as Ray reports it; several nodes may be on one machine.
 
     Attributes:
         node_id: Ray's identifier.
         address: IP address.
-        hostname: Host name of the machine; several nodes of one machine have the same.
-        label: Value of the label `raypipe.io/node`; empty without one.
+        hostname: Host name of the machine.
+        label: Value of the label `raypipe.io/node`, if any.
         alive: Whether the node is part of the cluster now.
         is_head: Whether it is Ray's head node.
-        num_cpus: CPUs that Ray may hand out.
-        num_gpus: GPUs that Ray may hand out.
-        accelerators: Kinds of its GPUs, such as `H200`; empty where Ray does not know.
+        num_cpus: CPUs that it offers.
+        num_gpus: GPUs that it offers.
+        accelerators: Kinds of its GPUs, such as `H200`, if Ray knows them.
     """
 
     node_id: str
@@ -69,13 +69,7 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """Where one device is, and what its actor reserves there.
-
-    Attributes:
-        node: Node of the device.
-        name: Name of the device in plans and messages.
-        num_gpus: GPUs that the actor reserves; a fraction where devices share one.
-    """
+    """Where one device is: its node, its name in plans, and the GPUs, or the fraction of one, that it reserves."""
 
     node: ClusterNode
     name: str
@@ -93,7 +87,7 @@ def resource_text(resources: Mapping[str, float]) -> str:
 
 
 def nodes_called(name: str, nodes: Iterable[ClusterNode]) -> list[ClusterNode]:
-    """Return the living nodes with a label `name`; without any, those with this address, else with this host name."""
+    """Return the living nodes with this label, or else with this address, or else with this host name."""
     alive = [node for node in nodes if node.alive]
     for names in ([node.label for node in alive], [node.address for node in alive], [node.hostname for node in alive]):
         if matches := [node for node, called in zip(alive, names, strict=True) if called == name]:

@@ -1,9 +1,10 @@
-"""The stage actors of a run: which of them are devices of the plan now, what they are doing, and which failure explains the others."""
+"""The stage actors of a run: which of them are devices of the plan, and which failure explains the others."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import ray
@@ -11,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from raypipe.actors.actor_info import ActorInfo
 from raypipe.actors.orders import Identity, Status
-from raypipe.cluster.actor_group import STARTING, ActorGroup, Failure, Member
+from raypipe.cluster.actor_group import SILENCE_REMEDY, STARTING, ActorGroup, Failure, Member
 from raypipe.cluster.checks import check_actors
 from raypipe.cluster.launch import CONTROL, launch_stage_actors
 from raypipe.cluster.slots import DeviceSlot
@@ -25,16 +26,15 @@ _MOST_SILENCES = 10
 
 
 class StageActors(ActorGroup):
-    """The stage actors of one run, addressed by the number of their device in the plan.
+    """The stage actors of one run, by the number of their device in the plan.
 
-    More actors may have been launched than the plan has devices; the others are idle. A slot's number is that of the launch.
+    Where more actors were launched than the plan has devices, the others are idle. Slots keep the numbers that they had at the launch.
 
-    Args:
-        run: Name of the run, unique in the cluster.
-        slots: Slots to launch actors in.
-        stages: Stages of each.
-        scaling: Resources of each actor.
-        cluster: Timeouts.
+    Attributes:
+        launched: All actors, by slot.
+        devices: Number of each device's slot.
+        patience_s: How long an actor may take to tell its status.
+        leaving: Slots whose actors leave the plan, but hold layers that others still need.
     """
 
     death_remedy = "look at its node for an out-of-memory kill or a crash; `--resume` goes on from the last checkpoint"
@@ -46,22 +46,15 @@ class StageActors(ActorGroup):
         self.cluster = cluster
         handles = launch_stage_actors(slots, stages=stages, run=run, scaling=scaling)
         self.launched = [Member(*columns) for columns in zip(handles, slots, stages, strict=True)]
+        super().__init__(self.launched)
         self.launched_infos: tuple[ActorInfo, ...] = ()
         self.devices = tuple(range(len(slots)))
-        """The number of each device's slot."""
         self.patience_s = cluster.start_timeout_s
-        """How long an actor that is asked for its status may be silent."""
         self.leaving: frozenset[int] = frozenset()
-        """Numbers of slots whose actors leave the plan, but hold layers that others still need."""
-
-    @property
-    def members(self) -> list[Member]:
-        """See `ActorGroup`."""
-        return [self.launched[number] for number in self.devices]
 
     @property
     def infos(self) -> tuple[ActorInfo, ...]:
-        """What the devices' actors report of themselves, once they are up."""
+        """What the actor of each device reports of itself."""
         return tuple(self.launched_infos[number] for number in self.devices)
 
     def wait_until_up(self) -> None:
@@ -75,13 +68,7 @@ class StageActors(ActorGroup):
         check_actors([member.slot for member in self.launched], self.launched_infos)
 
     def follow(self, calls: Mapping[int, Any], task: str, notice: Callable[[str], None]) -> None:
-        """Report what the first called actor is doing, whenever that changes, until it answers or stays silent.
-
-        Args:
-            calls: Reference of each device's answer.
-            task: What the calls do, which is not reported.
-            notice: Receives the reports.
-        """
+        """Report what the first called actor is doing besides `task`, whenever that changes, until it answers or stays silent."""
         device, ref = next(iter(calls.items()))
         told, num_silences = task, 0
         while not ray.wait([ref], timeout=_FOLLOW_S)[0] and num_silences < _MOST_SILENCES:
@@ -93,26 +80,16 @@ class StageActors(ActorGroup):
                 notice(told)
 
     def assign(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]]) -> None:
-        """Give actors their device numbers and stages; whatever they held before is dropped.
-
-        Args:
-            devices: Number of each device's slot; the actors of other slots become idle.
-            stages: Stages of each device.
-        """
+        """Make the actors of some slots the devices 0, 1, ... with these stages, and others idle; all drop what they held."""
         self.devices = tuple(devices)
-        for number, of_device in zip(devices, stages, strict=True):
-            self.launched[number] = Member(self.launched[number].handle, self.launched[number].slot, of_device)
-        identities = [
-            Identity(run=self.run, device=device, name=member.slot.name, stages=member.stages) for device, member in enumerate(self.members)
-        ]
-        calls = {device: member.handle.assign.remote(identities[device]) for device, member in enumerate(self.members)}
-        for number, member in enumerate(self.launched):
-            if number not in self.devices:  # no answer is needed before it gets work again
-                member.handle.assign.remote(None)
-        self.gather(calls, "taking stages")
+        self.members = [replace(self.launched[number], stages=of_device) for number, of_device in zip(devices, stages, strict=True)]
+        identities = [Identity(self.run, device, member.slot.name, member.stages) for device, member in enumerate(self.members)]
+        for number in set(range(len(self.launched))).difference(devices):  # no answer is needed before they get work again
+            self.launched[number].handle.assign.remote(None)
+        self.ask("taking stages", lambda device, actor: actor.assign.remote(identities[device]))
 
     def dead(self, numbers: Iterable[int], *, timeout_s: float) -> list[int]:
-        """Return those of some slots whose actors are dead or do not answer in time."""
+        """Return the slots, among some, whose actors are dead or do not answer in time."""
         members = {number: self.launched[number] for number in numbers}
         return [number for number, status in _statuses(members, timeout_s=timeout_s).items() if not isinstance(status, Status)]
 
@@ -128,27 +105,24 @@ class StageActors(ActorGroup):
 
     # Failures
 
-    def error(self, device: int, task: str, problem: str, remedy: str) -> StageFailedError:
-        """See `ActorGroup`."""
+    def _error(self, device: int, task: str, problem: str, remedy: str) -> StageFailedError:
         return _stage_error(self.members[device], task, problem, remedy)
 
     def _overdue(self, devices: Sequence[int], task: str, *, is_late: bool) -> Failure | None:
-        members = self.members
-        asked = {device: members[device] for device in devices}
+        asked = {device: self.members[device] for device in devices}
         for device, status in _statuses(asked, timeout_s=1.0 if is_late else self.patience_s).items():
             if isinstance(status, RayError):
-                return self.failure_of(status, device, task)
+                return self._failure(status, device, task)
             if status is None:
-                return self.silent(device, task)
+                return Failure(self._error(device, task, "does not answer", SILENCE_REMEDY))
             if status.failure is not None:
                 return Failure(status.failure)
             if is_late:
                 problem = f"is not done in time: {status.doing}, for {status.since_s:.0f} s"
-                return Failure(self.error(device, task, problem, "raise cluster.start_timeout_s"))
+                return Failure(self._error(device, task, problem, "raise cluster.start_timeout_s"))
         return None
 
     def _fail(self, failure: Failure, pending: Mapping[Any, int], task: str) -> NoReturn:
-        """Abort all actors and raise the error of the failure that explains the others."""
         failures = [failure]
         if isinstance(failure.error, TransportTimeoutError):
             failures += self._busy(failure.error, task)
@@ -160,26 +134,25 @@ class StageActors(ActorGroup):
                 try:
                     ray.get(ref)
                 except RayError as error:
-                    failures.append(self.failure_of(error, pending[ref], task))
+                    failures.append(self._failure(error, pending[ref], task))
         if not any(one.is_death for one in failures):
             # An actor may have died without having been asked for anything.
             statuses = _statuses(dict(enumerate(self.members)), timeout_s=1.0)
-            failures += [self.failure_of(status, device, task) for device, status in statuses.items() if isinstance(status, RayError)]
+            failures += [self._failure(status, device, task) for device, status in statuses.items() if isinstance(status, RayError)]
         if not any(one.is_death for one in failures):
             failures += self._lost_layers(task)
         raise min(failures, key=lambda one: one.rank).error
 
     def _busy(self, timeout: TransportTimeoutError, task: str) -> list[Failure]:
-        """Return failures of the actors that computed while a message was overdue: they explain the wait of the others."""
+        # What an actor computed while a message was overdue explains the wait of the others.
         remedy = "look at what it does; raise cluster.message_timeout_s if that may take so long"
         return [
-            Failure(self.error(device, f"{task}, {status.doing}", f"it was still at it when time ran out ({timeout})", remedy))
+            Failure(self._error(device, f"{task}, {status.doing}", f"it was still at it when time ran out ({timeout})", remedy))
             for device, status in _statuses(dict(enumerate(self.members)), timeout_s=2.0).items()
             if isinstance(status, Status) and status.computes
         ]
 
     def _lost_layers(self, task: str) -> list[Failure]:
-        """Return failures of actors that leave the plan and died before others had their layers."""
         problem = "its process died, or does not answer, and others are to take over the layers that it held"
         return [
             Failure(_stage_error(Member(None, self.launched[number].slot), task, problem, self.death_remedy), is_death=True)
@@ -193,7 +166,7 @@ def _stage_error(member: Member, task: str, problem: str, remedy: str) -> StageF
 
 
 def _statuses(members: Mapping[int, Member], *, timeout_s: float) -> dict[int, Status | RayError | None]:
-    """Return what actors are doing, as their control threads see it; `None` for a silent one, Ray's error for a dead one."""
+    """Return what actors are doing: `None` for a silent one, Ray's error for a dead one."""
     refs = {number: member.handle.status.options(concurrency_group=CONTROL).remote() for number, member in members.items()}
     if refs:
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)

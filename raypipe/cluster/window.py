@@ -16,12 +16,12 @@ class WindowResult:
 
     Attributes:
         reports: Report of each device.
-        wall_s: Seconds that the window took for the driver.
+        wall_s: Seconds that the driver waited.
         name: Name of the run.
         device_names: Name of each device.
-        num_updates: Number of updates in the window.
+        num_updates: Number of updates.
         programs: Program of each device.
-        clock_offsets_s: Seconds by which the clock of each device's node is ahead of the driver's; empty if all share one clock.
+        clock_offsets_s: Seconds by which each device's clock is ahead of the driver's; empty if all share one clock.
     """
 
     reports: tuple[WindowReport, ...]
