@@ -25,7 +25,7 @@ import torch
 from rounds import print_table, write_json
 
 from raypipe import ClusterConfig, Model, RunConfig, ScalingConfig, ScheduleConfig, Trainer
-from raypipe.analysis.comparison import Figure
+from raypipe.analysis.comparison import ComparedFigure
 from raypipe.cluster.session import session
 from raypipe.model import Batch
 from raypipe.models.gpt import gpt
@@ -152,14 +152,14 @@ class Work:
         return self.run(case, plan=path)
 
 
-def memory_of(result: Result) -> list[Figure]:
+def memory_of(result: Result) -> list[ComparedFigure]:
     """The figures of the devices' memory, by device."""
     found = [figure for figure in result.figures if figure.name.startswith("memory of device")]
     assert found, "the memory of a process is measured on Linux, where /proc/self/clear_refs can be written"
     return found
 
 
-def row(name: str, figures: list[Figure]) -> dict[str, str]:
+def row(name: str, figures: list[ComparedFigure]) -> dict[str, str]:
     """One line of the table."""
     worst = max(figures, key=lambda figure: abs(figure.error))
     return {
@@ -194,7 +194,7 @@ def main() -> None:
         vocabulary_size=arguments.vocabulary,
     )
     batches = RandomTokens(arguments.rows, arguments.vocabulary)
-    found: dict[str, list[Figure]] = {}
+    found: dict[str, list[ComparedFigure]] = {}
     with (
         session(ClusterConfig(dashboard=False, log_to_driver=False), num_devices=NUM_DEVICES, cpus_per_device=1.0),
         tempfile.TemporaryDirectory() as folder,

@@ -10,7 +10,7 @@ from raypipe.artifacts.trace import Trace
 
 
 @dataclass(frozen=True)
-class Figure:
+class ComparedFigure:
     """One figure, predicted and measured.
 
     Attributes:
@@ -39,7 +39,7 @@ class Figure:
         return self.unit != "ratio"
 
 
-def compare(predicted: Trace, measured: Sequence[Trace]) -> list[Figure]:
+def compare(predicted: Trace, measured: Sequence[Trace]) -> list[ComparedFigure]:
     """Update time, bubble ratio of the run and of each device, and where both sides know it the peak memory of each device.
 
     Args:
@@ -62,9 +62,9 @@ def compare(predicted: Trace, measured: Sequence[Trace]) -> list[Figure]:
     return figures
 
 
-def _figure(name: str, unit: str, predicted: float, values: list[float]) -> Figure:
+def _figure(name: str, unit: str, predicted: float, values: list[float]) -> ComparedFigure:
     quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    return Figure(name, unit, predicted, statistics.median(values), (quartiles[2] - quartiles[0]) / 2)
+    return ComparedFigure(name, unit, predicted, statistics.median(values), (quartiles[2] - quartiles[0]) / 2)
 
 
 def median_window(measured: Sequence[Trace]) -> Trace:

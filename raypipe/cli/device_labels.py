@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from raypipe.analysis.comparison import Figure
+from raypipe.analysis.comparison import ComparedFigure
 from raypipe.artifacts.plan import Plan
 from raypipe.training.run_schedules import device_stages
 
@@ -21,7 +21,7 @@ def device_labels(plan: Plan) -> dict[str, str]:
     return dict(zip(plan.devices, labels, strict=True))
 
 
-def labelled(figures: Iterable[Figure], plan: Plan) -> Iterator[Figure]:
+def labelled(figures: Iterable[ComparedFigure], plan: Plan) -> Iterator[ComparedFigure]:
     """Yield the figures of a run with the labels of its devices in their names."""
     labels = {f"device {device}": label for device, label in device_labels(plan).items()}
     for figure in figures:

@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import click
-from rich.table import Table
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
@@ -21,9 +19,9 @@ from raypipe.errors import InputError
 from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
 from raypipe.planning.planners import AUTO, PLANNERS
-from raypipe.schedules.passes import recomputed_stages
-from raypipe.show.tables import table
-from raypipe.units import counted, ratio, seconds, size
+from raypipe.show.plans import plan_report, prediction, stage_table
+from raypipe.show.report import Figure, Report, rows_table
+from raypipe.units import counted, seconds
 
 
 @click.command(
@@ -100,20 +98,16 @@ def plan(
     took_s = time.perf_counter() - began_s
     if output:
         found.save(output)
-    figures = plan_figures(found) | {"planning_s": took_s}
+    report = plan_report(found, planning_s=took_s)
     others: dict[str, Plan | str] = {}
     if compare:
         with _watched() as on_evaluated:
             divided = (found.schedule.num_microbatches, found.microbatch_size)
             others = _others(partial(make, divided[0], microbatch_size=divided[1], on_evaluated=on_evaluated), besides=planner)
-        figures["compared"] = {
-            name: {"schedule": other.schedule.name, "update_s": _update_s(other)} if isinstance(other, Plan) else {"error": other}
-            for name, other in others.items()
-        }
     if as_json:
-        print_json(figures)
+        print_json(report.document() | ({"compared": {name: _other_document(other) for name, other in others.items()}} if compare else {}))
         return
-    _print(found, figures, others)
+    _print(found, report, others)
     if output:
         console().print(f"\nwritten to {output}", soft_wrap=True, markup=False)
 
@@ -134,42 +128,6 @@ def _watched() -> Iterator[OnEvaluated]:
         yield on_evaluated
 
 
-def plan_figures(found: Plan) -> dict[str, Any]:
-    """What a plan is and promises; the keys are a contract."""
-    predicted = found.predicted
-    assert predicted is not None, "a planner simulates its plan"
-    rows = found.schedule.num_microbatches * found.microbatch_size
-    return {
-        "planner": found.planner,
-        "schedule": found.schedule.name,
-        "num_stages": len(found.stages),
-        "stages": [
-            {
-                "layers": list(layers),
-                "devices": [[replica.device for replica in found.workers[workers[stage]]] for workers in found.schedule.pipelines],
-                "shares": [[replica.share for replica in found.workers[workers[stage]]] for workers in found.schedule.pipelines],
-            }
-            for stage, layers in enumerate(found.stages)
-        ],
-        "recomputed_stages": list(recomputed_stages(found.schedule)),
-        "num_devices": len(found.devices),
-        "idle_devices": [device.name for device in found.topology.devices if device.name not in found.devices],
-        "num_microbatches": found.schedule.num_microbatches,
-        "microbatch_size": found.microbatch_size,
-        "update_s": predicted.update_s,
-        "lower_bound_s": predicted.lower_bound_s,
-        "optimality_gap": predicted.optimality_gap,
-        "samples_per_s": rows / predicted.update_s if predicted.update_s else None,
-        "bubble_ratio": predicted.bubble_ratio,
-        "peak_memory_bytes": list(predicted.peak_memory_bytes),
-    }
-
-
-def _update_s(found: Plan) -> float:
-    assert found.predicted is not None, "a planner simulates its plan"
-    return found.predicted.update_s
-
-
 def _others(make: Callable[..., Plan], *, besides: str) -> dict[str, Plan | str]:
     """What the other planners find, or why they do not."""
     found: dict[str, Plan | str] = {}
@@ -182,57 +140,40 @@ def _others(make: Callable[..., Plan], *, besides: str) -> dict[str, Plan | str]
     return found
 
 
-def _print(found: Plan, figures: dict[str, Any], others: dict[str, Plan | str]) -> None:
+def _other_document(other: Plan | str) -> dict[str, object]:
+    if isinstance(other, str):
+        return {"error": other}
+    return {"schedule": other.schedule.name, "update_s": prediction(other).update_s}
+
+
+def _print(found: Plan, report: Report, others: dict[str, Plan | str]) -> None:
     screen = console()
     screen.print(
         f"{found.name} on {found.topology.name}: {counted(len(found.stages), 'stage')} on {counted(len(found.devices), 'device')}, "
         f"schedule {found.schedule.name}, {counted(found.schedule.num_microbatches, 'microbatch')} "
         f"of {counted(found.microbatch_size, 'row')}",
         style="bold",
-        markup=False,
     )
-    screen.print(_stage_table(found))
-    if figures["recomputed_stages"]:
-        screen.print(f"\nrun forwards again, to fit into memory: stages {', '.join(map(str, figures['recomputed_stages']))}", markup=False)
+    screen.print(stage_table(found))
+    figures = report.document()
+    if stages := figures["recomputed_stages"]:
+        screen.print(f"\nforwards run again in the backward pass, to save memory: stages {', '.join(map(str, stages))}")
     if figures["idle_devices"]:
-        screen.print(f"\nidle: {', '.join(figures['idle_devices'])}", markup=False)
-    # Where each layer takes no time on some device, an update may take none, and the bound is none.
-    update_s, rate, gap = figures["update_s"], figures["samples_per_s"], figures["optimality_gap"]
-    screen.print(
-        f"\nupdate {seconds(update_s)}, {'' if rate is None else f'{rate:.4g} samples/s, '}bubble {ratio(figures['bubble_ratio'])}; "
-        f"no plan takes less than {seconds(figures['lower_bound_s'])}{'' if gap is None else f' (gap {ratio(gap)})'}; "
-        f"planned in {seconds(figures['planning_s'])}",
-        markup=False,
-    )
+        screen.print(f"\nidle: {', '.join(figures['idle_devices'])}")
+    screen.print(f"\n{report.sentence()}")
     if others:
-        rows = [
-            (name, other.schedule.name, seconds(_update_s(other)), f"{_update_s(other) / update_s:.3f}" if update_s else "")
-            if isinstance(other, Plan)
-            else (name, "none", "", "")
-            for name, other in others.items()
-        ]
         screen.print()
-        screen.print(table(("planner", "schedule", "update", "over this plan's"), rows, left=2))
+        screen.print(rows_table([_other_row(name, other, prediction(found).update_s) for name, other in others.items()], left=2))
         for name, other in others.items():
             if isinstance(other, str):
-                screen.print(f"{name}: {other}", style="dim", markup=False)
+                screen.print(f"{name}: {other}", style="dim")
 
 
-def _stage_table(found: Plan) -> Table:
-    """A row a stage and pipeline."""
-    predicted = found.predicted
-    assert predicted is not None, "a planner simulates its plan"
-    number = {name: position for position, name in enumerate(found.devices)}
-    rows = []
-    for stage, layers in enumerate(found.stages):
-        for pipeline, workers in enumerate(found.schedule.pipelines):
-            worker = workers[stage]
-            devices = found.workers[worker]
-            peak = max(predicted.peak_memory_bytes[number[replica.device]] for replica in devices)
-            named = f"{layers[0]} .. {layers[-1]} ({len(layers)})" if len(layers) > 1 else layers[0]
-            where = " ".join(replica.device if len(devices) == 1 else f"{replica.device}:{replica.share:.3g}" for replica in devices)
-            rows.append((str(stage), str(pipeline), named, where, size(peak)))
-    several = len(found.schedule.pipelines) > 1
-    columns = ("stage", "pipeline", "layers", "devices (share of the rows)", "peak memory")
-    keep = [position for position in range(5) if several or position != 1]
-    return table([columns[at] for at in keep], ([row[at] for at in keep] for row in rows), left=len(keep) - 1)
+def _other_row(name: str, other: Plan | str, update_s: float) -> Report:
+    other_s = None if isinstance(other, str) else prediction(other).update_s
+    return Report(
+        Figure("", name, "planner"),
+        Figure("", None if isinstance(other, str) else other.schedule.name, "schedule"),
+        Figure("", other_s, "update", seconds),
+        Figure("", other_s / update_s if other_s is not None and update_s else None, "over this plan's", "{:.3f}".format),
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -10,7 +10,8 @@ from raypipe.cli.options import COUNT, SECONDS, check_folder, example, json_opti
 from raypipe.cli.screen import console, print_json
 from raypipe.config import ClusterConfig
 from raypipe.network.allowance import Budget
-from raypipe.show.tables import shared_words, table
+from raypipe.show.report import Figure, Report, rows_table
+from raypipe.show.tables import shared_words
 from raypipe.units import counted, ratio, seconds, size
 
 if TYPE_CHECKING:
@@ -62,137 +63,108 @@ def probe(
     )
     if output:
         found.topology.save(output)
+    report = _report(found)
     if as_json:
-        print_json(_figures(found))
+        print_json(report.document())
         return
-    _print(found)
+    _print(found, report)
     if output:
         console().print(f"\nwritten to {output}", soft_wrap=True)
 
 
-def _print(found: Probed) -> None:
+def _print(found: Probed, report: Report) -> None:
     screen = console()
-    topology = found.topology
-    screen.print(f"{counted(len(topology.nodes), 'node')}, {counted(topology.num_devices, 'device')}", style="bold")
-    columns = ("node", "host", "devices", "cores", "memory", "within: latency", "bandwidth", "residual", "clock ahead", "at most off by")
-    screen.print(table(columns, (_node_row(node) for node in found.nodes), left=2))
-    if found.links:
-        screen.print()
-        rows = (
-            (found.nodes[a].name, found.nodes[b].name, seconds(link.latency_s), _rate(link.bandwidth_bytes_per_s), ratio(link.residual))
-            for (a, b), link in sorted(found.links.items())
-        )
-        screen.print(table(("from", "to", "latency", "bandwidth", "residual"), rows, left=2))
-    for shared in topology.shared_links:
-        screen.print(f"{shared_words(shared)}: {_rate(shared.bandwidth_bytes_per_s)}", markup=False, soft_wrap=True)
-    if any(node.info.node_gpus for node in found.nodes):
-        screen.print()
-        gpus = ((node, gpu) for node in found.nodes for gpu in node.info.node_gpus)
-        screen.print(
-            table(
-                ("node", "GPU", "memory", "PCIe", "NUMA", "NVLinks"),
-                (
-                    (
-                        node.name,
-                        gpu.name,
-                        size(gpu.memory_bytes),
-                        f"{gpu.pcie_generation} x{gpu.pcie_lanes}",
-                        "-" if gpu.numa_node is None else str(gpu.numa_node),
-                        str(gpu.num_nvlinks),
-                    )
-                    for node, gpu in gpus
-                ),
-                left=2,
-            )
-        )
-    between = found.allowance.num_rounds
-    planned = f"{counted(between, 'round')} between nodes" if between else "no rounds between nodes"
-    screen.print(f"\n{planned}; {counted(found.num_steps, 'measurement')}, {size(found.num_bytes)}, {seconds(found.seconds)}")
+    screen.print(f"{counted(len(found.topology.nodes), 'node')}, {counted(found.topology.num_devices, 'device')}", style="bold")
+    screen.print(rows_table([_node_report(node) for node in found.nodes], left=2))
+    for shown in (_link_reports(found), [gpu for node in found.nodes for gpu in _gpu_reports(node)]):
+        if shown:
+            screen.print()
+            screen.print(rows_table(shown, left=2))
+    for shared in found.topology.shared_links:
+        screen.print(f"{shared_words(shared)}: {_rate(shared.bandwidth_bytes_per_s)}", soft_wrap=True)
+    screen.print(f"\n{report.sentence()}")
 
 
 def _rate(bytes_per_s: float) -> str:
     return f"{size(bytes_per_s)}/s"
 
 
-def _node_row(node: ProbedNode) -> tuple[str, ...]:
-    inside, clock, info = node.inside, node.clock, node.info
-    within = ("-", "-", "-") if inside is None else (seconds(inside.latency_s), _rate(inside.bandwidth_bytes_per_s), ratio(inside.residual))
-    drift = "" if clock.drift is None else f" ({clock.drift * 1e6:+.0f} us/s)"
-    return (
-        node.name,
-        info.hostname,
-        str(node.num_devices),
-        str(info.num_cores),
-        size(info.memory_bytes),
-        *within,
-        seconds(clock.offset_s) + drift,
-        seconds(clock.residual_s),
+def _node_report(node: ProbedNode) -> Report:
+    clock, info = node.clock, node.info
+    return Report(
+        Figure("name", node.name, "node"),
+        Figure("hostname", info.hostname, "host"),
+        Figure("num_devices", node.num_devices, "devices"),
+        Figure("num_cores", info.num_cores, "cores"),
+        Figure("memory_bytes", info.memory_bytes, "memory", size),
+        Figure("inside", None if node.inside is None else Report(*_link_figures(node.inside, "within: "))),
+        Figure(
+            "clock",
+            Report(
+                Figure("offset_s", clock.offset_s, "clock ahead", seconds),
+                Figure("residual_s", clock.residual_s, "at most off by", seconds),
+                Figure("drift", clock.drift, "clock gains", lambda drift: f"{drift * 1e6:+.0f} us/s"),
+            ),
+        ),
+        Figure("gpus", [gpu.document() for gpu in _gpu_reports(node)]),
     )
 
 
-def _link_figures(link: LinkFit | None) -> dict[str, Any] | None:
-    if link is None:
-        return None
-    return {
-        "latency_s": link.latency_s,
-        "bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
-        "residual": link.residual,
-        "num_round_trips": link.num_round_trips,
-        "num_bytes": link.num_bytes,
-    }
+def _link_figures(link: LinkFit, prefix: str = "") -> tuple[Figure, ...]:
+    return (
+        Figure("latency_s", link.latency_s, f"{prefix}latency", seconds),
+        Figure("bandwidth_bytes_per_s", link.bandwidth_bytes_per_s, f"{prefix}bandwidth", _rate),
+        Figure("residual", link.residual, f"{prefix}residual", ratio),
+        Figure("num_round_trips", link.num_round_trips),
+        Figure("num_bytes", link.num_bytes),
+    )
 
 
-def _figures(found: Probed) -> dict[str, Any]:
-    """The figures of a probe; the keys are a contract."""
-    rounds = found.allowance.rounds
-    return {
-        "name": found.topology.name,
-        "digest": found.topology.digest,
-        "num_devices": found.topology.num_devices,
-        "nodes": [
-            {
-                "name": node.name,
-                "hostname": node.info.hostname,
-                "num_devices": node.num_devices,
-                "num_cores": node.info.num_cores,
-                "memory_bytes": node.info.memory_bytes,
-                "inside": _link_figures(node.inside),
-                "clock": {
-                    "offset_s": node.clock.offset_s,
-                    "residual_s": node.clock.residual_s,
-                    "drift": node.clock.drift,
-                },
-                "gpus": [
-                    {
-                        "name": gpu.name,
-                        "uuid": gpu.uuid,
-                        "memory_bytes": gpu.memory_bytes,
-                        "pcie_generation": gpu.pcie_generation,
-                        "pcie_lanes": gpu.pcie_lanes,
-                        "numa_node": gpu.numa_node,
-                        "num_nvlinks": gpu.num_nvlinks,
-                    }
-                    for gpu in node.info.node_gpus
-                ],
-            }
-            for node in found.nodes
-        ],
-        "links": [
-            {"from": found.nodes[a].name, "to": found.nodes[b].name, **(_link_figures(link) or {})}
-            for (a, b), link in sorted(found.links.items())
-        ],
-        "shared_links": [
-            {
-                "name": shared.name,
-                "bandwidth_bytes_per_s": shared.bandwidth_bytes_per_s,
-                "members": [list(member) for member in shared.members],
-            }
-            for shared in found.topology.shared_links
-        ],
-        "num_rounds": {"tournament": rounds.tournament, "company": rounds.company, "fans": rounds.fans},
-        "looks": found.allowance.looks,
-        "num_steps": found.num_steps,
-        "num_bytes": found.num_bytes,
-        "seconds": found.seconds,
-        "notices": list(found.notices),
-    }
+def _link_reports(found: Probed) -> list[Report]:
+    return [
+        Report(Figure("from", found.nodes[source].name, "from"), Figure("to", found.nodes[target].name, "to"), *_link_figures(link))
+        for (source, target), link in sorted(found.links.items())
+    ]
+
+
+def _gpu_reports(node: ProbedNode) -> list[Report]:
+    return [
+        Report(
+            Figure("", node.name, "node"),
+            Figure("name", gpu.name, "GPU"),
+            Figure("uuid", gpu.uuid),
+            Figure("memory_bytes", gpu.memory_bytes, "memory", size),
+            Figure("", f"{gpu.pcie_generation} x{gpu.pcie_lanes}", "PCIe"),
+            Figure("pcie_generation", gpu.pcie_generation),
+            Figure("pcie_lanes", gpu.pcie_lanes),
+            Figure("numa_node", gpu.numa_node, "NUMA"),
+            Figure("num_nvlinks", gpu.num_nvlinks, "NVLinks"),
+        )
+        for gpu in node.info.node_gpus
+    ]
+
+
+def _report(found: Probed) -> Report:
+    """Return the figures of a probe; their names are a contract."""
+    topology, rounds = found.topology, found.allowance.rounds
+    return Report(
+        Figure("name", topology.name),
+        Figure("digest", topology.digest),
+        Figure("num_devices", topology.num_devices),
+        Figure("nodes", [_node_report(node).document() for node in found.nodes]),
+        Figure("links", [link.document() for link in _link_reports(found)]),
+        Figure(
+            "shared_links",
+            [
+                {"name": shared.name, "bandwidth_bytes_per_s": shared.bandwidth_bytes_per_s, "members": list(map(list, shared.members))}
+                for shared in topology.shared_links
+            ],
+        ),
+        Figure("num_rounds", {"tournament": rounds.tournament, "company": rounds.company, "fans": rounds.fans}),
+        Figure("", found.allowance.num_rounds, "rounds between nodes"),
+        Figure("looks", found.allowance.looks),
+        Figure("num_steps", found.num_steps, "measurements"),
+        Figure("num_bytes", found.num_bytes, "sent", size),
+        Figure("seconds", found.seconds, "in", seconds),
+        Figure("notices", list(found.notices)),
+    )

@@ -17,7 +17,8 @@ from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
 from raypipe.profiling.linearize import Chain, linearize
 from raypipe.profiling.pipedream import WEIGHT_GRAD_SHARE, read_pipedream
-from raypipe.show.tables import table
+from raypipe.show.report import Figure, Report, rows_table
+from raypipe.show.tables import layer_report
 from raypipe.units import counted, ratio, seconds, size
 
 if TYPE_CHECKING:
@@ -222,16 +223,12 @@ def _times_of(times: LayerTimes, spread: float | None) -> dict[str, Any]:
 
 def _document(found: _Found, output: str) -> dict[str, Any]:
     profile = found.profile
-    spreads = found.spreads[0] if found.spreads else (None,) * profile.num_layers
     document: dict[str, Any] = {
         "file": output,
         "name": profile.name,
         "microbatch_size": profile.microbatch_size,
         "num_layers": profile.num_layers,
-        "layers": [
-            {key: value for key, value in dataclasses.asdict(layer).items() if value is not None} | {"spread": spread}
-            for layer, spread in zip(profile.layers, spreads, strict=True)
-        ],
+        "layers": [layer.document() for layer in _layer_reports(found)],
         "device_kinds": {
             measured.kind: {
                 "device": measured.device,
@@ -246,29 +243,19 @@ def _document(found: _Found, output: str) -> dict[str, Any]:
     return document
 
 
+def _layer_reports(found: _Found) -> list[Report]:
+    layers = found.profile.layers
+    spreads = found.spreads[0] if found.spreads else (None,) * len(layers)
+    crossing = [[Figure("", number, "tensors")] for number in (*found.chain.num_tensors, 0)] if found.chain else [[]] * len(layers)
+    return [
+        layer_report(layer, Figure("spread", spread, "spread", lambda share: f"+-{ratio(share)}"), *tensors)
+        for layer, spread, tensors in zip(layers, spreads, crossing, strict=True)
+    ]
+
+
 def _show(found: _Found, output: str) -> None:
     profile, screen = found.profile, console()
-    crossing = [[str(number)] for number in (*found.chain.num_tensors, 0)] if found.chain else [[] for _ in profile.layers]
-    spreads = found.spreads[0] if found.spreads else (None,) * profile.num_layers
-    screen.print(
-        table(
-            ("layer", "F", "B", "W", "spread", "output", *(["tensors"] if found.chain else []), "saved", "parameters"),
-            (
-                (
-                    layer.name,
-                    seconds(layer.forward_s),
-                    seconds(layer.backward_s),
-                    seconds(layer.weight_grad_s),
-                    "-" if spread is None else f"+-{ratio(spread)}",
-                    size(layer.output_bytes),
-                    *tensors,
-                    size(layer.saved_bytes),
-                    size(layer.parameter_bytes),
-                )
-                for layer, spread, tensors in zip(profile.layers, spreads, crossing, strict=True)
-            ),
-        )
-    )
+    screen.print(rows_table(_layer_reports(found)))
     screen.print()
     for measured in found.kinds[1:]:
         times = profile.for_kind(measured.kind)

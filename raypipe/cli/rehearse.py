@@ -10,12 +10,12 @@ from rich.console import Console
 
 from raypipe.artifacts.plan import Plan
 from raypipe.cli.device_labels import device_labels, labelled
-from raypipe.cli.figures import trace_figures
 from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.cluster.signals import put_off
 from raypipe.config import ClusterConfig, ScalingConfig, Transport
-from raypipe.show.tables import comparison_table, table
+from raypipe.show.report import Figure, Report
+from raypipe.show.traces import comparison_table, trace_report
 from raypipe.units import counted, seconds
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ def rehearsal_figures(done: Rehearsal) -> dict[str, Any]:
         "time_scale": done.time_scale,
         "byte_scale": done.byte_scale,
         "num_windows": len(done.windows),
-        **trace_figures(done.trace),
-        "predicted": trace_figures(done.predicted),
+        **trace_report(done.trace).document(),
+        "predicted": trace_report(done.predicted).document(),
         "update_error": done.error,
     }
 
@@ -112,8 +112,12 @@ def _show(done: Rehearsal, screen: Console) -> None:
     screen.print()
     screen.print(comparison_table(labelled(done.figures, plan), measured="rehearsed", title="predicted against rehearsed"))
     screen.print()
-    rows = zip(device_labels(plan).values(), map(seconds, predicted.busy_s), map(seconds, trace.busy_s), strict=True)
-    screen.print(table(("device", "predicted", "rehearsed"), rows, title="busy in a window"))
+    busy = Report(
+        Figure("", list(device_labels(plan).values()), "device"),
+        Figure("", list(predicted.busy_s), "predicted", seconds),
+        Figure("", list(trace.busy_s), "rehearsed", seconds),
+    )
+    screen.print(busy.table(title="busy in a window"))
     screen.print()
     screen.print(
         f"update {seconds(trace.update_s)}, predicted {seconds(predicted.update_s)}: error of the prediction {done.error:+.1%}",

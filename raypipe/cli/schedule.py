@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
 
 import click
 from rich.console import Console
 
 from raypipe import schedule_registry
+from raypipe.analysis.schedule_figures import ScheduleFigures, StageSeconds, figures_of, refuse_large
 from raypipe.artifacts import codec
 from raypipe.artifacts import schedule as schedule_file
 from raypipe.artifacts.files import write_text
 from raypipe.artifacts.schedule import ScheduleFile
-from raypipe.artifacts.trace import Trace
-from raypipe.cli.figures import schedule_figures
 from raypipe.cli.options import COUNT, SECONDS, FiniteRange, check_folder, check_not_input, example, json_option, output_suffix
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.errors import InputError, ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Schedule, UpdateScope
-from raypipe.schedules.lower import lower
+from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.request import ScheduleRequest, StageTimes
-from raypipe.schedules.spec import ScheduleSpec
+from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.schedules.text import to_csv, to_torch_csv
 from raypipe.schedules.validate import validate
 from raypipe.show.grid import timed_grid
-from raypipe.show.tables import schedule_table
-from raypipe.simulation.plan_cost import equal_stages
-from raypipe.simulation.simulator import simulate_programs
-from raypipe.units import counted, ratio, seconds
-
-_STEADY_UPDATES = 9
-# Two million Ops take some two minutes and two gigabytes; what all updates wait for grows with the square of the stages.
-_MOST_OPS = 2_000_000
-_MOST_STAGES = 1024
+from raypipe.show.schedules import schedule_report
+from raypipe.units import counted
 
 
 class ScheduleFormat(StrEnum):
@@ -62,28 +48,6 @@ _FORMATS = {
 }
 
 
-@dataclass(frozen=True)
-class StageSeconds:
-    """The times of a schedule's equal stages.
-
-    Attributes:
-        forward_s: of F.
-        backward_s: of B.
-        weight_grad_s: of W; I takes the rest of B.
-        latency_s: of every dependency between devices.
-    """
-
-    forward_s: float = 1.0
-    backward_s: float = 2.0
-    weight_grad_s: float = 1.0
-    latency_s: float = 0.0
-
-    @property
-    def searched(self) -> StageTimes:
-        """What a schedule that is searched for is given."""
-        return StageTimes(self.forward_s, self.backward_s - self.weight_grad_s, self.weight_grad_s)
-
-
 def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | None, latency_s: float) -> StageSeconds:
     """The times of the options; the weight gradient takes half of the backward where it is left out.
 
@@ -93,18 +57,6 @@ def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | No
     if weight_grad_s is not None and weight_grad_s > backward_s:
         raise InputError(f"--weight-grad {weight_grad_s:g} is more than --backward {backward_s:g}, of which it is a part")
     return StageSeconds(forward_s, backward_s, backward_s / 2 if weight_grad_s is None else weight_grad_s, latency_s)
-
-
-def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
-    """The trace of a valid schedule with equal stages."""
-    cost = equal_stages(
-        schedule,
-        forward_s=times.forward_s,
-        backward_s=times.backward_s,
-        weight_grad_s=times.weight_grad_s,
-        latency_s=times.latency_s,
-    )
-    return simulate_programs(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates, with_memory=False)
 
 
 @click.command(
@@ -195,108 +147,61 @@ def schedule(
         needed = too_stale["max_mean_staleness"]
         problem = f"{name} is {needed:g} updates late on average; use --max-mean-staleness {needed:g}"
         raise ScheduleError(f"{problem}, more microbatches, or the schedule 'amdp-auto'")
-    trace = simulated(built, times)
-    figures = _figures(spec, built, size, trace, times)
+    figures = figures_of(spec, built, size, times)
     if output:
         wanted = ScheduleFormat(format_name) if format_name else _FORMATS[output_suffix(output, *_FORMATS)]
-        write_text(output, text_of(wanted, built, trace, figures))
+        write_text(output, text_of(wanted, figures))
         if wanted in {ScheduleFormat.CSV, ScheduleFormat.TORCH_CSV} and built.weight_rule.overlaps_updates:
             text = f"{output} holds the order alone: read again, it is a synchronous schedule"
             click.echo(f"{text}; a .json file keeps how {name} finds its weights", err=True)
     if as_json:
-        print_json(figures)
+        print_json(schedule_report(figures).document())
     elif not output:
         wanted = ScheduleFormat(format_name or ScheduleFormat.GRID)
         if wanted is ScheduleFormat.GRID:
-            print_schedule(console(), built, trace, figures)
+            print_schedule(console(), figures)
         else:
-            click.echo(text_of(wanted, built, trace, figures), nl=False)
+            click.echo(text_of(wanted, figures), nl=False)
 
 
-def long_window(spec: ScheduleSpec, size: ScheduleRequest) -> ScheduleRequest:
-    """The same for 9 updates at least, and for so many that a quarter of them fills the pipeline twice where updates overlap.
-
-    With a flush and the scope `global`, the default of all schedules with a flush, each update takes as long as the first.
-    """
-    num_updates = max(size.num_updates, _STEADY_UPDATES)
-    if spec.weight_rule.overlaps_updates or size.update_scope not in {None, UpdateScope.GLOBAL}:
-        num_updates = max(num_updates, 8 * math.ceil(size.num_devices * size.num_chunks / size.num_microbatches))
-    return replace(size, num_updates=num_updates)
-
-
-def refuse_large(spec: ScheduleSpec, size: ScheduleRequest) -> None:
-    """Refuses what would take minutes to simulate.
-
-    Raises:
-        InputError: names the most.
-    """
-    num_stages, num_updates = size.num_devices * size.num_chunks, long_window(spec, size).num_updates
-    if num_stages > _MOST_STAGES:
-        raise InputError(f"{num_stages} stages are too many to simulate; use at most {_MOST_STAGES}")
-    if (num_copies := num_stages * size.num_pipelines) > _MOST_STAGES:
-        raise InputError(
-            f"{size.num_pipelines} pipelines of {num_stages} stages are {num_copies} copies of a stage, too many to simulate; "
-            f"use at most {_MOST_STAGES}"
-        )
-    # Three Ops a stage and microbatch at most: F, I and W; halves of a microbatch are done in four.
-    num_ops = 3 * num_stages * size.num_microbatches * num_updates
-    if num_ops > _MOST_OPS:
-        raise InputError(
-            f"{num_stages} stages with {size.num_microbatches} microbatches for {num_updates} updates, which the steady time per update "
-            f"needs, are up to {num_ops} Ops, and {_MOST_OPS} are the most; use fewer devices, microbatches or updates"
-        )
-
-
-def _figures(spec: ScheduleSpec, schedule: Schedule, size: ScheduleRequest, trace: Trace, times: StageSeconds) -> dict[str, Any]:
-    longer = long_window(spec, size)
-    try:
-        steady = trace if longer == size else simulated(catalogue.of_size(spec, longer), times)
-    except ScheduleError:  # an order that is written for this window alone
-        steady = trace
-    return schedule_figures(schedule, trace, steady_update_s=steady.steady_update_s)
-
-
-def text_of(wanted: ScheduleFormat, schedule: Schedule, trace: Trace, figures: Mapping[str, Any]) -> str:
-    """A schedule as the text of a file."""
+def text_of(wanted: ScheduleFormat, figures: ScheduleFigures) -> str:
+    """Return a schedule as the text of a file."""
     match wanted:
         case ScheduleFormat.CSV:
-            return to_csv(schedule.programs)
+            return to_csv(figures.schedule.programs)
         case ScheduleFormat.TORCH_CSV:
-            return to_torch_csv(schedule.programs)
+            return to_torch_csv(figures.schedule.programs)
         case ScheduleFormat.JSON:
-            return codec.to_json(ScheduleFile.of(schedule), format_name=schedule_file.FORMAT)
+            return codec.to_json(ScheduleFile.of(figures.schedule), format_name=schedule_file.FORMAT)
         case ScheduleFormat.SVG:
             from raypipe.show.svg import draw_traces  # noqa: PLC0415  # slow to load, and the grid does without
 
-            return draw_traces([trace])
+            return draw_traces([figures.trace])
         case ScheduleFormat.HTML:
-            from raypipe.show.page import draw_page  # noqa: PLC0415  # likewise
+            from raypipe.show.page import draw_page  # noqa: PLC0415  # slow to load, and the grid does without
 
-            return draw_page([trace])
+            return draw_page([figures.trace])
         case ScheduleFormat.GRID:
             with (paper := plain_console()).capture() as capture:
-                print_schedule(paper, schedule, trace, figures)
+                print_schedule(paper, figures)
             return capture.get()
 
 
-def print_schedule(to: Console, schedule: Schedule, trace: Trace, figures: Mapping[str, Any]) -> None:
-    """Draws a simulated schedule and its figures."""
+def print_schedule(screen: Console, figures: ScheduleFigures) -> None:
+    """Draw a simulated schedule and print its figures."""
+    schedule = figures.schedule
     chunks = "" if schedule.num_stages == schedule.num_workers else f", {schedule.num_stages} stages"
     pipelines = "" if len(schedule.pipelines) == 1 else f", {len(schedule.pipelines)} pipelines"
-    to.print(
+    report = schedule_report(figures)
+    screen.print(
         f"{schedule.name}: {counted(schedule.num_workers, 'device')}{chunks}{pipelines}, "
         f"{counted(schedule.num_microbatches, 'microbatch')} an update, {counted(schedule.num_updates, 'update')}",
         style="bold",
         soft_wrap=True,
     )
-    to.print()
-    to.print(timed_grid(trace, width=to.width), soft_wrap=True)
-    to.print()
-    to.print(schedule_table(schedule, trace, figures))
-    to.print()
-    to.print(
-        f"makespan {seconds(trace.makespan_s)}, bubble {ratio(trace.bubble_ratio)}, "
-        f"{seconds(figures['steady_update_s'])} an update far from the ends; "
-        f"mismatch {figures['max_mismatch']}, delay {figures['max_delay']}, on average {figures['mean_delay']:.2g}",
-        soft_wrap=True,
-    )
+    screen.print()
+    screen.print(timed_grid(figures.trace, width=screen.width), soft_wrap=True)
+    screen.print()
+    screen.print(report.table(left=2))
+    screen.print()
+    screen.print(report.sentence(), soft_wrap=True)

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 import click
+from rich.console import Console
 
 from raypipe import schedule_registry
+from raypipe.analysis.schedule_comparison import compare_schedules
+from raypipe.analysis.schedule_figures import StageSeconds
 from raypipe.cli.options import COUNT, SECONDS, example, json_option
-from raypipe.cli.schedule import StageSeconds, stage_seconds
-from raypipe.cli.schedule_comparison import survey
+from raypipe.cli.schedule import stage_seconds
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.schedules.request import ScheduleRequest
-from raypipe.show.schedule_comparison import LEGEND, zoo_tables
-from raypipe.show.tables import table
+from raypipe.show.report import Figure, Report, rows_table
+from raypipe.show.schedule_comparison import LEGEND, comparison_report
 from raypipe.units import counted, seconds
 
 _COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")
@@ -94,31 +96,42 @@ _LETTERS = (
 
 
 def _list(*, as_json: bool) -> None:
-    rows = [{column: str(getattr(spec, column)) for column in _COLUMNS} for spec in schedule_registry.specs()]
+    reports = [
+        Report(*(Figure(name, str(getattr(spec, name)), "what" if name == "title" else name) for name in _COLUMNS))
+        for spec in schedule_registry.specs()
+    ]
     if as_json:
-        print_json(rows)
+        print_json([report.document() for report in reports])
         return
-    shown = table(("name", "what", "bubble", "memory", "mismatch", "delay", "paper"), (row.values() for row in rows), left=7)
+    shown = rows_table(reports, left=len(_COLUMNS))
+    screen = _screen()
+    screen.print(shown)
+    if screen.is_terminal:
+        screen.print(_LETTERS)
+
+
+def _screen() -> Console:
+    """Return the terminal, or where there is none a console that gives each schedule one line, which other programs can search."""
     terminal = console()
-    # A line each, so that others can search it; only a terminal breaks what it cannot show.
-    (terminal if terminal.is_terminal else plain_console(_WIDTH)).print(shown)
-    if terminal.is_terminal:
-        terminal.print(_LETTERS, highlight=False)
+    return terminal if terminal.is_terminal else plain_console(_WIDTH)
 
 
 def _compare(size: ScheduleRequest, times: StageSeconds, *, num_chunks: int | None, sort: _Sort, as_json: bool) -> None:
-    zoo = survey(schedule_registry.specs(), size, times, num_chunks=num_chunks)
-    rows = sorted(zoo.figures, key=lambda figures: figures["makespan_s"]) if sort is _Sort.MAKESPAN else list(zoo.figures)
+    found = compare_schedules(schedule_registry.specs(), size, times, num_chunks=num_chunks)
+    compared = found.compared
+    if sort is _Sort.MAKESPAN:
+        compared = tuple(sorted(compared, key=lambda row: row.figures.trace.makespan_s))
+    reports = [comparison_report(each) for each in compared]
     if as_json:
         print_json({
             "num_devices": size.num_devices,
             "num_microbatches": size.num_microbatches,
             "num_updates": size.num_updates,
-            "schedules": rows,
-            "refused": [{"schedule": name, "reason": reason} for name, reason in zoo.refused],
+            "schedules": [report.document() for report in reports],
+            "refused": [{"schedule": name, "reason": reason} for name, reason in found.refused],
         })
         return
-    screen = console()
+    screen = _screen()
     screen.print(
         f"{counted(size.num_devices, 'device')}, {counted(size.num_microbatches, 'microbatch')} an update, "
         f"{counted(size.num_updates, 'update')}",
@@ -132,10 +145,10 @@ def _compare(size: ScheduleRequest, times: StageSeconds, *, num_chunks: int | No
     )
     for line in LEGEND:
         screen.print(line, soft_wrap=True)
-    for shown in zoo_tables(rows, width=screen.width) if rows else ():
+    if reports:
         screen.print()
-        screen.print(shown)
-    if zoo.refused:
+        screen.print(rows_table(reports))
+    if found.refused:
         screen.print()
-        for name, reason in zoo.refused:
+        for name, reason in found.refused:
             screen.print(f"{name} is left out: {reason}", markup=False, soft_wrap=True)

@@ -10,25 +10,27 @@ import click
 from rich.console import Console
 
 from raypipe.analysis.idle import divide
+from raypipe.analysis.schedule_figures import ScheduleFigures, StageSeconds, simulated
 from raypipe.artifacts.files import write_text
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
-from raypipe.cli.figures import idle_figures, schedule_figures, trace_figures
 from raypipe.cli.files import Content, load
 from raypipe.cli.options import example, json_option, output_suffix
-from raypipe.cli.schedule import StageSeconds, print_schedule, simulated
+from raypipe.cli.schedule import print_schedule
 from raypipe.cli.screen import console, print_json
-from raypipe.cli.simulate import plan_figures
 from raypipe.errors import InputError
 from raypipe.schedules.ir import Schedule
 from raypipe.show import differences
 from raypipe.show.causes import findings
 from raypipe.show.grid import timed_grid, timed_grids
-from raypipe.show.tables import idle_table, link_table, node_table, plan_table, profile_table, table, trace_table
+from raypipe.show.report import FittedTable, Report
+from raypipe.show.schedules import schedule_report
+from raypipe.show.tables import link_table, node_table, plan_table, profile_table
+from raypipe.show.traces import idle_report, plan_trace_report, trace_report
 from raypipe.simulation.simulator import simulate
-from raypipe.units import ratio, seconds
+from raypipe.units import seconds
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,17 @@ def _of_one(content: Content) -> _Drawing:
 
 def _of_schedule(schedule: Schedule) -> _Drawing:
     trace = simulated(schedule, StageSeconds())
-    figures = schedule_figures(schedule, trace, steady_update_s=trace.steady_update_s)
+    figures = ScheduleFigures(schedule, trace, None, trace.steady_update_s)
 
     def text(screen: Console) -> None:
-        print_schedule(screen, schedule, trace, figures)
+        print_schedule(screen, figures)
         _print_idle(screen, trace)
 
-    return _Drawing({**figures, "idle": idle_figures(divide(trace))}, text, _svg_of(trace), _html_of(trace))
+    return _Drawing(_with_idle(schedule_report(figures), trace), text, _svg_of(trace), _html_of(trace))
+
+
+def _with_idle(report: Report, trace: Trace) -> dict[str, Any]:
+    return {**report.document(), "idle": idle_report(divide(trace)).document()}
 
 
 def _of_plan(plan: Plan) -> _Drawing:
@@ -142,13 +148,11 @@ def _of_plan(plan: Plan) -> _Drawing:
         screen.print()
         _print_trace(screen, trace)
 
-    figures = {**plan_figures(plan, trace), "idle": idle_figures(divide(trace))}
-    return _Drawing(figures, text, _svg_of(trace), _html_of(trace))
+    return _Drawing(_with_idle(plan_trace_report(plan, trace), trace), text, _svg_of(trace), _html_of(trace))
 
 
 def _of_trace(trace: Trace) -> _Drawing:
-    figures = {**trace_figures(trace), "idle": idle_figures(divide(trace))}
-    return _Drawing(figures, lambda screen: _print_trace(screen, trace), _svg_of(trace), _html_of(trace))
+    return _Drawing(_with_idle(trace_report(trace), trace), lambda screen: _print_trace(screen, trace), _svg_of(trace), _html_of(trace))
 
 
 def _print_trace(screen: Console, trace: Trace) -> None:
@@ -156,15 +160,16 @@ def _print_trace(screen: Console, trace: Trace) -> None:
     screen.print()
     screen.print(timed_grid(trace, width=screen.width), soft_wrap=True)
     screen.print()
-    screen.print(trace_table(trace))
-    screen.print(f"\nupdate {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}")
+    report = trace_report(trace)
+    screen.print(report.table())
+    screen.print(f"\n{report.sentence()}", soft_wrap=True)
     _print_idle(screen, trace)
 
 
 def _print_idle(screen: Console, trace: Trace) -> None:
     division = divide(trace)
     screen.print(f"\nwhere the {seconds(trace.makespan_s)} of each device went", style="bold")
-    screen.print(idle_table(division))
+    screen.print(idle_report(division).table())
     for sentence in findings(division):
         screen.print(f"\n{sentence}", markup=False)
 
@@ -230,10 +235,10 @@ def _of_pair(files: tuple[str, ...], contents: list[Content]) -> _Drawing:
             screen.print(f"{word}: {trace.name}", style="bold", markup=False, soft_wrap=True)
             screen.print(grid, soft_wrap=True)
             screen.print()
-        screen.print(table(differences.header(first, second), differences.rows(compared)))
+        screen.print(FittedTable(differences.header(first, second), differences.rows(compared)))
 
     figures = {
-        "traces": [{**trace_figures(trace), "idle": idle_figures(divide(trace))} for trace in traces],
+        "traces": [_with_idle(trace_report(trace), trace) for trace in traces],
         "differences": [
             {"name": figure.name, "unit": figure.unit, "first": figure.predicted, "second": figure.measured, "error": figure.error}
             for figure in compared

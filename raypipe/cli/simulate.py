@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology
-from raypipe.artifacts.trace import Trace
-from raypipe.cli.figures import trace_figures
 from raypipe.cli.options import check_folder, check_not_input, example, json_option
 from raypipe.cli.screen import console, print_json
-from raypipe.show.tables import trace_table
+from raypipe.show.traces import plan_trace_report
 from raypipe.simulation import simulator
-from raypipe.units import counted, ratio, seconds
+from raypipe.units import counted
 
 
 @click.command(epilog=example("raypipe simulate plan.json", "raypipe simulate plan.json --topology other.yaml -o trace.json"))
@@ -31,29 +27,17 @@ def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bo
     if topology:
         loaded = loaded.on(ClusterTopology.load(topology))
     trace = simulator.simulate(loaded)
-    figures = plan_figures(loaded, trace)
+    report = plan_trace_report(loaded, trace)
     if output:
         trace.save(output)
     if as_json:
-        print_json(figures)
+        print_json(report.document())
         return
-    limits = [loaded.topology.device(name).memory_bytes for name in loaded.devices]
     screen = console()
     screen.print(
         f"{loaded.name}: {loaded.schedule.name} on {counted(len(loaded.devices), 'device')} of {loaded.topology.name}",
         style="bold",
         markup=False,
     )
-    screen.print(trace_table(trace, limits))
-    screen.print(f"\nupdate {seconds(trace.update_s)}, bubble {ratio(trace.bubble_ratio)}, makespan {seconds(trace.makespan_s)}")
-
-
-def plan_figures(plan: Plan, trace: Trace) -> dict[str, Any]:
-    """The figures of a plan and its simulated trace; the keys are a contract."""
-    return {
-        "plan": plan.name,
-        "planner": plan.planner,
-        "schedule": plan.schedule.name,
-        "topology": plan.topology.name,
-        **trace_figures(trace),
-    }
+    screen.print(report.table())
+    screen.print(f"\n{report.sentence()}", soft_wrap=True)

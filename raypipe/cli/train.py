@@ -21,7 +21,7 @@ from raypipe.cli.screen import progress_console
 from raypipe.cluster.node_matching import is_gpu
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
-from raypipe.show.tables import comparison_table
+from raypipe.show.traces import comparison_table
 from raypipe.training.run_folder import without_nan
 
 if TYPE_CHECKING:

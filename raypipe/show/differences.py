@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from raypipe.analysis.comparison import Figure
+from raypipe.analysis.comparison import ComparedFigure
 from raypipe.artifacts.trace import Source, Trace
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.units import ratio, seconds, size
@@ -15,14 +15,14 @@ from raypipe.units import ratio, seconds, size
 _WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.MEASURED: "measured"}
 
 
-def differences(first: Trace, second: Trace) -> list[Figure]:
+def differences(first: Trace, second: Trace) -> list[ComparedFigure]:
     """Update time, makespan, bubble, and for each device that both have its busy and waiting time, its bubble and, if known, its memory.
 
     `predicted` of a figure is the first trace's, `measured` the second's.
     """
 
-    def figure(name: str, unit: str, values: tuple[float, float]) -> Figure:
-        return Figure(name, unit, *values, spread=0.0)
+    def figure(name: str, unit: str, values: tuple[float, float]) -> ComparedFigure:
+        return ComparedFigure(name, unit, *values, spread=0.0)
 
     found = [
         figure("update time", "s", (first.update_s, second.update_s)),
@@ -102,16 +102,16 @@ def header(first: Trace, second: Trace) -> tuple[str, ...]:
     return "figure", *names(first, second), "difference" if first.source is second.source else "error"
 
 
-def rows(figures: Sequence[Figure]) -> list[tuple[str, ...]]:
+def rows(figures: Sequence[ComparedFigure]) -> list[tuple[str, ...]]:
     """The figures in words; the last column is relative for times and bytes and in points for ratios."""
     return [(figure.name, _shown(figure.predicted, figure), _shown(figure.measured, figure), _error(figure)) for figure in figures]
 
 
-def _shown(value: float, figure: Figure) -> str:
+def _shown(value: float, figure: ComparedFigure) -> str:
     return {"s": seconds, "bytes": size, "ratio": ratio}[figure.unit](value)
 
 
-def _error(figure: Figure) -> str:
+def _error(figure: ComparedFigure) -> str:
     if not figure.is_amount:
         return f"{100 * figure.error:+.1f} points"
     # Adding zero makes -0.0 positive.

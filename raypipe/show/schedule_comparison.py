@@ -1,89 +1,46 @@
-"""Schedules of one size side by side, as tables that fit the terminal."""
+"""Schedules side by side at one size."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from rich.table import Table
-
-from raypipe.units import number, ratio, time_unit
+from raypipe.analysis.schedule_comparison import ComparedSchedule
+from raypipe.show.report import Figure, Report
+from raypipe.show.schedules import schedule_report
+from raypipe.units import number, ratio, seconds
 
 LEGEND = (
-    "in flight, weight copies: the most a device holds (least to most loaded) in shares of the model:",
-    "  1 is a stage of as many as there are devices, so that schedules of smaller stages compare",
-    "messages: per update, and those of the busiest sender; volume: of all, 1 is one stage a device",
-    "over bound: update time / lower bound for these stages and pipelines (raypipe.planning.lower_bounds)",
+    "in flight, weight copies: the most that a device holds, from the least to the most loaded device;",
+    "  1 is one stage where each device has one, so that schedules with smaller stages compare",
+    "messages: sent for one update, and by the busiest device; volume: 1 is that of one stage a device",
+    "over bound: time of an update over the least that any order of these stages could take",
 )
 
-_TIMES = ("stages", "pipelines", "makespan", "steady", "bubble", "over bound")
-_HELD = ("in flight", "weights", "messages", "busiest", "volume", "mismatch", "delay")
-# Broken so that all of them fit 100 columns for a usual size.
-_HEADERS = {
-    "stages": "sta-\nges",
-    "pipelines": "pipe-\nlines",
-    "makespan": "make-\nspan {unit}",
-    "steady": "steady\nupdate",
-    "over bound": "over\nbound",
-    "in flight": "in\nflight",
-    "weights": "weight\ncopies",
-    "messages": "mes-\nsages",
-    "busiest": "most\nsent",
-    "volume": "vol-\nume",
-    "mismatch": "mis-\nmatch",
-}
-_GAPS = (2, 1)
 
-
-def zoo_tables(rows: Sequence[Mapping[str, Any]], *, width: int) -> list[Table]:
-    """One table where it fits the width, else two, of times and of what is held and sent.
-
-    Args:
-        rows: figures of each schedule, as `raypipe schedules --json` prints them.
-        width: columns of the terminal.
-    """
-    unit, unit_s = time_unit(max((row["makespan_s"] for row in rows), default=0.0))
-    cells = {row["schedule"]: _cells(row, unit_s) for row in rows}
-    headers = {column: _HEADERS.get(column, column).format(unit=unit) for column in (*_TIMES, *_HELD)}
-    widths = {
-        column: max(map(len, (*header.split("\n"), *(mine[column] for mine in cells.values())))) for column, header in headers.items()
-    }
-    widths["schedule"] = max(map(len, ("schedule", *cells)))
-    for gap in _GAPS:
-        if sum(widths.values()) + gap * (len(widths) - 1) <= width:
-            return [_table((*_TIMES, *_HELD), headers, cells, gap=gap)]
-    return [_table(columns, headers, cells, gap=_GAPS[0]) for columns in (_TIMES, _HELD)]
-
-
-def _cells(row: Mapping[str, Any], unit_s: float) -> dict[str, str]:
-    over = row["over_lower_bound"]
-    return {
-        "stages": str(row["num_stages"]),
-        "pipelines": str(row["num_pipelines"]),
-        "makespan": number(row["makespan_s"] / unit_s),
-        "steady": number(row["steady_update_s"] / unit_s),
-        "bubble": ratio(row["bubble_ratio"]),
-        "over bound": "-" if over is None else f"x{over:.2f}",
-        "in flight": _range(row["peak_in_flight_shares"]),
-        "weights": _range(row["weight_copies_shares"]),
-        "messages": number(row["messages_per_update"]),
-        "busiest": number(row["max_device_messages_per_update"]),
-        "volume": f"{row['relative_message_volume']:.2f}",
-        "mismatch": str(row["max_mismatch"]),
-        "delay": str(row["max_delay"]),
-    }
+def comparison_report(compared: ComparedSchedule) -> Report:
+    """Return a row of the comparison; the names of its figures are a contract."""
+    figures, known = compared.figures, compared.figures.steady_metrics
+    schedule, trace = figures.schedule, figures.trace
+    return Report(
+        *schedule_report(figures, known).silent(),
+        Figure("schedule", compared.name, "schedule"),
+        Figure("num_stages", schedule.num_stages, "stages"),
+        Figure("num_pipelines", len(schedule.pipelines), "pipe-\nlines"),
+        Figure("makespan_s", trace.makespan_s, "makespan", seconds),
+        Figure("steady_update_s", figures.steady_update_s, "steady\nupdate", seconds),
+        Figure("bubble_ratio", trace.bubble_ratio, "bubble", ratio),
+        Figure("over_lower_bound", compared.over_lower_bound, "over\nbound", "x{:.2f}".format),
+        Figure("peak_in_flight_shares", tuple(held * compared.share for held in known.peak_in_flight), "in flight", _range),
+        Figure("weight_copies_shares", tuple(copies * compared.share for copies in known.weight_copies), "weight\ncopies", _range),
+        Figure("messages_per_update", sum(compared.num_messages), "messages", number),
+        Figure("max_device_messages_per_update", max(compared.num_messages), "most\nsent", number),
+        Figure("relative_message_volume", compared.message_volume, "volume", "{:.2f}".format),
+        Figure("max_mismatch", known.max_mismatch, "mis-\nmatch"),
+        Figure("max_delay", known.max_delay, "delay"),
+        Figure("lower_bound_s", compared.lower_bound_s),
+    )
 
 
 def _range(shares: Sequence[float]) -> str:
     least, most = (f"{share:.3g}" for share in (min(shares), max(shares)))
     return least if least == most else f"{least}..{most}"
-
-
-def _table(columns: Sequence[str], headers: Mapping[str, str], cells: Mapping[str, Mapping[str, str]], *, gap: int) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
-    table.add_column("schedule", overflow="fold", vertical="bottom")
-    for column in columns:
-        table.add_column(headers[column], justify="right", no_wrap=True)
-    for name, mine in cells.items():
-        table.add_row(name, *(mine[column] for column in columns))
-    return table

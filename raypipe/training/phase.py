@@ -6,7 +6,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Sequence
 
-from raypipe.analysis.comparison import Figure, compare, median_window
+from raypipe.analysis.comparison import ComparedFigure, compare, median_window
 from raypipe.artifacts.trace import Trace
 from raypipe.show.page import draw_page
 from raypipe.show.svg import draw_traces
@@ -49,7 +49,7 @@ class Phase:
             self.predicted.save(folder.file(f"predicted-until-update-{until:06d}.json"))
 
 
-def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[Figure]:
+def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFigure]:
     """Write traces, timelines and comparison of the last phase that had a whole window; return predicted against measured."""
     phase = next(phase for phase in reversed(phases) if phase.windows)
     predicted = phase.predicted

@@ -17,7 +17,7 @@ import torch
 from raypipe.actors.execution.batches import BatchSource, FixedBatch
 from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.orders import BuildOrder
-from raypipe.analysis.comparison import Figure, compare, median_window
+from raypipe.analysis.comparison import ComparedFigure, compare, median_window
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Trace
@@ -64,7 +64,7 @@ class Rehearsal:
         return median_window(self.windows)
 
     @cached_property
-    def figures(self) -> list[Figure]:
+    def figures(self) -> list[ComparedFigure]:
         """Predicted against rehearsed."""
         return compare(self.predicted, self.windows)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from raypipe.actors.stage.checkpoint import Checkpoint
-from raypipe.analysis.comparison import Figure
+from raypipe.analysis.comparison import ComparedFigure
 from raypipe.artifacts.plan import Plan
 
 
@@ -76,5 +76,5 @@ class Result:
     validation_losses: list[tuple[int, float]]
     checkpoint: Checkpoint
     plan: Plan
-    figures: list[Figure]
+    figures: list[ComparedFigure]
     sample: str

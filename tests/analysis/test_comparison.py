@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from raypipe.analysis.comparison import Figure, compare
+from raypipe.analysis.comparison import ComparedFigure, compare
 from raypipe.artifacts.trace import Source, Trace
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.lower import lower
@@ -27,7 +27,7 @@ def measured(*peaks: int) -> Trace:
     return replace(predicted(), source=Source.MEASURED, memory=tuple(((0.0, peak),) for peak in peaks))
 
 
-def memory_figures(*windows: Trace) -> list[Figure]:
+def memory_figures(*windows: Trace) -> list[ComparedFigure]:
     return [figure for figure in compare(predicted(), windows) if figure.unit == "bytes"]
 
 
@@ -45,6 +45,6 @@ def test_memory_that_a_window_does_not_know_is_left_out() -> None:
 
 
 def test_errors_are_relative_for_what_has_a_unit() -> None:
-    assert Figure("a time", "s", 1.5, 1.0, 0.0).error == 0.5
-    assert Figure("a share", "ratio", 0.5, 0.25, 0.0).error == 0.25
-    assert Figure("nothing", "bytes", 5.0, 0.0, 0.0).error == 5.0
+    assert ComparedFigure("a time", "s", 1.5, 1.0, 0.0).error == 0.5
+    assert ComparedFigure("a share", "ratio", 0.5, 0.25, 0.0).error == 0.25
+    assert ComparedFigure("nothing", "bytes", 5.0, 0.0, 0.0).error == 5.0

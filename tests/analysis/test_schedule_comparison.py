@@ -8,16 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from raypipe import schedule_registry
+from raypipe.analysis.schedule_comparison import compare_schedules
+from raypipe.analysis.schedule_figures import StageSeconds
 from raypipe.cli import main
-from raypipe.cli.schedule import StageSeconds
-from raypipe.cli.schedule_comparison import survey
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Schedule, UpdateScope, WeightRule
 from raypipe.schedules.request import ScheduleRequest
-from raypipe.show.schedule_comparison import zoo_tables
+from raypipe.show.report import rows_table
+from raypipe.show.schedule_comparison import comparison_report
 
 Rows = dict[str, dict[str, Any]]
 
@@ -91,9 +93,9 @@ def test_updates_that_overlap_are_compared_by_their_steady_time() -> None:
         return catalogue.build("zb-h2", replace(size, update_scope=UpdateScope.STAGE))
 
     spec = replace(catalogue.spec("zb-h2"), build=overlapping)
-    (row,) = survey([spec], ScheduleRequest(4, 12), StageSeconds()).figures
-    assert (row["steady_update_s"], row["lower_bound_s"], row["over_lower_bound"]) == (36, 36, 1)
-    assert row["makespan_s"] == 39
+    (row,) = compare_schedules([spec], ScheduleRequest(4, 12), StageSeconds()).compared
+    assert (row.figures.steady_update_s, row.lower_bound_s, row.over_lower_bound) == (36, 36, 1)
+    assert row.figures.trace.makespan_s == 39
 
 
 def test_an_order_for_one_window_alone_is_compared_by_that_window() -> None:
@@ -103,9 +105,9 @@ def test_an_order_for_one_window_alone_is_compared_by_that_window() -> None:
         return catalogue.build("zb-h2", replace(size, update_scope=UpdateScope.STAGE))
 
     spec = replace(catalogue.spec("zb-h2"), build=single)
-    zoo = survey([spec], ScheduleRequest(4, 12, 2), StageSeconds())
-    assert zoo.figures[0]["steady_update_s"] == 36
-    assert survey([spec], ScheduleRequest(4, 12), StageSeconds()).refused == (("zb-h2", "use --updates 2"),)
+    (row,) = compare_schedules([spec], ScheduleRequest(4, 12, 2), StageSeconds()).compared
+    assert row.figures.steady_update_s == 36
+    assert compare_schedules([spec], ScheduleRequest(4, 12), StageSeconds()).refused == (("zb-h2", "use --updates 2"),)
 
 
 def test_what_refuses_the_size_says_why(compare: Callable[..., tuple[Rows, dict[str, str]]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,25 +158,22 @@ def test_half_a_size_is_refused(capsys: pytest.CaptureFixture[str], arguments: t
     assert problem in output.err
 
 
-def test_the_table_fits_a_hundred_columns_and_narrow_terminals_get_two(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lines(columns: int) -> list[str]:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["schedules", "--devices", "8", "--microbatches", "32"]) == 0
-        return capsys.readouterr().out.splitlines()
-
-    shown = lines(100)
-    assert max(len(line) for line in shown if " is left out: " not in line) <= 100
-    assert sum(line.startswith("1f1b ") for line in shown) == 1
-    first, second = (line.split() for line in lines(80) if line.startswith("1f1b "))
-    assert first == ["1f1b", "8", "1", "117", "117", "17.9%", "x1.14"]
-    assert second == ["1f1b", "1..8", "1", "448", "64", "1.00", "0", "0"]
-    assert next(line.split() for line in shown if line.startswith("1f1b ")) == first + second[1:]
+def test_every_schedule_has_a_line_for_other_programs_and_two_in_a_narrow_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedules", "--devices", "8", "--microbatches", "32"]) == 0
+    (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("1f1b "))
+    assert " ".join(row) == "1f1b 8 1 117 s 117 s 17.9% x1.14 1..8 1 448 64 1.00 0 0"
+    compared = compare_schedules([catalogue.spec("1f1b")], ScheduleRequest(8, 32), StageSeconds()).compared
+    with (console := Console(width=80, color_system=None)).capture() as capture:
+        console.print(rows_table(list(map(comparison_report, compared))))
+    assert all(len(line) <= 80 for line in capture.get().splitlines())
+    first, second = (line.split() for line in capture.get().splitlines() if line.startswith("1f1b "))
+    assert first + second[1:] == row
 
 
 def test_a_long_name_is_folded_and_figures_are_not() -> None:
-    (row,) = survey([replace(catalogue.spec("1f1b"), name="n" * 60)], ScheduleRequest(8, 32), StageSeconds()).figures
-    tables = zoo_tables([row], width=80)
-    assert [len(table.columns) for table in tables] == [7, 8]
-    assert all(column.no_wrap for table in tables for column in table.columns[1:])
+    spec = replace(catalogue.spec("1f1b"), name="n" * 90)
+    (row,) = compare_schedules([spec], ScheduleRequest(8, 32), StageSeconds()).compared
+    with (console := Console(width=80, color_system=None)).capture() as capture:
+        console.print(rows_table([comparison_report(row)]))
+    assert all(len(line) <= 80 for line in capture.get().splitlines())
+    assert {"117", "17.9%", "x1.14", "1..8", "448"} <= set(capture.get().split())

@@ -173,7 +173,7 @@ def test_a_failure_while_running_is_one_message_and_exit_code_1(run: Run, monkey
     def fail(*_: object, **__: object) -> None:
         raise RunError("the network is down")
 
-    monkeypatch.setattr("raypipe.cli.schedule.simulate", fail)
+    monkeypatch.setattr("raypipe.cli.schedule.figures_of", fail)
     assert run("schedule", "1f1b", "--devices", 2, "--microbatches", 2) == Ran(1, "", "error: the network is down\n")
 
 
@@ -181,7 +181,7 @@ def test_ctrl_c_gives_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("raypipe.cli.schedule.simulate", interrupt)
+    monkeypatch.setattr("raypipe.cli.schedule.figures_of", interrupt)
     ran = run("schedule", "1f1b", "--devices", 2, "--microbatches", 2)
     assert (ran.code, ran.out) == (130, "")
     assert "Traceback" not in ran.err
@@ -191,7 +191,7 @@ def test_a_signal_from_the_terminal_gives_130() -> None:
     code = (
         "import os, signal, sys, raypipe.cli.schedule as module\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "module.simulate = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\n"
+        "module.figures_of = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\n"
         "from raypipe.cli import main\n"
         "sys.exit(main())"
     )

@@ -13,7 +13,7 @@ import pytest
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerTimes, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
-from raypipe.cli.plan import plan_figures
+from raypipe.show.plans import plan_report
 from raypipe.simulation.simulator import simulate
 from tests.cli.test_cli import Run, refused, run
 
@@ -42,7 +42,7 @@ def test_the_plan_that_is_written_is_the_one_that_is_shown(run: Run, inputs: tup
     figures = run("plan", *inputs, "--microbatches", 8, *QUICK, "-o", written, "--json").document
     assert set(figures) == KEYS
     plan = Plan.load(written)
-    assert plan_figures(plan) | {"planning_s": figures["planning_s"]} == figures
+    assert plan_report(plan, planning_s=figures["planning_s"]).document() == figures
     assert figures["lower_bound_s"] <= figures["update_s"]
     assert figures["optimality_gap"] == pytest.approx(figures["update_s"] / figures["lower_bound_s"] - 1)
     simulated = run("simulate", written, "--json").document
@@ -65,7 +65,7 @@ def test_an_update_that_takes_no_time_is_shown_without_a_rate(run: Run, tmp_path
     ClusterTopology(name="t", nodes=(node,)).save(topology)
     ran = run("plan", "--profile", profile, "--topology", topology, "--microbatches", 4, *QUICK, "--compare")
     assert ran.code == 0
-    assert "update 0 s, bubble 0.0%; no plan takes less than 0 s; planned in" in ran.out
+    assert "update 0 s, bubble 0.0%, no plan takes less than 0 s, planned in" in ran.out
 
 
 def test_all_planners_are_compared(run: Run, inputs: tuple[object, ...]) -> None:
@@ -92,7 +92,7 @@ def test_where_memory_is_short_forwards_run_again_unless_that_is_forbidden(run: 
     figures = run(*arguments, "--json").document
     assert figures["recomputed_stages"]
     assert max(figures["peak_memory_bytes"]) <= 36_000
-    assert "run forwards again, to fit into memory" in run(*arguments).out
+    assert "forwards run again in the backward pass" in run(*arguments).out
     assert "of memory on its fullest device" in refused(run(*arguments, "--no-recompute"))
 
 
@@ -144,7 +144,7 @@ def test_outputs_are_looked_at_before_the_work(run: Run, inputs: tuple[object, .
     def work(*_: object, **__: object) -> None:
         pytest.fail("worked before it looked at the output")
 
-    for module in ("plan.planning.plan", "schedule.simulated", "simulate.simulator.simulate"):
+    for module in ("plan.planning.plan", "schedule.figures_of", "simulate.simulator.simulate"):
         monkeypatch.setattr(f"raypipe.cli.{module}", work)
     commands = (
         ("plan", *inputs, "--microbatches", 4),

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from rich.table import Table
 
 from raypipe import units
-from raypipe.analysis.comparison import Figure
+from raypipe.analysis.comparison import ComparedFigure
 from raypipe.artifacts.plan import Plan, make_plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
@@ -29,7 +28,9 @@ from raypipe.show.grid import timed_grid, timed_grids
 from raypipe.show.labels import Labels
 from raypipe.show.network import draw_topology
 from raypipe.show.palette import COLOURS, NAMES, colour
+from raypipe.show.report import FittedTable
 from raypipe.show.svg import draw_traces
+from raypipe.show.traces import comparison_table, trace_report
 from raypipe.simulation.cost import StageCost
 from raypipe.simulation.plan_cost import equal_stages
 from raypipe.simulation.simulator import simulate_programs
@@ -472,7 +473,7 @@ def test_many_links_are_told_in_words() -> None:
 # Tables and differences
 
 
-def text_of(shown: Table) -> str:
+def text_of(shown: FittedTable) -> str:
     with (console := Console(width=160, color_system=None)).capture() as capture:
         console.print(shown)
     return capture.get()
@@ -502,11 +503,11 @@ def test_memory_is_compared_where_both_traces_know_it() -> None:
 
 def test_the_comparison_gives_each_figure_its_unit() -> None:
     figures = [
-        Figure("update time", "s", 1.5, 1.0, 0.25),
-        Figure("bubble", "ratio", 0.25, 0.5, 0.0),
-        Figure("memory of device 0", "bytes", 99e6, 100e6, 1e6),
+        ComparedFigure("update time", "s", 1.5, 1.0, 0.25),
+        ComparedFigure("bubble", "ratio", 0.25, 0.5, 0.0),
+        ComparedFigure("memory of device 0", "bytes", 99e6, 100e6, 1e6),
     ]
-    lines = text_of(tables.comparison_table(figures)).splitlines()
+    lines = text_of(comparison_table(figures)).splitlines()
     shown = [" ".join(line.split()) for line in lines]
     assert "update time 1.5000 s 1.0000 s 0.2500 s +50.0%" in shown
     assert "bubble 25.0% 50.0% 0.0% -25.0% points" in shown
@@ -551,9 +552,9 @@ def made_plan() -> Plan:
             "node0  gpu0.0 gpu0.1  h200       141 GB      2             3",
         ),
         (lambda: tables.link_table(ClusterTopology.uniform(2, latency_s=0.5)), "any other pair    no limit, 500 ms"),
-        (lambda: tables.trace_table(TWO_UPDATES, (100, None)), "left    3.75 s   2.25 s   67.4%  30 B of 100 B"),
-        (lambda: tables.table(("n",), ([str(row)] for row in range(60))), "(12 more)"),
+        (lambda: trace_report(TWO_UPDATES, (100, None)).table(), "left    3.75 s   2.25 s   67.4%  30 B of 100 B"),
+        (lambda: FittedTable(("n",), ([str(row)] for row in range(60))), "(12 more)"),
     ],
 )
-def test_tables_say_what_they_are_for(make: Callable[[], Table], expected: str) -> None:
+def test_tables_say_what_they_are_for(make: Callable[[], FittedTable], expected: str) -> None:
     assert expected in text_of(make())

@@ -1,0 +1,116 @@
+"""All schedules at one size, on the same model: what `raypipe schedules --devices D --microbatches M` compares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raypipe.analysis.schedule_figures import ScheduleFigures, StageSeconds, figures_of, flushes, refuse_large
+from raypipe.errors import InputError, ScheduleError
+from raypipe.planning.lower_bounds import Piece, lower_bound
+from raypipe.schedules import catalogue
+from raypipe.schedules.ir import Schedule
+from raypipe.schedules.lower import Send, lower
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.spec import ScheduleSpec
+from raypipe.schedules.validate import validate
+
+
+@dataclass(frozen=True)
+class ComparedSchedule:
+    """One schedule, with what makes schedules of different stages and pipelines comparable.
+
+    Attributes:
+        name: Name in the catalogue.
+        figures: Simulated times and what devices hold.
+        num_messages: For each device, the messages that it sends for an update.
+        message_volume: Bytes of all messages of an update as a multiple of what one stage a device sends: an activation and a gradient
+            of each microbatch over each of D - 1 edges.
+        lower_bound_s: Seconds per update that no order of the same stages on as many copies can beat.
+    """
+
+    name: str
+    figures: ScheduleFigures
+    num_messages: tuple[float, ...]
+    message_volume: float
+    lower_bound_s: float
+
+    @property
+    def share(self) -> float:
+        """A stage as a share of what one device holds where each has one stage."""
+        return self.figures.schedule.num_workers / self.figures.schedule.num_stages
+
+    @property
+    def over_lower_bound(self) -> float | None:
+        """Steady time of an update as a multiple of the bound; None where there is no bound."""
+        return self.figures.steady_update_s / self.lower_bound_s if self.lower_bound_s else None
+
+
+@dataclass(frozen=True)
+class ScheduleComparison:
+    """What became of each schedule.
+
+    Attributes:
+        compared: Schedules that take the size.
+        refused: Pairs (name, reason) of the schedules that do not.
+    """
+
+    compared: tuple[ComparedSchedule, ...]
+    refused: tuple[tuple[str, str], ...]
+
+
+def compare_schedules(
+    specs: Sequence[ScheduleSpec], request: ScheduleRequest, times: StageSeconds, *, num_chunks: int | None = None
+) -> ScheduleComparison:
+    """Build, validate and simulate schedules of the same model.
+
+    Args:
+        specs: Schedules to compare.
+        request: Size of all of them; chunks are left out.
+        times: Seconds of a device's share of the model, however many stages a schedule makes of it.
+        num_chunks: Stages a device for schedules that take several; None for each schedule's default.
+    """
+    compared: list[ComparedSchedule] = []
+    refused: list[tuple[str, str]] = []
+    for spec in specs:
+        chunks = num_chunks if num_chunks and spec.default_chunks > 1 else spec.default_chunks
+        try:
+            compared.append(_compared(spec, replace(request, num_chunks=chunks), times))
+        except ScheduleError as error:
+            refused.append((spec.name, error.problem))
+        except InputError as error:
+            refused.append((spec.name, str(error)))
+    return ScheduleComparison(tuple(compared), tuple(refused))
+
+
+def _compared(spec: ScheduleSpec, request: ScheduleRequest, times: StageSeconds) -> ComparedSchedule:
+    refuse_large(spec, request)
+    # An order that is searched for is searched for with the times that its stages will have.
+    request = replace(request, times=(times.share(1 / request.num_chunks).searched,), latency_s=times.latency_s)
+    schedule = catalogue.of_size(spec, request)
+    validate(schedule)
+    stage = times.share(schedule.num_workers / schedule.num_stages)
+    sent = [[item.message.rows for item in program.items if isinstance(item, Send)] for program in lower(schedule)]
+    volume = math.fsum(end - first for rows in sent for first, end in rows) / schedule.num_updates
+    num_edges = schedule.num_workers - 1
+    return ComparedSchedule(
+        name=spec.name,
+        figures=figures_of(spec, schedule, request, stage),
+        num_messages=tuple(len(rows) / schedule.num_updates for rows in sent),
+        message_volume=volume / (2 * schedule.num_microbatches * num_edges) if num_edges else 0.0,
+        lower_bound_s=_bound_s(schedule, stage),
+    )
+
+
+def _bound_s(schedule: Schedule, stage: StageSeconds) -> float:
+    """Return the lower bound; where updates overlap, only the work of all devices bounds them."""
+    pieces = [Piece(stage.forward_s, stage.input_grad_s, stage.weight_grad_s, sources=sources) for sources in schedule.graph.predecessors]
+    bound = lower_bound(
+        pieces,
+        num_microbatches=schedule.num_microbatches,
+        speeds=(1.0,) * schedule.num_workers,
+        num_copies=len(schedule.pipelines),
+        latency_s=stage.latency_s,
+    )
+    return bound.update_s if flushes(schedule) else bound.work_s

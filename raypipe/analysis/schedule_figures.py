@@ -1,0 +1,148 @@
+"""What one schedule takes and holds when all its stages take equally long."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from raypipe.artifacts.trace import Trace
+from raypipe.errors import InputError, ScheduleError
+from raypipe.schedules import catalogue
+from raypipe.schedules.ir import Schedule, UpdateScope
+from raypipe.schedules.lower import lower
+from raypipe.schedules.metrics import ScheduleMetrics, metrics
+from raypipe.schedules.request import ScheduleRequest, StageTimes
+from raypipe.schedules.spec import ScheduleSpec
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import simulate_programs
+
+_STEADY_UPDATES = 9
+# Two million Ops take some two minutes and two gigabytes; what all updates wait for grows with the square of the stages.
+_MOST_OPS = 2_000_000
+_MOST_STAGES = 1024
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Times of each stage of a schedule.
+
+    Attributes:
+        forward_s: Seconds of F.
+        backward_s: Seconds of B.
+        weight_grad_s: Seconds of W; I takes the rest of B.
+        latency_s: Seconds of every dependency between devices.
+    """
+
+    forward_s: float = 1.0
+    backward_s: float = 2.0
+    weight_grad_s: float = 1.0
+    latency_s: float = 0.0
+
+    @property
+    def input_grad_s(self) -> float:
+        """Seconds of I."""
+        return self.backward_s - self.weight_grad_s
+
+    @property
+    def searched(self) -> StageTimes:
+        """The times that a search for an order is given."""
+        return StageTimes(self.forward_s, self.input_grad_s, self.weight_grad_s)
+
+    def share(self, share: float) -> StageSeconds:
+        """Return the times of a part of a stage; the latency stays."""
+        return StageSeconds(self.forward_s * share, self.backward_s * share, self.weight_grad_s * share, self.latency_s)
+
+
+@dataclass(frozen=True)
+class ScheduleFigures:
+    """A schedule, simulated.
+
+    Attributes:
+        schedule: A valid schedule.
+        trace: Its simulated window.
+        long_window: The schedule for so many updates that most are far from the ends; None where all updates are alike, or where
+            the order is written for one window alone.
+        steady_update_s: Seconds per update far from the ends of the long window.
+    """
+
+    schedule: Schedule
+    trace: Trace
+    long_window: Schedule | None
+    steady_update_s: float
+
+    @cached_property
+    def metrics(self) -> ScheduleMetrics:
+        """What the window holds and how stale its weights are."""
+        return metrics(self.schedule)
+
+    @cached_property
+    def steady_metrics(self) -> ScheduleMetrics:
+        """What the long window holds: only there do updates that overlap reach their peaks."""
+        return metrics(self.long_window or self.schedule)
+
+
+def figures_of(spec: ScheduleSpec, schedule: Schedule, request: ScheduleRequest, times: StageSeconds) -> ScheduleFigures:
+    """Simulate a schedule that was built to a request."""
+    trace = simulated(schedule, times)
+    window = _long_window(spec, schedule, request)
+    steady = trace if window is None else simulated(window, times)
+    return ScheduleFigures(schedule, trace, window, steady.steady_update_s)
+
+
+def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
+    """Return the trace of a valid schedule with equal stages."""
+    cost = equal_stages(
+        schedule,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        weight_grad_s=times.weight_grad_s,
+        latency_s=times.latency_s,
+    )
+    return simulate_programs(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates, with_memory=False)
+
+
+def flushes(schedule: Schedule) -> bool:
+    """Return whether each update waits for all of the one before, so that all updates take as long as the first."""
+    return not schedule.weight_rule.overlaps_updates and schedule.update_scope is UpdateScope.GLOBAL
+
+
+def _long_window(spec: ScheduleSpec, schedule: Schedule, request: ScheduleRequest) -> Schedule | None:
+    num_updates = _steady_updates(spec, replace(request, update_scope=schedule.update_scope))
+    if flushes(schedule) or num_updates == request.num_updates:
+        return None
+    try:
+        return catalogue.of_size(spec, replace(request, num_updates=num_updates))
+    except ScheduleError:  # an order that is written for this window alone
+        return None
+
+
+def _steady_updates(spec: ScheduleSpec, request: ScheduleRequest) -> int:
+    """Return the updates of a long window: 9 at least, and so many that a quarter fills the pipeline twice where updates overlap."""
+    num_updates = max(request.num_updates, _STEADY_UPDATES)
+    if spec.weight_rule.overlaps_updates or request.update_scope not in {None, UpdateScope.GLOBAL}:
+        num_updates = max(num_updates, 8 * math.ceil(request.num_devices * request.num_chunks / request.num_microbatches))
+    return num_updates
+
+
+def refuse_large(spec: ScheduleSpec, request: ScheduleRequest) -> None:
+    """Refuse what would take minutes to simulate.
+
+    Raises:
+        InputError: The request has more stages or Ops than the limit, which the message names.
+    """
+    num_stages, num_updates = request.num_devices * request.num_chunks, _steady_updates(spec, request)
+    if num_stages > _MOST_STAGES:
+        raise InputError(f"{num_stages} stages are too many to simulate; use at most {_MOST_STAGES}")
+    if (num_copies := num_stages * request.num_pipelines) > _MOST_STAGES:
+        raise InputError(
+            f"{request.num_pipelines} pipelines of {num_stages} stages are {num_copies} copies of a stage, too many to simulate; "
+            f"use at most {_MOST_STAGES}"
+        )
+    # Three Ops a stage and microbatch at most: F, I and W; halves of a microbatch are done in four.
+    num_ops = 3 * num_stages * request.num_microbatches * num_updates
+    if num_ops > _MOST_OPS:
+        raise InputError(
+            f"{num_stages} stages with {request.num_microbatches} microbatches for {num_updates} updates, which the steady time per update "
+            f"needs, are up to {num_ops} Ops; the limit is {_MOST_OPS}. Use fewer devices, microbatches or updates"
+        )

@@ -1,0 +1,126 @@
+"""Reports: the figures of a command, each with its key in the JSON document and its text in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+MOST_ROWS = 48
+_GAP = 2
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure, or one figure for each row of a table.
+
+    Attributes:
+        name: Key in the JSON document; empty for a figure that only the terminal shows.
+        value: Value in the document: a list where each row of the table has one, a report where the document nests.
+        label: Word in a sentence or heading of a column; empty for a figure that only the document holds.
+        show: Returns the text of a value.
+    """
+
+    name: str
+    value: Any
+    label: str = ""
+    show: Callable[[Any], str] = str
+
+    def text(self, value: Any) -> str:
+        """Return the text of one value; `-` for none."""
+        return "-" if value is None else self.show(value)
+
+
+class Report:
+    """Figures that stand together: one JSON object, and a sentence, a table or a row of a table."""
+
+    def __init__(self, *figures: Figure) -> None:
+        self.figures = figures
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        return {
+            figure.name: figure.value.document() if isinstance(figure.value, Report) else figure.value
+            for figure in self.figures
+            if figure.name
+        }
+
+    def silent(self) -> Iterator[Figure]:
+        """Yield the figures for another report's document, without their labels."""
+        return (replace(figure, label="") for figure in self.figures)
+
+    def sentence(self) -> str:
+        """Return the single figures that have a label and a value, such as `update 33 s, bubble 27.3%`."""
+        return ", ".join(f"{label} {text}" for label, text in self.cells().items() if text != "-")
+
+    def cells(self) -> dict[str, str]:
+        """Return the single figures as a row: texts by heading, with those of nested reports."""
+        found: dict[str, str] = {}
+        for figure in self.figures:
+            if isinstance(figure.value, Report):
+                found |= figure.value.cells()
+            elif figure.label and not isinstance(figure.value, list):
+                found[figure.label] = figure.text(figure.value)
+        return found
+
+    def table(self, *, left: int = 1, title: str | None = None) -> FittedTable:
+        """Return the figures that are lists, as columns."""
+        columns = [figure for figure in self.figures if figure.label and isinstance(figure.value, list)]
+        texts = [[figure.text(value) for value in figure.value] for figure in columns]
+        return FittedTable([figure.label for figure in columns], zip(*texts, strict=True), left=left, title=title)
+
+
+def rows_table(reports: Sequence[Report], *, left: int = 1, title: str | None = None) -> FittedTable:
+    """Return a table with a row for each report; a figure that a report lacks is `-`."""
+    rows = [report.cells() for report in reports]
+    columns = max((list(row) for row in rows), key=len, default=[])
+    return FittedTable(columns, ([row.get(column, "-") for column in columns] for row in rows), left=left, title=title)
+
+
+class FittedTable:
+    """A table without lines; where the terminal is too narrow, several below each other that repeat the first column.
+
+    Args:
+        columns: Headings.
+        rows: Texts of each row; rows beyond the 48th are only counted.
+        left: Number of columns of text; the others are numbers and stand to the right.
+        title: Line above the table.
+    """
+
+    def __init__(self, columns: Sequence[str], rows: Iterable[Iterable[str]], *, left: int = 1, title: str | None = None) -> None:
+        self.columns = tuple(columns)
+        self.rows = [tuple(row) for row in rows]
+        self.left = left
+        self.title = title
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the tables for the width of a console."""
+        for number, group in enumerate(self._groups(options.max_width)):
+            if number:
+                yield ""
+            yield self._table(group, title=None if number else self.title)
+
+    def _groups(self, width: int) -> Iterator[list[int]]:
+        """Return the columns of each table."""
+        shown = self.rows[:MOST_ROWS]
+        widths = [max(len(line) for row in (self.columns, *shown) for line in row[at].split("\n")) for at in range(len(self.columns))]
+        group: list[int] = []
+        for column in range(len(widths)):
+            if len(group) > 1 and sum(widths[at] + _GAP for at in group) + widths[column] > width:
+                yield group
+                group = [0]
+            group.append(column)
+        yield group
+
+    def _table(self, group: Sequence[int], *, title: str | None) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", title=title, title_justify="left")
+        for at in group:
+            table.add_column(self.columns[at], justify="left" if at < self.left else "right", overflow="fold", vertical="bottom")
+        for row in self.rows[:MOST_ROWS]:
+            table.add_row(*(row[at] for at in group))
+        if len(self.rows) > MOST_ROWS:
+            table.add_row(f"({len(self.rows) - MOST_ROWS} more)")
+        return table

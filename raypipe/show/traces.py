@@ -1,0 +1,139 @@
+"""Traces in figures: one, where its time went, and predicted against measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from raypipe.analysis.comparison import ComparedFigure
+from raypipe.analysis.idle import IDLE, Cause, Division
+from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.trace import Trace
+from raypipe.errors import InputError
+from raypipe.show.report import Figure, FittedTable, Report, rows_table
+from raypipe.units import ratio, seconds, size
+
+
+def trace_report(trace: Trace, memory_bytes: Sequence[int | None] = ()) -> Report:
+    """Return the figures of a trace; their names are a contract.
+
+    Args:
+        trace: Simulated or measured.
+        memory_bytes: Memory of each device, shown beside the peak.
+    """
+    require_finite(trace)
+    limits = memory_bytes or [None] * len(trace.devices)
+    peaks = [
+        size(peak) + (f" of {size(limit)}" if limit is not None else "")
+        for peak, limit in zip(trace.peak_memory_bytes, limits, strict=bool(trace.memory))
+    ]
+    return Report(
+        Figure("name", trace.name),
+        Figure("source", str(trace.source)),
+        Figure("num_updates", trace.num_updates),
+        Figure("update_s", trace.update_s, "update", seconds),
+        Figure("bubble_ratio", trace.bubble_ratio, "bubble", ratio),
+        Figure("makespan_s", trace.makespan_s, "makespan", seconds),
+        Figure("devices", list(trace.devices), "device"),
+        Figure("busy_s", list(trace.busy_s), "busy", seconds),
+        Figure("wait_s", list(trace.wait_s), "waiting", seconds),
+        Figure("device_bubble_ratios", list(trace.device_bubble_ratios), "bubble", ratio),
+        Figure("span_s", list(trace.span_s)),
+        Figure("peak_memory_bytes", list(trace.peak_memory_bytes)),
+        *([Figure("", peaks, "peak memory")] if peaks else []),
+    )
+
+
+def plan_trace_report(plan: Plan, trace: Trace) -> Report:
+    """Return the figures of a plan's simulated trace; their names are a contract."""
+    return Report(
+        Figure("plan", plan.name),
+        Figure("planner", plan.planner),
+        Figure("schedule", plan.schedule.name),
+        Figure("topology", plan.topology.name),
+        *trace_report(trace, [plan.topology.device(name).memory_bytes for name in plan.devices]).figures,
+    )
+
+
+def require_finite(trace: Trace) -> None:
+    """Refuse a trace whose durations are numbers but whose sums are not.
+
+    Raises:
+        InputError: A sum of times is infinite.
+    """
+    if not all(map(math.isfinite, (trace.makespan_s, *trace.busy_s, *trace.wait_s))):
+        raise InputError(f"{trace.name}: its times add up to more than a number can hold; use shorter times, or faster devices and links")
+
+
+_IDLE_COLUMNS: Mapping[str, frozenset[Cause]] = {
+    "computing": frozenset({Cause.COMPUTE}),
+    "warm-up": frozenset({Cause.WARM_UP}),
+    "activation": frozenset({Cause.ACTIVATION}),
+    "gradient": frozenset({Cause.GRADIENT}),
+    "collective": frozenset({Cause.COLLECTIVE}),
+    "transfer": frozenset(cause for cause in Cause if cause.is_transfer),
+    "overhead": frozenset({Cause.OVERHEAD}),
+    "drain": frozenset({Cause.DRAIN}),
+}
+_LEAST_SHARE = 0.0005
+
+
+def idle_report(division: Division) -> Report:
+    """Return where the time of each device went: in the document seconds, which sum to the makespan; in the table shares of the window.
+
+    In the table, `activation`, `gradient` and `collective` are waits for what another device had not finished, `transfer` waits for
+    what was on its way. The last column names the device that this one waited for most.
+    """
+    whole_s = division.trace.makespan_s or 1.0
+    columns = {
+        name: [sum(row.get(cause, 0.0) for cause in causes) / whole_s for row in division.by_cause_s]
+        for name, causes in _IDLE_COLUMNS.items()
+    }
+    kinds = sorted({kind for row in division.compute_s for kind in row})
+    names = division.trace.devices
+    longest = [division.peer_most_waited_for(device) for device in range(len(names))]
+    return Report(
+        Figure("compute_s", {kind: [row.get(kind, 0.0) for row in division.compute_s] for kind in kinds}),
+        Figure("causes_s", {str(cause): [row.get(cause, 0.0) for row in division.by_cause_s] for cause in IDLE}),
+        Figure("waits", [{"device": wait.device, "for": wait.peer, "wait_s": wait.wait_s} for wait in division.waits]),
+        Figure(
+            "traced_back",
+            [
+                {"to": str(culprit.root), "device": culprit.device, "sender": culprit.sender, "wait_s": culprit.wait_s}
+                for culprit in division.culprits
+            ],
+        ),
+        Figure("", list(names), "device"),
+        *(
+            Figure("", shares, name, ratio)
+            for name, shares in columns.items()
+            if name == "computing" or any(share >= _LEAST_SHARE for share in shares)
+        ),
+        Figure("", [wait and names[wait.peer] for wait in longest], "waits for"),
+    )
+
+
+_FIGURE_TEXTS: Mapping[str, Callable[[float], str]] = {"s": "{:.4f} s".format, "bytes": size, "ratio": ratio}
+
+
+def comparison_table(figures: Iterable[ComparedFigure], *, measured: str = "measured", title: str | None = None) -> FittedTable:
+    """Return predicted against measured figures.
+
+    Args:
+        figures: A row each.
+        measured: Heading of the measured values.
+        title: Line above the table.
+    """
+    rows = []
+    for figure in figures:
+        text = _FIGURE_TEXTS[figure.unit]
+        values = {"predicted": figure.predicted, measured: figure.measured, "spread": figure.spread}
+        error = ("" if figure.error < 0 else "+") + ratio(figure.error) + ("" if figure.is_amount else " points")
+        rows.append(
+            Report(
+                Figure("", figure.name, "figure"),
+                *(Figure("", value, name, text) for name, value in values.items()),
+                Figure("", error, "error"),
+            )
+        )
+    return rows_table(rows, title=title)
