@@ -1,10 +1,10 @@
-"""Flat copies of large splits of token files: what is in Parquet cannot be mapped, and a copy in each actor's memory would be many.
+"""Flat copies of large splits of token files. Compressed Parquet cannot be mapped, and a copy in the memory of each actor is too much.
 
     tokens.parquet                                    documents in compressed row groups
     ~/.cache/raypipe/tokens/HASH-HASH-train.tokens    its training split, one token after the other, as wide as in the file
 
-One process of a node writes the copy, the others wait for it; all of them map it, and share what the system keeps of it in memory. The
-first hash is of the token file's path, the second of what it holds: the copies of what it held before are removed.
+One process per node writes the copy while the others wait; all of them map it and share the system's page cache. The first hash is
+that of the token file's path, the second that of its content: copies of earlier content are removed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _PATIENCE_S = 120.0
 
 
 class FlatCopyError(Exception):
-    """There can be no copy here; says why."""
+    """No copy can be written on this node."""
 
 
 def mapped_tokens(source: str, *, split: str, content: bytes, num_bytes: int, write: Callable[[BinaryIO], None]) -> npt.NDArray[np.uint8]:
-    """The bytes of the tokens of a split, mapped from its flat copy, which is written if need be; they cannot be changed.
+    """Return the bytes of a split's tokens, mapped read-only from its flat copy, which is written first if needed.
 
     Args:
-        source: the token file.
-        split: of it.
-        content: what tells the file as it is from what it was before.
-        num_bytes: of the tokens, at least one.
-        write: writes all of them.
+        source: Token file.
+        split: Split of the file.
+        content: Bytes that change with the content of the file.
+        num_bytes: Size of the tokens, at least one.
+        write: Function that writes all of them.
 
     Raises:
-        FlatCopyError: the copy cannot be written here, or another process does not come to an end with it.
+        FlatCopyError: The copy cannot be written here, or another process does not finish writing it.
     """
     digests = (hashlib.sha256(part).hexdigest()[:16] for part in (os.path.realpath(source).encode(), content))
     name = f"{'-'.join(digests)}-{split}"
@@ -72,7 +72,7 @@ def _is_whole(path: Path, num_bytes: int) -> bool:
 
 
 def _write(path: Path, part: Path, source: str, write: Callable[[BinaryIO], None]) -> None:
-    """Writes a copy, whole or not at all, and removes those of what the token file held before."""
+    """Write a whole copy or none, and remove the copies of earlier content."""
     for other in path.parent.glob(f"{path.name.partition('-')[0]}-*-{path.stem.rpartition('-')[2]}.*"):
         if other.stem != path.stem:
             other.unlink(missing_ok=True)  # who has mapped it keeps it
@@ -90,7 +90,7 @@ def _write(path: Path, part: Path, source: str, write: Callable[[BinaryIO], None
 
 @contextmanager
 def _locked(lock: Path, part: Path, *, needless: Callable[[], bool]) -> Iterator[None]:
-    """A context that one process of all has at a time, until it is needless; it ends with the process, too."""
+    """Return a context that one process at a time enters, until it is needless; the lock ends with its process."""
     with lock.open("a") as file:
         size, since = -1, time.monotonic()
         while not needless():

@@ -1,8 +1,8 @@
-"""Which tokens a masked language model is to tell, and what it sees instead: a pure function of seed and sample number.
+"""The tokens that a masked language model predicts, and its input instead: a pure function of seed and sample number.
 
-Of a row of T tokens round(0.15 T) are chosen, at least one; 80 % of them are replaced by the mask, 10 % by any token, and 10 % stay
-(Devlin et al. 2019, arXiv 1810.04805, appendix A.1). As in their code the number is the same in every row, so that the mean loss of
-an update does not depend on how its rows are divided into microbatches. A row is masked anew in each epoch.
+Of a row of T tokens, round(0.15 T) are chosen, at least one; 80 % of them are replaced by the mask, 10 % by any token, and 10 % stay
+(Devlin et al. 2019, arXiv 1810.04805, appendix A.1). As in the authors' code the number is the same in every row, so that the mean
+loss of an update does not depend on how its rows are divided into microbatches. Each epoch masks a row anew.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _STREAM = 15
 
 
 def num_masked(num_tokens: int) -> int:
-    """How many tokens of a row are to be told."""
+    """Return the number of tokens per row that are to be predicted."""
     return max(1, round(_CHOSEN * num_tokens))
 
 
 def mask_rows(
     tokens_BT: npt.NDArray[np.int64], *, first: int, seed: int, vocabulary_size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns what a model reads and what it is to tell, both [B, T].
+    """Return the inputs and the targets of a model, both [B, T].
 
-    The mask is the token `vocabulary_size`; where nothing is to be told, the target is `NO_TARGET`.
+    The mask is the token `vocabulary_size`; where nothing is predicted, the target is `NO_TARGET`.
 
     Args:
-        tokens_BT: the rows.
-        first: the number of the first of them among all samples.
-        seed: zero or more.
-        vocabulary_size: tokens are less than this.
+        tokens_BT: Rows of tokens.
+        first: Number of the first row among all samples.
+        seed: Seed, zero or more.
+        vocabulary_size: Number of tokens without the mask.
     """
     num_rows, num_tokens = tokens_BT.shape
     # The raw output, as in `permutation`: numpy keeps this stream across its versions.

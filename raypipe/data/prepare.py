@@ -1,7 +1,7 @@
-"""Writes text as a token file: one token a byte, or those of a tokenizer, one row a document. `raypipe.data.tokens` describes the file.
+"""Writes text as a token file (`raypipe.data.tokens`): one token per byte or those of a tokenizer, one row per document.
 
-The same text gives the same file, byte for byte (under one version of pyarrow): documents come in the order of their names, a
-document's split depends on its name alone, and neither dates nor the folder's place are written.
+The same text gives the same file, byte for byte, under one version of pyarrow: documents are ordered by name, a document's split
+depends on its name alone, and the file holds neither dates nor the path of the folder.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize", 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What `prepare` wrote.
+    """The summary of a token file that `prepare` wrote.
 
     Attributes:
-        path: the token file.
-        source: what the text is, such as "python-stdlib 3.11.7" or the name of the folder.
-        license: the notice that was written beside it.
-        num_documents: rows of the file.
-        num_train_tokens: tokens of the training split, separators included.
-        num_validation_tokens: tokens of the validation split, separators included.
-        file_bytes: size of the file.
+        path: Token file.
+        source: Description of the text, such as "python-stdlib 3.11.7" or the name of the folder.
+        license: License notice written beside the file.
+        num_documents: Rows of the file.
+        num_train_tokens: Tokens of the training split, separators included.
+        num_validation_tokens: Tokens of the validation split, separators included.
+        file_bytes: Size of the file.
     """
 
     path: str
@@ -74,7 +74,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Source:
-    """All texts in the order of their names, and the length beyond which one is cut into several documents."""
+    """All texts in the order of their names, and the length beyond which a text is cut into documents."""
 
     name: str
     license: str
@@ -90,27 +90,26 @@ def prepare(
     suffixes: Sequence[str] = SUFFIXES,
     tokenizer: Tokenizer | None = None,
 ) -> PreparedData:
-    """Writes the text of a source as the token file `output` and returns what it holds.
+    """Write the text of a source as the token file `output` and return its summary.
 
-    Each document ends with one separator, byte 0 or the tokenizer's. A document goes to the validation split if the hash of its name
-    says so, so the split's share of the tokens comes near `validation_fraction` only where there are many documents. A single file is
-    cut at line ends into documents of about 4 KiB, a file of a folder into documents of about 1 MiB; the pieces are called `NAME#0`,
-    `NAME#1`, and so on. Files without text are left out. The file appears whole or not at all: it is written under another name and
-    renamed.
+    Each document ends with one separator: byte 0 or that of the tokenizer. The hash of a document's name decides its split, so the split's
+    share of the tokens comes near `validation_fraction` only with many documents. A single file is cut at line ends into documents of
+    about 4 KiB, a file of a folder into documents of about 1 MiB, called `NAME#0`, `NAME#1`, and so on. Files without text are left out.
+    The file appears whole or not at all.
 
     Args:
         source: "python-stdlib" (the sources and the reference topics of the running Python, without its tests), the path of a text
-            file with any suffix, or the path of a folder, which is read with all folders in it; hidden files and folders, and links
-            to folders, are left out.
-        output: the file to write; its folder is made if need be.
-        validation_fraction: the share of documents, at least 0 and less than 1.
-        suffixes: what the names of a folder's text files end with.
-        tokenizer: what makes the tokens; left out for one a byte.
+            file with any suffix, or the path of a folder, which is read with all its folders; hidden files and folders, and links to
+            folders, are left out.
+        output: File to write; its folder is created if needed.
+        validation_fraction: Share of documents for validation, at least 0 and less than 1.
+        suffixes: Suffixes of the text files in a folder.
+        tokenizer: Tokenizer; left out for one token per byte.
 
     Raises:
         ConfigError: `validation_fraction` is out of range.
-        FormatError: a file of the source is not text, or cannot be read.
-        InputError: the source is unknown or holds no text to train on, or `output` cannot be written.
+        FormatError: A file of the source is not text, or cannot be read.
+        InputError: The source is unknown or holds no text to train on, or `output` cannot be written.
     """
     if not 0 <= validation_fraction < 1:
         raise ConfigError(f"validation_fraction must be at least 0 and less than 1, not {validation_fraction}")
@@ -143,7 +142,7 @@ def prepare(
 
 
 def _write(path: Path, source: _Source, validation_fraction: float, tokenizer: Tokenizer) -> Counter[str]:
-    """Writes the file and returns its number of documents, and of tokens by split."""
+    """Write the file and return its number of documents, and of tokens by split."""
     counts: Counter[str] = Counter()
     token_bytes = bytes_of_token(tokenizer.vocabulary_size)
     with pq.ParquetWriter(
@@ -180,7 +179,7 @@ def _write(path: Path, source: _Source, validation_fraction: float, tokenizer: T
 
 
 def _row_groups(source: _Source, validation_fraction: float, tokenizer: Tokenizer) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows of each row group, some 16 MiB of tokens."""
+    """Yield the rows of each row group, some 16 MiB of tokens."""
     group: list[dict[str, Any]] = []
     num_bytes = 0
     for name, tokens in _documents(source, tokenizer):
@@ -194,13 +193,12 @@ def _row_groups(source: _Source, validation_fraction: float, tokenizer: Tokenize
 
 
 def _split(name: str, validation_fraction: float) -> Split:
-    """Returns the split of a document, decided by its name alone: not by the machine, the order or the other documents."""
     digest = hashlib.sha256(name.encode()).digest()
     return Split.VALIDATION if int.from_bytes(digest[:8], "big") < validation_fraction * 2**64 else Split.TRAIN
 
 
 def _documents(source: _Source, tokenizer: Tokenizer) -> Iterator[tuple[str, bytes]]:
-    """Yields names and tokens of the documents, none of them empty."""
+    """Yield names and tokens of the documents, none of them empty."""
     for text in source.texts:
         try:
             with io.BytesIO(text.content) if isinstance(text.content, bytes) else text.content.open("rb") as stream:
@@ -214,7 +212,7 @@ def _documents(source: _Source, tokenizer: Tokenizer) -> Iterator[tuple[str, byt
 
 
 def _pieces(name: str, stream: BinaryIO, piece_bytes: int) -> Iterator[tuple[str, bytes]]:
-    """Yields the text whole if it is short, else cut at the first line end after each `piece_bytes` (or after twice as many)."""
+    """Yield a short text whole, a longer one cut at the first line end after each `piece_bytes` (or after twice as many bytes)."""
 
     def read() -> bytes:
         piece = stream.read(piece_bytes)
@@ -270,7 +268,7 @@ def _stdlib_source() -> _Source:
 
 
 def _files(root: Path, suffixes: tuple[str, ...], *, skipped_folders: frozenset[str]) -> list[str]:
-    """Returns the sorted names, below `root` and with `/` between folders, of the files with these suffixes."""
+    """Return the sorted names, below `root` and with `/` between folders, of the files with these suffixes."""
 
     def fail(error: OSError) -> None:
         raise FormatError(str(error.filename), "", f"the folder cannot be read ({error}); leave it out or let it be read") from error
@@ -284,7 +282,7 @@ def _files(root: Path, suffixes: tuple[str, ...], *, skipped_folders: frozenset[
 
 
 def _utf8_name(name: str) -> str:
-    """Returns the name, which is to be stored and hashed, if UTF-8 can hold it."""
+    """Return the name if UTF-8 can hold it."""
     try:
         name.encode()
     except UnicodeEncodeError as error:

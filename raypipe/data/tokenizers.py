@@ -1,4 +1,4 @@
-"""What makes tokens of text: one a byte, or a tokenizer of the library `tokenizers`."""
+"""Tokenizers: one token per byte, or a tokenizer of the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    """Makes tokens of the texts of a source."""
+    """Turns the texts of a source into tokens."""
 
     @property
     def name(self) -> str:
-        """What a token file says of it."""
+        """Return the name that token files record."""
 
     @property
     def vocabulary_size(self) -> int:
-        """Every token is less than this."""
+        """Return the number of tokens; every token is less."""
 
     @property
     def separator(self) -> int:
-        """The token that ends each document."""
+        """Return the token that ends each document."""
 
     def encode(self, text: bytes) -> bytes:
-        """The tokens of a document, with the separator behind them, each of as many bytes as the vocabulary needs, the lowest first.
+        """Return the tokens of a document and the separator, each in the bytes that the vocabulary needs, little-endian.
 
         Raises:
-            ValueError: it is not text; says why.
+            ValueError: The bytes are not text.
         """
 
 
 class Bytes:
-    """A token is a byte; documents end with the one that no text holds."""
+    """One token per byte; documents end with the byte that no text holds."""
 
     name = "bytes"
     vocabulary_size = 256
@@ -58,12 +58,12 @@ class FileTokenizer:
     """A tokenizer in the file format of the library `tokenizers`, such as the `tokenizer.json` of a published model.
 
     Args:
-        path: the file.
-        separator: the token that ends each document; left out for what such tokens are usually called.
+        path: File of the tokenizer.
+        separator: Token that ends each document; left out for its usual name.
 
     Raises:
-        ConfigError: the library is not installed, or the tokenizer has no such token.
-        FormatError: the file cannot be read.
+        ConfigError: The library is not installed, or the tokenizer has no such token.
+        FormatError: The file cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, separator: str | None = None) -> None:

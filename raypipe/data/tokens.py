@@ -1,15 +1,14 @@
-"""Reads token files and deals their rows out in an order that is a pure function of seed and sample number.
+"""Reads token files and returns their rows in an order that is a pure function of seed and sample number.
 
-A token file (`raypipe.tokens/1`, Parquet) holds one row a document:
+A token file (`raypipe.tokens/1`, Parquet) holds one row per document:
 
     document  string   its name
     split     string   "train" or "validation"
-    tokens    binary   `token_bytes` bytes a token, the lowest first, so the bytes of a split's rows, one after the other, are its
-                       token array
+    tokens    binary   `token_bytes` bytes per token, little-endian; the rows of a split, one after the other, are its token array
 
-and, as the metadata of the file, `format`, `tokenizer`, `vocabulary_size`, `token_bytes` (1, 2 or 4; 1 where it is not stated),
-`separator` (the token that ends each document), `source`, `license`, `num_train_tokens` and `num_validation_tokens`. `raypipe data
-prepare` writes such files.
+The metadata of the file holds `format`, `tokenizer`, `vocabulary_size`, `token_bytes` (1, 2 or 4; 1 if absent), `separator` (the
+token that ends each document), `source`, `license`, `num_train_tokens` and `num_validation_tokens`. `raypipe data prepare` writes
+such files.
 
     tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...        sequence_length T = 4
     sequence 0 t0 t1 t2 t3 t4                           T + 1 tokens: inputs are the first T, targets the last T
@@ -54,10 +53,10 @@ _REMEDY = "make a token file with `raypipe data prepare python-stdlib -o tokens.
 
 
 def bytes_of_token(vocabulary_size: int) -> int:
-    """The fewest bytes that hold each token of a vocabulary.
+    """Return the fewest bytes that hold each token of a vocabulary.
 
     Raises:
-        ConfigError: it has more than 2**32.
+        ConfigError: The vocabulary has more than 2**32 tokens.
     """
     for num_bytes in _TYPES:
         if vocabulary_size <= 256**num_bytes:
@@ -66,43 +65,42 @@ def bytes_of_token(vocabulary_size: int) -> int:
 
 
 class Split(StrEnum):
-    """What a document is for."""
+    """The use of a document."""
 
     TRAIN = "train"
     VALIDATION = "validation"
 
     @property
     def count_key(self) -> str:
-        """The key of the file's metadata that states how many tokens the split has."""
+        """Return the key of the metadata that states the number of tokens of the split."""
         return f"num_{self.value}_tokens"
 
 
 class TokenDataset:
     """The tokens of one split of a token file, as an endless stream of sequences of `sequence_length` + 1 tokens.
 
-    The training split is shuffled anew in each epoch; the validation split is read in order, again and again. Sequences run over
-    the ends of documents, and the tokens after the last whole sequence are left out.
+    The training split is shuffled anew in each epoch; the validation split is read in order, again and again. Sequences cross document
+    ends, and the tokens after the last whole sequence are left out.
 
-    A split of less than 256 MiB is held in memory, as wide as in the file; a larger one is mapped from a flat copy, which the first
-    process of a node writes to `~/.cache/raypipe/tokens` (see `raypipe.data.flat`), and held in memory only where that cannot be
-    written. Loading takes one row group (16 MiB of tokens as `raypipe data prepare` writes them) more, a shuffled epoch 8 bytes a
-    sequence, and twice that while it is drawn.
+    A split of less than 256 MiB is held in memory, as wide as in the file. A larger one is mapped from a flat copy in
+    `~/.cache/raypipe/tokens` (`raypipe.data.flat`), or held in memory where that cannot be written. Loading takes one row group (16 MiB of
+    tokens as `raypipe data prepare` writes them) more, a shuffled epoch 8 bytes per sequence and twice that while it is drawn.
 
     Args:
-        path: the token file.
-        sequence_length: tokens that a model reads at once, T.
-        seed: of the shuffling; zero or more. Unused by the validation split.
+        path: Token file.
+        sequence_length: Tokens that a model reads at once, T.
+        seed: Seed of the shuffling, zero or more; unused by the validation split.
         split: "train" or "validation".
 
     Attributes:
-        num_tokens: tokens of the split.
-        num_sequences: sequences of one epoch.
-        vocabulary_size: every token is less than this.
+        num_tokens: Tokens of the split.
+        num_sequences: Sequences of one epoch.
+        vocabulary_size: Number of tokens; every token is less.
 
     Raises:
-        FormatError: the file is missing, is no token file, contradicts itself or is too short for one sequence.
+        FormatError: The file is missing, is no token file, contradicts itself or is too short for one sequence.
         ConfigError: `sequence_length` is less than 1 or `seed` less than 0.
-        UnknownNameError: there is no such split.
+        UnknownNameError: There is no such split.
     """
 
     def __init__(self, path: str | PathLike[str], *, sequence_length: int, seed: int, split: str = Split.TRAIN) -> None:
@@ -128,7 +126,7 @@ class TokenDataset:
             )
 
     def rows(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Returns the samples `first` to `first + count - 1` of the stream, one a row: [count, sequence_length + 1].
+        """Return the samples `first` to `first + count - 1` of the stream, one per row: [count, sequence_length + 1].
 
         Sample k belongs to epoch e = k // num_sequences and is the sequence `permutation(seed, e, num_sequences)[k % num_sequences]`,
         for the validation split the sequence k % num_sequences.
@@ -147,10 +145,10 @@ class TokenDataset:
 
 @lru_cache(maxsize=2)  # a batch touches two epochs at most, unless an epoch is shorter than the batch
 def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
-    """Returns the order of the `size` sequences in an epoch; read-only, for it is shared between calls.
+    """Return the order of the `size` sequences in an epoch, read-only because calls share it.
 
-    It sorts the raw output of PCG64, whose stream numpy keeps across its versions; of `Generator.permutation` it keeps no such
-    promise (NEP 19), and a run that resumes after an upgrade must see the same data.
+    It sorts the raw output of PCG64, whose stream numpy keeps across its versions. Numpy makes no such promise for
+    `Generator.permutation` (NEP 19), and a run that resumes after an upgrade must see the same data.
     """
     order = np.argsort(np.random.PCG64([seed, epoch]).random_raw(size), kind="stable").astype(np.int64, copy=False)
     order.flags.writeable = False
@@ -158,12 +156,12 @@ def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
 
 
 class _Header(NamedTuple):
-    """What the file states.
+    """The metadata of a token file.
 
     Attributes:
-        vocabulary_size: every token is less.
-        num_tokens: of the split.
-        token_bytes: of each.
+        vocabulary_size: Number of tokens.
+        num_tokens: Tokens of the split.
+        token_bytes: Bytes per token.
     """
 
     vocabulary_size: int
@@ -172,7 +170,7 @@ class _Header(NamedTuple):
 
 
 def _load(path: str, split: Split) -> tuple[npt.NDArray[Any], int]:
-    """Returns the tokens of the split and the vocabulary size."""
+    """Return the tokens of the split and the vocabulary size."""
     try:
         with pa.memory_map(path) as mapped, pq.ParquetFile(mapped) as file:
             header = _check_header(path, file, split)
@@ -197,8 +195,6 @@ def _load(path: str, split: Split) -> tuple[npt.NDArray[Any], int]:
 
 
 def _mapped(path: str, file: pq.ParquetFile, split: Split, header: _Header) -> npt.NDArray[Any]:
-    """The tokens of a split, mapped."""
-
     def write(copy: BinaryIO) -> None:
         for part in _checked_parts(path, file, split, header):
             copy.write(part.data)
@@ -212,7 +208,7 @@ def _mapped(path: str, file: pq.ParquetFile, split: Split, header: _Header) -> n
 
 
 def _checked_parts(path: str, file: pq.ParquetFile, split: Split, header: _Header) -> Iterator[npt.NDArray[Any]]:
-    """Yields the tokens of a split as far as the file states them; at the end they are what it states."""
+    """Yield the tokens of a split, at most as many as the file states; check at the end that none are missing."""
     found = largest = 0
     for part in _parts(path, file, split, header.token_bytes):
         largest = max(largest, int(part.max(initial=0)))
@@ -255,7 +251,7 @@ def _count(path: str, metadata: Mapping[bytes, bytes], key: str, *, maximum: int
 
 
 def _parts(path: str, file: pq.ParquetFile, split: Split, token_bytes: int) -> Iterator[npt.NDArray[Any]]:
-    """Yields the tokens of the split in the order of the file, as views of Arrow's memory."""
+    """Yield the tokens of the split in the order of the file, as views of Arrow's memory."""
     for group in range(file.num_row_groups):
         table = file.read_row_group(group, columns=["split", "tokens"])
         for chunk in table.filter(pc.equal(table["split"], split.value))["tokens"].chunks:
@@ -268,7 +264,7 @@ def _parts(path: str, file: pq.ParquetFile, split: Split, token_bytes: int) -> I
 
 
 def _bytes_of(chunk: Any, unit: int) -> tuple[npt.NDArray[np.uint8], bool]:
-    """Returns the bytes of all values of a pyarrow binary array, which lie one after the other, and whether each has whole units."""
+    """Return the contiguous bytes of all values of a pyarrow binary array, and whether each value has whole units."""
     _, offsets_buffer, data_buffer = chunk.buffers()
     if not len(chunk) or data_buffer is None:
         return np.empty(0, dtype=np.uint8), True

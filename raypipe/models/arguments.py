@@ -10,10 +10,10 @@ _FLOAT_TYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": 
 
 
 def float_type(name: str) -> torch.dtype:
-    """Returns the type of a model's parameters: "float32", "float64" or "bfloat16".
+    """Return the torch type of "float32", "float64" or "bfloat16".
 
     Raises:
-        UnknownNameError: it is none of these.
+        UnknownNameError: The name is none of these.
     """
     if name not in _FLOAT_TYPES:
         raise UnknownNameError("dtype", name, _FLOAT_TYPES)
@@ -21,7 +21,7 @@ def float_type(name: str) -> torch.dtype:
 
 
 def check_positive(**counts: int) -> None:
-    """Raises `ConfigError` unless each count is at least 1."""
+    """Raise `ConfigError` unless each count is at least 1."""
     for name, count in counts.items():
         if count < 1:
             raise ConfigError(f"{name} must be at least 1, not {count}")

@@ -5,8 +5,7 @@
 Letters of tensor names: B rows, T positions, D d_model, V vocabulary.
 
 Devlin et al. 2019, "BERT: Pre-training of Deep Bidirectional Transformers", arXiv 1810.04805. Unlike there, LayerNorms stand before
-attention and network and not behind them, as in Megatron's BERT; there are no segments and no next-sentence loss; and the head has
-weights of its own, because embedding and head lie on different stages.
+attention and network, as in Megatron's BERT; there are no segments and no next-sentence loss; and the head has its own weights.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ def bert(
     dropout: float = 0.0,
     dtype: str = "float32",
 ) -> Model:
-    """Returns the model: layers `embedding`, `block-0` ... and `head`, and the mean cross entropy of the masked tokens.
+    """Return the model: layers `embedding`, `block-0` ... and `head`, and the mean cross entropy of the masked tokens.
 
     Batch fields, as `raypipe.actors.execution.batches.MaskedTokenSource` gives them: `tokens` and `targets`, both int64 [B, T]
-    with T at most `sequence_length`. Tokens are at most `vocabulary_size`, which is the mask. Between the layers pass hidden states
-    [B, T, d_model]; the last returns logits [B, T, vocabulary_size].
+    with T at most `sequence_length`. Tokens are at most `vocabulary_size`, which is the mask. Hidden states between layers are
+    [B, T, d_model]; the last layer returns logits [B, T, vocabulary_size].
 
     Args:
-        num_layers: blocks.
-        d_model: width of the hidden states.
-        num_heads: attention heads of a block; divides `d_model`.
-        sequence_length: positions that are learned.
-        vocabulary_size: tokens but for the mask are less than this.
-        dropout: share of the values that training drops after the embedding, in the attention and before each residual sum.
+        num_layers: Number of blocks.
+        d_model: Width of the hidden states.
+        num_heads: Attention heads per block; divides `d_model`.
+        sequence_length: Number of learned positions.
+        vocabulary_size: Number of tokens without the mask.
+        dropout: Share of the values that training drops after the embedding, in the attention and before each residual sum.
         dtype: "float32", "float64" or "bfloat16".
 
     Raises:
-        ConfigError: a size is out of range, or `num_heads` does not divide `d_model`.
-        UnknownNameError: there is no such `dtype`.
+        ConfigError: A size is out of range, or `num_heads` does not divide `d_model`.
+        UnknownNameError: There is no such `dtype`.
     """
     check_positive(vocabulary_size=vocabulary_size)
     body = embedding_and_blocks(
@@ -75,16 +74,16 @@ def bert(
 
 
 def masked_cross_entropy(logits_BTV: Tensor, batch: Batch) -> Tensor:
-    """Returns the mean cross entropy over the positions of `targets` [B, T] that have one, in nats, computed in float32 at least.
+    """Return the mean cross entropy over the positions that have a target in `targets` [B, T], in nats, in float32 at least.
 
-    It is the mean over the rows where each row has as many targets, as `raypipe.data.masking` makes them.
+    This is the mean over the rows if each row has as many targets, as in `raypipe.data.masking`.
     """
     logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
     return functional.cross_entropy(logits_BTV.flatten(0, -2), batch["targets"].flatten(), ignore_index=NO_TARGET)
 
 
 class MaskedHead(nn.Module):
-    """A last LayerNorm, a dense GELU layer, and GPT's head, which is a LayerNorm and the logits: [B, T, D] to [B, T, V]."""
+    """A last LayerNorm, a dense GELU layer, and GPT's head (LayerNorm and logits): [B, T, D] to [B, T, V]."""
 
     def __init__(self, *, d_model: int, vocabulary_size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class MaskedHead(nn.Module):
         self.head = Head(d_model=d_model, vocabulary_size=vocabulary_size, dtype=dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Returns the logits."""
+        """Return the logits."""
         x_BTD = functional.gelu(self.transform(self.norm(x_BTD)), approximate="tanh")
         logits_BTV: Tensor = self.head(x_BTD)
         return logits_BTV

@@ -4,8 +4,8 @@
 
 Letters of tensor names: B rows, T positions, D d_model, N heads, H d_model / heads, V vocabulary.
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". There the head's logits have the weights of the token
-embedding; here so with `tie_embeddings`, wherever the two layers lie, and with weights of their own without.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". With `tie_embeddings`, as there, the head's logits have the
+weights of the token embedding, on whatever stages the two layers are.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ def gpt(
     dtype: str = "float32",
     tie_embeddings: bool = False,
 ) -> Model:
-    """Returns the model: layers `embedding`, `block-0` ... and `head`, and the mean cross entropy; 3.3 million parameters by default.
+    """Return the model: layers `embedding`, `block-0` ... and `head`, and the mean cross entropy; 3.3 million parameters by default.
 
-    Batch fields: `tokens` and `targets`, both int64 [B, T] with T at most `sequence_length`. Between the layers pass hidden states
-    [B, T, d_model]; the last returns logits [B, T, vocabulary_size].
+    Batch fields: `tokens` and `targets`, both int64 [B, T] with T at most `sequence_length`. Hidden states between layers are
+    [B, T, d_model]; the last layer returns logits [B, T, vocabulary_size].
 
     Args:
-        num_layers: blocks.
-        d_model: width of the hidden states.
-        num_heads: attention heads of a block; divides `d_model`.
-        sequence_length: positions that are learned.
-        vocabulary_size: tokens are less than this.
-        dropout: share of the values that training drops after the embedding, in the attention and before each residual sum.
+        num_layers: Number of blocks.
+        d_model: Width of the hidden states.
+        num_heads: Attention heads per block; divides `d_model`.
+        sequence_length: Number of learned positions.
+        vocabulary_size: Number of tokens.
+        dropout: Share of the values that training drops after the embedding, in the attention and before each residual sum.
         dtype: "float32", "float64" or "bfloat16".
-        tie_embeddings: whether the head's logits share the weights of the token embedding (Press and Wolf 2017, arXiv 1608.05859).
+        tie_embeddings: Whether the head's logits share the weights of the token embedding (Press and Wolf 2017, arXiv 1608.05859).
 
     Raises:
-        ConfigError: a size is out of range, or `num_heads` does not divide `d_model`.
-        UnknownNameError: there is no such `dtype`.
+        ConfigError: A size is out of range, or `num_heads` does not divide `d_model`.
+        UnknownNameError: There is no such `dtype`.
     """
     body = embedding_and_blocks(
         num_layers=num_layers,
@@ -86,11 +86,7 @@ def embedding_and_blocks(
     dtype: torch.dtype,
     causal: bool = True,
 ) -> tuple[Layer, ...]:
-    """Returns the layers before a head, with arguments as `gpt` has them; a position sees later ones where not `causal`.
-
-    Raises:
-        ConfigError: a size is out of range, or `num_heads` does not divide `d_model`.
-    """
+    """Return the layers before a head; arguments and errors are those of `gpt`. Without `causal`, a position sees later ones."""
     check_positive(
         num_layers=num_layers, d_model=d_model, num_heads=num_heads, sequence_length=sequence_length, vocabulary_size=vocabulary_size
     )
@@ -118,7 +114,7 @@ def embedding_and_blocks(
 
 
 def cross_entropy(logits_BTV: Tensor, batch: Batch) -> Tensor:
-    """Returns the mean cross entropy of the logits against `targets` [B, T], in nats a token, computed in float32 at least."""
+    """Return the mean cross entropy of the logits against `targets` [B, T], in nats per token, in float32 at least."""
     logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
     return functional.cross_entropy(logits_BTV.flatten(0, -2), batch["targets"].flatten())
 
@@ -127,7 +123,7 @@ class Embedding(nn.Module):
     """Token plus position embedding: int64 [B, T] to [B, T, D].
 
     Raises:
-        ConfigError: in `forward`, T is more than `sequence_length`.
+        ConfigError: In `forward`, T is more than `sequence_length`.
     """
 
     def __init__(self, *, vocabulary_size: int, sequence_length: int, d_model: int, dropout: float, dtype: torch.dtype) -> None:
@@ -139,7 +135,7 @@ class Embedding(nn.Module):
         nn.init.normal_(self.position.weight, std=INIT_STD)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Returns the hidden states."""
+        """Return the hidden states."""
         length = tokens_BT.shape[1]
         if length > self.position.num_embeddings:
             raise ConfigError(
@@ -168,7 +164,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Returns the next hidden states; where it is causal, those at a position depend on it and on earlier ones only."""
+        """Return the next hidden states."""
         x_BTD = x_BTD + self.dropout(self._attention(self.attention_norm(x_BTD)))
         y_BTD: Tensor = self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x_BTD)), approximate="tanh"))
         x_BTD = x_BTD + self.dropout(y_BTD)
@@ -194,13 +190,13 @@ class Head(nn.Module):
         nn.init.normal_(self.logits.weight, std=INIT_STD)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Returns the logits."""
+        """Return the logits."""
         logits_BTV: Tensor = self.logits(self.norm(x_BTD))
         return logits_BTV
 
 
 def linear(in_features: int, out_features: int, *, std: float, dtype: torch.dtype) -> nn.Linear:
-    """Returns a linear layer with normally distributed weights and no bias at first."""
+    """Return a linear layer with normally distributed weights and zero bias."""
     linear = nn.Linear(in_features, out_features, dtype=dtype)
     nn.init.normal_(linear.weight, std=std)
     nn.init.zeros_(linear.bias)

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def mlp(*, num_layers: int = 4, width: int = 16, dtype: str = "float32") -> Model:
-    """Returns layers `layer-0`, `layer-1`, ..., each a Linear and, but for the last, tanh; the loss is the mean squared error.
+    """Return layers `layer-0`, `layer-1`, ..., each a Linear and, but for the last, tanh; the loss is the mean squared error.
 
-    Batch fields: `inputs` and `targets`, both [B, width] of `dtype` ("float32", "float64" or "bfloat16"). tanh, because its smooth
-    gradients can be compared closely and none of them vanishes by chance.
+    Batch fields: `inputs` and `targets`, both [B, width] of `dtype` ("float32", "float64" or "bfloat16"). The gradients of tanh are
+    smooth, so that they can be compared closely, and none vanishes by chance.
 
     Raises:
-        ConfigError: a size is less than 1.
-        UnknownNameError: there is no such `dtype`.
+        ConfigError: A size is less than 1.
+        UnknownNameError: There is no such `dtype`.
     """
     check_positive(num_layers=num_layers, width=width)
     dense = partial(Dense, in_width=width, out_width=width, dtype=float_type(dtype))
@@ -44,12 +44,12 @@ def mlp(*, num_layers: int = 4, width: int = 16, dtype: str = "float32") -> Mode
 
 
 def mean_squared_error(output: Tensor, batch: Batch) -> Tensor:
-    """Returns the mean squared difference of the output and `targets`, both [B, width]."""
+    """Return the mean squared difference of the output and `targets`, both [B, width]."""
     return functional.mse_loss(output, batch["targets"])
 
 
 class Dense(nn.Module):
-    """A Linear layer, then tanh if asked for: [B, in_width] to [B, out_width]; several inputs are laid side by side first."""
+    """A Linear layer, then tanh if asked for: [B, in_width] to [B, out_width]; several inputs are concatenated first."""
 
     def __init__(self, *, in_width: int, out_width: int, tanh: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -57,6 +57,6 @@ class Dense(nn.Module):
         self.tanh = tanh
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Returns the output of the layer."""
+        """Return the output of the layer."""
         output: Tensor = self.linear(torch.cat(inputs, dim=-1) if len(inputs) > 1 else inputs[0])
         return output.tanh() if self.tanh else output

@@ -1,10 +1,10 @@
-"""Stages that wait for as long as a model's would compute, and pass on as many bytes: what `raypipe rehearse` runs.
+"""Stages that wait as long as a model's would compute, and pass on as many bytes: what `raypipe rehearse` runs.
 
     entry-0 -> stage-0 -> port-0-1 -> stage-1 -> port-1-2 -> stage-2 -> loss
 
-A stage is a layer that waits, from the tensors of the stages before it to one number a row. A port makes of these numbers what
-crosses one edge of the stage graph: [rows, width] of float32, whose content is zeros. Nothing that grows with the bytes is computed:
-ports and input gradients hand out the same memory again and again, and only the transport copies.
+A stage is a layer that waits and turns its inputs into one number per row. A port turns these numbers into the tensor that crosses
+one edge of the stage graph: [rows, width] of float32 zeros. Nothing that grows with the bytes is computed: ports and input gradients
+return the same memory again and again, and only the transport copies.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NUMBER_BYTES = 4
 
 @dataclass(frozen=True)
 class StageWaits:
-    """How long one stage waits on one device, for a whole microbatch, and how much of it replicas share.
+    """The waits of one stage on one device for a whole microbatch, and the size of its weights.
 
     Attributes:
-        forward_s: seconds of F.
-        input_grad_s: seconds of I; B takes these and those of W.
-        weight_grad_s: seconds of W.
-        update_s: seconds of U.
-        num_parameters: numbers of its weights, of which gradients are summed over replicas.
-        num_tied: of these, numbers that it shares with other stages; the same on all stages of a tie and on all devices.
+        forward_s: Seconds of F.
+        input_grad_s: Seconds of I; B takes these and those of W.
+        weight_grad_s: Seconds of W.
+        update_s: Seconds of U.
+        num_parameters: Number of parameters whose gradients are summed over replicas.
+        num_tied: Number of these parameters shared with other stages; the same on all stages of a tie and on all devices.
     """
 
     forward_s: float
@@ -52,18 +52,18 @@ class StageWaits:
 def rehearsing(
     *, stages: Sequence[StageWaits], widths: Mapping[tuple[int, int], int], num_rows: int, ties: Sequence[Sequence[int]] = ()
 ) -> Model:
-    """Returns the stages as layers in topological order, several a stage: `layers_per_stage` says how many.
+    """Return the stages as layers in topological order, several per stage: `layers_per_stage` gives their number.
 
-    Batch field: `inputs`, [rows, 1] of float32. The loss is the mean of what the last stage gives.
+    Batch field: `inputs`, [rows, 1] of float32. The loss is the mean of the last stage's output.
 
     Args:
-        stages: by number.
-        widths: for each edge (source, target) of the stage graph, the numbers that a row has there.
-        num_rows: of a whole microbatch; with fewer rows a stage waits in proportion.
-        ties: groups of stages that share a weight.
+        stages: Waits of each stage.
+        widths: Numbers per row on each edge (source, target) of the stage graph.
+        num_rows: Rows of a whole microbatch; a stage with fewer rows waits in proportion.
+        ties: Groups of stages that share a weight.
 
     Raises:
-        ConfigError: several stages feed no other.
+        ConfigError: Several stages feed no other.
     """
     layers: list[Layer] = []
     for stage, given in enumerate(stages):
@@ -83,7 +83,7 @@ def rehearsing(
 
 
 def layers_per_stage(num_stages: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """How many layers of `rehearsing` each stage has: its own, an entry where nothing feeds it, and a port an edge."""
+    """Return the number of layers of each stage in `rehearsing`: its own, an entry where nothing feeds it, and one port per edge."""
     return [
         1 + (not any(target == stage for _, target in edges)) + sum(source == stage for source, _ in edges) for stage in range(num_stages)
     ]
@@ -94,7 +94,7 @@ def _mean(output: Tensor, _: Batch) -> Tensor:
 
 
 class _Wait(torch.autograd.Function):
-    """From some tensors to one; its backward waits, then gives each of them a gradient of zeros from memory that is there."""
+    """A function from tensors to one; its backward waits, then returns zeros in existing memory for each of them."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, wait_s: float, output: Tensor, zeros: Callable[[int], Tensor], *inputs: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class _Wait(torch.autograd.Function):
 
 
 class _Widen(torch.autograd.Function):
-    """From [rows, 1] to [rows, width] without writing it; the gradient of the first column goes back."""
+    """A function from [rows, 1] to [rows, width] that copies nothing; the gradient of the first column goes back."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, wide: Tensor) -> Tensor:
@@ -125,35 +125,35 @@ class _Widen(torch.autograd.Function):
 
 
 class Entry(nn.Module):
-    """Adds a weight to the rows, [rows, 1], so that the stage behind it has an input gradient to wait for as the others have."""
+    """Adds a weight to the rows, [rows, 1], so that the stage behind it has an input gradient to wait for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x + weight."""
+        """Return x + weight."""
         return x + self.weight
 
 
 class Port(nn.Module):
-    """Makes of [rows, 1] a tensor of [rows, width]: always the same memory."""
+    """Turns [rows, 1] into [rows, width], always in the same memory."""
 
     def __init__(self, width: int, *, num_rows: int) -> None:
         super().__init__()
         self.wide = torch.zeros(num_rows, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns zeros that depend on x."""
+        """Return zeros that depend on x."""
         wide: Tensor = _Widen.apply(x, self.wide[: x.shape[0]])  # type: ignore[no-untyped-call]
         return wide
 
 
 class WaitingStage(nn.Module):
-    """Waits in its forward, in the gradient of its inputs and in that of its weight, in proportion to the rows; gives [rows, 1].
+    """Waits in its forward, its input gradient and its weight gradient, in proportion to the rows; returns [rows, 1].
 
-    The wait of the input gradient lies on the inputs' branch of the graph, the other on the weight's, so that I and W each run one.
-    `ballast` and `tied` are the other weights: nothing reads them, but replicas and stages of a tie sum their gradients, which are zeros.
+    The wait of the input gradient is in the autograd branch of the inputs, the other in that of the weight, so that I and W each run
+    one. `ballast` and `tied` are the other weights: nothing reads them, but replicas and stages of a tie sum their zero gradients.
     """
 
     def __init__(self, waits: StageWaits, *, num_rows: int) -> None:
@@ -167,7 +167,7 @@ class WaitingStage(nn.Module):
         self._zeros: dict[tuple[int, ...], Tensor] = {}
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Returns zeros, [rows, 1], that depend on the weight and, for the backward, on all inputs."""
+        """Return zeros, [rows, 1], that depend on the weight and on all inputs."""
         waits, rows = self.waits, inputs[0].shape[0]
         part = rows / self.num_rows
         if waits.forward_s:
@@ -193,9 +193,9 @@ class WaitingOptimizer(torch.optim.Optimizer):
     """Waits instead of stepping.
 
     Args:
-        wait_s: by stage.
-        stage: whose weights.
-        weights: that are left as they are.
+        wait_s: Seconds by stage.
+        stage: Stage of the weights.
+        weights: Weights, which stay as they are.
     """
 
     def __init__(self, wait_s: Mapping[int, float], stage: int, weights: list[nn.Parameter]) -> None:
@@ -203,7 +203,7 @@ class WaitingOptimizer(torch.optim.Optimizer):
         self.wait_s = wait_s[stage]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Waits."""
+        """Wait."""
         if self.wait_s:
             sleep(self.wait_s)
         return None

@@ -15,13 +15,13 @@ from raypipe.models.mlp import Dense, mean_squared_error
 
 
 def two_towers(*, num_left_layers: int = 3, num_right_layers: int = 3, width: int = 16, dtype: str = "float32") -> Model:
-    """Returns layers `left-0` ..., `right-0` ... (each a Linear and tanh) and `joint` (a Linear over both towers); mean squared error.
+    """Return layers `left-0` ..., `right-0` ... (each a Linear and tanh) and `joint` (a Linear over both towers); mean squared error.
 
     Batch fields: `left`, `right` and `targets`, all [B, width] of `dtype` ("float32", "float64" or "bfloat16").
 
     Raises:
-        ConfigError: a size is less than 1.
-        UnknownNameError: there is no such `dtype`.
+        ConfigError: A size is less than 1.
+        UnknownNameError: There is no such `dtype`.
     """
     check_positive(num_left_layers=num_left_layers, num_right_layers=num_right_layers, width=width)
     dense = partial(Dense, in_width=width, out_width=width, tanh=True, dtype=float_type(dtype))
@@ -32,6 +32,6 @@ def two_towers(*, num_left_layers: int = 3, num_right_layers: int = 3, width: in
 
 
 def _tower(name: str, num_layers: int, build: partial[Dense]) -> tuple[Layer, ...]:
-    """Returns a chain of layers; the first takes the batch field that the tower is called after."""
+    """Return a chain of layers; the first takes the batch field named after the tower."""
     first = Layer(f"{name}-0", build, inputs=(), batch=(name,))
     return (first, *(Layer(f"{name}-{index}", build) for index in range(1, num_layers)))

@@ -1,4 +1,4 @@
-"""A chain of layers that wait instead of computing: what a run costs besides computation shows, and a few cores serve many stages."""
+"""A chain of layers that wait instead of computing. It shows the costs of a run besides computation, and few cores serve many stages."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def waiting(
     weight_grad_s: float = 0.005,
     num_rows: int = 0,
 ) -> Model:
-    """Returns layers `entry`, `wait-0`, `wait-1`, ... that pass [B, width] of float32 on; the loss is the mean of the output.
+    """Return layers `entry`, `wait-0`, `wait-1`, ... that pass on [B, width] of float32; the loss is the mean of the output.
 
-    Batch field: `inputs`, [B, width]. The entry adds a weight and waits for nothing, so that the first waiting layer has an input
-    gradient to wait for as the others have. The gradient of each weight is the mean's: 1 / width. The seconds are those of `num_rows`
-    rows, and in proportion for others; with 0 rows, of any number.
+    Batch field: `inputs`, [B, width]. The entry adds a weight and does not wait, so that the first waiting layer has an input gradient.
+    The gradient of each weight is the mean's: 1 / width. The seconds are those of `num_rows` rows, and in proportion for other numbers;
+    with 0 rows, they hold for any number.
 
     Raises:
-        ConfigError: a size is less than 1.
+        ConfigError: A size is less than 1.
     """
     check_positive(num_layers=num_layers, width=width, num_rows=num_rows + 1)
     layers = [Layer("entry", partial(Entry, width), inputs=(), batch=("inputs",))]
@@ -51,12 +51,12 @@ def waiting(
 
 
 def mean(output: Tensor, _: Batch) -> Tensor:
-    """Returns the mean of the output."""
+    """Return the mean of the output."""
     return output.mean()
 
 
 def sleep(seconds: float) -> None:
-    """Sleeps, not the 50 us longer that Linux takes for most threads to wake fewer times."""
+    """Sleep without the 50 us by which Linux delays the wake-up of most threads."""
     if not getattr(_exact, "is_set", False):
         _exact.is_set = True
         if prctl := getattr(ctypes.CDLL(None), "prctl", None):
@@ -65,7 +65,7 @@ def sleep(seconds: float) -> None:
 
 
 class _WaitInBackward(torch.autograd.Function):
-    """The identity, whose backward takes a while."""
+    """The identity with a wait in its backward."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, wait_s: float) -> Tensor:
@@ -86,14 +86,14 @@ class Entry(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x + weight."""
+        """Return x + weight."""
         return x + self.weight
 
 
 class Waiting(nn.Module):
     """Adds a weight to the rows, [B, width], and waits in its forward, its input gradient and its weight gradient.
 
-    The wait of the input gradient lies on the input's branch of the graph, the other in a hook of the weight.
+    The wait of the input gradient is in the autograd branch of the input, that of the weight gradient in a hook of the weight.
     """
 
     def __init__(self, width: int, *, forward_s: float, input_grad_s: float, weight_grad_s: float, num_rows: int = 0) -> None:
@@ -107,7 +107,7 @@ class Waiting(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x + weight."""
+        """Return x + weight."""
         if self.num_rows:
             self.share = x.shape[0] / self.num_rows
         sleep(self.forward_s * self.share)
