@@ -3,18 +3,18 @@
     RaypipeError
     |-- InputError (ValueError)           the user's input is at fault; exit code 2
     |   |-- ConfigError                   a configuration file, key or value
-    |   |-- FormatError                   a file that raypipe reads: where, what was expected
+    |   |-- FormatError                   a file that raypipe reads, or a value of a configuration
     |   |-- ScheduleError                 an order that cannot run; carries the marked grid
     |   |-- UnknownNameError              a name that nothing is registered under; lists the choices
     |   `-- PlanError                     a plan, its stages or its devices do not fit together
     `-- RunError (RuntimeError)           something failed while running; exit code 1
-        |-- TransportError                a message did not pass: who waited for whom
+        |-- TransportError                a message did not pass between two devices
         |   `-- TransportTimeoutError     nobody answered in time
         |-- StageFailedError              a stage actor died or raised
         `-- AbortedError                  this part stopped because another part failed
 
 Ray carries exceptions between processes by pickle, which calls `type(error)(*error.args)`. Errors with more than
-a message therefore give `__reduce__`; a test sends each of them through pickle.
+a message therefore define `__reduce__`; a test sends each of them through pickle.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RaypipeError(Exception):
 
 
 class InputError(RaypipeError, ValueError):
-    """What the user gave cannot be used; the message says where, why and what to do."""
+    """The user's input cannot be used; the message says where, why and what to do."""
 
 
 class ConfigError(InputError):
@@ -37,12 +37,12 @@ class ConfigError(InputError):
 
 
 class FormatError(InputError):
-    """A file cannot be read as the format it should hold.
+    """A file or a configured value is not what its format demands.
 
     Args:
-        path: the file, or what stands for it in a message.
-        where: the place inside it, such as `layers[3].forward_s`; empty for the whole file.
-        problem: what was expected, what was got and what to do.
+        path: File, or what stands for it in a message.
+        where: Place inside it, such as `layers[3].forward_s`; empty for the whole file.
+        problem: What was expected, what was got and what to do.
     """
 
     def __init__(self, path: str, where: str, problem: str) -> None:
@@ -59,8 +59,8 @@ class ScheduleError(InputError):
     """An order of Ops that cannot run.
 
     Args:
-        problem: names worker, position and Op.
-        grid: the programs with the failing Op marked; empty where there is none.
+        problem: Problem with worker, position and Op.
+        grid: Programs with the failing Op marked; may be empty.
     """
 
     def __init__(self, problem: str, grid: str = "") -> None:
@@ -76,9 +76,9 @@ class UnknownNameError(InputError):
     """Nothing is registered under a name.
 
     Args:
-        what: the kind of thing, such as "schedule".
-        name: what was asked for.
-        choices: the names there are.
+        what: Kind of the named object, such as "schedule".
+        name: Name that was asked for.
+        choices: Known names.
     """
 
     def __init__(self, what: str, name: str, choices: Iterable[str]) -> None:
@@ -103,10 +103,10 @@ class TransportError(RunError):
     """A message did not pass between two devices.
 
     Args:
-        device: the device that noticed.
-        peer: the device at the other end.
-        message: the message that was under way, in text.
-        problem: what happened.
+        device: Device that noticed the failure.
+        peer: Device at the other end.
+        message: Message that was under way, in text.
+        problem: What happened.
     """
 
     def __init__(self, device: str, peer: str, message: str, problem: str) -> None:
@@ -128,12 +128,12 @@ class StageFailedError(RunError):
     """A stage actor died, or raised while it ran its program.
 
     Args:
-        device: the device of the actor.
-        stages: the stages it holds, in text.
-        node: the node it ran on.
-        during: what it was doing, such as "window 3, 2B5".
-        problem: what was seen.
-        remedy: what to do.
+        device: Device of the actor.
+        stages: Stages that the actor holds, in text.
+        node: Node that the actor ran on.
+        during: Work that was under way, such as "window 3, 2B5".
+        problem: What was observed.
+        remedy: What to do.
     """
 
     def __init__(self, device: str, stages: str, node: str, during: str, problem: str, remedy: str) -> None:

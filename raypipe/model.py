@@ -1,7 +1,7 @@
-"""What a user's model function returns: layers that are built where they run, and a loss.
+"""What a user's model function returns: layers and a loss.
 
-A model is described, never shipped: `Model` holds functions, so that each stage actor builds only the layers it holds,
-each from its own seed. Whatever the cut, the same layer starts from the same weights.
+A model is a description: `Model` holds functions, so that each stage actor builds only its own layers, each from its own seed. Whatever
+the cut, the same layer starts from the same weights.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class Layer:
     """The smallest piece a model is cut at.
 
     Attributes:
-        name: unique in the model; letters, digits, `_`, `-` and `.`.
-        build: makes the module; called on the actor that holds the layer, with torch's generator seeded for this layer.
-        inputs: the layers whose outputs the module takes, in this order; `None` for the layer before it in the list.
-            A module that returns a tuple passes each of its tensors.
-        batch: fields of the batch that the module takes after its inputs.
-        gradients_vary: whether its outputs have gradients, or later layers have gradients of them, in some microbatches only. Stages
-            exchange such gradients always then, as zeros where there are none; left out, what a few forwards before training show.
+        name: Unique name in the model; letters, digits, `_`, `-` and `.`.
+        build: Function that returns a new module on every call. Actors call it with torch's generator seeded for this layer, once to
+            profile the layer and again to train it.
+        inputs: Layers whose outputs the module takes, in this order; `None` for the previous layer in the list. A module that returns a
+            tuple passes on each of its tensors.
+        batch: Fields of the batch that the module takes after its inputs.
+        gradients_vary: Whether its outputs have gradients, or later layers return gradients of them, in some microbatches only. Stages
+            then always exchange such gradients, as zeros where there are none. False if a few forwards before training show it.
     """
 
     name: str
@@ -51,17 +52,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """Layers in topological order and the loss of their last one.
+    """Layers in topological order and the loss of the last one.
 
     Attributes:
-        layers: every layer takes the outputs of earlier ones only; exactly one has no consumer.
+        layers: Layers, each taking outputs of earlier ones only; exactly one has no consumer.
         loss: `loss(output, batch)`, a scalar: the mean over the rows of one microbatch.
-        ties: weights that several layers share, such as `(("embedding", "token.weight"), ("head", "logits.weight"))`. Such a weight
-            begins as the first layer of its tie makes it. On one stage it is one parameter; on several it has copies that stay equal.
+        ties: Weights that several layers share, such as `(("embedding", "token.weight"), ("head", "logits.weight"))`. A shared weight
+            starts as the first layer of its tie initializes it. On one stage it is one parameter; on several it has equal copies.
 
     Raises:
-        ConfigError: names repeat, an input is unknown or comes later, several layers have no consumer, or a tie names an unknown
-            layer, less than two weights or one that is tied already.
+        ConfigError: Names repeat, an input is unknown or comes later, several layers have no consumer, or a tie names an unknown layer,
+            fewer than two weights or a weight that is tied already.
     """
 
     layers: tuple[Layer, ...]
@@ -100,12 +101,12 @@ class Model:
                 seen.add((layer, weight))
 
     def tied_layers(self) -> tuple[tuple[int, ...], ...]:
-        """For each tie the layers that it names, by index, in its order and each once."""
+        """Return for each tie the indices of its layers, in its order and each once."""
         index = {layer.name: position for position, layer in enumerate(self.layers)}
         return tuple(tuple(dict.fromkeys(index[layer] for layer, _ in tie)) for tie in self.ties)
 
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """The pairs (producer, consumer) of layer indices, by consumer and then in the order its module takes them."""
+        """Return the pairs (producer, consumer) of layer indices, by consumer and then in the order that its module takes them."""
         index = {layer.name: position for position, layer in enumerate(self.layers)}
         pairs: list[tuple[int, int]] = []
         for position, layer in enumerate(self.layers):
@@ -117,7 +118,7 @@ class Model:
 
 
 def compiled(model: Model) -> Model:
-    """The model with each layer compiled by torch when it first runs."""
+    """Return the model with each layer compiled by torch when it first runs."""
     return replace(model, layers=tuple(replace(layer, build=partial(_compiled, layer.build)) for layer in model.layers))
 
 
@@ -133,7 +134,7 @@ def _compiled(build: Callable[[], nn.Module]) -> nn.Module:
 
 @cache
 def _forward_of(kind: Any) -> Callable[..., object]:
-    """The forward of a class, as a function of one's own; each class has another one, since the compiler counts graphs by function."""
+    """Return the forward of a class as a new function; each class needs its own, because the compiler counts graphs by function."""
 
     def forward(module: nn.Module, *inputs: object) -> object:
         return kind.forward(module, *inputs)

@@ -1,12 +1,11 @@
-"""Schedules by name, the bundled ones and one's own: the one place where a name becomes a `ScheduleSpec`.
+"""Schedules by name, bundled and the user's own: the one place where a name becomes a `ScheduleSpec`.
 
     1f1b                                  bundled with raypipe
     eager                                 an entry point of an installed package, in the group `raypipe.schedules`
     order.csv   order.json                a file that holds one order
     orders.py:eager   my_orders:eager     a function in a file or a module, from a `ScheduleRequest` to a `Schedule`; or a `ScheduleSpec`
 
-Paths are relative to the working directory, as all paths in a configuration. What somebody else wrote is checked before it is
-handed on: the schedules of a family from here are of the size that was asked for, and valid.
+Paths are relative to the working directory. Schedules that are not bundled are checked: they have the requested size and are valid.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _UNKNOWN = "?"
 
 
 def spec(name: str) -> ScheduleSpec:
-    """The family of that name.
+    """Return the specification of a named schedule.
 
     Raises:
-        UnknownNameError: lists the names there are.
-        ConfigError: the name is a function's or an entry point's, and loading it failed.
-        InputError: the name is a file's that cannot be read, or whose order cannot run.
+        UnknownNameError: No schedule has this name; lists the names there are.
+        ConfigError: Loading a function or an entry point failed.
+        InputError: A file cannot be read, or its order cannot run.
     """
-    bundled = {found.name: found for found in catalogue.SPECS}
+    bundled = {bundled_spec.name: bundled_spec for bundled_spec in catalogue.SPECS}
     if name in bundled:
         return bundled[name]
     if is_file(name):
@@ -62,31 +61,31 @@ def spec(name: str) -> ScheduleSpec:
 
 
 def specs() -> tuple[ScheduleSpec, ...]:
-    """All bundled and registered families; one that cannot be loaded says so as its title, and when it is built."""
-    found: list[ScheduleSpec] = list(catalogue.SPECS)
+    """Return all bundled and registered specifications; one that cannot be loaded says so in its title, and when it is built."""
+    known: list[ScheduleSpec] = list(catalogue.SPECS)
     for name, entry in _entries().items():
         try:
-            found.append(_of_entry(name, entry))
+            known.append(_of_entry(name, entry))
         except InputError as error:
-            found.append(_described(name, partial(_fail, error), title=f"cannot be loaded: {error}"))
-    return tuple(found)
+            known.append(_described(name, partial(_fail, error), title=f"cannot be loaded: {error}"))
+    return tuple(known)
 
 
 def overlaps(name: str) -> bool:
-    """Whether the updates of that schedule overlap; a function is not known to have such. Errors as of `family`."""
+    """Return whether the updates of a schedule overlap; functions are taken to be synchronous. Raises as `spec`."""
     return spec(name).weight_rule.overlaps_updates
 
 
 def is_file(name: str) -> bool:
-    """Whether a file holds it: one order, which may be that of a whole window."""
+    """Return whether the name is that of a file, which holds one order, perhaps of a whole window."""
     return name.endswith((".csv", ".json"))
 
 
 def build(name: str, size: ScheduleRequest) -> Schedule:
-    """The schedule of that name and size; one that is not bundled is validated.
+    """Return the schedule of a name and a size; one that is not bundled is validated.
 
     Raises:
-        InputError: as `family`, or the size is one that the schedule cannot take, or the order cannot run.
+        InputError: As `spec`, or the schedule does not exist in this size, or the order cannot run.
     """
     return catalogue.of_size(spec(name), size)
 
@@ -130,7 +129,7 @@ def build_schedule(
 def _described(
     name: str, build_size: Callable[[ScheduleRequest], Schedule], *, title: str, chunks: int = 1, weight_rule: WeightRule = WeightRule.FLUSH
 ) -> ScheduleSpec:
-    """A family of which nothing is known but its orders."""
+    """Return a specification of which nothing is known but its schedules."""
     return ScheduleSpec(
         name=name,
         build=build_size,
@@ -155,13 +154,13 @@ def _fail(error: InputError, size: ScheduleRequest) -> Schedule:
 
 
 def _entries() -> dict[str, EntryPoint]:
-    """The entry points by name; one whose name is taken already goes by what it names, `module:function`."""
-    found: dict[str, EntryPoint] = {}
+    """Return the entry points by name; one whose name is taken goes by its object, `module:function`."""
+    entries: dict[str, EntryPoint] = {}
     bundled = {known.name for known in catalogue.SPECS}
     for entry in entry_points(group=GROUP):
-        name = entry.value if entry.name in bundled or entry.name in found else entry.name
-        found.setdefault(name, entry)
-    return found
+        name = entry.value if entry.name in bundled or entry.name in entries else entry.name
+        entries.setdefault(name, entry)
+    return entries
 
 
 def _of_entry(name: str, entry: EntryPoint) -> ScheduleSpec:
@@ -178,10 +177,10 @@ def _of_entry(name: str, entry: EntryPoint) -> ScheduleSpec:
 
 
 def _of_object(name: str, what: str, loaded: Any) -> ScheduleSpec:
-    """The family that a function or a `ScheduleSpec` makes.
+    """Return the specification that a function or a `ScheduleSpec` makes.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: The object is neither.
     """
     if isinstance(loaded, ScheduleSpec):
         return replace(loaded, name=name, build=partial(_checked, what, loaded.build))
@@ -190,11 +189,11 @@ def _of_object(name: str, what: str, loaded: Any) -> ScheduleSpec:
             f"{what}: expected a function from a ScheduleRequest to a Schedule, or a ScheduleSpec, got {type(loaded).__name__}"
         )
     title = (getattr(loaded, "__doc__", None) or "").strip().partition("\n")[0]
-    return _described(name, partial(_checked, what, loaded), title=title or "a function of one's own")
+    return _described(name, partial(_checked, what, loaded), title=title or "a user's function")
 
 
 def _checked(what: str, function: Callable[[ScheduleRequest], object], size: ScheduleRequest) -> Schedule:
-    """What a user's function returns for a size, if that is a valid schedule of this size."""
+    """Return the schedule that a user's function makes for a size, after checking it."""
     try:
         returned = function(size)
     except RaypipeError:
@@ -224,16 +223,16 @@ def _checked(what: str, function: Callable[[ScheduleRequest], object], size: Sch
 
 
 def _place(error: BaseException) -> str:
-    """Where in somebody else's code an exception was raised: there is no traceback on the command line."""
+    """Return the place in the user's code where an exception was raised; the command line prints no traceback."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return "" if last.filename == __file__ else f" ({PurePath(last.filename).name}, line {last.lineno})"
 
 
 def _well_formed(what: str, schedule: Schedule) -> Schedule:
-    """The same with tuples and enums where lists and texts were given.
+    """Return the schedule with tuples and enums in place of lists and text.
 
     Raises:
-        ScheduleError: something else stands where an Op, a worker or the stage graph should.
+        ScheduleError: Something else stands in place of an Op, a worker or the stage graph.
     """
     try:
         tidy = replace(
@@ -274,10 +273,10 @@ def _of_file(path: str) -> ScheduleSpec:
 
 
 def _sized(path: str, order: Schedule, size: ScheduleRequest) -> Schedule:
-    """The order of a file for as many updates as asked for.
+    """Return the order of a file for as many updates as requested.
 
     Raises:
-        ScheduleError: it is the order of another size.
+        ScheduleError: The order has another size.
     """
     if (size.num_devices, size.num_microbatches) != (order.num_workers, order.num_microbatches):
         raise ScheduleError(

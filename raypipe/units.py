@@ -1,4 +1,4 @@
-"""Seconds and bytes in words, and round numbers for axes."""
+"""Seconds and bytes as text, and round numbers for axes."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit in which a time has one to three digits before its point: its name and its seconds."""
+    """Return the unit in which a time has one to three digits before its point: name and seconds."""
     return next((unit for unit in _TIME_UNITS if abs(seconds) >= unit[1] * 0.99995), _TIME_UNITS[0] if not seconds else _TIME_UNITS[-1])
 
 
 def seconds(value: float) -> str:
-    """A time with four significant digits, such as `33 s` or `18.52 ms`."""
+    """Return a time with four significant digits, such as `33 s` or `18.52 ms`."""
     name, size = time_unit(value)
     return f"{number(value / size)} {name}"
 
 
 def size(value: float) -> str:
-    """A number of bytes with three significant digits, in powers of 1000, such as `1.5 GB`."""
+    """Return a number of bytes with three significant digits, in powers of 1000, such as `1.5 GB`."""
     power = min(int(math.log(abs(value) * 1.0005, 1000)), len(_BYTE_UNITS) - 1) if abs(value) >= 1 else 0
     return f"{value / 1000**power:.3g} {_BYTE_UNITS[power]}"
 
 
 def number(value: float) -> str:
-    """A number with four significant digits; from a thousand to ten million without an exponent."""
+    """Return a number with four significant digits; from a thousand to ten million without an exponent."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def ratio(value: float) -> str:
-    """A share in percent."""
+    """Return a share in percent."""
     return f"{value:.1%}"
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of things, such as `1 device` or `8 microbatches`."""
+    """Return a count with its noun, such as `1 device` or `8 microbatches`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def ticks(end: float, most: int) -> Sequence[float]:
-    """Round numbers from 0 to `end`, at most so many: 1, 2 or 5 times a power of ten apart."""
+    """Return at most `most` round numbers from 0 to `end`: 1, 2 or 5 times a power of ten apart."""
     if not end or most < 2:
         return [0.0]
     rough = end / (most - 1)

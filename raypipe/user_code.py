@@ -1,4 +1,4 @@
-"""The user's functions by name: `module:function` or `path/to/file.py:function`, resolved where they are called."""
+"""The user's functions by name: `module:function` or `path/to/file.py:function`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from raypipe.model import Model, compiled
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function that `module:function` or `file.py:function` names, as `model.function` of a configuration does.
+    """Return the function that `model.function` of a configuration names.
 
     Raises:
-        ConfigError: there is no such module, file or function, or importing it failed.
+        ConfigError: There is no such module, file or function, or importing it failed.
     """
-    found = named(name, what="model.function", such_as="raypipe.models.gpt:gpt")
-    if not callable(found):
-        raise ConfigError(f"model.function {name!r}: expected a function, got {type(found).__name__}")
-    function: Callable[..., Any] = found
-    return function
+    function = named(name, what="model.function", such_as="raypipe.models.gpt:gpt")
+    if not callable(function):
+        raise ConfigError(f"model.function {name!r}: expected a function, got {type(function).__name__}")
+    resolved: Callable[..., Any] = function
+    return resolved
 
 
 def named(name: str, *, what: str, such_as: str) -> object:
-    """The function, or whatever else, that `module:name` or `file.py:name` names; a file is relative to the working directory.
+    """Return the object that `module:name` or `file.py:name` names; a file is relative to the working directory.
 
     Args:
-        name: the name.
-        what: what it is needed for; messages begin with it.
-        such_as: an example for messages.
+        name: Name of the object.
+        what: Beginning of error messages, such as the key that holds the name.
+        such_as: Example for error messages.
 
     Raises:
-        ConfigError: there is no such module, file or name in it, or importing it failed.
+        ConfigError: There is no such module, file or name in it, or importing it failed.
     """
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute:
@@ -59,7 +59,7 @@ def named(name: str, *, what: str, such_as: str) -> object:
 
 
 def _load_file(path: str) -> ModuleType:
-    """The module in a file, which need not be on the path of imports."""
+    """Return the module in a file, which need not be on the import path."""
     name = "raypipe_model_file_" + re.sub(r"\W", "_", os.path.abspath(path).removesuffix(".py"))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a name that ends in .py has a loader"
@@ -71,19 +71,19 @@ def _load_file(path: str) -> ModuleType:
 
 
 def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *, compile_layers: bool = False) -> Model:
-    """The model that a function describes with these options.
+    """Return the model that a function describes with these options.
 
     Args:
-        function: or its name.
-        options: its keyword arguments.
-        compile_layers: whether its layers are compiled where they run.
+        function: Model function or its name.
+        options: Keyword arguments of the function.
+        compile_layers: Whether the layers are compiled where they run.
 
     Raises:
-        ConfigError: the function fails with the options, or returns no `Model`.
+        ConfigError: The function fails with the options, or returns no `Model`.
     """
-    found = resolve(function) if isinstance(function, str) else function
+    call = resolve(function) if isinstance(function, str) else function
     try:
-        model = found(**options)
+        model = call(**options)
     except RaypipeError:
         raise
     except (Exception, SystemExit) as error:  # a script that ends with sys.exit() shall not end the command in silence
@@ -95,7 +95,7 @@ def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *
 
 
 def keyword(function: str | Callable[..., Any], options: Mapping[str, Any], name: str) -> object:
-    """What a function is called with under a name, its own default included; `None` where it has no such argument."""
+    """Return the value that a function gets for an argument, its default included; `None` if it has no such argument."""
     if name in options:
         return options[name]
     parameter = inspect.signature(resolve(function) if isinstance(function, str) else function).parameters.get(name)
@@ -103,7 +103,7 @@ def keyword(function: str | Callable[..., Any], options: Mapping[str, Any], name
 
 
 def name_of(function: str | Callable[..., Any]) -> str:
-    """The function in text."""
+    """Return the name of a function as text."""
     if isinstance(function, str):
         return function
     return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', function)}"
