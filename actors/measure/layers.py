@@ -121,10 +121,11 @@ def measure_layers(
     samples = [_Samples() for _ in model.layers]
     measurements: list[LayerMeasurement] = []
     for number in range(effort.passes):
+        again = f", pass {number + 1} of {effort.passes}" if number else ""
         outputs: dict[int, tuple[LayerOutput, ...]] = {}
         measurements.clear()
         for index in range(len(model.layers)):
-            on_layer(f"measuring layer {index + 1} of {len(model.layers)}, pass {number + 1} of {effort.passes}")
+            on_layer(f"measuring layer {index + 1} of {len(model.layers)}{again}")
             weights = build_stage(untied, cut, index, optimizer=optimizer, rule=WeightRule.FLUSH, seed=seed, precision=precision, on=on)
             sizes = _Sizes.of(weights.module)
             outputs |= prepare(weights, outputs, batch, num_rows=num_rows)

@@ -1,28 +1,28 @@
-"""`raypipe calibrate`: measures what running costs on this machine besides computation."""
+"""`raypipe calibrate`: measures the overhead of Ops and messages on this machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
-from rich.table import Table
 
 from raypipe.cli.options import check_folder, example, json_option
-from raypipe.cli.screen import console, print_json
+from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import InputError
-from raypipe.units import seconds
+from raypipe.show.report import FittedTable
+from raypipe.units import seconds, size
 
 
 @click.command(epilog=example("raypipe calibrate", "raypipe calibrate -o lab.json"))
-@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write it.  [default: where predictions look for it]")
-@click.option("--address", help="Of a running Ray cluster.  [default: a local one]")
+@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="File to write.  [default: the one that predictions read]")
+@click.option("--address", help="Ray cluster to measure.  [default: a local one]")
 @json_option
 def calibrate(*, output: str | None, address: str | None, as_json: bool) -> None:
-    """Measure what each Op and each message costs on this machine besides computing and carrying.
+    """Measure the overhead of each Op and each message on this machine.
 
-    Stages that wait instead of computing run for less than a minute; keep the machine quiet meanwhile. Predictions of training
-    runs on this machine use the result from then on.
+    Runs stages that wait instead of computing, for about a minute; keep the machine quiet meanwhile. From then on predictions
+    of training runs on this machine use the result.
     """
     path = Path(output) if output else calibration_file()
     try:
@@ -32,31 +32,35 @@ def calibrate(*, output: str | None, address: str | None, as_json: bool) -> None
     check_folder(str(path))
     from raypipe.profiling.calibrator import TRANSPORTS, calibrate  # noqa: PLC0415  # loads ray and torch
 
-    found = calibrate(ClusterConfig(address=address, dashboard=False), transports=TRANSPORTS)
-    found.save(path)
+    progress_console().print("measuring for about a minute; keep the machine quiet meanwhile")
+    calibration = calibrate(ClusterConfig(address=address, dashboard=False), transports=TRANSPORTS)
+    calibration.save(path)
+    transports = calibration.transports
     if as_json:
-        costs = {
+        document = {
             name: {
-                "overheads": {key: getattr(of.overheads, key) for key in _COLUMNS},
-                "latency_s": of.link.latency_s,
-                "bandwidth_bytes_per_s": of.link.bandwidth_bytes_per_s,
+                "overheads": {key: getattr(costs.overheads, key) for key in _COSTS},
+                "latency_s": costs.link.latency_s,
+                "bandwidth_bytes_per_s": costs.link.bandwidth_bytes_per_s,
             }
-            for name, of in found.transports.items()
+            for name, costs in transports.items()
         }
-        print_json({"file": str(path), "host": found.host, "date": found.date, "transports": costs})
+        print_json({"file": str(path), "host": calibration.host, "date": calibration.date, "transports": document})
         return
-    table = Table("transport", *(f"{name}" for name in _COLUMNS.values()), "latency", "bandwidth", box=None)
-    for name, of in found.transports.items():
-        bandwidth = of.link.bandwidth_bytes_per_s
-        table.add_row(
-            name,
-            *(seconds(getattr(of.overheads, key)) for key in _COLUMNS),
-            seconds(of.link.latency_s),
-            "-" if bandwidth is None else f"{bandwidth / 1e9:.2g} GB/s",
-        )
-    console().print(table)
+    rows = [(label, [seconds(getattr(costs.overheads, key)) for costs in transports.values()]) for key, label in _COSTS.items()]
+    rows.append(("latency of a message", [seconds(costs.link.latency_s) for costs in transports.values()]))
+    limits = [costs.link.bandwidth_bytes_per_s for costs in transports.values()]
+    rows.append(("bandwidth of messages", ["-" if limit is None else f"{size(limit)}/s" for limit in limits]))
+    console().print(FittedTable(("cost", *transports), ((label, *values) for label, values in rows)))
     console().print(f"\nwritten to {path}", soft_wrap=True)
 
 
-_COLUMNS = {"forward_s": "F", "backward_s": "B", "input_grad_s": "I", "weight_grad_s": "W", "send_s": "send", "recv_s": "recv"}
-"""The overheads of Ops and messages; what messages cost by their bytes is in the file."""
+_COSTS = {
+    "forward_s": "F, beyond its computation",
+    "backward_s": "B",
+    "input_grad_s": "I",
+    "weight_grad_s": "W",
+    "send_s": "sending a message",
+    "recv_s": "receiving a message",
+}
+"""Labels of the overheads of Ops and messages; what messages cost per byte is only in the file."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class _Screen:
-    """Shows a run on stderr, in 80 columns: lines, and on a terminal below them what goes on now.
+    """Shows a run on stderr: a line for each step, and on a terminal, below the last line, its time or the bar of updates.
 
     Args:
         console: Console on stderr.
@@ -40,7 +40,7 @@ class _Screen:
     def __init__(self, console: Console, num_updates: int) -> None:
         self.console = console
         self.num_done = 0
-        self.steps = Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console)
+        self.steps = Progress(SpinnerColumn(), TimeElapsedColumn(), console=console)
         self.step = self.steps.add_task("")
         self.updates = Progress(
             SpinnerColumn(),
@@ -59,7 +59,7 @@ class _Screen:
     def notice(self, text: str) -> None:
         """Print a line."""
         self.console.print(text, highlight=False, soft_wrap=True)
-        self.steps.reset(self.step, description=text)
+        self.steps.reset(self.step)
 
     def progress(self, progress: RunProgress) -> None:
         """Move the bar, or print a line."""

@@ -144,7 +144,7 @@ class Fit:
         if self.resumed is not None:
             coordinator.load(self.resumed.path)
             # Only now: a run that cannot be resumed leaves its folder as it was.
-            self.folder.begin_again(self.config, update=self.first_update)
+            self.folder.continue_from(self.config, update=self.first_update)
             self.record.begin_phase(strategy)
             notice(f"resumed from {self.resumed.path} at update {self.first_update}")
         coordinator.connect(strategy.programs(), strategy.cut)

@@ -1,18 +1,20 @@
-"""The folder of a run: everything needed to know what ran, and to see how it went.
+"""The folder of a run: what ran, and how it went.
 
 runs/gpt/
     config.yaml          every value, defaults included
-    versions.json        of raypipe, Python, torch, ray and the machine
-    plan.json            stages, devices, order, profile, topology: `raypipe simulate plan.json`
-                         (of a run that was resumed, what ran before is in config- and plan-until-update-000100.yaml and .json)
-    metrics.jsonl        one line an update or evaluation
-    adaptation.jsonl     of an adaptive run, one line a decision, with the facts that it was made of; what ran before a switch is in
-                         plan-, trace- and predicted-until-update-000030.json
-    trace.json           the measured window nearest the median; predicted.json the same window, simulated
+    versions.json        versions of raypipe, Python, torch and ray; the machine
+    plan.json            stages, devices, order, profile, topology; `raypipe simulate plan.json` predicts it
+    metrics.jsonl        one line per update or evaluation
+    adaptation.jsonl     one line per decision of an adaptive run, with the facts that it rests on
+    trace.json           measured window nearest to the median
+    predicted.json       the same window, simulated
     trace.perfetto.json  both, for https://ui.perfetto.dev
-    timeline.html        both, as a page to zoom in; timeline.svg two updates of them
+    timeline.html        both, to zoom in; timeline.svg shows two of their updates
+    comparison.json      predicted against measured
     sample.txt           generated text
     checkpoints/update-000100/
+
+Files such as plan-until-update-000100.json hold what ran before the run was resumed, or before it switched plans.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ class RunFolder:
     """The folder of one run.
 
     Attributes:
-        path: absolute.
+        path: Absolute path.
     """
 
     path: Path
 
     @classmethod
     def create(cls, storage_path: str, name: str) -> RunFolder:
-        """A new folder: `name`, or `name-2`, `name-3` and so on where there are earlier runs.
+        """Make a folder called `name`, or `name-2`, `name-3` and so on if there are earlier runs.
 
         Raises:
-            ConfigError: it cannot be made.
+            ConfigError: The folder cannot be made.
         """
         base = Path(storage_path).absolute()
         try:
@@ -68,74 +70,75 @@ class RunFolder:
 
     @classmethod
     def latest(cls, storage_path: str, name: str) -> RunFolder:
-        """The newest folder of runs of that name that has a checkpoint.
+        """Return the newest folder of a run of this name that has a checkpoint.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: No run of this name has one.
         """
         numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
         base = Path(storage_path).absolute()
-        found = {
+        runs = {
             int(match[1] or 1): path
             for path in (base.iterdir() if base.is_dir() else ())
             if (match := numbered.fullmatch(path.name)) and _is_of(name, path) and any(path.glob("checkpoints/*/checkpoint.json"))
         }
-        if not found:
+        if not runs:
             raise ConfigError(
                 f"no run called {name!r} in {storage_path!r} has a checkpoint to resume from; leave --resume out to begin one"
             )
-        return cls(found[max(found)])
+        return cls(runs[max(runs)])
 
     def file(self, name: str) -> Path:
-        """The path of a file in it."""
+        """Return the path of a file in the folder."""
         return self.path / name
 
     @property
     def config(self) -> TrainConfig:
-        """What runs, or ran last.
+        """The configuration that runs, or ran last.
 
         Raises:
-            FormatError: the file is missing or damaged.
+            FormatError: The file is missing or damaged.
         """
         return TrainConfig.load(self.file(_CONFIG))
 
     def begin(self, config: TrainConfig) -> None:
-        """Writes what is to run."""
+        """Write the configuration and the versions of a new run."""
         config.save(self.file(_CONFIG))
         self.write_json("versions.json", versions())
 
-    def begin_again(self, config: TrainConfig, *, update: int) -> None:
-        """Writes what is to run from an update on; what ran until then stays beside it, what ran after it is forgotten."""
-        self._forget_after(update)
+    def continue_from(self, config: TrainConfig, *, update: int) -> None:
+        """Write what runs after an update; keep what ran before under its number, and drop what ran after it."""
+        self._drop_after(update)
         for name in (_CONFIG, "plan.json"):
             path = self.file(name)
             kept = self.file(f"{path.stem}-until-update-{update:06d}{path.suffix}")
-            # Where there is one, it is what ran until then: what would have followed it never came as far as a checkpoint.
+            # An earlier resume from this update already kept what led to it; what ran since led to no checkpoint.
             if path.exists() and not kept.exists():
                 path.rename(kept)
         self.begin(config)
 
     def new_checkpoint(self, update: int) -> Path:
-        """An empty folder for a checkpoint; what an interrupted one left there is removed."""
+        """Return an empty folder for a checkpoint, cleared of what an interrupted one left."""
         folder = self.path / "checkpoints" / f"update-{update:06d}"
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.iterdir():
-            left.unlink()
+        for remnant in folder.iterdir():
+            remnant.unlink()
         return folder
 
     def add_metrics(self, line: dict[str, Any]) -> None:
-        """Adds one line to the metrics."""
-        with self.file("metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(without_nan(line)) + "\n")
+        """Append a line to `metrics.jsonl`."""
+        self._append("metrics.jsonl", line)
 
     def add_decision(self, line: dict[str, Any]) -> None:
-        """Adds one line to the decisions of an adaptive run."""
-        with self.file("adaptation.jsonl").open("a", encoding="utf-8") as file:
+        """Append a line to `adaptation.jsonl`."""
+        self._append("adaptation.jsonl", line)
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with self.file(name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(without_nan(line)) + "\n")
 
-    def _forget_after(self, update: int) -> None:
-        """Leaves out what a resumed run does again: updates after this one, and what came of it after its checkpoint."""
-        # The evaluation at its checkpoint is done again.
+    def _drop_after(self, update: int) -> None:
+        # A resumed run repeats the evaluation and the decision that followed its checkpoint.
         _keep_lines(self.file("metrics.jsonl"), lambda line: line["update"] <= update if "loss" in line else line["update"] < update)
         _keep_lines(self.file("adaptation.jsonl"), lambda line: line["update"] < update)
         for path in self.path.iterdir():
@@ -143,12 +146,12 @@ class RunFolder:
                 path.unlink()
 
     def write_json(self, name: str, content: Any) -> None:
-        """Writes a file of the run as JSON."""
+        """Write a file as JSON."""
         self.file(name).write_text(json.dumps(without_nan(content), indent=1) + "\n", encoding="utf-8")
 
 
 def without_nan(content: Any) -> Any:
-    """The same for JSON, which has neither NaN nor infinity: `None` in their place."""
+    """Replace NaN and infinity, which JSON lacks, by `None`."""
     if isinstance(content, Mapping):
         return {key: without_nan(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -157,7 +160,7 @@ def without_nan(content: Any) -> Any:
 
 
 def _is_of(name: str, folder: Path) -> bool:
-    """Whether a folder is of a run of this name, and not of one that is called like its second."""
+    """Return whether a folder holds a run of this name; `gpt-2` may be the second run of `gpt`, or one called `gpt-2`."""
     try:
         return RunFolder(folder).config.run.name == name
     except FormatError:
@@ -165,7 +168,7 @@ def _is_of(name: str, folder: Path) -> bool:
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Leaves the wanted lines of a file of JSON lines; the last one may have been interrupted, and is left out then."""
+    """Drop all but the wanted lines, and a last line that was only half written."""
     if not path.exists():
         return
     kept: list[str] = []

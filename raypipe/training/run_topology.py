@@ -83,6 +83,6 @@ def _nodes(devices: Mapping[str, list[Device]], *, link: NodeLink, cores: Mappin
 def _calibrated(scaling: ScalingConfig, notice: Notice) -> TransportCosts | None:
     path = Path(scaling.calibration) if scaling.calibration else calibration_file()
     if not scaling.calibration and not path.exists():
-        notice("predictions leave out what messages cost here: `raypipe calibrate` (a minute, once)")
+        notice("predictions assume message costs; measure them once: `raypipe calibrate`")
         return None
     return Calibration.load(path).of("shm" if scaling.transport is not Transport.GLOO else "gloo")

@@ -1,4 +1,4 @@
-"""Text from a model of bytes, generated through the pipeline itself."""
+"""Generates text with a byte-level model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 NUM_BYTES = 256
-"""The size of the vocabulary."""
+"""Size of the vocabulary."""
 
 SENTINEL = 0
-"""The byte that ends a document, with which a context is filled up."""
+"""Byte that ends a document; pads short contexts."""
 
 
 def generate(
@@ -23,21 +23,21 @@ def generate(
     temperature: float = 0.7,
     seed: int = 0,
 ) -> bytes:
-    """The prompt and what the model makes of it.
+    """Return the prompt, followed by bytes drawn from the model.
 
     Args:
-        logits_of: from tokens int64 [1, sequence_length] to logits [1, sequence_length, 256].
-        prompt: what to begin with; an end of document where it is empty.
-        num_bytes: how many to add.
-        sequence_length: the model's context.
-        temperature: logits are divided by it.
-        seed: of the draws.
+        logits_of: Returns logits [1, sequence_length, 256] for tokens int64 [1, sequence_length].
+        prompt: Bytes to begin with; a document's end if empty.
+        num_bytes: Number of bytes to draw.
+        sequence_length: Context of the model.
+        temperature: Divisor of the logits.
+        seed: Seed of the draws.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt or bytes([SENTINEL]))
     for _ in range(num_bytes):
         context = tokens[-sequence_length:]
-        # The model is causal: what stands behind the context does not matter.
+        # The model is causal: padding after the context changes nothing.
         padded = context + [SENTINEL] * (sequence_length - len(context))
         logits_v = logits_of(torch.tensor([padded]))[0, len(context) - 1]
         probabilities = torch.softmax(logits_v.double() / temperature, dim=-1)

@@ -48,7 +48,7 @@ def test_what_ran_until_a_checkpoint_stays_beside_what_runs_on_however_often_tha
     folder = begun(tmp_path, "gpt")
     folder.file("plan.json").write_text("first")
     for num_updates, plan in ((20, "second"), (30, "third")):
-        folder.begin_again(config("gpt", num_updates=num_updates), update=4)
+        folder.continue_from(config("gpt", num_updates=num_updates), update=4)
         folder.file("plan.json").write_text(plan)
     kept = TrainConfig.load(folder.file("config-until-update-000004.yaml"))
     assert (kept.run.num_updates, folder.config.run.num_updates) == (10, 30)
@@ -66,7 +66,7 @@ def test_what_comes_again_is_left_out_of_the_records(tmp_path: Path) -> None:
         folder.file(f"trace-until-update-{update:06d}.json").write_text("{}")
     with folder.file("metrics.jsonl").open("a") as file:
         file.write('{"update": 7, "lo')  # the disk was full
-    folder.begin_again(config("gpt"), update=4)
+    folder.continue_from(config("gpt"), update=4)
     assert updates(folder, "metrics.jsonl") == [1, 2, 2, 3, 4], "the evaluation at the checkpoint is done again"
     assert updates(folder, "adaptation.jsonl") == [2], "what was decided there came after the checkpoint"
     assert sorted(path.name for path in folder.path.glob("trace-until*")) == [
