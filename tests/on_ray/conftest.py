@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.on_ray.actor_pool import ActorPool, runs_take_their_actors_from
+
 NUM_CPUS = 9
 
 
@@ -23,6 +25,19 @@ def local_ray() -> Iterator[None]:
     ray.init(address="local", num_cpus=NUM_CPUS, include_dashboard=True, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def actor_pool(local_ray: None) -> ActorPool:
+    """Return the actors that tests share."""
+    return ActorPool()
+
+
+@pytest.fixture
+def shared_actors(actor_pool: ActorPool) -> Iterator[None]:
+    """Let the runs of a test take their actors from those that tests share."""
+    with runs_take_their_actors_from(actor_pool):
+        yield
 
 
 @dataclass(frozen=True)

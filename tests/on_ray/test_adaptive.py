@@ -22,7 +22,7 @@ from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, train_unsplit
 from tests.on_ray.test_training import LEARNING_RATE, MAX_GRAD_NORM, NUM_MICROBATCHES, Notices, adamw_settings, rows
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("shared_actors")]
 
 NUM_UPDATES = 20
 

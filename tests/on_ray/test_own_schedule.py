@@ -11,7 +11,7 @@ from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.text import to_torch_csv
 from tests.on_ray.test_training import NUM_MICROBATCHES, trainer
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("shared_actors")]
 
 EAGER = f"{Path(__file__).parents[2]}/examples/own_schedule.py:eager"
 

@@ -13,7 +13,7 @@ from raypipe.training.result import Progress
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import RandomTokens, largest_difference, train_unsplit
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("shared_actors")]
 
 NUM_UPDATES = 8
 NUM_MICROBATCHES = 4

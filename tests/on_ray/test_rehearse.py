@@ -26,7 +26,7 @@ from raypipe.training.rehearsal import Rehearsal, rehearse
 from tests.on_ray.plans import in_turn, lab, plan_of, this_node
 from tests.schedules.handwritten import pipedream_2bw, two_branches
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("shared_actors")]
 
 FORWARD_S = 0.02
 ROWS = 6

@@ -26,7 +26,7 @@ from tests.actors.oracles import NUM_ROWS, RandomRows, Trained, train_unsplit
 from tests.on_ray.plans import in_turn, lab, plan_of, profile_of, this_node
 from tests.schedules.handwritten import pipedream_2bw
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("local_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("shared_actors")]
 
 NUM_LAYERS = 6
 NUM_UPDATES = 10

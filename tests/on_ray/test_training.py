@@ -97,6 +97,7 @@ def unsplit() -> Trained:
     )
 
 
+@pytest.mark.usefixtures("shared_actors")
 @pytest.mark.parametrize(
     ("schedule", "devices", "chunks"),
     [
@@ -121,6 +122,7 @@ def test_twenty_updates_on_ray_actors_equal_the_unsplit_model(
         assert torch.allclose(saved["linear.bias"], weights[1], rtol=0, atol=1e-10)
 
 
+@pytest.mark.usefixtures("shared_actors")
 @pytest.mark.parametrize("sharded", [False, True])
 def test_asynchronous_pipelines_in_two_directions_train_and_copies_may_be_published(tmp_path: Path, sharded: bool) -> None:
     """Seven updates a window, drained between them; the losses are those of one process that follows the same rule.
@@ -155,6 +157,7 @@ class Notices:
         assert progress.update
 
 
+@pytest.mark.usefixtures("shared_actors")
 def test_shared_memory_and_gloo_give_the_same_losses_to_the_last_bit(tmp_path: Path) -> None:
     files = set(os.listdir("/dev/shm"))
     losses = {}
@@ -175,6 +178,7 @@ def test_a_run_resumes_at_another_number_of_stages_as_if_it_had_never_stopped(tm
         trainer(tmp_path, devices=2, num_updates=40, optimizer=OptimizerName.NADAMW).fit(resume=True)
 
 
+@pytest.mark.usefixtures("shared_actors")
 def test_a_run_resumes_at_an_update_where_no_window_of_a_fresh_run_would_begin(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", devices=2, num_updates=18).fit()
     first = trainer(tmp_path / "halves", devices=2, num_updates=9).fit()
@@ -184,6 +188,7 @@ def test_a_run_resumes_at_an_update_where_no_window_of_a_fresh_run_would_begin(t
     assert [line["update"] for line in lines if "loss" in line] == list(range(1, 19))
 
 
+@pytest.mark.usefixtures("shared_actors")
 def test_batches_of_another_size_than_configured_are_refused(tmp_path: Path) -> None:
     wrong = Trainer(
         "raypipe.models.mlp:mlp",
@@ -267,6 +272,7 @@ def gpt_run(folder: Path, tokens: Path, devices: int, layers: tuple[int, ...] | 
     ).fit()
 
 
+@pytest.mark.usefixtures("shared_actors")
 def test_the_3m_gpt_gives_the_same_first_losses_with_1_2_and_4_stages_and_any_cut(tmp_path: Path, tokens: Path) -> None:
     one = gpt_run(tmp_path, tokens, 1)
     for devices, layers in ((2, None), (2, (1, 5)), (4, None)):
@@ -332,6 +338,7 @@ def test_more_devices_than_the_cluster_has_are_refused(tmp_path: Path) -> None:
         big.fit()
 
 
+@pytest.mark.usefixtures("shared_actors")
 def test_more_stages_than_layers_are_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="8 stages, the model only 4 layers"):
         Trainer(
@@ -344,6 +351,7 @@ def test_more_stages_than_layers_are_refused_before_anything_starts(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("shared_actors")
 def test_a_layer_that_cannot_be_built_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num_heads"):
         Trainer(
@@ -351,6 +359,7 @@ def test_a_layer_that_cannot_be_built_is_named(tmp_path: Path) -> None:
         ).fit()
 
 
+@pytest.mark.usefixtures("shared_actors")
 def test_evaluations_with_batches_of_ones_own_are_as_long_as_said(tmp_path: Path) -> None:
     given = trainer(tmp_path, num_updates=1)
     told = Trainer(

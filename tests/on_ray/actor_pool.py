@@ -1,0 +1,69 @@
+"""Stage actors that serve one test after another.
+
+Starting an actor takes seconds: a process imports Ray, torch and its compiler. A run asks for actors in one place and ends them in
+one place; here both are a pool. What an actor held is dropped when it is assigned to the next run, as when a run moves its layers.
+Tests of how actors start, fail and end have actors of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raypipe.actors.orders import Identity
+from raypipe.cluster.launch import launch_stage_actors
+from raypipe.cluster.slots import DeviceSlot
+from raypipe.cluster.stage_actors import StageActors
+from raypipe.config import ScalingConfig
+
+
+class ActorPool:
+    """Idle stage actors on CPU slots of one node. They reserve no CPU, so that the cluster looks as free as without them."""
+
+    def __init__(self) -> None:
+        self._idle: list[Any] = []
+
+    def launch(self, slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[int, ...]], run: str, scaling: ScalingConfig) -> list[Any]:
+        """Return an actor for each slot: idle ones, and new ones where these are too few."""
+        assert not scaling.use_gpu
+        assert not scaling.bind_cores
+        missing = max(len(slots) - len(self._idle), 0)
+        if missing:
+            free = replace(scaling, cpus_per_device=0.0)
+            self._idle += launch_stage_actors(slots[:missing], stages=stages[:missing], run=f"{run}, pooled", scaling=free)
+        actors = [self._idle.pop() for _ in slots]
+        for device, (actor, slot, of_device) in enumerate(zip(actors, slots, stages, strict=True)):
+            actor.assign.remote(Identity(run=run, device=device, name=slot.name, stages=of_device))
+        return actors
+
+    def take_back(self, actors: Sequence[Any]) -> None:
+        """Keep the actors of a run that ended well for the next one."""
+        for actor in actors:
+            actor.assign.remote(None)
+        self._idle += actors
+
+
+@contextlib.contextmanager
+def runs_take_their_actors_from(pool: ActorPool) -> Iterator[None]:
+    """Let runs take their actors from a pool, and give them back unless they had to be told to stop."""
+    stopped: set[int] = set()
+
+    def abort(actors: StageActors, reason: str) -> None:
+        stopped.add(id(actors))
+        StageActors.abort(actors, reason)
+
+    def kill(actors: StageActors) -> None:
+        if id(actors) in stopped:
+            StageActors.kill(actors)
+        else:
+            pool.take_back([member.handle for member in actors.launched])
+
+    pooled = type("PooledActors", (StageActors,), {"abort": abort, "kill": kill})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raypipe.cluster.stage_actors.launch_stage_actors", pool.launch)
+        patch.setattr("raypipe.cluster.coordinator.StageActors", pooled)
+        yield
