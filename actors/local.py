@@ -18,7 +18,7 @@ from raypipe.actors.execution.updates import LearningRate
 from raypipe.actors.stage.gradient_flow import LayerOutput, edge_specs
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
 from raypipe.actors.stage.weights import Optimizer
-from raypipe.actors.transport.protocol import LocalNetwork
+from raypipe.actors.transport.local import LocalNetwork
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.errors import AbortedError

@@ -1,4 +1,4 @@
-"""Where stage actors get their rows: a pure function of the microbatch's number, read on the node that needs them."""
+"""Where stages get their rows: a pure function of the microbatch's number, read on the node that needs them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class TokenBatches:
     """Rows of a token dataset: fields `tokens` and `targets`, both int64 [rows, sequence_length], targets one token later.
 
     Attributes:
-        dataset: where the rows come from.
-        microbatch_size: rows of a microbatch.
+        dataset: Source of the rows.
+        microbatch_size: Rows of a microbatch.
     """
 
     dataset: TokenDataset
     microbatch_size: int
 
     def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
-        """The rows of a microbatch: `microbatch_size` of the dataset's endless stream, from `microbatch * microbatch_size` on."""
+        """Return `microbatch_size` rows of the dataset's endless stream, from `microbatch * microbatch_size` on."""
         first, end = row_range(rows, self.microbatch_size)
         tokens_BS = torch.from_numpy(self.dataset.rows(microbatch * self.microbatch_size + first, end - first))
         return {"tokens": tokens_BS[:, :-1].contiguous(), "targets": tokens_BS[:, 1:].contiguous()}
@@ -55,15 +55,15 @@ class MaskedTokenBatches:
     `raypipe.data.masking` says which tokens are masked, by the dataset's seed, and what then stands in both.
 
     Attributes:
-        dataset: where the rows come from; the last token of each is left out.
-        microbatch_size: rows of a microbatch.
+        dataset: Source of the rows; the last token of each is left out.
+        microbatch_size: Rows of a microbatch.
     """
 
     dataset: TokenDataset
     microbatch_size: int
 
     def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
-        """The rows of a microbatch: those that `TokenBatches` would give."""
+        """Return the rows that `TokenBatches` would, masked."""
         first, end = row_range(rows, self.microbatch_size)
         first_sample = microbatch * self.microbatch_size + first
         tokens_BT = self.dataset.rows(first_sample, end - first)[:, :-1]
@@ -78,13 +78,13 @@ class FixedBatch:
     """The same rows for every microbatch: for generation and tests.
 
     Attributes:
-        fields: by name, [rows, ...].
+        fields: Tensors by name, each [rows, ...].
     """
 
     fields: Batch
 
-    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:  # the protocol's argument
-        """The rows, whatever the microbatch."""
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        """Return the same rows for every microbatch."""
         size = next(iter(self.fields.values())).shape[0]
         first, end = row_range(rows, size)
         return {name: tensor[first:end] for name, tensor in self.fields.items()}
@@ -92,13 +92,13 @@ class FixedBatch:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """How an actor opens its rows: small enough to be sent, opened where it is used.
+    """How an actor opens its rows; small enough to be sent to it.
 
     Attributes:
-        path: of the Parquet file.
-        sequence_length: tokens of a row.
-        seed: of the order of rows.
-        microbatch_size: rows of a microbatch.
+        path: Parquet file.
+        sequence_length: Tokens of a row.
+        seed: Seed of the order of rows.
+        microbatch_size: Rows of a microbatch.
     """
 
     path: str
@@ -107,16 +107,16 @@ class TokenSource:
     microbatch_size: int
 
     def __call__(self, split: str) -> BatchSource:
-        """The rows of a split, `train` or `validation`."""
+        """Return the rows of a split, `train` or `validation`."""
         dataset = TokenDataset(self.path, sequence_length=self.sequence_length, seed=self.seed, split=split)
         return TokenBatches(dataset, self.microbatch_size)
 
 
 @dataclass(frozen=True)
 class MaskedTokenSource(TokenSource):
-    """The same for a masked language model: `Trainer(bert, batches=MaskedTokenSource(...))`."""
+    """How an actor opens the rows of a masked language model: `Trainer(bert, batches=MaskedTokenSource(...))`."""
 
     def __call__(self, split: str) -> BatchSource:
-        """The rows of a split, `train` or `validation`, masked."""
+        """Return the masked rows of a split, `train` or `validation`."""
         dataset = TokenDataset(self.path, sequence_length=self.sequence_length, seed=self.seed, split=split)
         return MaskedTokenBatches(dataset, self.microbatch_size)

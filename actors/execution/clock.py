@@ -1,11 +1,11 @@
-"""When Ops begin and end: by the host's clock on a CPU, by the device's own on a GPU, which works behind the host.
+"""Measures when steps begin and end: by the host's clock on a CPU, by events on a GPU, which works behind the host.
 
-    host     F0 F1 B0 | waits for F0's end | F2 | ...        the host only says what is to be done, a little ahead
-    device         F0 ------- F1 ------- B0 -------          and finds out afterwards when it was
+    host     F0 F1 B0 | waits for F0's end | F2 | ...        launches work a little ahead
+    device         F0 ------- F1 ------- B0 -------          times are read afterwards
 
-A mark is a moment on the way of the device: of a CPU now, of a GPU when it will have done all that it was told before. A host that were
-far ahead would fill the driver's queue, where nothing can end its wait; so it waits for the Ops behind the last few. What it waits
-for may be another device's message. A thread looks whether something moves, and says so if nothing does for too long.
+A mark is the present on a CPU, and on a GPU the moment when all work launched so far is done. The host stays at most `_STEPS_AHEAD` steps
+ahead: a full launch queue would block it in a wait that nothing can end. The GPU may wait for another device's message, so a thread watches
+whether steps end, and reports a step that does not.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from raypipe.actors.execution.report import SpanLog
 from raypipe.actors.execution.steps import TimedStep
 
 Mark = Any
-"""A moment, as the clock has it: seconds, or an event of the device."""
+"""A moment: seconds, or an event of the device."""
 
 _STEPS_AHEAD = 8
-"""Of the host, at most: two or three Ops and what belongs to them."""
+"""Two or three Ops with their messages."""
 _LOOK_EVERY_S = 0.2
 
 
 class Clock(Protocol):
-    """Finds out what the steps of a window took."""
+    """Measures the steps of a window."""
 
     def rest(self) -> None:
-        """Waits until the device has done all that it was told. What waits for a peer must not be begun before, or it never rests."""
+        """Wait until the device is idle; called before it begins to wait for peers."""
 
     def begin(self) -> float:
-        """Begins a window; returns the time that `time.time` reads at that moment."""
+        """Begin a window; return the time of `time.time`."""
 
     def mark(self) -> Mark:
-        """The moment that the device has come to, or will have, with what it was told until now."""
+        """Return the moment when the work launched so far is done."""
 
     def note(self, step: TimedStep, since: Mark, until: Mark, num_bytes: int) -> None:
-        """Notes what lies between two marks."""
+        """Log a step that lies between two marks."""
 
     def finish(self) -> SpanLog:
-        """Waits until all is done; returns what was noted, in seconds since `begin`."""
+        """Wait until the device is idle; return the log, in seconds since `begin`."""
 
     def doing(self) -> TimedStep | None:
-        """The step that the device is at, where that is not the host's. Called from another thread."""
+        """Return the device's current step, if it may differ from the host's. Called from another thread."""
 
     def close(self) -> None:
-        """Ends what the clock began."""
+        """End the clock's threads."""
 
 
 class HostClock:
-    """The clock of a CPU device: what the host calls has ended when it returns."""
+    """The clock of a CPU device, where a call has ended when it returns."""
 
     mark = staticmethod(time.perf_counter)
 
@@ -87,13 +87,13 @@ class HostClock:
 
 
 class DeviceClock:
-    """The clock of a device with a queue of its own.
+    """The clock of a device that works behind the host.
 
     Args:
-        module: torch's for this sort of device, such as `torch.cuda`.
-        timeout_s: until a device that has something to do must have done another step.
-        check: called from another thread now and then; is to end what the device waits for, where that will not come.
-        stuck: called from there with the step at which nothing has moved for so long; is to end it.
+        module: torch's module for this type of device, such as `torch.cuda`.
+        timeout_s: Limit for each step.
+        check: Called regularly from another thread; ends waits for messages that will never come.
+        stuck: Called from that thread with a step that exceeds the limit; ends it.
     """
 
     def __init__(self, module: Any, *, timeout_s: float, check: Callable[[], None], stuck: Callable[[TimedStep], None]) -> None:
@@ -103,7 +103,7 @@ class DeviceClock:
         self._stuck = stuck
         self._origin: Mark = None
         self._lock = threading.Lock()
-        """For the next three, which other threads look at."""
+        """Guards the next three, which other threads read."""
         self._noted: list[tuple[TimedStep, Mark, Mark, int]] = []
         self._num_done = 0
         self._num_windows = 0
@@ -131,7 +131,7 @@ class DeviceClock:
         return event
 
     def note(self, step: TimedStep, since: Mark, until: Mark, num_bytes: int) -> None:
-        """See `Clock`; waits where the host would be too far ahead."""
+        """See `Clock`; waits if the host is too far ahead."""
         self._noted.append((step, since, until, num_bytes))
         if len(self._noted) > _STEPS_AHEAD:
             self._noted[-1 - _STEPS_AHEAD][2].synchronize()
@@ -150,7 +150,7 @@ class DeviceClock:
     def doing(self) -> TimedStep | None:
         """See `Clock`."""
         with self._lock:
-            # A device that has failed says so at every question; whoever waits for it is told what happened.
+            # A failed device raises at every query; the thread that waits for it reports the error.
             with suppress(RuntimeError):
                 while self._num_done < len(self._noted) and self._noted[self._num_done][2].query():
                     self._num_done += 1

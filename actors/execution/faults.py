@@ -1,4 +1,4 @@
-"""Faults on purpose, for tests and drills: what a device does wrong, and before which Op."""
+"""Injected faults, for tests and drills: what a device does wrong, and before which Op."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class FaultKind(StrEnum):
     """The Op does not end."""
 
 
-class ScriptedFault(RuntimeError):  # noqa: N818  # it is no error of raypipe's
-    """What a scripted fault of kind `raise` raises."""
+class ScriptedFault(RuntimeError):  # noqa: N818  # not an error of raypipe
+    """Raised by a fault of kind `raise`."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: before Op `op` (in text) on a device, in the window with number `window` of its program."""
+    """One fault on a device, before the Op with text `op`, in window `window` of its program."""
 
     device: int
     op: str
@@ -37,7 +37,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultScript:
-    """The faults of a run; none by default.
+    """The faults of a run.
 
     Example:
         `FaultScript().fail_at(device=2, op="2B1")`
@@ -46,14 +46,14 @@ class FaultScript:
     faults: tuple[Fault, ...] = ()
 
     def fail_at(self, *, device: int, op: str, kind: FaultKind = FaultKind.RAISE, window: int = 0, hang_s: float = 3600.0) -> FaultScript:
-        """The script with one more fault."""
+        """Return the script with one more fault."""
         return replace(self, faults=(*self.faults, Fault(device, op, kind, window, hang_s)))
 
     def strike(self, *, device: int, op: str, window: int) -> None:
-        """Does what the script says happens here.
+        """Inject the faults that the script has before this Op.
 
         Raises:
-            ScriptedFault: the fault is of kind `raise`.
+            ScriptedFault: A fault is of kind `raise`.
         """
         for fault in self.faults:
             if (fault.device, fault.op, fault.window) == (device, op, window):

@@ -1,4 +1,4 @@
-"""What a device tells of a window, and what the devices' reports tell together."""
+"""What devices report of a window: spans, losses and norms."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from raypipe.schedules.lower import Compute, DeviceProgram, Item, Recv
 
 @dataclass
 class SpanLog:
-    """The spans of a device as columns of numbers: they reach the driver in a small part of the time that objects take.
+    """The spans of a device in columns, which reach the driver much faster than objects.
 
     Attributes:
-        positions: of the items that took time.
-        starts_s: seconds since the device began.
-        ends_s: likewise.
-        sizes_bytes: of what was received or summed.
+        positions: Positions of the items that took time.
+        starts_s: Starts in seconds since the device began.
+        ends_s: Ends in seconds since the device began.
+        sizes_bytes: Sizes of what was received or summed.
     """
 
     positions: array[int] = field(default_factory=lambda: array("Q"))
@@ -32,7 +32,7 @@ class SpanLog:
     sizes_bytes: array[int] = field(default_factory=lambda: array("Q"))
 
     def add(self, position: int, start_s: float, end_s: float, size_bytes: int) -> None:
-        """Notes one."""
+        """Add a span."""
         self.positions.append(position)
         self.starts_s.append(start_s)
         self.ends_s.append(end_s)
@@ -53,7 +53,7 @@ class SpanLog:
         return spans
 
     def seconds(self, program: DeviceProgram, kind: SpanKind) -> float:
-        """The seconds of all spans of a kind."""
+        """Return the seconds of all spans of a kind."""
         items = program.items
         return sum(
             end_s - start_s
@@ -62,7 +62,7 @@ class SpanLog:
         )
 
     def num_bytes(self, program: DeviceProgram, kind: SpanKind) -> float:
-        """The bytes of all spans of a kind."""
+        """Return the bytes of all spans of a kind."""
         items = program.items
         sizes = zip(self.positions, self.sizes_bytes, strict=True)
         return float(sum(size for position, size in sizes if _SPAN_KINDS[type(items[position])] is kind))
@@ -76,15 +76,14 @@ class WindowReport:
     """What a device did in a window.
 
     Attributes:
-        device: its number.
-        began_s: when its first item began, by the clock that `time.time` reads.
-        log: of its spans, in seconds since then.
-        losses: by microbatch of the window, the mean over the rows of this device.
-        num_rows: by microbatch, the rows of it that these losses are of.
-        norms: by update of the window, the gradient norm: over all stages where the update's scope is global, else over the
-            stages that count here.
-        outputs: by microbatch, if they were asked for.
-        peak_memory_bytes: the most that the device held, as `raypipe.actors.measure.memory` counts it; `None` where that is not known.
+        device: Number of the device.
+        began_s: Time of `time.time` at which the first item began.
+        log: Spans in seconds since then.
+        losses: Mean loss of each microbatch over the rows of this device.
+        num_rows: Number of those rows.
+        norms: Gradient norm of each update: over all stages if the update's scope is global, else over this device's primary stages.
+        outputs: Outputs of the last layer by microbatch, if they were asked for.
+        peak_memory_bytes: Most memory held, as `raypipe.actors.measure.memory` counts it; `None` if unknown.
     """
 
     device: int
@@ -98,7 +97,7 @@ class WindowReport:
 
 
 def norms_of(reports: Sequence[WindowReport], *, scope: UpdateScope) -> dict[int, float]:
-    """The gradient norm over all stages by update, from what the devices know of it."""
+    """Return the gradient norm over all stages by update, from the norms that devices report."""
     known: dict[int, list[float]] = {}
     for report in reports:
         for update, norm in report.norms.items():
@@ -107,7 +106,7 @@ def norms_of(reports: Sequence[WindowReport], *, scope: UpdateScope) -> dict[int
 
 
 def mean_losses(reports: Sequence[WindowReport], *, num_microbatches: int) -> list[float]:
-    """The loss of each update: the mean over the rows of its microbatches."""
+    """Return the loss of each update: the mean over the rows of its microbatches."""
     sums: dict[int, tuple[float, int]] = {}
     for report in reports:
         for index, loss in report.losses.items():

@@ -1,4 +1,4 @@
-"""Metrics of stage actors, at the metrics port of their nodes."""
+"""Metrics of a run, which Ray exports at the metrics ports of the nodes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _TAGS = ("run", "device", "stages")
 
 
 class StageMetrics:
-    """Seconds and bytes of one device, counted over the run; Ray exports them as `ray_raypipe_...`.
+    """Seconds and bytes of one device over the run; Ray exports them as `ray_raypipe_...`.
 
     Args:
-        run: the run's name.
-        device: the device's name.
-        stages: the stages it holds, in text.
+        run: Name of the run.
+        device: Name of the device.
+        stages: Stages on the device, in text.
     """
 
     def __init__(self, *, run: str, device: str, stages: str) -> None:
@@ -32,7 +32,7 @@ class StageMetrics:
             metric.set_default_tags(tags)
 
     def record(self, report: WindowReport, program: DeviceProgram) -> None:
-        """Adds a window."""
+        """Add a window."""
         log = report.log
         busy = log.seconds(program, SpanKind.COMPUTE)
         wait = log.seconds(program, SpanKind.RECV) + log.seconds(program, SpanKind.COLLECTIVE)
@@ -47,10 +47,10 @@ class StageMetrics:
 
 
 class RunMetrics:
-    """Figures of the whole run, from the driver.
+    """Metrics of the whole run, set by the driver.
 
     Args:
-        run: the run's name.
+        run: Name of the run.
     """
 
     def __init__(self, *, run: str) -> None:
@@ -71,15 +71,15 @@ class RunMetrics:
             gauge.set_default_tags({"run": run})
 
     def record(self, name: str, value: float) -> None:
-        """Sets one figure."""
+        """Set one metric."""
         self._gauges[name].set(value)
 
 
 class LinkMetrics:
-    """The current estimates of the links between nodes, from the driver.
+    """Current estimates of the links between nodes, set by the driver.
 
     Args:
-        run: the run's name.
+        run: Name of the run.
     """
 
     def __init__(self, *, run: str) -> None:
@@ -91,7 +91,7 @@ class LinkMetrics:
             gauge.set_default_tags({"run": run})
 
     def record(self, network: NetworkEstimate, *, now_s: float) -> None:
-        """Sets the figures of all links."""
+        """Set the metrics of all links."""
         for pair, link in network.links.items():
             tags = dict(zip(("source", "target"), pair, strict=True))
             if link.bandwidth_bytes_per_s is not None:

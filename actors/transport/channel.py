@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from raypipe.actors.transport.protocol import Expected, TensorSpec, not_next
+from raypipe.actors.transport.protocol import Expected, TensorSpec
 from raypipe.errors import TransportError
 from raypipe.schedules.lower import Message
 
@@ -17,11 +17,11 @@ CLOSED_BY_PEER = "connection closed by peer: its process ended, or gave up after
 
 
 class ChannelError(Exception):
-    """Why a channel or a sum failed. The transport, which knows of what and with whom, makes an error for its users of it.
+    """Why a channel or a sum failed. The transport, which knows the message and the peer, raises a `TransportError` for it.
 
     Args:
-        problem: what happened.
-        kind: of the error that it becomes.
+        problem: What happened.
+        kind: Class of the transport's error.
     """
 
     def __init__(self, problem: str, *, kind: type[TransportError] = TransportError) -> None:
@@ -36,10 +36,10 @@ _MAX_LISTS = 8
 
 
 class Prepared(Generic[P]):
-    """What a channel made of the lists of messages that its windows brought, so that a list that comes again costs nothing.
+    """What a channel has prepared for the lists of messages of its windows, so that a list that comes again costs nothing.
 
     Args:
-        prepare: what is made of one message.
+        prepare: Prepares one message.
     """
 
     def __init__(self, prepare: Callable[[Expected], P]) -> None:
@@ -47,30 +47,20 @@ class Prepared(Generic[P]):
         self._lists: dict[int, tuple[Sequence[Expected], list[P]]] = {}
 
     def of(self, messages: Sequence[Expected]) -> list[P]:
-        """What was made of each message; the same list each time, not to be changed."""
+        """Return what was prepared for each message; the same list each time, not to be changed."""
         known = self._lists.get(id(messages))
-        if known is None:  # none with this identity is another one: those that are known live on here
+        if known is None:  # no other list has this id: those that are known are kept alive here
             if len(self._lists) == _MAX_LISTS:
                 del self._lists[next(iter(self._lists))]
             known = self._lists[id(messages)] = messages, [self._prepare(message) for message in messages]
         return known[1]
 
 
-def check_next(expected: Expected, message: Message) -> None:
-    """Nothing, if the next message that was announced is this one.
-
-    Raises:
-        ChannelError: it is another one.
-    """
-    if expected.message is not message and expected.message != message:
-        raise ChannelError(not_next(expected))
-
-
 def check_tensors(expected: Expected, tensors: Sequence[Tensor]) -> None:
-    """Nothing, if a message that was announced consists of tensors like these.
+    """Refuse tensors to send that are not as announced: layers made them.
 
     Raises:
-        ChannelError: it does not.
+        ChannelError: Number, shape or dtype differ.
     """
     if len(tensors) == len(expected.tensors):
         for tensor, spec in zip(tensors, expected.tensors, strict=True):
@@ -85,7 +75,7 @@ def check_tensors(expected: Expected, tensors: Sequence[Tensor]) -> None:
 
 
 def wait_until_empty(condition: threading.Condition, queue: Sized, *, given_up: Callable[[], bool], timeout_s: float) -> None:
-    """Waits until a queue is empty or given up, or has not become shorter for so long. The condition is held, and tells of changes."""
+    """Wait until a queue is empty or given up, or has not become shorter for `timeout_s`; called with the condition held."""
 
     def moved(left: int) -> bool:
         return len(queue) < left or given_up()
@@ -99,44 +89,38 @@ class IncomingChannel(Protocol):
     """The receiving end of a channel."""
 
     def open(self, messages: Sequence[Expected]) -> None:
-        """Begins a window that will bring these messages."""
+        """Begin a window that will bring these messages; those of the last one were all received."""
 
-    def recv(self, message: Message) -> tuple[Tensor, ...]:
-        """Waits for the next message, which is this one.
+    def recv(self) -> tuple[Tensor, ...]:
+        """Wait for the next message.
 
         Raises:
-            ChannelError: it did not come, or is not as announced.
+            ChannelError: It did not come, or is not as announced.
         """
 
-    def end(self) -> list[Expected]:
-        """Ends the window; returns the messages that were announced and not received."""
-
     def close(self) -> None:
-        """Gives back what it holds; its lines were cut before."""
+        """Release everything; called after the connection was shut down."""
 
 
 class OutgoingChannel(Protocol):
     """The sending end of a channel."""
 
     def open(self, messages: Sequence[Expected]) -> None:
-        """Begins a window in which these messages will be sent."""
+        """Begin a window in which these messages will be sent; those of the last one were all sent."""
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Begins to send the next message, which is this one.
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        """Begin to send the next message.
 
         Raises:
-            ChannelError: it, or one before it, cannot be delivered, or is not as announced.
+            ChannelError: It, or one before it, cannot be delivered, or its tensors are not as announced.
         """
 
-    def end(self) -> list[Expected]:
-        """Ends the window; returns the messages that were announced and not sent."""
-
     def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
-        """Waits until all that was sent has left; returns the first message that did not leave, if there is one.
+        """Wait until all that was sent has left; return the first message that did not leave, if there is one.
 
         Args:
-            timeout_s: for each message.
-            aborted: ends the wait, after `wake`.
+            timeout_s: Limit for each message.
+            aborted: Ends the wait, after `wake`.
         """
 
     @property
@@ -144,7 +128,31 @@ class OutgoingChannel(Protocol):
         """Why messages do not leave any more."""
 
     def wake(self) -> None:
-        """Lets `flush` see that it was aborted."""
+        """Let `flush` see that it was aborted."""
 
     def close(self) -> None:
-        """Gives back what it holds and ends its threads; its lines were cut before."""
+        """Release everything and end the threads; called after the connection was shut down."""
+
+
+class SumUnderWay(Protocol):
+    """A sum under way.
+
+    Attributes:
+        tensor: This member's share; holds the sum after `wait`.
+    """
+
+    tensor: Tensor
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the sum is there; on a GPU its computing stream waits, and not the host.
+
+        Raises:
+            ChannelError: It did not come.
+        """
+
+
+class SumGroup(Protocol):
+    """The members of sums."""
+
+    def sum(self, tensor: Tensor) -> SumUnderWay:
+        """Begin to sum a tensor over the members, in place."""

@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
-from raypipe.actors.transport.cuda_ipc import Slot
+from raypipe.actors.transport.cuda_ipc import SharedBuffer
 from raypipe.errors import ConfigError
 
 _BEFORE_OTHERS = -1
-"""The priority of streams whose work goes before that of streams with 0, where both could begin."""
+"""Priority of streams that go before those with 0."""
 
 _HANDLE_BYTES = 64
-"""Of memory or an event, as CUDA has them."""
+"""Size of CUDA's handle of memory or of an event."""
 _IN_USE_S = 0.3
-"""Until a communicator is ended under a call that does not return."""
+"""Limit until a communicator is aborted under a call that does not return."""
 _LOOK_EVERY_S = 0.001
 
 _TYPES = {torch.float32: "NCCL_FLOAT32", torch.float64: "NCCL_FLOAT64", torch.int64: "NCCL_INT64", torch.int32: "NCCL_INT32"}
-"""Of what is summed."""
+"""Dtypes of sums."""
 
 
 def environment(host: str) -> dict[str, str]:
-    """What the processes of a run on GPUs must have in their environment before they touch CUDA; what is there already stays.
+    """Return the environment variables to set in each process before it uses CUDA; those that are set already are left out.
 
     Args:
-        host: unlike for each process that shares a GPU with another, by which NCCL takes them for hosts of their own; empty else.
+        host: Unique text for each process that shares a GPU, so that NCCL treats each as a host; empty otherwise.
     """
     found = {
         # Each stream gets a queue of its own, up to so many: in a common one, a kernel that waits for a peer holds up the others.
@@ -49,17 +49,17 @@ def environment(host: str) -> dict[str, str]:
 
 
 def kind(device: torch.device) -> str:
-    """What topologies call such a GPU, such as `nvidia-h200`."""
+    """Return the kind of a GPU in topologies, such as `nvidia-h200`."""
     return torch.cuda.get_device_properties(device).name.lower().replace(" ", "-")
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Of a GPU."""
+    """Return the memory of a GPU."""
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def nccl_version() -> str:
-    """The version of NCCL that messages would go over, which must be one on all devices; empty where it is missing."""
+    """Return the version of NCCL, which must be the same on all devices; empty if it is missing."""
     try:
         from cupy.cuda import nccl  # noqa: PLC0415  # an extra
     except ImportError:
@@ -71,13 +71,13 @@ def nccl_version() -> str:
 
 
 class Cuda:
-    """The CUDA device of this process, with its current stream as the one that computes.
+    """The CUDA device of this process; its current stream is the computing stream.
 
     Args:
-        device: of torch.
+        device: Device of torch.
 
     Raises:
-        ConfigError: cupy or NCCL is missing; says what to install.
+        ConfigError: cupy or NCCL is missing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,14 +90,14 @@ class Cuda:
             raise ConfigError(f"cupy finds no NCCL library: pip install 'raypipe[{_extra()}]', or put libnccl.so.2 where it looks")
         self.nccl = nccl
         self.runtime = runtime
-        self._kept: dict[int, list[Slot]] = {}
+        self._kept: dict[int, list[SharedBuffer]] = {}
 
     def unique_id(self) -> bytes:
         """See `Library`."""
         return bytes(self.nccl.get_unique_id())
 
     def current_stream(self) -> int:
-        """The address of the computing stream."""
+        """Return the address of the computing stream."""
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def communicator(self, num_ranks: int, unique_id: bytes, rank: int) -> CupyCommunicator:
@@ -106,7 +106,7 @@ class Cuda:
         return CupyCommunicator(self.nccl, self.nccl.NcclCommunicator(num_ranks, unique_id, rank), self.stream())
 
     def stream(self) -> torch.cuda.Stream:
-        """See `Library`. Torch's own streams are 32 in turn, of which two might be one."""
+        """See `Library`. Torch has only 32 streams of its own, which it hands out again."""
         with torch.cuda.device(self.device):
             made = self.runtime.streamCreateWithPriority(self.runtime.streamNonBlocking, _BEFORE_OTHERS)
         return torch.cuda.ExternalStream(int(made), self.device)  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ class Cuda:
 
     # Between processes of one GPU
 
-    def make_slot(self, num_bytes: int) -> Slot:
+    def make_buffer(self, num_bytes: int) -> SharedBuffer:
         """See `SharingLibrary`."""
         kept = self._kept.get(num_bytes)
         if kept:
@@ -147,10 +147,10 @@ class Cuda:
         address = self._malloc(num_bytes)
         filled, taken = (torch.cuda.Event(interprocess=True) for _ in range(2))  # type: ignore[no-untyped-call]
         handles = [self.runtime.ipcGetMemHandle(address), *(event.ipc_handle() for event in (filled, taken))]  # type: ignore[no-untyped-call]
-        return Slot(address, num_bytes, filled, taken, b"".join(map(bytes, handles)))
+        return SharedBuffer(address, num_bytes, filled, taken, b"".join(map(bytes, handles)))
 
     def _malloc(self, num_bytes: int) -> int:
-        """Memory of CUDA's own, which torch gives back for it where it has too much."""
+        """Allocate memory of CUDA; torch gives its cache back if there is none."""
         try:
             return int(self.runtime.malloc(num_bytes))
         except self.runtime.CUDARuntimeError:
@@ -160,20 +160,20 @@ class Cuda:
         except self.runtime.CUDARuntimeError as error:
             raise torch.OutOfMemoryError(f"no memory for {num_bytes} bytes of a message: {error}") from error
 
-    def keep_slot(self, slot: Slot) -> None:
+    def keep_buffer(self, slot: SharedBuffer) -> None:
         """See `SharingLibrary`."""
         self._kept.setdefault(slot.num_bytes, []).append(slot)
 
-    def open_slot(self, num_bytes: int, handles: bytes) -> Slot:
+    def open_buffer(self, num_bytes: int, handles: bytes) -> SharedBuffer:
         """See `SharingLibrary`."""
         memory, filled, taken = (handles[first : first + _HANDLE_BYTES] for first in range(0, 3 * _HANDLE_BYTES, _HANDLE_BYTES))
         address = int(self.runtime.ipcOpenMemHandle(memory))
-        return Slot(address, num_bytes, self._open_event(filled), self._open_event(taken), handles)
+        return SharedBuffer(address, num_bytes, self._open_event(filled), self._open_event(taken), handles)
 
     def _open_event(self, handle: bytes) -> torch.cuda.Event:
         return torch.cuda.Event.from_ipc_handle(self.device, handle)  # type: ignore[no-any-return, no-untyped-call]
 
-    def close_slot(self, slot: Slot) -> None:
+    def close_buffer(self, slot: SharedBuffer) -> None:
         """See `SharingLibrary`."""
         self.runtime.ipcCloseMemHandle(slot.address)
 
@@ -192,17 +192,17 @@ class Cuda:
 
 
 def _extra() -> str:
-    """The extra of raypipe that goes with torch's CUDA."""
+    """Return the extra of raypipe for torch's CUDA."""
     return "cuda13" if (torch.version.cuda or "13").startswith("13") else "cuda12"
 
 
 class CupyCommunicator:
-    """A communicator of cupy, given tensors of torch: both see the same memory.
+    """A communicator of cupy for tensors of torch.
 
     Args:
         nccl: cupy's module.
-        communicator: cupy's.
-        stream: its own.
+        communicator: cupy's communicator.
+        stream: Stream of the communicator.
     """
 
     def __init__(self, nccl: Any, communicator: Any, stream: torch.cuda.Stream) -> None:
@@ -212,7 +212,7 @@ class CupyCommunicator:
         self._lock = threading.Lock()
         self._ended = False
         self._num_calls = 0
-        """Under way in other threads: the communicator must not be freed under them."""
+        """Calls under way in other threads, which need the communicator."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, stream: torch.cuda.Stream) -> None:
         """See `Communicator`."""
@@ -251,10 +251,10 @@ class CupyCommunicator:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keeps the communicator while it is called.
+        """Keep the communicator alive during a call.
 
         Raises:
-            ChannelError: it has ended, or NCCL has failed.
+            ChannelError: The communicator was aborted, or NCCL has failed.
         """
         with self._lock:
             if self._ended:
@@ -269,7 +269,7 @@ class CupyCommunicator:
                 self._num_calls -= 1
 
     def shut_down(self) -> None:
-        """See `Communicator`. In a thread: to end one may wait for the GPU, on which others are yet to be ended."""
+        """See `Communicator`. In a thread: aborting one may wait for the GPU, on which others must be aborted first."""
         with self._lock:
             if self._ended:
                 return

@@ -28,16 +28,16 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from raypipe.actors.transport.channel import ChannelError, Prepared, check_next, check_tensors
+from raypipe.actors.transport.channel import ChannelError, Prepared, check_tensors
 from raypipe.actors.transport.nccl import Library
-from raypipe.actors.transport.protocol import NO_MORE, Expected
-from raypipe.actors.transport.shm import PACKET_BYTES, Line
+from raypipe.actors.transport.protocol import Expected
+from raypipe.actors.transport.shm import PACKET_BYTES, PacketSocket
 from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.lower import Message
 
 _ALIGNMENT_BYTES = 256
 _SLOT_BYTES = 2 << 20
-"""Slots have a multiple of it: CUDA would carve smaller ones out of memory that it does not share alone."""
+"""Unit of their sizes: CUDA would place smaller ones in memory that it cannot share separately."""
 _LOOK_EVERY_S = 0.001
 _NEW = b"\0"
 _SENT = b"\1"
@@ -46,15 +46,15 @@ _SIZE = struct.Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Memory for one message, as one of its ends sees it.
+class SharedBuffer:
+    """GPU memory for one message, mapped into one of the two processes.
 
     Attributes:
-        address: of the memory.
-        num_bytes: of it.
-        filled: the event behind a message's way in.
-        taken: the event behind its way out.
-        handles: by which another process opens all three.
+        address: Address of the memory.
+        num_bytes: Size of the memory.
+        filled: Event behind the copy of a message into the memory.
+        taken: Event behind the copy out of it.
+        handles: Handles by which another process opens all three.
     """
 
     address: int
@@ -65,40 +65,40 @@ class Slot:
 
 
 class SharingLibrary(Library, Protocol):
-    """What is used of CUDA besides: memory and events that other processes can open."""
+    """Also memory and events that other processes can open."""
 
-    def make_slot(self, num_bytes: int) -> Slot:
-        """A slot of the device.
-
-        Raises:
-            torch.OutOfMemoryError: there is no memory for it.
-        """
-
-    def keep_slot(self, slot: Slot) -> None:
-        """Keeps a slot that was made for the next that is asked for: another process may still have it open."""
-
-    def open_slot(self, num_bytes: int, handles: bytes) -> Slot:
-        """A slot that another process made.
+    def make_buffer(self, num_bytes: int) -> SharedBuffer:
+        """Allocate a buffer.
 
         Raises:
-            RuntimeError: this one cannot open it.
+            torch.OutOfMemoryError: There is no memory for it.
         """
 
-    def close_slot(self, slot: Slot) -> None:
-        """Gives an opened slot back."""
+    def keep_buffer(self, slot: SharedBuffer) -> None:
+        """Keep a buffer for the next `make_buffer`: another process may still have it open."""
+
+    def open_buffer(self, num_bytes: int, handles: bytes) -> SharedBuffer:
+        """Open a buffer that another process made.
+
+        Raises:
+            RuntimeError: This process cannot open it.
+        """
+
+    def close_buffer(self, slot: SharedBuffer) -> None:
+        """Close an opened buffer."""
 
     def record(self, event: Any, stream: Any | None) -> None:
-        """Records an event behind what a stream, or the computing one, was told until now."""
+        """Record an event on a stream; `None` for the computing stream."""
 
     def delay(self, stream: Any, event: Any) -> None:
-        """Lets a stream begin what comes next behind an event as it was last recorded."""
+        """Let a stream wait for an event as it was last recorded."""
 
     def copy(self, target: int, source: int, num_bytes: int, stream: Any | None) -> None:
-        """Puts a copy from address to address into a stream, or into the computing one."""
+        """Launch a copy from address to address on a stream; `None` for the computing stream."""
 
 
 class _Description:
-    """What an end believes of a message: where its tensors lie in a slot, and a digest of all of it."""
+    """A message as announced: where its tensors lie in a buffer, and a digest to compare."""
 
     def __init__(self, expected: Expected) -> None:
         self.expected = expected
@@ -116,17 +116,17 @@ class Incoming:
     """The receiving end of a channel.
 
     Args:
-        library: what it works with.
-        line: to the sender.
-        timeout_s: for each message.
+        library: CUDA.
+        packets: Socket to the sender.
+        timeout_s: Limit for each message.
     """
 
-    def __init__(self, library: SharingLibrary, line: Line, *, timeout_s: float) -> None:
-        line.limit(timeout_s)
+    def __init__(self, library: SharingLibrary, packets: PacketSocket, *, timeout_s: float) -> None:
+        packets.limit(timeout_s)
         self.library = library
-        self.line = line
+        self.packets = packets
         self.timeout_s = timeout_s
-        self._slots: list[Slot] = []
+        self._slots: list[SharedBuffer] = []
         self._num_taken = 0
         self._prepared = Prepared(_Description)
         self._left: list[_Description] = []
@@ -134,15 +134,12 @@ class Incoming:
 
     def open(self, messages: Sequence[Expected]) -> None:
         """See `IncomingChannel`."""
-        assert not self._left, "the last window was not closed"
+        assert not self._left, "the last window took all its messages"
         self._left = self._prepared.of(messages)[::-1]
 
-    def recv(self, message: Message) -> tuple[Tensor, ...]:
-        """See `IncomingChannel`; waits until the sender's host has sent it, and lets the computing stream wait for the rest."""
-        if not self._left:
-            raise ChannelError(NO_MORE)
+    def recv(self) -> tuple[Tensor, ...]:
+        """See `IncomingChannel`; the host waits for the sender's host, the computing stream for the copy."""
         description = self._left.pop()
-        check_next(description.expected, message)
         slot = self._next_slot(description)
         library = self.library
         tensors = tuple(library.empty(spec.shape, spec.dtype) for spec in description.expected.tensors)
@@ -153,15 +150,15 @@ class Incoming:
         library.record(slot.taken, None)
         self._num_taken += 1
         with suppress(ChannelError, BlockingIOError):  # the sender is gone, or has not read what was said before: the next says it, too
-            self.line.write_number(self._num_taken)
+            self.packets.write_number(self._num_taken)
         return tensors
 
-    def _next_slot(self, description: _Description) -> Slot:
+    def _next_slot(self, description: _Description) -> SharedBuffer:
         try:
-            packet = self.line.read()
+            packet = self.packets.read()
             while packet[:1] == _NEW:
-                self._open_slot(packet[1:])
-                packet = self.line.read()
+                self._open_buffer(packet[1:])
+                packet = self.packets.read()
         except BlockingIOError:
             raise ChannelError(f"it did not come within {self.timeout_s:g} s; the peer is stuck", kind=TransportTimeoutError) from None
         number: int = _SLOT.unpack(packet[1 : 1 + _SLOT.size])[0]
@@ -169,27 +166,21 @@ class Incoming:
             raise ChannelError(f"expected {description.expected}, and the peer sent another message, shape or dtype")
         return self._slots[number]
 
-    def _open_slot(self, packet: bytes) -> None:
+    def _open_buffer(self, packet: bytes) -> None:
         (num_bytes,) = _SIZE.unpack(packet[: _SIZE.size])
         try:
-            self._slots.append(self.library.open_slot(num_bytes, packet[_SIZE.size :]))
+            self._slots.append(self.library.open_buffer(num_bytes, packet[_SIZE.size :]))
         except RuntimeError as error:
             problem = f"it cannot open the peer's memory on the GPU that they share ({error})"
             raise ChannelError(f"{problem}; set scaling.transport to nccl") from error
 
-    def end(self) -> list[Expected]:
-        """See `IncomingChannel`."""
-        left = [description.expected for description in reversed(self._left)]
-        self._left.clear()
-        return left
-
     def close(self) -> None:
         """See `IncomingChannel`."""
-        self.line.close()
+        self.packets.close()
         self._left.clear()
         for slot in self._slots:
             with suppress(RuntimeError):  # a GPU that has failed gives nothing back
-                self.library.close_slot(slot)
+                self.library.close_buffer(slot)
         self._slots.clear()
 
 
@@ -197,43 +188,40 @@ class Outgoing:
     """The sending end of a channel.
 
     Args:
-        library: what it works with.
-        line: to the receiver.
-        name: of the thread that writes what found the socket full.
+        library: CUDA.
+        packets: Socket to the receiver.
+        name: Name of the thread that writes what found the socket full.
     """
 
-    def __init__(self, library: SharingLibrary, line: Line, *, name: str) -> None:
+    def __init__(self, library: SharingLibrary, packets: PacketSocket, *, name: str) -> None:
         self.library = library
-        self.line = line
+        self.packets = packets
         self.name = name
         self.stream = library.stream()
         self.error: ChannelError | None = None
         """See `OutgoingChannel`."""
-        self._slots: list[Slot] = []
+        self._slots: list[SharedBuffer] = []
         self._free: deque[int] = deque()
         self._under_way: deque[tuple[Message, int]] = deque()
-        """The slots of messages of which the receiver's host has not said that it took them."""
+        """Buffers of messages that the receiver's host has not acknowledged."""
         self._num_taken = 0
         self._prepared = Prepared(_Description)
         self._left: list[_Description] = []
         """The last is the next."""
         self._condition = threading.Condition()
-        self._packets: deque[bytes] = deque()
+        self._unwritten: deque[bytes] = deque()
         self._writer: threading.Thread | None = None
 
     def open(self, messages: Sequence[Expected]) -> None:
         """See `OutgoingChannel`."""
-        assert not self._left, "the last window was not closed"
+        assert not self._left, "the last window took all its messages"
         self._left = self._prepared.of(messages)[::-1]
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor]) -> None:
         """See `OutgoingChannel`."""
         if self.error is not None:
             raise self.error
-        if not self._left:
-            raise ChannelError(NO_MORE)
         description = self._left.pop()
-        check_next(description.expected, message)
         check_tensors(description.expected, tensors)
         self._hear()
         number = self._free_slot(description.num_bytes)
@@ -247,7 +235,7 @@ class Outgoing:
                 library.copy(slot.address + offset, carried.data_ptr(), num_bytes, self.stream)
                 library.use(carried, self.stream)
         library.record(slot.filled, self.stream)
-        self._under_way.append((message, number))
+        self._under_way.append((description.expected.message, number))
         self._write(_SENT + _SLOT.pack(number) + description.digest)
 
     def _free_slot(self, num_bytes: int) -> int:
@@ -256,7 +244,7 @@ class Outgoing:
                 self._free.remove(number)
                 return number
         size = max(1, -(-num_bytes // _SLOT_BYTES)) * _SLOT_BYTES
-        slot = self.library.make_slot(size)
+        slot = self.library.make_buffer(size)
         self._slots.append(slot)
         packet = _NEW + _SIZE.pack(size) + slot.handles
         assert len(packet) <= PACKET_BYTES, "handles are of 64 bytes each"
@@ -264,66 +252,59 @@ class Outgoing:
         return len(self._slots) - 1
 
     def _hear(self) -> None:
-        """Frees the slots of what was taken."""
-        while (taken := self.line.read_number()) is not None:
+        """Free the buffers of messages that were taken."""
+        while (taken := self.packets.read_number()) is not None:
             while self._num_taken < taken:
                 self._free.append(self._under_way.popleft()[1])
                 self._num_taken += 1
 
     def _write(self, packet: bytes) -> None:
         with self._condition:
-            if not self._packets:
+            if not self._unwritten:
                 try:
-                    self.line.write(packet)
+                    self.packets.write(packet)
                     return
                 except BlockingIOError:
                     self._writer = threading.Thread(target=self._write_all, name=self.name, daemon=True)
-                    self._packets.append(packet)
+                    self._unwritten.append(packet)
                     self._writer.start()
                     return
-            self._packets.append(packet)
+            self._unwritten.append(packet)
 
     def _write_all(self) -> None:
-        """What the thread does."""
         try:
             while True:
                 with self._condition:
-                    packet = self._packets[0]
-                self.line.write_when_there_is_room(packet)
+                    packet = self._unwritten[0]
+                self.packets.write_when_there_is_room(packet)
                 with self._condition:
-                    self._packets.popleft()
-                    if not self._packets:
+                    self._unwritten.popleft()
+                    if not self._unwritten:
                         return
         except ChannelError as error:
             self.error = error
 
     def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
-        """See `OutgoingChannel`; what was said to the receiver has left, for its memory stays."""
+        """See `OutgoingChannel`; a message has left once its packet has, because its memory stays."""
         deadline_s = time.monotonic() + timeout_s
-        while self._packets and self.error is None:
+        while self._unwritten and self.error is None:
             if time.monotonic() > deadline_s or aborted.wait(_LOOK_EVERY_S):
                 break
         with suppress(ChannelError):  # a receiver that has all it needs may be gone
             self._hear()
-        return self._under_way[0][0] if self._packets else None
-
-    def end(self) -> list[Expected]:
-        """See `OutgoingChannel`."""
-        left = [description.expected for description in reversed(self._left)]
-        self._left.clear()
-        return left
+        return self._under_way[0][0] if self._unwritten else None
 
     def wake(self) -> None:
-        """See `OutgoingChannel`; `flush` looks by itself."""
+        """See `OutgoingChannel`; `flush` polls."""
 
     def close(self) -> None:
         """See `OutgoingChannel`."""
         if self._writer is not None:
             self._writer.join()
-        self.line.close()
+        self.packets.close()
         self._left.clear()
         for slot in self._slots:
-            self.library.keep_slot(slot)
+            self.library.keep_buffer(slot)
         self._slots.clear()
         self._under_way.clear()
         self._free.clear()

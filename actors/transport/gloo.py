@@ -1,7 +1,7 @@
 """Process groups of torch's gloo, which carry messages and sums between processes and hosts over TCP.
 
 Each channel (ordered pair of devices) that goes over gloo has a process group of its own with two ranks, and so has each set
-of devices that meets in collectives. None of them is torch's default group. What shapes the code, here and in `gloo_channels`:
+of devices that meets in collectives. None of them is torch's default group. What shapes the code, here and in `gloo_channel`:
 
 * A message passes when both ends have named it: gloo sends no data before the receive is posted. So receives are posted
   ahead, the next one before the current is waited for, and sends wait in the sender's memory, never in its program.
@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp  # type: i
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
 from raypipe.actors.transport.gloo_channel import UNLIMITED, Group, cause, failure
 from raypipe.actors.transport.protocol import summing_dtype
-from raypipe.actors.transport.rendezvous import Meeting, limit
+from raypipe.actors.transport.rendezvous import Rendezvous, limit
 from raypipe.actors.transport.sockets import Connection, connections, interface_of
 from raypipe.errors import TransportError
 
@@ -37,61 +37,61 @@ _LOOK_EVERY_S = 0.3
 
 
 def choose_interface(host_ip: str) -> None:
-    """Lets gloo use the interface with an address, unless the user chose one. Gloo learns of it by the process's environment."""
+    """Let gloo use the interface with this address, unless the user chose one; gloo reads it from the process's environment."""
     if _INTERFACE_VARIABLE not in os.environ:
         interface = interface_of(host_ip)
         if interface is not None:
             os.environ[_INTERFACE_VARIABLE] = interface
 
 
-def make_group(meeting: Meeting, kind: str, members: tuple[int, ...]) -> tuple[Group, list[Connection]]:
-    """The process group of this device and the others, once all have come, which takes a millisecond; its ranks follow `members`.
+def make_group(rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> tuple[Group, list[Connection]]:
+    """Make a process group, once all members have come, which takes a millisecond; its ranks follow `members`.
 
     Returns:
-        the group, and its connections in this process.
+        The group, and its connections in this process.
 
     Raises:
-        TransportTimeoutError: a member did not come in time.
-        TransportError: one came and went.
+        TransportTimeoutError: A member did not come in time.
+        TransportError: A member came and went.
         AbortedError: `abort` was called.
     """
-    others = [member for member in members if member != meeting.device]
+    others = [member for member in members if member != rendezvous.device]
     name = f"{kind} {'-'.join(map(str, members))}"
-    meeting.say(f"{name} ready")
-    meeting.hear(f"{name} ready", others)
+    rendezvous.publish(f"{name} ready")
+    rendezvous.wait_for(f"{name} ready", others)
     before = connections()
-    rank = members.index(meeting.device)
+    rank = members.index(rendezvous.device)
     try:
-        group = cast(Group, ProcessGroupGloo(PrefixStore(name, meeting.store), rank, len(members), limit(meeting.left_s)))
+        group = cast(Group, ProcessGroupGloo(PrefixStore(name, rendezvous.store), rank, len(members), limit(rendezvous.left_s)))
     except RuntimeError as error:
-        meeting.lines.check()
-        peers = ", ".join(meeting.names[other] for other in others)
-        meeting.check_deadline(peers, "it came, but did not answer")
-        raise TransportError(meeting.name, peers, "connecting", cause(error)) from error
+        rendezvous.aborting.check()
+        peers = ", ".join(rendezvous.names[other] for other in others)
+        rendezvous.check_deadline(peers, "it came, but did not answer")
+        raise TransportError(rendezvous.name, peers, "connecting", cause(error)) from error
     mine = connections() - before
     # Other threads of this process open connections, too. The group's are those that another member sees from its end.
-    meeting.say(f"{name} made", json.dumps([(connection.local, connection.remote) for connection in mine]))
-    theirs = {(remote, local) for said in meeting.hear(f"{name} made", others) for local, remote in json.loads(said)}
-    lines = [connection for connection in mine if (connection.local, connection.remote) in theirs]
-    meeting.lines.add(lines)
-    return group, lines
+    rendezvous.publish(f"{name} made", json.dumps([(connection.local, connection.remote) for connection in mine]))
+    theirs = {(remote, local) for said in rendezvous.wait_for(f"{name} made", others) for local, remote in json.loads(said)}
+    of_group = [connection for connection in mine if (connection.local, connection.remote) in theirs]
+    rendezvous.aborting.add(of_group)
+    return group, of_group
 
 
-class SumGroup:
-    """A set of devices that meets in sums.
+class GlooSumGroup:
+    """A set of devices that sums over gloo.
 
     Args:
-        group: of its members.
-        lines: its connections.
+        group: Process group of the members.
+        connections: Connections of the group.
     """
 
-    def __init__(self, group: Group, lines: list[Connection]) -> None:
+    def __init__(self, group: Group, connections: list[Connection]) -> None:
         self.group = group
-        self.lines = lines
+        self.connections = connections
 
     def sum(self, tensor: Tensor) -> Sum:
-        """Begins to sum a tensor over the members, in place."""
-        return Sum(self.group, self.lines, tensor)
+        """Begin to sum a tensor over the members, in place."""
+        return Sum(self.group, self.connections, tensor)
 
 
 class Sum:
@@ -100,15 +100,15 @@ class Sum:
     16-bit floats are summed in float32 and rounded once, at the cost of twice the bytes.
 
     Args:
-        group: of the members.
-        lines: its connections.
-        tensor: this one's share; holds the sum after `wait`.
+        group: Process group of the members.
+        connections: Connections of the group.
+        tensor: This member's share; holds the sum after `wait`.
     """
 
-    def __init__(self, group: Group, lines: list[Connection], tensor: Tensor) -> None:
-        self.lines = lines
+    def __init__(self, group: Group, connections: list[Connection], tensor: Tensor) -> None:
+        self.connections = connections
         self.tensor = tensor
-        # An empty tensor is not sent; its members meet over a stand-in.
+        # An empty tensor is not sent; its members sum a stand-in.
         sent = tensor.detach() if tensor.numel() else torch.zeros(1)
         # `tensor` itself where gloo can work on it in place.
         self._summed = sent.to(summing_dtype(sent.dtype)).contiguous()
@@ -118,10 +118,10 @@ class Sum:
             raise failure(error) from error
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until the sum is there.
+        """Wait until the sum is there.
 
         Raises:
-            ChannelError: it did not come.
+            ChannelError: It did not come.
         """
         deadline_s = time.monotonic() + timeout_s
         ended = completed = False
@@ -141,7 +141,7 @@ class Sum:
                 if ended:
                     raise ChannelError(CLOSED_BY_PEER) from error
             # A member that has all it needs of the sum may leave before this one has: what it sent gets one more look's time.
-            ended = any(line.ended() for line in self.lines)
+            ended = any(connection.ended() for connection in self.connections)
         target = self.tensor.detach()
         if target.numel() and target.data_ptr() != self._summed.data_ptr():
             target.copy_(self._summed)

@@ -15,31 +15,31 @@ from torch import Tensor
 from torch.distributed import ReduceOp, Work
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError, Prepared, check_tensors, wait_until_empty
-from raypipe.actors.transport.protocol import NO_MORE, Expected, TensorSpec, not_next
+from raypipe.actors.transport.protocol import Expected, TensorSpec
 from raypipe.actors.transport.rendezvous import limit
 from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.lower import Message
 
 UNLIMITED = timedelta(days=10)
-"""For waits that something else ends: Python counts the time, or the connection is shut down."""
+"""For waits that something else ends."""
 _REAP_EVERY_S = 0.05
 
 
 class Group(Protocol):
-    """What is used of a ProcessGroupGloo; torch's type stubs leave it out."""
+    """The used part of ProcessGroupGloo, which torch's type stubs leave out."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
-        """Begins to send the one tensor."""
+        """Begin to send the one tensor."""
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
-        """Begins to receive into the one tensor."""
+        """Begin to receive into the one tensor."""
 
     def allreduce(self, tensors: list[Tensor], op: ReduceOp.RedOpType, timeout: timedelta, /) -> Work:
-        """Begins to combine the one tensor of each rank."""
+        """Begin to combine the one tensor of each rank."""
 
 
 def cause(error: RuntimeError) -> str:
-    """What an error of gloo means."""
+    """Return what an error of gloo means."""
     text = str(error).splitlines()[0]
     if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe", "caused pair closure")):
         return CLOSED_BY_PEER
@@ -47,11 +47,11 @@ def cause(error: RuntimeError) -> str:
 
 
 def failure(error: RuntimeError, *, waited_s: float | None = None) -> ChannelError:
-    """What an error of gloo means to us.
+    """Return the channel error for an error of gloo.
 
     Args:
-        error: gloo's.
-        waited_s: the limit that gloo was told, if it is over; gloo does not say that this was why.
+        error: Error of gloo.
+        waited_s: Limit of the wait if it is over, which gloo's error does not tell.
     """
     if waited_s is not None:
         problem = f"nothing came within {waited_s:g} s; the peer is stuck, or sent another message or shape"
@@ -60,13 +60,13 @@ def failure(error: RuntimeError, *, waited_s: float | None = None) -> ChannelErr
 
 
 class _Description:
-    """What an end believes of a message, made once.
+    """A message as announced.
 
     Args:
-        expected: the message as it was announced.
+        expected: The message.
 
     Attributes:
-        marks: one for each tensor on the wire: what it is, in a number.
+        marks: Hash of each tensor on the wire.
     """
 
     def __init__(self, expected: Expected) -> None:
@@ -79,9 +79,9 @@ class _Description:
         self.marks = [zlib.crc32(f"{place} {spec.shape} {spec.dtype}".encode(), start) for place, spec in enumerate(specs)]
 
     def tags(self, number: int) -> list[int]:
-        """What gloo pairs sends and receives by, for the message of a number on its channel.
+        """Return the tags by which gloo pairs sends and receives, for the message with this number on its channel.
 
-        Tensors whose tags happen to be equal are paired in their order.
+        Tensors with equal tags are paired in order.
         """
         shift = number * _STRIDE
         return [(mark + shift) & 0x7FFFFFFF for mark in self.marks]
@@ -94,7 +94,7 @@ _NOTHING = TensorSpec((0,), torch.uint8)
 
 
 def _on_the_wire(tensor: Tensor) -> Tensor:
-    """What gloo carries for a tensor: its contiguous memory, or one byte if there is none."""
+    """Return the contiguous memory that gloo carries for a tensor, or one byte if it is empty."""
     if not tensor.numel():
         return torch.zeros(1, dtype=torch.uint8)
     if tensor.is_complex() or tensor.is_neg():
@@ -107,9 +107,9 @@ class Incoming:
     """The receiving end of a channel.
 
     Args:
-        group: this device is rank 1 of it.
-        ahead: messages whose receives are posted.
-        timeout_s: for each message.
+        group: Process group, in which this device is rank 1.
+        ahead: Number of messages whose receives are posted ahead.
+        timeout_s: Limit for each message.
     """
 
     def __init__(self, group: Group, *, ahead: int, timeout_s: float) -> None:
@@ -118,12 +118,12 @@ class Incoming:
         self.timeout_s = timeout_s
         self.number = 0
         self.later: deque[_Description] = deque()
-        self.posted: deque[tuple[_Description, tuple[Tensor, ...], list[Work]]] = deque()
+        self.posted: deque[tuple[tuple[Tensor, ...], list[Work]]] = deque()
         self._prepared = Prepared(_Description)
 
     def open(self, messages: Sequence[Expected]) -> None:
-        """Posts the first receives of a window."""
-        assert not self.posted, "the last window was not closed"
+        """See `IncomingChannel`. Posts the first receives."""
+        assert not self.posted, "the last window received all its messages"
         self.later.extend(self._prepared.of(messages))
         try:
             for _ in range(self.ahead):
@@ -138,30 +138,20 @@ class Incoming:
         tensors = tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in description.expected.tensors)
         carried = [_on_the_wire(tensor) for tensor in tensors] or [_on_the_wire(torch.empty(0))]
         works = [self.group.recv([tensor], 0, tag) for tensor, tag in zip(carried, description.tags(self.number), strict=True)]
-        self.posted.append((description, tensors, works))
+        self.posted.append((tensors, works))
         self.number += 1
 
-    def recv(self, message: Message) -> tuple[Tensor, ...]:
+    def recv(self) -> tuple[Tensor, ...]:
         """See `IncomingChannel`."""
-        if not self.posted and not self.later:
-            raise ChannelError(NO_MORE)
         deadline_s = time.monotonic() + self.timeout_s
         try:
             self._post()  # before the wait: posting takes 20 us, which pass while the message travels
-            description, tensors, works = self.posted.popleft()
-            if description.message is not message and description.message != message:
-                raise ChannelError(not_next(description.expected))
+            tensors, works = self.posted.popleft()
             for work in works:
                 work.wait(limit(deadline_s - time.monotonic()))
         except RuntimeError as error:
             raise failure(error, waited_s=self.timeout_s if time.monotonic() >= deadline_s else None) from error
         return tensors
-
-    def end(self) -> list[Expected]:
-        """See `IncomingChannel`."""
-        left = [description.expected for description, _, _ in self.posted] + [description.expected for description in self.later]
-        self.close()
-        return left
 
     def close(self) -> None:
         """See `IncomingChannel`."""
@@ -176,8 +166,8 @@ class Outgoing:
     that took time it rests again, so that it does not wake for each message.
 
     Args:
-        group: this device is rank 0 of it.
-        name: of the thread.
+        group: Process group, in which this device is rank 0.
+        name: Name of the thread.
     """
 
     def __init__(self, group: Group, *, name: str) -> None:
@@ -197,24 +187,20 @@ class Outgoing:
 
     def open(self, messages: Sequence[Expected]) -> None:
         """See `OutgoingChannel`. Lets the thread look now and then, until `flush`."""
-        assert not self._left, "the last window was not closed"
+        assert not self._left, "the last window sent all its messages"
         self._left = self._prepared.of(messages)[::-1]
         with self._condition:
             self._in_window = True
             self._condition.notify_all()
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor]) -> None:
         """See `OutgoingChannel`."""
-        if not self._left:
-            raise ChannelError(NO_MORE)
         description = self._left.pop()
-        if description.message is not message and description.message != message:
-            raise ChannelError(not_next(description.expected))
         check_tensors(description.expected, tensors)
         carried = [_on_the_wire(tensor) for tensor in tensors] or [_on_the_wire(torch.empty(0))]
         try:
             for tensor, tag in zip(carried, description.tags(self.number), strict=True):
-                self.sent.append((message, self.group.send([tensor], 1, tag)))  # the Work keeps the tensor
+                self.sent.append((description.message, self.group.send([tensor], 1, tag)))  # the Work keeps the tensor
         except RuntimeError as error:
             raise failure(error) from error
         self.number += 1
@@ -233,12 +219,6 @@ class Outgoing:
             self._flushing = self._in_window = False
             left = self.sent.copy()  # at once: the thread may go on
             return left[0][0] if left else None
-
-    def end(self) -> list[Expected]:
-        """See `OutgoingChannel`."""
-        left = [description.expected for description in reversed(self._left)]
-        self._left.clear()
-        return left
 
     def wake(self) -> None:
         """See `OutgoingChannel`."""

@@ -4,7 +4,7 @@ Each channel (ordered pair of devices) has a communicator of two ranks and a str
 meets in sums. What shapes the code:
 
 * NCCL pairs what the two ends of a communicator name, first with first. Both ends name the messages of a channel in the order of the
-  lowered programs, which the validator has run; what is named here is compared with what was announced here.
+  lowered programs, which the validator has run; nothing of a message can be compared where it arrives.
 * Work of several communicators may pass in any order only if all of it can be on the GPU at once: the actor asks CUDA for as many queues
   as it has (`environment`), and NCCL for few blocks of threads, which computation then lacks while they wait.
 * Making a communicator and passing its first message hold the host up until the other end does so, too. Both happen in `connect`, set by
@@ -27,9 +27,9 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from raypipe.actors.transport.channel import ChannelError, check_next, check_tensors
-from raypipe.actors.transport.protocol import NO_MORE, Expected, summing_dtype
-from raypipe.actors.transport.rendezvous import Meeting
+from raypipe.actors.transport.channel import ChannelError, check_tensors
+from raypipe.actors.transport.protocol import Expected, summing_dtype
+from raypipe.actors.transport.rendezvous import Rendezvous
 from raypipe.schedules.lower import Message
 
 T = TypeVar("T")
@@ -39,95 +39,95 @@ _LOOK_EVERY_S = 0.001
 
 
 class Communicator(Protocol):
-    """Some ranks that pass messages and meet in sums. What it is told happens in the order of its stream.
+    """Ranks that pass messages and sum, in the order of a stream.
 
     Attributes:
-        stream: its own.
+        stream: Stream of the communicator.
     """
 
     @property
     def stream(self) -> Any:
-        """See above."""
+        """Stream of the communicator."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, stream: Any) -> None:
-        """Puts the sending of contiguous tensors that are not empty into a stream."""
+        """Launch the sending of contiguous, non-empty tensors on a stream."""
 
     def recv(self, tensors: Sequence[Tensor], peer: int, stream: Any) -> None:
-        """Puts the receiving into contiguous tensors that are not empty into a stream."""
+        """Launch the receiving into contiguous, non-empty tensors on a stream."""
 
     def all_reduce(self, tensor: Tensor, stream: Any) -> None:
-        """Puts the summing of a contiguous tensor that is not empty, in place, into a stream."""
+        """Launch the in-place sum of a contiguous, non-empty tensor on a stream."""
 
     def problem(self) -> str | None:
-        """What has gone wrong since, if anything has. Called from any thread."""
+        """Return the asynchronous error, if there is one. Called from any thread."""
 
     def shut_down(self) -> None:
-        """Ends what is under way and all that follows, with any content; does not wait for that. Called from any thread."""
+        """Abort all work, whose results are then undefined; do not wait. Called from any thread."""
 
 
 class Library(Protocol):
-    """What is used of CUDA and NCCL: `raypipe.actors.transport.cuda` on a GPU."""
+    """The used part of CUDA and NCCL: `raypipe.actors.transport.cuda` on a GPU."""
 
     def unique_id(self) -> bytes:
-        """What the members of a new communicator know it by; one of them asks for it."""
+        """Return the id of a new communicator; one member calls this."""
 
     def communicator(self, num_ranks: int, unique_id: bytes, rank: int) -> Communicator:
-        """Makes a communicator, once all its ranks do."""
+        """Make a communicator; returns once all its ranks have called this."""
 
     def stream(self) -> Any:
-        """A new stream, which nothing else is put into, before others where they compete."""
+        """Make a stream with a high priority."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the computing stream."""
+        """Allocate a tensor for the computing stream."""
 
     def follow(self, stream: Any) -> None:
-        """Lets a stream begin what comes next behind what the computing stream was told until now."""
+        """Let a stream wait for the work of the computing stream so far."""
 
     def use(self, tensor: Tensor, stream: Any) -> None:
-        """Keeps the memory of a tensor until a stream has done what it was told until now."""
+        """Keep the memory of a tensor until a stream has done its work so far."""
 
     def reached(self, stream: Any) -> Any:
-        """An event at the end of what a stream was told until now."""
+        """Record an event behind the work of a stream so far."""
 
     def wait(self, event: Any, *, timeout_s: float) -> None:
-        """Lets the computing stream begin what comes next behind an event; the limit is for libraries whose host computes.
+        """Let the computing stream wait for an event; the limit is for libraries whose host computes.
 
         Raises:
-            ChannelError: the event did not happen.
+            ChannelError: The event did not happen.
         """
 
     def happened(self, event: Any) -> bool:
-        """Whether an event has happened."""
+        """Return whether an event has happened."""
 
 
-def connect(library: Library, meeting: Meeting, kind: str, members: tuple[int, ...]) -> Communicator:
-    """The communicator of this device and the others, once all have come; its ranks follow `members`.
+def connect(library: Library, rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> Communicator:
+    """Make a communicator, once all members have come; its ranks follow `members`.
 
     Raises:
-        TransportTimeoutError: a member did not come in time.
-        TransportError: one came and went, or NCCL failed.
+        TransportTimeoutError: A member did not come in time.
+        TransportError: A member came and went, or NCCL failed.
         AbortedError: `abort` was called.
     """
     name = f"{kind} {'-'.join(map(str, members))}"
-    rank = members.index(meeting.device)
-    others = [member for member in members if member != meeting.device]
+    rank = members.index(rendezvous.device)
+    others = [member for member in members if member != rendezvous.device]
     if rank == 0:
-        meeting.say(f"{name} id", library.unique_id().hex())
-    (unique_id,) = meeting.hear(f"{name} id", members[:1])
+        rendezvous.publish(f"{name} id", library.unique_id().hex())
+    (unique_id,) = rendezvous.wait_for(f"{name} id", members[:1])
     # From here on members wait for each other in NCCL, which nothing ends: all must be there and alive.
-    meeting.say(f"{name} ready")
-    meeting.hear(f"{name} ready", others)
+    rendezvous.publish(f"{name} ready")
+    rendezvous.wait_for(f"{name} ready", others)
 
     def make() -> Communicator:
         made = library.communicator(len(members), bytes.fromhex(unique_id), rank)
         _pass_the_first(library, made, rank, summed=kind == "group")
         return made
 
-    return _with_limit(make, meeting, ", ".join(meeting.names[other] for other in others))
+    return _with_limit(make, rendezvous, ", ".join(rendezvous.names[other] for other in others))
 
 
 def _pass_the_first(library: Library, communicator: Communicator, rank: int, *, summed: bool) -> None:
-    """Passes a first message or sum, for which NCCL holds the host up until its ways are open."""
+    """Pass a first message or sum, for which NCCL blocks the host until its connections are open."""
     first, stream = library.empty((1,), torch.float32), communicator.stream
     first.zero_()
     library.follow(stream)
@@ -142,8 +142,8 @@ def _pass_the_first(library: Library, communicator: Communicator, rank: int, *, 
         time.sleep(_LOOK_EVERY_S)
 
 
-def _with_limit(make: Callable[[], T], meeting: Meeting, peers: str) -> T:
-    """What a function makes, in a thread that is left behind if the meeting's time runs out."""
+def _with_limit(make: Callable[[], T], rendezvous: Rendezvous, peers: str) -> T:
+    """Return what a function makes, in a thread that is left behind if the meeting's time runs out."""
     made: list[T] = []
     failed: list[Exception] = []
 
@@ -157,16 +157,16 @@ def _with_limit(make: Callable[[], T], meeting: Meeting, peers: str) -> T:
     thread.start()
     while thread.is_alive():
         thread.join(0.05)
-        meeting.lines.check()
+        rendezvous.aborting.check()
         if thread.is_alive():
-            meeting.check_deadline(peers, "it came, but did not answer over NCCL")
+            rendezvous.check_deadline(peers, "it came, but did not answer over NCCL")
     if failed:
         raise ChannelError(f"NCCL failed: {failed[0]}") from failed[0]
     return made[0]
 
 
 def _with_bytes(library: Library, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What travels of a message: its tensors that are not empty, or one byte, so that it is still a message."""
+    """Return the non-empty tensors of a message, or one byte, because NCCL passes no empty messages."""
     return [tensor for tensor in tensors if tensor.numel()] or [library.empty((1,), torch.uint8)]
 
 
@@ -174,9 +174,9 @@ class Incoming:
     """The receiving end of a channel.
 
     Args:
-        library: what it works with.
-        communicator: this device is rank 1 of it.
-        timeout_s: see `Library.wait`.
+        library: CUDA and NCCL.
+        communicator: Communicator, in which this device is rank 1.
+        timeout_s: Limit of `Library.wait`.
     """
 
     def __init__(self, library: Library, communicator: Communicator, *, timeout_s: float) -> None:
@@ -186,12 +186,12 @@ class Incoming:
         self.stream = communicator.stream
         self._left: list[Expected] = []
         """The last is the next."""
-        self._posted: deque[tuple[Expected, tuple[Tensor, ...], Any]] = deque()
+        self._posted: deque[tuple[tuple[Tensor, ...], Any]] = deque()
 
     def open(self, messages: Sequence[Expected]) -> None:
         """See `IncomingChannel`."""
-        assert not self._left, "the last window was not closed"
-        assert not self._posted, "the last window was not closed"
+        assert not self._left, "the last window took all its messages"
+        assert not self._posted, "the last window received all its messages"
         self._left = list(reversed(messages))
         for _ in range(_RECEIVES_AHEAD):
             self._post()
@@ -206,23 +206,14 @@ class Incoming:
         self.communicator.recv(carried, 0, self.stream)
         for tensor in carried:
             self.library.use(tensor, self.stream)
-        self._posted.append((expected, tensors, self.library.reached(self.stream)))
+        self._posted.append((tensors, self.library.reached(self.stream)))
 
-    def recv(self, message: Message) -> tuple[Tensor, ...]:
+    def recv(self) -> tuple[Tensor, ...]:
         """See `IncomingChannel`; the host does not wait, the computing stream does."""
-        if not self._posted and not self._left:
-            raise ChannelError(NO_MORE)
         self._post()
-        expected, tensors, event = self._posted.popleft()
-        check_next(expected, message)
+        tensors, event = self._posted.popleft()
         self.library.wait(event, timeout_s=self.timeout_s)
         return tensors
-
-    def end(self) -> list[Expected]:
-        """See `IncomingChannel`."""
-        left = [expected for expected, _, _ in self._posted] + self._left[::-1]
-        self.close()
-        return left
 
     def close(self) -> None:
         """See `IncomingChannel`."""
@@ -234,8 +225,8 @@ class Outgoing:
     """The sending end of a channel.
 
     Args:
-        library: what it works with.
-        communicator: this device is rank 0 of it.
+        library: CUDA and NCCL.
+        communicator: Communicator, in which this device is rank 0.
     """
 
     def __init__(self, library: Library, communicator: Communicator) -> None:
@@ -254,15 +245,12 @@ class Outgoing:
 
     def open(self, messages: Sequence[Expected]) -> None:
         """See `OutgoingChannel`."""
-        assert not self._left, "the last window was not closed"
+        assert not self._left, "the last window took all its messages"
         self._left = list(reversed(messages))
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor]) -> None:
         """See `OutgoingChannel`."""
-        if not self._left:
-            raise ChannelError(NO_MORE)
         expected = self._left.pop()
-        check_next(expected, message)
         check_tensors(expected, tensors)
         carried = _with_bytes(self.library, [tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors])
         self.library.follow(self.stream)
@@ -271,7 +259,7 @@ class Outgoing:
             self.library.use(tensor, self.stream)
         while self._sent and self.library.happened(self._sent[0][1]):
             self._sent.popleft()
-        self._sent.append((message, self.library.reached(self.stream)))
+        self._sent.append((expected.message, self.library.reached(self.stream)))
 
     def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
         """See `OutgoingChannel`."""
@@ -285,14 +273,8 @@ class Outgoing:
                 return message
         return None
 
-    def end(self) -> list[Expected]:
-        """See `OutgoingChannel`."""
-        left = self._left[::-1]
-        self._left.clear()
-        return left
-
     def wake(self) -> None:
-        """See `OutgoingChannel`; `flush` looks by itself."""
+        """See `OutgoingChannel`; `flush` polls."""
 
     def close(self) -> None:
         """See `OutgoingChannel`."""
@@ -300,12 +282,12 @@ class Outgoing:
         self._sent.clear()
 
 
-class Group:
-    """A set of devices that meets in sums.
+class NcclSumGroup:
+    """A set of devices that sums over NCCL.
 
     Args:
-        library: what it works with.
-        communicator: of its members.
+        library: CUDA and NCCL.
+        communicator: Communicator of the members.
     """
 
     def __init__(self, library: Library, communicator: Communicator) -> None:
@@ -314,7 +296,7 @@ class Group:
         self.stream = communicator.stream
 
     def sum(self, tensor: Tensor) -> Sum:
-        """Begins to sum a tensor over the members, in place."""
+        """Begin to sum a tensor over the members, in place."""
         return Sum(self, tensor)
 
 
@@ -322,11 +304,11 @@ class Sum:
     """A sum under way.
 
     Args:
-        group: of the members.
-        tensor: this one's share; holds the sum after `wait`.
+        group: The members.
+        tensor: This member's share; holds the sum after `wait`.
     """
 
-    def __init__(self, group: Group, tensor: Tensor) -> None:
+    def __init__(self, group: NcclSumGroup, tensor: Tensor) -> None:
         self.group = group
         self.tensor = tensor
         library = group.library
@@ -338,10 +320,10 @@ class Sum:
         self._event = library.reached(group.stream)
 
     def wait(self, timeout_s: float) -> None:
-        """Lets the computing stream wait until the sum is there.
+        """Let the computing stream wait until the sum is there.
 
         Raises:
-            ChannelError: it did not come.
+            ChannelError: It did not come.
         """
         self.group.library.wait(self._event, timeout_s=timeout_s)
         target = self.tensor.detach()

@@ -63,17 +63,17 @@ class NcclLibrary(Protocol):
     """cupy's module."""
 
     def unique_id(self) -> bytes:
-        """What the members of a new communicator know it by."""
+        """Return the id of a new communicator."""
 
     def current_stream(self) -> int:
-        """The address of the computing stream."""
+        """Return the address of the computing stream."""
 
 
 def register() -> None:
-    """Makes the backend known to this process; again and again, if one likes."""
+    """Register the backend in this process; may be called again."""
     try:
         register_collective_backend(NAME, NcclGroup)
-    except ValueError:  # it is known
+    except ValueError:  # it is registered
         return
 
 
@@ -88,7 +88,7 @@ class _Keeper:
         self._unique_id = unique_id
 
     def kept(self) -> bytes:
-        """What it keeps."""
+        """Return the id."""
         return self._unique_id
 
 
@@ -107,10 +107,10 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
         return f"{NAME}/{self.group_name}/{self.world_size}"
 
     def _meet(self) -> bytes:
-        """The id of the communicator, which rank 0 keeps in an actor with the group's name.
+        """Return the id of the communicator, which rank 0 keeps in an actor with the group's name.
 
         Raises:
-            RunError: rank 0 did not come in time.
+            RunError: Rank 0 did not come in time.
         """
         name = self._keeper_name
         if self.rank == 0:
@@ -130,16 +130,16 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
 
     @classmethod
     def backend(cls) -> str:
-        """Its name."""
+        """Return the name of the backend."""
         return NAME.upper()
 
     @classmethod
     def check_backend_availability(cls) -> bool:
-        """Whether this process has NCCL."""
+        """Return whether this process has NCCL."""
         return bool(nccl_version())
 
     def destroy_group(self) -> None:
-        """Ends the communicator."""
+        """End the communicator."""
         self._communicator.destroy()
         if self._keeper is not None:
             ray.kill(self._keeper)
@@ -152,28 +152,28 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
     # What ray.util.collective calls; it gives tensors in lists of one
 
     def allreduce(self, tensor: Sequence[Any], allreduce_options: Any = AllReduceOptions()) -> None:  # noqa: B008  # as Ray has it
-        """Combines a tensor of each rank, in place."""
+        """Combine a tensor of each rank, in place."""
         given = _one(tensor)
         operation = self._operation(allreduce_options)
         self._communicator.allReduce(given.data_ptr(), given.data_ptr(), given.numel(), self._kind(given), operation, self._stream())
 
     def barrier(self, barrier_options: Any = BarrierOptions()) -> None:  # noqa: B008
-        """Lets the streams of all ranks meet."""
+        """Let the streams of all ranks wait for each other."""
         self.allreduce([torch.zeros(1, device="cuda")])
 
     def reduce(self, tensor: Sequence[Any], reduce_options: Any = ReduceOptions()) -> None:  # noqa: B008
-        """Combines a tensor of each rank in that of the root; those of the others stay as they are."""
+        """Combine a tensor of each rank in the root's; the others' do not change."""
         given, root = _one(tensor), reduce_options.root_rank
         operation = self._operation(reduce_options)
         self._communicator.reduce(given.data_ptr(), given.data_ptr(), given.numel(), self._kind(given), operation, root, self._stream())
 
     def broadcast(self, tensor: Sequence[Any], broadcast_options: Any = BroadcastOptions()) -> None:  # noqa: B008
-        """Gives all ranks the tensor of the root."""
+        """Send the tensor of the root to all ranks."""
         given, root = _one(tensor), broadcast_options.root_rank
         self._communicator.broadcast(given.data_ptr(), given.data_ptr(), given.numel(), self._kind(given), root, self._stream())
 
     def allgather(self, tensor_list: Sequence[Sequence[Any]], tensor: Sequence[Any], allgather_options: Any = AllGatherOptions()) -> None:  # noqa: B008
-        """Gives all ranks the tensors of all."""
+        """Send the tensors of all ranks to all ranks."""
         given = _one(tensor)
         targets = [_tensor(each) for each in tensor_list[0]]
         gathered = torch.empty((len(targets), *given.shape), dtype=given.dtype, device=given.device)
@@ -187,19 +187,19 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
         tensor_list: Sequence[Sequence[Any]],
         reducescatter_options: Any = ReduceScatterOptions(),  # noqa: B008
     ) -> None:
-        """Combines the n-th tensors of all ranks in the tensor of rank n."""
+        """Combine the n-th tensors of all ranks in the tensor of rank n."""
         target = _one(tensor)
         given = torch.stack([_tensor(each) for each in tensor_list[0]])
         operation = self._operation(reducescatter_options)
         self._communicator.reduceScatter(given.data_ptr(), target.data_ptr(), target.numel(), self._kind(target), operation, self._stream())
 
     def send(self, tensor: Sequence[Any], send_options: Any = SendOptions()) -> None:  # noqa: B008
-        """Sends a tensor to a rank, which receives one of the same size."""
+        """Send a tensor to a rank, which receives one of the same size."""
         given = _one(tensor)
         self._communicator.send(given.data_ptr(), given.numel(), self._kind(given), send_options.dst_rank, self._stream())
 
     def recv(self, tensor: Sequence[Any], recv_options: Any = RecvOptions()) -> None:  # noqa: B008
-        """Receives a tensor from a rank."""
+        """Receive a tensor from a rank."""
         given = _one(tensor)
         self._communicator.recv(given.data_ptr(), given.numel(), self._kind(given), recv_options.src_rank, self._stream())
 
@@ -221,7 +221,6 @@ def _one(tensors: Sequence[Any]) -> Tensor:
 
 
 def _tensor(given: Any) -> Tensor:
-    """A tensor, or what has the memory of an array as one."""
     tensor: Tensor = given if isinstance(given, Tensor) else dlpack.from_dlpack(given)
     if not tensor.is_contiguous():
         raise ValueError("NCCL takes contiguous tensors; give `tensor.contiguous()`")

@@ -5,7 +5,7 @@
     a free slot, says what  --> socket: a packet                --> wakes up, compares the packet
     counts free slots       <-- socket: how many were taken     <-- every n/4 messages
 
-What shapes the code, here and in `shm_channels`:
+What shapes the code, here and in `shm_channel`:
 
 * A send never waits. If no slot is free, the message stays in the sender's memory and a thread, which lives only as long as there
   are such messages, moves it when a slot becomes free, whatever the sender's program does meanwhile.
@@ -40,19 +40,19 @@ import threading
 from contextlib import suppress
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
-from raypipe.actors.transport.rendezvous import Meeting
+from raypipe.actors.transport.rendezvous import Rendezvous
 from raypipe.errors import TransportError
 
 _NUMBER = struct.Struct("<Q")
 _TIME = struct.Struct("@ll")
-"""Seconds and microseconds, as sockets take them."""
+"""Seconds and microseconds of a socket's limit."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 _CREDENTIALS = struct.Struct("iII")
-"""Process, user and group, as Linux tells them of a socket's peer."""
+"""Process, user and group of a socket's peer (Linux)."""
 
 
 def available() -> bool:
-    """Whether this process can share memory in this way."""
+    """Return whether this process can share memory."""
     try:
         os.close(os.memfd_create("raypipe"))
     except (AttributeError, OSError):  # not Linux, or forbidden
@@ -60,27 +60,27 @@ def available() -> bool:
     return True
 
 
-def connect(meeting: Meeting, source: int, target: int) -> Line:
-    """One end of the line of a channel, made by both at the same time.
+def connect(rendezvous: Rendezvous, source: int, target: int) -> PacketSocket:
+    """Connect one end of a channel, together with the other end.
 
     Raises:
-        TransportTimeoutError: the other end did not come in time.
-        TransportError: the two cannot reach each other.
+        TransportTimeoutError: The other end did not come in time.
+        TransportError: The two cannot reach each other.
         AbortedError: `abort` was called.
     """
     channel = f"memory {source}-{target}"
-    return Line(_listen(meeting, channel, target) if meeting.device == source else _call(meeting, channel, source))
+    return PacketSocket(_listen(rendezvous, channel, target) if rendezvous.device == source else _call(rendezvous, channel, source))
 
 
-def _listen(meeting: Meeting, channel: str, target: int) -> socket.socket:
+def _listen(rendezvous: Rendezvous, channel: str, target: int) -> socket.socket:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         # After a zero byte the name is no file: it goes with the socket, and is known within the network namespace only.
         name = f"raypipe-{secrets.token_hex(16)}"
         listening.bind(f"\0{name}")
         listening.listen()
-        meeting.say(f"{channel} listens", name)
-        meeting.hear(f"{channel} called", [target])
-        listening.settimeout(meeting.left_s)
+        rendezvous.publish(f"{channel} listens", name)
+        rendezvous.wait_for(f"{channel} called", [target])
+        listening.settimeout(rendezvous.left_s)
         while True:
             end, _ = listening.accept()
             _, user, _ = _CREDENTIALS.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -89,8 +89,8 @@ def _listen(meeting: Meeting, channel: str, target: int) -> socket.socket:
             end.close()  # a stranger, who may not read the memory
 
 
-def _call(meeting: Meeting, channel: str, source: int) -> socket.socket:
-    (name,) = meeting.hear(f"{channel} listens", [source])
+def _call(rendezvous: Rendezvous, channel: str, source: int) -> socket.socket:
+    (name,) = rendezvous.wait_for(f"{channel} listens", [source])
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         end.connect(f"\0{name}")
@@ -99,22 +99,22 @@ def _call(meeting: Meeting, channel: str, source: int) -> socket.socket:
         problem = (
             f"no way through shared memory ({error.strerror}): they are not on one host; set scaling.transport to gloo, or to nccl for GPUs"
         )
-        raise TransportError(meeting.name, meeting.names[source], "connecting", problem) from error
-    meeting.say(f"{channel} called")
+        raise TransportError(rendezvous.name, rendezvous.names[source], "connecting", problem) from error
+    rendezvous.publish(f"{channel} called")
     return end
 
 
 PACKET_BYTES = 256
-"""The longest packet. A sender whose messages are not taken fills the slots of several rings: the socket must hold all that."""
+"""Longest packet. The socket must hold the packets of several rings full of messages that nobody takes."""
 NEW_RING = b"\0"
-"""A packet after which the next brings a ring; text has no zeros."""
+"""Packet that announces a ring; text has no zeros."""
 
 
-class Line:
-    """One end of the socket of a channel, over which packets travel in order, and files with them.
+class PacketSocket:
+    """One end of a channel's socket, over which packets and file descriptors travel in order.
 
     Args:
-        end: the connected socket, closed by `close`.
+        end: Connected socket, closed by `close`.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -125,17 +125,17 @@ class Line:
         self._lock = threading.Lock()
 
     def limit(self, timeout_s: float) -> None:
-        """Lets reads that wait end with BlockingIOError after this time, which begins anew with a signal that Python handles."""
+        """Let waiting reads end with BlockingIOError after this time, which restarts with each signal that Python handles."""
         # To the socket, 0 means for ever.
         seconds, microseconds = divmod(max(1, math.ceil(1e6 * timeout_s)), 1_000_000)
         self.end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(seconds, microseconds))
 
     def read(self) -> bytes:
-        """The next packet; waits for it.
+        """Wait for the next packet.
 
         Raises:
-            BlockingIOError: it did not come in time.
-            ChannelError: there will be none any more.
+            BlockingIOError: It did not come in time.
+            ChannelError: The peer is gone.
         """
         try:
             packet = self.end.recv(PACKET_BYTES)
@@ -146,11 +146,11 @@ class Line:
         return packet
 
     def read_file(self) -> tuple[int, int]:
-        """The number that comes next, and the descriptor that comes with it.
+        """Wait for a number and the file descriptor that comes with it.
 
         Raises:
-            BlockingIOError: it did not come in time.
-            ChannelError: there will be none any more.
+            BlockingIOError: It did not come in time.
+            ChannelError: The peer is gone.
         """
         try:
             packet, ancillary, _, _ = self.end.recvmsg(_NUMBER.size, _ANCILLARY_BYTES)
@@ -161,10 +161,10 @@ class Line:
         return _NUMBER.unpack(packet)[0], array.array("i", ancillary[0][2])[0]
 
     def read_number(self) -> int | None:
-        """The next number, or None if there is none yet; does not wait.
+        """Return the next number, or None if there is none yet.
 
         Raises:
-            ChannelError: there will be none any more.
+            ChannelError: The peer is gone.
         """
         try:
             packet = self.end.recv(_NUMBER.size, socket.MSG_DONTWAIT)
@@ -178,14 +178,14 @@ class Line:
         return number
 
     def wait(self) -> None:
-        """Waits until there is something to read, or will be nothing any more."""
+        """Wait until there is something to read, or the peer is gone."""
         self._poll.poll()
 
     def write(self, packet: bytes) -> None:
-        """Sends a packet.
+        """Send a packet.
 
         Raises:
-            ChannelError: the peer is gone.
+            ChannelError: The peer is gone.
         """
         try:
             self.end.send(packet, socket.MSG_DONTWAIT)
@@ -193,10 +193,10 @@ class Line:
             raise ChannelError(CLOSED_BY_PEER) from error
 
     def write_when_there_is_room(self, packet: bytes) -> None:
-        """Sends a packet; waits while the socket is full.
+        """Send a packet; wait while the socket is full.
 
         Raises:
-            ChannelError: the peer is gone.
+            ChannelError: The peer is gone.
         """
         try:
             self.end.send(packet)
@@ -204,18 +204,18 @@ class Line:
             raise ChannelError(CLOSED_BY_PEER) from error
 
     def write_number(self, number: int) -> None:
-        """Sends a number.
+        """Send a number.
 
         Raises:
-            ChannelError: the peer is gone.
+            ChannelError: The peer is gone.
         """
         self.write(_NUMBER.pack(number))
 
     def write_file(self, number: int, descriptor: int) -> None:
-        """Sends a file, and a number with it.
+        """Send a number and a file descriptor.
 
         Raises:
-            ChannelError: the peer is gone.
+            ChannelError: The peer is gone.
         """
         try:
             socket.send_fds(self.end, [_NUMBER.pack(number)], [descriptor], socket.MSG_DONTWAIT)
@@ -223,11 +223,11 @@ class Line:
             raise ChannelError(CLOSED_BY_PEER) from error
 
     def shut_down(self) -> None:
-        """Ends all waits at both ends; called from any thread."""
+        """End all waits at both ends. Called from any thread."""
         with self._lock, suppress(OSError):  # the peer was faster, or it is closed
             self.end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Gives the socket back."""
+        """Close the socket."""
         with self._lock:
             self.end.close()

@@ -16,33 +16,33 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.transport.channel import ChannelError, Prepared, check_tensors, wait_until_empty
-from raypipe.actors.transport.protocol import NO_MORE, Expected, not_next
-from raypipe.actors.transport.shm import NEW_RING, PACKET_BYTES, Line
+from raypipe.actors.transport.protocol import Expected
+from raypipe.actors.transport.shm import NEW_RING, PACKET_BYTES, PacketSocket
 from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.lower import Message
 
 MAX_SLOTS = 16
 _MIN_SLOTS = 2
 _RING_BYTES = 64 << 20
-"""Of a ring that has neither the most nor the fewest slots."""
+"""Size of a ring with neither the most nor the fewest slots."""
 
 _PAGE_BYTES = 4096
 _ALIGNMENT_BYTES = 64
 _READY_BYTES = 4 << 20
-"""For so many bytes of a window's messages there is memory when it begins; for the others when they are asked for."""
+"""Bytes of a window's messages that are allocated when it begins; the others when they are received."""
 _memmove = ctypes.memmove
 
 
 class Description:
-    """All that an end believes of a message.
+    """A message as announced.
 
     Args:
-        expected: the message as it was announced.
+        expected: The message.
 
     Attributes:
-        packet: that in text, as it is compared.
-        places: of its tensors in a slot: shape, dtype, first byte and number of bytes.
-        is_real: whether no tensor is complex, and so none a view that stands for the conjugate.
+        packet: Text that the receiver compares with its own.
+        places: For each tensor in a slot: shape, dtype, first byte and number of bytes.
+        is_real: Whether no tensor is complex, so that none is a lazily conjugated view.
     """
 
     __slots__ = ("expected", "is_real", "message", "num_bytes", "packet", "places", "text")
@@ -71,12 +71,12 @@ def _rounded(size: int, unit: int) -> int:
 
 
 class Ring:
-    """The slots of a channel, as one of its ends sees them.
+    """The slots of a channel, mapped into one of the two processes.
 
     Args:
-        descriptor: of the memory; stays the caller's.
-        slot_bytes: the size of each.
-        first: number of the first message that goes through them.
+        descriptor: File descriptor of the memory, which the caller closes.
+        slot_bytes: Size of each slot.
+        first: Number of the first message in the ring.
     """
 
     def __init__(self, descriptor: int, *, slot_bytes: int, first: int) -> None:
@@ -91,24 +91,24 @@ class Ring:
         self.addresses = [start + slot * slot_bytes for slot in range(self.num_slots)]
 
     def close(self) -> None:
-        """Gives the memory back, at once unless a tensor in it is still in use, which can be in the traceback of an error only."""
+        """Unmap the memory, unless the traceback of an error still refers to a tensor in it."""
         del self._memory
         with suppress(BufferError):
             self._bytes.close()
 
     def tensor(self, address: int, shape: tuple[int, ...], dtype: torch.dtype, num_bytes: int) -> Tensor:
-        """The tensor at an address."""
+        """Return the tensor at an address."""
         start = address - self.addresses[0]
         return self._memory[start : start + num_bytes].view(dtype).view(shape)
 
 
 def num_slots(slot_bytes: int) -> int:
-    """How many slots of a size a ring has."""
+    """Return how many slots of a size a ring has."""
     return min(MAX_SLOTS, max(_MIN_SLOTS, _RING_BYTES // slot_bytes))
 
 
 Arrival = tuple[Description, tuple[Tensor, ...] | None, list[int] | None]
-"""A message to come, and the memory for it: its tensors, and where they are."""
+"""A message to come, its tensors, and their addresses."""
 
 
 def _memory_for(description: Description) -> tuple[tuple[Tensor, ...], list[int]]:
@@ -120,15 +120,15 @@ class Incoming:
     """The receiving end of a channel.
 
     Args:
-        line: to the sender.
-        timeout_s: for each message.
+        packets: Socket to the sender.
+        timeout_s: Limit for each message.
     """
 
-    def __init__(self, line: Line, *, timeout_s: float) -> None:
-        line.limit(timeout_s)
-        self.line = line
+    def __init__(self, packets: PacketSocket, *, timeout_s: float) -> None:
+        packets.limit(timeout_s)
+        self.packets = packets
         self.timeout_s = timeout_s
-        self._read = line.end.recv
+        self._read = packets.end.recv
         self._number = 0
         self._unsaid = 0
         self._ring: Ring | None = None
@@ -138,7 +138,7 @@ class Incoming:
 
     def open(self, messages: Sequence[Expected]) -> None:
         """See `IncomingChannel`."""
-        assert not self._left, "the last window was not closed"
+        assert not self._left, "the last window took all its messages"
         num_bytes = 0
         for description in self._prepared.of(messages):
             num_bytes += description.num_bytes
@@ -148,13 +148,9 @@ class Incoming:
                 self._left.append((description, None, None))
         self._left.reverse()
 
-    def recv(self, message: Message) -> tuple[Tensor, ...]:
+    def recv(self) -> tuple[Tensor, ...]:
         """See `IncomingChannel`."""
-        if not self._left:
-            raise ChannelError(NO_MORE)
         description, tensors, addresses = self._left.pop()
-        if description.message is not message and description.message != message:
-            raise ChannelError(not_next(description.expected))
         if tensors is None or addresses is None:
             tensors, addresses = _memory_for(description)
         try:
@@ -175,28 +171,28 @@ class Incoming:
         if self._unsaid >= ring.credit:
             self._unsaid = 0
             with suppress(ChannelError):  # the sender is gone; its messages were sent nevertheless
-                self.line.write_number(self._number)
+                self.packets.write_number(self._number)
         return tensors
 
     def _too_late(self) -> ChannelError:
         return ChannelError(f"it did not come within {self.timeout_s:g} s; the peer is stuck", kind=TransportTimeoutError)
 
     def _understand(self, packet: bytes, description: Description) -> None:
-        """Returns once the packet of a message came, after another one or none; takes new rings that come before it.
+        """Handle a packet that differs: map new rings until the packet of the message comes.
 
         Raises:
-            ChannelError: it did not.
+            ChannelError: It did not come, or is of another message.
         """
         try:
-            packet = packet or self.line.read()
+            packet = packet or self.packets.read()
             while packet == NEW_RING:
-                slot_bytes, descriptor = self.line.read_file()
+                slot_bytes, descriptor = self.packets.read_file()
                 self._forget_ring()
                 try:
                     self._ring = Ring(descriptor, slot_bytes=slot_bytes, first=self._number)
                 finally:
                     os.close(descriptor)
-                packet = self.line.read()
+                packet = self.packets.read()
         except BlockingIOError:
             raise self._too_late() from None
         if packet != description.packet:
@@ -207,15 +203,9 @@ class Incoming:
             self._ring.close()
             self._ring = None
 
-    def end(self) -> list[Expected]:
-        """See `IncomingChannel`."""
-        left = [description.expected for description, _, _ in reversed(self._left)]
-        self._left.clear()
-        return left
-
     def close(self) -> None:
         """See `IncomingChannel`."""
-        self.line.close()
+        self.packets.close()
         self._left.clear()
         self._forget_ring()
 
@@ -228,18 +218,18 @@ class Outgoing:
     """The sending end of a channel.
 
     Args:
-        line: to the receiver.
-        name: of the thread that moves what found no free slot.
+        packets: Socket to the receiver.
+        name: Name of the thread that moves what found no free slot.
     """
 
-    def __init__(self, line: Line, *, name: str) -> None:
-        self.line = line
+    def __init__(self, packets: PacketSocket, *, name: str) -> None:
+        self.packets = packets
         self.name = name
         self.error: ChannelError | None = None
         """See `OutgoingChannel`."""
         self._number = 0
         self._end = 0
-        """The first number for which no slot is known to be free."""
+        """First number for which no slot is known to be free."""
         self._ring: Ring | None = None
         self._prepared = Prepared(Description)
         self._left: list[Description] = []
@@ -248,25 +238,21 @@ class Outgoing:
         self._waiting: deque[Outbound] = deque()
         self._mover: threading.Thread | None = None
         self._moving = False
-        """While it is not set, the ring and all that counts its messages belong to the thread that sends."""
+        """Whether the mover, and not the sending thread, owns the ring and its counters."""
 
     def open(self, messages: Sequence[Expected]) -> None:
         """See `OutgoingChannel`."""
-        assert not self._left, "the last window was not closed"
+        assert not self._left, "the last window took all its messages"
         self._left = self._prepared.of(messages)[::-1]
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor]) -> None:
         """See `OutgoingChannel`."""
-        if not self._left:
-            raise ChannelError(NO_MORE)
         description = self._left.pop()
-        if description.message is not message and description.message != message:
-            raise ChannelError(not_next(description.expected))
         if self._moving or not self._place(description, tensors):
             self._defer(description, tensors)
 
     def _defer(self, description: Description, tensors: Sequence[Tensor]) -> None:
-        """Leaves a message to the mover, unless it is no longer needed."""
+        """Leave a message to the mover, unless a slot has become free."""
         check_tensors(description.expected, tensors)
         with self._condition:
             if self.error is not None:
@@ -279,7 +265,7 @@ class Outgoing:
                     self._mover.start()
 
     def _place(self, description: Description, tensors: Sequence[Tensor]) -> bool:
-        """Puts a message into a free slot and says so; returns whether there was one."""
+        """Put a message into a free slot and tell the receiver; return whether there was one."""
         ring = self._ring
         if ring is None or description.num_bytes > ring.slot_bytes:
             ring = self._make_ring(description.num_bytes)
@@ -296,20 +282,20 @@ class Outgoing:
                 _memmove(start + offset, tensor.data_ptr(), num_bytes)
             else:
                 ring.tensor(start + offset, shape, dtype, num_bytes).copy_(tensor.detach())
-        self.line.write(description.packet)
+        self.packets.write(description.packet)
         self._number += 1
         return True
 
     def _find_free_slot(self, ring: Ring) -> bool:
         while self._number >= self._end:
-            taken = self.line.read_number()
+            taken = self.packets.read_number()
             if taken is None:
                 return False
             self._end = max(taken, ring.first) + ring.num_slots  # what was taken may be of a former ring
         return True
 
     def _make_ring(self, size: int) -> Ring:
-        """The ring that follows, for messages of a size; the receiver is told."""
+        """Make the next ring, for messages of a size, and tell the receiver."""
         slot_bytes = _rounded(max(size, 1), _PAGE_BYTES)
         if self._ring is not None:
             # Growing so fast, it stays at a few rings, even if none of their messages is ever taken.
@@ -318,8 +304,8 @@ class Outgoing:
         descriptor = os.memfd_create("raypipe")
         try:
             os.posix_fallocate(descriptor, 0, num_slots(slot_bytes) * slot_bytes)
-            self.line.write(NEW_RING)
-            self.line.write_file(slot_bytes, descriptor)
+            self.packets.write(NEW_RING)
+            self.packets.write_file(slot_bytes, descriptor)
             ring = self._ring = Ring(descriptor, slot_bytes=slot_bytes, first=self._number)
         except OSError as error:
             problem = f"no shared memory for {num_slots(slot_bytes)} messages of {slot_bytes} bytes ({error.strerror})"
@@ -335,7 +321,7 @@ class Outgoing:
             self._ring = None
 
     def _move(self) -> None:
-        """What the thread does: puts the waiting messages into slots as these become free."""
+        """Put the waiting messages into slots as these become free; runs in a thread."""
         try:
             while True:
                 with self._condition:
@@ -345,7 +331,7 @@ class Outgoing:
                     if not self._waiting:
                         self._moving = False
                         return
-                self.line.wait()
+                self.packets.wait()
         except ChannelError as error:
             with self._condition:
                 self.error = error
@@ -363,12 +349,6 @@ class Outgoing:
             wait_until_empty(self._condition, self._waiting, given_up=given_up, timeout_s=timeout_s)
             return self._waiting[0][0].message if self._waiting else None
 
-    def end(self) -> list[Expected]:
-        """See `OutgoingChannel`."""
-        left = [description.expected for description in reversed(self._left)]
-        self._left.clear()
-        return left
-
     def wake(self) -> None:
         """See `OutgoingChannel`."""
         with self._condition:
@@ -378,7 +358,7 @@ class Outgoing:
         """See `OutgoingChannel`."""
         if self._mover is not None:
             self._mover.join()
-        self.line.close()
+        self.packets.close()
         self._left.clear()
         self._waiting.clear()
         self._forget_ring()

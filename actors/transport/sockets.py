@@ -1,4 +1,4 @@
-"""This process's TCP connections and interfaces, as far as abort and gloo need them."""
+"""TCP connections and network interfaces of this process, for abort and gloo."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Connection:
     """One connected socket of this process, whoever opened it.
 
     Attributes:
-        inode: tells it from another socket that got the same descriptor later.
-        descriptor: its file descriptor when it was seen.
+        inode: Tells it from another socket that got the same descriptor later.
+        descriptor: File descriptor when it was found.
         local: "address:port" of this end.
         remote: "address:port" of the other end.
     """
@@ -35,7 +35,7 @@ class Connection:
     remote: str = field(compare=False)
 
     def shut_down(self) -> None:
-        """Ends the connection in both directions, so that whoever waits for it wakes up; its owner still has to close it."""
+        """Shut the connection down in both directions, which ends all waits; its owner still has to close it."""
         opened = self._open()
         if opened is None:
             return
@@ -43,7 +43,7 @@ class Connection:
             opened.shutdown(socket.SHUT_RDWR)
 
     def ended(self) -> bool:
-        """Whether one of its ends was closed or shut down. Bytes that came before may still wait to be read."""
+        """Return whether an end was closed or shut down; earlier bytes may still be unread."""
         opened = self._open()
         if opened is None:
             return True
@@ -61,7 +61,7 @@ class Connection:
 
 
 def connections() -> frozenset[Connection]:
-    """The TCP connections of this process."""
+    """Return the TCP connections of this process."""
     found = (_connection(int(name)) for name in os.listdir(_FD_FOLDER))
     return frozenset(connection for connection in found if connection is not None)
 
@@ -81,7 +81,7 @@ def _connection(descriptor: int) -> Connection | None:
 
 
 def _open_copy(descriptor: int) -> socket.socket | None:
-    """A second handle on a socket, which keeps it from being replaced meanwhile; None where it is gone or no socket."""
+    """Return a duplicate of a socket, so that its descriptor is not reused meanwhile; None if it is gone or no socket."""
     try:
         copy = os.dup(descriptor)
     except OSError:
@@ -99,10 +99,10 @@ def _text(address: tuple[str, int]) -> str:
 
 
 def interface_of(host_ip: str) -> str | None:
-    """The name of the network interface that has an IPv4 address; None where the system does not tell (not Linux).
+    """Return the name of the network interface with this IPv4 address; None where the system does not tell (not Linux).
 
     Raises:
-        InputError: none has it.
+        InputError: No interface has it.
     """
     if sys.platform != "linux":
         return None

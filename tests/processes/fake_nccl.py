@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
-from raypipe.actors.transport.cuda_ipc import Slot
+from raypipe.actors.transport.cuda_ipc import SharedBuffer
 from raypipe.errors import TransportTimeoutError
 
 Task = Callable[[], bool]
@@ -32,7 +32,7 @@ class Network:
         self.streams: list[deque[Task]] = []
         self.ids = itertools.count()
         self.meetings: dict[bytes, _Meeting] = {}
-        self.shared: dict[bytes, tuple[Slot, object]] = {}
+        self.shared: dict[bytes, tuple[SharedBuffer, object]] = {}
 
     def progress(self) -> None:
         """Does all that can be done."""
@@ -150,24 +150,24 @@ class FakeNccl:
 
     # Between processes of one GPU
 
-    def make_slot(self, num_bytes: int) -> Slot:
+    def make_buffer(self, num_bytes: int) -> SharedBuffer:
         """See `SharingLibrary`."""
         memory = ctypes.create_string_buffer(num_bytes)
         handles = next(self.network.ids).to_bytes(3 * 64, "big")
-        slot = Slot(ctypes.addressof(memory), num_bytes, SharedEvent(), SharedEvent(), handles)
+        slot = SharedBuffer(ctypes.addressof(memory), num_bytes, SharedEvent(), SharedEvent(), handles)
         self.network.shared[handles] = slot, memory
         return slot
 
-    def keep_slot(self, slot: Slot) -> None:
+    def keep_buffer(self, slot: SharedBuffer) -> None:
         """See `SharingLibrary`."""
 
-    def open_slot(self, num_bytes: int, handles: bytes) -> Slot:
+    def open_buffer(self, num_bytes: int, handles: bytes) -> SharedBuffer:
         """See `SharingLibrary`."""
         slot, _ = self.network.shared[handles]
         assert slot.num_bytes == num_bytes
         return slot
 
-    def close_slot(self, slot: Slot) -> None:
+    def close_buffer(self, slot: SharedBuffer) -> None:
         """See `SharingLibrary`."""
 
     def record(self, event: SharedEvent, stream: deque[Task] | None) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from raypipe.actors.transport.protocol import LocalNetwork, Transport
+from raypipe.actors.transport.local import LocalNetwork
+from raypipe.actors.transport.protocol import Transport
 from raypipe.errors import TransportError, TransportTimeoutError
 from tests.processes.transport_contract import ALL, NAMES, PAIR, Connect, TransportContract, activation, announced, gradients
 

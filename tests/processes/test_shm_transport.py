@@ -269,7 +269,6 @@ def test_a_message_of_other_rows_or_another_pipeline_is_refused(pair: Pair) -> N
 @pytest.mark.parametrize(
     ("message", "tensors", "problem"),
     [
-        (activation(1), [torch.ones(2)], r"activation 0->1 of microbatch 1 with device beta: the next one announced .* microbatch 0 \("),
         (
             activation(0),
             [torch.ones(3)],
@@ -279,7 +278,7 @@ def test_a_message_of_other_rows_or_another_pipeline_is_refused(pair: Pair) -> N
         (activation(0), [torch.ones(2)] * 2, r"announced as .*float32\[2\]\), and not as .*float32\[2\], float32\[2\]\)"),
         (activation(0), [], r"announced as .*float32\[2\]\), and not as .*no tensors\)"),
     ],
-    ids=["microbatch", "shape", "dtype", "more", "fewer"],
+    ids=["shape", "dtype", "more", "fewer"],
 )
 def test_what_was_not_announced_is_not_sent(
     make: Make, shared: list[tuple[int, int]], message: Message, tensors: list[Tensor], problem: str
@@ -291,20 +290,6 @@ def test_what_was_not_announced_is_not_sent(
         ends[0].send(message, 1, tensors)
     with pytest.raises(TransportError, match="out of use"):
         ends[0].close_window()
-
-
-@pytest.mark.parametrize("shared", [all_channels(2), []], ids=["shm", "gloo"])
-def test_what_is_announced_is_sent_in_its_window_and_nothing_else(make: Make, shared: list[tuple[int, int]]) -> None:
-    ends = [make(device, shared=shared, groups=[]) for device in PAIR]
-    together(*(end.connect for end in ends))
-    ends[0].open_window({}, {1: [announced(activation(index), torch.ones(2)) for index in range(3)]})
-    ends[1].open_window({0: [announced(activation(index), torch.ones(2)) for index in range(3)]}, {})
-    sent(ends[0], [torch.ones(2)])
-    received(ends[1], 1)
-    with pytest.raises(TransportError, match=r"microbatch 1 with device beta: it was never sent in this window, nor were the 1 behind it"):
-        ends[0].close_window()
-    with pytest.raises(TransportError, match=r"microbatch 0 with device alpha: no more messages were announced"):
-        ends[1].send(gradient(0), 0, [torch.ones(2)])
 
 
 def test_messages_with_long_descriptions_are_told_apart(pair: Pair) -> None:

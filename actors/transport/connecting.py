@@ -1,0 +1,154 @@
+"""Makes the channels and sums of one device, together with the devices at their other ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from raypipe.actors.transport import cuda_ipc, gloo, gloo_channel, nccl, shm, shm_channel
+from raypipe.actors.transport.channel import ChannelError, IncomingChannel, OutgoingChannel, SumGroup
+from raypipe.actors.transport.rendezvous import Rendezvous
+from raypipe.errors import TransportError
+
+
+class _Kind(StrEnum):
+    """What the members of a set of devices make together."""
+
+    CHANNEL = "channel"
+    GROUP = "group"
+    MEMORY = "memory"
+
+
+@dataclass
+class Endpoints:
+    """One device's ends of its channels and sums.
+
+    Attributes:
+        outgoing: Channel to each device.
+        incoming: Channel from each device.
+        groups: Sums by members.
+        communicators: NCCL's communicators, each with the names of its other members.
+    """
+
+    outgoing: dict[int, OutgoingChannel] = field(default_factory=dict)
+    incoming: dict[int, IncomingChannel] = field(default_factory=dict)
+    groups: dict[tuple[int, ...], SumGroup] = field(default_factory=dict)
+    communicators: list[tuple[nccl.Communicator, str]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close all channels; called after their connections were shut down."""
+        for outgoing in self.outgoing.values():
+            outgoing.close()
+        for incoming in self.incoming.values():
+            incoming.close()
+        self.outgoing.clear()
+        self.incoming.clear()
+        self.groups.clear()
+        self.communicators.clear()
+
+
+class Connector:
+    """Makes what `ProcessTransport` is told to connect.
+
+    Args:
+        endpoints: Where the ends are put as they are made.
+        channels: All channels of the run as (source, target).
+        shared: Those channels that go through shared memory, or through the memory of one GPU.
+        groups: Members of all collectives of the run.
+        timeout_s: Limit for each message.
+        receives_ahead: Messages of a gloo channel whose receives are posted ahead.
+        library: CUDA and NCCL, for devices that are GPUs.
+        host_ip: Address of the interface that carries gloo's traffic.
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        *,
+        channels: Sequence[tuple[int, int]],
+        shared: Collection[tuple[int, int]],
+        groups: Sequence[tuple[int, ...]],
+        timeout_s: float,
+        receives_ahead: int,
+        library: cuda_ipc.SharingLibrary | None,
+        host_ip: str | None,
+    ) -> None:
+        self._endpoints = endpoints
+        self._timeout_s = timeout_s
+        self._receives_ahead = receives_ahead
+        self._library = library
+        self._host_ip = host_ip
+        # Members wait for each other set by set. All go through them in this one order, so the first unfinished set is one
+        # that all its members have come to.
+        sets: set[tuple[_Kind, tuple[int, ...]]] = {(_Kind.MEMORY if channel in shared else _Kind.CHANNEL, channel) for channel in channels}
+        sets |= {(_Kind.GROUP, members) for members in groups if len(members) > 1}
+        self._sets = sorted(sets)
+
+    def choose_interface(self, device: int) -> None:
+        """Let gloo use the interface of this host, if the device needs gloo."""
+        needs_gloo = any(kind is not _Kind.MEMORY and device in members for kind, members in self._sets)
+        if self._host_ip is not None and self._library is None and needs_gloo:
+            gloo.choose_interface(self._host_ip)
+
+    def connect(self, rendezvous: Rendezvous) -> None:
+        """Make all channels and sums of this device; return when all their members have."""
+        # All first wait for all, so that everyone names the one that is missing, and not someone who waits for it.
+        rendezvous.publish("here")
+        rendezvous.wait_for("here", sorted({member for _, members in self._sets for member in members}))
+        for kind, members in self._sets:
+            if rendezvous.device not in members:
+                continue
+            if kind is _Kind.MEMORY:
+                self._share_memory(rendezvous, *members)
+            elif self._library is not None:
+                self._connect_gpus(self._library, rendezvous, kind, members)
+            else:
+                self._connect_over_gloo(rendezvous, kind, members)
+
+    def _share_memory(self, rendezvous: Rendezvous, source: int, target: int) -> None:
+        endpoints, library, name = self._endpoints, self._library, _thread_name(source, target)
+        packets = shm.connect(rendezvous, source, target)
+        if rendezvous.device == source:
+            endpoints.outgoing[target] = (
+                shm_channel.Outgoing(packets, name=name) if library is None else cuda_ipc.Outgoing(library, packets, name=name)
+            )
+        else:
+            endpoints.incoming[source] = (
+                shm_channel.Incoming(packets, timeout_s=self._timeout_s)
+                if library is None
+                else cuda_ipc.Incoming(library, packets, timeout_s=self._timeout_s)
+            )
+        rendezvous.aborting.add([packets])
+
+    def _connect_over_gloo(self, rendezvous: Rendezvous, kind: _Kind, members: tuple[int, ...]) -> None:
+        if kind is _Kind.GROUP:
+            # Gloo's sums go round from each rank to the one before it; they are to go from each member to the next, as `Cost` has it.
+            self._endpoints.groups[members] = gloo.GlooSumGroup(*gloo.make_group(rendezvous, kind, members[::-1]))
+            return
+        source, target = members
+        group, _ = gloo.make_group(rendezvous, kind, members)
+        if rendezvous.device == source:
+            self._endpoints.outgoing[target] = gloo_channel.Outgoing(group, name=_thread_name(source, target))
+        else:
+            self._endpoints.incoming[source] = gloo_channel.Incoming(group, ahead=self._receives_ahead, timeout_s=self._timeout_s)
+
+    def _connect_gpus(self, library: cuda_ipc.SharingLibrary, rendezvous: Rendezvous, kind: _Kind, members: tuple[int, ...]) -> None:
+        endpoints, device = self._endpoints, rendezvous.device
+        others = ", ".join(rendezvous.names[member] for member in members if member != device)
+        try:
+            communicator = nccl.connect(library, rendezvous, kind, members)
+        except ChannelError as error:
+            raise TransportError(rendezvous.name, others, "connecting", error.problem) from error
+        endpoints.communicators.append((communicator, others))
+        rendezvous.aborting.add([communicator])
+        if kind is _Kind.GROUP:
+            endpoints.groups[members] = nccl.NcclSumGroup(library, communicator)
+        elif device == members[0]:
+            endpoints.outgoing[members[1]] = nccl.Outgoing(library, communicator)
+        else:
+            endpoints.incoming[members[0]] = nccl.Incoming(library, communicator, timeout_s=self._timeout_s)
+
+
+def _thread_name(source: int, target: int) -> str:
+    return f"raypipe sends {source}->{target}"
