@@ -1,7 +1,6 @@
-"""Measures what a machine's runs cost besides computation, by running stages that wait: see `raypipe.profiling.calibration`.
+"""Measures the overheads of Ops and messages on a machine, by running stages that wait: see `raypipe.profiling.overhead_fit`.
 
-Three stage actors run 1F1B whose odd microbatches split their backward, so that every kind of Op is seen, with small and
-with large messages. Nobody trains with this order or these sizes: what is fitted here is tried on others.
+Three stage actors run 1F1B with small and with large messages. Odd microbatches split their backward, so that all kinds of Ops occur.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from raypipe.cluster.discovery import find_slots
 from raypipe.cluster.session import session
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig, Transport
 from raypipe.models.waiting import waiting
-from raypipe.profiling.calibration import Observations
+from raypipe.profiling.overhead_fit import Observations
 from raypipe.profiling.profiler import stage_costs
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, UpdateScope
@@ -46,8 +45,6 @@ _NUM_ROWS = (16, 1024)
 
 @dataclass(frozen=True)
 class _Rows:
-    """Opens the same rows for both splits."""
-
     num_rows: int
 
     def __call__(self, split: str) -> BatchSource:
@@ -55,33 +52,30 @@ class _Rows:
 
 
 def calibrate(cluster: ClusterConfig, *, transports: tuple[Transport, ...]) -> Calibration:
-    """The calibration of the first node of a cluster, which must have room for three devices.
-
-    Takes some twenty seconds for each transport.
+    """Calibrate the first node of a cluster, in about twenty seconds for each transport.
 
     Raises:
-        PlanError: the cluster has no room.
-        RunError: something failed while running.
+        PlanError: The cluster has no room for three devices.
+        RunError: A run failed.
     """
-    found: dict[str, TransportCosts] = {}
+    costs: dict[str, TransportCosts] = {}
     with session(cluster, num_devices=NUM_DEVICES, cpus_per_device=1.0):
-        # The first time is thrown away: a Ray that was just started is busy with itself for a while.
+        # The first pass does not count: Ray is busy for a while after its start.
         for _ in range(2):
             for transport in transports:
                 observations = Observations()
                 for num_rows in _NUM_ROWS:
                     _observe(observations, cluster, transport, num_rows)
-                found[str(transport)] = observations.costs()
+                costs[str(transport)] = observations.costs()
     return Calibration(
         host=os.uname().nodename,
         date=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
         versions={name: str(version) for name, version in versions().items()},
-        transports=found,
+        transports=costs,
     )
 
 
 def _observe(observations: Observations, cluster: ClusterConfig, transport: Transport, num_rows: int) -> None:
-    """Runs some windows and notes what they tell, the first left out."""
     model = partial(waiting, num_layers=NUM_DEVICES, width=_WIDTH, forward_s=_WAIT_S, input_grad_s=_WAIT_S, weight_grad_s=_WAIT_S)
     cut = Cut.of_sizes((2, *[1] * (NUM_DEVICES - 1)), model().edges())
     schedule = order()
@@ -123,7 +117,7 @@ def _observe(observations: Observations, cluster: ClusterConfig, transport: Tran
 
 
 def order() -> Schedule:
-    """1F1B in which the odd microbatches split their backward into I and W."""
+    """Return 1F1B in which odd microbatches split their backward into I and W."""
     schedule = build("1f1b", ScheduleRequest(NUM_DEVICES, _NUM_MICROBATCHES, _NUM_UPDATES, update_scope=UpdateScope.STAGE))
     programs: list[tuple[Slot, ...]] = []
     for program in schedule.programs:

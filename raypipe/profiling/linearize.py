@@ -1,18 +1,17 @@
-r"""Turns the DAG of a `ModelProfile` into a chain: its layers are merged between the places where few tensors cross.
+r"""Turns the DAG of a `ModelProfile` into a chain: layers are merged between cut points, places where few tensors cross.
 
     a ---> b ---> d ---> e        a | b c d | e       one tensor crosses behind a, one behind d; behind b cross two, a's and b's
       \--> c ---/
 
-Layers are put in an order first: depth first from the outputs back, the longer way before the shorter. So a branch is done before
-the next begins, what nothing feeds (a mask, an embedding of targets) comes right before the layer that takes it, and what nobody
-takes right behind the one that makes it; neither crosses a place that it need not. Every place of the order where at most
-`max_tensors` tensors cross is a cut point. Of a model that begins with one layer, the cut points with one tensor are the layers that
-all ways from there to the output pass (its dominators), whatever the order.
+Layers are ordered first: depth first from the outputs back, the longer path before the shorter. So a branch ends before the next begins,
+a layer without inputs (a mask, an embedding of targets) comes right before its consumer, and a layer without consumers right after its
+producer; none of their tensors crosses a place that it need not. Every place where at most `max_tensors` tensors cross is a cut point.
+In a model that begins with one layer, the cut points with one tensor are its dominators, in any order.
 
 Layers that cost nothing, such as views, are no stages: of the places before and behind them, the one with fewer bytes is a cut point.
 
-Where several cross, the chain hands all of them on from layer to layer, although a tensor for a later layer need not stop on its
-way; the tensors of a layer count as often as different layers make them, not as often as they are taken.
+Where several tensors cross, the chain passes all of them from layer to layer, also those for a later layer. A tensor counts once for
+its producer, not for each consumer.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Chain:
     """A chain that stands for a DAG.
 
     Attributes:
-        profile: of the chain; times, saved and parameter bytes are those of the merged layers together, output bytes what crosses.
-        members: for each of its layers, the layers of the DAG by index, in the order in which they compute.
-        num_tensors: how many tensors cross behind each of its layers but the last.
+        profile: Profile of the chain; its output bytes are those of all tensors that cross.
+        members: For each layer of the chain, the layers of the DAG in computing order.
+        num_tensors: Number of tensors that cross behind each layer but the last.
     """
 
     profile: ModelProfile
@@ -44,23 +43,23 @@ class Chain:
 
 @dataclass(frozen=True)
 class _Crossing:
-    """What crosses behind a place of the order."""
+    """The tensors that cross behind a place of the order."""
 
     num_tensors: int
     bytes: int
 
 
 def linearize(profile: ModelProfile, *, max_tensors: int | None = 1) -> Chain:
-    """The chain of a model's layers, merged between its cut points. Time O(layers * edges).
+    """Return the chain of a model's layers, merged between its cut points. Time O(layers * edges).
 
-    A model that is a chain stays as it is, but for layers that cost nothing. Tensors of no bytes cross unseen.
+    A chain stays as it is, except for layers that cost nothing. Tensors of no bytes do not count.
 
     Args:
-        profile: of the model.
-        max_tensors: the most tensors that may cross a cut point; `None` for any number.
+        profile: Profile of the model.
+        max_tensors: Most tensors that may cross a cut point; `None` for any number.
 
     Raises:
-        InputError: less than one tensor is asked for.
+        InputError: `max_tensors` is below 1.
     """
     if max_tensors is not None and max_tensors < 1:
         raise InputError(f"max_tensors: expected at least 1 tensor to cross a cut point, got {max_tensors}")
@@ -90,20 +89,20 @@ def linearize(profile: ModelProfile, *, max_tensors: int | None = 1) -> Chain:
 
 
 def _order(profile: ModelProfile) -> list[int]:
-    """A topological order in which tensors live short."""
+    """Return a topological order in which tensors have short lives."""
     producers: list[set[int]] = [set() for _ in profile.layers]
     for producer, consumer, _ in profile.edges():
         producers[consumer].add(producer)
-    # Sets of layers as the bits of numbers: all that leads to each layer.
+    # For each layer, the set of its ancestors as bits.
     before: list[int] = []
     for of_layer in producers:
-        found = 0
+        ancestors = 0
         for producer in of_layer:
-            found |= before[producer] | 1 << producer
-        before.append(found)
-    taken = {producer for of_layer in producers for producer in of_layer}
-    outputs = sorted((layer for layer in range(profile.num_layers) if layer not in taken), key=lambda layer: before[layer].bit_count())
-    # Edges lead backwards, and are walked in the order in which they are added; of several outputs, the nearest to the begin is first.
+            ancestors |= before[producer] | 1 << producer
+        before.append(ancestors)
+    consumed = {producer for of_layer in producers for producer in of_layer}
+    outputs = sorted((layer for layer in range(profile.num_layers) if layer not in consumed), key=lambda layer: before[layer].bit_count())
+    # Edges lead backwards, and are walked in the order of insertion; of several outputs, the one with the fewest ancestors is first.
     graph: nx.DiGraph[int] = nx.DiGraph()
     start = profile.num_layers
     graph.add_edges_from((start, layer) for layer in outputs)
@@ -113,30 +112,29 @@ def _order(profile: ModelProfile) -> list[int]:
 
 
 def _crossings(profile: ModelProfile, order: Sequence[int]) -> list[_Crossing]:
-    """What crosses behind each place of an order but the last: of a layer's edges across, the widest."""
+    """Return what crosses behind each place but the last; a layer whose edges differ in bytes counts with the widest that crosses."""
     position = {layer: place for place, layer in enumerate(order)}
-    takers: list[list[tuple[int, int]]] = [[] for _ in order]
+    consumers: list[list[tuple[int, int]]] = [[] for _ in order]
     for producer, consumer, num_bytes in profile.edges():
-        takers[position[producer]].append((position[consumer], num_bytes))
+        consumers[position[producer]].append((position[consumer], num_bytes))
     num_tensors, total = [0] * (len(order) - 1), [0] * (len(order) - 1)
-    for place, of_layer in enumerate(takers):
-        last = max((taker for taker, _ in of_layer), default=place)
+    for place, of_layer in enumerate(consumers):
+        last = max((consumer for consumer, _ in of_layer), default=place)
         for behind in range(place, last):
-            if widest := max(num_bytes for taker, num_bytes in of_layer if taker > behind):
+            if widest := max(num_bytes for consumer, num_bytes in of_layer if consumer > behind):
                 num_tensors[behind] += 1
                 total[behind] += widest
     return [_Crossing(*pair) for pair in zip(num_tensors, total, strict=True)]
 
 
 def _costs(profile: ModelProfile, layer: int) -> bool:
-    """Whether a layer takes time or memory."""
-    found = profile.layers[layer]
-    kinds = [found.times, *(times[layer] for times in profile.device_kinds.values())]
-    return any(times.forward_s or times.backward_s for times in kinds) or bool(found.saved_bytes or found.parameter_bytes or found.update_s)
+    one = profile.layers[layer]
+    kinds = [one.times, *(times[layer] for times in profile.device_kinds.values())]
+    return any(times.forward_s or times.backward_s for times in kinds) or bool(one.saved_bytes or one.parameter_bytes or one.update_s)
 
 
 def _useful(costs: Sequence[bool], ends: Iterable[int], crossings: Sequence[_Crossing]) -> list[int]:
-    """The cut points with something to do between them; of those with nothing between, the one with the fewest bytes."""
+    """Return the cut points with work between them; of those with none between them, the one with the fewest bytes."""
     done = list(accumulate(costs, initial=0))
     kept: list[int] = []
     for end in ends:
@@ -151,16 +149,15 @@ def _useful(costs: Sequence[bool], ends: Iterable[int], crossings: Sequence[_Cro
 
 
 def _added(times: Iterable[LayerTimes | LayerProfile]) -> LayerTimes:
-    found = list(times)
+    layers = list(times)
     return LayerTimes(
-        forward_s=sum(layer.forward_s for layer in found),
-        backward_s=sum(layer.backward_s for layer in found),
-        weight_grad_s=sum(layer.weight_grad_s for layer in found),
+        forward_s=sum(layer.forward_s for layer in layers),
+        backward_s=sum(layer.backward_s for layer in layers),
+        weight_grad_s=sum(layer.weight_grad_s for layer in layers),
     )
 
 
 def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None) -> LayerProfile:
-    """One layer that stands for several."""
     times = _added(layers)
     weighted = [layer for layer in layers if layer.parameter_bytes]
     saved = [layer.weight_grad_saved_bytes for layer in layers]
@@ -177,7 +174,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         saved_bytes=sum(layer.saved_bytes for layer in layers),
         parameter_bytes=sum(layer.parameter_bytes for layer in held),
         frozen_bytes=sum(layer.frozen_bytes or 0 for layer in held) or None,
-        # A layer that was not measured may keep all.
+        # A layer without this measurement may keep everything.
         weight_grad_saved_bytes=None
         if all(amount is None for amount in saved)
         else sum(layer.saved_bytes if amount is None else amount for layer, amount in zip(layers, saved, strict=True)),
@@ -192,7 +189,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
 
 
 def _tied_bytes(layers: Sequence[LayerProfile]) -> int:
-    """The bytes that layers which stand for one share with others; what they share by one text counts once."""
+    # Layers that share one weight count it once.
     by_text: dict[str, int] = {}
     for layer in layers:
         if layer.tied is not None:
@@ -201,14 +198,14 @@ def _tied_bytes(layers: Sequence[LayerProfile]) -> int:
 
 
 def _tied(profile: ModelProfile, members: Sequence[Sequence[int]]) -> dict[int, str | None]:
-    """For the first layer of each group, what it shares a weight by; ties that meet in a group become one, inner ones vanish."""
+    """Return the name of the shared weights of each group, by its first layer; ties that meet in a group become one, inner ones vanish."""
     graph: nx.Graph[int | str] = nx.Graph()
     for number, group in enumerate(members):
         graph.add_edges_from((number, tied) for layer in group if (tied := profile.layers[layer].tied) is not None)
-    found: dict[int, str | None] = {group[0]: None for group in members}
-    for together in nx.connected_components(graph):
-        groups = [item for item in together if isinstance(item, int)]
+    names: dict[int, str | None] = {group[0]: None for group in members}
+    for component in nx.connected_components(graph):
+        groups = [item for item in component if isinstance(item, int)]
         if len(groups) > 1:
-            text = "+".join(sorted(item for item in together if isinstance(item, str)))
-            found |= {members[number][0]: text for number in groups}
-    return found
+            text = "+".join(sorted(item for item in component if isinstance(item, str)))
+            names |= {members[number][0]: text for number in groups}
+    return names

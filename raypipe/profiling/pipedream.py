@@ -7,15 +7,15 @@ Times are milliseconds, sizes bytes; operators and edges stand in any order. An 
 sizes, `[6291456.0; 131072.0]`, and operators called `__getitem__` take one each. Harlap et al. 2018, "PipeDream: Fast and Efficient
 Pipeline Parallel DNN Training", arXiv 1806.03377; the files of github.com/msr-fiddle/pipedream, `profiler/*/profiles`.
 
-What the files do not say, and what is made of it:
+What the files do not say:
 
-* the rows of a microbatch: the caller names them;
-* the weight gradient's part of a backward: a share, where the operator has weights;
-* what is kept for the backward: each tensor once, by the first operator that computes with it. Views, sums, concatenations and
-  operators that work in place keep nothing; what they pass on counts as the memory that it shares with their input.
+* The rows of a microbatch: the caller names them.
+* The weight gradient's share of a backward: a fixed share, for operators with weights.
+* What is saved for the backward: each tensor once, by the first operator that computes with it. Views, sums, concatenations and
+  in-place operators save nothing; their outputs share the memory of their inputs.
 
-Operators called `Input...` that nothing feeds are no layers, as in PipeDream's own planner: their time is that of loading rows,
-which every stage that needs rows does by itself.
+Operators called `Input...` without inputs are no layers, as in PipeDream's own planner: their time is that of loading rows, which every
+stage that needs rows does by itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from raypipe.artifacts.profile import LayerProfile, ModelProfile, NamedEdge
 from raypipe.errors import FormatError, InputError
 
 WEIGHT_GRAD_SHARE = 0.5
-"""Of a backward with weights: both gradients of a matrix product take as many operations."""
+"""Default share of a backward with weights: both gradients of a matrix product take as many operations."""
 
 _KEYS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _SEPARATOR = " -- "
@@ -46,17 +46,7 @@ _IN_PLACE = "inplace"
 
 @dataclass(frozen=True)
 class _Node:
-    """One operator.
-
-    Attributes:
-        name: in the file, such as `node4`.
-        line: of the file.
-        description: such as `Conv2d(64, 64, kernel_size=(3, 3))`.
-        forward_s: seconds.
-        backward_s: seconds.
-        tensor_bytes: of each tensor that it returns.
-        parameter_bytes: of its weights.
-    """
+    """An operator: its name, such as `node4`, its line of the file, its description, such as `Conv2d(64, 64, ...)`, and its costs."""
 
     name: str
     line: int
@@ -68,65 +58,60 @@ class _Node:
 
     @property
     def kind(self) -> str:
-        """The operator without its arguments."""
+        """Operator without its arguments."""
         return re.sub(r"[^\w.-]+", "-", self.description.partition("(")[0].strip(), flags=re.ASCII).strip("-")
 
     @property
     def layer_name(self) -> str:
-        """The name of its layer, such as `node4-Conv2d`."""
+        """Name of its layer, such as `node4-Conv2d`."""
         return "-".join(filter(None, (self.name, self.kind)))
 
     @property
     def output_bytes(self) -> int:
-        """Of all that it returns."""
+        """Bytes of all tensors that it returns."""
         return sum(self.tensor_bytes)
 
     @property
     def works_in_place(self) -> bool:
-        """Whether what it returns lies in the memory of what it takes."""
+        """Whether its outputs lie in the memory of its inputs."""
         return self.kind in _VIEWS or _IN_PLACE in self.description
 
     @property
-    def keeps_inputs(self) -> bool:
-        """Whether its backward needs what it took."""
+    def saves_inputs(self) -> bool:
+        """Whether its backward needs its inputs."""
         return not self.works_in_place and self.kind not in _SUMS
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """What a file holds, in topological order.
-
-    Attributes:
-        nodes: the operators, those that load rows among them.
-        edges: pairs (producer, consumer) of names, with their lines.
-    """
+    """Operators by name, and the line of each edge (producer, consumer), in topological order."""
 
     nodes: Mapping[str, _Node]
     edges: Mapping[tuple[str, str], int]
 
     def sources_of(self, name: str) -> list[_Node]:
-        """The operators that feed one."""
+        """Return the operators that feed an operator."""
         return [self.nodes[producer] for producer, consumer in self.edges if consumer == name]
 
     def loads_rows(self, node: _Node) -> bool:
-        """Whether an operator stands for the rows of the microbatch."""
+        """Return whether an operator stands for the rows of the microbatch."""
         return node.description.startswith("Input") and not self.sources_of(node.name)
 
 
 def read_pipedream(
     path: str | os.PathLike[str], *, microbatch_size: int, weight_grad_share: float = WEIGHT_GRAD_SHARE, name: str | None = None
 ) -> ModelProfile:
-    """The profile that a `graph.txt` holds, its edges kept.
+    """Read a profile with its edges from a `graph.txt`.
 
     Args:
-        path: the file.
-        microbatch_size: rows of the microbatch that was measured; the file does not tell.
-        weight_grad_share: seconds of the weight gradient over those of the whole backward, for operators with weights; others have none.
-        name: of the profile; the file's name up to its first point, if left out.
+        path: Path of the file.
+        microbatch_size: Rows of the microbatch that was measured.
+        weight_grad_share: The weight gradient's share of the seconds of a backward, for operators with weights.
+        name: Name of the profile; the file's name up to its first dot if left out.
 
     Raises:
-        FormatError: the file is no such graph; names the line.
-        InputError: the share is not from 0 to 1.
+        FormatError: The file is no such graph; names the line.
+        InputError: The share is not from 0 to 1.
     """
     if not 0 <= weight_grad_share <= 1:
         raise InputError(f"weight_grad_share: expected a share from 0 to 1, got {weight_grad_share}")
@@ -137,7 +122,7 @@ def read_pipedream(
         raise FormatError(
             file, "", "holds no operator that computes; expected lines like `node1 -- Linear(...) -- forward_compute_time=...`"
         )
-    kept_bytes = _kept_bytes(graph)
+    saved_bytes = _saved_bytes(graph)
     return ModelProfile(
         name=name or Path(file).name.partition(".")[0] or file,
         microbatch_size=microbatch_size,
@@ -148,7 +133,7 @@ def read_pipedream(
                 backward_s=node.backward_s,
                 weight_grad_s=node.backward_s * weight_grad_share if node.parameter_bytes else 0.0,
                 output_bytes=node.output_bytes,
-                saved_bytes=kept_bytes[node.name],
+                saved_bytes=saved_bytes[node.name],
                 parameter_bytes=node.parameter_bytes,
             )
             for node in layers
@@ -166,30 +151,29 @@ def read_pipedream(
 
 
 def _edge_bytes(producer: _Node, consumer: _Node) -> int | None:
-    """What passes along an edge, if it is not all that the producer returns."""
+    # Without a number, an edge carries all that its producer returns.
     takes_one = consumer.kind == _GETITEM and len(producer.tensor_bytes) > 1
     return min(consumer.output_bytes, producer.output_bytes) if takes_one else None
 
 
-def _kept_bytes(graph: _Graph) -> dict[str, int]:
-    """What each operator keeps for its backward."""
+def _saved_bytes(graph: _Graph) -> dict[str, int]:
     owner: dict[str, _Node] = {}
-    kept: set[str] = set()
-    found: dict[str, int] = {}
+    saved: set[str] = set()
+    saved_bytes: dict[str, int] = {}
     for node in graph.nodes.values():
         sources = graph.sources_of(node.name)
         owner[node.name] = owner[sources[0].name] if node.works_in_place and sources else node
-        takes = {owner[source.name].name for source in sources} if node.keeps_inputs else set()
-        found[node.name] = sum(graph.nodes[name].output_bytes for name in takes - kept)
-        kept |= takes
-    return found
+        inputs = {owner[source.name].name for source in sources} if node.saves_inputs else set()
+        saved_bytes[node.name] = sum(graph.nodes[name].output_bytes for name in inputs - saved)
+        saved |= inputs
+    return saved_bytes
 
 
 # Reading
 
 
 def _read(text: str, path: str) -> _Graph:
-    """The operators and edges of a file, in topological order: among those that may come next, the least number first."""
+    """Return the operators and edges of a file in topological order, lower numbers first where several may come next."""
     nodes: dict[str, _Node] = {}
     edges: dict[tuple[str, str], int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -227,9 +211,9 @@ def _sorted(nodes: Mapping[str, _Node], edges: Mapping[tuple[str, str], int], pa
     try:
         order = list(nx.lexicographical_topological_sort(graph, key=place))
     except nx.NetworkXUnfeasible:
-        circle = [(source, target) for source, target, *_ in nx.find_cycle(graph)]
-        ways = ", ".join(f"{source} -- {target} (line {edges[source, target]})" for source, target in circle)
-        raise FormatError(path, f"line {edges[circle[-1]]}", f"the edges lead in a circle: {ways}; drop one of them") from None
+        cycle = [(source, target) for source, target, *_ in nx.find_cycle(graph)]
+        edge_text = ", ".join(f"{source} -- {target} (line {edges[source, target]})" for source, target in cycle)
+        raise FormatError(path, f"line {edges[cycle[-1]]}", f"the edges form a cycle: {edge_text}; drop one of them") from None
     position = {name: index for index, name in enumerate(order)}
     in_order = sorted(edges, key=lambda ends: (position[ends[1]], position[ends[0]]))
     return _Graph({name: nodes[name] for name in order}, {ends: edges[ends] for ends in in_order})
@@ -244,42 +228,42 @@ def _edge(line: str, number: int, path: str) -> tuple[str, str]:
 
 def _node(line: str, number: int, path: str) -> _Node:
     parts = line.strip().split(_SEPARATOR)
-    # A fourth part, `stage_id=0`, is the plan that PipeDream made; it is no property of the model.
+    # A fourth part, `stage_id=0`, is PipeDream's plan, not a property of the model.
     if len(parts) not in {3, 4} or not parts[0]:
         problem = f"expected `node1 -- description -- forward_compute_time=..., ...` or, behind a tab, an edge; got {line.strip()[:80]!r}"
         raise FormatError(path, f"line {number}", problem)
     where = f"line {number}"
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for item in parts[2].split(", "):
         key, equals, value = item.partition("=")
-        if not equals or key not in _KEYS or key in found:
+        if not equals or key not in _KEYS or key in values:
             raise FormatError(path, where, f"expected {'=..., '.join(_KEYS)}=..., each once, got {item[:80]!r}")
-        found[key] = value
-    if missing := [key for key in _KEYS if key not in found]:
+        values[key] = value
+    if missing := [key for key in _KEYS if key not in values]:
         raise FormatError(path, where, f"{', '.join(missing)} is missing; add it")
     return _Node(
         name=parts[0],
         line=number,
         description=parts[1],
-        forward_s=_amount(found, _KEYS[0], where, path) / 1e3,
-        backward_s=_amount(found, _KEYS[1], where, path) / 1e3,
-        tensor_bytes=_sizes(found, _KEYS[2], where, path),
-        parameter_bytes=round(_amount(found, _KEYS[3], where, path)),
+        forward_s=_amount(values, _KEYS[0], where, path) / 1e3,
+        backward_s=_amount(values, _KEYS[1], where, path) / 1e3,
+        tensor_bytes=_sizes(values, _KEYS[2], where, path),
+        parameter_bytes=round(_amount(values, _KEYS[3], where, path)),
     )
 
 
-def _sizes(found: Mapping[str, str], key: str, where: str, path: str) -> tuple[int, ...]:
-    """One size, or several in brackets."""
-    text = found[key].strip()
+def _sizes(values: Mapping[str, str], key: str, where: str, path: str) -> tuple[int, ...]:
+    # One size, or several in brackets.
+    text = values[key].strip()
     sizes: Sequence[str] = text[1:-1].split(";") if text.startswith("[") and text.endswith("]") else [text]
     return tuple(round(_amount({key: size}, key, where, path)) for size in sizes)
 
 
-def _amount(found: Mapping[str, str], key: str, where: str, path: str) -> float:
+def _amount(values: Mapping[str, str], key: str, where: str, path: str) -> float:
     try:
-        amount = float(found[key])
+        amount = float(values[key])
     except ValueError:
         amount = math.nan
     if not (math.isfinite(amount) and amount >= 0):
-        raise FormatError(path, where, f"{key}: expected a number that is not negative, got {found[key].strip()!r}")
+        raise FormatError(path, where, f"{key}: expected a number that is not negative, got {values[key].strip()!r}")
     return amount

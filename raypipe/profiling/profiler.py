@@ -1,7 +1,6 @@
-"""Measures the layers of a model on devices of a cluster; from measured layers to a `ModelProfile`, or to the costs of stages.
+"""Measures the layers of a model on devices of a cluster, and makes a `ModelProfile` or the costs of stages of the measurements.
 
-One stage actor a device measures layer by layer and ends. Of each kind of device one is measured, one kind after the other, so that
-they do not disturb each other where they share a machine or a network.
+A stage actor measures layer by layer. Kinds of devices are measured one after the other, as they may share a machine or a network.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from raypipe.user_code import make_model
 
 DEFAULT_KIND = "cpu"
 CAREFUL = Effort(passes=3)
-"""For a profile that many plans are made from."""
+"""Default effort: many plans are made from one profile."""
 _KIND = re.compile(r"([^\s=,]+)(?:=([^\s=,]+))?")
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A kind of device, and where one of it is.
+    """A kind of device, and a node that has one.
 
     Attributes:
-        name: as topologies call it.
-        node: label, address or host name of a node that has one; `None` for the cluster's first.
+        name: Name in topologies.
+        node: Label, address or host name of the node; `None` for the cluster's first.
     """
 
     name: str
@@ -51,10 +50,10 @@ class DeviceKind:
 
     @classmethod
     def of(cls, text: str) -> DeviceKind:
-        """The kind that `cpu` or `cpu-slow=10.0.0.3` means.
+        """Read a kind from `KIND` or `KIND=NODE`, such as `cpu-slow=10.0.0.3`.
 
         Raises:
-            ConfigError: it is not of this form.
+            ConfigError: The text has another form.
         """
         matched = _KIND.fullmatch(text)
         if matched is None:
@@ -64,7 +63,7 @@ class DeviceKind:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a GPU; kinds of CPU slots are called `cpu`, or `cpu-fast` and `cpu-slow`."""
+        """Whether it is a GPU, not a CPU slot."""
         return not is_cpu_kind(self.name)
 
 
@@ -73,11 +72,11 @@ class Measured:
     """The layers of a model as measured on one kind of device.
 
     Attributes:
-        kind: of the device.
-        device: its name.
-        times: of each layer.
-        spreads: of each layer: half the distance between the quartiles of its forward's and backward's seconds, over their median;
-            of several devices the largest.
+        kind: Name of the kind.
+        device: Name of the device.
+        times: Times of each layer.
+        spreads: For each layer, half the distance between the quartiles of forward plus backward over their median; the largest of
+            several devices.
     """
 
     kind: str
@@ -86,7 +85,7 @@ class Measured:
     spreads: tuple[float, ...]
 
     def merged_spreads(self, members: Sequence[Sequence[int]]) -> tuple[float, ...]:
-        """The spreads of layers that stand for several each: at most the means of theirs, weighted by the time that they take."""
+        """Return the spreads of merged layers: means of their members' spreads, weighted by time, which are upper bounds."""
         seconds = [times.forward_s + times.backward_s for times in self.times]
         return tuple(
             sum(self.spreads[layer] * seconds[layer] for layer in group) / (sum(seconds[layer] for layer in group) or 1.0)
@@ -96,12 +95,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Profiled:
-    """What profiling gave.
-
-    Attributes:
-        profile: of the model; the times of its layers are those of the first kind.
-        kinds: what was measured on each kind of device.
-    """
+    """A profile with the times of the first kind of device, and what was measured on each kind."""
 
     profile: ModelProfile
     kinds: tuple[Measured, ...]
@@ -116,19 +110,19 @@ def profile_model(
     notice: Callable[[str], None] = lambda _: None,
     batches: BatchFunction | None = None,
 ) -> Profiled:
-    """Measures the model of a training configuration on devices of its cluster.
+    """Measure the model of a training configuration on devices of its cluster, at its microbatch size.
 
     Args:
-        config: of the run that the model is to be planned for; its schedule's microbatch size is measured.
-        kinds: of which kinds of device; if left out, the cluster's first device, whose times then hold for all kinds.
-        effort: how often each layer is measured.
-        num_at_once: devices of a node that measure at the same time, to share its memory and cores as in training; times are means.
-        notice: told how it goes.
-        batches: instead of the configuration's tokens, a function that opens the rows of a split.
+        config: Configuration of the run.
+        kinds: Kinds of devices to measure; without any, the times of the cluster's first device hold for all kinds.
+        effort: Number of repetitions.
+        num_at_once: Devices of a node that measure at the same time, as they share memory and cores in training; times are means.
+        notice: Called with each line for the user.
+        batches: Function that opens the rows of a split, instead of the configured tokens.
 
     Raises:
-        InputError: configuration, model, data and cluster do not fit together.
-        RunError: the cluster cannot be reached, or something failed while measuring.
+        InputError: Configuration, model, data and cluster do not fit together.
+        RunError: The cluster cannot be reached, or a measurement failed.
     """
     names = [kind.name for kind in kinds]
     if repeated := {name for name in names if names.count(name) > 1}:
@@ -137,17 +131,19 @@ def profile_model(
     model = make()
     rows = batches or _tokens(config.data, seed=config.run.seed, microbatch_size=config.schedule.microbatch_size)
     scaling = dataclasses.replace(config.scaling, num_devices=num_at_once)
-    found: dict[DeviceKind, tuple[DeviceSlot, list[list[LayerMeasurement]]]] = {}
+    by_kind: dict[DeviceKind, tuple[DeviceSlot, list[list[LayerMeasurement]]]] = {}
     with session(config.cluster, num_devices=num_at_once, cpus_per_device=scaling.cpus_per_device):
-        # All are found before any is measured.
+        # A kind without a slot is refused before any is measured.
         default = DeviceKind("gpu" if scaling.use_gpu else DEFAULT_KIND)
         slots = {kind: _slots(kind, dataclasses.replace(scaling, use_gpu=kind.is_gpu)) for kind in kinds or (default,)}
         for kind, of_kind in slots.items():
             notice(f"measuring {len(model.layers)} layers on {', '.join(slot.name for slot in of_kind)} ({kind.name})")
-            found[kind] = of_kind[0], _measure(config, scaling, of_kind, make, rows, effort)
-    first, *_ = found.values()
+            by_kind[kind] = of_kind[0], _measure(config, scaling, of_kind, make, rows, effort)
+    first, *_ = by_kind.values()
     profile = model_profile(first[1], model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
-    measured = tuple(Measured(kind.name, slot.name, _times(of_devices), _spreads(of_devices)) for kind, (slot, of_devices) in found.items())
+    measured = tuple(
+        Measured(kind.name, slot.name, _times(of_devices), _spreads(of_devices)) for kind, (slot, of_devices) in by_kind.items()
+    )
     if kinds:
         profile = dataclasses.replace(profile, device_kinds={of_kind.kind: of_kind.times for of_kind in measured})
     return Profiled(profile, measured)
@@ -158,17 +154,12 @@ def _spreads(measured: Sequence[Sequence[LayerMeasurement]]) -> tuple[float, ...
 
 
 def _tokens(data: DataConfig, *, seed: int, microbatch_size: int) -> TokenSource:
-    """How actors open the tokens, which are tried here first."""
+    # Opened once here: what is wrong with the file shows before actors start.
     TokenDataset(data.file, sequence_length=data.sequence_length, seed=seed, split="train")
     return TokenSource(path=data.file, sequence_length=data.sequence_length, seed=seed, microbatch_size=microbatch_size)
 
 
 def _slots(kind: DeviceKind, scaling: ScalingConfig) -> list[DeviceSlot]:
-    """Places for all actors that measure a kind, on one node: the one that is named, else the first with room for all.
-
-    Raises:
-        PlanError: there is no such node, or others hold its CPUs.
-    """
     if kind.node is None:
         return _first_with_room(kind, scaling)
     nodes = cluster_nodes()
@@ -187,10 +178,10 @@ def _slots(kind: DeviceKind, scaling: ScalingConfig) -> list[DeviceSlot]:
 
 
 def _first_with_room(kind: DeviceKind, scaling: ScalingConfig) -> list[DeviceSlot]:
-    found = find_slots(scaling)
-    if len({slot.node for slot in found}) == 1:
-        return found
-    # These are on several nodes, since the first has too few.
+    slots = find_slots(scaling)
+    if len({slot.node for slot in slots}) == 1:
+        return slots
+    # The first node has too few.
     roomy = [node for node in cluster_nodes() if node.alive and _has_room(node, scaling)]
     if not roomy:
         raise PlanError(_lacking(kind, scaling, "no node has as many"))
@@ -216,7 +207,6 @@ def _lacking(kind: DeviceKind, scaling: ScalingConfig, what: str) -> str:
 def _measure(
     config: TrainConfig, scaling: ScalingConfig, slots: Sequence[DeviceSlot], model: ModelFunction, batches: BatchFunction, effort: Effort
 ) -> list[list[LayerMeasurement]]:
-    """The costs of the layers on each of some devices at the same time."""
     run = f"profile-{time.time_ns() // 1_000_000:x}"
     stages: list[tuple[int, ...]] = [() for _ in slots]
     with Coordinator(run=run, slots=slots, stages=stages, scaling=scaling, cluster=config.cluster) as coordinator:
@@ -233,7 +223,6 @@ def _measure(
 
 
 def _times(measured: Sequence[Sequence[LayerMeasurement]]) -> tuple[LayerTimes, ...]:
-    """The times of each layer, means of the devices that measured it at the same time."""
     return tuple(
         LayerTimes(
             forward_s=fmean(layer.forward_s for layer in of_devices),
@@ -245,13 +234,13 @@ def _times(measured: Sequence[Sequence[LayerMeasurement]]) -> tuple[LayerTimes, 
 
 
 def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, *, name: str, microbatch_size: int) -> ModelProfile:
-    """The profile of a model whose layers were measured in order, on one or several devices of a kind at the same time.
+    """Return the profile of a model from the costs of its layers, by device and layer; times are means of the devices.
 
     Args:
-        measured: for each device, the costs of each layer; times are averaged.
-        model: the model's description.
-        name: of the profile.
-        microbatch_size: rows of the microbatch that was measured.
+        measured: Costs, by device and layer.
+        model: Description of the model.
+        name: Name of the profile.
+        microbatch_size: Rows of the measured microbatch.
     """
     tied = _tied(model)
     layers = tuple(
@@ -283,19 +272,19 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
 
 
 def _tied(model: Model) -> dict[str, str]:
-    """What the layers that share weights share them by: the names of these, of all ties that meet in a layer."""
-    found: dict[str, str] = {}
+    """Return a name of the shared weights for each layer that shares some; ties that meet in a layer have one name together."""
+    names: dict[str, str] = {}
     for tie in model.ties:
         if len(layers := dict.fromkeys(layer for layer, _ in tie)) > 1:
-            texts = dict.fromkeys(found[layer] for layer in layers if layer in found)
+            texts = dict.fromkeys(names[layer] for layer in layers if layer in names)
             joined = "+".join([*texts, ".".join(tie[0])])
-            members = [layer for layer, text in found.items() if text in texts]
-            found |= dict.fromkeys((*members, *layers), joined)
-    return found
+            members = [layer for layer, text in names.items() if text in texts]
+            names |= dict.fromkeys((*members, *layers), joined)
+    return names
 
 
 def stage_costs(measured: Sequence[LayerMeasurement], cut: Cut) -> list[StageCost]:
-    """What the stages of a cut cost in seconds, from the layers of the model as they were measured on one device."""
+    """Return the costs of a cut's stages in seconds, from those of the layers on one device."""
     return [
         StageCost(
             forward_s=sum(measured[layer].forward_s for layer in layers),

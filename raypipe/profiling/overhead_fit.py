@@ -1,13 +1,12 @@
-"""Fits what a machine's runs cost besides computation to measured traces.
+"""Fits the overheads of Ops and messages to measured traces.
 
 A device's time between the ends of two computations is explained by the items that lie between:
 
     ... | F of 5 ms |gap| recv |gap| B of 10 ms | ...
           ^ nominal              the same for every F, B, I, W, message handed over and message taken
 
-The nominal times are those of a profile, which measures each layer alone; so what a stage costs besides its layers counts
-as overhead too. Fitted are means of the middle nine tenths: on the critical path rare long delays add up as well as short
-ones, but a single pause of the machine is no property of it.
+The nominal times are those of a profile, which measures each layer alone; what a stage costs besides its layers is overhead. Overheads
+are means of the middle nine tenths: rare delays add up on the critical path, but a single pause of the machine does not count.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ _OUTER = 0.05
 
 @dataclass
 class Observations:
-    """Seconds seen in traces, by what they tell of.
+    """Seconds observed in traces.
 
     Attributes:
-        beyond: of an Op of a kind, beyond its nominal time.
-        gaps: from the end of a span to the begin of the next, with nothing between.
-        sent: by bytes: the same with one Send between.
-        taken: by bytes, pairs (age, seconds): of taking a message whose maker had ended so long before.
-        carried: by bytes, of messages that were waited for: from the end of the Op that made one until it was taken.
+        beyond: Seconds of Ops beyond their nominal time, by kind.
+        gaps: Seconds between two spans with nothing between them.
+        sent: Seconds between two spans with one Send between them, by bytes.
+        received: Pairs (seconds since its sender's Op ended, seconds of the Recv) of messages that had arrived, by bytes.
+        carried: Seconds from the end of the sender's Op to the end of the Recv of messages that were waited for, by bytes.
     """
 
     beyond: defaultdict[OpKind, list[float]] = field(default_factory=lambda: defaultdict(list))
     gaps: list[float] = field(default_factory=list)
     sent: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    taken: defaultdict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    received: defaultdict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     carried: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, programs: Sequence[DeviceProgram], trace: Trace, cost: Cost) -> None:
-        """Notes what a measured window tells.
+        """Add a measured window.
 
         Args:
-            programs: that ran.
-            trace: of all their devices, by one clock.
-            cost: the nominal times, without overheads.
+            programs: Programs that ran.
+            trace: Spans of all their devices, by one clock.
+            cost: Nominal times, without overheads.
         """
         walks = {program.device: steps_of(program, trace.by_device[program.device]) for program in programs}
         made_s = {send.message: step.span.end_s for walk in walks.values() for step in walk for send in step.sent}
@@ -78,15 +77,15 @@ class Observations:
             if left_s > span.start_s:
                 self.carried[span.bytes].append(span.end_s - left_s)
             else:
-                self.taken[span.bytes].append((span.start_s - left_s, span.end_s - span.start_s))
+                self.received[span.bytes].append((span.start_s - left_s, span.end_s - span.start_s))
 
     def costs(self) -> TransportCosts:
-        """What explains them."""
+        """Return the costs that explain the observations."""
         gap_s = _middle_mean(self.gaps)
         send_s, send_s_per_byte = _line({size: _middle_mean(seconds) - gap_s for size, seconds in self.sent.items()})
-        # A message that was made twice as long ago as one travels was there.
+        # A message that is twice as old as the transfer takes had arrived.
         settled_s = 2 * max(map(_middle_mean, self.carried.values()), default=0.0)
-        settled = {size: [took_s for age_s, took_s in pairs if age_s > settled_s] for size, pairs in self.taken.items()}
+        settled = {size: [took_s for age_s, took_s in pairs if age_s > settled_s] for size, pairs in self.received.items()}
         take_s, take_s_per_byte = _line({size: _middle_mean(seconds) for size, seconds in settled.items() if seconds})
         beyond = {kind: max(_middle_mean(seconds) + gap_s, 0.0) for kind, seconds in self.beyond.items()}
         overheads = Overheads(
@@ -107,14 +106,13 @@ class Observations:
 
 
 def _middle_mean(seconds: Sequence[float]) -> float:
-    """The mean of the middle nine tenths; 0 where nothing was seen."""
     ordered = sorted(seconds)
     cut = int(len(ordered) * _OUTER)
     return statistics.fmean(ordered[cut : len(ordered) - cut]) if ordered else 0.0
 
 
 def _line(took_s: Mapping[int, float]) -> tuple[float, float]:
-    """Seconds of nothing and of each byte, through the smallest and the largest message; neither is negative."""
+    """Fit t = a + b * bytes through the smallest and the largest message; both are clamped at 0."""
     sizes = sorted(took_s)
     if not sizes:
         return 0.0, 0.0

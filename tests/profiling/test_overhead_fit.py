@@ -11,7 +11,7 @@ from raypipe.artifacts.calibration import Calibration, TransportCosts
 from raypipe.artifacts.topology import NodeLink, Overheads, Path
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.errors import FormatError
-from raypipe.profiling.calibration import Observations
+from raypipe.profiling.overhead_fit import Observations
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import OpKind, Schedule, UpdateScope
 from raypipe.schedules.lower import Compute, DeviceProgram, Message, Recv, Send, lower
