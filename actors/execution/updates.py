@@ -90,7 +90,7 @@ class Updates:
         if shared is not None:
             # What stages share is limited alike on all of them. A product: other stages of this device may be yet to use the sum.
             stage_only = self._program.update_scope is UpdateScope.STAGE
-            shared = shared * self._scale(root(weights.shared_squared_norm(shared)) if stage_only else norm)
+            shared = shared * self._scale(root(weights.shared.squared_norm(shared)) if stage_only else norm)
             del self.shared[op.stage, op.index]
         weights.update(
             op.index,
@@ -117,9 +117,9 @@ class Updates:
             case CollectiveKind.TIED:
                 self._set_shared(stage, update, total)
             case CollectiveKind.GRADIENTS:
-                weights[stage].set_flat_gradients(update, total)
+                weights[stage].gradients.set_flat(update, total)
             case CollectiveKind.WEIGHTS:
-                if weights[stage].newest <= update:
+                if weights[stage].versions.newest <= update:
                     weights[stage].receive(update, total)
         return total.nbytes
 
@@ -133,11 +133,11 @@ class Updates:
             case CollectiveKind.TIED:
                 return self._local_shared(stage, update, primary)
             case CollectiveKind.GRADIENTS:
-                return self._weights[stage].flat_gradients(update)
+                return self._weights[stage].gradients.flatten(update)
             case CollectiveKind.WEIGHTS:
                 # The owner has made the new version; the others, and all but one of an owner's devices, add nothing, so that the sum is it.
                 weights = self._weights[stage]
-                return weights.flat() if weights.newest > update and stage in primary else torch.zeros_like(weights.flat())
+                return weights.flat() if weights.versions.newest > update and stage in primary else torch.zeros_like(weights.flat())
 
     # Norms
 
@@ -175,7 +175,7 @@ class Updates:
             if stage in tie_of and stage == self._ties[tie_of[stage]][0]:
                 shared = self._shared(stage, update)
                 assert shared is not None, "it is tied"
-                parts.append(self._weights[stage].shared_squared_norm(shared))
+                parts.append(self._weights[stage].shared.squared_norm(shared))
         return torch.stack(parts).sum()
 
     # Weights that stages share

@@ -40,19 +40,19 @@ def _run_once(weights: Weights, edges: StageEdges, model: Model, batch: Batch, *
         for layer, tensors in zip(edges.cut.crossing[edge], of_layers, strict=True)
     }
     inputs = zero_inputs(incoming, on=module.on)
-    outputs = weights.run(weights.newest, inputs, batch, RngKey(0))
+    outputs = weights.run(weights.versions.newest, inputs, batch, RngKey(0))
     roots = [tensor for tensors in outputs.values() for tensor in tensors if tensor.requires_grad]
     if last in outputs:
         roots = [model.loss(outputs[last][0], batch)]
     gradients = [torch.ones_like(root) for root in roots]
     leaves = [tensor for tensors in inputs.values() for tensor in tensors]
-    parameters = weights.bind(weights.newest, 0)
+    parameters = weights.bind(weights.versions.newest, 0)
     if split:
         _, deferred = backward_input(roots, gradients, leaves, parameters, pivot=module.pivot(leaves))
         deferred.run()
     else:
         backward_full(roots, gradients, leaves, parameters)
     root(weights.squared_norm(0))
-    weights.flat_gradients(0)
-    weights.drop_gradients(0)
+    weights.gradients.flatten(0)
+    weights.gradients.pop(0)
     module.first[0] = ()

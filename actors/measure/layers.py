@@ -204,7 +204,7 @@ class _Layer:
             weight_grad_saved_bytes=weight_grad_saved_bytes,
             parameter_bytes=self.sizes.parameter_bytes,
             tied_bytes=self._tied_bytes(),
-            low_precision_bytes=self.weights.low_precision_bytes,
+            low_precision_bytes=self.weights.versions.low_precision_bytes,
             frozen_bytes=self.sizes.frozen_bytes,
             update_s=_lower_quartile(samples.update_s),
             spread=samples.spread,
@@ -307,7 +307,7 @@ class _Layer:
         if self.weights.optimizer is None:
             self._clear()
             return 0.0
-        number = self.weights.newest
+        number = self.weights.versions.newest
         return self._timed(lambda: self.weights.update(number, scale=1.0, learning_rate=0.0, keep_old=False))[1]
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
@@ -317,10 +317,10 @@ class _Layer:
         return result, stop()
 
     def _bind(self) -> None:
-        self.weights.bind(0, self.weights.newest)
+        self.weights.bind(0, self.weights.versions.newest)
 
     def _clear(self) -> None:
-        self.weights.drop_gradients(self.weights.newest)
+        self.weights.gradients.pop(self.weights.versions.newest)
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:

@@ -81,7 +81,7 @@ class Owners:
 
 
 def find_owners(graph: Graph, roots: Iterable[GradientEdge]) -> Owners:
-    """Color the nodes that are not inner by what leads to them. Each changes color at most twice: linear time."""
+    """Color the nodes that are not inner by what leads to them, in linear time."""
     height, children = graph.height, graph.children
     color: dict[Node, Node | _Owner] = {}
     stack: list[tuple[Node, Node | _Owner]] = [(root.node, _Owner.OUTSIDE) for root in roots if root.node not in height]

@@ -10,19 +10,17 @@ reachable is `inner`; an inner node with a child that leads to parameters but to
                           |                        |
                       [t] -> fc2.weight        [t] -> fc1.weight      W runs each cut again, but only this side of it
 
-A node computes only the gradients that a pass asks for, so no matrix product is done twice. W asks a cut for its own parameters, which
-keeps the pass from descending the upper row, as long as only one path leads from the cut to the parameter. Gradients of parameters that
-several cuts reach (a weight used twice, the weights of a recurrent layer) are therefore computed in I and held until W.
+A node computes only the gradients that a pass asks for, so no matrix product is done twice. Gradients of parameters that several cuts
+reach (a weight used twice, the weights of a recurrent layer) are computed in I and held until W.
 
 Limits, none of which affects the values:
-* A Python `autograd.Function` computes all its gradients at once, and so does a module from `torch.compile`: its weight gradients are
-  computed in I and held until W.
-* Autograd frees a graph as a whole: between I and W all activations below the topmost cut stay, with one gradient for each cut.
-* `torch.utils.checkpoint(use_reentrant=False)` recomputes its segment once in I and once for each pass of W that enters it: for each of
-  its layers with parameters that follow one another. The reentrant kind raises, as with any `torch.autograd.grad`.
-* Autograd visits all nodes below a cut before a pass (0.2 us per node), so a small part of W's overhead is quadratic in the stage's length.
-* A hook on a parameter runs once, in W. A tensor hook on a parameter whose gradient I computed, on the output of a cut or on a pivot runs
-  in I and again in W, where its result is dropped: its effect on values is never applied twice.
+* A Python `autograd.Function` and a module from `torch.compile` compute all their gradients at once, in I.
+* Between I and W all activations below the topmost cut stay, with one gradient for each cut.
+* `torch.utils.checkpoint(use_reentrant=False)` recomputes its segment in I and in each pass of W that enters it. The reentrant kind raises,
+  as with any `torch.autograd.grad`.
+* Autograd visits all nodes below a cut before a pass (0.2 us per node): a small part of W is quadratic in the stage's length.
+* Tensor hooks on parameters of I, on outputs of cuts and on pivots run in I and again in W, where their result is dropped. Other hooks on
+  parameters run once, in W.
 * No second derivatives: the backward pass builds no graph.
 """
 
@@ -45,10 +43,7 @@ takes the public way."""
 
 
 def disable_buffer_donation() -> None:
-    """Let I and W both run the backward of layers that this thread compiles.
-
-    By default such a backward overwrites the memory that the forward saved. Torch has no public switch; this one is per thread.
-    """
+    """Keep backwards of layers that this thread compiles from overwriting what their forwards saved: I and W both need it."""
     config = sys.modules.get("torch._functorch.config")  # loaded with the compiler
     if config is not None:
         config.donated_buffer = False  # type: ignore[attr-defined]
@@ -98,8 +93,8 @@ def backward_input(
 ) -> tuple[tuple[Tensor | None, ...], PendingWeightGradient]:
     """Return the gradients of `inputs` and the pending computation of the gradients of `parameters`.
 
-    Leaves every `.grad` as it is. The caller must drop `outputs` afterwards, or they keep the graph alive. Takes time linear in the nodes
-    of the graph. The returned gradients may share memory with `output_gradients`, as in torch.
+    Leaves every `.grad` as it is. The caller must drop `outputs` afterwards, or they keep the graph alive. Takes time linear in the
+    graph's nodes.
 
     Args:
         outputs: As in `backward_full`.
@@ -145,10 +140,7 @@ def backward_input(
 
 
 class PendingWeightGradient:
-    """The weight gradients of one microbatch of one stage that `backward_input` has left to W.
-
-    Holds the graph below the topmost cut, the gradients that arrived at the cuts, and the gradients that I computed.
-    """
+    """The weight gradients of one microbatch of one stage that `backward_input` has left to W."""
 
     def __init__(self, *, passes: list[_Pass], early: list[tuple[Tensor, Tensor]]) -> None:
         self._passes = passes
@@ -156,10 +148,7 @@ class PendingWeightGradient:
         self._done = False
 
     def run(self) -> None:
-        """Accumulate into the `.grad` of the parameters as `torch.autograd.backward` does, and free what was held.
-
-        Can be called once. Microbatches may run in any order.
-        """
+        """Accumulate into the `.grad` of the parameters, once; microbatches may run in any order."""
         assert not self._done, "the weight gradients of this microbatch have been computed already"
         self._done = True
         # From the outputs down, so that each pass frees the graph above the next one.
@@ -175,7 +164,7 @@ class PendingWeightGradient:
 
 
 def _accumulate_early(early: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients that I computed to the `.grad` of their parameters, with torch's rules and hooks for accumulation."""
+    # As autograd accumulates, with its hooks.
     if not early:
         return
     # I ran the parameters' tensor hooks. They run again here; the hooks added last drop their effect.
@@ -200,10 +189,9 @@ class _Root:
 
 
 class _Tap:
-    """Records the gradients that arrive at a node in I, and hands the same ones to the node in W.
+    """Records the gradients that arrive at a node in I, and hands them to the node in W.
 
-    Both happen in a prehook, which runs after tensor hooks on a layer's output: the record includes their effect, and handing it back
-    drops a second one.
+    Both happen in a prehook, after tensor hooks on a layer's output: their effect is recorded, and a second one is dropped.
     """
 
     __slots__ = ("_arrived", "_edge", "_handle")
@@ -215,7 +203,6 @@ class _Tap:
         self._handle = edge.node.register_prehook(_record_or_hand_back(self._arrived))
 
     def record(self, output_nr: int, gradient: Tensor | None) -> None:
-        """Record a gradient that arrived at a node that I did not run; the hook has recorded the others."""
         if gradient is not None:
             self._arrived.setdefault(output_nr, gradient)
 

@@ -1,12 +1,8 @@
 """What crosses the borders of stages, found before training by a few trial forwards of each stage and the graphs that these leave.
 
-    layer       outputs          the next stage returns a gradient, if
-    embed       x, mask          the loss depends on x, and x requires a gradient; the mask requires none
-    block       x, mask, aux     no later layer uses aux: no gradient returns, and the weights behind it stay as they are
-
-Gradients that do not exist cost nothing: of a mask that goes from layer to layer, of a frozen stage, of an output that nobody uses. What
-layers do may depend on values, so a gradient path counts if any trial has it: one over zeros, as in evaluation, and some over noise, as in
-training. A path that no trial has and training finds is an error; `Layer.gradients_vary` declares such paths.
+A gradient returns from the next stage only for tensors that take one and that the loss depends on: not for a mask, a frozen stage, or an
+output that nobody uses. What layers do may depend on values, so a gradient path counts if any trial has it: one over zeros, as in
+evaluation, and some over noise, as in training. A path that only training finds is an error; `Layer.gradients_vary` declares such paths.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ class LayerOutput:
         spec: Shape for a whole microbatch, and dtype.
         takes_gradient: Whether the layer's stage can use a gradient of the tensor.
         reaches: Outputs of other stages that a gradient of the tensor flows on to.
-        always: Whether a gradient returns for the tensor in any case, since gradients vary or no trial in training succeeded.
+        always: Whether a gradient returns in any case, since gradients vary or no trial in training succeeded.
     """
 
     spec: TensorSpec
@@ -108,13 +104,7 @@ def output_specs(module: StageModule, inputs: StageOutputs, batch: Batch, *, num
 
 @dataclass(frozen=True)
 class _Trial:
-    """What one forward of a stage showed.
-
-    Attributes:
-        specs: Specs of the tensors that each layer passes on.
-        paths: For each tensor that requires a gradient, the outputs of other stages that its gradient reaches.
-        leaves: Outputs of other stages that take a gradient.
-    """
+    """What one forward of a stage showed: what leaves it, which outputs of other stages a gradient of that reaches, and which take one."""
 
     specs: dict[int, tuple[TensorSpec, ...]]
     paths: dict[OutputId, frozenset[OutputId]]
@@ -188,7 +178,6 @@ def _check_rows(module: StageModule, outputs: Outputs, where: str, num_rows: int
 
 
 def _reached(tensor: Tensor, leaves: Mapping[Tensor, OutputId]) -> Iterator[OutputId]:
-    """Yield the leaves that a backward from a tensor reaches."""
     stack: list[Node] = [get_gradient_edge(tensor).node]
     seen = set(stack)
     while stack:
@@ -247,11 +236,7 @@ def _zeros(output: LayerOutput | EdgeTensor, *, on: torch.device) -> Tensor:
 
 
 def _noise(output: LayerOutput, number: int, *, on: torch.device) -> Tensor:
-    """Return values from 0 to 1 in place of another stage's output; zeros for integers.
-
-    Larger integers could be out of an embedding's range, and negative values are no probabilities: a GPU that refuses such values ends
-    the process.
-    """
+    # Integers stay 0 and other values in [0, 1]: a GPU ends the process if an index is out of range or a probability negative.
     spec = output.spec
     if not (spec.dtype.is_floating_point or spec.dtype.is_complex or spec.dtype == torch.bool):
         return _zeros(output, on=on)

@@ -61,13 +61,8 @@ class FlatLayout:
         return torch.split(self.values(vector), [numel for numel, _ in self._sizes])
 
     def present(self, vector: Tensor, known: Sequence[bool]) -> Sequence[bool]:
-        """Return which weights have a gradient in a sum of vectors.
-
-        Args:
-            vector: Sum of the vectors of several replicas or stages.
-            known: Which weights certainly have one. The flags of the vector are read only if one is missing here, since the host must
-                wait for the device to read them.
-        """
+        """Return which weights have a gradient in a sum of vectors; `known` tells which certainly do."""
+        # Read only if needed: the host waits for the device.
         return known if all(known) else [bool(count) for count in vector[len(vector) - len(self._sizes) :].tolist()]
 
 
@@ -79,7 +74,7 @@ class GradientBuffers:
         on: Device of the gradients.
 
     Attributes:
-        bound_version: Version of the weights that a buffer is bound to, or `None`.
+        bound_version: Version that a buffer is bound to, or `None`.
     """
 
     def __init__(self, masters: Sequence[Tensor], *, on: torch.device) -> None:
@@ -91,7 +86,7 @@ class GradientBuffers:
         self.bound_version: int | None = None
 
     def begin_window(self) -> None:
-        """Assert that the last window has left nothing behind."""
+        """Assert that the last window has left no buffers."""
         assert not self._buffers, f"gradients of updates {sorted(self._buffers)} of the last window are left over"
         self.bound_version = None
 
@@ -102,7 +97,7 @@ class GradientBuffers:
         self._buffers.clear()
 
     def bind(self, update: int, version: int, leaves: Sequence[Tensor]) -> None:
-        """Make the `.grad` of a version's tensors the buffer of an update."""
+        """Put the buffer of an update into the `.grad` of a version's tensors."""
         if (self.bound_version, self._bound_update) == (version, update):
             return
         self.unbind()
@@ -120,24 +115,24 @@ class GradientBuffers:
         self.bound_version, self._bound_leaves = None, ()
 
     def of(self, update: int) -> list[Tensor | None]:
-        """Return the buffer of an update: a gradient or `None` for each weight."""
+        """Return the buffer of an update."""
         self.unbind()
         return self._buffer(update)
 
     def pop(self, update: int) -> list[Tensor | None]:
-        """Return the buffer of an update and drop it here."""
+        """Return and drop the buffer of an update."""
         self.unbind()
         return self._buffers.pop(update, [None] * len(self._masters))
 
     def flatten(self, update: int) -> Tensor:
-        """Return the buffer of an update as a vector of `FlatLayout`; from then on the gradients are views of the vector."""
+        """Return the buffer of an update as a vector; its gradients become views of the vector."""
         gradients = self.of(update)
         vector = self._layout.pack(gradients)
         self._set(update, vector, [gradient is not None for gradient in gradients])
         return vector
 
     def set_flat(self, update: int, vector: Tensor) -> None:
-        """Replace the buffer of an update by the parts of a sum of such vectors."""
+        """Replace the buffer of an update by a sum of vectors of replicas."""
         self._set(update, vector, self._layout.present(vector, [gradient is not None for gradient in self.of(update)]))
 
     def _buffer(self, update: int) -> list[Tensor | None]:

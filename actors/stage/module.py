@@ -22,24 +22,17 @@ Outputs = dict[int, tuple[Tensor, ...]]
 class StageModule(nn.Module):
     """The layers of one stage, from the outputs of other stages' layers to its own outputs that other stages or the loss need.
 
-    Args:
-        model: Description of the whole model.
-        cut: Layers of all stages.
-        stage: Number of the stage.
-        seed: Seed of the run.
-        on: Device that computes. Layers are built on the CPU, so that they start from the same weights on every kind of device.
+    Layers are built on the CPU, so that they start from the same weights on every kind of device.
 
     Attributes:
         indices: Layers of the stage.
         names: Names of all layers of the model.
-        num_layers: Number of layers of the model.
         specs: Descriptions of the stage's layers, by index.
         inputs: Layers whose outputs each layer of the stage takes, by index.
         takes_batch: Whether a layer of the stage takes fields of the batch.
-        shared: Weights that the stages of its tie share with each other, in the same order on all of them.
+        shared: Weights that the stages of its tie share, in the same order on all of them.
         borrowed: By name, the weights that a checkpoint has in the file of another stage's layer.
-        first: Outputs of the stage's first layer in the last forward, as the only element of a list (setting an attribute of a module
-            takes microseconds).
+        first: Outputs of the first layer in the last forward, in a list (setting a module's attribute takes microseconds).
     """
 
     def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int, on: torch.device = devices.CPU) -> None:
@@ -71,13 +64,7 @@ class StageModule(nn.Module):
         return tuple(dict.fromkeys([*self.indices, *(stored.layer for stored in self.borrowed.values())]))
 
     def forward(self, inputs: Outputs, batch: Batch, rng_key: RngKey) -> Outputs:
-        """Return the outputs that other stages or the loss take.
-
-        Args:
-            inputs: Outputs of layers in other stages.
-            batch: Fields that the stage's layers name, for the rows of this forward.
-            rng_key: Key of the random numbers.
-        """
+        """Return the outputs that other stages or the loss take, from those of other stages and the fields that the layers name."""
         values = dict(inputs)
         with GENERATOR_LOCK:
             for index, module, sources, fields in self._steps:
@@ -106,7 +93,7 @@ class StageModule(nn.Module):
 
 
 def _check_state(module: StageModule) -> None:
-    """Refuse layers whose state no checkpoint can hold: now, and not at the first checkpoint after days of training."""
+    # Now, and not at the first checkpoint after days of training.
     for name, value in module.state_dict().items():
         _, index, rest = name.split(".", 2)
         where = f"{rest!r} of layer {module.specs[int(index)].name!r}"

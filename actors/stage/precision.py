@@ -1,15 +1,13 @@
 """Stages that compute in a lower precision than the one in which the optimizer steps their weights.
 
-Autocast would copy each weight in F, and the backward would read that copy: under `live`, after an update, it would be out of date. So
-`Weights` owns the copies and writes them anew with every update, and autocast finds nothing left to cast:
+Autocast would copy each weight in F, and under `live` the backward would read a copy that is out of date. So `WeightVersions` owns the
+copies and renews them with every update:
 
     optimizer -> weight, float32 -> copy, bfloat16 -> matrix products of F, B and W       one copy per version
                  weight, float32 -------------------> norms, embeddings                   what autocast leaves alone
 
-The weights that autocast casts are found by watching the forwards that find the shapes of the stage's outputs. A weight that a stage needs
-both as cast and as built is left to autocast: correct if weights do not change until the backward, refused under `live`.
-
-Limits: casts that happen in training only, and those of layers that call autocast themselves, are not seen and so left to autocast.
+The trial forwards of `output_specs` show which weights autocast casts. A weight that is used both as cast and as built is left to autocast,
+and refused under `live`. Casts in training only, and in layers that call autocast themselves, are not seen and left to autocast.
 """
 
 from __future__ import annotations
@@ -99,23 +97,17 @@ def _loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: Batch)
 def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: int) -> dict[int, tuple[LayerOutput, ...]]:
     """Make the copies of weights that a stage computes with, and return the tensors that the stage passes on.
 
-    Args:
-        weights: Weights of the stage.
-        outputs: Tensors that the layers of earlier stages pass on.
-        batch: Fields of one microbatch.
-        num_rows: Number of rows of the microbatch.
-
     Raises:
         ConfigError: As `output_specs`; or a backward under `live` would read what autocast made of a weight in the forward.
     """
     module = weights.module
     inputs = {source: outputs[source] for sources in module.inputs.values() for source in sources if source in outputs}
     if isinstance(module, LowStage):
-        weights.lower(weights.names, LOW)
+        weights.versions.lower(weights.names, LOW)
     uses = _Uses(weights) if isinstance(module, AutocastStage) else None
     with unchanged(module), uses.watched() if uses else nullcontext():
         specs = output_specs(module, inputs, batch, num_rows=num_rows)
-    weights.check_in_place()
+    weights.versions.check_in_place()
     if uses is not None:
         both = uses.cast & uses.plain
         if both and weights.rule.allows_mismatch:
@@ -124,17 +116,12 @@ def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: 
                 "forward would be out of date in the backward. Set model.precision to bf16 or float32, use two weights, or choose a "
                 "schedule whose backward reads the weights of its forward"
             )
-        weights.lower(uses.cast - both, LOW)
+        weights.versions.lower(uses.cast - both, LOW)
     return specs
 
 
 class _Uses:
-    """How a stage uses its weights under autocast.
-
-    Attributes:
-        cast: Names of the weights that autocast casts to low precision.
-        plain: Names of the weights that are computed with as they are.
-    """
+    """Names of the weights that autocast casts to low precision, and of those that it leaves plain."""
 
     def __init__(self, weights: Weights) -> None:
         self.cast: set[str] = set()
@@ -147,7 +134,7 @@ class _Uses:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Return a context that notes operators; compiled layers run eagerly in it, so that their operators show."""
+        """Return a context that notes operators; compiled layers run eagerly in it."""
         # Nothing is compiled unless `torch.compile` is loaded, which takes seconds.
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         # Only selective checkpointing reports operators together with their tensors.

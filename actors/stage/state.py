@@ -52,10 +52,11 @@ def import_layers(weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) 
     Raises:
         ConfigError: A tensor is missing, unknown or of another shape.
     """
+    assert weights.versions.num_versions == 1, "weights are loaded between windows only"
     loader = _Loader(weights)
     for index, state in _with_borrowed(weights.module, states).items():
         loader.load(index, state)
-    weights.masters_changed()
+    weights.versions.set_newest(weights.versions.newest)
 
 
 def _with_borrowed(module: StageModule, states: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:

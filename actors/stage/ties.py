@@ -92,14 +92,9 @@ class StoredWeight(NamedTuple):
 
 
 def shared_weights(model: Model, cut: Cut, stage: nn.Module, indices: Collection[int], *, seed: int) -> tuple[SharedWeight, ...]:
-    """Return the weights that the stages of a tie share, in the same order on all of these stages.
+    """Return the weights that a stage with the layers `indices` shares with others, in the same order on all stages of the tie.
 
-    Args:
-        model: Description of the whole model.
-        cut: Layers of all stages.
-        stage: Module of one stage, whose parameters are called `layers.INDEX.NAME`.
-        indices: Layers of this stage.
-        seed: Seed of the run.
+    Parameters of the module `stage` are called `layers.INDEX.NAME`.
     """
     shared: list[SharedWeight] = []
     for tie in cut.parted_ties:
@@ -126,7 +121,6 @@ def borrowed_weights(model: Model, stage: nn.Module, indices: Collection[int]) -
 
 
 def _parameter_of(model: Model, tie: int, stage: nn.Module, indices: Collection[int]) -> str | None:
-    """Return the first name of the stage's parameter that a tie names; `None` if the tie names none."""
     index_of = {model.layers[index].name: index for index in indices}
     for layer, name in model.ties[tie]:
         if layer in index_of:
@@ -138,14 +132,8 @@ def _parameter_of(model: Model, tie: int, stage: nn.Module, indices: Collection[
 class SharedGradients:
     """The gradients of the weights that a stage shares with other stages.
 
-    Args:
-        shared: Weights that the stages of its tie share.
-        names: Names of the stage's trained parameters.
-        masters: Tensors that the optimizer steps, in the order of `names`.
-        on: Device of the gradients.
-
     Attributes:
-        unshared: Positions in `names` of the parameters that no other stage has.
+        unshared: Positions of the trained parameters that no other stage has.
     """
 
     def __init__(self, shared: Sequence[SharedWeight], names: Sequence[str], masters: Sequence[Tensor], *, on: torch.device) -> None:
@@ -155,15 +143,15 @@ class SharedGradients:
         self.unshared = [position for position in range(len(names)) if position not in self._positions]
 
     def pack(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return what this stage adds to the sum over the stages of its tie, as a vector of `FlatLayout`."""
+        """Return what this stage adds to the sum over the stages of its tie, as a vector."""
         return self._layout.pack([None if position is None else gradients[position] for position in self._positions])
 
     def squared_norm(self, vector: Tensor) -> Tensor:
-        """Return the sum of the squares of the gradients in a sum of such vectors, in float64."""
+        """Return the sum of the squares of the gradients in such a sum, in float64."""
         return squared_norm([self._layout.values(vector)])
 
     def unpack(self, vector: Tensor, gradients: list[Tensor | None]) -> None:
-        """Replace this stage's own gradients of shared weights by a sum of such vectors."""
+        """Replace this stage's gradients of shared weights by those of such a sum."""
         known = [position is None or gradients[position] is not None for position in self._positions]
         for position, part, has in zip(self._positions, self._layout.unpack(vector), self._layout.present(vector, known), strict=True):
             if position is not None and has:

@@ -1,13 +1,10 @@
 """The tensors that each version of a stage's weights is computed with.
 
-Three rules keep an update from changing what a graph in flight still needs:
-
-* The optimizer steps `masters`, aliases of the weights (`Parameter(weight.data)`). Autograd counts the changes of aliases apart, so under
-  `live` an update may write below a graph in flight, whose backward then reads the new values.
-* Under `stash` and `double_buffer` each version has tensors of its own, which `torch.func.functional_call` puts into the module. An update
+* The optimizer steps `masters`, aliases of the weights (`Parameter(weight.data)`). Autograd counts their changes apart, so under `live` an
+  update may write below a graph in flight, whose backward then reads the new values.
+* Under `stash` and `double_buffer` each version has separate tensors, which `torch.func.functional_call` puts into the module. An update
   first moves the masters to fresh memory if the older version is still to be read.
-* A weight that is computed with in a lower precision than it is stepped in has a copy, which every update writes anew. Gradients are
-  summed in the precision of the master.
+* A weight that is computed with in lower precision has a copy, which every update renews. Gradients have the precision of the master.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from raypipe.errors import ConfigError
 
 
 class _Leaves:
-    """The tensors of one version, and their addresses when it was made."""
+    """The tensors of one version, with their addresses."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
@@ -30,7 +27,6 @@ class _Leaves:
         self._addresses = [tensor.data_ptr() for tensor in tensors]
 
     def check(self, module: StageModule) -> None:
-        """Refuse layers that have put other memory in a weight's place."""
         for (name, tensor), address in zip(self.by_name.items(), self._addresses, strict=True):
             if tensor.data_ptr() != address:
                 _, index, weight = name.split(".", 2)
@@ -45,7 +41,7 @@ class WeightVersions:
 
     Args:
         module: Layers of the stage.
-        separate: Whether each version has tensors of its own. Otherwise all Ops compute with the module's parameters.
+        separate: Whether each version has separate tensors; otherwise all Ops compute with the module's parameters.
 
     Attributes:
         names: Names of the trained parameters in the module.
@@ -67,7 +63,7 @@ class WeightVersions:
 
     @property
     def num_versions(self) -> int:
-        """Number of copies of the weights that are held now."""
+        """Copies of the weights in memory."""
         return len(self._versions)
 
     @property
@@ -84,10 +80,7 @@ class WeightVersions:
         return self._versions[version].by_name
 
     def lower(self, names: Collection[str], dtype: torch.dtype) -> None:
-        """Compute with copies of these weights in another precision from now on. Between windows only.
-
-        Graphs hold the copies themselves and updates write through `.data`: under `live` a backward reads the newest values.
-        """
+        """Compute with copies of these weights in another precision from now on. Between windows only."""
         assert self.num_versions == 1, "weights are lowered between windows only"
         self._dtypes = [dtype if name in names else now for name, now in zip(self.names, self._dtypes, strict=True)]
         self._copies = []
@@ -100,13 +93,13 @@ class WeightVersions:
         self.set_newest(self.newest)
 
     def begin_window(self) -> None:
-        """Number versions from 0 again, beginning with the newest."""
+        """Make the newest version number 0."""
         assert self.num_versions == 1, f"versions {sorted(self._versions)} of the last window are left over"
         self._versions = {0: next(iter(self._versions.values()))}
         self.newest = 0
 
     def end_window(self) -> None:
-        """Keep the newest version alone and make it the module's parameters, for evaluation and checkpoints."""
+        """Drop all versions but the newest and put it into the module, for evaluation and checkpoints."""
         self.check_in_place()
         if self.separate:
             self._versions = {self.newest: self._versions[self.newest]}
@@ -115,7 +108,7 @@ class WeightVersions:
             self._own_has_moved()
 
     def set_newest(self, version: int) -> None:
-        """Make what the masters hold the newest version."""
+        """Make the newest version from the masters."""
         if self.separate:
             self._versions[version] = self._new_leaves()
         else:
@@ -135,11 +128,7 @@ class WeightVersions:
             self._own_has_moved()
 
     def drop(self, version: int) -> None:
-        """Drop the separate tensors of a version.
-
-        Raises:
-            ConfigError: A layer has put other memory in a weight's place.
-        """
+        """Drop the separate tensors of a version; check them as `check_in_place` does."""
         if (dropped := self._versions.pop(version, None)) is not None:
             dropped.check(self._module)
 
@@ -169,7 +158,7 @@ class WeightVersions:
 
 
 def _copy_hooks(source: Tensor, target: Tensor) -> None:
-    """Hook to a version's tensor what the layer has hooked to its parameter. Torch has no public way to list a tensor's hooks."""
+    # The hooks that the layer has put on its parameter. Torch has no public way to list them.
     for on_gradient in (source._backward_hooks or {}).values():
         target.register_hook(on_gradient)  # type: ignore[no-untyped-call]
     for after_accumulation in (source._post_accumulate_grad_hooks or {}).values():

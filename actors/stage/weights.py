@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,122 +30,73 @@ class Weights:
     Attributes:
         names: Names of the trained parameters in the module.
         masters: Tensors that the optimizer steps, in the order of `names`.
+        versions: Tensors that each version is computed with.
+        gradients: Gradient buffers, in the order of `names`.
+        shared: Gradients of the weights that other stages share.
     """
 
     def __init__(self, module: StageModule, *, optimizer: Optimizer, rule: WeightRule) -> None:
         self.module = module
         self.on = module.on
         self.rule = rule
-        self._versions = WeightVersions(module, separate=rule.keeps_versions)
-        self.names, self.masters = self._versions.names, self._versions.masters
-        self._gradients = GradientBuffers(self.masters, on=self.on)
-        self._shared = SharedGradients(module.shared, self.names, self.masters, on=self.on)
+        self.versions = WeightVersions(module, separate=rule.keeps_versions)
+        self.names, self.masters = self.versions.names, self.versions.masters
+        self.gradients = GradientBuffers(self.masters, on=self.on)
+        self.shared = SharedGradients(module.shared, self.names, self.masters, on=self.on)
         self.optimizer = optimizer(self.masters) if self.masters else None
 
     # Versions
 
-    @property
-    def newest(self) -> int:
-        """Number of the newest version in the window."""
-        return self._versions.newest
-
-    @property
-    def num_versions(self) -> int:
-        """Number of copies of the weights that are held now."""
-        return self._versions.num_versions
-
-    @property
-    def low_precision_bytes(self) -> int:
-        """Bytes of one version's copies in lower precision."""
-        return self._versions.low_precision_bytes
-
-    def lower(self, names: Collection[str], dtype: torch.dtype) -> None:
-        """Compute with copies of these weights in another precision from now on. Between windows only."""
-        self._versions.lower(names, dtype)
-
-    def masters_changed(self) -> None:
-        """Make what the masters hold the newest version, under its number. Between windows only."""
-        assert self.num_versions == 1, "weights are replaced between windows only"
-        self._versions.set_newest(self.newest)
-
-    def check_in_place(self) -> None:
-        """Check that layers compute with the tensors that updates write.
-
-        Raises:
-            ConfigError: A layer has put other memory in a weight's place.
-        """
-        self._versions.check_in_place()
-
     def begin_window(self) -> None:
-        """Number versions from 0 again, beginning with the newest."""
-        self._versions.begin_window()
-        self._gradients.begin_window()
+        """Make the newest version number 0."""
+        self.versions.begin_window()
+        self.gradients.begin_window()
 
     def end_window(self) -> None:
-        """Keep the newest version alone and make it the module's parameters, for evaluation and checkpoints."""
-        self._versions.end_window()
-        self._gradients.end_window(stage=self.module.stage)
+        """Drop all versions but the newest and put it into the module."""
+        self.versions.end_window()
+        self.gradients.end_window(stage=self.module.stage)
 
     def release(self, version: int) -> None:
         """Drop a version after its last reader, unless it is the newest."""
-        if version != self.newest:
+        if version != self.versions.newest:
             self._drop(version)
 
     def _drop(self, version: int) -> None:
-        if self._versions.separate:
-            if self._gradients.bound_version == version:
-                self._gradients.unbind()
-            self._versions.drop(version)
+        if self.versions.separate:
+            if self.gradients.bound_version == version:
+                self.gradients.unbind()
+            self.versions.drop(version)
 
     # Computation
 
     def run(self, version: int, inputs: Outputs, batch: Batch, rng_key: RngKey) -> Outputs:
         """Return the outputs of the stage's forward with one version of its weights."""
-        if not self._versions.separate:
+        if not self.versions.separate:
             return self.module.forward(inputs, batch, rng_key)  # nobody hooks into a stage's module: calling it would only take time
-        outputs: Outputs = torch.func.functional_call(self.module, self._versions.by_name(version), (inputs, batch, rng_key))
+        outputs: Outputs = torch.func.functional_call(self.module, self.versions.by_name(version), (inputs, batch, rng_key))
         return outputs
 
     def parameters(self, version: int) -> Sequence[Tensor]:
         """Return the tensors that a forward with this version computes with."""
-        return self._versions.tensors(version)
+        return self.versions.tensors(version)
 
     def bind(self, version: int, update: int) -> Sequence[Tensor]:
         """Make the `.grad` of a version's tensors the gradient buffer of an update, and return these tensors."""
-        leaves = self._versions.tensors(version)
-        self._gradients.bind(update, version if self._versions.separate else 0, leaves)
+        leaves = self.versions.tensors(version)
+        self.gradients.bind(update, version if self.versions.separate else 0, leaves)
         return leaves
 
     # Gradients
 
-    def gradients(self, update: int) -> list[Tensor | None]:
-        """Return the gradient buffer of an update, in the order of `names`."""
-        return self._gradients.of(update)
-
-    def flat_gradients(self, update: int) -> Tensor:
-        """Return the gradient buffer of an update as a vector, for a sum over replicas; see `FlatLayout`."""
-        return self._gradients.flatten(update)
-
-    def set_flat_gradients(self, update: int, vector: Tensor) -> None:
-        """Replace the gradient buffer of an update by the sum of the replicas' vectors."""
-        self._gradients.set_flat(update, vector)
-
-    def drop_gradients(self, update: int) -> None:
-        """Drop the gradient buffer of an update."""
-        self._gradients.pop(update)
-
     def squared_norm(self, update: int) -> Tensor:
-        """Return the sum of the squares of an update's gradients, in float64, without those of weights shared with other stages."""
-        gradients = self.gradients(update)
-        return squared_norm([gradient for at in self._shared.unshared if (gradient := gradients[at]) is not None], on=self.on)
+        """Return the sum of the squares of an update's gradients, in float64, without those of shared weights."""
+        gradients = self.gradients.of(update)
+        return squared_norm([gradient for at in self.shared.unshared if (gradient := gradients[at]) is not None], on=self.on)
 
     def shared_gradients(self, update: int) -> Tensor:
-        """Return the gradients of all weights that the stages of its tie share as a vector, for a sum over these stages."""
-        return self._shared.pack(self.gradients(update))
-
-    def shared_squared_norm(self, vector: Tensor) -> Tensor:
-        """Return the sum of the squares of the gradients in a sum of the stages' vectors, in float64."""
-        return self._shared.squared_norm(vector)
+        """Return the gradients of shared weights as a vector, for a sum over the stages of its tie."""
+        return self.shared.pack(self.gradients.of(update))
 
     # Updates
 
@@ -157,15 +108,15 @@ class Weights:
             scale: Factor of the gradients, for clipping.
             learning_rate: Learning rate of this update.
             keep_old: Whether version `update` is still to be read.
-            shared: Clipped sum of the vectors of all stages of its tie, in place of this stage's own gradients of shared weights.
+            shared: Clipped sum of `shared_gradients` over the stages of its tie.
         """
-        gradients = self._gradients.pop(update)
+        gradients = self.gradients.pop(update)
         if shared is not None:
-            self._shared.unpack(shared, gradients)
+            self.shared.unpack(shared, gradients)
         if keep_old:
-            self._versions.move_masters()
+            self.versions.move_masters()
         self._step(gradients, scale=scale, learning_rate=learning_rate)
-        self._versions.set_newest(update + 1)
+        self.versions.set_newest(update + 1)
         if not keep_old:
             self._drop(update)
 
@@ -173,7 +124,7 @@ class Weights:
         if self.optimizer is None:
             return
         # The host does not know whether a scale that the device computes is 1.
-        for at in self._shared.unshared if isinstance(scale, Tensor) or scale != 1.0 else ():
+        for at in self.shared.unshared if isinstance(scale, Tensor) or scale != 1.0 else ():
             if (gradient := gradients[at]) is not None:
                 gradient.mul_(scale)
         for master, gradient in zip(self.masters, gradients, strict=True):
@@ -191,9 +142,9 @@ class Weights:
 
     def receive(self, update: int, vector: Tensor) -> None:
         """Take version `update + 1` from the replica that made it, as `flat` gave it there, and drop this replica's gradients."""
-        self.drop_gradients(update)
-        self._versions.move_masters()
+        self.gradients.pop(update)
+        self.versions.move_masters()
         with torch.no_grad():
             for part, master in zip(torch.split(vector, [master.numel() for master in self.masters]), self.masters, strict=True):
                 master.copy_(part.view_as(master))
-        self._versions.set_newest(update + 1)
+        self.versions.set_newest(update + 1)

@@ -227,13 +227,13 @@ def test_a_2bw_window_holds_two_versions_and_ends_with_one() -> None:
 
         def counted(version: int, weights: object = weights, release: object = release) -> None:
             nonlocal most
-            most = max(most, weights.num_versions)  # type: ignore[attr-defined]
+            most = max(most, weights.versions.num_versions)  # type: ignore[attr-defined]
             release(version)  # type: ignore[operator]
 
         weights.release = counted  # type: ignore[method-assign]
     run.run_window()
     assert most == 2
-    assert {weights.num_versions for weights in held} == {1}
+    assert {weights.versions.num_versions for weights in held} == {1}
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ def test_weights_that_autocast_casts_are_copied_and_others_are_not(rule: WeightR
     weights = prepared(ManyWays, precision=Precision.BF16_MIXED, rule=rule)
     assert dtypes(weights) == {"turned": low, "packed": low, "gain": high, "unused": high}
     assert {master.dtype for master in weights.masters} == {high}
-    assert weights.low_precision_bytes == 4 * 16 * 16 * 2
+    assert weights.versions.low_precision_bytes == 4 * 16 * 16 * 2
     assert set(dtypes(prepared(ManyWays, precision=Precision.BF16, rule=rule)).values()) == {low}
     assert set(dtypes(prepared(ManyWays, precision=Precision.FLOAT32, rule=rule)).values()) == {high}
 
@@ -396,7 +396,9 @@ def test_a_checkpoint_has_what_the_optimizer_steps_and_brings_the_copies_up_to_d
     assert {tensor.dtype for tensor in state[0].values()} == {torch.float32}
     import_layers(after, state)
     assert all(torch.equal(a, b) for a, b in zip(before.masters, after.masters, strict=True))
-    assert torch.equal(before.run(before.newest, {}, batch, RngKey(0))[0][0], after.run(after.newest, {}, batch, RngKey(0))[0][0])
+    assert torch.equal(
+        before.run(before.versions.newest, {}, batch, RngKey(0))[0][0], after.run(after.versions.newest, {}, batch, RngKey(0))[0][0]
+    )
     assert not torch.equal(after.masters[0], torch.eye(16))
 
 

@@ -154,9 +154,9 @@ def test_gradients_of_mixed_precision_pass_through_one_vector() -> None:
     weights.begin_window()
     weights.bind(0, 0)
     weights.run(0, {}, rows(), RngKey(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
-    before = [gradient.clone() for gradient in weights.gradients(0) if gradient is not None]
-    weights.set_flat_gradients(0, weights.flat_gradients(0))
-    after = weights.gradients(0)
+    before = [gradient.clone() for gradient in weights.gradients.of(0) if gradient is not None]
+    weights.gradients.set_flat(0, weights.gradients.flatten(0))
+    after = weights.gradients.of(0)
     assert [gradient.dtype for gradient in after if gradient is not None] == [gradient.dtype for gradient in before]
     weights.update(0, scale=1.0, learning_rate=0.1, keep_old=False)
 
@@ -166,8 +166,8 @@ def test_gradients_that_are_summed_lie_in_their_vector_alone() -> None:
     weights.begin_window()
     weights.bind(0, 0)
     weights.run(0, {}, rows(), RngKey(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
-    flat = weights.flat_gradients(0)
-    assert {gradient.untyped_storage().data_ptr() for gradient in weights.gradients(0) if gradient is not None} == {flat.data_ptr()}
+    flat = weights.gradients.flatten(0)
+    assert {gradient.untyped_storage().data_ptr() for gradient in weights.gradients.of(0) if gradient is not None} == {flat.data_ptr()}
     weights.update(0, scale=1.0, learning_rate=0.1, keep_old=False)
 
 
