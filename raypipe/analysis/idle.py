@@ -3,7 +3,7 @@
     0 |F0 F1 ~~~~~~~~~~ : B0---- . B1---- === U0       ~ another had not finished, : a message was on its way, = a collective
     1 |wwww F0 B0---- F1 B1---- ~~~~~~~~~ === U0 dd    w warm-up, d drain, . overhead
 
-The window of each device is cut into pieces without gap or overlap, from 0 to the trace's makespan. Each has one cause, so the
+The window of each device is cut into intervals without gap or overlap, from 0 to the trace's makespan. Each has one cause, so the
 seconds of all causes sum to the makespan. Simulated, rehearsed and measured traces are cut by one rule, and can be compared:
 
 * A wait for a message is cut where the Op that makes it ended on its sender. Before, the sender had not finished; behind, the
@@ -76,7 +76,7 @@ IDLE = tuple(cause for cause in Cause if cause is not Cause.COMPUTE)
 """All causes of idleness, in the order in which they are listed."""
 
 
-class Piece(NamedTuple):
+class Interval(NamedTuple):
     """A stretch of one device's time that has one cause.
 
     Attributes:
@@ -153,41 +153,41 @@ class Division:
 
     Attributes:
         trace: whose time it is.
-        pieces: for each device, from 0 to the makespan without gap or overlap.
+        intervals: for each device, from 0 to the makespan without gap or overlap.
         stages: for each device, the stages of its Ops, ascending.
     """
 
     trace: Trace
-    pieces: tuple[tuple[Piece, ...], ...]
+    intervals: tuple[tuple[Interval, ...], ...]
     stages: tuple[tuple[int, ...], ...]
 
     @cached_property
     def by_cause_s(self) -> tuple[dict[Cause, float], ...]:
         """For each device, the seconds of every cause; they sum to the makespan."""
-        return tuple(_sums([(piece.cause, piece.duration_s) for piece in row]) for row in self.pieces)
+        return tuple(_sums([(interval.cause, interval.duration_s) for interval in row]) for row in self.intervals)
 
     @cached_property
     def compute_s(self) -> tuple[dict[str, float], ...]:
         """For each device, the seconds of every kind of Op that it ran: `F`, or `F&B` where Ops of several kinds overlapped."""
         kinds: dict[SpanItem, str] = {}
         rows: list[list[tuple[str, float]]] = []
-        for row in self.pieces:
+        for row in self.intervals:
             rows.append([])
-            for piece in row:
-                if isinstance(piece.item, tuple):
-                    if piece.item not in kinds:
-                        kinds[piece.item] = "&".join(dict.fromkeys(op.kind for op in piece.item))
-                    rows[-1].append((kinds[piece.item], piece.duration_s))
+            for interval in row:
+                if isinstance(interval.item, tuple):
+                    if interval.item not in kinds:
+                        kinds[interval.item] = "&".join(dict.fromkeys(op.kind for op in interval.item))
+                    rows[-1].append((kinds[interval.item], interval.duration_s))
         return tuple(map(_sums, rows))
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
         """Who waited for whom, the longest first."""
         found = _sums([
-            ((device, piece.peer), piece.duration_s)
-            for device, row in enumerate(self.pieces)
-            for piece in row
-            if piece.cause.is_wait and piece.peer is not None
+            ((device, interval.peer), interval.duration_s)
+            for device, row in enumerate(self.intervals)
+            for interval in row
+            if interval.cause.is_wait and interval.peer is not None
         ])
         return tuple(sorted((Wait(*pair, wait_s) for pair, wait_s in found.items()), key=lambda wait: (-wait.wait_s, wait)))
 
@@ -199,18 +199,18 @@ class Division:
         device to device until one is found that works, or a message that is on its way. Warm-up and drain are left out.
         """
         found: dict[_RootKey, list[float]] = defaultdict(list)
-        starts = [[piece.start_s for piece in row] for row in self.pieces]
-        for device, row in enumerate(self.pieces):
-            for piece in row:
-                if piece.cause.is_wait:
-                    for key, wait_s in self._roots(device, piece, starts):
+        starts = [[interval.start_s for interval in row] for row in self.intervals]
+        for device, row in enumerate(self.intervals):
+            for interval in row:
+                if interval.cause.is_wait:
+                    for key, wait_s in self._roots(device, interval, starts):
                         found[key].append(wait_s)
         totals = [Culprit(*key, math.fsum(waits)) for key, waits in found.items()]
         return tuple(sorted(totals, key=lambda culprit: -culprit.wait_s))
 
-    def _roots(self, waiting: int, piece: Piece, starts: Sequence[Sequence[float]]) -> Iterator[tuple[_RootKey, float]]:
+    def _roots(self, waiting: int, interval: Interval, starts: Sequence[Sequence[float]]) -> Iterator[tuple[_RootKey, float]]:
         """What one wait traces back to, and for how many seconds each."""
-        open_waits = [(waiting, piece, 0)]
+        open_waits = [(waiting, interval, 0)]
         while open_waits:
             device, wait, depth = open_waits.pop()
             if wait.cause is Cause.COLLECTIVE_TRANSFER:
@@ -226,10 +226,10 @@ class Division:
                     else:
                         yield (Root.WORK, wait.peer, None), other.duration_s
 
-    def _during(self, wait: Piece, starts: Sequence[float]) -> Iterator[Piece]:
+    def _during(self, wait: Interval, starts: Sequence[float]) -> Iterator[Interval]:
         """What the device that is waited for did meanwhile."""
         assert wait.peer is not None
-        row = self.pieces[wait.peer]
+        row = self.intervals[wait.peer]
         for position in range(max(bisect_right(starts, wait.start_s) - 1, 0), len(row)):
             if starts[position] >= wait.end_s:
                 return
@@ -245,7 +245,7 @@ class Division:
 def divide(trace: Trace) -> Division:
     """The time of every device, by cause; takes time in proportion to the number of spans."""
     makers = _Makers(trace)
-    rows = tuple(tuple(_pieces(trace, device, makers)) for device in range(len(trace.devices)))
+    rows = tuple(tuple(_intervals(trace, device, makers)) for device in range(len(trace.devices)))
     return Division(trace, rows, tuple(tuple(sorted(stages)) for stages in makers.stages))
 
 
@@ -257,7 +257,7 @@ def _sums(pairs: Sequence[tuple[Key, float]]) -> dict[Key, float]:
     return {key: math.fsum(values) for key, values in found.items()}
 
 
-def _pieces(trace: Trace, device: int, makers: _Makers) -> Iterator[Piece]:
+def _intervals(trace: Trace, device: int, makers: _Makers) -> Iterator[Interval]:
     row = trace.by_device[device]
     first_s = next((span.start_s for span in row if span.kind is SpanKind.COMPUTE), math.inf)
     at_s = 0.0
@@ -267,24 +267,24 @@ def _pieces(trace: Trace, device: int, makers: _Makers) -> Iterator[Piece]:
         if span.end_s <= start_s:
             continue
         if start_s > at_s:
-            yield Piece(Cause.WARM_UP if at_s < first_s else Cause.OVERHEAD, at_s, start_s)
-        yield from _pieces_of(span, device, start_s, first_s, makers)
+            yield Interval(Cause.WARM_UP if at_s < first_s else Cause.OVERHEAD, at_s, start_s)
+        yield from _intervals_of(span, device, start_s, first_s, makers)
         at_s = span.end_s
     if at_s < trace.makespan_s:
-        yield Piece(Cause.DRAIN if first_s < math.inf else Cause.WARM_UP, at_s, trace.makespan_s)
+        yield Interval(Cause.DRAIN if first_s < math.inf else Cause.WARM_UP, at_s, trace.makespan_s)
 
 
-def _pieces_of(span: Span, device: int, start_s: float, first_s: float, makers: _Makers) -> Iterator[Piece]:
+def _intervals_of(span: Span, device: int, start_s: float, first_s: float, makers: _Makers) -> Iterator[Interval]:
     if span.kind is SpanKind.COMPUTE:
-        yield Piece(Cause.COMPUTE, start_s, span.end_s, span.item)
+        yield Interval(Cause.COMPUTE, start_s, span.end_s, span.item)
         return
     awaited = makers.of(span, device)
     causes = (Cause.WARM_UP, Cause.WARM_UP) if start_s < first_s else (awaited.before, awaited.behind)
     ready_s = min(max(awaited.ready_s, start_s), span.end_s)
     if ready_s > start_s:
-        yield Piece(causes[0], start_s, ready_s, span.item, awaited.peer, span.bytes)
+        yield Interval(causes[0], start_s, ready_s, span.item, awaited.peer, span.bytes)
     if span.end_s > ready_s:
-        yield Piece(causes[1], ready_s, span.end_s, span.item, awaited.peer, span.bytes, on_its_way=causes[1] is not Cause.OVERHEAD)
+        yield Interval(causes[1], ready_s, span.end_s, span.item, awaited.peer, span.bytes, on_its_way=causes[1] is not Cause.OVERHEAD)
 
 
 class _Awaited(NamedTuple):

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from raypipe.artifacts.trace import Span, SpanKind, Trace
 from raypipe.schedules.ir import Op
-from raypipe.show.labels import Labels, Piece
+from raypipe.show.labels import Label, Labels
 from raypipe.show.palette import NAMES, colour, pipeline_words
 from raypipe.units import number, seconds, ticks, time_unit
 
@@ -118,23 +118,23 @@ class _Line:
                 self.hidden += 1
                 continue
             self.text.append("." * (first - at), style="dim")
-            for text, op in self._cell(labels.pieces(span), end - first):
+            for text, op in self._cell(labels.of(span), end - first):
                 self.text.append(text, style=f"black on {colour(op.kind, op.pipeline)}")
             at = end
         self.text.append("." * (scale.column(end_s) - at), style="dim")
 
-    def _cell(self, pieces: Sequence[Piece], width: int) -> Iterator[tuple[str, Op]]:
+    def _cell(self, parts: Sequence[Label], width: int) -> Iterator[tuple[str, Op]]:
         """The text of a cell in parts, each with an Op for its colour."""
-        texts = _joined([piece.text for piece in pieces])
+        texts = _joined([part.text for part in parts])
         if sum(map(len, texts)) > width:
             self.unlabelled += 1
             # The kinds alone, without stage and index; of Ops that overlap the first one's where there is no more room.
-            kinds = [str(piece.ops[0].kind) for piece in pieces]
+            kinds = [str(part.ops[0].kind) for part in parts]
             texts = next((short for short in (_joined(kinds), kinds) if sum(map(len, short)) <= width), kinds[:1])
         rest = width - sum(map(len, texts))
         if rest:  # the blank keeps apart what colour does not
             texts[-1] += "-" * (rest - 1) + " "
-        return ((text, piece.ops[0]) for text, piece in zip(texts, pieces, strict=False))
+        return ((text, part.ops[0]) for text, part in zip(texts, parts, strict=False))
 
 
 def _joined(texts: list[str]) -> list[str]:

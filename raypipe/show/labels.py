@@ -9,7 +9,7 @@ from raypipe.artifacts.trace import Span, Trace
 from raypipe.schedules.ir import Op, OpKind
 
 
-class Piece(NamedTuple):
+class Label(NamedTuple):
     """Ops of a slot that share a label.
 
     Attributes:
@@ -31,7 +31,7 @@ class Labels:
     """
 
     def __init__(self, *traces: Trace) -> None:
-        self._pieces: dict[tuple[Op, ...], tuple[Piece, ...]] = {}
+        self._known: dict[tuple[Op, ...], tuple[Label, ...]] = {}
         seen: set[OpKind] = set()
         held: dict[tuple[int, int, int], set[int]] = {}
         self._num_parts: dict[tuple[OpKind, int, int, int], int] = {}
@@ -47,21 +47,21 @@ class Labels:
         self.kinds = tuple(kind for kind in OpKind if kind in seen)
         self.num_pipelines = max((pipeline + 1 for _, _, pipeline in held), default=1)
 
-    def pieces(self, span: Span) -> tuple[Piece, ...]:
+    def of(self, span: Span) -> tuple[Label, ...]:
         """The labels of a computing span."""
-        if span.ops not in self._pieces:
+        if span.ops not in self._known:
             alike = itertools.groupby(span.ops, key=lambda op: (op.kind, op.stage, op.pipeline))
-            self._pieces[span.ops] = tuple(self._piece(tuple(ops)) for _, ops in alike)
-        return self._pieces[span.ops]
+            self._known[span.ops] = tuple(self._label(tuple(ops)) for _, ops in alike)
+        return self._known[span.ops]
 
-    def _piece(self, ops: tuple[Op, ...]) -> Piece:
+    def _label(self, ops: tuple[Op, ...]) -> Label:
         kind, stage, index, pipeline, _ = ops[0]
         if len({op.index for op in ops}) == 1 and len(ops) == self._num_parts.get(ops[0][:4]):
             work = str(index)  # all its parts
         else:
             work = "+".join(f"{op.index}.{op.part}" if op.part else str(op.index) for op in ops)
-        return Piece(ops, f"{stage if self.with_stage else ''}{kind}{work}{f'@{pipeline}' if pipeline else ''}")
+        return Label(ops, f"{stage if self.with_stage else ''}{kind}{work}{f'@{pipeline}' if pipeline else ''}")
 
     def text(self, span: Span) -> str:
         """Such as `F3`, `0F3` where devices hold several stages, `F3&B1` where Ops overlap."""
-        return "&".join(piece.text for piece in self.pieces(span))
+        return "&".join(label.text for label in self.of(span))

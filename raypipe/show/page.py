@@ -1,7 +1,7 @@
 """Traces as one HTML page that needs nothing else: a timeline to zoom and hover over, idle time by cause, memory, and differences.
 
-The page is made of the files beside this one: `page.html` with places for the parts, `page.css`, and `page_read.js` and `page.js`,
-which draw the timeline on a canvas from the JSON of `page_data.py`. Figures, tables and bars need no script.
+The page is made of the files beside this one: `page.html` with places for the parts, `page.css`, and three scripts, which draw the
+timeline on a canvas from the JSON of `page_data.py`. Figures, tables and bars need no script.
 
 Nothing in a trace can act on the page: text is escaped, and a content policy names the one script and the one style that may run
 and forbids all loading.
@@ -30,6 +30,9 @@ from raypipe.show.svg_document import escape
 from raypipe.show.view import CAUSES, View, has_memory, part_s, part_words, parts_of, views_of
 from raypipe.units import counted, ratio, seconds, size
 
+_SCRIPTS = ("page_read.js", "page_draw.js", "page_pointer.js")
+"""One script of the page, in this order."""
+
 
 def draw_page(traces: Sequence[Trace]) -> str:
     """The traces as the text of an HTML file, the first on top; of two the differences are shown in figures.
@@ -38,7 +41,7 @@ def draw_page(traces: Sequence[Trace]) -> str:
         traces: one or two.
     """
     views = views_of(traces)
-    style, script = _file("page.css"), _file("page_read.js") + _file("page.js")
+    style, script = _file("page.css"), "".join(map(_file, _SCRIPTS))
     style += "".join(f"\n.fill-{kind} {{ fill: {palette.colour(kind)}; }}" for kind in OpKind)
     style += "".join(f"\n.fill-{cause} {{ fill: url(#p-{cause}); }}" for cause in IDLE)
     return Template(_file("page.html")).substitute(

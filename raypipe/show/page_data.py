@@ -1,6 +1,6 @@
 """What the timeline of a page shows, as JSON.
 
-Columns, not objects, and whole ticks, not seconds: a device's pieces follow each other without gap, so their lengths say where they
+Columns, not objects, and whole ticks, not seconds: a device's intervals follow each other without gap, so their lengths say where they
 are. A trace of 200,000 spans takes some four megabytes.
 """
 
@@ -81,20 +81,20 @@ class _Ticks:
 
 
 def _row_data(division: Division, device: int, ticks: _Ticks) -> dict[str, Any]:
-    """The pieces of a device: lengths, causes as letters, names; peers and bytes of those that wait."""
+    """The intervals of a device: lengths, causes as letters, names; peers and bytes of those that wait."""
     codes = {cause: chr(ord("a") + position) for position, cause in enumerate(Cause)}
     lengths, causes, written, peers, sizes = [], [], [], [], []
     at = 0
-    for piece in division.pieces[device]:
-        end = ticks.of(piece.end_s)
+    for interval in division.intervals[device]:
+        end = ticks.of(interval.end_s)
         if end <= at:  # shorter than can be drawn
             continue
         lengths.append(end - at)
-        causes.append(codes[piece.cause])
-        written.append(_short(piece.item))
-        if piece.cause is not Cause.COMPUTE:
-            peers.append(-1 if piece.peer is None else piece.peer)
-            sizes.append(piece.bytes)
+        causes.append(codes[interval.cause])
+        written.append(_short(interval.item))
+        if interval.cause is not Cause.COMPUTE:
+            peers.append(-1 if interval.peer is None else interval.peer)
+            sizes.append(interval.bytes)
         at = end
     return {"length": lengths, "cause": "".join(causes), "name": written, "peer": peers, "bytes": _column(sizes)}
 

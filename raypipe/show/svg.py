@@ -22,6 +22,7 @@ from raypipe.show.differences import differences, header, names, rows
 from raypipe.show.labels import Labels
 from raypipe.show.palette import COLOURS, NAMES, colour, pipeline_words
 from raypipe.show.svg_document import MARGIN, WIDTH, document, escape, place, safe_text
+from raypipe.show.view import has_memory
 from raypipe.units import number, ratio, seconds, size, ticks, time_unit
 
 MOST_DEVICES = 256
@@ -119,7 +120,7 @@ class _Drawing:
         entries += [(("recv",), "waits for a message")] if SpanKind.RECV in kinds else []
         entries += [(("all",), "waits for a collective")] if SpanKind.COLLECTIVE in kinds else []
         entries += [(("move",), "message under way")] if self.shows_transfers else []
-        entries += [(("held",), "memory held")] if any(map(_has_memory, self.traces)) else []
+        entries += [(("held",), "memory held")] if any(map(has_memory, self.traces)) else []
         x = float(MARGIN)
         for classes, text in entries:
             width = 20 + len(text) * 7 + 14
@@ -145,8 +146,8 @@ class _Drawing:
         return _LABEL_FORMS[0]
 
     def texts(self, form: _LabelForm, span: Span) -> list[str]:
-        pieces = self.labels.pieces(span)
-        return ["+".join(dict.fromkeys(str(op.index) for op in piece.ops)) if form.index_only else piece.text for piece in pieces]
+        parts = self.labels.of(span)
+        return ["+".join(dict.fromkeys(str(op.index) for op in part.ops)) if form.index_only else part.text for part in parts]
 
     def fits(self, form: _LabelForm, text: str, span: Span) -> bool:
         return len(text) * form.letter_pixels + 1.5 <= self.x(span.end_s) - self.x(span.start_s)
@@ -173,7 +174,7 @@ class _Drawing:
                 *(self.transfers(transfers[device], self.y) if self.shows_transfers else ()),
             ]
             self.y += _ROW
-            if _has_memory(trace):
+            if has_memory(trace):
                 drawn += self.memory(trace, device, most_held)
                 self.y += _MEMORY
             self.y += _GAP
@@ -213,11 +214,11 @@ class _Drawing:
             classes = ["recv" if span.kind is SpanKind.RECV else "all"]
             yield svg.Rect(x=place(x), y=place(y), width=_wide(width), height=_ROW, class_=classes, elements=[title])
             return
-        pieces = self.labels.pieces(span)
-        height = _ROW / len(pieces)
-        small = len(pieces) > 1 or self.form.letter_pixels == _SMALL_LETTER
-        for position, (piece, label) in enumerate(zip(pieces, self.texts(self.form, span), strict=True)):
-            top, op = y + position * height, piece.ops[0]
+        parts = self.labels.of(span)
+        height = _ROW / len(parts)
+        small = len(parts) > 1 or self.form.letter_pixels == _SMALL_LETTER
+        for position, (part, label) in enumerate(zip(parts, self.texts(self.form, span), strict=True)):
+            top, op = y + position * height, part.ops[0]
             classes = ["box", str(op.kind), *(["odd"] if op.pipeline % 2 else [])]
             yield svg.Rect(x=place(x), y=place(top), width=_wide(width), height=place(height), class_=classes, elements=[title])
             if self.fits(self.form, label, span):
@@ -312,10 +313,6 @@ _LINES: dict[str, list[svg.PathData]] = {
 
 def _wide(width: float) -> float:
     return max(place(width), 0.1)
-
-
-def _has_memory(trace: Trace) -> bool:
-    return any(len(steps) > 1 for steps in trace.memory) and max(trace.peak_memory_bytes) > 0
 
 
 def _hover(span: Span) -> str:

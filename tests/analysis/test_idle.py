@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypipe.analysis.idle import IDLE, Cause, Culprit, Division, Piece, Root, Wait, divide
+from raypipe.analysis.idle import IDLE, Cause, Culprit, Division, Interval, Root, Wait, divide
 from raypipe.artifacts.topology import Path
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.schedules import catalogue
@@ -62,39 +62,39 @@ def slowed(schedule: Schedule, device: int, factor: float) -> Cost:
 
 
 def tiles(division: Division) -> None:
-    """Every device's pieces follow each other from 0 to the makespan, and their sums are all of it."""
+    """Every device's intervals follow each other from 0 to the makespan, and their sums are all of it."""
     whole_s = division.trace.makespan_s
-    for device, row in enumerate(division.pieces):
-        ends = [0.0, *(piece.end_s for piece in row)]
-        assert [piece.start_s for piece in row] == ends[:-1]
+    for device, row in enumerate(division.intervals):
+        ends = [0.0, *(interval.end_s for interval in row)]
+        assert [interval.start_s for interval in row] == ends[:-1]
         assert ends[-1] == whole_s
-        assert all(piece.end_s > piece.start_s for piece in row)
+        assert all(interval.end_s > interval.start_s for interval in row)
         by_cause = division.by_cause_s[device]
         assert math.fsum(by_cause.values()) == pytest.approx(whole_s, rel=1e-12)
         assert math.fsum(division.compute_s[device].values()) == pytest.approx(by_cause.get(Cause.COMPUTE, 0.0), rel=1e-12)
-        assert all(piece.peer not in {device, *range(len(division.pieces), 99)} for piece in row)
+        assert all(interval.peer not in {device, *range(len(division.intervals), 99)} for interval in row)
 
 
 def test_the_time_of_a_device_is_cut_by_cause() -> None:
-    left, right = divide(HAND).pieces
+    left, right = divide(HAND).intervals
     assert left == (
-        Piece(Cause.COMPUTE, 0.0, 1.0, ops_of(parse_slot("0F0"))),
-        Piece(Cause.GRADIENT, 1.0, 4.0, GRADIENT, 1, 100),
-        Piece(Cause.GRADIENT_TRANSFER, 4.0, 5.0, GRADIENT, 1, 100, on_its_way=True),
-        Piece(Cause.COMPUTE, 5.0, 7.0, ops_of(parse_slot("0B0"))),
-        Piece(Cause.OVERHEAD, 7.0, 7.5),
-        Piece(Cause.COLLECTIVE_TRANSFER, 7.5, 9.0, NORM, None, 8, on_its_way=True),
-        Piece(Cause.COMPUTE, 9.0, 9.5, ops_of(parse_slot("0U0"))),
+        Interval(Cause.COMPUTE, 0.0, 1.0, ops_of(parse_slot("0F0"))),
+        Interval(Cause.GRADIENT, 1.0, 4.0, GRADIENT, 1, 100),
+        Interval(Cause.GRADIENT_TRANSFER, 4.0, 5.0, GRADIENT, 1, 100, on_its_way=True),
+        Interval(Cause.COMPUTE, 5.0, 7.0, ops_of(parse_slot("0B0"))),
+        Interval(Cause.OVERHEAD, 7.0, 7.5),
+        Interval(Cause.COLLECTIVE_TRANSFER, 7.5, 9.0, NORM, None, 8, on_its_way=True),
+        Interval(Cause.COMPUTE, 9.0, 9.5, ops_of(parse_slot("0U0"))),
     )
     assert right == (
-        Piece(Cause.WARM_UP, 0.0, 1.0, ACTIVATION, 0, 100),
-        Piece(Cause.WARM_UP, 1.0, 1.5, ACTIVATION, 0, 100, on_its_way=True),
-        Piece(Cause.COMPUTE, 1.5, 2.5, ops_of(parse_slot("1F0"))),
-        Piece(Cause.COMPUTE, 2.5, 4.0, ops_of(parse_slot("1B0"))),
-        Piece(Cause.COLLECTIVE, 4.0, 7.0, NORM, 0, 8),
-        Piece(Cause.COLLECTIVE_TRANSFER, 7.0, 9.0, NORM, 0, 8, on_its_way=True),
-        Piece(Cause.COMPUTE, 9.0, 9.25, ops_of(parse_slot("1U0"))),
-        Piece(Cause.DRAIN, 9.25, 9.5),
+        Interval(Cause.WARM_UP, 0.0, 1.0, ACTIVATION, 0, 100),
+        Interval(Cause.WARM_UP, 1.0, 1.5, ACTIVATION, 0, 100, on_its_way=True),
+        Interval(Cause.COMPUTE, 1.5, 2.5, ops_of(parse_slot("1F0"))),
+        Interval(Cause.COMPUTE, 2.5, 4.0, ops_of(parse_slot("1B0"))),
+        Interval(Cause.COLLECTIVE, 4.0, 7.0, NORM, 0, 8),
+        Interval(Cause.COLLECTIVE_TRANSFER, 7.0, 9.0, NORM, 0, 8, on_its_way=True),
+        Interval(Cause.COMPUTE, 9.0, 9.25, ops_of(parse_slot("1U0"))),
+        Interval(Cause.DRAIN, 9.25, 9.5),
     )
     tiles(divide(HAND))
 
@@ -140,7 +140,7 @@ def test_causes_and_computing_are_all_of_the_time(schedule: Schedule, latency_s:
     tiles(division)
     for device, busy_s in enumerate(trace.busy_s):
         assert math.fsum(division.compute_s[device].values()) == pytest.approx(busy_s)
-    waits_s = math.fsum(piece.duration_s for row in division.pieces for piece in row if piece.cause.is_wait)
+    waits_s = math.fsum(interval.duration_s for row in division.intervals for interval in row if interval.cause.is_wait)
     assert math.fsum(culprit.wait_s for culprit in division.culprits) == pytest.approx(waits_s)
     assert math.fsum(wait.wait_s for wait in division.waits) <= waits_s * (1 + 1e-9)
 
@@ -160,12 +160,12 @@ def test_a_message_is_on_its_way_when_the_simulator_says_so(schedule: Schedule) 
     trace = timed(schedule, equal_stages(schedule, latency_s=0.75))
     sent = {(span.device, span.item): (span.start_s, span.end_s) for span in trace.spans if span.kind is SpanKind.TRANSFER}
     waited = {(span.device, span.item): span.start_s for span in trace.spans if span.kind is SpanKind.RECV}
-    for device, row in enumerate(divide(trace).pieces):
-        for piece in row:
-            if piece.on_its_way and piece.item and (device, piece.item) in sent:
-                left_s, arrived_s = sent[device, piece.item]
-                assert piece.end_s == arrived_s
-                assert piece.start_s == max(left_s, waited[device, piece.item])
+    for device, row in enumerate(divide(trace).intervals):
+        for interval in row:
+            if interval.on_its_way and interval.item and (device, interval.item) in sent:
+                left_s, arrived_s = sent[device, interval.item]
+                assert interval.end_s == arrived_s
+                assert interval.start_s == max(left_s, waited[device, interval.item])
 
 
 @pytest.mark.parametrize("slow", range(4))
@@ -187,8 +187,8 @@ def test_ramps_between_the_updates_of_a_window_are_waits() -> None:
 
 def test_a_device_without_ops_never_warms_up() -> None:
     trace = replace(HAND, devices=("left", "right", "spare"))
-    assert divide(trace).pieces[2] == (Piece(Cause.WARM_UP, 0.0, 9.5),)
-    assert divide(replace(HAND, spans=())).pieces == ((), ())
+    assert divide(trace).intervals[2] == (Interval(Cause.WARM_UP, 0.0, 9.5),)
+    assert divide(replace(HAND, spans=())).intervals == ((), ())
 
 
 def test_a_part_of_a_trace_is_divided_though_it_lacks_what_was_before() -> None:
@@ -209,9 +209,9 @@ def test_any_trace_is_divided(trace: Trace) -> None:
 def test_a_wait_is_for_the_replica_that_sent_the_message(sender: int | None, made_by: int, made_s: float) -> None:
     wait = Span(2, SpanKind.RECV, ACTIVATION, 0.0, 3.0, 100, sender)
     trace = Trace("replicas", Source.MEASURED, ("a", "b", "c"), 1, (computed(0, "0F0", 0.0, 1.0), computed(1, "0F0", 0.0, 2.0), wait))
-    assert divide(trace).pieces[2] == (
-        Piece(Cause.WARM_UP, 0.0, made_s, ACTIVATION, made_by, 100),
-        Piece(Cause.WARM_UP, made_s, 3.0, ACTIVATION, made_by, 100, on_its_way=True),
+    assert divide(trace).intervals[2] == (
+        Interval(Cause.WARM_UP, 0.0, made_s, ACTIVATION, made_by, 100),
+        Interval(Cause.WARM_UP, made_s, 3.0, ACTIVATION, made_by, 100, on_its_way=True),
     )
 
 
@@ -224,9 +224,9 @@ def test_a_wait_for_a_sum_is_for_its_last_member() -> None:
         computed(2, "0B2", 0.0, 2.0),
     )
     trace = Trace("sum", Source.MEASURED, ("a", "b", "c"), 1, spans)
-    assert divide(trace).pieces[0][1:3] == (
-        Piece(Cause.COLLECTIVE, 1.0, 2.0, gradients, 2, 8),
-        Piece(Cause.COLLECTIVE_TRANSFER, 2.0, 5.0, gradients, 2, 8, on_its_way=True),
+    assert divide(trace).intervals[0][1:3] == (
+        Interval(Cause.COLLECTIVE, 1.0, 2.0, gradients, 2, 8),
+        Interval(Cause.COLLECTIVE_TRANSFER, 2.0, 5.0, gradients, 2, 8, on_its_way=True),
     )
 
 
