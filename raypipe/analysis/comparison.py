@@ -11,14 +11,14 @@ from raypipe.artifacts.trace import Trace
 
 @dataclass(frozen=True)
 class ComparedFigure:
-    """One figure, predicted and measured.
+    """A predicted and a measured figure.
 
     Attributes:
-        name: what it is.
+        name: Name of the figure.
         unit: `s`, `bytes` or `ratio`.
-        predicted: by simulation.
-        measured: the median over the windows.
-        spread: half the distance between the quartiles of the windows, in the same unit.
+        predicted: Simulated value.
+        measured: Median over the windows.
+        spread: Half the distance between the quartiles of the windows.
     """
 
     name: str
@@ -29,22 +29,22 @@ class ComparedFigure:
 
     @property
     def error(self) -> float:
-        """For seconds and bytes (predicted - measured) / measured, for ratios predicted - measured."""
+        """(predicted - measured) / measured for seconds and bytes, predicted - measured for ratios."""
         difference = self.predicted - self.measured
         return difference / self.measured if self.is_amount and self.measured else difference
 
     @property
     def is_amount(self) -> bool:
-        """Whether it has a unit, so that its error is relative."""
+        """Whether the error is relative."""
         return self.unit != "ratio"
 
 
 def compare(predicted: Trace, measured: Sequence[Trace]) -> list[ComparedFigure]:
-    """Update time, bubble ratio of the run and of each device, and where both sides know it the peak memory of each device.
+    """Compare update time, bubble ratios and, where known on both sides, the peak memory of each device.
 
     Args:
-        predicted: one simulated window.
-        measured: windows of the same programs; at least one.
+        predicted: One simulated window.
+        measured: At least one window of the same programs.
     """
     figures = [
         _figure("update time", "s", predicted.update_s, [trace.update_s for trace in measured]),
@@ -68,6 +68,6 @@ def _figure(name: str, unit: str, predicted: float, values: list[float]) -> Comp
 
 
 def median_window(measured: Sequence[Trace]) -> Trace:
-    """The window whose update time is the median's nearest."""
+    """Return the window whose update time is nearest to the median."""
     middle = statistics.median(trace.update_s for trace in measured)
     return min(measured, key=lambda trace: abs(trace.update_s - middle))

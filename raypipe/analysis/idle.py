@@ -35,7 +35,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Cause(StrEnum):
-    """Why a device computed or did not."""
+    """Why a device computed or was idle."""
 
     COMPUTE = "compute"
     """An Op ran."""
@@ -77,16 +77,16 @@ IDLE = tuple(cause for cause in Cause if cause is not Cause.COMPUTE)
 
 
 class Interval(NamedTuple):
-    """A stretch of one device's time that has one cause.
+    """Time of one device that has one cause.
 
     Attributes:
-        cause: why it computed or did not.
-        start_s: seconds since the window began.
-        end_s: likewise.
-        item: Ops that ran, or the message or collective that was waited for; None where no span tells.
-        peer: the device that it waited for; None where it waited for none, or the trace does not tell.
-        bytes: of the message or collective.
-        on_its_way: whether what it waited for was made; in the warm-up too.
+        cause: Why the device computed or was idle.
+        start_s: Seconds since the window began.
+        end_s: Seconds since the window began.
+        item: Ops that ran, or message or collective that the device waited for; None where no span covers the time.
+        peer: Device that was waited for, if known.
+        bytes: Size of the message or collective.
+        on_its_way: Whether the peer had finished; known in the warm-up, too.
     """
 
     cause: Cause
@@ -99,17 +99,17 @@ class Interval(NamedTuple):
 
     @property
     def duration_s(self) -> float:
-        """Its length."""
+        """Seconds from start to end."""
         return self.end_s - self.start_s
 
 
 class Wait(NamedTuple):
-    """How long one device waited for another.
+    """Time that one device waited for another.
 
     Attributes:
-        device: the one that waited.
-        peer: the one that it waited for.
-        wait_s: seconds, warm-up and drain left out.
+        device: Device that waited.
+        peer: Device that was waited for.
+        wait_s: Seconds, without warm-up and drain.
     """
 
     device: int
@@ -118,7 +118,7 @@ class Wait(NamedTuple):
 
 
 class Root(StrEnum):
-    """What a wait can trace back to."""
+    """What a wait traces back to."""
 
     WORK = "work"
     """A device that works, or that no span of its own explains."""
@@ -132,10 +132,10 @@ class Culprit(NamedTuple):
     """What waits trace back to.
 
     Attributes:
-        root: a device at work, or what was on its way.
-        device: the one at work, or to which a message went; None for collectives.
-        sender: where a message came from, if the trace tells.
-        wait_s: the seconds of all waits that trace back to it. Two devices that wait at once count twice.
+        root: Kind of the root.
+        device: Device at work, or receiver of the message; None for collectives.
+        sender: Sender of the message, if known.
+        wait_s: Seconds of all waits with this root; two devices that wait at once count twice.
     """
 
     root: Root
@@ -149,12 +149,12 @@ _RootKey = tuple[Root, int | None, int | None]
 
 @dataclass(frozen=True)
 class Division:
-    """The time of every device of a trace, divided.
+    """The time of every device of a trace, divided by cause.
 
     Attributes:
-        trace: whose time it is.
-        intervals: for each device, from 0 to the makespan without gap or overlap.
-        stages: for each device, the stages of its Ops, ascending.
+        trace: The trace.
+        intervals: For each device, intervals from 0 to the makespan without gap or overlap.
+        stages: For each device, the stages of its Ops, ascending.
     """
 
     trace: Trace
@@ -168,7 +168,7 @@ class Division:
 
     @cached_property
     def compute_s(self) -> tuple[dict[str, float], ...]:
-        """For each device, the seconds of every kind of Op that it ran: `F`, or `F&B` where Ops of several kinds overlapped."""
+        """For each device, the seconds of every kind of Op: `F`, or `F&B` where Ops of several kinds overlap."""
         kinds: dict[SpanItem, str] = {}
         rows: list[list[tuple[str, float]]] = []
         for row in self.intervals:
@@ -182,7 +182,7 @@ class Division:
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
-        """Who waited for whom, the longest first."""
+        """Who waited for whom, the longest wait first."""
         found = _sums([
             ((device, interval.peer), interval.duration_s)
             for device, row in enumerate(self.intervals)
@@ -193,10 +193,10 @@ class Division:
 
     @cached_property
     def culprits(self) -> tuple[Culprit, ...]:
-        """What held the others up, the longest first.
+        """What held devices up, the longest wait first.
 
-        Who waits for a device that itself waits is held up by what that one waits for: each instant of a wait is followed from
-        device to device until one is found that works, or a message that is on its way. Warm-up and drain are left out.
+        A device that waits for a waiting device is held up by what that one waits for. So each instant of a wait is followed from
+        device to device until one works or a message is on its way. Warm-up and drain are left out.
         """
         found: dict[_RootKey, list[float]] = defaultdict(list)
         starts = [[interval.start_s for interval in row] for row in self.intervals]
@@ -209,7 +209,6 @@ class Division:
         return tuple(sorted(totals, key=lambda culprit: -culprit.wait_s))
 
     def _roots(self, waiting: int, interval: Interval, starts: Sequence[Sequence[float]]) -> Iterator[tuple[_RootKey, float]]:
-        """What one wait traces back to, and for how many seconds each."""
         open_waits = [(waiting, interval, 0)]
         while open_waits:
             device, wait, depth = open_waits.pop()
@@ -227,7 +226,6 @@ class Division:
                         yield (Root.WORK, wait.peer, None), other.duration_s
 
     def _during(self, wait: Interval, starts: Sequence[float]) -> Iterator[Interval]:
-        """What the device that is waited for did meanwhile."""
         assert wait.peer is not None
         row = self.intervals[wait.peer]
         for position in range(max(bisect_right(starts, wait.start_s) - 1, 0), len(row)):
@@ -238,19 +236,19 @@ class Division:
                 yield row[position]._replace(start_s=start_s, end_s=end_s)
 
     def peer_most_waited_for(self, device: int) -> Wait | None:
-        """The longest of a device's waits."""
+        """Return the longest wait of a device."""
         return next((wait for wait in self.waits if wait.device == device), None)
 
 
 def divide(trace: Trace) -> Division:
-    """The time of every device, by cause; takes time in proportion to the number of spans."""
+    """Divide the time of every device by cause, in time linear in the number of spans."""
     makers = _Makers(trace)
     rows = tuple(tuple(_intervals(trace, device, makers)) for device in range(len(trace.devices)))
     return Division(trace, rows, tuple(tuple(sorted(stages)) for stages in makers.stages))
 
 
 def _sums(pairs: Sequence[tuple[Key, float]]) -> dict[Key, float]:
-    """The exact sum of each key, rounded once."""
+    """Return exact sums, so that the causes of a device sum to the makespan."""
     found: dict[Key, list[float]] = defaultdict(list)
     for key, value in pairs:
         found[key].append(value)
@@ -291,10 +289,10 @@ class _Awaited(NamedTuple):
     """What a wait was for.
 
     Attributes:
-        before: the cause until it was made.
-        behind: the cause from then on.
-        ready_s: when it was made; -infinity where that was before the trace began.
-        peer: the device that made it, if that is known and another.
+        before: Cause of the wait until the peer finished.
+        behind: Cause of the wait from then on.
+        ready_s: When the peer finished; -infinity if before the trace.
+        peer: The other device that made what was awaited, if known.
     """
 
     before: Cause
@@ -307,7 +305,7 @@ _UNREADABLE = _Awaited(Cause.OVERHEAD, Cause.OVERHEAD, -math.inf, None)
 
 
 class _Makers:
-    """Who made what the waits of a trace were for, and when."""
+    """Who made what waits of a trace were for, and when."""
 
     def __init__(self, trace: Trace) -> None:
         self.stages: list[set[int]] = [set() for _ in trace.devices]
@@ -323,7 +321,7 @@ class _Makers:
         self.gradients, self.all_gradients = self._by_update()
 
     def _by_update(self) -> tuple[dict[tuple[int, int], dict[int, float]], dict[int, dict[int, float]]]:
-        """By stage and update, and by update: for each device, when the gradients that it brings were there."""
+        """Return when the gradients of each device were complete, by (stage, update) and by update."""
         num_microbatches = max((index + 1 for _, index in self._written), default=1)
         num_updates = max((index + 1 for _, index in self.updated), default=1)
         of_stage: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
@@ -346,7 +344,6 @@ class _Makers:
             ends[span.device] = max(ends.get(span.device, span.end_s), span.end_s)
 
     def of(self, span: Span, device: int) -> _Awaited:
-        """What a wait of a device was for."""
         match span.item:
             case Message():
                 return self._message(span.item, span, device)
@@ -377,7 +374,7 @@ class _Makers:
         return _Awaited(Cause.COLLECTIVE, Cause.COLLECTIVE_TRANSFER, arrivals.get(last, -math.inf), None if last == device else last)
 
     def _brought(self, collective: Collective) -> dict[int, float]:
-        """For each device, when it had made what it brings to a collective."""
+        """Return for each device when its part of a collective was complete."""
         match collective.kind:
             case CollectiveKind.WEIGHTS:
                 return self.updated.get((collective.stage, collective.update), {})

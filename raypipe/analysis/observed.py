@@ -25,11 +25,13 @@ DeviceStage = tuple[str, int]
 
 
 def factors(measured: Trace, expected: Trace) -> dict[DeviceStage, float]:
-    """How many times as long as expected each device took for each of its stages: the median Op of each kind counts.
+    """Return how many times as long as expected each device took for each of its stages.
+
+    The median Op of each kind counts.
 
     Args:
-        measured: a window as it went.
-        expected: the same programs as simulated, with as many updates or fewer.
+        measured: A measured window.
+        expected: Simulation of the same programs, with as many updates or fewer.
     """
     found: dict[DeviceStage, list[float]] = defaultdict(lambda: [0.0, 0.0])
     wanted = _medians(expected)
@@ -41,7 +43,6 @@ def factors(measured: Trace, expected: Trace) -> dict[DeviceStage, float]:
 
 
 def _medians(trace: Trace) -> dict[tuple[DeviceStage, tuple[OpKind, ...]], tuple[float, int]]:
-    """For each device, stage and kind of slot, the median of its seconds, and how many there are."""
     seconds: dict[tuple[DeviceStage, tuple[OpKind, ...]], list[float]] = defaultdict(list)
     for span in trace.spans:
         ops = span.ops
@@ -52,12 +53,12 @@ def _medians(trace: Trace) -> dict[tuple[DeviceStage, tuple[OpKind, ...]], tuple
 
 
 def of_layers(profile: ModelProfile, by_stage: Mapping[int, float], stages: Sequence[Sequence[int]]) -> ModelProfile:
-    """The profile with the times of each stage's layers multiplied by the stage's factor.
+    """Return the profile with the times of the layers of each stage scaled.
 
     Args:
-        profile: as it was.
-        by_stage: factors; stages left out keep their times.
-        stages: the layers of each stage.
+        profile: Times to scale.
+        by_stage: Factor of each stage; stages without one keep their times.
+        stages: Layers of each stage.
     """
     of_layer = {layer: by_stage[stage] for stage, layers in enumerate(stages) for layer in layers if stage in by_stage}
 
@@ -70,14 +71,14 @@ def of_layers(profile: ModelProfile, by_stage: Mapping[int, float], stages: Sequ
 
 
 class ObservedSpeeds:
-    """The layers' and devices' times as a run shows them.
+    """Times of layers and speeds of devices as a run shows them.
 
     Args:
-        profile: as measured before.
+        profile: Profile that the run was planned with.
 
     Attributes:
-        profile: with the factors of the layers, once a window has shown them.
-        settled: whether one has.
+        profile: Profile, scaled once a window has been observed.
+        settled: Whether a window has been observed.
     """
 
     def __init__(self, profile: ModelProfile) -> None:
@@ -87,12 +88,12 @@ class ObservedSpeeds:
         self._slowness: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOWS))
 
     def observe(self, measured: Trace, expected: Trace, stages: Sequence[Sequence[int]]) -> None:
-        """Takes a window.
+        """Learn from a window.
 
         Args:
-            measured: as it went.
-            expected: as simulated with this profile and the assumed speeds.
-            stages: the layers of each stage.
+            measured: The measured window.
+            expected: Its simulation with this profile and the assumed speeds.
+            stages: Layers of each stage.
         """
         found = factors(measured, expected)
         if not self.settled:
@@ -109,11 +110,7 @@ class ObservedSpeeds:
             self._slowness[device].append(math.exp(statistics.fmean(map(math.log, several))))
 
     def topology(self, topology: ClusterTopology) -> ClusterTopology:
-        """A topology whose devices have the speeds that were seen.
-
-        Args:
-            topology: with the devices' assumed speeds.
-        """
+        """Return a topology with assumed speeds corrected by the observed ones."""
         nodes = tuple(
             replace(node, devices=tuple(replace(device, speed=device.speed / self._factor(device.name)) for device in node.devices))
             for node in topology.nodes

@@ -19,14 +19,13 @@ from raypipe.schedules.validate import validate
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """One schedule, with what makes schedules of different stages and pipelines comparable.
+    """A schedule, with figures that compare across different numbers of stages and pipelines.
 
     Attributes:
         name: Name in the catalogue.
-        figures: Simulated times and what devices hold.
-        num_messages: For each device, the messages that it sends for an update.
-        message_volume: Bytes of all messages of an update as a multiple of what one stage a device sends: an activation and a gradient
-            of each microbatch over each of D - 1 edges.
+        figures: The simulated schedule.
+        num_messages: Messages that each device sends for an update.
+        message_volume: Bytes of all messages as a multiple of one stage a device: an activation and a gradient over D - 1 edges.
         lower_bound_s: Seconds per update that no order of the same stages on as many copies can beat.
     """
 
@@ -38,23 +37,18 @@ class ComparedSchedule:
 
     @property
     def share(self) -> float:
-        """A stage as a share of what one device holds where each has one stage."""
+        """Stages of the size of one stage a device, per stage."""
         return self.figures.schedule.num_workers / self.figures.schedule.num_stages
 
     @property
     def over_lower_bound(self) -> float | None:
-        """Steady time of an update as a multiple of the bound; None where there is no bound."""
+        """Steady update time over the bound; None where the bound is 0."""
         return self.figures.steady_update_s / self.lower_bound_s if self.lower_bound_s else None
 
 
 @dataclass(frozen=True)
 class ScheduleComparison:
-    """What became of each schedule.
-
-    Attributes:
-        compared: Schedules that take the size.
-        refused: Pairs (name, reason) of the schedules that do not.
-    """
+    """Schedules that take the size, and pairs (name, reason) of those that refuse it."""
 
     compared: tuple[ComparedSchedule, ...]
     refused: tuple[tuple[str, str], ...]
@@ -67,9 +61,9 @@ def compare_schedules(
 
     Args:
         specs: Schedules to compare.
-        request: Size of all of them; chunks are left out.
-        times: Seconds of a device's share of the model, however many stages a schedule makes of it.
-        num_chunks: Stages a device for schedules that take several; None for each schedule's default.
+        request: Their size, without chunks.
+        times: Seconds of a device's share of the model, whatever number of stages it has.
+        num_chunks: Stages a device for schedules that take several; None for their defaults.
     """
     compared: list[ComparedSchedule] = []
     refused: list[tuple[str, str]] = []

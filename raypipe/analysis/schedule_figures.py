@@ -25,14 +25,7 @@ _MOST_STAGES = 1024
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Times of each stage of a schedule.
-
-    Attributes:
-        forward_s: Seconds of F.
-        backward_s: Seconds of B.
-        weight_grad_s: Seconds of W; I takes the rest of B.
-        latency_s: Seconds of every dependency between devices.
-    """
+    """Times of each stage of a schedule: F, B, the W that is a part of B, and the latency between devices."""
 
     forward_s: float = 1.0
     backward_s: float = 2.0
@@ -46,7 +39,7 @@ class StageSeconds:
 
     @property
     def searched(self) -> StageTimes:
-        """The times that a search for an order is given."""
+        """The times for schedules that are searched for."""
         return StageTimes(self.forward_s, self.input_grad_s, self.weight_grad_s)
 
     def share(self, share: float) -> StageSeconds:
@@ -56,14 +49,14 @@ class StageSeconds:
 
 @dataclass(frozen=True)
 class ScheduleFigures:
-    """A schedule, simulated.
+    """A simulated schedule.
 
     Attributes:
         schedule: A valid schedule.
         trace: Its simulated window.
-        long_window: The schedule for so many updates that most are far from the ends; None where all updates are alike, or where
-            the order is written for one window alone.
-        steady_update_s: Seconds per update far from the ends of the long window.
+        long_window: The schedule for so many updates that most are far from the ends; None where all updates are alike or there is no
+            such window.
+        steady_update_s: Seconds per update far from the ends.
     """
 
     schedule: Schedule
@@ -73,12 +66,12 @@ class ScheduleFigures:
 
     @cached_property
     def metrics(self) -> ScheduleMetrics:
-        """What the window holds and how stale its weights are."""
+        """Metrics of the window."""
         return metrics(self.schedule)
 
     @cached_property
     def steady_metrics(self) -> ScheduleMetrics:
-        """What the long window holds: only there do updates that overlap reach their peaks."""
+        """Metrics of the long window: only there do updates that overlap reach their peaks."""
         return metrics(self.long_window or self.schedule)
 
 
@@ -91,7 +84,7 @@ def figures_of(spec: ScheduleSpec, schedule: Schedule, request: ScheduleRequest,
 
 
 def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
-    """Return the trace of a valid schedule with equal stages."""
+    """Simulate a valid schedule with equal stages."""
     cost = equal_stages(
         schedule,
         forward_s=times.forward_s,
@@ -103,7 +96,7 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
 
 
 def flushes(schedule: Schedule) -> bool:
-    """Return whether each update waits for all of the one before, so that all updates take as long as the first."""
+    """Return whether each update waits for all of the one before, so that all updates take equally long."""
     return not schedule.weight_rule.overlaps_updates and schedule.update_scope is UpdateScope.GLOBAL
 
 
@@ -118,7 +111,7 @@ def _long_window(spec: ScheduleSpec, schedule: Schedule, request: ScheduleReques
 
 
 def _steady_updates(spec: ScheduleSpec, request: ScheduleRequest) -> int:
-    """Return the updates of a long window: 9 at least, and so many that a quarter fills the pipeline twice where updates overlap."""
+    """Return at least 9 updates, and where updates overlap so many that a quarter of them fills the pipeline twice."""
     num_updates = max(request.num_updates, _STEADY_UPDATES)
     if spec.weight_rule.overlaps_updates or request.update_scope not in {None, UpdateScope.GLOBAL}:
         num_updates = max(num_updates, 8 * math.ceil(request.num_devices * request.num_chunks / request.num_microbatches))
@@ -129,7 +122,7 @@ def refuse_large(spec: ScheduleSpec, request: ScheduleRequest) -> None:
     """Refuse what would take minutes to simulate.
 
     Raises:
-        InputError: The request has more stages or Ops than the limit, which the message names.
+        InputError: Too many stages or Ops.
     """
     num_stages, num_updates = request.num_devices * request.num_chunks, _steady_updates(spec, request)
     if num_stages > _MOST_STAGES:

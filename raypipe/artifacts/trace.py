@@ -51,15 +51,15 @@ class SpanKind(StrEnum):
 class Span(NamedTuple):
     """What one device did from one time to another.
 
-    A file holds text in place of the item, so a trace that was loaded knows less: a message carries all rows of its microbatch and has
-    no known sender, and a collective has no members and no part.
+    A file holds text in place of the item. A trace that was loaded does not know rows and senders of messages, or parts and members of
+    collectives.
 
     Attributes:
         device: Number of the device in `Trace.devices`.
-        kind: Computation, one of two sorts of waiting, or a transfer.
-        item: Ops that ran if the kind is `COMPUTE`, else the message or the collective.
-        start_s: Seconds from the begin of the window to the start.
-        end_s: Seconds from the begin of the window to the end.
+        kind: What happened.
+        item: Ops if the kind is `COMPUTE`, else the message or collective.
+        start_s: Seconds since the window began.
+        end_s: Seconds since the window began.
         bytes: Size of the message or collective; 0 for computation.
         sender: Device that sent the message, if known.
     """
@@ -92,13 +92,13 @@ def item_text(item: SpanItem) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """An item of a program that took time, and what the device handed over or joined right behind it, which takes no time.
+    """An item of a program that took time, and what the device sent and joined at its end.
 
     Attributes:
         item: Item of the program.
         span: When it ran.
-        sent: Messages handed over at its end.
-        started: Collectives that the device joined at its end.
+        sent: Messages handed over.
+        started: Collectives joined.
     """
 
     item: Compute | Recv | Await
@@ -111,8 +111,8 @@ def steps_of(program: DeviceProgram, spans: Sequence[Span]) -> list[Step]:
     """Return the steps of a device that ran a whole program.
 
     Args:
-        program: Items in the order in which they ran.
-        spans: One for each item that takes time, in the same order: a row of `Trace.by_device`.
+        program: The program.
+        spans: Spans of its items in their order: a row of `Trace.by_device`.
     """
     steps: list[Step] = []
     for item in program.items:
@@ -127,7 +127,7 @@ def steps_of(program: DeviceProgram, spans: Sequence[Span]) -> list[Step]:
 
 
 class Source(StrEnum):
-    """Where the times come from."""
+    """Origin of the times."""
 
     SIMULATED = "simulated"
     REHEARSED = "rehearsed"
@@ -135,7 +135,7 @@ class Source(StrEnum):
 
 
 def steady_s(ends: Sequence[float]) -> float | None:
-    """The mean time between the ends of updates in the middle half of a window; `None` where there are too few."""
+    """Return the mean time between the ends of updates in the middle half of a window; None for too few updates."""
     quarter = len(ends) // 4
     first, last = quarter, len(ends) - 1 - quarter
     return (ends[last] - ends[first]) / (last - first) if last > first else None
@@ -146,13 +146,13 @@ class Trace:
     """The spans of one window.
 
     Attributes:
-        name: what ran.
-        source: where the times come from.
-        devices: their names.
-        num_updates: updates of the window.
-        spans: in no order that is promised.
-        memory: for each device, steps (seconds, bytes held from then on), of a measured window a single one, its peak; empty where unknown.
-        notes: what is worth knowing of it, such as why the run went on in this way; a line each.
+        name: Name of what ran.
+        source: Origin of the times.
+        devices: Names of the devices.
+        num_updates: Updates of the window.
+        spans: Spans in no particular order.
+        memory: For each device, steps (seconds, bytes held from then on); only the peak if measured; empty if unknown.
+        notes: Lines for the reader, such as why the run was re-planned.
     """
 
     name: str
@@ -165,7 +165,7 @@ class Trace:
 
     @cached_property
     def by_device(self) -> tuple[tuple[Span, ...], ...]:
-        """The spans of each device, transfers left out, by start."""
+        """The spans of each device by start, without transfers."""
         rows: list[list[Span]] = [[] for _ in self.devices]
         for span in self.spans:
             if span.kind is not SpanKind.TRANSFER:
@@ -174,17 +174,17 @@ class Trace:
 
     @cached_property
     def makespan_s(self) -> float:
-        """Seconds from the window's begin to the last end."""
+        """Seconds from the begin of the window to the last end."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """For each device, the seconds in which it computed."""
+        """Seconds that each device computed."""
         return self._sums({SpanKind.COMPUTE})
 
     @cached_property
     def wait_s(self) -> tuple[float, ...]:
-        """For each device, the seconds in which it waited for messages and collectives."""
+        """Seconds that each device waited for messages and collectives."""
         return self._sums({SpanKind.RECV, SpanKind.COLLECTIVE})
 
     def _sums(self, kinds: set[SpanKind]) -> tuple[float, ...]:
@@ -192,13 +192,13 @@ class Trace:
 
     @cached_property
     def span_s(self) -> tuple[float, ...]:
-        """For each device, the seconds from the start of its first Op to the end of its last; Ops that take no time count not."""
+        """Seconds from the start of the first Op of each device to the end of its last; Ops of no duration do not count."""
         rows = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s] for row in self.by_device]
         return tuple(max(span.end_s for span in row) - row[0].start_s if row else 0.0 for row in rows)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """For each device, span less busy."""
+        """Span less busy seconds of each device."""
         return tuple(span - busy for span, busy in zip(self.span_s, self.busy_s, strict=True))
 
     @property
@@ -209,13 +209,13 @@ class Trace:
 
     @property
     def device_bubble_ratios(self) -> tuple[float, ...]:
-        """For each device, 1 - busy / longest span."""
+        """1 - busy / longest span, of each device."""
         longest = max(self.span_s, default=0.0)
         return tuple(1 - busy / longest if longest else 0.0 for busy in self.busy_s)
 
     @cached_property
     def update_ends_s(self) -> tuple[float, ...]:
-        """For each update, when its last U ended; where there is none, one end for all of them: that of the last Op."""
+        """When the last U of each update ended; without any U, the makespan alone."""
         ends: dict[int, float] = defaultdict(float)
         for span in self.spans:
             for op in span.ops:
@@ -225,21 +225,21 @@ class Trace:
 
     @property
     def update_s(self) -> float:
-        """Seconds per update: the time between the ends of the first and the last, or all of it where there is one, or none has a U."""
+        """Mean seconds between the ends of updates; the makespan over the number of updates where there is only one end."""
         ends = self.update_ends_s
         return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] / self.num_updates
 
     @property
     def steady_update_s(self) -> float:
-        """Seconds per update far from the ends of the window: over the middle half of its updates.
+        """Seconds per update over the middle half of the updates.
 
-        A window of less than four updates is all ends; there, no less than the busiest device computes.
+        A window of less than four updates has no middle: there, at least the time that the busiest device computes.
         """
         found = steady_s(self.update_ends_s) or self.update_s
         return found if len(self.update_ends_s) >= 4 else max(found, max(self.busy_s, default=0.0) / self.num_updates)
 
     def of_updates(self, first: int, end: int) -> Trace:
-        """The part from the end of update `first` - 1 to that of update `end` - 1, with times counted from its begin."""
+        """Return the part from the end of update `first` - 1 to the end of update `end` - 1, with times from its begin."""
         ends = (0.0, *self.update_ends_s)
         since, until = ends[first], ends[end]
         spans = tuple(
@@ -252,14 +252,14 @@ class Trace:
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """For each device, the most bytes held; empty where unknown."""
+        """Most bytes held by each device; empty if unknown."""
         return tuple(max((held for _, held in steps), default=0) for steps in self.memory)
 
     def save(self, path: str | Path) -> None:
-        """Writes the trace as JSON, or as Parquet if the name ends so (one row a span).
+        """Write the trace as JSON, or as Parquet with a row for each span if the name ends in `.parquet`.
 
         Raises:
-            FormatError: the file cannot be written.
+            FormatError: The file cannot be written.
         """
         if str(path).endswith(".parquet"):
             self._save_parquet(path)
@@ -285,10 +285,10 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Reads a trace from JSON.
+        """Read a trace from JSON.
 
         Raises:
-            FormatError: names the place and the problem.
+            FormatError: Place and problem in the file.
         """
         content = codec.load_json(_TraceFile, path, format_name=FORMAT)
         spans = _spans(content, path=str(path))
@@ -298,7 +298,7 @@ class Trace:
         return cls(content.name, content.source, tuple(content.devices), content.num_updates, spans, memory, tuple(content.notes))
 
     def to_chrome(self) -> list[dict[str, Any]]:
-        """The spans in the Chrome trace event format, which Perfetto opens: a process for the run, a thread a device."""
+        """Return the spans in the Chrome trace event format, which Perfetto opens: one process, a thread for each device."""
         pid = {Source.SIMULATED: 1, Source.REHEARSED: 2, Source.MEASURED: 3}[self.source]
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{self.name} ({self.source})"}},
@@ -328,7 +328,6 @@ class Trace:
 
 
 def _clipped(steps: tuple[tuple[float, int], ...], since: float, until: float) -> tuple[tuple[float, int], ...]:
-    """The steps between two times, counted from the first, beginning with what was held then."""
     held = [bytes_held for at, bytes_held in steps if at <= since][-1:]
     inside = tuple((at - since, bytes_held) for at, bytes_held in steps if since < at < until)
     return (*((0.0, bytes_held) for bytes_held in held), *inside)
@@ -336,7 +335,7 @@ def _clipped(steps: tuple[tuple[float, int], ...], since: float, until: float) -
 
 @dataclass(frozen=True)
 class _Columns:
-    """The spans column by column: a tenth of the size of one object a span, and much faster to read."""
+    """The spans column by column: a tenth of the size of an object for each span."""
 
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
@@ -350,8 +349,6 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _TraceFile:
-    """The file form of a trace."""
-
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     name: str
@@ -391,7 +388,7 @@ def _spans(content: _TraceFile, *, path: str) -> tuple[Span, ...]:
 
 
 def _parse_item(name: str, pipelines: Mapping[int, int]) -> SpanItem:
-    """Return the message or collective that a text names, else the text; a message's pipeline is that of its microbatch."""
+    """Return the message or collective of a text, else the text; a message has the pipeline of its microbatch."""
     if (match := _MESSAGE.fullmatch(name)) is not None:
         direction, source, target, index, part = match.groups()
         return Message(Direction(direction), int(source), int(target), int(index), pipelines.get(int(index), 0), int(part or 0))

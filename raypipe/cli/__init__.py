@@ -24,7 +24,7 @@ EXIT_INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """A group whose commands are imported when they are asked for."""
+    """A group that imports a command when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -44,16 +44,16 @@ class _Commands(click.Group):
 @click.version_option(__version__, "--version", prog_name="raypipe", message="%(prog)s %(version)s")
 @click.pass_context
 def commands(context: click.Context) -> None:
-    """Trains models too large for one GPU as pipelines of Ray actors, on any network of machines."""
+    """Train models too large for one GPU as pipelines of Ray actors, on any network of machines."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code.
+    """Run one command and return the exit code.
 
     Args:
-        arguments: those of the command line; `None` for the process's own.
+        arguments: Arguments of the command line; None for those of the process.
     """
     try:
         result = commands.main(args=None if arguments is None else list(arguments), prog_name="raypipe", standalone_mode=False)

@@ -25,10 +25,10 @@ _LOADERS: Mapping[str, Callable[[str], Content]] = {
 
 
 def load(path: str) -> Content:
-    """What a JSON, YAML or CSV file holds.
+    """Read a JSON, YAML or CSV file.
 
     Raises:
-        InputError: it is no such file, or what it holds is not valid.
+        InputError: The file or its content is not valid.
     """
     if path.endswith(".csv"):
         return schedule_file.load_csv(path)

@@ -22,12 +22,11 @@ COUNT = click.IntRange(1, _MOST)
 
 
 class _Seconds(click.ParamType[float]):
-    """A duration: finite and not negative."""
+    """A finite duration that is not negative."""
 
     name = "seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number; anything else is a usage error."""
         try:
             seconds = float(value)
         except ValueError:
@@ -44,7 +43,7 @@ class FiniteRange(click.FloatRange):
     """A number within limits: `click.FloatRange` lets NaN pass, and infinity where there is no limit."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number; anything else is a usage error."""
+        """Return a finite number within the limits."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
@@ -52,21 +51,21 @@ class FiniteRange(click.FloatRange):
 
 
 def json_option(command: F) -> F:
-    """Adds `--json`, which every command has."""
+    """Add `--json`, which every command has."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")(command)
 
 
 def example(*lines: str) -> str:
-    """The end of a command's help: lines that can be copied."""
+    """Return the end of a help text: lines to copy."""
     # Click keeps the lines of a paragraph that opens with this character as they are.
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def check_folder(path: str) -> None:
-    """Sees that a file can be written where it is to be, before what it is to hold takes its time.
+    """Refuse an output that cannot be written, before the work begins.
 
     Raises:
-        InputError: there is no such folder, or the file is one itself.
+        InputError: There is no such folder, or the file is a folder.
     """
     file = Path(path).absolute()
     # These say no, where methods of Path raise, of a name that is too long or a folder that may not be looked into.
@@ -77,14 +76,10 @@ def check_folder(path: str) -> None:
 
 
 def check_not_input(output: str | os.PathLike[str], *inputs: str | os.PathLike[str] | None) -> None:
-    """Sees that a file that is to be written is none of those that it is made from, which would be lost.
-
-    Args:
-        output: the file to write.
-        inputs: the files that are read; `None` for one that was not given.
+    """Refuse an output that would replace one of the files it is made from.
 
     Raises:
-        InputError: it is one of them, whatever each is called.
+        InputError: The output is one of the inputs, whatever each is called.
     """
     for path in inputs:
         # Two names of one terminal or pipe are no loss.
@@ -94,10 +89,10 @@ def check_not_input(output: str | os.PathLike[str], *inputs: str | os.PathLike[s
 
 
 def output_suffix(path: str, *choices: str) -> str:
-    """The suffix of an output file, without its dot.
+    """Return the suffix of an output file, without its dot.
 
     Raises:
-        InputError: it is none of the choices.
+        InputError: The suffix is none of the choices.
     """
     suffix = path.rpartition(".")[2].lower() if "." in path else ""
     if suffix not in choices:

@@ -114,7 +114,7 @@ def plan(
 
 @contextmanager
 def _watched() -> Iterator[OnEvaluated]:
-    """Says on a terminal how far the search is: many microbatches take minutes."""
+    """Show on a terminal how far the search is: it may take minutes."""
     update_s, num_evaluated = math.inf, 0
     with progress_console().status("planning") as status:
 
@@ -129,7 +129,6 @@ def _watched() -> Iterator[OnEvaluated]:
 
 
 def _others(make: Callable[..., Plan], *, besides: str) -> dict[str, Plan | str]:
-    """What the other planners find, or why they do not."""
     found: dict[str, Plan | str] = {}
     for other in PLANNERS:
         if other.name != besides:

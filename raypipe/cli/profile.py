@@ -35,14 +35,14 @@ _READING = ("microbatch_size", "weight_grad_share", "name")
 
 @dataclass(frozen=True)
 class _Found:
-    """What a profile was made of.
+    """A profile and what it was made of.
 
     Attributes:
-        profile: to be written.
-        chain: if the profile is one that stands for a DAG.
-        kinds: the measurements by kind of device; none of a profile that was read.
-        spreads: for each of them, those of the profile's layers.
-        warnings: for the user.
+        profile: Profile to write.
+        chain: Chain that stands for the model, if asked for.
+        kinds: Measurements by kind of device; empty for a profile that was read.
+        spreads: Spreads of the layers of the profile for each of `kinds`.
+        warnings: Warnings for the user.
     """
 
     profile: ModelProfile
@@ -139,11 +139,6 @@ def profile(
 
 
 def _check_options(context: click.Context, config: str | None, from_pipedream: str | None, microbatch_size: int | None) -> None:
-    """Refuses options that have nothing to do with what is asked for.
-
-    Raises:
-        UsageError: names them.
-    """
     if (config is None) == (from_pipedream is None):
         raise click.UsageError("give either CONFIG, to measure its model, or --from-pipedream FILE", context)
     if from_pipedream is not None and microbatch_size is None:
@@ -170,7 +165,6 @@ def _configured(config: str, overrides: Sequence[str], address: str | None, *, a
 
 
 def _found(profile: ModelProfile, max_tensors: int | None, kinds: tuple[Measured, ...] = (), warnings: tuple[str, ...] = ()) -> _Found:
-    """A profile as it is, or its chain if it is to have one."""
     if max_tensors is None:
         return _Found(profile, None, kinds, tuple(kind.spreads for kind in kinds), warnings)
     chain = linearize(profile, max_tensors=max_tensors)
@@ -197,7 +191,7 @@ def _measured(config: TrainConfig, device_kinds: str | None, *, repeats: int, pa
 
 
 def _warning(measured: Measured, profile: ModelProfile, *, repeats: int, passes: int) -> str:
-    """What to do about layers whose times vary much; empty if none does."""
+    """Return what to do about layers whose times vary much; empty if none does."""
     took = [times.forward_s + times.backward_s for times in measured.times]
     restless = [
         (layer.name, spread)

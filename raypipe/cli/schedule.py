@@ -29,7 +29,7 @@ from raypipe.units import counted
 
 
 class ScheduleFormat(StrEnum):
-    """What a schedule can be written as."""
+    """Format of a written schedule."""
 
     GRID = "grid"
     CSV = "csv"
@@ -49,10 +49,10 @@ _FORMATS = {
 
 
 def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | None, latency_s: float) -> StageSeconds:
-    """The times of the options; the weight gradient takes half of the backward where it is left out.
+    """Return the times of the options; by default the weight gradient takes half of the backward.
 
     Raises:
-        InputError: it takes more than the backward, of which it is a part.
+        InputError: The weight gradient takes more than the backward, of which it is a part.
     """
     if weight_grad_s is not None and weight_grad_s > backward_s:
         raise InputError(f"--weight-grad {weight_grad_s:g} is more than --backward {backward_s:g}, of which it is a part")

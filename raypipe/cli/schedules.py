@@ -78,11 +78,6 @@ def schedules(
 
 
 def _refuse_without_size(given: Mapping[str, object]) -> None:
-    """Refuses options that say how to compare where the size is not given, or only half of it.
-
-    Raises:
-        UsageError: names what is missing.
-    """
     options = [name for name, value in given.items() if value is not None]
     if options:
         missing = " and ".join(name for name in ("--devices", "--microbatches") if name not in options)

@@ -35,14 +35,7 @@ from raypipe.units import seconds
 
 @dataclass(frozen=True)
 class _Drawing:
-    """What can be made of a file.
-
-    Attributes:
-        figures: the document of `--json`.
-        text: draws to a console.
-        svg: gives the text of an SVG file.
-        html: gives the text of an HTML page.
-    """
+    """The document of `--json`, and functions that draw a file as text, SVG and HTML."""
 
     figures: dict[str, Any]
     text: Callable[[Console], None]

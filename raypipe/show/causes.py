@@ -38,7 +38,7 @@ _LEAST_SHARE = 0.05
 
 
 def device_words(division: Division, device: int) -> str:
-    """A device and its stages, such as `device 2 (stage 2)` or `gpu1 (stages 1 and 5)`."""
+    """Return a device and its stages, such as `device 2 (stage 2)` or `gpu1 (stages 1 and 5)`."""
     name, stages = division.trace.devices[device], list(map(str, division.stages[device]))
     words = f"device {name}" if name.isdigit() else name
     if not stages:
@@ -50,7 +50,7 @@ def device_words(division: Division, device: int) -> str:
 
 
 def culprit_words(division: Division, culprit: Culprit) -> str:
-    """What waits trace back to."""
+    """Return what waits trace back to."""
     names = division.trace.devices
     match culprit.root, culprit.device, culprit.sender:
         case Root.WORK, int(device), _:
@@ -64,7 +64,7 @@ def culprit_words(division: Division, culprit: Culprit) -> str:
 
 
 def findings(division: Division) -> Iterator[str]:
-    """Sentences that say which device holds the others up; none where no device waits for another."""
+    """Yield sentences that say what holds devices up; none where no device waits for another."""
     total_s = sum(culprit.wait_s for culprit in division.culprits)
     if not total_s:
         return

@@ -16,9 +16,9 @@ _WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.M
 
 
 def differences(first: Trace, second: Trace) -> list[ComparedFigure]:
-    """Update time, makespan, bubble, and for each device that both have its busy and waiting time, its bubble and, if known, its memory.
+    """Compare times and bubbles of two traces, and of each device that both have its times, bubble and, if known, memory.
 
-    `predicted` of a figure is the first trace's, `measured` the second's.
+    `predicted` is the value of the first trace, `measured` that of the second.
     """
 
     def figure(name: str, unit: str, values: tuple[float, float]) -> ComparedFigure:
@@ -45,9 +45,9 @@ class OpDifference(NamedTuple):
     """How long Ops take in two traces.
 
     Attributes:
-        device: its number.
-        ops: Ops of a slot; of several slots of one kind and stage, those of one of them.
-        num_slots: Number of such slots in both traces.
+        device: Number of the device.
+        ops: Ops of a slot; for several slots of one kind and stage, the Ops of one of them.
+        num_slots: Number of these slots in both traces.
         first_s: Median in the first trace.
         second_s: Median in the second trace.
     """
@@ -65,14 +65,14 @@ class OpDifference(NamedTuple):
 
 
 def op_differences(first: Trace, second: Trace) -> list[OpDifference]:
-    """The Ops that both traces have on the same device, the largest difference first."""
+    """Return the slots that both traces have on the same device, the largest difference first."""
     ours, theirs = ({(span.device, span.ops): span.end_s - span.start_s for span in trace.spans if span.ops} for trace in (first, second))
     found = [OpDifference(*slot, 1, duration_s, theirs[slot]) for slot, duration_s in ours.items() if slot in theirs]
     return sorted(found, key=lambda op: -abs(op.difference_s))
 
 
 def kind_differences(ops: Sequence[OpDifference]) -> list[OpDifference]:
-    """The same by device, kind and stage, the largest difference first."""
+    """Group differences by device, kind and stage, the largest difference first."""
     groups: dict[tuple[int, tuple[tuple[OpKind, int], ...]], list[OpDifference]] = defaultdict(list)
     for op in ops:
         groups[op.device, tuple((part.kind, part.stage) for part in op.ops)].append(op)
@@ -93,17 +93,17 @@ def kind_text(ops: Sequence[Op]) -> str:
 
 
 def names(first: Trace, second: Trace) -> tuple[str, str]:
-    """What two traces are called beside each other: by their sources, or if these are the same by their order."""
+    """Return what two traces are called: their sources, or `first` and `second` if the sources are the same."""
     return ("first", "second") if first.source is second.source else (_WORDS[first.source], _WORDS[second.source])
 
 
 def header(first: Trace, second: Trace) -> tuple[str, ...]:
-    """The names of the columns of `rows`."""
+    """Return the headings of the columns of `rows`."""
     return "figure", *names(first, second), "difference" if first.source is second.source else "error"
 
 
 def rows(figures: Sequence[ComparedFigure]) -> list[tuple[str, ...]]:
-    """The figures in words; the last column is relative for times and bytes and in points for ratios."""
+    """Return the figures as texts; the last column is relative for times and bytes and in points for ratios."""
     return [(figure.name, _shown(figure.predicted, figure), _shown(figure.measured, figure), _error(figure)) for figure in figures]
 
 

@@ -27,12 +27,12 @@ _LEAST_SHARE = 0.05
 
 @dataclass(frozen=True)
 class _Scale:
-    """How time is laid out.
+    """Columns of text for time.
 
     Attributes:
-        columns_per_s: columns a second.
-        num_columns: of all time that is drawn.
-        band: columns of one band; a trace that is longer goes on below.
+        columns_per_s: Columns for a second.
+        num_columns: Columns for the whole time.
+        band: Columns of one line; a longer trace goes on below.
     """
 
     columns_per_s: float
@@ -40,25 +40,20 @@ class _Scale:
     band: int
 
     def column(self, time_s: float) -> int:
-        """The column that begins nearest to a time."""
         return min(round(time_s * self.columns_per_s), self.num_columns)
 
 
 def timed_grid(trace: Trace, *, width: int) -> Text:
-    """The trace as text, coloured for consoles that can; a legend and what was left out stand below.
+    """Draw a trace as text with a legend, in colour where the console has colours.
 
-    Where it does not fit the width it goes on in further bands; where these are too many, one column stands for more time and
-    what fits no column loses its label.
-
-    Args:
-        trace: simulated or measured.
-        width: columns of the terminal.
+    A trace that is too wide goes on in further bands. Where these are too many, one column stands for more time, and narrow Ops lose
+    their labels. `width` is the number of columns of the terminal.
     """
     return timed_grids((trace,), width=width)[0]
 
 
 def timed_grids(traces: Sequence[Trace], *, width: int) -> tuple[Text, ...]:
-    """Each trace as `timed_grid` draws it, all on one time axis: a column is the same time in each."""
+    """Draw traces as `timed_grid` does, on one time axis."""
     makespan_s = max(trace.makespan_s for trace in traces)
     drawn = [_Drawn(trace, _computing(trace), Labels(trace)) for trace in traces]
     head = max((len(name) for trace in traces for name in trace.devices[:_MOST_ROWS]), default=0)
@@ -71,13 +66,7 @@ def timed_grids(traces: Sequence[Trace], *, width: int) -> tuple[Text, ...]:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What is drawn of a trace.
-
-    Attributes:
-        trace: itself.
-        rows: for each device that is shown the spans of its Ops that take time.
-        labels: of those.
-    """
+    """A trace with its labels, and for each device that is shown the Ops that take time."""
 
     trace: Trace
     rows: Sequence[Sequence[Span]]
@@ -105,7 +94,7 @@ def _grid(drawn: _Drawn, scale: _Scale, *, head: int, makespan_s: float) -> Text
 
 
 class _Line:
-    """One device: its name, its text, and how many of its Ops are without label or left out."""
+    """The text of one device, and how many of its Ops have no label or no column."""
 
     def __init__(self, name: str, scale: _Scale, spans: Sequence[Span], labels: Labels, end_s: float) -> None:
         self.name = name
@@ -124,7 +113,7 @@ class _Line:
         self.text.append("." * (scale.column(end_s) - at), style="dim")
 
     def _cell(self, parts: Sequence[Label], width: int) -> Iterator[tuple[str, Op]]:
-        """The text of a cell in parts, each with an Op for its colour."""
+        """Return the text of a cell in parts, each with an Op for its colour."""
         texts = _joined([part.text for part in parts])
         if sum(map(len, texts)) > width:
             self.unlabelled += 1
@@ -142,7 +131,7 @@ def _joined(texts: list[str]) -> list[str]:
 
 
 def _scale(drawn: Sequence[_Drawn], *, makespan_s: float, columns: int) -> _Scale:
-    """The scale that fits the rows of all traces together."""
+    """Return a scale that fits the rows of all traces."""
     # Each span with the length of its label: that depends on the other Ops of its trace.
     lengths = [(span.end_s - span.start_s, len(each.labels.text(span))) for each in drawn for row in each.rows for span in row]
     num_rows = max(len(each.rows) for each in drawn)
@@ -168,7 +157,7 @@ def _scale(drawn: Sequence[_Drawn], *, makespan_s: float, columns: int) -> _Scal
 
 
 def _common_unit(durations: Sequence[float]) -> float:
-    """The longest time of which all durations are multiples, or 0 where it would be too short to draw."""
+    """Return the longest time of which all durations are multiples; 0 if it is too short to draw."""
     unit = durations[-1]
     for duration in sorted(set(durations)):
         larger, smaller = max(unit, duration), min(unit, duration)

@@ -10,11 +10,11 @@ from raypipe.schedules.ir import Op, OpKind
 
 
 class Label(NamedTuple):
-    """Ops of a slot that share a label.
+    """Text of Ops of a slot that share it.
 
     Attributes:
-        ops: neighbours of one kind, stage and pipeline.
-        text: such as `F3`, `F3@1` for pipeline 1, `F0+2` for two microbatches, `F0.1` for a part of one.
+        ops: Neighbors of one kind, stage and pipeline.
+        text: `F3`, `F3@1` for pipeline 1, `F0+2` for two microbatches, `F0.1` for a part of one.
     """
 
     ops: tuple[Op, ...]
@@ -22,12 +22,12 @@ class Label(NamedTuple):
 
 
 class Labels:
-    """Short names for the Ops of some traces: with the stage only where a device holds several of one pipeline.
+    """Short names of the Ops of some traces.
 
     Attributes:
-        with_stage: whether they name it.
-        kinds: those of the Ops that take time.
-        num_pipelines: of these Ops.
+        with_stage: Whether names include the stage: only where a device holds several stages of one pipeline.
+        kinds: Kinds of the Ops that take time.
+        num_pipelines: Number of pipelines of these Ops.
     """
 
     def __init__(self, *traces: Trace) -> None:
@@ -48,7 +48,7 @@ class Labels:
         self.num_pipelines = max((pipeline + 1 for _, _, pipeline in held), default=1)
 
     def of(self, span: Span) -> tuple[Label, ...]:
-        """The labels of a computing span."""
+        """Return the labels of a computing span."""
         if span.ops not in self._known:
             alike = itertools.groupby(span.ops, key=lambda op: (op.kind, op.stage, op.pipeline))
             self._known[span.ops] = tuple(self._label(tuple(ops)) for _, ops in alike)
@@ -63,5 +63,5 @@ class Labels:
         return Label(ops, f"{stage if self.with_stage else ''}{kind}{work}{f'@{pipeline}' if pipeline else ''}")
 
     def text(self, span: Span) -> str:
-        """Such as `F3`, `0F3` where devices hold several stages, `F3&B1` where Ops overlap."""
+        """Return the label of a span: `F3`, `0F3` with the stage, `F3&B1` where Ops overlap."""
         return "&".join(label.text for label in self.of(span))

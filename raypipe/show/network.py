@@ -43,14 +43,14 @@ class _Box(NamedTuple):
     height: float
 
     def edge_towards(self, other: _Point) -> _Point:
-        """Where the line from the middle to another point leaves the box."""
+        """Return where a line from the middle to a point leaves the box."""
         dx, dy = other.x - self.middle.x, other.y - self.middle.y
         share = min(self.width / 2 / abs(dx) if dx else 1.0, self.height / 2 / abs(dy) if dy else 1.0, 1.0)
         return _Point(self.middle.x + dx * share, self.middle.y + dy * share)
 
 
 def draw_topology(topology: ClusterTopology) -> str:
-    """The topology as the text of an SVG file; what lines cannot show stands below in words."""
+    """Draw a topology as SVG; what has no line is written below."""
     return _Drawing(topology).document()
 
 
@@ -118,7 +118,7 @@ class _Drawing:
             y += 16
 
     def links(self, words: list[str]) -> list[svg.Element]:
-        """The lines; links that cannot be drawn are added to the words."""
+        """Draw the links; what cannot be drawn is added to the words."""
         lines: list[svg.Element] = []
         with_labels = len(self.topology.links) <= _MOST_LABELS
         for link in self.topology.links:
@@ -159,7 +159,7 @@ class _Drawing:
             yield safe_text(part, x, y - height / 2 + 12 + 14 * line, "s")
 
     def words(self) -> Iterator[str]:
-        """What the drawing has no lines for."""
+        """Return what has no line in the drawing."""
         if left_out := len(self.topology.nodes) - len(self.nodes):
             yield f"{left_out} more nodes are left out"
         if self.topology.default_link:

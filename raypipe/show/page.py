@@ -35,11 +35,7 @@ _SCRIPTS = ("page_read.js", "page_draw.js", "page_pointer.js")
 
 
 def draw_page(traces: Sequence[Trace]) -> str:
-    """The traces as the text of an HTML file, the first on top; of two the differences are shown in figures.
-
-    Args:
-        traces: one or two.
-    """
+    """Draw one trace, or two above each other with their differences, as an HTML file."""
     views = views_of(traces)
     style, script = _file("page.css"), "".join(map(_file, _SCRIPTS))
     style += "".join(f"\n.fill-{kind} {{ fill: {palette.colour(kind)}; }}" for kind in OpKind)
@@ -68,7 +64,7 @@ def _file(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """What names the element of this text in a content policy."""
+    """Return the name of a script or style in the content policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -111,7 +107,6 @@ def _header(views: Sequence[View]) -> Iterator[str]:
 
 
 def _switches(views: Sequence[View]) -> Iterator[str]:
-    """Buttons for what can be shown or left out."""
     traces = [view.trace for view in views]
     has_messages = any(span.kind is SpanKind.TRANSFER for trace in traces for span in trace.spans)
     wanted = {"messages": has_messages, "memory": any(map(has_memory, traces)), "pairs": len(views) == 2}
@@ -137,7 +132,7 @@ _PATTERNS = {
 
 
 def _patterns() -> Iterator[str]:
-    """The fills of all causes; bars refer to them, and the timeline copies them."""
+    """Yield the fills of all causes; bars refer to them, and the timeline copies them."""
     for cause in IDLE:
         classes, path = _PATTERNS[cause]
         square = f'<rect width="8" height="8"/><path d="{path}"/>'
@@ -145,14 +140,12 @@ def _patterns() -> Iterator[str]:
 
 
 def _boxes(part: str, place: str) -> str:
-    """Rectangles at a place: one, or for kinds that overlap one above the other."""
     fills = [part] if part in CAUSES else part.split("&")
     share = 100 / len(fills)
     return "".join(f'<rect class="fill-{fill}" {place} y="{at * share:g}%" height="{share:g}%"/>' for at, fill in enumerate(fills))
 
 
 def _sample(part: str, words: str) -> str:
-    """An entry of a legend."""
     letter = "" if part in CAUSES or "&" in part else f'<text x="10" y="11">{part}</text>'
     title = f"<title>{escape(MEANINGS[CAUSES[part]])}</title>" if part in CAUSES else ""
     boxes = _boxes(part, 'width="20"')
@@ -172,7 +165,7 @@ def _legend(views: Sequence[View]) -> Iterator[str]:
 
 
 def _bars(views: Sequence[View]) -> Iterator[str]:
-    """For each device a bar of all its time, on one scale; of two traces one above the other."""
+    """Yield a bar of the time of each device and trace, on one scale."""
     parts = parts_of(views)
     whole_s = max(view.trace.makespan_s for view in views) or 1.0
     num_rows = sum(len(view.trace.devices) for view in views)

@@ -25,7 +25,7 @@ _DIGITS = 9
 
 
 def page_data(views: Sequence[View]) -> str:
-    """All that the timeline shows, as JSON that ends no element it stands in."""
+    """Return what the timeline shows as JSON that cannot end its element."""
     labels = Labels(*(view.trace for view in views))
     content = {
         "with_stage": labels.with_stage,
@@ -76,12 +76,11 @@ class _Ticks:
         self.tick_s = self._fine_s * self._factor
 
     def of(self, time_s: float) -> int:
-        """A time in ticks; what lies before the window counts as its begin."""
+        """Return a time in ticks; times before the window count as 0."""
         return round(max(time_s, 0.0) / self._fine_s) // self._factor
 
 
 def _row_data(division: Division, device: int, ticks: _Ticks) -> dict[str, Any]:
-    """The intervals of a device: lengths, causes as letters, names; peers and bytes of those that wait."""
     codes = {cause: chr(ord("a") + position) for position, cause in enumerate(Cause)}
     lengths, causes, written, peers, sizes = [], [], [], [], []
     at = 0
@@ -116,7 +115,6 @@ def _memory_data(steps: Sequence[tuple[float, int]], ticks: _Ticks) -> dict[str,
 
 
 def _column(values: list[int]) -> list[int] | int:
-    """A column, as one value where all are equal."""
     return values[0] if values and len(set(values)) == 1 else values
 
 

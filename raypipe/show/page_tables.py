@@ -20,7 +20,7 @@ _MOST_WAITS = 12
 
 
 def idle_table(views: Sequence[View]) -> Iterator[str]:
-    """A row for each device and trace: seconds of every kind of Op and every cause that occurs; of two traces the differences."""
+    """Yield a row for each device and trace with the seconds of every kind of Op and cause, and for two traces their differences."""
     is_pair = len(views) == 2
     unit = _Unit.of(max(view.trace.makespan_s for view in views))
     parts = parts_of(views)
@@ -48,8 +48,6 @@ _NONE = '<span class="none">-</span>'
 
 @dataclass(frozen=True)
 class _Unit:
-    """How the times of a table are written: in one unit, with one number of decimals."""
-
     name: str
     size_s: float
     decimals: int
@@ -60,7 +58,7 @@ class _Unit:
         return cls(name, size_s, 3 if longest_s < 10 * size_s else 2 if longest_s < 100 * size_s else 1)
 
     def cell(self, value_s: float, *, sign: str = "", whole_s: float = 0.0) -> str:
-        """A time as HTML, with its share of a whole if there is one."""
+        """Return a time as HTML, with its share of a whole if there is one."""
         if not value_s:
             return _NONE
         value, least = value_s / self.size_s, 10.0**-self.decimals
@@ -71,14 +69,7 @@ class _Unit:
 
 
 def _row(texts: Sequence[str], cells: Sequence[str], *, first: bool = True, soft: bool = False) -> str:
-    """A row of a table.
-
-    Args:
-        texts: what is to be escaped.
-        cells: numbers as HTML.
-        first: whether a line stands above it.
-        soft: whether it is of less weight.
-    """
+    """Return a row of escaped texts and of cells in HTML; `first` draws a line above, `soft` a lighter text."""
     classes = " ".join(name for name, wanted in (("first", first), ("soft", soft)) if wanted)
     heads = "".join(f'<th scope="row">{escape(text)}</th>' for text in texts)
     return f'<tr class="{classes}">{heads}{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
@@ -94,7 +85,6 @@ def _table(caption: str, head: Sequence[str], lines: Iterable[str], *, num_text:
 def _folded(
     caption: str, head: Sequence[str], lines: Sequence[str], hints: dict[str, str], *, num_text: int, is_open: bool
 ) -> Iterator[str]:
-    """A table that can be folded, and what its columns mean."""
     yield f"<details{' open' if is_open else ''}><summary>{escape(caption)}</summary>"
     yield _table(caption, head, lines, num_text=num_text)
     if hints:
@@ -103,7 +93,7 @@ def _folded(
 
 
 def comparison_tables(first: View, second: View) -> Iterator[str]:
-    """How long the same Ops take in two traces."""
+    """Yield how long the same Ops take in two traces."""
     ops = op_differences(first.trace, second.trace)
     differing = [op for op in ops if abs(op.difference_s) > _LEAST_CHANGE * max(op.first_s, op.second_s)]
     if not ops:
@@ -135,7 +125,7 @@ def _changed(first_s: float, second_s: float) -> tuple[str, str]:
 
 
 def wait_tables(views: Sequence[View]) -> Iterator[str]:
-    """Who waited for whom."""
+    """Yield who waited for whom."""
     if not any(view.division.waits for view in views):
         return
     yield '<section><h2>Who waits for whom</h2><p class="soft">Between warm-up and drain, the longest first.</p><div class="columns">'

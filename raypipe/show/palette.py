@@ -37,7 +37,7 @@ _LIGHTER = 0.5
 
 
 def colour(kind: OpKind, pipeline: int = 0) -> str:
-    """The colour of a kind, lighter for the pipelines of odd numbers: those that run the other way in bidirectional schedules."""
+    """Return the colour of a kind; pipelines of odd numbers are lighter."""
     if pipeline % 2 == 0:
         return COLOURS[kind]
     channels = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
@@ -45,6 +45,6 @@ def colour(kind: OpKind, pipeline: int = 0) -> str:
 
 
 def pipeline_words(num_pipelines: int) -> str:
-    """What a legend says of the lighter colours; nothing where there are none."""
+    """Return what a legend says of lighter colours; empty for one pipeline."""
     odd = [str(pipeline) for pipeline in range(1, num_pipelines, 2)]
     return f"lighter: {'pipeline' if len(odd) == 1 else 'pipelines'} {', '.join(odd)}" if odd else ""

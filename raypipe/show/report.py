@@ -35,7 +35,7 @@ class Figure:
 
 
 class Report:
-    """Figures that stand together: one JSON object, and a sentence, a table or a row of a table."""
+    """Figures that stand together: a JSON object, and a sentence, a table or a row of one."""
 
     def __init__(self, *figures: Figure) -> None:
         self.figures = figures
@@ -81,12 +81,12 @@ def rows_table(reports: Sequence[Report], *, left: int = 1, title: str | None = 
 
 
 class FittedTable:
-    """A table without lines; where the terminal is too narrow, several below each other that repeat the first column.
+    """A table without lines. In a narrow terminal it becomes several tables that each repeat the first column.
 
     Args:
         columns: Headings.
         rows: Texts of each row; rows beyond the 48th are only counted.
-        left: Number of columns of text; the others are numbers and stand to the right.
+        left: Number of columns that are text; numbers stand to the right.
         title: Line above the table.
     """
 
@@ -97,14 +97,12 @@ class FittedTable:
         self.title = title
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the tables for the width of a console."""
         for number, group in enumerate(self._groups(options.max_width)):
             if number:
                 yield ""
             yield self._table(group, title=None if number else self.title)
 
     def _groups(self, width: int) -> Iterator[list[int]]:
-        """Return the columns of each table."""
         shown = self.rows[:MOST_ROWS]
         widths = [max(len(line) for row in (self.columns, *shown) for line in row[at].split("\n")) for at in range(len(self.columns))]
         group: list[int] = []

@@ -10,12 +10,7 @@ from raypipe.units import ratio, seconds
 
 
 def schedule_report(figures: ScheduleFigures, metrics: ScheduleMetrics | None = None) -> Report:
-    """Return the figures of a schedule; their names are a contract.
-
-    Args:
-        figures: The simulated schedule.
-        metrics: What devices hold and how stale weights are; by default in the simulated window.
-    """
+    """Return the figures of a schedule, by default with the metrics of its window; the names are a contract."""
     schedule, trace, known = figures.schedule, figures.trace, metrics or figures.metrics
     require_finite(trace)
     stages: list[list[int]] = [[] for _ in range(schedule.num_workers)]

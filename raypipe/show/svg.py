@@ -51,16 +51,12 @@ _STYLE = (
 
 
 def draw_traces(traces: Sequence[Trace]) -> str:
-    """The traces as the text of an SVG file, the first on top; of two the differences stand below in figures.
-
-    Args:
-        traces: at least one.
-    """
+    """Draw traces as SVG, the first on top; two have their differences below."""
     return _Drawing(traces).document()
 
 
 class _LabelForm(NamedTuple):
-    """How Ops are labelled: with kind and index or the index alone (the colour tells the kind), in large or small letters."""
+    """Labels with kind and index or the index alone, in large or small letters."""
 
     index_only: bool
     letter_pixels: float
@@ -71,8 +67,6 @@ _LABEL_FORMS = tuple(_LabelForm(index_only, letter) for index_only in (False, Tr
 
 @dataclass
 class _Group:
-    """Neighbouring spans that are drawn as one box."""
-
     spans: list[Span]
 
     @property
@@ -138,7 +132,7 @@ class _Drawing:
         return 0 < self.num_transfers <= _MOST_TRANSFERS
 
     def label_form(self, trace: Trace) -> _LabelForm:
-        """The first form that fits most Ops of a trace: all that are written look alike."""
+        """Return the first form that fits most Ops, so that all labels look alike."""
         spans = [span for row in trace.by_device for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s]
         for form in _LABEL_FORMS:
             if sum(self.fits(form, max(self.texts(form, span), key=len), span) for span in spans) >= _MOST_FIT * len(spans):
@@ -193,7 +187,7 @@ class _Drawing:
             yield from self.span(group.spans[0], y) if len(group.spans) == 1 else self.group(group, y)
 
     def groups(self, spans: Sequence[Span], least_pixels: float) -> Iterator[_Group]:
-        """The spans; those that are too narrow are put together with such neighbours until they are not."""
+        """Yield the spans; narrow ones are merged with narrow neighbors until they are wide enough."""
         group: list[Span] = []
         for span in spans:
             is_wide = self.x(span.end_s) - self.x(span.start_s) >= least_pixels
@@ -225,7 +219,7 @@ class _Drawing:
                 yield safe_text(label, x + width / 2, top + height / 2 + (3 if small else 3.6), "s" if small else "l")
 
     def group(self, group: _Group, y: float) -> Iterator[svg.Element]:
-        """A box in the colour of the kind that takes most of it, as high as the device is busy in it."""
+        """Yield a box in the colour of the longest kind, as high as the device is busy in it."""
         times: dict[str, float] = {}
         for span in group.spans:
             if span.kind is SpanKind.COMPUTE:
@@ -254,7 +248,6 @@ class _Drawing:
                 yield svg.Rect(x=place(x), y=place(y + _ROW - 3), width=_wide(width), height=3, class_=["move"], elements=[title])
 
     def memory(self, trace: Trace, device: int, most_held: int) -> Iterator[svg.Element]:
-        """The bytes held, from 0 to the most that any device of the trace holds."""
         base = self.y + _MEMORY - 1
         points = _MOST_MEMORY_POINTS // self.num_rows
         steps = _envelope([(self.x(at), held) for at, held in trace.memory[device]], points)
@@ -278,7 +271,6 @@ class _Drawing:
         self.y += 12
 
     def differences(self) -> None:
-        """The figures of two traces side by side."""
         first, second = self.traces
         found = rows(differences(first, second))
         self.y += 22
@@ -329,7 +321,7 @@ def _hover(span: Span) -> str:
 
 
 def _envelope(steps: Sequence[tuple[float, int]], most: int) -> Sequence[tuple[float, int]]:
-    """The steps, or where they are more the highest of each stretch of equal width."""
+    """Return the steps; of too many, the highest in each of `most` equal widths."""
     if len(steps) <= most:
         return steps
     width = max((steps[-1][0] - steps[0][0]) / max(most, 1), 1e-9)

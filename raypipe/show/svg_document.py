@@ -20,28 +20,22 @@ _STYLE = (
 
 
 def place(pixels: float) -> float:
-    """A coordinate, short: a tenth of a pixel is not seen."""
+    """Round a coordinate to a tenth of a pixel."""
     return round(pixels, 1)
 
 
 def escape(text: str) -> str:
-    """Text that may stand between tags."""
+    """Escape text that stands between tags."""
     return html.escape(_NO_XML.sub("?", text), quote=False)
 
 
 def safe_text(text: str, x: float, y: float, *classes: str) -> svg.Text:
-    """Text whose line is at a place, whatever characters it has."""
+    """Return text at a place, whatever characters it has."""
     return svg.Text(x=place(x), y=place(y), class_=list(classes) or None, text=escape(text))
 
 
 def document(elements: Sequence[svg.Element], *, height: float, style: str) -> str:
-    """The text of a file, on white ground.
-
-    Args:
-        elements: what is drawn.
-        height: in pixels.
-        style: the classes that the elements use, as CSS.
-    """
+    """Return an SVG file of elements on white ground, with its height in pixels and its style in CSS."""
     sheet = svg.SVG(
         width=WIDTH,
         height=round(height),

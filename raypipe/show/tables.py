@@ -17,7 +17,7 @@ _BAR = 20
 
 
 def plan_table(plan: Plan) -> FittedTable:
-    """The stages of a plan, where they are and what they cost there for one microbatch."""
+    """Return the stages of a plan, their devices and their costs for one microbatch."""
     cost = plan_cost(plan)
     rows = []
     for stage, layers in enumerate(plan.stages):
@@ -40,7 +40,7 @@ def _several(names: Sequence[str]) -> str:
 
 
 def node_table(topology: ClusterTopology) -> FittedTable:
-    """The nodes of a topology and their devices."""
+    """Return the nodes of a topology and their devices."""
     rows = []
     for node in topology.nodes:
         kinds = sorted({device.kind for device in node.devices})
@@ -63,18 +63,18 @@ def _span(words: Sequence[str]) -> str:
 
 
 def link_words(link: Link | NodeLink | SharedLink) -> str:
-    """Bandwidth and latency of a link."""
+    """Return bandwidth and latency of a link."""
     bandwidth = "no limit" if link.bandwidth_bytes_per_s is None else f"{size(link.bandwidth_bytes_per_s)}/s"
     return bandwidth if isinstance(link, SharedLink) else f"{bandwidth}, {seconds(link.latency_s)}"
 
 
 def shared_words(shared: SharedLink) -> str:
-    """A shared link and who shares it."""
+    """Return a shared link and the pairs that share it."""
     return f"{shared.name}, shared by {_several([f'{source}->{target}' for source, target in shared.members])}"
 
 
 def link_table(topology: ClusterTopology) -> FittedTable:
-    """The links between the nodes or devices of a topology."""
+    """Return the links of a topology."""
     rows = [(f"{link.source} {'->' if link.one_way else '<->'} {link.target}", link_words(link)) for link in topology.links]
     for shared in topology.shared_links:
         rows.append((shared_words(shared), link_words(shared)))
@@ -94,13 +94,7 @@ _LAYER_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def layer_report(layer: LayerProfile, *more: Figure, bar: str | None = None) -> Report:
-    """Return the measured figures of a layer.
-
-    Args:
-        layer: What the profile says.
-        more: Figures that the profile does not hold.
-        bar: Text that shows the share of the layer in the time of the model.
-    """
+    """Return the measured figures of a layer, with a bar for its share of the time and figures that the profile does not hold."""
     values = {name: value for name, value in asdict(layer).items() if value is not None}
     return Report(
         Figure("name", values.pop("name"), "layer"),

@@ -15,12 +15,7 @@ from raypipe.units import ratio, seconds, size
 
 
 def trace_report(trace: Trace, memory_bytes: Sequence[int | None] = ()) -> Report:
-    """Return the figures of a trace; their names are a contract.
-
-    Args:
-        trace: Simulated or measured.
-        memory_bytes: Memory of each device, shown beside the peak.
-    """
+    """Return the figures of a trace, with the memory of each device beside its peak; the names are a contract."""
     require_finite(trace)
     limits = memory_bytes or [None] * len(trace.devices)
     peaks = [
@@ -45,7 +40,7 @@ def trace_report(trace: Trace, memory_bytes: Sequence[int | None] = ()) -> Repor
 
 
 def plan_trace_report(plan: Plan, trace: Trace) -> Report:
-    """Return the figures of a plan's simulated trace; their names are a contract."""
+    """Return the figures of a plan's simulated trace; the names are a contract."""
     return Report(
         Figure("plan", plan.name),
         Figure("planner", plan.planner),
@@ -56,7 +51,7 @@ def plan_trace_report(plan: Plan, trace: Trace) -> Report:
 
 
 def require_finite(trace: Trace) -> None:
-    """Refuse a trace whose durations are numbers but whose sums are not.
+    """Refuse a trace whose times add up to infinity.
 
     Raises:
         InputError: A sum of times is infinite.
@@ -79,10 +74,10 @@ _LEAST_SHARE = 0.0005
 
 
 def idle_report(division: Division) -> Report:
-    """Return where the time of each device went: in the document seconds, which sum to the makespan; in the table shares of the window.
+    """Return where the time of each device went: seconds in the document, shares of the window in the table.
 
-    In the table, `activation`, `gradient` and `collective` are waits for what another device had not finished, `transfer` waits for
-    what was on its way. The last column names the device that this one waited for most.
+    In the table, `activation`, `gradient` and `collective` are waits for devices that had not finished, `transfer` for what was on its
+    way. The last column names the device that this one waited for most.
     """
     whole_s = division.trace.makespan_s or 1.0
     columns = {
@@ -117,13 +112,7 @@ _FIGURE_TEXTS: Mapping[str, Callable[[float], str]] = {"s": "{:.4f} s".format, "
 
 
 def comparison_table(figures: Iterable[ComparedFigure], *, measured: str = "measured", title: str | None = None) -> FittedTable:
-    """Return predicted against measured figures.
-
-    Args:
-        figures: A row each.
-        measured: Heading of the measured values.
-        title: Line above the table.
-    """
+    """Return predicted against measured figures; `measured` is the heading of the measured values."""
     rows = []
     for figure in figures:
         text = _FIGURE_TEXTS[figure.unit]

@@ -18,12 +18,12 @@ CAUSES: Mapping[str, Cause] = {str(cause): cause for cause in IDLE}
 
 @dataclass(frozen=True)
 class View:
-    """One trace of a page.
+    """A trace on a page.
 
     Attributes:
-        word: what it is called beside another, such as `predicted`.
-        division: its time by cause.
-        num_microbatches: all of its window.
+        word: Word for the trace beside another, such as `predicted`.
+        division: Its time by cause.
+        num_microbatches: Microbatches of its window.
     """
 
     word: str
@@ -32,12 +32,12 @@ class View:
 
     @property
     def trace(self) -> Trace:
-        """The trace itself."""
+        """The trace."""
         return self.division.trace
 
 
 def views_of(traces: Sequence[Trace]) -> list[View]:
-    """The traces, divided by cause and named by their sources, or if these are the same by their order."""
+    """Divide the traces by cause and name them by source, or by order if their sources are the same."""
     words = names(*traces) if len(traces) == 2 else [str(traces[0].source)]
     return [View(word, divide(trace), _count_microbatches(trace)) for word, trace in zip(words, traces, strict=True)]
 
@@ -47,12 +47,12 @@ def _count_microbatches(trace: Trace) -> int:
 
 
 def has_memory(trace: Trace) -> bool:
-    """Whether it is known what the devices held over time."""
+    """Return whether the memory over time is known."""
     return any(len(steps) > 1 for steps in trace.memory) and max(trace.peak_memory_bytes) > 0
 
 
 def parts_of(views: Sequence[View]) -> list[str]:
-    """What the time of any device goes to: kinds of Ops, then causes; those that occur."""
+    """Return what the time of devices goes to: kinds of Ops, then causes."""
     kinds = {kind for view in views for row in view.division.compute_s for kind in row}
     causes = [cause for cause in IDLE if any(row.get(cause) for view in views for row in view.division.by_cause_s)]
     return [*sorted(kinds, key=_kind_order), *map(str, causes)]
@@ -63,12 +63,12 @@ def _kind_order(kind: str) -> tuple[int, int]:
 
 
 def part_s(view: View, device: int, part: str) -> float:
-    """The seconds that a device gave to a part."""
+    """Return the seconds that a device spent on a part."""
     if part in CAUSES:
         return view.division.by_cause_s[device].get(CAUSES[part], 0.0)
     return view.division.compute_s[device].get(part, 0.0)
 
 
 def part_words(part: str) -> str:
-    """A part in words."""
+    """Return a part in words."""
     return NAMES[CAUSES[part]] if part in CAUSES else " and ".join(palette.NAMES[OpKind(kind)] for kind in part.split("&"))
