@@ -160,7 +160,7 @@ def _report(found: Probed) -> Report:
                 for shared in topology.shared_links
             ],
         ),
-        Figure("num_rounds", {"tournament": rounds.tournament, "company": rounds.company, "fans": rounds.fans}),
+        Figure("num_rounds", {"tournament": rounds.tournament, "company": rounds.paired, "fans": rounds.one_to_all}),
         Figure("", found.allowance.num_rounds, "rounds between nodes"),
         Figure("looks", found.allowance.looks),
         Figure("num_steps", found.num_steps, "measurements"),

@@ -13,8 +13,8 @@ from raypipe.errors import RunError
 from raypipe.network.allowance import Allowance, Budget
 from raypipe.network.clocks import ClockOffset, from_reference, offset
 from raypipe.network.fit import LinkFit, fit
-from raypipe.network.rounds import Pair, Round, company, directed, fan_rounds, tournament
-from raypipe.network.sharing import Search, below_their_ends, fastest_of_nodes, in_company, rates
+from raypipe.network.rounds import Pair, Round, all_paired_rounds, directed, one_to_all_rounds, tournament
+from raypipe.network.sharing import Search, below_their_ends, fastest_of_nodes, rates, shared_when_measured
 
 _STREAM_FACTOR = 4
 """Streams have failed when they take so many times what they should take one after the other."""
@@ -119,14 +119,14 @@ class NodeLinks:
         if not self.allowance.tells_sharing_of(fastest):
             self.spending.missed(f"shared links were not looked for: the budget is too small; {_MORE}")
         else:
-            self.spending.notice(f"{rounds.company + rounds.fans} rounds for what links share")
+            self.spending.notice(f"{rounds.paired + rounds.one_to_all} rounds for what links share")
             self._search()
         self._measure_again()
 
     def _search(self) -> None:
         num_nodes = self.actors.num_nodes
         try:
-            self.search.run(company(tournament(self.classes), num_nodes), fan_rounds(num_nodes))
+            self.search.run(all_paired_rounds(tournament(self.classes), num_nodes), one_to_all_rounds(num_nodes))
         except _BudgetSpentError:
             self.spending.missed(f"not all shared links were looked for: the budget was spent{self._without_limits()}; {_MORE}")
         except RunError as error:
@@ -177,7 +177,7 @@ class NodeLinks:
         """Return the pairs that others slowed, or may have slowed where the search did not get there."""
         fitted = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}
         rounds = [pairs for matching in tournament(self.classes) for pairs in directed(matching)]
-        slowed = in_company(rounds, fitted, self.search.found)
+        slowed = shared_when_measured(rounds, fitted, self.search.found)
         slowed |= {pair for pair, rate in self.search.alone.items() if rate > _FASTER_ALONE * fitted[pair]}
         with_others = {pair for pairs in rounds if len(pairs) > 1 for pair in pairs}
         slowed |= (below_their_ends(fitted) & with_others) - self.search.alone.keys()

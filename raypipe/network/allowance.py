@@ -1,4 +1,4 @@
-"""How a budget of seconds and bytes is divided among the measurements of a cluster."""
+"""Divides a budget of seconds and bytes among the measurements of a cluster."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import InputError
-from raypipe.network.rounds import NumRounds, Pair, Round, company, fan_rounds, num_rounds, tournament
+from raypipe.network.rounds import NumRounds, Pair, Round, all_paired_rounds, num_rounds, one_to_all_rounds, tournament
 from raypipe.network.sharing import Rates, fastest_of_nodes
 from raypipe.units import seconds, size
 
 _PING_S = 0.4
 _STREAM_S = 0.15
 _STEP_S = 0.05
-"""What a round takes besides: calls, threads, connections."""
+"""Overhead of a round: calls, threads, connections."""
 _LEAST_SCALE = 0.25
 _LEAST_STREAM_S = 0.02
 """In less time, a pause of the machine looks like a slow link."""
-_LEAST_IN_FAN_S = 0.01
-"""Of streams that together are expected to last longer, and are looked at again if they do not."""
-_COMPANY_LOOKS, _FAN_LOOKS = 1.25, 3.0
-"""How often a round is measured, about: where all that leaves a node has the node's limit, three times."""
+_LEAST_ONE_TO_ALL_S = 0.01
+"""Least length of a stream in a one-to-all round; shorter rounds are repeated."""
+_PAIRED_LOOKS, _ONE_TO_ALL_LOOKS = 1.25, 3.0
+"""Expected measurements per round: three where all that leaves a node has the node's limit."""
 _PARTS_OF_S = 10
-"""Of a second: how exactly a budget is asked for."""
+"""Steps per second in which a larger budget is asked for."""
 _USED = 0.8
-"""Of the seconds; what takes longer than thought, and what is measured again at the end, has the rest."""
+"""Share of the seconds that is planned; the rest is for delays and for repeated measurements at the end."""
 _PING_SHARE, _STREAM_SHARE = 0.6, 0.25
-"""Of the bytes; what is looked at more closely has the rest."""
+"""Shares of the bytes; the rest is for closer looks."""
 
 
 _SEARCHED = 0.9
-"""Of seconds and bytes, until when shared links are looked for; what was in bad company is measured again with the rest."""
+"""Share of seconds and bytes for the search for shared links; with the rest, pairs that shared one are measured again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a probe may take.
+    """The seconds and bytes that a probe may use.
 
     Attributes:
-        seconds: for measuring, once the actors are there.
-        num_bytes: through all links together.
+        seconds: Seconds for measurements, once the actors are up.
+        num_bytes: Bytes through all links together.
     """
 
     seconds: float = 60.0
@@ -49,26 +49,26 @@ class Budget:
 
     @property
     def for_search(self) -> Budget:
-        """Its part until the end of the search for shared links."""
+        """Return the part of the budget until the end of the search for shared links."""
         return Budget(seconds=_SEARCHED * self.seconds, num_bytes=int(_SEARCHED * self.num_bytes))
 
     def allows(self, seconds: float, num_bytes: int) -> bool:
-        """Whether a measurement may begin after so many seconds, with which so many bytes would have been sent."""
+        """Return whether a measurement may start at this time, given the bytes that will have been sent with it."""
         return seconds <= self.seconds and num_bytes <= self.num_bytes
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """What each measurement may take.
+    """The seconds and bytes of each measurement.
 
     Attributes:
-        ping_s: for the latency and bandwidth of a directed pair.
-        ping_bytes: likewise.
-        stream_s: for the rate of a pair in company.
-        stream_bytes: likewise.
-        rounds: of nodes.
-        looks: how often each pair of nodes is measured, at different moments, where there is time to spare.
-        looks_for_sharing: whether the budget suffices to look for shared links.
+        ping_s: Seconds for latency and bandwidth of a directed pair.
+        ping_bytes: Bytes for latency and bandwidth of a directed pair.
+        stream_s: Seconds for the rate of a pair that runs together with others.
+        stream_bytes: Bytes for such a rate.
+        rounds: Numbers of rounds between nodes.
+        looks: Number of times that each pair of nodes is measured, at different moments.
+        looks_for_sharing: Whether the budget suffices to look for shared links.
     """
 
     ping_s: float
@@ -81,19 +81,19 @@ class Allowance:
 
     @property
     def num_rounds(self) -> int:
-        """Between nodes, those of a second look too; what a finding is looked at more closely with comes on top."""
+        """Return the number of rounds between nodes, without those for closer looks."""
         rounds = self.rounds
-        return self.looks * rounds.tournament + (rounds.company + rounds.fans if self.looks_for_sharing else 0)
+        return self.looks * rounds.tournament + (rounds.paired + rounds.one_to_all if self.looks_for_sharing else 0)
 
     def streams_s(self, pairs: Round, bandwidths: Rates) -> dict[Pair, float]:
-        """How long the stream of each pair of a round is to last by itself, so that the round lasts `stream_s`.
+        """Return for each pair of a round how long its stream lasts alone, so that the round lasts `stream_s`.
 
-        A node is expected to carry what its fastest pair does: of the pairs that leave or enter it at the same time, each then takes
-        longer than by itself. If they do not, the round is shorter, but no stream lasts less than a pause of the machine might.
+        A node is expected to carry the rate of its fastest pair, so pairs that leave or enter it together each take longer than alone.
+        If they do not, the round is shorter, but no stream lasts less than a pause of the machine might.
 
         Args:
-            pairs: that are measured at the same time.
-            bandwidths: bytes per second of all pairs that were measured, by themselves.
+            pairs: Pairs that are measured at the same time.
+            bandwidths: Bytes per second of all measured pairs alone.
         """
         leaving, entering = fastest_of_nodes(bandwidths)
         leaves: defaultdict[int, float] = defaultdict(float)
@@ -104,13 +104,13 @@ class Allowance:
         return {
             (source, target): max(
                 self.stream_s / max(leaves[source] / leaving[source], enters[target] / entering[target], 1.0),
-                min(_LEAST_IN_FAN_S, self.stream_s),
+                min(_LEAST_ONE_TO_ALL_S, self.stream_s),
             )
             for source, target in pairs
         }
 
     def tells_sharing_of(self, bytes_per_s: float) -> bool:
-        """Whether the bytes of a stream suffice, too, to see what slows a link that carries so much."""
+        """Return whether a stream has bytes enough to show what slows a link of this bandwidth."""
         return self.looks_for_sharing and self.stream_bytes >= _LEAST_STREAM_S * bytes_per_s
 
 
@@ -123,22 +123,22 @@ def divide(
     least_ping_bytes: int,
     least_stream_bytes: int,
 ) -> Allowance:
-    """The allowance of each measurement.
+    """Return the allowance of each measurement.
 
     Args:
-        budget: of all.
-        classes: of each node.
-        num_inside: measurements within nodes, each a quarter of one between nodes.
-        rounds_inside: in which they are made, those on different machines at the same time.
-        least_ping_bytes: with which a link can be measured.
-        least_stream_bytes: with which a rate can be measured.
+        budget: Budget of all measurements.
+        classes: Class of each node.
+        num_inside: Number of measurements within nodes, each a quarter of one between nodes.
+        rounds_inside: Number of rounds within nodes; different machines measure at the same time.
+        least_ping_bytes: Fewest bytes that measure a link.
+        least_stream_bytes: Fewest bytes that measure a rate.
 
     Raises:
-        InputError: the budget is too small to measure every link; says how much would do.
+        InputError: The budget is too small to measure every link; states a sufficient one.
     """
     met, rounds = tournament(classes), num_rounds(classes)
     num_pings = 2 * sum(map(len, met)) + num_inside
-    num_streams = sum(map(len, (*company(met, len(classes)), *fan_rounds(len(classes)))))
+    num_streams = sum(map(len, (*all_paired_rounds(met, len(classes)), *one_to_all_rounds(len(classes)))))
     # Rounded up, as it is said.
     least_bytes = math.ceil(least_ping_bytes * num_pings / _PING_SHARE)
     if budget.num_bytes < least_bytes:
@@ -149,7 +149,7 @@ def divide(
     ping_bytes = max(int(_PING_SHARE * budget.num_bytes / max(num_pings, 1)), least_ping_bytes)
     fixed_s = _STEP_S * (rounds.tournament + rounds_inside)
     pings_s = _PING_S * (rounds.tournament + rounds_inside / 4)
-    streams = _COMPANY_LOOKS * rounds.company + _FAN_LOOKS * rounds.fans
+    streams = _PAIRED_LOOKS * rounds.paired + _ONE_TO_ALL_LOOKS * rounds.one_to_all
     usable_s = _USED * budget.seconds
     least_s = math.ceil(_PARTS_OF_S * (fixed_s + _LEAST_SCALE * pings_s) / _USED) / _PARTS_OF_S
     if budget.seconds < least_s:

@@ -1,4 +1,4 @@
-"""From what was measured to a `ClusterTopology`."""
+"""Makes a `ClusterTopology` of measurements."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from raypipe.network.rounds import Pair
 from raypipe.network.sharing import Shared
 
 _ALIKE = 0.05
-"""Bandwidths of two directions that differ by less are written as one; likewise the figures of links that were not measured and the
-most common ones."""
+"""Relative difference below which two directions, or a class of unmeasured links and the default link, are written as one."""
 _LIMITS = 0.95
-"""What passes through a shared link must be able to fill it by so much more, or it limits nobody."""
+"""A shared link with more than this share of its members' summed bandwidth limits nobody and is left out."""
 
 
 def assemble(
@@ -27,21 +26,21 @@ def assemble(
     classes: Sequence[Hashable] = (),
     overheads: Overheads | None = None,
 ) -> ClusterTopology:
-    """The topology of nodes whose links were measured.
+    """Return the topology of nodes whose links were measured.
 
-    Where not all pairs were, those between two classes of nodes are taken to be like the median of those that were: as the
-    default link where that is the most common one, as links of their own else.
+    A pair that was not measured gets the median of the measured links between its two classes of nodes: as the default link if that is
+    the most common figure, else as a link of its own.
 
     Args:
-        name: of the cluster.
-        nodes: in order.
-        fits: of directed pairs of nodes, by number.
-        shared: bottlenecks.
-        classes: of each node; needed where pairs are missing.
-        overheads: of all devices, if they are known.
+        name: Name of the cluster.
+        nodes: Nodes in order.
+        fits: Fits of directed pairs of nodes, by number.
+        shared: Bottlenecks.
+        classes: Class of each node; needed if pairs are missing.
+        overheads: Overheads of all devices, if they are known.
 
     Raises:
-        RunError: nothing is known of the link between two nodes.
+        RunError: No link between two nodes was measured.
     """
     num_nodes = len(nodes)
     pairs = [(a, b) for a in range(num_nodes) for b in range(num_nodes) if a != b]
@@ -79,7 +78,7 @@ def _alike(a: float, b: float) -> bool:
 
 
 def _links(nodes: Sequence[Node], figures: Mapping[Pair, tuple[float, float]]) -> list[Link]:
-    """One entry for both directions where they are alike, else one for each."""
+    """Return one link for both directions where they are alike, else one for each."""
     found: list[Link] = []
     for (a, b), figure in sorted(figures.items()):
         back = figures.get((b, a))
@@ -110,7 +109,7 @@ def _shared_links(nodes: Sequence[Node], shared: Sequence[Shared], figures: Mapp
 
 
 def _name(nodes: Sequence[Node], shared: Shared, *, number: int) -> str:
-    """What a bottleneck is, as far as its members tell."""
+    """Return a name that says what a bottleneck is, as far as its members show."""
     sources, targets = {a for a, _ in shared.members}, {b for _, b in shared.members}
     if len(shared.members) == len(nodes) - 1:
         if len(sources) == 1:

@@ -1,13 +1,13 @@
-"""How far the clocks of nodes are apart, from messages that go there and back.
+"""Estimates the offsets of nodes' clocks from messages that go there and back.
 
     asking node     t0 ----.           .---> t3
                             `--> t1   /                 offset = ((t1 - t0) + (t2 - t3)) / 2
     answering node          t1 ... t2                   delay  = (t3 - t0) - (t2 - t1)
 
-As in NTP (Mills, RFC 5905, sections 8 and 10): of many exchanges the one with the least delay counts, since what delayed the others
-delayed one way more than the other. Whatever the ways, the offset is wrong by half of that delay at most.
+As in NTP (Mills, RFC 5905, sections 8 and 10), the exchange with the least delay counts, because delays affect one direction more than
+the other. The error of the offset is at most half of that delay.
 
-Left out: nothing is disciplined. Two offsets, taken some time apart, give the drift; a trace corrects what lies between.
+Clocks are not corrected. Two offsets, taken some time apart, give the drift with which a trace is corrected.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Exchange:
     """A question and its answer: four readings, in seconds, of two clocks.
 
     Attributes:
-        asked_s: when the question left, by the asking node's clock.
-        heard_s: when it arrived, by the answering node's.
-        answered_s: when the answer left, by the answering node's.
-        returned_s: when it arrived, by the asking node's.
+        asked_s: Time when the question left, by the asking node's clock.
+        heard_s: Time when it arrived, by the answering node's clock.
+        answered_s: Time when the answer left, by the answering node's clock.
+        returned_s: Time when it arrived, by the asking node's clock.
     """
 
     asked_s: float
@@ -37,25 +37,24 @@ class Exchange:
 
     @property
     def offset_s(self) -> float:
-        """By how much the answering node's clock is ahead."""
+        """Return by how much the answering node's clock is ahead."""
         return ((self.heard_s - self.asked_s) + (self.answered_s - self.returned_s)) / 2
 
     @property
     def delay_s(self) -> float:
-        """Seconds on the way, both ways together; not below 0, however coarse the clocks are."""
+        """Return the seconds under way in both directions together, at least 0 even with coarse clocks."""
         return max((self.returned_s - self.asked_s) - (self.answered_s - self.heard_s), 0.0)
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far a clock is ahead of the reference.
+    """The offset of a clock from the reference.
 
     Attributes:
-        offset_s: seconds; subtract it from the clock's readings to have the reference's.
-        residual_s: the offset is wrong by this much at most.
-        at_s: when that was so, by the reference's clock.
-        drift: by how much the offset grows, in seconds per second; `None` where it was seen once only, or so little that the
-            residuals explain it.
+        offset_s: Seconds to subtract from the clock's readings to get those of the reference.
+        residual_s: Largest error of the offset.
+        at_s: Time of the measurement, by the reference's clock.
+        drift: Growth of the offset in seconds per second; `None` if measured once only, or within the residuals.
     """
 
     offset_s: float
@@ -65,7 +64,7 @@ class ClockOffset:
 
     @property
     def inverse(self) -> ClockOffset:
-        """How far the reference is ahead of the clock."""
+        """Return the offset of the reference from the clock."""
         return ClockOffset(-self.offset_s, self.residual_s, self.at_s + self.offset_s, None if self.drift is None else -self.drift)
 
 
@@ -74,10 +73,10 @@ SAME_CLOCK = ClockOffset(0.0, 0.0, 0.0)
 
 
 def offset(exchanges: Iterable[Exchange]) -> ClockOffset:
-    """The offset of the answering node's clock from the asking node's, by the exchange with the least delay.
+    """Return the offset of the answering node's clock from the asking node's, by the exchange with the least delay.
 
     Raises:
-        RunError: there are none.
+        RunError: There are no exchanges.
     """
     best = min(exchanges, key=lambda exchange: exchange.delay_s, default=None)
     if best is None:
@@ -86,7 +85,7 @@ def offset(exchanges: Iterable[Exchange]) -> ClockOffset:
 
 
 def with_drift(earlier: ClockOffset, later: ClockOffset) -> ClockOffset:
-    """The better of two offsets of the same clock, with the drift between them where it is more than their residuals."""
+    """Return the better of two offsets of the same clock, with the drift between them if it exceeds their residuals."""
     best = min(earlier, later, key=lambda seen: seen.residual_s)
     grown_s, passed_s = later.offset_s - earlier.offset_s, later.at_s - earlier.at_s
     if passed_s <= 0 or abs(grown_s) <= earlier.residual_s + later.residual_s:
@@ -95,11 +94,11 @@ def with_drift(earlier: ClockOffset, later: ClockOffset) -> ClockOffset:
 
 
 def from_reference(offsets: Mapping[tuple[int, int], ClockOffset], *, reference: int) -> dict[int, ClockOffset]:
-    """The offset of every node's clock from the reference's, along the pairs whose residuals add up to the least (Dijkstra, 1959).
+    """Return each node's offset from the reference, along the pairs with the least sum of residuals (Dijkstra, 1959).
 
     Args:
-        offsets: by (asking, answering) node; each pair serves both ways.
-        reference: the node whose clock counts.
+        offsets: Offsets by (asking, answering) node; each pair serves both ways.
+        reference: Node whose clock is the reference.
     """
     near: dict[int, list[tuple[int, ClockOffset]]] = {}
     for (asking, answering), seen in offsets.items():

@@ -1,19 +1,18 @@
-"""What the links of a running cluster carry now: each transfer that is seen moves an estimate, a step change replaces it.
+"""Running estimates of a cluster's links: each observed transfer moves an estimate, a step change replaces it.
 
-The logarithm of the seconds a byte takes, x = log((seconds - latency) / bytes), is averaged exponentially, so that twice as fast and
-half as fast weigh the same and one stalled transfer does little. Two one-sided sums (CUSUM; Page, 1954)
+The logarithm of the seconds per byte, x = log((seconds - latency) / bytes), is averaged exponentially, so that twice as fast and half as
+fast weigh the same and one stalled transfer does little. Two one-sided sums (CUSUM; Page, 1954)
 
     up_n = max(0, up_(n-1) + z - k),  down_n = max(0, down_(n-1) - z - k)         z = (x - mean) / deviation, at most 3 either way
 
-watch for a step: where one exceeds h, the estimate begins anew with the transfers since that sum last was 0. With k = 0.75 and h = 9
-normal noise exceeds it once in some 10^6 transfers (Siegmund, 1985, section 2.6); a step of three deviations or more is found
-after five.
+watch for a step: where one exceeds h, the estimate starts anew with the transfers since that sum was last 0. With k = 0.75 and h = 9,
+normal noise exceeds it once in some 10^6 transfers (Siegmund, 1985, section 2.6); a step of three deviations or more is found after
+five.
 
-A link that no transfer tells of, because its receivers never wait for it or because the plan does not use it, grows old: `idle`
-names it, and whoever is able to probes it.
+A link without observed transfers, because its receivers never wait or the plan does not use it, grows old: `idle` names it for a probe.
 
-Links that pass through one bottleneck slow each other, which says nothing of either: `company` names those that `transfers` keeps apart.
-What such a bottleneck carries follows the links that it alone limits.
+Links that share a bottleneck slow each other, which says nothing about either: `contending` names them, and `transfers` leaves their
+overlaps out. The bandwidth of such a bottleneck follows the links that it alone limits.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ class LinkEstimate:
     """The bandwidth of one link, as its transfers show it.
 
     Attributes:
-        latency_s: taken off the seconds of each transfer.
-        num_transfers: that were seen.
-        num_changes: step changes that were seen.
-        seen_at_s: when the last was; minus infinity before the first.
+        latency_s: Seconds subtracted from each transfer.
+        num_transfers: Observed transfers.
+        num_changes: Observed step changes.
+        seen_at_s: Time of the last transfer; minus infinity before the first.
     """
 
     latency_s: float = 0.0
@@ -71,24 +70,24 @@ class LinkEstimate:
 
     @property
     def bandwidth_bytes_per_s(self) -> float | None:
-        """Bytes per second; `None` before the first transfer."""
+        """Return bytes per second; `None` before the first transfer."""
         if self._mean is not None:
             return math.exp(-self._mean)
         return math.exp(-statistics.median(self._first)) if self._first else None
 
     def set(self, *, bandwidth_bytes_per_s: float, latency_s: float, at_s: float) -> None:
-        """Takes what a probe has measured, instead of all that was seen before."""
+        """Replace all observations by the result of a probe."""
         self.latency_s = latency_s
         self.seen_at_s = max(at_s, self.seen_at_s)
         self._begin([-math.log(bandwidth_bytes_per_s)])
 
     def observe(self, num_bytes: int, seconds: float, *, at_s: float) -> bool:
-        """Takes a transfer; returns whether it shows that the link has changed.
+        """Observe a transfer and return whether it shows that the link has changed.
 
         Args:
-            num_bytes: more than 0.
-            seconds: from handing it over until it arrived.
-            at_s: when it arrived, by any clock that all transfers share.
+            num_bytes: Bytes of the transfer, more than 0.
+            seconds: Seconds from handing it over until it arrived.
+            at_s: Time of arrival, by a clock that all transfers share.
         """
         # What is quicker than the latency is noise; a tenth of the time at least is for the bytes.
         x = math.log(max(seconds - self.latency_s, 0.1 * seconds, 1e-9) / num_bytes)
@@ -130,7 +129,7 @@ class LinkEstimate:
 
 
 def _summed(total: float, since: list[float], x: float) -> tuple[float, list[float]]:
-    """A sum of the CUSUM with the transfers since it was 0."""
+    """Return the next sum of the CUSUM with the transfers since it was 0."""
     return (total, [*since, x]) if total > 0 else (0.0, [])
 
 
@@ -139,11 +138,11 @@ class Transfer:
     """Bytes that went from one node to another.
 
     Attributes:
-        source: the node they left.
-        target: the node they came to.
-        num_bytes: how many.
-        seconds: from handing over the first until all had arrived.
-        at_s: when that was.
+        source: Node that sent them.
+        target: Node that received them.
+        num_bytes: Number of bytes.
+        seconds: Seconds from handing over the first byte to the arrival of the last.
+        at_s: Time of that arrival.
     """
 
     source: str
@@ -155,13 +154,13 @@ class Transfer:
 
 @dataclass(frozen=True)
 class _Bottleneck:
-    """What several links pass through, as a topology says.
+    """A shared link of a topology.
 
     Attributes:
-        links: those of which all transfers do.
-        members: those of which all or some do.
-        alone_bytes_per_s: what the fastest of `links` carried by itself.
-        limits: whether that was all that the bottleneck carries.
+        links: Links whose transfers all pass through it.
+        members: Links of which all or some transfers pass through it.
+        alone_bytes_per_s: Rate of the fastest of `links` alone.
+        limits: Whether that rate is the bandwidth of the bottleneck.
     """
 
     links: frozenset[NodePair]
@@ -174,8 +173,8 @@ class NetworkEstimate:
     """The current estimate of every link between some nodes.
 
     Args:
-        nodes: by name.
-        at_s: the time from which on links that are not seen grow old.
+        nodes: Names of the nodes.
+        at_s: Time from which links that are not observed grow old.
     """
 
     def __init__(self, nodes: Iterable[str], *, at_s: float = 0.0) -> None:
@@ -185,12 +184,12 @@ class NetworkEstimate:
         self._bottlenecks: dict[str, _Bottleneck] = {}
 
     def seed(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None, at_s: float = 0.0) -> None:
-        """Begins with what a topology says that each two of the nodes reach by themselves; where there is no limit, with the latency.
+        """Start with the rates that a topology gives for pairs alone; for links without limit, with their latency.
 
         Args:
-            topology: probed, or assumed.
-            names: what a node is called in it, where it is not called the same.
-            at_s: when it was measured.
+            topology: Probed or assumed topology.
+            names: Name of a node in the topology, where it differs.
+            at_s: Time of the measurement.
         """
         by_pair = _between_nodes(topology)
         known = {node.name for node in topology.nodes}
@@ -218,12 +217,12 @@ class NetworkEstimate:
     def _fastest(self, pairs: Iterable[NodePair]) -> float:
         return max((self.links[pair].bandwidth_bytes_per_s or 0.0 for pair in pairs), default=0.0)
 
-    def company(self, pair: NodePair) -> frozenset[NodePair]:
-        """The links that pass through a bottleneck of this one."""
+    def contending(self, pair: NodePair) -> frozenset[NodePair]:
+        """Return the links that share a bottleneck with this one."""
         return frozenset[NodePair]().union(*(one.members for one in self._bottlenecks.values() if pair in one.members)) - {pair}
 
     def observe(self, transfers: Iterable[Transfer]) -> list[NodePair]:
-        """Takes transfers in any order; returns the links that they show to have changed."""
+        """Observe transfers in any order and return the links that have changed."""
         changed: list[NodePair] = []
         for transfer in sorted(transfers, key=lambda transfer: transfer.at_s):
             pair = (transfer.source, transfer.target)
@@ -232,23 +231,23 @@ class NetworkEstimate:
         return changed
 
     def age_s(self, pair: NodePair, *, now_s: float) -> float:
-        """Seconds since a link was last seen, or since the estimate began."""
+        """Return the seconds since a link was last observed, or since the estimate started."""
         return now_s - max(self.links[pair].seen_at_s, self.began_at_s)
 
     def idle(self, *, now_s: float, older_than_s: float) -> list[NodePair]:
-        """The links that were not seen for so long, those that were never seen first, then the oldest."""
+        """Return the links that were not observed for this long: those never observed first, then the oldest."""
         ages = {pair: self.age_s(pair, now_s=now_s) for pair in self.links}
         old = [pair for pair, age_s in ages.items() if age_s > older_than_s]
         return sorted(old, key=lambda pair: (self.links[pair].seen_at_s, pair))
 
     def snapshot(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None) -> ClusterTopology:
-        """The topology with the current bandwidth of each link that was seen; all else as it is.
+        """Return the topology with the current bandwidth of each observed link.
 
-        So are links that tell several devices of a node apart: what two nodes exchange does not say which of them it took.
+        Links that distinguish devices of a node stay as they are: transfers between two nodes do not show which of them they took.
 
         Args:
-            topology: whose nodes are called as here, as a probed one's are.
-            names: what a node is called in it, where it is not called the same.
+            topology: Topology to update.
+            names: Name of a node in the topology, where it differs.
         """
         by_pair = _between_nodes(topology)
         seen: dict[NodePair, Link] = {}
@@ -270,7 +269,7 @@ class NetworkEstimate:
         return replace(topology, links=(*kept, *seen.values()), shared_links=tuple(map(self._as_it_is_now, topology.shared_links)))
 
     def _as_it_is_now(self, shared: SharedLink) -> SharedLink:
-        """A shared link with what it carries now, as far as its members tell: no less than one of them by itself."""
+        """Return a shared link with its current bandwidth as far as its members show it, at least that of one member alone."""
         found = self._bottlenecks.get(shared.name)
         if found is None or not found.alone_bytes_per_s:
             return shared
@@ -280,7 +279,7 @@ class NetworkEstimate:
 
 
 def _between_nodes(topology: ClusterTopology) -> dict[NodePair, Link | None]:
-    """The link that all devices of a node take to those of another; `None` where several devices of one take others.
+    """Return the link that all devices of a node take to those of another; `None` where devices of one node take different links.
 
     Nodes that only the default link joins are left out.
     """
@@ -293,7 +292,7 @@ def _between_nodes(topology: ClusterTopology) -> dict[NodePair, Link | None]:
 
 
 def _through(topology: ClusterTopology, *, whole: bool = True) -> dict[str, frozenset[NodePair]]:
-    """The pairs of different nodes of which all transfers pass through each shared link, or also those of which some do."""
+    """Return for each shared link the pairs of different nodes of which all transfers (or, unless `whole`, some) pass through it."""
     node_of = _nodes_of(topology)
     parts = {device.name for node in topology.nodes if whole and len(node.devices) > 1 for device in node.devices}
     return {
@@ -303,7 +302,6 @@ def _through(topology: ClusterTopology, *, whole: bool = True) -> dict[str, froz
 
 
 def _nodes_of(topology: ClusterTopology) -> dict[str, str]:
-    """The node of every node and device, by name."""
     return {name: node.name for node in topology.nodes for name in (node.name, *(device.name for device in node.devices))}
 
 

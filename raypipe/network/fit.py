@@ -1,13 +1,12 @@
-"""Latency and bandwidth of a link, fitted to round trips of several sizes.
+"""Fits latency and bandwidth of a link to round trips of several sizes.
 
     seconds of a round trip = 2 latency_s + bytes / bandwidth_bytes_per_s        (Hockney's model, 1994, of a message and its answer)
 
-The answer is a byte: what is fitted is the way of the bytes, measured by the one clock of the sender. The latency is taken to be the
-same both ways; one clock cannot tell them apart.
+The answer is one byte, so the bandwidth is that of the forward direction, measured by the sender's clock. The latency is taken to be
+the same both ways; one clock cannot tell them apart.
 
-Robust: of each size the lower quartile counts, since what disturbs a message delays it; the slope is the median of the slopes between
-all pairs of sizes (Theil, 1950; Sen, 1968), weighted by how far apart the sizes are, since a microsecond of noise tilts a short lever
-more than a long one.
+Robust: of each size the lower quartile counts, because disturbances only delay messages. The slope is the median of the slopes between
+all pairs of sizes (Theil, 1950; Sen, 1968), weighted by the distance of the sizes: noise tilts a short lever more than a long one.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class RoundTrip:
     """A message and its answer.
 
     Attributes:
-        num_bytes: of the message.
-        seconds: from handing it over to having the answer.
+        num_bytes: Bytes of the message.
+        seconds: Seconds from handing it over to having the answer.
     """
 
     num_bytes: int
@@ -37,14 +36,14 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """What explains the round trips of a link.
+    """The fitted figures of a link.
 
     Attributes:
-        latency_s: seconds until the first byte arrives.
-        bandwidth_bytes_per_s: bytes per second.
-        residual: the largest share by which the lower quartile of a size differs from what the two figures say of it.
-        num_round_trips: that were measured.
-        num_bytes: that went through the link for it.
+        latency_s: Seconds until the first byte arrives.
+        bandwidth_bytes_per_s: Bytes per second.
+        residual: Largest relative difference between the lower quartile of a size and the fit.
+        num_round_trips: Measured round trips.
+        num_bytes: Bytes that went through the link to measure it.
     """
 
     latency_s: float
@@ -54,19 +53,19 @@ class LinkFit:
     num_bytes: int
 
     def seconds(self, num_bytes: int) -> float:
-        """How long a message of this size is on its way."""
+        """Return the seconds that a message of this size is under way."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
 
 def fit(round_trips: Iterable[RoundTrip], *, link: str) -> LinkFit:
-    """The latency and bandwidth that explain round trips of at least two sizes; neither is ever negative.
+    """Return the latency and bandwidth that fit round trips of at least two sizes; both are clamped at 0.
 
     Args:
-        round_trips: of one link, in any order.
-        link: for messages.
+        round_trips: Round trips of one link, in any order.
+        link: Name of the link for messages.
 
     Raises:
-        RunError: nothing came back, or the link is so slow that it was measured as zero.
+        RunError: Nothing came back, or the bandwidth was measured as zero.
     """
     by_size: dict[int, list[float]] = {}
     num_round_trips = num_bytes = 0
@@ -92,11 +91,11 @@ def fit(round_trips: Iterable[RoundTrip], *, link: str) -> LinkFit:
 
 
 def measured_as_zero(link: str, seen: str) -> RunError:
-    """The error about a link that carries nothing worth the name.
+    """Return the error about a link that carries almost nothing.
 
     Args:
-        link: its two ends.
-        seen: what was measured.
+        link: Names of the two ends.
+        seen: What was measured.
     """
     return RunError(
         f"link {link}: its bandwidth was measured as zero ({seen}); see whether it is cut or throttled, and take the node out "
@@ -105,12 +104,11 @@ def measured_as_zero(link: str, seen: str) -> RunError:
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:
-    """Of four, the second: one that was too quick, on a path at rest, does not count either."""
+    """Return the second of four: the fastest, on an idle path, does not count either."""
     return sorted(seconds)[len(seconds) // 4]
 
 
 def _slope(sizes: Sequence[int], took_s: Sequence[float]) -> float:
-    """The weighted median of the slopes between all pairs of points."""
     slopes = sorted(((b_s - a_s) / (b - a), b - a) for (a, a_s), (b, b_s) in itertools.combinations(zip(sizes, took_s, strict=True), 2))
     left = sum(weight for _, weight in slopes) / 2
     for slope, weight in slopes:

@@ -1,12 +1,12 @@
-"""Who measures with whom, and when: rounds in which no node sends to two others, nor receives from two.
+"""Rounds of measurements in which no node sends to two others, nor receives from two.
 
     4 nodes     0-3  1-2  |  0-2  3-1  |  0-1  2-3        three matchings: every two nodes meet once
 
-A matching is measured in both directions, one after the other: what a node sends is then never mixed with what it receives. The
-circle method (Kirkman, 1847) gives n - 1 matchings for an even number of nodes, and n for an odd one, where one node rests in each.
+A matching is measured in one direction and then in the other, so that a node never sends and receives at once. The circle method
+(Kirkman, 1847) gives n - 1 matchings for an even number of nodes, and n for an odd one, where one node rests in each.
 
-What contends beyond the nodes, such as an uplink that several pairs cross, is found by measuring pairs in other company: each pair
-of a matching runs with and against every other one (`company_rounds`), and all that leaves or enters a node at once (`fans`).
+Contention beyond the nodes, such as for an uplink that several pairs cross, shows when pairs run together: each pair of a matching
+runs with and against every other one (`paired_rounds`), and all that leaves or enters a node runs at once (`one_to_all`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_REPRESENTATIVES = 16
 
 
 def matchings(num_nodes: int) -> list[tuple[Pair, ...]]:
-    """Undirected pairs by round, lower number first, so that every two nodes meet once and none meets two in a round."""
+    """Return rounds of undirected pairs, lower number first: every two nodes meet once, and no node meets two in a round."""
     if num_nodes < 2:
         return []
     players: list[int | None] = [*range(num_nodes), *([None] if num_nodes % 2 else [])]
@@ -41,14 +41,14 @@ def matchings(num_nodes: int) -> list[tuple[Pair, ...]]:
 
 
 def directed(matching: Sequence[Pair]) -> tuple[Round, Round]:
-    """The two rounds in which a matching is measured: there, and back."""
+    """Return the two rounds in which a matching is measured, one per direction."""
     return tuple(matching), tuple((b, a) for a, b in matching)
 
 
-def company_rounds(matching: Sequence[Pair]) -> list[Round]:
-    """Rounds of all pairs of a matching in which every two of them run in the same direction and, in another, against each other.
+def paired_rounds(matching: Sequence[Pair]) -> list[Round]:
+    """Return rounds of a matching's pairs in which every two pairs run in the same direction and, in another round, against each other.
 
-    By the bits of their places in the matching: 2 (1 + log2 m) rounds for m pairs, rounded up.
+    The directions are the bits of the places in the matching: 2 (1 + log2 m) rounds for m pairs, rounded up.
     """
     patterns = [[False] * len(matching)]
     patterns += [[bool(place >> bit & 1) for place in range(len(matching))] for bit in range((len(matching) - 1).bit_length())]
@@ -59,15 +59,15 @@ def company_rounds(matching: Sequence[Pair]) -> list[Round]:
     return found
 
 
-def fans(num_nodes: int) -> list[Round]:
-    """Rounds in which all that leaves a node runs at once, and rounds of all that enters one: 2 n."""
+def one_to_all(num_nodes: int) -> list[Round]:
+    """Return rounds in which all that leaves a node runs at once, then rounds of all that enters one: 2 n in all."""
     nodes = range(num_nodes)
     leaving = [tuple((node, other) for other in nodes if other != node) for node in nodes]
     return leaving + [tuple((other, node) for other in nodes if other != node) for node in nodes]
 
 
 def hypercube(num_nodes: int) -> list[tuple[Pair, ...]]:
-    """log2 n matchings, rounded up, that together join all nodes: in the k-th, a node meets the one whose number differs in bit k."""
+    """Return log2 n matchings, rounded up, that join all nodes: in the k-th, a node meets the one whose number differs in bit k."""
     return [
         tuple((node, node | 1 << bit) for node in range(num_nodes) if not node >> bit & 1 and node | 1 << bit < num_nodes)
         for bit in range((num_nodes - 1).bit_length())
@@ -75,10 +75,10 @@ def hypercube(num_nodes: int) -> list[tuple[Pair, ...]]:
 
 
 def representatives(classes: Sequence[Hashable]) -> list[int]:
-    """Two nodes of each class of equal nodes, at most 16 in all; the first node is always among them.
+    """Return two nodes of each class, at most 16 in all; the first node is always among them.
 
     Args:
-        classes: of each node.
+        classes: Class of each node.
     """
     seen: dict[Hashable, int] = {}
     found: list[int] = []
@@ -90,13 +90,13 @@ def representatives(classes: Sequence[Hashable]) -> list[int]:
 
 
 def tournament(classes: Sequence[Hashable]) -> list[tuple[Pair, ...]]:
-    """The matchings that are measured.
+    """Return the matchings that are measured.
 
-    Up to `MOST_ALL_PAIRS` nodes: every two nodes meet. Beyond: representatives of each class meet each other, and all nodes meet in
-    log2 n matchings, so that each node's own connection is seen, and all are joined by pairs that were measured.
+    Up to `MOST_ALL_PAIRS` nodes, every two nodes meet. Beyond, representatives of each class meet each other and all nodes meet in
+    log2 n matchings, so that each node's own connection is measured and measured pairs join all nodes.
 
     Args:
-        classes: of each node; nodes of one class are taken to be connected alike where they were not measured.
+        classes: Class of each node; nodes of one class are taken to be connected alike where they were not measured.
     """
     if len(classes) <= MOST_ALL_PAIRS:
         return matchings(len(classes))
@@ -114,41 +114,41 @@ def tournament(classes: Sequence[Hashable]) -> list[tuple[Pair, ...]]:
 
 @dataclass(frozen=True)
 class NumRounds:
-    """How many rounds the nodes of a cluster are measured in.
+    """The numbers of rounds in which the nodes of a cluster are measured.
 
     Attributes:
-        tournament: for latency and bandwidth of pairs.
-        company: for pairs that slow each other.
-        fans: for what leaves or enters a node at once.
+        tournament: Rounds for latency and bandwidth of pairs.
+        paired: Rounds for pairs that slow each other.
+        one_to_all: Rounds for all that leaves or enters a node at once.
     """
 
     tournament: int
-    company: int
-    fans: int
+    paired: int
+    one_to_all: int
 
     @property
     def total(self) -> int:
-        """All of them."""
-        return self.tournament + self.company + self.fans
+        """Return the number of all rounds."""
+        return self.tournament + self.paired + self.one_to_all
 
 
-def company(met: Sequence[tuple[Pair, ...]], num_nodes: int) -> list[Round]:
-    """The rounds for pairs that slow each other: of all matchings where every two nodes meet, else of those that join all nodes.
+def all_paired_rounds(met: Sequence[tuple[Pair, ...]], num_nodes: int) -> list[Round]:
+    """Return the rounds for pairs that slow each other: of all matchings if every two nodes meet, else of those that join all nodes.
 
-    Fewer than three nodes have no company.
+    Fewer than three nodes need none.
     """
     if num_nodes < 3:
         return []
     chosen = met if num_nodes <= MOST_ALL_PAIRS else [matching for matching in met if len(matching) >= num_nodes // 4]
-    return [pairs for matching in chosen for pairs in company_rounds(matching)]
+    return [pairs for matching in chosen for pairs in paired_rounds(matching)]
 
 
-def fan_rounds(num_nodes: int) -> list[Round]:
-    """The fans that are measured: of all nodes, and of none where not all pairs are."""
-    return fans(num_nodes) if 3 <= num_nodes <= MOST_ALL_PAIRS else []
+def one_to_all_rounds(num_nodes: int) -> list[Round]:
+    """Return the one-to-all rounds that are measured: of all nodes, or of none where not all pairs are measured."""
+    return one_to_all(num_nodes) if 3 <= num_nodes <= MOST_ALL_PAIRS else []
 
 
 def num_rounds(classes: Sequence[Hashable]) -> NumRounds:
-    """How many rounds a cluster takes; what a finding is looked at more closely with comes on top."""
+    """Return the numbers of rounds of a cluster, without those for closer looks."""
     met = tournament(classes)
-    return NumRounds(2 * len(met), len(company(met, len(classes))), len(fan_rounds(len(classes))))
+    return NumRounds(2 * len(met), len(all_paired_rounds(met, len(classes))), len(one_to_all_rounds(len(classes))))

@@ -1,21 +1,20 @@
-"""Which pairs of nodes share a bottleneck: found by measuring them alone and together.
+"""Finds the pairs of nodes that share a bottleneck by measuring them alone and together.
 
-    0 --.            .-- 2      0->2 and 1->3 run at full speed alone and at half speed together: they share something,
-         >-- uplink --<         and since 0->2 and 0->3 do, too, and all three together get no more, it is one thing
+    0 --.            .-- 2      0->2 and 1->3 run at full speed alone and at half speed together, so they share something.
+         >-- uplink --<         0->2 and 0->3 do, too, and all three together get no more: it is one bottleneck.
     1 --'            '-- 3
 
-1. All pairs of a matching run with and against each other (`rounds.company`). What a pair reaches in whatever company is how fast it
-   is; a pair whose rate depends on its company is measured alone.
-2. Where pairs that run together are slower than alone, each is left out in turn: those that become faster shared something with it.
-   Together they reached its bandwidth, and without the others of their round they must get no more, or some that share it are missing.
-   Where all are slower and together get no more than the fastest alone, that is one thing: two would carry more.
-3. Of two findings with equal bandwidths, a few pairs run together. If they get no more than that, the two are one.
-4. Then all that leaves a node runs at once, and all that enters one (`rounds.fans`). What no finding explains is the node's own limit,
-   or belongs to one of the findings.
+1. All pairs of a matching run with and against each other (`rounds.paired_rounds`). The median is a pair's rate; a pair whose rate
+   depends on the others is measured alone.
+2. Where pairs that run together are slower than alone, each is left out in turn: those that become faster shared a bottleneck with it.
+   Their joint rate is its bandwidth. Without the others of their round they must get no more, or members are missing. If all are
+   slower and together get no more than the fastest alone, there is one bottleneck: two would carry more.
+3. If two bottlenecks have equal bandwidths, a few pairs of both run together. If they get no more, the two are one.
+4. Then all that leaves a node runs at once, and all that enters one (`rounds.one_to_all`). What no bottleneck explains is the limit of
+   the node, or belongs to one of the bottlenecks.
 
-All of it takes O(n log n) rounds for n nodes, and a few more for each shared link. What is not seen: a bottleneck that only more pairs
-would fill than run together in any round, and pairs that pass through a bottleneck and are themselves too slow to be slowed, unless
-others become faster without them.
+This takes O(n log n) rounds for n nodes, and a few more for each shared link. Not found are bottlenecks that only more pairs would fill
+than run together in any round, and members that are themselves too slow to be slowed, unless others become faster without them.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ from dataclasses import dataclass
 from raypipe.network.rounds import Pair, Round
 
 Rates = Mapping[Pair, float]
-"""Bytes per second of directed pairs that were measured at the same time."""
+"""Bytes per second of directed pairs measured at the same time."""
 
 JointRates = Callable[[Round], Rates]
 """Measures pairs at the same time."""
 
 TOLERANCE = 0.15
-"""A pair is slowed by others if it loses more than this share of what it reaches alone."""
+"""A pair is slowed by others if it loses more than this share of its rate alone."""
 _ALSO = 0.1
-"""The same of pairs that run with one that is: what is shared among several may slow some of them a little less."""
+"""This share suffices for pairs that run with a slowed pair: a shared link may slow some of them a little less."""
 
 _EQUAL = 0.15
-"""Bandwidths that differ by less may be one."""
+"""Bandwidths that differ by less may belong to one bottleneck."""
 _GAIN = 0.06
-"""What a pair must gain, relative to its rate, when another one is left out, to have shared something with it."""
+"""Least gain of a pair, relative to its rate, when a pair that shares a bottleneck with it is left out."""
 _GAIN_OF_MOST = 0.4
-"""The same, relative to what it could gain: what is left free is divided among those that want it."""
+"""Least gain relative to the possible gain: the pairs that remain divide the free bandwidth."""
 _DECISIVE = 1.3
-"""Pairs tell whether they share a bottleneck if alone they reach so many times its bandwidth in sum."""
+"""Pairs show whether they share a bottleneck if their rates alone sum to this many times its bandwidth."""
 _MOST_LEFT_OUT = 12
-"""Of more pairs at once, all that are slowed are taken to share one thing: the gain of each would drown in noise."""
+"""With more pairs at once, all slowed ones are taken to share one bottleneck: single gains would drown in noise."""
 _MOST_OF_EACH = 4
 _NUM_AGAIN = 2
 
@@ -57,9 +56,9 @@ class Shared:
     """A bottleneck.
 
     Attributes:
-        members: the directed pairs that pass through it.
-        bandwidth_bytes_per_s: of all of them together.
-        crosses: whether pairs without a common end were seen to share it, so that it is no limit of a single node.
+        members: Directed pairs that pass through it.
+        bandwidth_bytes_per_s: Bandwidth of all members together.
+        crosses: Whether pairs without a common end share it, so that it is no limit of a single node.
     """
 
     members: frozenset[Pair]
@@ -68,11 +67,11 @@ class Shared:
 
 
 class Search:
-    """Looks for bottlenecks; what was found until then stays there if a measurement raises.
+    """Looks for bottlenecks; those found so far stay in `found` if a measurement raises.
 
     Args:
-        together: measures pairs at the same time.
-        alone: what each pair reaches, as far as it is known.
+        together: Function that measures pairs at the same time.
+        alone: Known rate of each pair alone.
     """
 
     def __init__(self, together: JointRates, alone: Rates | None = None) -> None:
@@ -80,19 +79,18 @@ class Search:
         self.alone: dict[Pair, float] = dict(alone or {})
         self.found: list[Shared] = []
 
-    def run(self, company: Iterable[Round], fans: Iterable[Round]) -> None:
-        """Looks at all of these rounds, and more closely where something shows."""
-        rates = [self._together(pairs) for pairs in company]
+    def run(self, paired: Iterable[Round], one_to_all: Iterable[Round]) -> None:
+        """Measure all of these rounds, and look closer where pairs are slowed."""
+        rates = [self._together(pairs) for pairs in paired]
         self._measure_alone(rates)
         for seen in rates:
             self._look(seen)
-        for pairs in fans:
+        for pairs in one_to_all:
             self._look(self._together(pairs))
 
-    def _measure_alone(self, company: Sequence[Rates]) -> None:
-        """Learns what each pair reaches by itself."""
+    def _measure_alone(self, paired: Sequence[Rates]) -> None:
         seen: dict[Pair, list[float]] = {}
-        for pair, rate in itertools.chain.from_iterable(rates.items() for rates in company):
+        for pair, rate in itertools.chain.from_iterable(rates.items() for rates in paired):
             seen.setdefault(pair, []).append(rate)
         self.alone |= {pair: statistics.median(of_pair) for pair, of_pair in seen.items()}
         for pair, of_pair in seen.items():
@@ -105,7 +103,7 @@ class Search:
         return {pair for pair, rate in rates.items() if rate < (1 - tolerance) * self.alone.get(pair, 0.0)}
 
     def _unexplained(self, rates: Rates) -> set[Pair]:
-        """The slowed pairs that pass through no known bottleneck that was full."""
+        """Return the slowed pairs that pass through no known bottleneck that was full."""
         full = [
             shared.members
             for shared in self.found
@@ -131,14 +129,14 @@ class Search:
                 self._add(Shared(members, bandwidth, crosses))
 
     def _holds(self, members: frozenset[Pair], runs: Sequence[Rates]) -> bool:
-        """Whether pairs are limited without the others of their round, too; else the group lacks some that share it."""
+        """Return whether pairs are limited without the others of their round, too; else members are missing."""
         if members == runs[0].keys():
             return True
         together = statistics.median(sum(run[pair] for pair in members) for run in runs)
         return sum(self._together(tuple(sorted(members))).values()) < (1 + _EQUAL) * together
 
     def _groups(self, rates: Rates) -> list[frozenset[Pair]]:
-        """The pairs that share one thing each."""
+        """Return groups of pairs, each sharing one bottleneck."""
         slowed = self._slowed(rates, tolerance=_ALSO)
         if self._is_one_thing(rates, slowed):
             return [frozenset(rates)]
@@ -161,9 +159,9 @@ class Search:
         return [group for group in groups if len(group) > 1]
 
     def _is_one_thing(self, rates: Rates, slowed: Collection[Pair]) -> bool:
-        """Whether one bottleneck must be what slows all pairs of a round.
+        """Return whether one bottleneck must be what slows all pairs of a round.
 
-        What slows a pair carries at least what that reaches alone, so two bottlenecks would carry that of two pairs.
+        A bottleneck that slows a pair carries at least the pair's rate alone, so two would carry those of two pairs.
         """
         if len(slowed) < len(rates) or len(rates) < 2:
             return False
@@ -171,10 +169,9 @@ class Search:
         return sum(rates.values()) < min((1 + _EQUAL) * fastest, fastest + second / 2)
 
     def forget_limits_of_nodes(self) -> bool:
-        """Drops the limits of single nodes: those of some nodes would make others, of which less is known, look better.
+        """Drop the limits of single nodes and return whether there were any.
 
-        Returns:
-            whether there were any.
+        The limits of only some nodes would make other nodes, of which less is known, look better.
         """
         crossing = [shared for shared in self.found if shared.crosses]
         there_were = len(crossing) < len(self.found)
@@ -182,7 +179,7 @@ class Search:
         return there_were
 
     def _gains(self, pair: Pair, rates: Rates, without: Rates, *, share: float) -> bool:
-        """Whether a pair is faster without another one that leaves it a share, by a good part of what it can gain from that."""
+        """Return whether a pair becomes faster without another one by a good part of its possible gain."""
         most = min(share, self.alone[pair] - rates[pair])
         return without[pair] - rates[pair] > max(_GAIN_OF_MOST * most, _GAIN * rates[pair])
 
@@ -218,18 +215,18 @@ class Search:
 
 
 def _joined(groups: Sequence[frozenset[Pair]], more: frozenset[Pair]) -> list[frozenset[Pair]]:
-    """The groups, with those that have a pair in common with another one made one."""
+    """Return the groups with all that share a pair with `more` merged into one."""
     apart = [group for group in groups if not group & more]
     return [*apart, more.union(*(group for group in groups if group & more))]
 
 
-def in_company(rounds: Iterable[Round], measured: Rates, found: Collection[Shared]) -> set[Pair]:
-    """The pairs that filled a bottleneck together when they were measured: theirs was a share of it, and says little of them.
+def shared_when_measured(rounds: Iterable[Round], measured: Rates, found: Collection[Shared]) -> set[Pair]:
+    """Return the pairs that filled a bottleneck together when they were measured, so that their rates are shares of it.
 
     Args:
-        rounds: in which they were measured.
-        measured: what each pair reached then.
-        found: the bottlenecks.
+        rounds: Rounds of the measurement.
+        measured: Rate of each pair in it.
+        found: Bottlenecks.
     """
     filled: set[Pair] = set()
     for pairs, shared in itertools.product(rounds, found):
@@ -240,17 +237,17 @@ def in_company(rounds: Iterable[Round], measured: Rates, found: Collection[Share
 
 
 def below_their_ends(measured: Rates) -> set[Pair]:
-    """The pairs that reached less than both of their nodes reached with others: what slowed them may have been company.
+    """Return the pairs that were slower than other pairs of both their nodes; running with others may have slowed them.
 
     Args:
-        measured: what each pair reached.
+        measured: Rate of each pair.
     """
     leaving, entering = fastest_of_nodes(measured)
     return {pair for pair, rate in measured.items() if rate < (1 - TOLERANCE) * min(leaving[pair[0]], entering[pair[1]])}
 
 
 def fastest_of_nodes(measured: Rates) -> tuple[dict[int, float], dict[int, float]]:
-    """What the fastest pair that leaves each node reached, and the fastest that enters it."""
+    """Return the rates of the fastest pair that leaves each node, and of the fastest that enters it."""
     leaving: dict[int, float] = {}
     entering: dict[int, float] = {}
     for (source, target), rate in measured.items():
@@ -260,19 +257,19 @@ def fastest_of_nodes(measured: Rates) -> tuple[dict[int, float], dict[int, float
 
 
 Arrival = tuple[float, int]
-"""When a message arrived, in seconds by one clock, and its bytes."""
+"""Time of arrival of a message, in seconds by one clock, and its bytes."""
 
 
 def rates(arrivals: Mapping[Pair, Sequence[Arrival]], *, warm_up_bytes: int) -> dict[Pair, float]:
-    """Bytes per second of pairs while all of them were under way.
+    """Return the bytes per second of pairs while all of them were under way.
 
-    Each pair counts from the arrival of its first bytes, which may have found a path at rest (the tokens of a shaper, empty buffers), and
-    to its last; between the latest of the first and the earliest of the last, all share what they share. Pairs that never ran
-    together count from their own first to their own last.
+    Each pair counts from the arrival of its first bytes, which may have found an idle path (tokens of a shaper, empty buffers), to its
+    last. Between the latest first and the earliest last, all run together. Pairs that never ran together count from their own first to
+    their own last.
 
     Args:
-        arrivals: of each pair, in order.
-        warm_up_bytes: of each pair, that do not count.
+        arrivals: Arrivals of each pair, in order.
+        warm_up_bytes: First bytes of each pair, which do not count.
     """
     spans: dict[Pair, tuple[Sequence[Arrival], float, float]] = {}
     for pair, of_pair in arrivals.items():
@@ -291,7 +288,7 @@ def rates(arrivals: Mapping[Pair, Sequence[Arrival]], *, warm_up_bytes: int) -> 
 
 
 def _at(curve: Sequence[Arrival], at_s: float) -> float:
-    """The bytes that had arrived at a time: between two arrivals they came evenly."""
+    """Return the bytes that had arrived at a time, interpolated between arrivals."""
     for (before_s, before), (after_s, after) in itertools.pairwise(curve):
         if before_s <= at_s <= after_s:
             return before + (after - before) * ((at_s - before_s) / (after_s - before_s) if after_s > before_s else 1.0)

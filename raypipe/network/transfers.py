@@ -1,15 +1,15 @@
-"""What a window's spans tell of the links between nodes, after the fact and for nothing.
+"""Derives transfers between nodes from the spans of a measured window, at no cost.
 
-A message is handed over when the Op that makes it ends. If the receiver already waits for it, its arrival is seen, too:
+A message is handed over when the Op that makes it ends. If the receiver is already waiting, the arrival shows, too:
 
     sender      | 0F1 |->.                            bytes / seconds of the link, from the end of 0F1 to the end of the wait
     receiver        ......`->| 1F1 |
 
-If the receiver comes later, nobody knows when it arrived, and it tells nothing. Messages that follow each other on a link without a
-pause count as one transfer, since they were in each other's way: devices of two nodes share what joins these. What a collective of
-the same two nodes was in the way of does not count, nor what passed through a bottleneck together with what other links carried.
+If the receiver comes later, the time of arrival is unknown and the message is not used. Messages that follow each other on a link
+without a pause count as one transfer, because devices of two nodes share the link between these. Left out are transfers that overlap
+with a collective of the same two nodes, or with messages of other links through a shared bottleneck.
 
-The receiver's and the sender's spans are compared, so their clocks are corrected before (`clocks`).
+Sender's and receiver's spans are compared, so their clocks are corrected before (`clocks`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from raypipe.schedules.lower import DeviceProgram, Recv
 
 _WAITED_S = 3e-4
 _WAITED_SHARE = 0.25
-"""A receive has waited if it took longer than so many seconds, and than this share of the time that the message had for itself, since
-it was handed over and the one before was taken. Taking what is there takes a while, too: a millisecond where it is large and the
-machine busy, which would be put down to the link."""
+"""A receive counts as having waited if it took longer than these seconds, and than this share of the time since its message was handed
+over and the one before was taken. Taking a large message that has arrived may take a millisecond on a busy machine."""
 _ON_ITS_WAY = 3.0
-"""A message whose receiver came later is taken to have been under way for at most so many times what its link would need."""
+"""A message whose receiver came later is taken to have been under way for at most this many times its link's estimate."""
 _LEAST_BYTES = 16_384
-"""Fewer bytes tell of the latency, not of the bandwidth."""
+"""Fewer bytes show the latency, not the bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class _Carried:
     """A message on a link.
 
     Attributes:
-        handed_s: when it was handed over.
-        taken_s: when it arrived, if its receiver had waited for it; else a time at which it had.
-        num_bytes: its own.
-        awaited: whether its receiver had waited for it.
+        handed_s: Time when it was handed over.
+        taken_s: Time of arrival if its receiver waited for it; else a time at which it had arrived.
+        num_bytes: Size.
+        awaited: Whether its receiver waited for it.
     """
 
     handed_s: float
@@ -54,11 +53,7 @@ class _Carried:
 
 
 class _Times:
-    """A union of spans of time.
-
-    Args:
-        spans: in any order.
-    """
+    """A union of time spans, given in any order."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         self.starts_s: list[float] = []
@@ -71,7 +66,7 @@ class _Times:
                 self.ends_s.append(end_s)
 
     def meet(self, begin_s: float, end_s: float) -> bool:
-        """Whether one of them overlaps with a span."""
+        """Return whether one of them overlaps with a span."""
         first = bisect.bisect_right(self.ends_s, begin_s)
         return first < len(self.starts_s) and self.starts_s[first] < end_s
 
@@ -95,7 +90,7 @@ class _Run:
         return sum(message.num_bytes for message in self.messages)
 
     def tells(self, in_the_way: _Times) -> bool:
-        """Whether begin and end are known, and are those of these messages alone."""
+        """Return whether begin and end are known and belong to these messages alone."""
         begin_s, end_s = self.begin_s, self.end_s
         return (
             all(message.awaited for message in self.messages)
@@ -106,7 +101,7 @@ class _Run:
 
 
 class _Traffic:
-    """What the devices of a window put on the links between nodes and took from them."""
+    """The messages and sums that the devices of a window exchanged between nodes."""
 
     def __init__(self, trace: Trace, programs: Sequence[DeviceProgram], nodes: Sequence[str]) -> None:
         self.nodes = nodes
@@ -131,7 +126,7 @@ class _Traffic:
             started.update((collective, span.end_s) for collective in step.started)
 
     def wires(self) -> dict[tuple[str, str], list[_Carried]]:
-        """The messages from each node to each other one."""
+        """Return the messages from each node to each other one."""
         found: defaultdict[tuple[str, str], list[_Carried]] = defaultdict(list)
         for (source, target), arrivals in self.taken.items():
             ends = (self.nodes[source], self.nodes[target])
@@ -162,9 +157,9 @@ def transfers(
     busy = {ends: [_under_way(message, known.links[ends]) for message in carried] for ends, carried in wires.items()}
     found: list[Transfer] = []
     for ends, carried in wires.items():
-        company = known.company(ends)
-        sums = (span for pair in (ends, *company) for span in traffic.summed[frozenset(pair)])
-        in_the_way = _Times([*sums, *(span for pair in company for span in busy.get(pair, ()))])
+        contending = known.contending(ends)
+        sums = (span for pair in (ends, *contending) for span in traffic.summed[frozenset(pair)])
+        in_the_way = _Times([*sums, *(span for pair in contending for span in busy.get(pair, ()))])
         found += [
             Transfer(*ends, run.num_bytes, run.end_s - run.begin_s, began_s + run.end_s) for run in _runs(carried) if run.tells(in_the_way)
         ]
@@ -172,7 +167,7 @@ def transfers(
 
 
 def _under_way(message: _Carried, link: LinkEstimate) -> tuple[float, float]:
-    """From when to when a message was on its link, or may have been."""
+    """Return the span in which a message was, or may have been, on its link."""
     if message.awaited or link.bandwidth_bytes_per_s is None:
         return message.handed_s, message.taken_s
     alone_s = link.latency_s + message.num_bytes / link.bandwidth_bytes_per_s

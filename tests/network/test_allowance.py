@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raypipe.errors import InputError
 from raypipe.network.allowance import Allowance, Budget, divide
-from raypipe.network.rounds import company, fan_rounds, tournament
+from raypipe.network.rounds import all_paired_rounds, one_to_all_rounds, tournament
 
 LEAST_PING, LEAST_STREAM = 1 << 20, 320_000
 
@@ -39,7 +39,7 @@ def test_what_is_planned_stays_within_the_budget(num_nodes: int, seconds: float,
         assert float(least) > (num_bytes if "--budget-bytes" in str(error) else seconds) - 0.1  # noqa: PT017
         return
     met = tournament(["node"] * num_nodes)
-    streams = [*company(met, num_nodes), *fan_rounds(num_nodes)] if found.looks_for_sharing else []
+    streams = [*all_paired_rounds(met, num_nodes), *one_to_all_rounds(num_nodes)] if found.looks_for_sharing else []
     assert found.looks * found.rounds.tournament * found.ping_s + len(streams) * found.stream_s + num_inside * found.ping_s / 4 <= seconds
     num_pings = 2 * sum(map(len, met)) + num_inside
     num_pings += (found.looks - 1) * 2 * sum(map(len, met))
@@ -107,9 +107,9 @@ def test_streams_are_shorter_where_a_node_is_expected_to_carry_several() -> None
     bandwidths = dict.fromkeys(itertools.permutations(range(4), 2), 1e8) | {(0, 3): 5e7}
     assert allowance.streams_s(((0, 1), (2, 3)), bandwidths) == {(0, 1): allowance.stream_s, (2, 3): allowance.stream_s}
     # Two fast ones and a slow one leave a node that is known to carry as much as a fast one.
-    fan = allowance.streams_s(((0, 1), (0, 2), (0, 3)), bandwidths)
-    assert fan == dict.fromkeys(fan, pytest.approx(allowance.stream_s / 2.5))
+    streams_s = allowance.streams_s(((0, 1), (0, 2), (0, 3)), bandwidths)
+    assert streams_s == dict.fromkeys(streams_s, pytest.approx(allowance.stream_s / 2.5))
     # Where all at once would be too short to tell anything, they take longer.
     many = dict.fromkeys(itertools.permutations(range(20), 2), 1e8)
-    fan = divided(20).streams_s(tuple(pair for pair in many if pair[0] == 0), many)
-    assert fan == dict.fromkeys(fan, 0.01)
+    streams_s = divided(20).streams_s(tuple(pair for pair in many if pair[0] == 0), many)
+    assert streams_s == dict.fromkeys(streams_s, 0.01)

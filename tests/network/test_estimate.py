@@ -247,16 +247,16 @@ def test_what_only_some_devices_of_a_node_share_is_company_and_no_limit_of_the_o
     )
     network = NetworkEstimate("ab")
     network.seed(begun)
-    assert network.company(("a", "b")) == {("b", "a")}
+    assert network.contending(("a", "b")) == {("b", "a")}
     assert figures(network.snapshot(begun)) == figures(begun)
 
 
 def test_links_know_with_which_others_they_share_something() -> None:
     network = NetworkEstimate("abc")
-    assert network.company(("a", "b")) == set()
+    assert network.contending(("a", "b")) == set()
     network.seed(switched(1e8, 1e8))
-    assert network.company(("a", "b")) == {("a", "c")}
-    assert network.company(("b", "a")) == set()
+    assert network.contending(("a", "b")) == {("a", "c")}
+    assert network.contending(("b", "a")) == set()
 
 
 def test_links_that_are_not_seen_grow_old() -> None:

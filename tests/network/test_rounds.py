@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from raypipe.network.rounds import (
     MOST_ALL_PAIRS,
     Round,
-    company,
-    company_rounds,
+    all_paired_rounds,
     directed,
-    fans,
     hypercube,
     matchings,
     num_rounds,
+    one_to_all,
+    paired_rounds,
     representatives,
     tournament,
 )
@@ -46,7 +46,7 @@ def test_every_directed_pair_is_measured_once_and_without_contention(num_nodes: 
 @given(st.integers(1, 20))
 def test_every_two_pairs_of_a_matching_run_in_both_ways_together(num_pairs: int) -> None:
     matching = tuple((2 * place, 2 * place + 1) for place in range(num_pairs))
-    rounds = company_rounds(matching)
+    rounds = paired_rounds(matching)
     assert len(rounds) == 2 * (1 + math.ceil(math.log2(num_pairs)))
     for a, b in itertools.combinations(matching, 2):
         for first, second in itertools.product((a, a[::-1]), (b, b[::-1])):
@@ -54,7 +54,7 @@ def test_every_two_pairs_of_a_matching_run_in_both_ways_together(num_pairs: int)
 
 
 def test_fans_hold_all_that_leaves_and_all_that_enters() -> None:
-    assert fans(3) == [
+    assert one_to_all(3) == [
         ((0, 1), (0, 2)),
         ((1, 0), (1, 2)),
         ((2, 0), (2, 1)),
@@ -93,7 +93,7 @@ def test_rounds_of_a_large_cluster_grow_as_the_logarithm() -> None:
 
 def test_two_nodes_have_no_company() -> None:
     assert num_rounds(["node"] * 2).total == 2
-    assert company(matchings(2), 2) == []
+    assert all_paired_rounds(matchings(2), 2) == []
 
 
 @pytest.mark.parametrize(("num_nodes", "tournament_rounds"), [(2, 2), (3, 6), (4, 6), (8, 14), (16, 30), (MOST_ALL_PAIRS, 46)])
@@ -107,4 +107,4 @@ def test_the_documented_table_is_what_the_function_gives() -> None:
     for row in rows:
         num_nodes, *counts = map(int, row)
         found = num_rounds(["node"] * num_nodes)
-        assert counts == [found.tournament, found.company, found.fans, found.total]
+        assert counts == [found.tournament, found.paired, found.one_to_all, found.total]

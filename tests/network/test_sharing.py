@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.network.allowance import Budget, divide
-from raypipe.network.rounds import Pair, Round, company, fan_rounds, matchings
-from raypipe.network.sharing import Search, Shared, below_their_ends, in_company, rates
+from raypipe.network.rounds import Pair, Round, all_paired_rounds, matchings, one_to_all_rounds
+from raypipe.network.sharing import Search, Shared, below_their_ends, rates, shared_when_measured
 from tests.network.max_min import Network
 
 
 def search(network: Network, num_nodes: int) -> Search:
     found = Search(network.together)
-    found.run(company(matchings(num_nodes), num_nodes), fan_rounds(num_nodes))
+    found.run(all_paired_rounds(matchings(num_nodes), num_nodes), one_to_all_rounds(num_nodes))
     return found
 
 
@@ -91,7 +91,7 @@ def test_the_limits_of_equal_nodes_on_one_switch_are_found_within_the_usual_budg
         return rates
 
     found = Search(together)
-    found.run(company(matchings(num_nodes), num_nodes), fan_rounds(num_nodes))
+    found.run(all_paired_rounds(matchings(num_nodes), num_nodes), one_to_all_rounds(num_nodes))
     assert {shared.members for shared in found.found} == set(limits)
     assert took_s < budget.for_search.seconds
 
@@ -166,7 +166,7 @@ def test_a_pause_of_the_machine_is_no_bottleneck() -> None:
         return {pair: rate * (0.3 if slow else 1.0) for pair, rate in network.together(pairs).items()}
 
     found = Search(together)
-    found.run(company(matchings(4), 4), fan_rounds(4))
+    found.run(all_paired_rounds(matchings(4), 4), one_to_all_rounds(4))
     assert found.found == []
 
 
@@ -180,15 +180,15 @@ def test_what_was_found_stays_when_a_measurement_fails() -> None:
 
     found = Search(together)
     with pytest.raises(TimeoutError):
-        found.run(company(matchings(4), 4), fan_rounds(4))
+        found.run(all_paired_rounds(matchings(4), 4), one_to_all_rounds(4))
     assert len(found.found) == 1
 
 
 def test_pairs_that_filled_a_bottleneck_together_are_to_be_measured_again() -> None:
     there = Shared(crossing({0, 1}, {2, 3}), 1e8, crosses=True)
     measured = {(0, 2): 5e7, (1, 3): 4.8e7, (0, 3): 3e7, (1, 2): 4e7, (0, 1): 2e8}
-    assert in_company([((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1),)], measured, [there]) == {(0, 2), (1, 3)}
-    assert in_company([((0, 2),), ((1, 3),)], measured, [there]) == set()
+    assert shared_when_measured([((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1),)], measured, [there]) == {(0, 2), (1, 3)}
+    assert shared_when_measured([((0, 2),), ((1, 3),)], measured, [there]) == set()
 
 
 # Rates
