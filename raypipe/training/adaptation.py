@@ -18,14 +18,7 @@ _LOG = logging.getLogger("raypipe.training.adaptation")
 
 
 class Adaptation:
-    """The switches of one run; every decision is a line of `adaptation.jsonl`.
-
-    Args:
-        strategy: Strategy of the run.
-        coordinator: Coordinator of its actors.
-        record: Record of the run.
-        build_order: Returns how actors build the stages of the strategy's current plan.
-    """
+    """The switches of one run; every decision is a line of `adaptation.jsonl`."""
 
     def __init__(
         self, strategy: AdaptiveStrategy, coordinator: Coordinator, record: RunRecord, *, build_order: Callable[[], BuildOrder]

@@ -43,14 +43,9 @@ from raypipe.training.strategy import Measure, Strategy
 class AdaptiveStrategy(Strategy):
     """What the policy chooses.
 
-    Args:
-        config: Configuration of the run.
-        model: Description of the model.
-        window_sizes: Numbers of updates that windows have.
+    Attributes:
         start: Strategy to begin with; `None` lets the policy choose that, too.
         can_divide: Whether batches can be read in microbatches of other sizes.
-
-    Attributes:
         policy: Decides; set by `prepare`.
         facts: Profile and topology of the policy's last decision.
     """
@@ -191,13 +186,7 @@ class AdaptiveStrategy(Strategy):
         self._warming_up = True
 
     def after_window(self, result: WindowResult, network: NetworkEstimate, *, updates_left: int) -> Decision | None:
-        """Learn from a window and decide how to go on; `None` after a short window, or the first one of a choice.
-
-        Args:
-            result: Result of the window.
-            network: Current estimate of the links.
-            updates_left: Updates until the run ends.
-        """
+        """Learn from a window and decide how to go on; `None` after a short window, or the first one of a choice."""
         warming_up, self._warming_up = self._warming_up, False
         if warming_up or result.num_updates != self.window_sizes[-1]:
             return None
@@ -291,7 +280,6 @@ def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | 
 
 
 def _divisions(num_microbatches: int, microbatch_size: int) -> Iterator[tuple[int, int]]:
-    """Yield half and twice as many microbatches with the same rows in all."""
     if num_microbatches % 2 == 0:
         yield num_microbatches // 2, microbatch_size * 2
     if microbatch_size % 2 == 0:

@@ -43,16 +43,7 @@ if TYPE_CHECKING:
 
 
 class Fit:
-    """One run of a configuration.
-
-    Args:
-        config: Configuration of the run.
-        model: Function that returns the model, or its name.
-        batches: Opens the rows of a split.
-        plan: Plan to follow, if the configuration names one.
-        faults: Failures to inject.
-        listener: Receives notices and progress.
-        resume: Whether to go on from the newest checkpoint of the newest run of this name.
+    """One run of a configuration; for its arguments see `Trainer`.
 
     Raises:
         InputError: Configuration, model, data, plan and checkpoint do not fit together.
@@ -172,7 +163,6 @@ class Fit:
             )
 
     def _build_order(self) -> BuildOrder:
-        """Return how the actors build the stages of the strategy's current plan."""
         batches, size = self.batches, self.strategy.microbatch_size
         if isinstance(batches, TokenSource):
             batches = dataclasses.replace(batches, microbatch_size=size)
@@ -190,7 +180,6 @@ class Fit:
         )
 
     def _measure(self, num_devices: int) -> ModelProfile:
-        """Measure the model's layers on the first devices, all at the same time."""
         config = self.config
         self.listener.notice(f"measuring {counted(len(self.model.layers), 'layer')} on {counted(num_devices, 'device')}")
         measured = self.coordinator.measure(
@@ -209,7 +198,6 @@ class Fit:
         return model_profile(measured, self.model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
 
     def _train(self, first: int, size: int) -> None:
-        """Run a window, and what is due after it."""
         run = self.config.run
         result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=first)
         self.record.add_window(result, self.strategy.schedule, first_update=first)
@@ -235,7 +223,6 @@ class Fit:
         self.checkpoint = Checkpoint.finish(folder, index)
 
     def _sample(self) -> str:
-        """Generate text through the pipeline; empty unless configured."""
         run = self.config.run
         if not run.sample_bytes or not self.config.data.path:
             return ""
@@ -285,7 +272,6 @@ def _windows(config: TrainConfig, first: int) -> Iterator[tuple[int, int]]:
 
 
 def _check_tokens(config: TrainConfig, *, vocabulary_size: object) -> None:
-    """Refuse a token file that does not fit the model, before anything is started."""
     data = config.data
     for split in ("train", "validation") if data.num_validation_microbatches else ("train",):
         tokens = TokenDataset(data.path, sequence_length=data.sequence_length, seed=0, split=split)

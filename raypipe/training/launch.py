@@ -32,7 +32,7 @@ def stage_actors(
     cluster: ClusterConfig,
     notice: Callable[[str], None],
 ) -> Iterator[Coordinator]:
-    """Connect to the cluster, or start one, and yield the coordinator of actors that are up; end them afterwards.
+    """Yield the coordinator of actors that are up, in the cluster or a local one; end them afterwards.
 
     Args:
         name: Start of the run's name in the cluster.
@@ -40,12 +40,8 @@ def stage_actors(
         num_slots: Number of device slots that a local cluster needs.
         find_slots: Returns the slots of the devices.
         scaling: Resources of each actor, and what carries their messages.
-        cluster: Which Ray cluster.
-        notice: Receives one-line messages for the user.
-
-    Raises:
-        PlanError: The cluster has no room for the devices.
-        RunError: The cluster or an actor did not start.
+        cluster: Address and timeouts.
+        notice: Receives lines for the user.
     """
     address = cluster.resolved_address
     notice(f"connecting to the Ray cluster at {address}" if address else "starting Ray")

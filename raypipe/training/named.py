@@ -23,12 +23,7 @@ from raypipe.training.strategy import Measure, Strategy
 
 
 class NamedStrategy(Strategy):
-    """The schedule that the configuration names.
-
-    Args:
-        config: Configuration of the run.
-        model: Description of the model.
-        window_sizes: Numbers of updates that windows have.
+    """The schedule that the configuration names, for windows of some numbers of updates.
 
     Raises:
         InputError: The schedule is unknown, or does not fit the sizes or the model.
@@ -81,7 +76,6 @@ class NamedStrategy(Strategy):
         self._predict(self._searched(plan, notice))
 
     def _searched(self, plan: Plan, notice: Notice) -> Plan:
-        """Return the plan with an order for its stages' times, if its schedule is one that is searched for."""
         times, latency_s = stage_times(plan)
         search = partial(named_schedule, self.config, graph=plan.cut.graph, times=times, latency_s=latency_s)
         least = min(self.schedules)

@@ -18,11 +18,9 @@ _NUM_WINDOWS_KEPT = 50
 class Phase:
     """The windows that ran under one plan.
 
-    Args:
+    Attributes:
         predicted: Simulated window of the largest size.
         reason: Why the run switched to this plan; empty for its first.
-
-    Attributes:
         windows: Traces of the last windows of the predicted size.
     """
 

@@ -23,13 +23,7 @@ from raypipe.training.strategy import Measure, Strategy
 
 
 class PlannedStrategy(Strategy):
-    """What a plan file says.
-
-    Args:
-        plan: Plan of the file.
-        config: Configuration of the run, with the plan's values in it (`with_plan`).
-        model: Description of the model.
-        window_sizes: Numbers of updates that windows have.
+    """What a plan file says; the configuration must have the plan's values in it (`with_plan`).
 
     Raises:
         PlanError: The model is not the profiled one, or a device cannot have its share of the rows.
@@ -52,11 +46,7 @@ class PlannedStrategy(Strategy):
         return num_slots(self.file_plan.topology, self.file_plan.devices)
 
     def find_slots(self, *, local: bool) -> list[DeviceSlot]:
-        """See `Strategy`.
-
-        Raises:
-            PlanError: The cluster is not the one of the plan.
-        """
+        """See `Strategy`."""
         return planned_slots(self.file_plan.topology, self.file_plan.devices, self.config.scaling, local=local)
 
     def prepare(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:

@@ -25,19 +25,7 @@ _GAUGES = {
 
 
 class RunRecord:
-    """The record of one run.
-
-    Args:
-        config: Configuration of the run.
-        folder: Folder of the run.
-        listener: Receives notices and progress.
-
-    Attributes:
-        losses: Training loss of each update.
-        validation_losses: Pairs (updates done, loss).
-        figures: Last values, named as in `Result.metrics`.
-        phases: Windows by the plan that they ran under.
-    """
+    """The record of one run; `losses`, `validation_losses` and `figures` are those of its `Result`."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener) -> None:
         self.config = config

@@ -26,7 +26,7 @@ def generate(
     """Return the prompt, followed by bytes drawn from the model.
 
     Args:
-        logits_of: Returns logits [1, sequence_length, 256] for tokens int64 [1, sequence_length].
+        logits_of: From tokens int64 [1, sequence_length] to logits [1, sequence_length, 256].
         prompt: Bytes to begin with; a document's end if empty.
         num_bytes: Number of bytes to draw.
         sequence_length: Context of the model.

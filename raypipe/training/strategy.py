@@ -37,13 +37,9 @@ Measure = Callable[[int], ModelProfile]
 class Strategy(ABC):
     """The stages of a run on its devices, and the order of their work.
 
-    Args:
-        config: Configuration of the run.
-        model: Description of the model.
+    Attributes:
         schedules: Schedule of a window, by its number of updates.
         placement: Devices of each worker.
-
-    Attributes:
         plan: What runs and what is predicted of it; set by `prepare`.
         predicted: Simulated window of the largest size; set by `prepare`.
     """
@@ -64,22 +60,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def find_slots(self, *, local: bool) -> list[DeviceSlot]:
-        """Return the slots of the devices in the connected cluster.
-
-        Args:
-            local: Whether the cluster was started for this run.
-        """
+        """Return the slots of the devices in the connected cluster, which is `local` if it was started for this run."""
 
     @abstractmethod
     def prepare(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
-        """Make the plan and predict it, once the actors are up.
-
-        Args:
-            coordinator: Coordinator of the actors.
-            name: Name of the plan.
-            measure: Measures layers.
-            notice: Receives one-line messages for the user.
-        """
+        """Make the plan, called `name`, and predict it, once the actors are up."""
 
     def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:  # noqa: B027  # most strategies have nothing to check
         """Refuse built layers that differ from the planned ones; by default they are the ones that were measured."""
