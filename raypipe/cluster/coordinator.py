@@ -35,15 +35,7 @@ Programs = Mapping[str, Sequence[DeviceProgram]]
 
 
 class Coordinator:
-    """One run on its stage actors. As a context manager it ends them, whatever happens.
-
-    Args:
-        run: Name of the run, unique in the cluster.
-        slots: Slot of each device.
-        stages: Stages of each device.
-        scaling: Resources of each actor, and the transport of their messages.
-        cluster: Timeouts.
-    """
+    """One run on its stage actors: a slot and stages for each device. As a context manager it ends the actors, whatever happens."""
 
     def __init__(
         self, *, run: str, slots: Sequence[DeviceSlot], stages: Sequence[tuple[int, ...]], scaling: ScalingConfig, cluster: ClusterConfig
@@ -118,11 +110,7 @@ class Coordinator:
         return list(self.actors.gather(calls, task).values())
 
     def check_storage(self, folder: str) -> None:
-        """Check that every node can write to a folder.
-
-        Raises:
-            ConfigError: Names a node that cannot.
-        """
+        """Refuse a folder that some node cannot write to."""
         self.actors.ask("checking the storage", lambda _, actor: actor.check_storage.remote(folder))
 
     def build(self, order: BuildOrder | Sequence[BuildOrder]) -> dict[int, LayerSize]:

@@ -24,7 +24,7 @@ from raypipe.schedules.lower import DeviceProgram
 _LOG = logging.getLogger("raypipe.cluster.link_monitor")
 
 IDLE_S = 60.0
-"""Seconds after its last transfer when a link is due for a probe."""
+"""A link is due for a probe so long after its last transfer."""
 _BETWEEN_S = 20.0
 """Least time between two probes."""
 _RETRY_S = 600.0

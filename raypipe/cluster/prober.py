@@ -35,15 +35,7 @@ _LEAST_STREAM_BYTES = 2 * WARM_UP_BYTES
 
 @dataclass(frozen=True)
 class ProbedNode:
-    """A node as measured.
-
-    Attributes:
-        name: Name in the topology.
-        info: What the actor of its first device reports.
-        num_devices: Number of devices.
-        inside: Fit of the links between its devices, if it has several.
-        clock: Offset of its clock against the first node's.
-    """
+    """A node as measured: what its first device's actor reports, the links between its devices, its clock against the first node's."""
 
     name: str
     info: ActorInfo
@@ -59,9 +51,9 @@ class Probed:
     Attributes:
         topology: Nodes, devices, links and shared links.
         nodes: Nodes in the topology's order.
-        links: Fit of each directed pair of nodes that was measured, by the numbers of the nodes.
+        links: Fit of each directed pair of nodes that was measured.
         allowance: What each measurement might take, and the planned rounds.
-        num_steps: Number of measurements, each of one or more flows at the same time.
+        num_steps: Number of measurements, each of one or more flows.
         num_bytes: Bytes sent.
         seconds: Seconds spent.
         notices: What could not be measured, and why.

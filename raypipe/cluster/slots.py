@@ -18,18 +18,9 @@ NODE_LABEL = "raypipe.io/node"
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A node as Ray reports it; several nodes may be on one machine.
+    """A node as Ray reports it; several nodes may be on one machine, with one host name.
 
-    Attributes:
-        node_id: Ray's identifier.
-        address: IP address.
-        hostname: Host name of the machine.
-        label: Value of the label `raypipe.io/node`, if any.
-        alive: Whether the node is part of the cluster now.
-        is_head: Whether it is Ray's head node.
-        num_cpus: CPUs that it offers.
-        num_gpus: GPUs that it offers.
-        accelerators: Kinds of its GPUs, such as `H200`, if Ray knows them.
+    `label` is the value of `NODE_LABEL`; `accelerators` are the kinds of its GPUs, such as `H200`, as far as Ray knows them.
     """
 
     node_id: str
