@@ -34,25 +34,14 @@ class OpKind(StrEnum):
     PUBLISH = "P"
     EXCHANGE = "X"
 
-    @property
-    def per_update(self) -> bool:
+    # Attributes rather than properties: every rule asks them of every Op.
+    def __init__(self, letter: str) -> None:
+        self.per_update = letter in "UGP"
         """Whether the index of an Op of this kind is an update and not a microbatch."""
-        return self in _PER_UPDATE
-
-    @property
-    def gives_input_gradient(self) -> bool:
+        self.gives_input_gradient = letter in "BI"
         """Whether the stages before this one wait for it in the backward pass."""
-        return self in _GIVES_INPUT_GRADIENT
-
-    @property
-    def writes_gradient(self) -> bool:
+        self.writes_gradient = letter in "BW"
         """Whether it adds to the gradient buffer of its update."""
-        return self in _WRITES_GRADIENT
-
-
-_PER_UPDATE = frozenset({OpKind.UPDATE, OpKind.REDUCE, OpKind.PUBLISH})
-_GIVES_INPUT_GRADIENT = frozenset({OpKind.BACKWARD, OpKind.INPUT_GRADIENT})
-_WRITES_GRADIENT = frozenset({OpKind.BACKWARD, OpKind.WEIGHT_GRADIENT})
 
 
 class Op(NamedTuple):
@@ -309,26 +298,29 @@ class Schedule:
         return not self._gradient_ops and not self._version_places
 
     @cached_property
-    def _parts(self) -> dict[tuple[OpKind, int, int, int], list[Op]]:
-        """The parts into which (kind, stage, index, pipeline) is divided."""
-        parts: dict[tuple[OpKind, int, int, int], list[Op]] = {}
-        for op, _ in self.ops():
-            parts.setdefault(op[:4], []).append(op)
+    def _parts(self) -> dict[Op, list[Op]]:
+        """The parts of each Op that is divided, by the whole."""
+        parts: dict[Op, list[Op]] = {}
+        for op in self.places:
+            if op.part:
+                parts.setdefault(op._replace(part=0), []).append(op)
         return parts
 
     def find(self, op: Op) -> list[Op]:
-        """The Ops that do the work of `op`: itself, the whole it is a part of, or all the parts it was divided into."""
-        parts = self._parts.get(op[:4], [])
-        return [op] if op.part and op in parts else parts
+        """Return the Ops that do the work of `op`: itself, the whole it is a part of, or all the parts it was divided into."""
+        if op in self.places:
+            return [op]
+        whole = op._replace(part=0) if op.part else op
+        return [whole] if whole in self.places else self._parts.get(whole, [])
 
     @cached_property
     def _gradient_ops(self) -> dict[tuple[StageReplica, int], list[Op]]:
-        """The Ops that write the gradient of (copy, update), in program order."""
-        found: dict[tuple[StageReplica, int], list[Op]] = {}
-        for op, _ in self.ops():
+        """The Ops that write the gradient of (replica, update), in program order."""
+        written: dict[tuple[StageReplica, int], list[Op]] = {}
+        for op in self.places:
             if op.kind.writes_gradient:
-                found.setdefault((self.replica(op), self.update(op)), []).append(op)
-        return found
+                written.setdefault((self.replica(op), self.update(op)), []).append(op)
+        return written
 
     def gradient_ops(self, replica: StageReplica, update: int) -> list[Op]:
         """The Ops that write the gradient buffer of a copy for an update, in program order."""
@@ -337,11 +329,11 @@ class Schedule:
     @cached_property
     def _version_places(self) -> dict[StageReplica, list[tuple[int, int]]]:
         """For each copy, (position, version) of the U or P that brings each version to it."""
-        found: dict[StageReplica, list[tuple[int, int]]] = {}
-        for op, place in self.ops():
-            if op.kind in {OpKind.UPDATE, OpKind.PUBLISH}:
-                found.setdefault(self.replica(op), []).append((place.position, op.index + 1))
-        return found
+        brought: dict[StageReplica, list[tuple[int, int]]] = {}
+        for op, place in self.places.items():
+            if op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH:
+                brought.setdefault(self.replica(op), []).append((place.position, op.index + 1))
+        return brought
 
     def newest_version(self, replica: StageReplica, position: int) -> int:
         """The newest version that a copy has when the slot at `position` starts."""
@@ -353,10 +345,9 @@ def reads(schedule: Schedule, op: Op) -> int:
 
     The one rule about versions. Its second use is by U, which changes version `op.index` into the next.
     """
-    update = schedule.update(op)
     if op.kind.per_update:
-        return update
-    version = schedule.weight_rule.fixed_version(update)
+        return op.index
+    version = schedule.weight_rule.fixed_version(op.index // schedule.num_microbatches)
     if version is not None:
         return version
     if not schedule.weight_rule.allows_mismatch:
@@ -371,36 +362,42 @@ def dependencies(schedule: Schedule, op: Op) -> list[Op]:
     losses, the replicas of its stage and the scope of its update. Ops that stand before it in its program for no such
     reason are not named. Time: proportional to the answer.
     """
-    found = _RULES[op.kind](schedule, op)
+    needed = _RULES[op.kind](schedule, op)
     if not op.kind.per_update and (version := reads(schedule, op)):
-        replica = schedule.replica(op)
-        brought = Op(OpKind.UPDATE, op.stage, version - 1, schedule.first_pipeline[replica])
-        found = found + (schedule.find(brought) or schedule.find(brought._replace(kind=OpKind.PUBLISH)))
-    return found
+        update = Op(OpKind.UPDATE, op.stage, version - 1, schedule.first_pipeline[schedule.replica(op)])
+        needed = needed + (schedule.find(update) or schedule.find(update._replace(kind=OpKind.PUBLISH)))
+    return needed
 
 
-def _at(schedule: Schedule, op: Op, kind: OpKind, stage: int | None = None) -> list[Op]:
-    """The Ops of another kind or stage for the same microbatch."""
-    return schedule.find(op._replace(kind=kind, stage=op.stage if stage is None else stage))
+def inputs(schedule: Schedule, op: Op) -> list[Op]:
+    """Return the Ops of neighboring stages whose tensors an Op takes: activations for F, gradients for B and I."""
+    if op.kind is OpKind.FORWARD:
+        return [given for stage in schedule.graph.predecessors[op.stage] for given in _at(schedule, op, OpKind.FORWARD, stage)]
+    if op.kind.gives_input_gradient:
+        return [
+            given
+            for stage in schedule.graph.successors[op.stage]
+            for given in _at(schedule, op, OpKind.BACKWARD, stage) or _at(schedule, op, OpKind.INPUT_GRADIENT, stage)
+        ]
+    return []
 
 
-def _before_forward(schedule: Schedule, op: Op) -> list[Op]:
-    return [found for source in schedule.graph.predecessors[op.stage] for found in _at(schedule, op, OpKind.FORWARD, source)]
+def _at(schedule: Schedule, op: Op, kind: OpKind, stage: int) -> list[Op]:
+    return schedule.find(Op(kind, stage, op.index, op.pipeline, op.part))
 
 
 def _before_backward(schedule: Schedule, op: Op) -> list[Op]:
-    found = _at(schedule, op, OpKind.RECOMPUTE) or _at(schedule, op, OpKind.FORWARD)
-    for target in schedule.graph.successors[op.stage]:
-        found = found + (_at(schedule, op, OpKind.BACKWARD, target) or _at(schedule, op, OpKind.INPUT_GRADIENT, target))
-    return found if schedule.graph.successors[op.stage] else found + _coupled(schedule, op)
+    own = _at(schedule, op, OpKind.RECOMPUTE, op.stage) or _at(schedule, op, OpKind.FORWARD, op.stage)
+    coupled = [] if schedule.graph.successors[op.stage] else _coupled(schedule, op)
+    return own + inputs(schedule, op) + coupled
 
 
 def _before_weight_gradient(schedule: Schedule, op: Op) -> list[Op]:
-    return list(_at(schedule, op, OpKind.INPUT_GRADIENT))
+    return _at(schedule, op, OpKind.INPUT_GRADIENT, op.stage)
 
 
 def _before_recompute(schedule: Schedule, op: Op) -> list[Op]:
-    return list(_at(schedule, op, OpKind.FORWARD))
+    return _at(schedule, op, OpKind.FORWARD, op.stage)
 
 
 def _before_exchange(schedule: Schedule, op: Op) -> list[Op]:
@@ -428,7 +425,7 @@ def _before_publication(schedule: Schedule, op: Op) -> list[Op]:
 
 
 _RULES: dict[OpKind, Callable[[Schedule, Op], list[Op]]] = {
-    OpKind.FORWARD: _before_forward,
+    OpKind.FORWARD: inputs,
     OpKind.BACKWARD: _before_backward,
     OpKind.INPUT_GRADIENT: _before_backward,
     OpKind.WEIGHT_GRADIENT: _before_weight_gradient,
@@ -444,7 +441,7 @@ def _coupled(schedule: Schedule, op: Op) -> list[Op]:
     """The forwards, or their exchanges, that the loss of a microbatch needs besides its own."""
     size = schedule.loss_group_size
     if size == 1:
-        return _at(schedule, op, OpKind.EXCHANGE)
+        return _at(schedule, op, OpKind.EXCHANGE, op.stage)
     first = op.index // size * size
     members = [
         Op(OpKind.EXCHANGE, sink, index, pipeline)
@@ -452,7 +449,7 @@ def _coupled(schedule: Schedule, op: Op) -> list[Op]:
         for sink in schedule.graph.sinks
         for pipeline in range(len(schedule.pipelines))
     ]
-    return [found for member in members for found in schedule.find(member) or _at(schedule, member, OpKind.FORWARD)]
+    return [found for member in members for found in schedule.find(member) or schedule.find(member._replace(kind=OpKind.FORWARD))]
 
 
 def _gradient_ready(schedule: Schedule, replica: StageReplica, update: int) -> list[Op]:

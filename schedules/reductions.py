@@ -31,8 +31,8 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     first: dict[tuple[int, int], int] = {}
     latest: dict[tuple[int, int, int], int] = {}
     behind: dict[tuple[int, int, int], int] = {}
-    for op, place in schedule.ops():
-        if op.kind in {OpKind.UPDATE, OpKind.PUBLISH}:
+    for op, place in schedule.places.items():
+        if op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH:
             first.setdefault((place.worker, op.index), place.position)
             for stage in met[op.stage]:
                 latest.setdefault((place.worker, stage, op.index), place.position)
@@ -45,9 +45,13 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
         for update in range(schedule.num_updates):
             position = first.get((replica.worker, update))
             if gradients := schedule.gradient_ops(replica, update):
-                position = max(schedule.places[gradients[-1]].position + 1, behind.get((replica.worker, replica.stage, update), 0))
+                at = replica.worker, replica.stage, update
+                position = schedule.places[gradients[-1]].position + 1
+                position = max(position, min(behind.get(at, 0), latest.get(at, position)))
             if position is not None:
                 added[replica.worker].append((position, Op(OpKind.REDUCE, replica.stage, update, pipeline)))
+    if not any(added):
+        return schedule
     eager = [sorted(reductions, key=itemgetter(0)) for reductions in added]
     placed = _in_one_order(eager, latest)
     programs = tuple(_with_added(program, reductions) for program, reductions in zip(schedule.programs, placed, strict=True))

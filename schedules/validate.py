@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import graphlib
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.collectives import Await, Collective, CollectiveKind, Start
+from raypipe.schedules.collectives import NOT_COMPUTED, Await, Collective, CollectiveKind, CollectiveOrder, Start
 from raypipe.schedules.ir import Op, OpKind, ProgramPlace, Schedule, dependencies, ops_of
-from raypipe.schedules.lower import Item, Message, Recv, Send, lower
+from raypipe.schedules.reductions import add_reductions
 from raypipe.schedules.text import order_grid
 
 
@@ -32,9 +31,10 @@ def validate(schedule: Schedule) -> None:
     _check_shape(schedule)
     _check_places(schedule)
     _check_completeness(schedule)
-    _check_local_order(schedule)
-    _check_deadlock(schedule)
-    _check_lowered(schedule)
+    needs = _slot_needs(schedule)
+    _check_deadlock(schedule, needs)
+    reduced = add_reductions(schedule)
+    _check_collectives(reduced, needs if reduced is schedule else _slot_needs(reduced))
     vars(schedule)["is_valid"] = True
 
 
@@ -92,20 +92,26 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_completeness(schedule: Schedule) -> None:
-    layings: dict[int, set[int]] = {}
-    for op, _ in schedule.ops():
+    pipelines: dict[int, set[int]] = {}
+    work: dict[tuple[int, int], set[tuple[OpKind, int]]] = {}
+    for op in schedule.places:
         if not op.kind.per_update:
-            layings.setdefault(op.index, set()).add(op.pipeline)
+            pipelines.setdefault(op.index, set()).add(op.pipeline)
+            work.setdefault((op.index, op.stage), set()).add((op.kind, op.part))
+    complete: set[frozenset[tuple[OpKind, int]]] = set()
     for microbatch in range(schedule.num_microbatches * schedule.num_updates):
-        pipelines = layings.get(microbatch, set())
-        if len(pipelines) != 1:
+        passed = pipelines.get(microbatch, set())
+        if len(passed) != 1:
             raise _refuse(
                 schedule,
-                f"microbatch {microbatch} passes through {len(pipelines)} pipelines, not through one",
-                *(place for op, place in schedule.ops() if op.index == microbatch and not op.kind.per_update),
+                f"microbatch {microbatch} passes through {len(passed)} pipelines, not through one",
+                *(place for op, place in schedule.places.items() if op.index == microbatch and not op.kind.per_update),
             )
         for stage in range(schedule.num_stages):
-            _check_microbatch(schedule, microbatch, stage, min(pipelines))
+            kinds_and_parts = frozenset(work.get((microbatch, stage), ()))
+            if kinds_and_parts not in complete:
+                _check_microbatch(schedule, microbatch, stage, min(passed))
+                complete.add(kinds_and_parts)
     if schedule.forward_only:
         return
     for replica, pipeline in schedule.first_pipeline.items():
@@ -169,71 +175,91 @@ def _check_parts(schedule: Schedule, found: Sequence[list[Op]]) -> None:
             raise _refuse(schedule, f"{problem}; here {max(most, 2)} are needed", *(schedule.places[op] for op in ops))
 
 
-def _check_local_order(schedule: Schedule) -> None:
-    for op, place in schedule.ops():
-        for needed in dependencies(schedule, op):
-            at = schedule.places[needed]
-            if at.worker == place.worker and (at.position > place.position or (at == place and needed != op)):
-                raise _refuse(schedule, f"{op} runs before {needed}", place, at)
-        if op.kind.writes_gradient:
-            reduction = schedule.find(Op(OpKind.REDUCE, op.stage, schedule.update(op), schedule.first_pipeline[schedule.replica(op)]))
-            for needed in reduction:
-                at = schedule.places[needed]
-                if at.position < place.position:
-                    raise _refuse(schedule, f"{op} adds to a gradient that {needed} has already reduced", place, at)
-        elif op.kind is OpKind.UPDATE:
-            for gradient in schedule.gradient_ops(schedule.replica(op), op.index)[-1:]:
-                if schedule.places[gradient].position > place.position:
-                    raise _refuse(schedule, f"{op} runs before {gradient}", place, schedule.places[gradient])
+def _slot_needs(schedule: Schedule) -> _Needs:
+    """Return what each slot waits for on other workers.
 
-
-def _check_deadlock(schedule: Schedule) -> None:
-    """Runs the order without times; what is left over waits for itself."""
-    heads = [0] * schedule.num_workers
-    done: set[Op] = set()
-    needs: list[list[Op]] = [[] for _ in schedule.programs]
-    waiting: dict[Op, list[int]] = {}
-
-    def proceed(worker: int) -> list[int]:
-        """Moves a worker on as far as it comes; returns those that waited for what it did."""
-        woken: list[int] = []
-        program = schedule.programs[worker]
-        while heads[worker] < len(program):
-            slot = program[heads[worker]]
-            # A worker that is woken looks only at what was left, so that each need is looked at once.
-            left = needs[worker] or [needed for op in ops_of(slot) for needed in dependencies(schedule, op)]
-            while left and left[-1] in done:
-                left.pop()
-            needs[worker] = left
-            if left:
-                waiting.setdefault(left[-1], []).append(worker)
-                break
-            heads[worker] += 1
-            done.update(ops_of(slot))
-            for op in ops_of(slot):
-                woken += waiting.pop(op, ())
-        return woken
-
-    ready = list(range(schedule.num_workers))
-    while ready:
-        ready += proceed(ready.pop())
-    stuck = [worker for worker, head in enumerate(heads) if head < len(schedule.programs[worker])]
-    if stuck:
-        reasons = [f"worker {at} waits with {schedule.programs[at][heads[at]]} for {needed}" for needed, by in waiting.items() for at in by]
-        places = [ProgramPlace(worker, heads[worker]) for worker in stuck]
-        raise ScheduleError(f"deadlock: {'; '.join(sorted(reasons)[:6])}", order_grid(schedule.programs, dict.fromkeys(places, "")))
-
-
-def _check_lowered(schedule: Schedule) -> None:
-    """Finds one order for the collectives that share a worker, and runs the lowered programs without times.
-
-    Messages cannot hang where the Ops do not; collectives can, because a worker may reach its part of one late.
+    Raises:
+        ScheduleError: An Op stands before another of its own worker that it needs.
     """
-    programs = lower(schedule)
+    places = schedule.places
+    needs: _Needs = []
+    for worker, program in enumerate(schedule.programs):
+        needs.append([])
+        for position, slot in enumerate(program):
+            elsewhere: list[tuple[int, int]] = []
+            for op in ops_of(slot):
+                for needed in dependencies(schedule, op):
+                    at = places[needed]
+                    if at.worker != worker:
+                        elsewhere.append(at)
+                    elif at.position > position or (at.position == position and needed != op):
+                        raise _refuse(schedule, f"{op} runs before {needed}", ProgramPlace(worker, position), at)
+            needs[worker].append(elsewhere)
+    return needs
+
+
+_Needs = list[list[Sequence[tuple[int, int]]]]
+"""For each worker and each of its steps, the (worker, step) that must have ended before it starts."""
+
+
+def _waits(needs: _Needs) -> dict[tuple[int, int], tuple[int, int]]:
+    """Run an order without times; return the steps at which workers wait for ever, and a step that each of these waits for."""
+    heads = [0] * len(needs)
+    waiting: list[set[int]] = [set() for _ in needs]
+    waits: dict[int, tuple[int, int]] = {}
+    ready = list(range(len(needs)))
+    while ready:
+        worker = ready.pop()
+        waits.pop(worker, None)
+        steps, head = needs[worker], heads[worker]
+        while head < len(steps):
+            for other, step in steps[head]:
+                if heads[other] <= step:
+                    waits[worker] = other, step
+                    break
+            if worker in waits:
+                waiting[waits[worker][0]].add(worker)
+                break
+            head += 1
+        if head > heads[worker]:
+            heads[worker] = head
+            ready += waiting[worker]
+            waiting[worker].clear()
+    return {(worker, heads[worker]): needed for worker, needed in waits.items()}
+
+
+def _check_deadlock(schedule: Schedule, needs: _Needs) -> None:
+    waits = _waits(needs)
+    if waits:
+        reasons = [_slot_reason(schedule, at, needed) for at, needed in sorted(waits.items())]
+        places = dict.fromkeys((ProgramPlace(*at) for at in waits), "")
+        raise ScheduleError(f"deadlock: {'; '.join(reasons[:6])}", order_grid(schedule.programs, places))
+
+
+def _slot_reason(schedule: Schedule, at: tuple[int, int], needed: tuple[int, int]) -> str:
+    slot, other = (schedule.programs[worker][position] for worker, position in (at, needed))
+    return f"worker {at[0]} waits with {slot} for {other} of worker {needed[0]}"
+
+
+def _check_collectives(schedule: Schedule, needs: _Needs) -> None:
+    """Find one order for the collectives that share a worker, and run the schedule with them.
+
+    Lowered programs wait for messages and collectives alone. Messages cannot hang where the Ops do not; collectives can, because a
+    worker may reach its part of one late.
+    """
+    collectives = CollectiveOrder(schedule, [(worker,) for worker in range(schedule.num_workers)])
+    if not collectives.concerned:
+        return
+    steps = [_steps(collectives, worker) for worker in range(schedule.num_workers)]
     order: graphlib.TopologicalSorter[Collective] = graphlib.TopologicalSorter()
-    for program in programs:
-        starts = [item.collective for item in program.items if isinstance(item, Start)]
-        for before, after in itertools.pairwise(starts):
+    starts: dict[Collective, list[tuple[int, int]]] = {}
+    step_of: list[list[int]] = []
+    for worker, row in enumerate(steps):
+        step_of.append([number for number, step in enumerate(row) if type(step) is int])
+        started = [(number, step.collective) for number, step in enumerate(row) if type(step) is Start]
+        for number, collective in started:
+            starts.setdefault(collective, []).append((worker, number))
+        for (_, before), (_, after) in itertools.pairwise(started):
             order.add(after, before)
     try:
         order.prepare()
@@ -241,38 +267,38 @@ def _check_lowered(schedule: Schedule) -> None:
         names = ", ".join(map(str, error.args[1]))
         problem = f"workers meet the collectives [{names}] in different orders; give all workers one order"
         raise _refuse_collectives(schedule, problem, error.args[1]) from None
-    heads = [0] * len(programs)
-    sent: set[tuple[int, Message]] = set()
-    started: Counter[Collective] = Counter()
 
-    def can_go(worker: int, item: Item) -> bool:
-        match item:
-            case Recv():
-                return (worker, item.message) in sent
-            case Await():
-                return started[item.collective] == len(item.collective.devices)
-            case Send():
-                sent.add((item.device, item.message))
-            case Start():
-                started[item.collective] += 1
-        return True
+    def waits_for(worker: int, step: Start | Await | int) -> Sequence[tuple[int, int]]:
+        if isinstance(step, int):
+            # G and P only hand over.
+            handed = all(op.kind in NOT_COMPUTED for op in ops_of(schedule.programs[worker][step]))
+            return () if handed else [(other, step_of[other][position]) for other, position in needs[worker][step]]
+        return starts[step.collective] if isinstance(step, Await) else ()
 
-    moved = True
-    while moved:
-        moved = False
-        for worker, program in enumerate(programs):
-            while heads[worker] < len(program.items) and can_go(worker, program.items[heads[worker]]):
-                heads[worker] += 1
-                moved = True
-    waits = [(worker, program.items[heads[worker]]) for worker, program in enumerate(programs) if heads[worker] < len(program.items)]
+    waits = _waits([[waits_for(worker, step) for step in row] for worker, row in enumerate(steps)])
     if waits:
-        reasons = [f"worker {worker} waits for {_awaited(item)}" for worker, item in waits if isinstance(item, Recv | Await)]
-        collectives = [item.collective for _, item in waits if isinstance(item, Await)]
-        raise _refuse_collectives(schedule, f"deadlock: {'; '.join(reasons[:6])}", collectives)
+        met: list[Collective] = []
+        reasons: list[str] = []
+        for (worker, at), (other, needed) in sorted(waits.items()):
+            step, other_step = steps[worker][at], steps[other][needed]
+            if isinstance(step, int) and isinstance(other_step, int):
+                reasons.append(_slot_reason(schedule, (worker, step), (other, other_step)))
+            elif isinstance(step, Await):
+                reasons.append(f"worker {worker} waits for {step.collective}, which worker {other} has not reached")
+                met.append(step.collective)
+        raise _refuse_collectives(schedule, f"deadlock: {'; '.join(reasons[:6])}", met)
 
 
-def _awaited(item: Recv | Await) -> str:
-    return f"{item.message} from worker {item.device}" if isinstance(item, Recv) else str(item.collective)
+def _steps(collectives: CollectiveOrder, worker: int) -> list[Start | Await | int]:
+    """Return the positions of a worker's slots, with the collectives that it starts and awaits in between."""
+    steps: list[Start | Await | int] = []
+    for position, slot in enumerate(collectives.schedule.programs[worker]):
+        ops = ops_of(slot)
+        if collectives.concerned.isdisjoint(ops):
+            steps.append(position)
+        else:
+            steps += [*collectives.before(ops), position, *collectives.behind(ops)]
+    return steps + [Await(collective) for collective in collectives.at_end.get(worker, ())]
 
 
 def _refuse_collectives(schedule: Schedule, problem: str, collectives: Sequence[Collective]) -> ScheduleError:
