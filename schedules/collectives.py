@@ -164,10 +164,9 @@ class CollectiveOrder:
         return after
 
     def _reductions(self) -> None:
-        next_use = self._next_use()
-        for op, place in self.schedule.ops():
-            if op.kind not in {OpKind.REDUCE, OpKind.PUBLISH}:
-                continue
+        handed = [(op, place) for op, place in self.schedule.places.items() if op.kind in NOT_COMPUTED]
+        next_use = self._next_use() if handed else None
+        for op, place in handed:
             kind = CollectiveKind.GRADIENTS if op.kind is OpKind.REDUCE else CollectiveKind.WEIGHTS
             members = self._members(replica.worker for replica in self.schedule.replicas[op.stage])
             collective = Collective(kind, op.stage, op.index, op.part, members)
@@ -181,7 +180,7 @@ class CollectiveOrder:
                 if update not in self.schedule.places:  # another copy updates and publishes; the sum is taken part in all the same
                     update = op._replace(kind=OpKind.PUBLISH, part=0)
                 self.awaits.setdefault(update, []).append(collective)
-            elif (user := next_use(op)) is not None:
+            elif next_use and (user := next_use(op)) is not None:
                 self.awaits.setdefault(user, []).append(collective)
             else:
                 self.at_end.setdefault(place.worker, []).append(collective)

@@ -295,7 +295,7 @@ class Schedule:
     @property
     def forward_only(self) -> bool:
         """Whether it evaluates: no Op of it has a gradient or changes weights."""
-        return not self._gradient_ops and not self._version_places
+        return not any(op.kind.writes_gradient or op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH for op in self.places)
 
     @cached_property
     def _parts(self) -> dict[Op, list[Op]]:
@@ -369,8 +369,15 @@ def dependencies(schedule: Schedule, op: Op) -> list[Op]:
     return needed
 
 
+def takers(graph: StageGraph, op: Op) -> tuple[int, ...]:
+    """Return the stages that take what an Op makes: an activation of F, a gradient of B and I."""
+    if op.kind is OpKind.FORWARD:
+        return graph.successors[op.stage]
+    return graph.predecessors[op.stage] if op.kind.gives_input_gradient else ()
+
+
 def inputs(schedule: Schedule, op: Op) -> list[Op]:
-    """Return the Ops of neighboring stages whose tensors an Op takes: activations for F, gradients for B and I."""
+    """Return the Ops of neighboring stages whose tensors an Op takes: the other end of `takers`."""
     if op.kind is OpKind.FORWARD:
         return [given for stage in schedule.graph.predecessors[op.stage] for given in _at(schedule, op, OpKind.FORWARD, stage)]
     if op.kind.gives_input_gradient:

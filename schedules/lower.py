@@ -18,14 +18,16 @@ the validator already knows the Op to depend on, and an order that cannot deadlo
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from raypipe.errors import PlanError
 from raypipe.schedules.collectives import NOT_COMPUTED, Await, CollectiveOrder, Start
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, ops_of, reads
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, inputs, ops_of, reads, takers
 from raypipe.schedules.reductions import add_reductions
 
 
@@ -36,8 +38,7 @@ class Direction(StrEnum):
     GRADIENT = "gradient"
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """What one stage gives another for one microbatch.
 
     Attributes:
@@ -53,7 +54,7 @@ class Message:
     direction: Direction
     source: int
     target: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index gives way to the field's own word
     pipeline: int = 0
     part: int = 0
     rows: tuple[float, float] = (0.0, 1.0)
@@ -63,8 +64,7 @@ class Message:
         return f"{self.direction} {self.source}->{self.target} of microbatch {self.index}{part}"
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """One slot.
 
     Attributes:
@@ -193,143 +193,131 @@ def lower(schedule: Schedule, placement: Placement | None = None) -> tuple[Devic
     return _Lowering(add_reductions(schedule, replicated_workers=replicated), placement).programs()
 
 
+@dataclass(frozen=True)
+class _Route:
+    """The messages from a device to another one for one stage.
+
+    Attributes:
+        peer: The receiving device.
+        target: The receiving stage.
+        rows: Rows that the messages carry, in shares of the microbatch.
+        channel: All messages from the device to the peer in the sender's order; other stages may share it.
+        positions: For each Op that sends on this route, its message's position on the channel.
+    """
+
+    peer: int
+    target: int
+    rows: tuple[float, float]
+    channel: list[Message]
+    positions: dict[Op, int]
+
+
 class _Lowering:
     """One run of `lower`: first what every device sends, then what it waits for."""
 
     def __init__(self, schedule: Schedule, placement: Placement) -> None:
         self.schedule = schedule
-        self.placement = placement
         self.rows = [dict(placement.rows(worker)) for worker in range(schedule.num_workers)]
         self.collectives = CollectiveOrder(schedule, [[device for device, _ in members] for members in placement.workers])
-        self.made: dict[tuple[int, Op], list[tuple[Message, int]]] = {}
-        self.overlaps: dict[tuple[int, int, int, int, int], list[tuple[tuple[float, float], int]]] = {}
+        self._routes: dict[object, list[_Route]] = {}
+        self._channels: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+        """By sender and receiver."""
+        self._positions: defaultdict[tuple[int, int, int], dict[Op, int]] = defaultdict(dict)
+        """By sender, receiver and receiving stage."""
 
     def programs(self) -> tuple[DeviceProgram, ...]:
-        """The programs, by device."""
-        channels, schedule = self._channels(), self.schedule
-        first_copies: dict[int, int] = {}
-        for replica in schedule.first_pipeline:
-            first_copies.setdefault(replica.stage, replica.worker)
-        found = [
+        """Return the programs, by device."""
+        for worker, devices in enumerate(self.rows):
+            for device in devices:
+                self._send(worker, device)
+        schedule = self.schedule
+        programs = [
             DeviceProgram(
                 device=device,
                 worker=worker,
                 rows=rows,
-                items=tuple(self._items(worker, device, channels.get(device, {}))),
+                items=tuple(self._items(worker, device)),
                 graph=schedule.graph,
                 num_microbatches=schedule.num_microbatches,
                 num_updates=schedule.num_updates,
                 update_scope=schedule.update_scope,
                 forward_only=schedule.forward_only,
                 primary_stages=frozenset(
-                    stage for stage, first in first_copies.items() if first == worker and device == next(iter(devices))
+                    replicas[0].stage for replicas in schedule.replicas if replicas[0].worker == worker and device == next(iter(devices))
                 ),
             )
             for worker, devices in enumerate(self.rows)
             for device, rows in devices.items()
         ]
-        return tuple(sorted(found, key=lambda program: program.device))
+        return tuple(sorted(programs, key=lambda program: program.device))
 
     def _rows(self, op: Op, share: tuple[float, float]) -> tuple[float, float]:
-        """The rows of the microbatch on which an Op works at a device with this share: part p of P has rows (p-1)/P to p/P."""
+        """Return the rows of the microbatch on which an Op works at a device with this share: part p of P has rows (p-1)/P to p/P."""
         if not op.part:
             return share
         num_parts = len(self.schedule.find(op._replace(part=0)))
         return (op.part - 1 + share[0]) / num_parts, (op.part - 1 + share[1]) / num_parts
 
-    def _messages_made(self, op: Op, device: int) -> Iterator[tuple[Message, int]]:
-        """What a device sends after an Op, and to which device."""
-        graph = self.schedule.graph
-        if op.kind is OpKind.FORWARD:
-            direction, targets = Direction.ACTIVATION, graph.successors[op.stage]
-        elif op.kind.gives_input_gradient:
-            direction, targets = Direction.GRADIENT, graph.predecessors[op.stage]
-        else:
-            return
+    def _routes_of(self, op: Op, device: int) -> list[_Route]:
+        """Return the routes on which a device sends what an Op makes."""
+        num_parts = op.part and len(self.schedule.find(op._replace(part=0)))
+        key = (op.kind, op.stage, op.pipeline, device, op.part, num_parts)
+        routes = self._routes.get(key)
+        if routes is None:
+            routes = self._routes[key] = list(self._routes_between(op, device))
+        return routes
+
+    def _routes_between(self, op: Op, device: int) -> Iterator[_Route]:
         workers = self.schedule.pipelines[op.pipeline]
         worker = workers[op.stage]
-        for target in targets:
-            other = workers[target]
-            if other != worker:
-                for rows, peer in self._peers(op, worker, device, other):
-                    yield Message(direction, op.stage, target, op.index, op.pipeline, op.part, rows), peer
-
-    def _peers(self, op: Op, worker: int, device: int, other: int) -> list[tuple[tuple[float, float], int]]:
-        """The devices of another worker that an Op's rows at a device concern, and which rows."""
-        num_parts = len(self.schedule.find(op._replace(part=0))) if op.part else 1
-        key = (worker, device, other, op.part, num_parts)
-        found = self.overlaps.get(key)
-        if found is None:
-            first, end = self._rows(op, self.rows[worker][device])
-            found = self.overlaps[key] = []
-            for peer, share in self.rows[other].items():
+        first, end = self._rows(op, self.rows[worker][device])
+        for stage in takers(self.schedule.graph, op):
+            for peer, share in self.rows[workers[stage]].items() if workers[stage] != worker else ():
                 # Both ends divide a microbatch alike, or the message carries all that its maker has.
                 peer_first, peer_end = self._rows(op, share)
-                rows = (max(first, peer_first), min(end, peer_end))
+                rows = max(first, peer_first), min(end, peer_end)
                 if rows[0] < rows[1]:
-                    found.append((rows, peer))
-        return found
+                    yield _Route(peer, stage, rows, self._channels[device, peer], self._positions[device, peer, stage])
 
-    def _channels(self) -> dict[int, dict[int, list[Message]]]:
-        """For each device and each one that sends to it, the messages in the sender's order."""
-        channels: dict[int, dict[int, list[Message]]] = {}
-        for worker, program in enumerate(self.schedule.programs):
-            for device in self.rows[worker]:
-                for slot in program:
-                    for op in ops_of(slot):
-                        made = list(self._messages_made(op, device))
-                        if made:
-                            self.made[device, op] = made
-                            for message, peer in made:
-                                channels.setdefault(peer, {}).setdefault(device, []).append(message)
-        return channels
+    def _send(self, worker: int, device: int) -> None:
+        """Put a device's messages on its channels."""
+        for slot in self.schedule.programs[worker]:
+            for op in ops_of(slot):
+                for route in self._routes_of(op, device):
+                    direction = Direction.ACTIVATION if op.kind is OpKind.FORWARD else Direction.GRADIENT
+                    route.positions[op] = len(route.channel)
+                    route.channel.append(Message(direction, op.stage, route.target, op.index, op.pipeline, op.part, route.rows))
 
-    def _items(self, worker: int, device: int, incoming: dict[int, list[Message]]) -> list[Item]:
-        # Where each awaited message stands on its channel, by what the Op that needs it can tell of it.
-        awaited: _Awaited = {}
-        for peer, messages in incoming.items():
-            for position, message in enumerate(messages):
-                key = (message.direction, message.source, message.target, message.index, message.pipeline)
-                awaited.setdefault(key, []).append((peer, position))
-        taken = dict.fromkeys(incoming, 0)
+    def _items(self, worker: int, device: int) -> list[Item]:
+        schedule, collectives = self.schedule, self.collectives
+        received = Counter[int]()
         share = self.rows[worker][device]
         items: list[Item] = []
-        for slot in self.schedule.programs[worker]:
+        for slot in schedule.programs[worker]:
             ops = ops_of(slot)
-            self._recvs(ops, incoming, awaited, taken, items)
-            meets = not self.collectives.concerned.isdisjoint(ops)
+            for op in ops:
+                self._receive(op, worker, device, received, items)
+            meets = not collectives.concerned.isdisjoint(ops)
             if meets:
-                items += self.collectives.before(ops)
+                items += collectives.before(ops)
             computed = tuple(op for op in ops if op.kind not in NOT_COMPUTED) if meets else ops
             if computed:
-                versions = tuple([reads(self.schedule, op) for op in computed])
+                versions = tuple([reads(schedule, op) for op in computed])
                 items.append(Compute(computed, versions, tuple([self._rows(op, share) for op in computed])))
             for op in computed:
-                items += [Send(message, peer) for message, peer in self.made.get((device, op), ())]
+                items += [Send(route.channel[route.positions[op]], route.peer) for route in self._routes_of(op, device)]
             if meets:
-                items += self.collectives.behind(ops)
-        return items + [Await(collective) for collective in self.collectives.at_end.get(worker, ())]
+                items += collectives.behind(ops)
+        return items + [Await(collective) for collective in collectives.at_end.get(worker, ())]
 
-    def _recvs(
-        self, ops: tuple[Op, ...], incoming: dict[int, list[Message]], awaited: _Awaited, taken: dict[int, int], items: list[Item]
-    ) -> None:
-        """Adds the Recvs that stand before a slot."""
-        graph = self.schedule.graph
-        for op in ops:
-            if op.kind is OpKind.FORWARD:
-                direction, sources = Direction.ACTIVATION, graph.predecessors[op.stage]
-            elif op.kind.gives_input_gradient:
-                direction, sources = Direction.GRADIENT, graph.successors[op.stage]
-            else:
+    def _receive(self, op: Op, worker: int, device: int, received: Counter[int], items: list[Item]) -> None:
+        """Add the Recvs that stand before an Op: of its inputs, and of what was sent before these on the same channels."""
+        workers = self.schedule.pipelines[op.pipeline]
+        for source in inputs(self.schedule, op):
+            if workers[source.stage] == worker:
                 continue
-            for source in sources:
-                for peer, position in awaited.get((direction, source, op.stage, op.index, op.pipeline), ()):
-                    messages = incoming[peer]
-                    if op.part and messages[position].part not in {0, op.part}:
-                        continue
-                    items += [Recv(earlier, peer) for earlier in messages[taken[peer] : position + 1]]
-                    taken[peer] = max(taken[peer], position + 1)
-
-
-_Awaited = dict[tuple[Direction, int, int, int, int], list[tuple[int, int]]]
-"""By direction, source, target, microbatch and pipeline: the peers that send it, and its place on their channels."""
+            for peer in self.rows[workers[source.stage]]:
+                position = self._positions[peer, device, op.stage].get(source, -1)
+                if position >= received[peer]:
+                    items += [Recv(message, peer) for message in self._channels[peer, device][received[peer] : position + 1]]
+                    received[peer] = position + 1
