@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple
 
 from raypipe.errors import PlanError
 from raypipe.schedules.collectives import NOT_COMPUTED, Await, CollectiveOrder, Start
@@ -38,7 +37,8 @@ class Direction(StrEnum):
     GRADIENT = "gradient"
 
 
-class Message(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Message:
     """What one stage gives another for one microbatch.
 
     Attributes:
@@ -54,7 +54,7 @@ class Message(NamedTuple):
     direction: Direction
     source: int
     target: int
-    index: int  # type: ignore[assignment]  # tuple.index gives way to the field's own word
+    index: int
     pipeline: int = 0
     part: int = 0
     rows: tuple[float, float] = (0.0, 1.0)
@@ -64,7 +64,8 @@ class Message(NamedTuple):
         return f"{self.direction} {self.source}->{self.target} of microbatch {self.index}{part}"
 
 
-class Compute(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Compute:
     """One slot.
 
     Attributes:

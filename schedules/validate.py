@@ -238,7 +238,7 @@ def _check_deadlock(schedule: Schedule, needs: _Needs) -> None:
 
 def _slot_reason(schedule: Schedule, at: tuple[int, int], needed: tuple[int, int]) -> str:
     slot, other = (schedule.programs[worker][position] for worker, position in (at, needed))
-    return f"worker {at[0]} waits with {slot} for {other} of worker {needed[0]}"
+    return f"worker {at[0]} waits with {slot} for {other}"
 
 
 def _check_collectives(schedule: Schedule, needs: _Needs) -> None:
