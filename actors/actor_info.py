@@ -20,8 +20,6 @@ class Gpu:
 
     Attributes:
         name: Name such as `NVIDIA H200`.
-        uuid: Identifier of the GPU.
-        memory_bytes: Size of its memory.
         pcie_generation: Generation of its PCIe link to the host.
         pcie_lanes: Width of that link.
         numa_node: NUMA node whose memory is near; `None` where the system does not tell.
@@ -43,9 +41,6 @@ class ActorInfo:
 
     Attributes:
         node_id: Ray's name for the node.
-        ip: Address of the node.
-        hostname: Name of the machine.
-        pid: Process of the actor.
         num_cores: Cores that the process may use.
         memory_bytes: Memory that the process may use.
         shares_memory: Whether messages within the node can go through shared memory.

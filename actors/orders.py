@@ -24,14 +24,7 @@ StageOptimizer = Callable[[int, list[torch.nn.Parameter]], torch.optim.Optimizer
 
 @dataclass(frozen=True)
 class Identity:
-    """Who an actor is.
-
-    Attributes:
-        run: Name of the run.
-        device: Number of the device in the plan.
-        name: Name of the device.
-        stages: Stages on the device.
-    """
+    """Who an actor is."""
 
     run: str
     device: int
@@ -51,7 +44,6 @@ class BuildOrder:
     Attributes:
         model: Returns the model's description.
         batches: Opens the rows of a split.
-        cut: Layers of all stages.
         weight_rule: How a backward finds its weights.
         optimizer: Name and parameters of the optimizer.
         num_rows: Rows of a microbatch.
@@ -80,12 +72,9 @@ class ConnectOrder:
     """What an actor needs to connect with the others.
 
     Attributes:
-        names: Names of all devices.
         channels: Ordered pairs of devices that exchange messages.
         shared: Those channels that go through shared memory; the others go over gloo, or NCCL between GPUs.
-        groups: Members of each collective.
         host: Address of the store where all meet.
-        port: Port of the store.
         prefix: Text unique to this run and epoch.
         connect_timeout_s: Limit until all are connected.
         message_timeout_s: Limit for every later wait.
@@ -120,7 +109,6 @@ class Status:
     """What an actor is doing.
 
     Attributes:
-        device: Number of the device.
         doing: The activity in words.
         since_s: Seconds since the actor began the call that it is in.
         computes: Whether it runs an Op of a window, and does not wait for another device.

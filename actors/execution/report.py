@@ -76,11 +76,9 @@ class WindowReport:
     """What a device did in a window.
 
     Attributes:
-        device: Number of the device.
         began_s: Time of `time.time` at which the first item began.
         log: Spans in seconds since then.
         losses: Mean loss of each microbatch over the rows of this device.
-        num_rows: Number of those rows.
         norms: Gradient norm of each update: over all stages if the update's scope is global, else over this device's primary stages.
         outputs: Outputs of the last layer by microbatch, if they were asked for.
         peak_memory_bytes: Most memory held, as `raypipe.actors.measure.memory` counts it; `None` if unknown.

@@ -28,7 +28,6 @@ class ActivationInput:
     """The activations that a forward gets from another stage.
 
     Attributes:
-        key: Key of the message.
         layers: For each layer that crosses the edge: the layer, its first tensor in the message, and the end.
         leaves: Positions of the tensors whose gradients the stage computes.
     """
@@ -43,7 +42,6 @@ class GradientInput:
     """The gradients that a backward gets from another stage.
 
     Attributes:
-        key: Key of the message.
         outputs: For each tensor of the message, the output of this stage that it is the gradient of.
     """
 
@@ -56,7 +54,6 @@ class StageOutput:
     """What an Op gives another stage.
 
     Attributes:
-        key: Key of the message.
         layers: Layers whose output tensors form the message (activations).
         inputs: Positions, over all edges of the stage, of the inputs whose gradients form the message (gradients).
         unsent_inputs: Positions of the inputs from the same stage that must get no gradient, because none is sent.
@@ -75,21 +72,12 @@ class BoundOp:
     """An Op with all that it needs to run.
 
     Attributes:
-        op: The Op.
         key: Stage, microbatch and part.
         version: Version of the weights that the Op uses.
-        update: Update that the Op contributes to.
-        rows: Rows of the microbatch, in shares.
-        first_row: Number of the first row.
-        num_rows: Number of rows.
         loss_weight: Factor of the rows' mean loss in the loss of the update.
-        weights: Weights of the stage.
         takes_loss: Whether the stage computes the loss.
         takes_batch: Whether the stage reads the batch.
         recomputed: Whether the forward runs again before its backward; until then only its inputs are kept.
-        activations: Inputs of a forward.
-        gradients: Inputs of a backward.
-        outputs: What other stages get.
         constants: Outputs of a forward that must not require a gradient, because none is sent back for them.
     """
 
@@ -116,8 +104,6 @@ class OutgoingMessage:
     """A message that leaves the device.
 
     Attributes:
-        message: The message.
-        device: Device that receives it.
         key: Key of the `StageOutput` that it carries rows of.
         rows: First row and end within the output, or `None` for all rows.
     """
@@ -133,11 +119,8 @@ class ComputeStep:
     """One slot of Ops, and the messages that leave right behind it.
 
     Attributes:
-        position: Position of the slot's item in the program.
         doing: What the device does, for status.
         after: What the device does right behind the slot, for status.
-        ops: Ops in order.
-        sends: Messages in order.
         releases: Versions of weights that nothing reads after this step.
     """
 
@@ -154,12 +137,8 @@ class ReceiveStep:
     """The wait for a message.
 
     Attributes:
-        position: Position of the item in the program.
         doing: What the device does, for status.
-        message: The message.
-        device: Device that sends it.
         key: Key of the `StageOutput` that it carries rows of.
-        num_bytes: Size of its tensors.
     """
 
     position: int
@@ -182,9 +161,7 @@ class AwaitStep:
     """The wait for the end of a collective.
 
     Attributes:
-        position: Position of the item in the program.
         doing: What the device does, for status.
-        collective: The collective.
     """
 
     position: int
@@ -204,10 +181,7 @@ class BoundProgram:
     """A program bound to one device, for microbatches of a fixed number of rows.
 
     Attributes:
-        steps: Steps in order.
         updated: Stages that this device updates; its other stages get their weights by publication.
-        incoming: Messages that will arrive.
-        outgoing: Messages that will leave.
     """
 
     steps: tuple[Step, ...]

@@ -46,7 +46,6 @@ class Stream:
 
     Attributes:
         chunk_bytes: Size of each message.
-        num_chunks: Number of messages.
     """
 
     chunk_bytes: int
@@ -70,8 +69,6 @@ class Flow:
     """What one device sends another.
 
     Attributes:
-        source: Number of the device that sends.
-        target: Number of the device that receives.
         pattern: What they exchange.
     """
 
@@ -115,7 +112,6 @@ class Readings:
     """What one end of a flow noted, by the clock that `time.time` reads.
 
     Attributes:
-        sizes_bytes: Size of each message.
         first_s: When the message was handed over (source) or had arrived (target).
         second_s: When the answer had arrived (source) or was handed over (target); the same as `first_s` for a `Stream`.
         num_bytes: Bytes of all messages, including those that were dropped from the lists.

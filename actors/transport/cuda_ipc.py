@@ -1,16 +1,16 @@
-"""Channels between processes that compute on one GPU: messages are copied within its memory, by CUDA's own sharing between processes.
+"""Channels between processes that compute on one GPU: messages are copied within its memory, which CUDA shares between processes.
 
-    sender's stream     copies a message into a slot, records `filled`          waits for `taken` before it uses the slot again
-    socket              says which slot, and of which message                   says how many messages were taken
+    sender's stream     copies a message into a buffer, records `filled`        waits for `taken` before it uses the buffer again
+    socket              which buffer, and which message                         how many messages were taken
     receiver's stream   waits for `filled`, copies the message out, records `taken`
 
-What shapes the code:
+Why the code is as it is:
 
-* An event of another process counts from when it was recorded, which only that process's host knows. So a packet follows each record, and
-  the receiver's host waits for the packet: until the sender's host has told its GPU of the message, not until that has passed.
-* A send never waits: where no slot is free a new one is made. There are so as many as messages were ever under way at once.
-* A packet that finds the socket full is written by a thread, which lives only as long as there are such packets.
-* Memory that another process may have open must not be given back. What a channel leaves is kept for the next one of this process.
+* Another process may wait for an event only after the owner's host has recorded it. So a packet follows each record, and the receiver's
+  host waits for the packet: until the sender's host has launched the copy, not until it has run.
+* A send never waits: where no buffer is free, a new one is made. There are as many as messages were ever under way at once.
+* A packet that finds the socket full is written by a thread, which lives as long as there are such packets.
+* Memory that another process may have open must not be freed. What a channel leaves is kept for the next one of this process.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Process groups of torch's gloo, which carry messages and sums between processes and hosts over TCP.
 
-Each channel (ordered pair of devices) that goes over gloo has a process group of its own with two ranks, and so has each set
-of devices that meets in collectives. None of them is torch's default group. What shapes the code, here and in `gloo_channel`:
+Each channel over gloo has a process group of two ranks, and so has each set of devices that sums. None is torch's default group.
+Why the code here and in `gloo_channel` is as it is:
 
-* A message passes when both ends have named it: gloo sends no data before the receive is posted. So receives are posted
-  ahead, the next one before the current is waited for, and sends wait in the sender's memory, never in its program.
-* Gloo only learns that a send has ended when somebody waits for it. A thread for each channel does, now and then.
-* A message that is longer than its receive would end the process. So the tag by which gloo pairs them is made of all that
-  both ends believe: the message, its number on the channel, shape and dtype. If they differ, nothing passes and time runs out.
-* A wait inside gloo ends early only if its connection does. `abort` shuts the connections down; which ones they are is found
-  by comparing this process's connections before and after a group is made, and what the other members saw.
-* A wait for a message that ran out of time breaks its connection. A transport with an error is therefore out of use: close it.
-* A sum waits for its neighbours in the ring alone. Who looks at the other members' connections meanwhile sees them end.
+* Gloo sends no data before the receive is posted. So receives are posted ahead, and sends wait in memory, never in the program.
+* Gloo only learns that a send has ended when somebody waits for it. A thread per channel does, now and then.
+* A message longer than its receive would end the process. So the tag by which gloo pairs them hashes the message, its number on the
+  channel, shape and dtype. If the two ends differ, nothing passes and the receiver times out.
+* A wait inside gloo ends early only if its connection does. `abort` shuts the group's connections down. To find them, the process compares
+  its connections before and after the group is made with those that the other members see.
+* A receive that times out breaks its connection. A transport with an error is therefore out of use.
+* A sum waits for its neighbors in the ring alone. So its waits poll the connections of all members.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""Messages and sums between GPUs over NCCL, in the order in which streams name them; the host waits for none of them.
+"""Messages and sums between GPUs over NCCL, in the order of streams; the host never waits.
 
-Each channel (ordered pair of devices) has a communicator of two ranks and a stream of its own, and so has each set of devices that
-meets in sums. What shapes the code:
+Each channel has a communicator of two ranks and a stream of its own, and so has each set of devices that sums. Why the code is as it is:
 
-* NCCL pairs what the two ends of a communicator name, first with first. Both ends name the messages of a channel in the order of the
-  lowered programs, which the validator has run; nothing of a message can be compared where it arrives.
-* Work of several communicators may pass in any order only if all of it can be on the GPU at once: the actor asks CUDA for as many queues
-  as it has (`environment`), and NCCL for few blocks of threads, which computation then lacks while they wait.
-* Making a communicator and passing its first message hold the host up until the other end does so, too. Both happen in `connect`, set by
-  set in one order for all. NCCL knows no limit for that wait: a thread does it, and is left behind where time runs out.
-* What waits for a peer ends with its communicator alone, which any thread may abort. Limits are the clock's, which sees the device.
-* A message is received into memory that the computing stream asked for; the receiving stream begins behind that moment. It is asked for
-  one message ahead: more would take memory and the GPU's blocks.
-* Memory that is sent or received is marked as in use by that stream (`record_stream`), and given out again behind it.
-* Tensors go as bytes. Sums of 16-bit floats are made in float32 and rounded once.
+* NCCL pairs the operations of a communicator's ends in order, without looking at them. Both ends follow the lowered programs, which the
+  validator has run.
+* Work of several communicators may pass in any order only if all of it can be on the GPU at once. So CUDA is asked for as many queues as it
+  has (`cuda.environment`), and NCCL for few blocks of threads, which computation lacks while they wait.
+* Making a communicator and passing its first message block the host until the other end does so, too. Both happen in `connect`, set by
+  set in one order for all. NCCL has no limit for that wait, so it runs in a thread, which is left behind on timeout.
+* Only aborting a communicator, from any thread, ends its waits. `DeviceClock` watches the limits.
+* A message is received into memory of the computing stream, one message ahead: more would take memory and the GPU's blocks.
+* Memory that is sent or received is marked as in use by that stream (`record_stream`).
+* Tensors travel as bytes. Sums of 16-bit floats are made in float32 and rounded once.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Raypipe's NCCL as a backend of `ray.util.collective`, for actors of one's own that pass tensors between GPUs.
+"""Raypipe's NCCL as a backend of `ray.util.collective`, for your own actors that pass tensors between GPUs.
 
     import raypipe.actors.transport.ray_backend as collective     # in the driver and in every actor
     collective.register()
     ray.util.collective.init_collective_group(world_size, rank, backend="raypipe_nccl")
 
-Takes tensors of torch, and arrays of cupy as tensors of the same memory (DLPack). Everything happens in the order of torch's current
-stream: what computes there next sees the result, and no host waits. As with NCCL itself, two ranks that send to each other first wait for
-ever.
+Takes tensors of torch, and arrays of cupy as tensors of the same memory (DLPack). Everything runs in the order of torch's current stream,
+and no host waits. As with NCCL itself, two ranks that both send first wait for ever.
 
-Ray's own backend fails for arrays of cupy, and orders nothing against torch's streams (Ray 2.60).
+Ray's own backend fails for arrays of cupy, and is not ordered with torch's streams (Ray 2.60).
 """
 
 from __future__ import annotations

@@ -2,29 +2,26 @@
 
     sender                      one channel                         receiver
     copies a message into   --> [slot 0][slot 1] ... [slot n-1] --> copies it out
-    a free slot, says what  --> socket: a packet                --> wakes up, compares the packet
+    a free slot, sends      --> socket: a packet                --> wakes up, compares the packet
     counts free slots       <-- socket: how many were taken     <-- every n/4 messages
 
-What shapes the code, here and in `shm_channel`:
+Why the code here and in `shm_channel` is as it is:
 
-* A send never waits. If no slot is free, the message stays in the sender's memory and a thread, which lives only as long as there
-  are such messages, moves it when a slot becomes free, whatever the sender's program does meanwhile.
+* A send never waits. If no slot is free, a thread moves the message when one becomes free; it lives as long as there are such messages.
 * The receiver copies messages out, so that a slot is free as soon as its message was received, however long the tensors live.
-* The sender makes the ring with the first message, and one of twice the size or more when a message does not fit. The receiver
-  takes messages in order, so it needs the former ring no more when it hears of the next.
-* The ring is a file without a name (memfd), whose descriptor travels over the socket. Nothing can be left behind, however a process
-  ends, and the size of /dev/shm, 64 MB in many containers, does not matter. Its memory is there before it is written to: where it
-  lacks, the send fails, and no process dies of SIGBUS.
-* The socket (AF_UNIX, whose packets stay whole) ends when either process does, which its peer sees at once. It wakes as fast as a
-  named pipe, an eventfd or a semaphore: 16 to 34 us from the send to the receiver's hands, with any of them, where a core is idle.
-* Both ends describe a message in text: what it is, shapes and dtypes. That text is the packet. Each end makes it of what was
-  announced, once for all windows; so the receiver compares two strings of bytes, and can say in what they differ.
-* Between two stages that sleep, caches are cold, and every line of Python costs several times what it does in a loop; so does
-  each operator of torch: to copy 64 KB takes 25 us with `copy_` and 12 us with memmove, and to allocate them 20 us instead of 1 us.
-  So the tensors of a window are allocated when it begins, as far as they are small, and bytes are copied, not tensors.
-* The receiver waits in the one system call that gives it the packet. The limit of that wait is an option of the socket.
+* The sender makes the ring with the first message, and one of at least twice the size when a message does not fit. The receiver takes
+  messages in order, so it can drop the former ring when it hears of the next.
+* The ring is an unnamed file (memfd), whose descriptor travels over the socket. Nothing can be left behind, and the size of /dev/shm does
+  not matter. Its memory is allocated before it is written to: where it lacks, the send fails, and no process dies of SIGBUS.
+* The socket (AF_UNIX, which keeps packets whole) ends with either process, which the peer sees at once. It wakes a receiver in 16 to 34 us
+  where a core is idle, as fast as a named pipe, an eventfd or a semaphore.
+* The packet describes the message in text: what it is, shapes and dtypes. Each end prepares it once for all windows. So the receiver
+  compares two byte strings, and can say in what they differ.
+* Between two stages that sleep, caches are cold: copying 64 KB takes 25 us with `copy_` and 12 us with memmove, allocating them 20 us
+  instead of 1 us. So small tensors of a window are allocated when it begins, and bytes are copied, not tensors.
+* The receiver waits in the system call that returns the packet; the limit is an option of the socket.
 
-What was written and taken is only ever said through the socket, whose system calls order it against accesses to the memory.
+The memory needs no other synchronization: the socket's system calls order all accesses.
 """
 
 from __future__ import annotations
