@@ -24,10 +24,12 @@ def data(context: click.Context) -> None:
     )
 )
 @click.argument("source")
-@click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="The token file to write (Parquet).")
-@click.option("--validation-fraction", type=float, default=0.05, show_default=True, help="Share of the documents to validate with.")
-@click.option("--tokenizer", type=click.Path(), metavar="FILE", help="A tokenizer.json; left out for one token a byte.")
-@click.option("--separator", metavar="TOKEN", help="Of the tokenizer, the token that ends each document.  [default: its end of text]")
+@click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="File to write the tokens to (.parquet).")
+@click.option("--validation-fraction", type=float, default=0.05, show_default=True, help="Share of the documents to keep for validation.")
+@click.option(
+    "--tokenizer", type=click.Path(), metavar="FILE", help="Tokenizer in the tokenizer.json format.  [default: each byte is a token]"
+)
+@click.option("--separator", metavar="TOKEN", help="Token of the tokenizer that ends each document.  [default: its end-of-text token]")
 @json_option
 def prepare(source: str, *, output: str, validation_fraction: float, tokenizer: str | None, separator: str | None, as_json: bool) -> None:
     """Turn text into tokens: one a byte, or those of a tokenizer.

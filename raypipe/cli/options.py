@@ -52,7 +52,7 @@ class FiniteRange(click.FloatRange):
 
 def json_option(command: F) -> F:
     """Add `--json`, which every command has."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of text.")(command)
 
 
 def example(*lines: str) -> str:

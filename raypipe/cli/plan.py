@@ -31,23 +31,58 @@ from raypipe.units import counted, seconds
         "raypipe plan --profile profile.json --topology topology.yaml --batch-size 512 -o plan.json",
     )
 )
-@click.option("--profile", required=True, type=click.Path(), metavar="FILE", help="What the model's layers cost (`raypipe profile`).")
-@click.option("--topology", required=True, type=click.Path(), metavar="FILE", help="The cluster (`raypipe probe`).")
-@click.option("--microbatches", type=COUNT, help="Of one update.")
-@click.option("--microbatch-size", type=COUNT, help="Rows of a microbatch.  [default: the profile's]")
-@click.option("--batch-size", type=COUNT, help="Rows of an update, instead of --microbatches: how to divide them is chosen, too.")
-@click.option("--planner", default="raypipe", show_default=True, help=f"One of {', '.join(planner.name for planner in PLANNERS)}.")
-@click.option("--schedule", default=AUTO, show_default=True, help="Name of the order of Ops, or auto to choose.")
 @click.option(
-    "--max-staleness", type=click.IntRange(0), help="Most updates between the weights of a forward and those that its gradient changes."
+    "--profile", required=True, type=click.Path(), metavar="FILE", help="Profile of the model's layers, as written by `raypipe profile`."
 )
-@click.option("--max-mismatch", type=click.IntRange(0), help="Most weight versions between the forward and the backward of a microbatch.")
-@click.option("--max-mean-staleness", type=FiniteRange(0), help="The updates of --max-staleness on average over microbatches and stages.")
-@click.option("--updates-per-window", type=COUNT, default=10, show_default=True, help="Updates between two drains, where updates overlap.")
-@click.option("--recompute/--no-recompute", default=True, show_default=True, help="Whether forwards may run again where memory is short.")
-@click.option("--effort", type=FiniteRange(0.01, 100), default=1.0, show_default=True, help="How hard to search, over the usual.")
-@click.option("--compare", is_flag=True, help="Show what every planner finds, too.")
-@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the plan.")
+@click.option(
+    "--topology", required=True, type=click.Path(), metavar="FILE", help="Description of the cluster, as written by `raypipe probe`."
+)
+@click.option("--microbatches", type=COUNT, help="Number of microbatches in an optimizer update.")
+@click.option("--microbatch-size", type=COUNT, help="Number of rows in a microbatch.  [default: that of the profile]")
+@click.option(
+    "--batch-size",
+    type=COUNT,
+    help="Number of rows in an optimizer update, in place of --microbatches; the size of microbatches is then chosen, too.",
+)
+@click.option("--planner", default="raypipe", show_default=True, help=f"Planner to use: {', '.join(planner.name for planner in PLANNERS)}.")
+@click.option("--schedule", default=AUTO, show_default=True, help="Name of the schedule (see `raypipe schedules`), or auto to choose one.")
+@click.option(
+    "--max-staleness",
+    type=click.IntRange(0),
+    help="Largest allowed delay, in updates, between the weights that a forward uses and the weights that its gradient changes.",
+)
+@click.option(
+    "--max-mismatch",
+    type=click.IntRange(0),
+    help="Largest allowed number of weight versions between the forward and the backward of a microbatch.",
+)
+@click.option(
+    "--max-mean-staleness",
+    type=FiniteRange(0),
+    help="Largest allowed mean of the delay that --max-staleness limits, over microbatches and stages.",
+)
+@click.option(
+    "--updates-per-window",
+    type=COUNT,
+    default=10,
+    show_default=True,
+    help="Number of updates after which the pipeline is drained, for schedules whose updates overlap.",
+)
+@click.option(
+    "--recompute/--no-recompute",
+    default=True,
+    show_default=True,
+    help="Allow forwards to run again in the backward pass where memory is short, or forbid it.",
+)
+@click.option(
+    "--effort",
+    type=FiniteRange(0.01, 100),
+    default=1.0,
+    show_default=True,
+    help="Search effort as a multiple of the usual effort; more takes longer and may find better plans.",
+)
+@click.option("--compare", is_flag=True, help="Also show the plans of all other planners.")
+@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="File to write the plan to (.json).")
 @json_option
 def plan(
     *,

@@ -20,19 +20,23 @@ if TYPE_CHECKING:
 
 
 @click.command(epilog=example("raypipe probe -o topology.yaml", "raypipe probe --address 10.0.0.1:6379 --budget-s 20 --json"))
-@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the topology (YAML).")
-@click.option("--address", help="Of the running Ray cluster.  [default: RAY_ADDRESS, else a local one is started]")
-@click.option("--budget-s", type=SECONDS, default=Budget.seconds, show_default=True, help="Seconds that measuring may take.")
+@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="File to write the description of the cluster to (.yaml).")
+@click.option(
+    "--address", help="Address of a running Ray cluster.  [default: the environment's RAY_ADDRESS, else a local cluster is started]"
+)
+@click.option(
+    "--budget-s", type=SECONDS, default=Budget.seconds, show_default=True, help="Largest time to spend on measurements, in seconds."
+)
 @click.option(
     "--budget-bytes",
     type=click.IntRange(1),
     default=Budget.num_bytes,
     show_default=True,
-    help="Bytes that may go through all links together.",
+    help="Largest number of bytes to send, summed over all links.",
 )
-@click.option("--devices-per-node", type=COUNT, help="Describe at most so many devices of each node.  [default: all]")
-@click.option("--use-gpu", is_flag=True, help="Measure the GPUs and the links between them, not the CPU slots.")
-@click.option("--timeout-s", type=SECONDS, default=60.0, show_default=True, help="Until the probe actors must be there.")
+@click.option("--devices-per-node", type=COUNT, help="Largest number of devices to describe on each node.  [default: all]")
+@click.option("--use-gpu", is_flag=True, help="Measure GPUs and the links between them in place of CPU slots.")
+@click.option("--timeout-s", type=SECONDS, default=60.0, show_default=True, help="Seconds to wait for the measuring processes to start.")
 @json_option
 def probe(
     *,

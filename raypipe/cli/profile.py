@@ -60,36 +60,51 @@ class _Found:
     )
 )
 @click.argument("config", required=False, type=click.Path())
-@click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="The profile to write (.json).")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value of CONFIG. Repeatable.")
+@click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="File to write the profile to (.json).")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replace a value of CONFIG; can be given several times.")
 @click.option(
     "--device-kinds",
     metavar="KIND[=NODE],...",
-    help="Measure a device of each kind, on the node with this label, address or host name; the first is the model's own.  "
+    help="Measure one device of each kind, on the node with this label, address or host name; the times of the first kind count for "
+    "kinds that are not listed.  "
     "[default: the cluster's first device stands for all]",
 )
-@click.option("--address", metavar="A", help="Of a running Ray cluster.  [default: cluster.address of CONFIG, RAY_ADDRESS, or a local one]")
-@click.option("--repeats", type=click.IntRange(2, 10**6), default=7, show_default=True, help="Timed runs of a layer in a pass.")
-@click.option("--passes", type=click.IntRange(1, 10**6), default=3, show_default=True, help="Passes over all layers.")
+@click.option(
+    "--address",
+    metavar="ADDRESS",
+    help="Address of a running Ray cluster.  [default: cluster.address of CONFIG, RAY_ADDRESS, or a local cluster]",
+)
+@click.option(
+    "--repeats", type=click.IntRange(2, 10**6), default=7, show_default=True, help="Number of timed runs of each layer in a pass."
+)
+@click.option("--passes", type=click.IntRange(1, 10**6), default=3, show_default=True, help="Number of passes over all layers.")
 @click.option(
     "--at-once",
     type=COUNT,
     default=1,
     show_default=True,
-    help="Devices of a node that measure together and slow each other as in training.",
+    help="Number of devices of a node that measure at the same time, so that they slow each other as in training.",
 )
-@click.option("--from-pipedream", type=click.Path(), metavar="FILE", help="Read PipeDream's graph.txt instead of measuring.")
-@click.option("--microbatch-size", type=COUNT, help="Rows of the microbatch behind that file, which does not tell.")
+@click.option(
+    "--from-pipedream", type=click.Path(), metavar="FILE", help="Convert this profile of PipeDream (graph.txt) in place of a measurement."
+)
+@click.option("--microbatch-size", type=COUNT, help="Number of rows in the microbatch that PipeDream measured; its file does not say.")
 @click.option(
     "--weight-grad-share",
     type=FiniteRange(0, 1),
     default=WEIGHT_GRAD_SHARE,
     show_default=True,
-    help="Weight gradient's share of a backward in that file, of operators with weights.",
+    help="With --from-pipedream, share of the backward that computes the gradient of the weights, in operators with weights.",
 )
-@click.option("--name", help="Of the profile made of that file.  [default: the file's]")
-@click.option("--chain", is_flag=True, help="Merge branches: write a chain of layers between cut points.")
-@click.option("--max-crossing", type=COUNT, default=1, show_default=True, help="Tensors that may cross a cut point of --chain.")
+@click.option("--name", help="With --from-pipedream, name of the profile.  [default: name of the file]")
+@click.option("--chain", is_flag=True, help="Merge parallel branches, so that the layers are a chain.")
+@click.option(
+    "--max-crossing",
+    type=COUNT,
+    default=1,
+    show_default=True,
+    help="With --chain, largest number of tensors between two layers of the chain.",
+)
 @json_option
 @click.pass_context
 def profile(

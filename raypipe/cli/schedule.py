@@ -66,30 +66,50 @@ def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | No
     )
 )
 @click.argument("name")
-@click.option("--devices", type=COUNT, required=True, help="Devices, one worker each.")
-@click.option("--microbatches", type=COUNT, required=True, help="Microbatches of one update, over all pipelines.")
-@click.option("--updates", type=COUNT, default=1, show_default=True, help="Updates of the window.")
-@click.option("--chunks", type=COUNT, help="Stages a device, for schedules that take several.  [default: the schedule's own]")
-@click.option("--pipelines", type=COUNT, help="Layings of the stages, for schedules that have several.  [default: the schedule's own]")
-@click.option("--update-scope", type=click.Choice([str(scope) for scope in UpdateScope]), help="What an update waits for.")
-@click.option("--forward", type=SECONDS, default=1.0, show_default=True, help="Seconds of a stage's forward.")
-@click.option("--backward", type=SECONDS, default=2.0, show_default=True, help="Seconds of its full backward.")
-@click.option("--weight-grad", type=SECONDS, help="Seconds of that for the weight gradient.  [default: half of it]")
-@click.option("--latency", type=SECONDS, default=0.0, show_default=True, help="Seconds between devices: a pure delay.")
-@click.option("--max-in-flight", type=float, help="Most stage activations a device may hold, for schedules that are searched for.")
-@click.option("--max-mean-staleness", type=FiniteRange(0), help="Most updates that gradients may be late on average.")
+@click.option("--devices", type=COUNT, required=True, help="Number of devices.")
+@click.option("--microbatches", type=COUNT, required=True, help="Number of microbatches in an optimizer update, summed over all pipelines.")
+@click.option("--updates", type=COUNT, default=1, show_default=True, help="Number of consecutive optimizer updates to simulate.")
+@click.option(
+    "--chunks", type=COUNT, help="Number of stages on each device, for schedules that take several.  [default: depends on the schedule]"
+)
+@click.option(
+    "--pipelines",
+    type=COUNT,
+    help="Number of pipelines that run at once, for schedules that have several.  [default: depends on the schedule]",
+)
+@click.option(
+    "--update-scope",
+    type=click.Choice([str(scope) for scope in UpdateScope]),
+    help="Gradients that an update waits for: those of its own stage, of stages that share weights with it, or of all stages.",
+)
+@click.option("--forward", type=SECONDS, default=1.0, show_default=True, help="Seconds of the forward of one microbatch in one stage.")
+@click.option("--backward", type=SECONDS, default=2.0, show_default=True, help="Seconds of the backward of one microbatch in one stage.")
+@click.option(
+    "--weight-grad", type=SECONDS, help="Seconds of the backward that compute the gradient of the weights.  [default: half of --backward]"
+)
+@click.option("--latency", type=SECONDS, default=0.0, show_default=True, help="Seconds that a message between two devices takes.")
+@click.option(
+    "--max-in-flight",
+    type=float,
+    help="Largest number of stage activations that a device may hold at once; only for schedules that are found by search.",
+)
+@click.option("--max-mean-staleness", type=FiniteRange(0), help="Largest allowed mean delay of gradients, in updates.")
 @click.option(
     "--weight-grad-share",
     type=float,
     default=1.0,
     show_default=True,
-    help="Share of an activation that is kept from I to W, for schedules that are searched for.",
+    help="Share of an activation that stays in memory from the input gradient to the weight gradient; only for schedules found by search.",
 )
 @click.option(
-    "--format", "format_name", type=click.Choice([str(choice) for choice in ScheduleFormat]), help="What to write.  [default: grid]"
+    "--format", "format_name", type=click.Choice([str(choice) for choice in ScheduleFormat]), help="Format of the output.  [default: grid]"
 )
 @click.option(
-    "-o", "--output", type=click.Path(), metavar="FILE", help="Where to write it; .csv, .json, .svg, .html and .txt name the format."
+    "-o",
+    "--output",
+    type=click.Path(),
+    metavar="FILE",
+    help="File to write; without --format, its suffix chooses the format: .csv, .json, .svg, .html or .txt (a grid).",
 )
 @json_option
 def schedule(

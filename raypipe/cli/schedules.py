@@ -29,15 +29,19 @@ class _Sort(StrEnum):
 
 
 @click.command(epilog=example("raypipe schedules", "raypipe schedules --devices 8 --microbatches 32"))
-@click.option("--devices", type=COUNT, help="Compare all of them on so many devices.")
-@click.option("--microbatches", type=COUNT, help="With so many microbatches of one update.")
-@click.option("--updates", type=COUNT, help="Updates of the window.  [default: 1]")
-@click.option("--chunks", type=COUNT, help="Stages a device, for schedules that have several.  [default: the schedule's own]")
-@click.option("--forward", type=SECONDS, help="Seconds of a device's share of the model, forward.  [default: 1]")
-@click.option("--backward", type=SECONDS, help="Seconds of its full backward.  [default: 2]")
-@click.option("--weight-grad", type=SECONDS, help="Seconds of that for the weight gradient.  [default: half of it]")
-@click.option("--latency", type=SECONDS, help="Seconds between devices: a pure delay.  [default: 0]")
-@click.option("--sort", type=click.Choice([str(choice) for choice in _Sort]), help="The order of rows.  [default: makespan]")
+@click.option("--devices", type=COUNT, help="Compare all schedules on this number of devices; needs --microbatches.")
+@click.option("--microbatches", type=COUNT, help="Number of microbatches in an optimizer update; needs --devices.")
+@click.option("--updates", type=COUNT, help="Number of consecutive optimizer updates to simulate.  [default: 1]")
+@click.option(
+    "--chunks", type=COUNT, help="Number of stages on each device, for schedules that take several.  [default: depends on the schedule]"
+)
+@click.option("--forward", type=SECONDS, help="Seconds of the forward of one microbatch on one device.  [default: 1]")
+@click.option("--backward", type=SECONDS, help="Seconds of the backward of one microbatch on one device.  [default: 2]")
+@click.option(
+    "--weight-grad", type=SECONDS, help="Seconds of the backward that compute the gradient of the weights.  [default: half of --backward]"
+)
+@click.option("--latency", type=SECONDS, help="Seconds that a message between two devices takes.  [default: 0]")
+@click.option("--sort", type=click.Choice([str(choice) for choice in _Sort]), help="Order of the rows.  [default: makespan]")
 @json_option
 def schedules(
     *,

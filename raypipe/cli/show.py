@@ -57,7 +57,7 @@ class _Drawing:
     "--output",
     type=click.Path(),
     metavar="OUT",
-    help="Write a file instead of drawing to the terminal: .html is a page to zoom and hover over, .svg a picture.",
+    help="File to draw to in place of the terminal: .html for an interactive page, .svg for a picture.",
 )
 @json_option
 def show(files: tuple[str, ...], *, output: str | None, as_json: bool) -> None:

@@ -15,8 +15,15 @@ from raypipe.units import counted
 
 @click.command(epilog=example("raypipe simulate plan.json", "raypipe simulate plan.json --topology other.yaml -o trace.json"))
 @click.argument("plan", type=click.Path())
-@click.option("--topology", type=click.Path(), metavar="FILE", help="Another cluster to run it on; it has the devices of the plan.")
-@click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the trace (.json, or .parquet with a row a span).")
+@click.option(
+    "--topology",
+    type=click.Path(),
+    metavar="FILE",
+    help="Simulate on this cluster in place of the plan's own; it must have the devices of the plan.",
+)
+@click.option(
+    "-o", "--output", type=click.Path(), metavar="FILE", help="File to write the trace to: .json, or .parquet with a row for each span."
+)
 @json_option
 def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bool) -> None:
     """Predict how long the plan in the file PLAN takes, without Ray, torch or a cluster."""

@@ -13,7 +13,7 @@ from raypipe.show.report import Figure, FittedTable, Report, rows_table
 from raypipe.simulation.plan_cost import plan_cost
 from raypipe.units import number, seconds, size
 
-_BAR = 20
+_BAR = 12
 
 
 def plan_table(plan: Plan) -> FittedTable:

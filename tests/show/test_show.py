@@ -545,7 +545,7 @@ def made_plan() -> Plan:
     ("make", "expected"),
     [
         (lambda: tables.plan_table(made_plan()), "1      device1  layer6 .. layer11 (6)     12 s      24 s        6 kB"),
-        (lambda: tables.profile_table(ModelProfile.uniform(2, saved_bytes=1500)), "layer1  ####################      1 s       2 s"),
+        (lambda: tables.profile_table(ModelProfile.uniform(2, saved_bytes=1500)), "layer1  ############      1 s       2 s"),
         (lambda: tables.profile_table(ModelProfile.uniform(1, forward_s=0.0, backward_s=0.0)), "layer0            0 s       0 s"),
         (
             lambda: tables.node_table(ClusterTopology(name="t", nodes=nodes(1))),
