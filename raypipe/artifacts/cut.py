@@ -73,18 +73,18 @@ class Cut:
     @cached_property
     def stage_of(self) -> tuple[int, ...]:
         """Return the stage of each layer."""
-        found = {layer: stage for stage, layers in enumerate(self.stages) for layer in layers}
-        return tuple(found[layer] for layer in range(len(found)))
+        stage_of = {layer: stage for stage, layers in enumerate(self.stages) for layer in layers}
+        return tuple(stage_of[layer] for layer in range(len(stage_of)))
 
     @cached_property
     def crossing(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """Return for each edge (source, target) of the stage graph the layers of the source whose outputs the target takes."""
-        found: dict[tuple[int, int], set[int]] = {}
+        producers: dict[tuple[int, int], set[int]] = {}
         for source, target in self.edges:
             ends = (self.stage_of[source], self.stage_of[target])
             if ends[0] != ends[1]:
-                found.setdefault(ends, set()).add(source)
-        return {ends: tuple(sorted(layers)) for ends, layers in sorted(found.items())}
+                producers.setdefault(ends, set()).add(source)
+        return {ends: tuple(sorted(layers)) for ends, layers in sorted(producers.items())}
 
     @cached_property
     def parted_ties(self) -> tuple[int, ...]:

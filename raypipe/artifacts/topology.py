@@ -380,11 +380,11 @@ class ClusterTopology:
         source_node, target_node = self.node_of(source), self.node_of(target)
         if source == target:
             return Path()
-        found = self._link(source, source_node, target, target_node)
-        if found is None:
+        wire_and_link = self._link(source, source_node, target, target_node)
+        if wire_and_link is None:
             problem = f"topology {self.name!r} has no link from device {source!r} (node {source_node.name!r}) to device {target!r} (node "
             raise PlanError(f"{problem}{target_node.name!r}); add one between the devices or their nodes, or a default_link")
-        wire, link = found
+        wire, link = wire_and_link
         pairs = [(start, end) for start in (source, source_node.name) for end in (target, target_node.name)]
         limits = {wire: link.bandwidth_bytes_per_s or math.inf}
         limits |= {shared.name: shared.bandwidth_bytes_per_s for pair in pairs for shared in self._shared_by_pair.get(pair, ())}

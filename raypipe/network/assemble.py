@@ -79,33 +79,33 @@ def _alike(a: float, b: float) -> bool:
 
 def _links(nodes: Sequence[Node], figures: Mapping[Pair, tuple[float, float]]) -> list[Link]:
     """Return one link for both directions where they are alike, else one for each."""
-    found: list[Link] = []
+    links: list[Link] = []
     for (a, b), figure in sorted(figures.items()):
         back = figures.get((b, a))
         both = back is not None and _alike(figure[1], back[1])
         if both and a > b:
             continue  # it stands with the other direction
         latency_s, bandwidth = ((there + other) / 2 for there, other in zip(figure, back if both and back else figure, strict=True))
-        found.append(
+        links.append(
             Link(source=nodes[a].name, target=nodes[b].name, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, one_way=not both)
         )
-    return found
+    return links
 
 
 def _shared_links(nodes: Sequence[Node], shared: Sequence[Shared], figures: Mapping[Pair, tuple[float, float]]) -> list[SharedLink]:
-    found: list[SharedLink] = []
+    links: list[SharedLink] = []
     for bottleneck in sorted(shared, key=lambda one: (not one.crosses, sorted(one.members))):
         alone = sum(figures[pair][1] for pair in bottleneck.members if pair in figures)
         if len(bottleneck.members) < 2 or bottleneck.bandwidth_bytes_per_s > _LIMITS * alone:
             continue
-        found.append(
+        links.append(
             SharedLink(
-                name=_name(nodes, bottleneck, number=len(found) + 1),
+                name=_name(nodes, bottleneck, number=len(links) + 1),
                 bandwidth_bytes_per_s=bottleneck.bandwidth_bytes_per_s,
                 members=tuple((nodes[a].name, nodes[b].name) for a, b in sorted(bottleneck.members)),
             )
         )
-    return found
+    return links
 
 
 def _name(nodes: Sequence[Node], shared: Shared, *, number: int) -> str:

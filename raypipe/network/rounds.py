@@ -32,12 +32,12 @@ def matchings(num_nodes: int) -> list[tuple[Pair, ...]]:
     if num_nodes < 2:
         return []
     players: list[int | None] = [*range(num_nodes), *([None] if num_nodes % 2 else [])]
-    found: list[tuple[Pair, ...]] = []
+    rounds: list[tuple[Pair, ...]] = []
     for _ in range(len(players) - 1):
         pairs = zip(players, reversed(players[len(players) // 2 :]), strict=False)
-        found.append(tuple(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None)))
+        rounds.append(tuple(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None)))
         players.insert(1, players.pop())
-    return found
+    return rounds
 
 
 def directed(matching: Sequence[Pair]) -> tuple[Round, Round]:
@@ -52,11 +52,11 @@ def paired_rounds(matching: Sequence[Pair]) -> list[Round]:
     """
     patterns = [[False] * len(matching)]
     patterns += [[bool(place >> bit & 1) for place in range(len(matching))] for bit in range((len(matching) - 1).bit_length())]
-    found: list[Round] = []
+    rounds: list[Round] = []
     for pattern in patterns:
         forth = tuple((b, a) if turned else (a, b) for (a, b), turned in zip(matching, pattern, strict=True))
-        found += [forth, tuple((b, a) for a, b in forth)]
-    return found
+        rounds += [forth, tuple((b, a) for a, b in forth)]
+    return rounds
 
 
 def one_to_all(num_nodes: int) -> list[Round]:
@@ -81,12 +81,12 @@ def representatives(classes: Sequence[Hashable]) -> list[int]:
         classes: Class of each node.
     """
     seen: dict[Hashable, int] = {}
-    found: list[int] = []
+    chosen: list[int] = []
     for node, kind in enumerate(classes):
-        if seen.get(kind, 0) < _PER_CLASS and len(found) < _MOST_REPRESENTATIVES:
-            found.append(node)
+        if seen.get(kind, 0) < _PER_CLASS and len(chosen) < _MOST_REPRESENTATIVES:
+            chosen.append(node)
             seen[kind] = seen.get(kind, 0) + 1
-    return found
+    return chosen
 
 
 def tournament(classes: Sequence[Hashable]) -> list[tuple[Pair, ...]]:
@@ -102,14 +102,14 @@ def tournament(classes: Sequence[Hashable]) -> list[tuple[Pair, ...]]:
         return matchings(len(classes))
     chosen = representatives(classes)
     met: set[Pair] = set()
-    found: list[tuple[Pair, ...]] = []
+    measured: list[tuple[Pair, ...]] = []
     rounds = [tuple((chosen[a], chosen[b]) for a, b in matching) for matching in matchings(len(chosen))]
     for matching in (*rounds, *hypercube(len(classes))):
         fresh = tuple(pair for pair in matching if pair not in met)
         met.update(fresh)
         if fresh:
-            found.append(fresh)
-    return found
+            measured.append(fresh)
+    return measured
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ def test_what_more_than_one_link_is_needed_to_fill_is_not_slower_because_they_ar
     assert card(after(switched(1e9, 4e8), ab=3e9)) == pytest.approx(3e9, rel=0.05)
 
 
-def test_what_only_some_devices_of_a_node_share_is_company_and_no_limit_of_the_others() -> None:
+def test_a_bottleneck_of_some_devices_of_a_node_makes_links_contend_and_limits_no_others() -> None:
     root = SharedLink(name="root", bandwidth_bytes_per_s=1e7, members=(("a0", "b"), ("b", "a")))
     begun = ClusterTopology(
         name="t", nodes=TWO_EACH, default_link=NodeLink(bandwidth_bytes_per_s=1e8, latency_s=1e-4), shared_links=(root,)

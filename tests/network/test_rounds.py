@@ -91,7 +91,7 @@ def test_rounds_of_a_large_cluster_grow_as_the_logarithm() -> None:
     assert num_rounds(["node"] * 1000).total <= 2 * (1 + 10) + 10 * 2 * (1 + 9)
 
 
-def test_two_nodes_have_no_company() -> None:
+def test_two_nodes_have_no_paired_rounds() -> None:
     assert num_rounds(["node"] * 2).total == 2
     assert all_paired_rounds(matchings(2), 2) == []
 
