@@ -10,7 +10,7 @@ from raypipe.schedules.request import ScheduleRequest
 
 
 def synchronous(name: str, request: ScheduleRequest, *, workers: Sequence[int], one_update: Sequence[Sequence[Slot]]) -> Schedule:
-    """A synchronous schedule of one pipeline: the same order for each update, with the updates of a worker's stages behind it.
+    """Return a synchronous schedule of one pipeline: the same order for each update, with the updates of a worker's stages behind it.
 
     Args:
         name: of the schedule.
@@ -24,7 +24,7 @@ def synchronous(name: str, request: ScheduleRequest, *, workers: Sequence[int], 
 def synchronous_pipelines(
     name: str, request: ScheduleRequest, *, pipelines: Sequence[Sequence[int]], one_update: Sequence[Sequence[Slot]]
 ) -> Schedule:
-    """The same for several pipelines: each worker ends an update with a U for every copy of a stage that it holds.
+    """Return the same for several pipelines: each worker ends an update with a U for every copy of a stage that it holds.
 
     Args:
         name: of the schedule.
@@ -63,7 +63,7 @@ def synchronous_pipelines(
 
 
 def in_turn(forwards: Sequence[Slot], backwards: Sequence[Slot], *, warm_up: int) -> list[Slot]:
-    """Some forwards, then a forward and a backward in turn, then the backwards left over.
+    """Return some forwards, then a forward and a backward in turn, then the backwards left over.
 
     Args:
         forwards: in order.
@@ -79,7 +79,7 @@ def in_turn(forwards: Sequence[Slot], backwards: Sequence[Slot], *, warm_up: int
 def unflushed(
     name: str, request: ScheduleRequest, *, workers: Sequence[int], programs: Sequence[Sequence[Slot]], weight_rule: WeightRule
 ) -> Schedule:
-    """A schedule of one pipeline that goes on while it updates: each stage's U stands right behind its last backward of the update.
+    """Return a schedule of one pipeline that goes on while it updates: each stage's U stands right behind its last backward of the update.
 
     Args:
         name: of the schedule.
@@ -115,6 +115,6 @@ def unflushed(
 
 
 def _later(slot: Slot, by: int) -> Slot:
-    """The slot with all indices larger by a number."""
+    """Return the slot with all indices larger by a number."""
     moved = tuple(op._replace(index=op.index + by) for op in ops_of(slot))
     return Overlap(moved) if isinstance(slot, Overlap) else moved[0]

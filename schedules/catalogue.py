@@ -47,7 +47,7 @@ SPECS: tuple[ScheduleSpec, ...] = (
 
 
 def spec(name: str) -> ScheduleSpec:
-    """The family of that name.
+    """Return the family of that name.
 
     Raises:
         UnknownNameError: lists the names there are.
@@ -59,7 +59,7 @@ def spec(name: str) -> ScheduleSpec:
 
 
 def build(name: str, request: ScheduleRequest) -> Schedule:
-    """The schedule of that name and request, not yet validated.
+    """Return the schedule of that name and request, not yet validated.
 
     Raises:
         UnknownNameError: no schedule has that name.
@@ -69,7 +69,7 @@ def build(name: str, request: ScheduleRequest) -> Schedule:
 
 
 def of_size(found: ScheduleSpec, request: ScheduleRequest) -> Schedule:
-    """The schedule of a family, bundled or not; errors as of `build`."""
+    """Return the schedule of a family, bundled or not; errors as of `build`."""
     for what in ("num_devices", "num_microbatches", "num_updates", "num_chunks"):
         if (number := getattr(request, what)) < 1:
             raise ScheduleError(f"{what} must be at least 1, got {number}")

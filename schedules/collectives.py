@@ -123,7 +123,7 @@ class CollectiveOrder:
                 self._join(CollectiveKind.NORM, 0, self.joints[0], update)
 
     def _joints(self) -> list[frozenset[int]]:
-        """The sets of stages whose updates wait for each other."""
+        """Return the sets of stages whose updates wait for each other."""
         if self.schedule.update_scope is UpdateScope.GLOBAL:
             return [frozenset(range(self.schedule.num_stages))]
         return [frozenset(tie) for tie in self.schedule.graph.ties]
@@ -140,7 +140,7 @@ class CollectiveOrder:
         return tuple(sorted({device for worker in workers for device in self.devices[worker]}))
 
     def _first_updates(self, stages: Collection[int], update: int) -> dict[int, Op]:
-        """The first U of some stages on each worker that has one."""
+        """Return the first U of some stages on each worker that has one."""
         found: dict[int, tuple[int, Op]] = {}
         for replica, pipeline in self.schedule.first_pipeline.items():
             op = Op(OpKind.UPDATE, replica.stage, update, pipeline)
@@ -216,7 +216,7 @@ class CollectiveOrder:
         return frozenset({*self.starts, *self.awaits, *self.late_starts, *named})
 
     def before(self, ops: tuple[Op, ...]) -> Iterator[Start | Await]:
-        """What is awaited before a slot."""
+        """Return what is awaited before a slot."""
         for op in ops:
             for kinds in _IN_TURN:
                 for item, collectives in ((Start, self.late_starts), (Await, self.awaits)):
@@ -224,6 +224,6 @@ class CollectiveOrder:
                     yield from map(item, found)
 
     def behind(self, ops: tuple[Op, ...]) -> Iterator[Start | Await]:
-        """What is started behind a slot."""
+        """Return what is started behind a slot."""
         for op in ops:
             yield from (Start(collective) for collective in self.starts.get(op, ()) if len(collective.devices) > 1)

@@ -81,7 +81,7 @@ Slot = Op | Overlap
 
 
 def ops_of(slot: Slot) -> tuple[Op, ...]:
-    """The Ops of a slot, in order."""
+    """Return the Ops of a slot, in order."""
     return slot.ops if isinstance(slot, Overlap) else (slot,)
 
 
@@ -255,15 +255,15 @@ class Schedule:
         return self.graph.num_stages
 
     def worker(self, op: Op) -> int:
-        """The worker whose weights the Op concerns."""
+        """Return the worker whose weights the Op concerns."""
         return self.pipelines[op.pipeline][op.stage]
 
     def replica(self, op: Op) -> StageReplica:
-        """The copy of the weights that the Op uses or changes."""
+        """Return the copy of the weights that the Op uses or changes."""
         return StageReplica(self.pipelines[op.pipeline][op.stage], op.stage)
 
     def update(self, op: Op) -> int:
-        """The update that the Op works for."""
+        """Return the update that the Op works for."""
         return op.index if op.kind.per_update else op.index // self.num_microbatches
 
     def ops(self) -> Iterator[tuple[Op, ProgramPlace]]:
@@ -323,7 +323,7 @@ class Schedule:
         return written
 
     def gradient_ops(self, replica: StageReplica, update: int) -> list[Op]:
-        """The Ops that write the gradient buffer of a copy for an update, in program order."""
+        """Return the Ops that write the gradient buffer of a copy for an update, in program order."""
         return self._gradient_ops.get((replica, update), [])
 
     @cached_property
@@ -336,12 +336,12 @@ class Schedule:
         return brought
 
     def newest_version(self, replica: StageReplica, position: int) -> int:
-        """The newest version that a copy has when the slot at `position` starts."""
+        """Return the newest version that a copy has when the slot at `position` starts."""
         return max((version for at, version in self._version_places.get(replica, ()) if at < position), default=0)
 
 
 def reads(schedule: Schedule, op: Op) -> int:
-    """The version of the weights that an Op uses: the number of updates that they have seen since the window began.
+    """Return the version of the weights that an Op uses: the number of updates that they have seen since the window began.
 
     The one rule about versions. Its second use is by U, which changes version `op.index` into the next.
     """
@@ -356,7 +356,7 @@ def reads(schedule: Schedule, op: Op) -> int:
 
 
 def dependencies(schedule: Schedule, op: Op) -> list[Op]:
-    """The Ops that must have ended before an Op starts, on its own worker and on others.
+    """Return the Ops that must have ended before an Op starts, on its own worker and on others.
 
     The one rule about order: neighbours in the stage graph, the Op's own earlier half, the weights it reads, coupled
     losses, the replicas of its stage and the scope of its update. Ops that stand before it in its program for no such
@@ -445,7 +445,7 @@ _RULES: dict[OpKind, Callable[[Schedule, Op], list[Op]]] = {
 
 
 def _coupled(schedule: Schedule, op: Op) -> list[Op]:
-    """The forwards, or their exchanges, that the loss of a microbatch needs besides its own."""
+    """Return the forwards, or their exchanges, that the loss of a microbatch needs besides its own."""
     size = schedule.loss_group_size
     if size == 1:
         return _at(schedule, op, OpKind.EXCHANGE, op.stage)
@@ -460,7 +460,7 @@ def _coupled(schedule: Schedule, op: Op) -> list[Op]:
 
 
 def _gradient_ready(schedule: Schedule, replica: StageReplica, update: int) -> list[Op]:
-    """What a copy's gradient for an update waits for: its reductions where there are any, else its last gradient Op.
+    """Return what a copy's gradient for an update waits for: its reductions where there are any, else its last gradient Op.
 
     Replicas without reductions (a schedule before the pass that adds them) wait for each other all the same.
     """

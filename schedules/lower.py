@@ -183,7 +183,7 @@ class Placement:
 
 
 def lower(schedule: Schedule, placement: Placement | None = None) -> tuple[DeviceProgram, ...]:
-    """The programs of the devices, by device number.
+    """Return the programs of the devices, by device number.
 
     Args:
         schedule: a valid one; reductions are added where replicas lack them.

@@ -31,7 +31,7 @@ class ScheduleMetrics:
 
 
 def metrics(schedule: Schedule) -> ScheduleMetrics:
-    """The facts of a valid schedule. Time: proportional to its Ops (times versions in flight, where weights are stashed)."""
+    """Return the facts of a valid schedule. Time: proportional to its Ops (times versions in flight, where weights are stashed)."""
     in_flight = tuple(_peak_in_flight(schedule, worker) for worker in range(schedule.num_workers))
     copies = Counter[int]()
     for replica in schedule.first_pipeline:
@@ -54,7 +54,7 @@ def metrics(schedule: Schedule) -> ScheduleMetrics:
 
 
 def _peak_in_flight(schedule: Schedule, worker: int) -> int:
-    """The most activations held; parts of one count in proportion, and what is begun of the next whole one counts whole."""
+    """Return the most activations held; parts of one count in proportion, and what is begun of the next whole one counts whole."""
     held = peak = Fraction(0)
     for slot in schedule.programs[worker]:
         ops = ops_of(slot)
@@ -68,7 +68,7 @@ def _peak_in_flight(schedule: Schedule, worker: int) -> int:
 
 
 def _peak_versions(schedule: Schedule, replica: StageReplica) -> int:
-    """The most versions of one copy that are still to be read at once, the newest included."""
+    """Return the most versions of one copy that are still to be read at once, the newest included."""
     if not schedule.weight_rule.keeps_versions:
         return 1
     born = {0: -1}

@@ -12,7 +12,7 @@ from raypipe.schedules.search.dispatch import TimedPipelines, defer_updates
 
 
 def over_graph(schedule: Schedule, graph: StageGraph, *, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0) -> Schedule:
-    """The order of a chain of stages over a stage graph of as many, as the cut of a model has it.
+    """Return the order of a chain of stages over a stage graph of as many, as the cut of a model has it.
 
     Updates of stages that share a weight wait for each other's gradients. Where pipelines go on while they update, these stand where
     all gradients have arrived, so that nobody waits for them; of several pipelines, those of a worker's other stages with them, or
@@ -38,7 +38,7 @@ _IN_LINE = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.
 
 
 def evaluation(schedule: Schedule, *, num_microbatches: int) -> Schedule:
-    """Forwards only, with the same stages on the same workers: microbatches flow through the first pipeline.
+    """Return a schedule of forwards only, with the same stages on the same workers: microbatches flow through the first pipeline.
 
     Forwards stand in the order of microbatch plus depth of the stage. Each needs one that is earlier in that order, on
     whichever worker, so that the order cannot deadlock however the stages are placed.
@@ -66,7 +66,7 @@ def evaluation(schedule: Schedule, *, num_microbatches: int) -> Schedule:
 
 
 def repeated(schedule: Schedule, *, num_updates: int) -> Schedule:
-    """The order of one update again and again, each worker's next update directly behind its last.
+    """Return the order of one update again and again, each worker's next update directly behind its last.
 
     Args:
         schedule: of one update.
@@ -84,7 +84,7 @@ def repeated(schedule: Schedule, *, num_updates: int) -> Schedule:
 
 
 def one_of_repeated(schedule: Schedule) -> Schedule | None:
-    """The order of one update of which `repeated` makes this one; `None` where its updates overlap or differ."""
+    """Return the order of one update of which `repeated` makes this one; `None` where its updates overlap or differ."""
     programs: list[tuple[Slot, ...]] = []
     for program in schedule.programs:
         end = 0
@@ -96,7 +96,7 @@ def one_of_repeated(schedule: Schedule) -> Schedule | None:
 
 
 def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The schedule in which some stages keep their inputs alone and run each forward again right before its backward (R).
+    """Return the schedule in which some stages keep their inputs alone and run each forward again right before its backward (R).
 
     R stands before the message that brings the gradient is awaited, so that it may fill that wait (Chen et al., 2016, arXiv 1604.06174,
     for whole stages).
@@ -113,12 +113,12 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
 
 
 def recomputed_stages(schedule: Schedule) -> tuple[int, ...]:
-    """The stages that some forward is run again of."""
+    """Return the stages that some forward is run again of."""
     return tuple(sorted({op.stage for op, _ in schedule.ops() if op.kind is OpKind.RECOMPUTE}))
 
 
 def shard_optimizer(schedule: Schedule) -> Schedule:
-    """The schedule in which one copy of each stage is updated, the first pipeline's, and published to the others (P).
+    """Return the schedule in which one copy of each stage is updated, the first pipeline's, and published to the others (P).
 
     The others need no optimizer state: ZeRO stage 1 over the copies of a stage (Rajbhandari et al., SC 2020, arXiv 1910.02054). Of the
     updates that follow each other a worker's own come first, so that owners work at the same time, then the publications in the
@@ -139,7 +139,7 @@ def shard_optimizer(schedule: Schedule) -> Schedule:
 
 
 def _gathered(schedule: Schedule) -> Schedule:
-    """The schedule with the U of each worker for an update behind each other, where the gradients of all stages have arrived."""
+    """Return the schedule with the U of each worker for an update behind each other, where the gradients of all stages have arrived."""
     if all(len(found) <= schedule.num_updates for found in map(_runs_of_updates, schedule.programs)):
         return schedule
     meeting = replace(schedule, update_scope=UpdateScope.GLOBAL)
@@ -157,26 +157,10 @@ def _runs_of_updates(program: Sequence[Slot]) -> list[bool]:
 
 
 def _owned(schedule: Schedule, updates: Sequence[Op]) -> list[Op]:
-    """What takes the place of a worker's updates where each stage has one owner."""
+    """Return what takes the place of a worker's updates where each stage has one owner."""
     found: list[Op] = []
     for update in sorted({op.index for op in updates}):
         mine = sorted((op.stage, op) for op in updates if op.index == update)
         found += [op for stage, op in mine if schedule.replicas[stage][0] == schedule.replica(op)]
         found += [op._replace(kind=OpKind.PUBLISH) for stage, op in mine if len(schedule.replicas[stage]) > 1]
     return found
-
-
-def merge_split_backwards(schedule: Schedule) -> Schedule:
-    """The schedule with each W that directly follows its own I merged with it into B, which costs less than the two apart."""
-    programs: list[tuple[Slot, ...]] = []
-    for program in schedule.programs:
-        merged: list[Slot] = []
-        for slot in program:
-            if isinstance(slot, Op) and slot.kind is OpKind.WEIGHT_GRADIENT and merged:
-                before = merged[-1]
-                if not isinstance(before, Overlap) and before == slot._replace(kind=OpKind.INPUT_GRADIENT):
-                    merged[-1] = slot._replace(kind=OpKind.BACKWARD)
-                    continue
-            merged.append(slot)
-        programs.append(tuple(merged))
-    return replace(schedule, programs=tuple(programs))

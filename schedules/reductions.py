@@ -14,7 +14,7 @@ from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, UpdateScope
 
 
 def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
-    """The schedule with a G right behind the last gradient of each update, where a stage has replicas.
+    """Return the schedule with a G right behind the last gradient of each update, where a stage has replicas.
 
     A copy that no microbatch of an update passes through takes part all the same, before its worker's first U or P of that update.
     Where workers would reduce their stages in orders that do not fit together, some G stand later, but before their own U or P. Where
@@ -70,7 +70,7 @@ def _meeting_stages(schedule: Schedule) -> list[Sequence[int]]:
 
 
 def _with_added(program: Sequence[Slot], added: Sequence[tuple[int, Op]]) -> tuple[Slot, ...]:
-    """A program with Ops before the slots at some positions, ascending."""
+    """Return a program with Ops before the slots at some positions, ascending."""
     slots: list[Slot] = []
     done = 0
     for position, op in added:
@@ -82,7 +82,7 @@ def _with_added(program: Sequence[Slot], added: Sequence[tuple[int, Op]]) -> tup
 def _in_one_order(
     eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
 ) -> Sequence[Sequence[tuple[int, Op]]]:
-    """The reductions of each worker with their positions, some of them later so that all workers meet in one order.
+    """Return the reductions of each worker with their positions, some of them later so that all workers meet in one order.
 
     Args:
         eager: for each worker, the reductions in the order of their earliest positions.
@@ -105,7 +105,7 @@ def _in_one_order(
 def _that_can_be_kept(
     wished: Sequence[tuple[int, int]], eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
 ) -> list[tuple[int, int]]:
-    """The wished order, but for what a worker must reduce before its gradients of another reduction are there.
+    """Return the wished order, but for what a worker must reduce before its gradients of another reduction are there.
 
     Where even that goes round in a circle the wish is returned; the validator will name it.
     """
@@ -144,7 +144,7 @@ def _that_can_be_kept(
 
 
 def _meeting(reduction: Op) -> tuple[int, int]:
-    """What the G of all copies of a stage have in common: stage and update."""
+    """Return what the G of all copies of a stage have in common: stage and update."""
     return reduction.stage, reduction.index
 
 

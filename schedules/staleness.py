@@ -13,7 +13,7 @@ _PARTS = 1000
 
 
 def rounded_up(mean: float) -> float:
-    """A limit in few digits that allows a mean."""
+    """Return a limit in few digits that allows a mean."""
     return math.ceil(mean * _PARTS) / _PARTS
 
 
@@ -33,7 +33,7 @@ class StalenessLimits:
 
     @classmethod
     def of(cls, known: ScheduleMetrics) -> StalenessLimits:
-        """The least in few digits that allows an order."""
+        """Return the least in few digits that allows an order."""
         return cls(known.max_delay, known.max_mismatch, rounded_up(known.mean_delay))
 
     def __bool__(self) -> bool:
@@ -50,7 +50,7 @@ class StalenessLimits:
         return bool(limits) and all(limits)
 
     def exceeded_by(self, known: ScheduleMetrics) -> dict[str, float]:
-        """The limits that an order does not keep, with what it has of each."""
+        """Return the limits that an order does not keep, with what it has of each."""
         exact = vars(StalenessLimits(known.max_delay, known.max_mismatch, known.mean_delay))
         told = vars(StalenessLimits.of(known))
         return {name: told[name] for name, limit in self._given().items() if exact[name] > limit}

@@ -22,7 +22,7 @@ _MOST_DIGITS = 9
 
 
 def parse_op(text: str) -> Op:
-    """The Op that `2F5`, `2B5.1` or `2B5@1` writes.
+    """Return the Op that `2F5`, `2B5.1` or `2B5@1` writes.
 
     Raises:
         ScheduleError: the text is no Op.
@@ -35,20 +35,20 @@ def parse_op(text: str) -> Op:
 
 
 def parse_slot(text: str) -> Slot:
-    """The Op, or the Ops that overlap, that `2F5` or `(2F5;0B3)` writes."""
+    """Return the Op, or the Ops that overlap, that `2F5` or `(2F5;0B3)` writes."""
     match = _TOGETHER.fullmatch(text.strip())
     return Overlap(tuple(parse_op(part) for part in match[1].split(";"))) if match else parse_op(text)
 
 
 def to_csv(programs: Sequence[Sequence[Slot]]) -> str:
-    """The programs as CSV, all Ops kept; `from_csv` reads it back."""
+    """Return the programs as CSV, all Ops kept; `from_csv` reads it back."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([str(slot) for slot in program] for program in programs)
     return out.getvalue()
 
 
 def to_torch_csv(programs: Sequence[Sequence[Slot]]) -> str:
-    """The F, B, I and W of the programs as torch's compute-only CSV.
+    """Return the F, B, I and W of the programs as torch's compute-only CSV.
 
     Raises:
         ScheduleError: an Op has a pipeline or a part, which torch cannot write.
@@ -72,7 +72,7 @@ def to_torch_csv(programs: Sequence[Sequence[Slot]]) -> str:
 
 
 def from_csv(text: str, *, path: str) -> tuple[tuple[Slot, ...], ...]:
-    """The programs that a CSV holds; empty cells, which torch writes for idle slots, are left out.
+    """Return the programs that a CSV holds; empty cells, which torch writes for idle slots, are left out.
 
     Raises:
         FormatError: names row and cell of what is no Op.
@@ -97,7 +97,7 @@ def from_csv(text: str, *, path: str) -> tuple[tuple[Slot, ...], ...]:
 
 
 def order_grid(programs: Sequence[Sequence[Slot]], marks: Mapping[ProgramPlace, str] | None = None, *, around: int = 12) -> str:
-    """The programs as lines of text, in order and without times.
+    """Return the programs as lines of text, in order and without times.
 
     Args:
         programs: the slots of each worker.

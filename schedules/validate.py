@@ -2,7 +2,6 @@
 
 `validate` refuses, with the grid and the failing Op marked: Ops on the wrong worker or named twice, microbatches that miss
 a stage, an Op before what it needs, a gradient outside its update, reductions in different orders, and deadlock.
-`facts` states what a valid order costs in activations, copies of weights and staleness, proved from `reads` and the order.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ def _check_completeness(schedule: Schedule) -> None:
 
 
 def _check_members(schedule: Schedule) -> None:
-    """What one copy of a stage reduces or publishes, all copies do."""
+    """Return what one copy of a stage reduces or publishes, all copies do."""
     for op, place in schedule.ops():
         if op.kind in {OpKind.REDUCE, OpKind.PUBLISH}:
             replicas = schedule.replicas[op.stage]
@@ -165,7 +164,7 @@ def _check_microbatch(schedule: Schedule, microbatch: int, stage: int, pipeline:
 
 
 def _check_parts(schedule: Schedule, found: Sequence[list[Op]]) -> None:
-    """The parts of what is divided count from 1 without a gap, and all that a stage does with a microbatch is divided alike."""
+    """Return the parts of what is divided count from 1 without a gap, and all that a stage does with a microbatch is divided alike."""
     divided = [sorted(ops, key=lambda op: op.part) for ops in found if ops and ops[0].part]
     most = max(map(len, divided), default=0)
     for ops in divided:
@@ -302,7 +301,7 @@ def _steps(collectives: CollectiveOrder, worker: int) -> list[Start | Await | in
 
 
 def _refuse_collectives(schedule: Schedule, problem: str, collectives: Sequence[Collective]) -> ScheduleError:
-    """The refusal with the Ops marked that bring workers to the collectives."""
+    """Return the refusal with the Ops marked that bring workers to the collectives."""
     marked = {
         place: ""
         for op, place in schedule.ops()
@@ -314,7 +313,7 @@ def _refuse_collectives(schedule: Schedule, problem: str, collectives: Sequence[
 
 
 def _concerned(schedule: Schedule, collective: Collective) -> Sequence[int]:
-    """The stages that a collective is of."""
+    """Return the stages that a collective is of."""
     if collective.kind is CollectiveKind.NORM:
         return range(schedule.num_stages)
     return schedule.graph.ties[collective.stage] if collective.kind.of_tie else (collective.stage,)

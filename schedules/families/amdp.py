@@ -61,7 +61,7 @@ _NEARLY = 1.03
 
 
 def amdp(request: ScheduleRequest) -> Schedule:
-    """Rounds without a pause."""
+    """Run rounds without a pause."""
     found = _form("amdp", request, flushed=False)
     schedule = Schedule(
         name="amdp",
@@ -78,7 +78,7 @@ def amdp(request: ScheduleRequest) -> Schedule:
 
 
 def amdp_flush(request: ScheduleRequest) -> Schedule:
-    """The rounds of one update, then its U; the next update begins behind them."""
+    """Return the rounds of one update, then its U; the next update begins behind them."""
     single = replace(request, num_updates=1)
     found = _form("amdp-flush", request, flushed=True)
     if found is None:
@@ -102,7 +102,7 @@ def _tabled(request: ScheduleRequest) -> bool:
 
 
 def _form(name: str, request: ScheduleRequest, *, flushed: bool) -> Form | None:
-    """What the search found for a size; `None` where the authors' rounds serve it.
+    """Return what the search found for a size; `None` where the authors' rounds serve it.
 
     Args:
         name: of the schedule.
@@ -131,7 +131,7 @@ def _form(name: str, request: ScheduleRequest, *, flushed: bool) -> Form | None:
 
 
 def _one_round(depth: int) -> list[list[Op]]:
-    """What each worker does with the microbatches 0 to D-1, first come first served, with F = 1 and B = 2."""
+    """Return what each worker does with the microbatches 0 to D-1, first come first served, with F = 1 and B = 2."""
     line = TimedPipelines(ring(depth, depth // 2), (1.0,) * depth, (2.0,) * depth)
 
     def first_come(at_s: float, op: Op) -> tuple[float, ...]:
@@ -206,7 +206,7 @@ class _Timed:
 
 
 def _searched(shape: ScheduleRequest, turns: int | None) -> _Timed | int:
-    """The form with the fewest activations among those that are nearly the fastest within the limit.
+    """Return the form with the fewest activations among those that are nearly the fastest within the limit.
 
     Fastest in so many turns and no more, or far from the ends. Where none is within the limit, the least activations of any form.
     """
@@ -223,7 +223,7 @@ def _searched(shape: ScheduleRequest, turns: int | None) -> _Timed | int:
 
 @lru_cache(maxsize=256)
 def _laying(depth: int, num_pipelines: int) -> Pipelines:
-    """The way to lay the pipelines that is best for equal stages."""
+    """Return the way to lay the pipelines that is best for equal stages."""
     found = _searched(ScheduleRequest(depth, 1, num_pipelines=num_pipelines), None)
     assert isinstance(found, _Timed), "there is no limit"
     return found.form.line.pipelines

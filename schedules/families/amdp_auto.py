@@ -85,7 +85,7 @@ class _Tried:
 
 
 def amdp_auto(request: ScheduleRequest) -> Schedule:
-    """The order that was chosen, for as many updates as are asked for."""
+    """Return the order that was chosen, for as many updates as are asked for."""
     request.require_one_chunk("amdp-auto", instead="async-interleaved")
     check_pipelines("amdp-auto", request)
     request = replace(request, num_pipelines=num_pipelines(request))
@@ -108,7 +108,7 @@ def amdp_auto(request: ScheduleRequest) -> Schedule:
 
 
 def _frame(pipelines: Pipelines, request: ScheduleRequest) -> Schedule:
-    """The schedule without its Ops."""
+    """Return the schedule without its Ops."""
     return Schedule(
         name="amdp-auto",
         graph=StageGraph.chain(request.num_devices),
@@ -122,7 +122,7 @@ def _frame(pipelines: Pipelines, request: ScheduleRequest) -> Schedule:
 
 
 def _filled(frame: Schedule, done: Sequence[Sequence[Started]]) -> Schedule:
-    """The schedule with Ops and its U among them."""
+    """Return the schedule with Ops and its U among them."""
     return replace(frame, programs=tuple(map(tuple, with_updates(frame, done))))
 
 
@@ -162,7 +162,7 @@ def _time(tried: _Tried) -> float:
 
 
 def _staleness(tried: _Tried) -> tuple[float, ...]:
-    """The less stale first, of those that are equally stale what holds less, then the faster."""
+    """Return the less stale first, of those that are equally stale what holds less, then the faster."""
     return round(tried.mean_delay, 9), tried.held, tried.update_s
 
 
@@ -181,12 +181,12 @@ def _all_tried(request: ScheduleRequest, sparing: bool) -> tuple[_Tried, ...]:
 
 
 def _authors(line: TimedPipelines, turns: int) -> list[list[Started]]:
-    """The rounds of AMDP's authors, of two turns each."""
+    """Return the rounds of AMDP's authors, of two turns each."""
     return timed(line, amdp.rounds(line.num_workers, turns // 2))
 
 
 def _update_rules(num_microbatches: int) -> list[Key]:
-    """A free worker takes what belongs to the earlier update, then forwards, of the earliest or of the latest stage."""
+    """Return a free worker takes what belongs to the earlier update, then forwards, of the earliest or of the latest stage."""
     return [
         lambda at_s, op: (op.index // num_microbatches, op.kind is not OpKind.FORWARD, op.stage, at_s, op.index),
         lambda at_s, op: (op.index // num_microbatches, op.kind is not OpKind.FORWARD, -op.stage, at_s, op.index),
@@ -194,7 +194,7 @@ def _update_rules(num_microbatches: int) -> list[Key]:
 
 
 def _measured(form: Form, request: ScheduleRequest) -> _Tried:
-    """An order, tried for as many updates as it takes to see some far from the ends."""
+    """Return an order, tried for as many updates as it takes to see some far from the ends."""
     schedule, done, first, count = _run(form, request, _FEW_TURNS)
     delays = []
     for program in _filled(schedule, done).programs:
@@ -219,7 +219,7 @@ def _update_s(form: Form, request: ScheduleRequest) -> float:
 
 
 def _run(form: Form, request: ScheduleRequest, num_turns: int) -> tuple[Schedule, list[list[Started]], int, int]:
-    """An order of some updates, the first of them that is far from the ends, and how many are, with at least so many turns."""
+    """Return an order of some updates, the first of them that is far from the ends, and how many are, with at least so many turns."""
     turns = request.num_microbatches // request.num_pipelines
     filling = -(-form.in_flight // turns)
     first, count = 1 + filling, max(2, -(-num_turns // turns))

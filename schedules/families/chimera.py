@@ -89,12 +89,12 @@ def chimera(request: ScheduleRequest) -> Schedule:
 
 
 def chimera_doubling(request: ScheduleRequest) -> Schedule:
-    """Forwards of two microbatches in a slot, backwards of one."""
+    """Run forwards of two microbatches in a slot, backwards of one."""
     return _build(_DOUBLING, request)
 
 
 def chimera_halving(request: ScheduleRequest) -> Schedule:
-    """Forwards of a microbatch in a slot, backwards of half of one."""
+    """Run forwards of a microbatch in a slot, backwards of half of one."""
     return _build(_HALVING, request)
 
 
@@ -109,7 +109,7 @@ def _build(form: _Form, request: ScheduleRequest) -> Schedule:
 
 
 def _pipelines(name: str, request: ScheduleRequest) -> list[list[int]]:
-    """The worker of each stage, for each pipeline."""
+    """Return the worker of each stage, for each pipeline."""
     request.require_one_chunk(name)
     request.require_even_devices(name)
     depth, count = request.num_devices, request.num_pipelines or _DEFAULT_PIPELINES
@@ -122,7 +122,7 @@ def _pipelines(name: str, request: ScheduleRequest) -> list[list[int]]:
 
 
 def _slots(form: _Form, request: ScheduleRequest, pipeline: int, num_pipelines: int, stage: int) -> Iterator[tuple[int, Slot]]:
-    """What a stage does for a pipeline in one update, each with the number of its slot."""
+    """Return what a stage does for a pipeline in one update, each with the number of its slot."""
     depth, turns = request.num_devices, request.num_devices // num_pipelines
     parts = range(1, form.num_parts + 1) if form.num_parts > 1 else (0,)
     pieces = [(microbatch, part) for microbatch in range(pipeline, request.num_microbatches, num_pipelines) for part in parts]
@@ -149,7 +149,7 @@ def _makespan_s(form: _Form, request: ScheduleRequest, times: StageTimes) -> flo
 
 
 def _peak_in_flight(form: _Form, request: ScheduleRequest, worker: int) -> int:
-    """The least where a pipeline starts, one piece more with each device from there, the most in the middle between two starts."""
+    """Return the least where a pipeline starts, one piece more with each device from there, the most in the middle between two starts."""
     between = _between(request)
     distance = min(worker % between, between - 1 - worker % between)
     pieces = form.width * request.num_devices - (between // 2 - 1) + distance

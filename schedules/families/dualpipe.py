@@ -85,23 +85,23 @@ class _Device:
         self.put_off: deque[Op] = deque()
 
     def forward(self, direction: int) -> Op:
-        """The F of the next microbatch."""
+        """Return the F of the next microbatch."""
         self.num_forwards[direction] += 1
         return self._op(OpKind.FORWARD, direction, self.num_forwards[direction] - 1)
 
     def backward(self, direction: int) -> Op:
-        """The B of the next microbatch."""
+        """Return the B of the next microbatch."""
         self.num_backwards[direction] += 1
         return self._op(OpKind.BACKWARD, direction, self.num_backwards[direction] - 1)
 
     def input_gradient(self, direction: int) -> Op:
-        """The I of the next microbatch, whose W is put off."""
+        """Return the I of the next microbatch, whose W is put off."""
         op = self.backward(direction)
         self.put_off.append(op._replace(kind=OpKind.WEIGHT_GRADIENT))
         return op._replace(kind=OpKind.INPUT_GRADIENT)
 
     def weight_gradient(self) -> Op:
-        """The W that was put off first."""
+        """Return the W that was put off first."""
         return self.put_off.popleft()
 
     def _op(self, kind: OpKind, direction: int, number: int) -> Op:
@@ -110,7 +110,7 @@ class _Device:
 
 
 def _order(device: _Device, distance: int, half: int, num_each: int) -> Iterator[Slot]:
-    """The slots of a device for one update.
+    """Return the slots of a device for one update.
 
     Args:
         device: what it runs in its directions, 0 the one that reaches it first.
@@ -147,7 +147,7 @@ def _order(device: _Device, distance: int, half: int, num_each: int) -> Iterator
 
 
 def _without(slots: Iterable[Slot], num_microbatches: int) -> list[Slot]:
-    """The slots with the first microbatches only."""
+    """Return the slots with the first microbatches only."""
     kept: list[Slot] = []
     for slot in slots:
         ops = tuple(op for op in ops_of(slot) if op.index < num_microbatches)
@@ -157,7 +157,7 @@ def _without(slots: Iterable[Slot], num_microbatches: int) -> list[Slot]:
 
 
 def _makespan_s(request: ScheduleRequest, times: StageTimes, *, half: int) -> float:
-    """The work of a device and its idle time, for as many microbatches as the public code asks for and F&B = F + B.
+    """Return the work of a device and its idle time, for as many microbatches as the public code asks for and F&B = F + B.
 
     The idle time is the published one where F = I >= W. For other times it is a formula that agrees with the simulated order,
     for all ratios of F, I and W.

@@ -26,7 +26,7 @@ def interleaved(request: ScheduleRequest) -> Schedule:
 
 
 def one_update(request: ScheduleRequest) -> list[list[Slot]]:
-    """The slots of each worker for one update."""
+    """Return the slots of each worker for one update."""
     order = _order(request)
     programs: list[list[Slot]] = []
     for worker in range(request.num_devices):
@@ -39,12 +39,12 @@ def one_update(request: ScheduleRequest) -> list[list[Slot]]:
 
 
 def round_robin(request: ScheduleRequest) -> list[int]:
-    """The worker of each stage: they take turns."""
+    """Return the worker of each stage: they take turns."""
     return [stage % request.num_devices for stage in range(request.num_devices * request.num_chunks)]
 
 
 def _groups(request: ScheduleRequest) -> list[range]:
-    """The microbatches of each group, which pass through one chunk before the next chunk's turn."""
+    """Return the microbatches of each group, which pass through one chunk before the next chunk's turn."""
     num_groups = max(1, request.num_microbatches // request.num_devices)
     small, larger = divmod(request.num_microbatches, num_groups)
     groups: list[range] = []

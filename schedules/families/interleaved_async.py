@@ -25,7 +25,7 @@ from raypipe.schedules.search.dispatch import TimedPipelines, defer_updates
 
 
 def async_interleaved(request: ScheduleRequest) -> Schedule:
-    """The order of `interleaved` for one long update, which is updated every M microbatches."""
+    """Return the order of `interleaved` for one long update, which is updated every M microbatches."""
     request.require_one_pipeline("async-interleaved")
     programs = interleaved.one_update(_one_long_update(request))
     workers = interleaved.round_robin(request)

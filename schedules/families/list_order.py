@@ -27,7 +27,7 @@ from raypipe.schedules.spec import ScheduleSpec
 
 
 def list_order(request: ScheduleRequest) -> Schedule:
-    """The Ops of each stage by slot, forwards before backwards."""
+    """Return the Ops of each stage by slot, forwards before backwards."""
     request.require_one_chunk("list")
     request.require_one_pipeline("list")
     microbatches = range(request.num_microbatches)
@@ -45,7 +45,7 @@ def list_order(request: ScheduleRequest) -> Schedule:
 
 
 def in_flight(request: ScheduleRequest, stage: int) -> int:
-    """The most activations that a stage holds."""
+    """Return the most activations that a stage holds."""
     cap = request.num_microbatches if request.max_in_flight is None else int(request.max_in_flight)
     return min(request.num_microbatches, 4 * (request.num_devices - 1 - stage) + 1, cap)
 

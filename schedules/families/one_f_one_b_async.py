@@ -30,7 +30,7 @@ from raypipe.schedules.spec import ScheduleSpec
 
 
 def pipedream(request: ScheduleRequest) -> Schedule:
-    """An update after each microbatch; backward with the weights of its forward."""
+    """Return an update after each microbatch; backward with the weights of its forward."""
     if request.num_microbatches != 1:
         raise ScheduleError(
             f"pipedream updates after every microbatch, got {request.num_microbatches} an update; "

@@ -27,12 +27,12 @@ from raypipe.schedules.spec import ScheduleSpec
 
 
 def zb_h1(request: ScheduleRequest) -> Schedule:
-    """The order with the memory of 1F1B."""
+    """Return the order with the memory of 1F1B."""
     return _handcrafted("zb-h1", request, depth=1)
 
 
 def zb_h2(request: ScheduleRequest) -> Schedule:
-    """The order with twice the memory of 1F1B and no bubble where F = I = W."""
+    """Return the order with twice the memory of 1F1B and no bubble where F = I = W."""
     return _handcrafted("zb-h2", request, depth=2)
 
 
@@ -55,7 +55,7 @@ def _handcrafted(name: str, request: ScheduleRequest, *, depth: int) -> Schedule
 
 
 def _makespan_s(depth: int, request: ScheduleRequest, times: StageTimes) -> float | None:
-    """Ends of the last device for both orders: M(F+I+W) and the way there; `None` outside the formulas' assumptions."""
+    """Return when the last device ends, for both orders: M(F+I+W) and the way there; `None` outside the assumptions."""
     ramp = request.num_devices - 1
     idle = times.forward_s + times.input_grad_s - depth * times.weight_grad_s
     if request.num_microbatches < depth * ramp + 1 or idle < 0:

@@ -70,7 +70,7 @@ class _Task:
 
 
 def zb_auto(request: ScheduleRequest) -> Schedule:
-    """The best order found for the times of the stages within the limit on activations."""
+    """Return the best order found for the times of the stages within the limit on activations."""
     request.require_one_chunk("zb-auto")
     request.require_one_pipeline("zb-auto")
     order = _search(_task(request))
@@ -117,7 +117,7 @@ def _search(task: _Task) -> Order:
 
 
 def _preference(task: _Task, order: Order) -> tuple[float, float, float]:
-    """What is to be small in the end: among equally fast orders the one that holds the least comes first."""
+    """Return what is to be small in the end: among equally fast orders the one that holds the least comes first."""
     first, second = _score(task, _timed(task, order))
     return first, max(_most_held(task, kinds) for kinds in order), second
 
@@ -148,7 +148,7 @@ def _fits(task: _Task, kinds: Sequence[OpKind]) -> bool:
 
 
 def _most_held(task: _Task, kinds: Sequence[OpKind]) -> float:
-    """The most activations that a worker's Ops hold at once; infinitely many where they are out of their own order."""
+    """Return the most activations that a worker's Ops hold at once; infinitely many where they are out of their own order."""
     forwards = inputs = weights = 0
     most = 0.0
     for kind in kinds:
@@ -191,7 +191,7 @@ class _Timing:
 
 
 def _timed(task: _Task, order: Order) -> _Timing | None:
-    """The times of an order in which each worker starts as soon as it can; `None` where it hangs."""
+    """Return the times of an order in which each worker starts as soon as it can; `None` where it hangs."""
     last = len(order) - 1
     starts_s: list[list[float]] = [[] for _ in order]
     causes: list[list[tuple[int, int] | None]] = [[] for _ in order]
@@ -227,7 +227,7 @@ def _timed(task: _Task, order: Order) -> _Timing | None:
 
 
 def _score(task: _Task, timing: _Timing | None) -> tuple[float, float]:
-    """What is to be small: the longest span and the end of all, what counts first in front; sums of seconds are rounded to compare."""
+    """Return the longest span and the end of all, what counts first in front, rounded so that sums of seconds compare."""
     if timing is None:
         return math.inf, math.inf
     figures = [float(f"{seconds:.10g}") for seconds in (max(timing.spans_s()), max(timing.ends_s))]
@@ -281,7 +281,7 @@ class _Draft:
         return found
 
     def order(self) -> Order:
-        """The kinds of all Ops."""
+        """Return the kinds of all Ops."""
         queue = [(0.0, worker) for worker in range(len(self.kinds))]
         while queue:
             _, worker = heapq.heappop(queue)
@@ -329,7 +329,7 @@ class _Draft:
 
 
 def _polished(task: _Task, order: Order) -> Order:
-    """The order after moves along its longest path, one after the other, as long as there is one that makes it better."""
+    """Return the order after moves along its longest path, one after the other, as long as there is one that makes it better."""
     timing = _timed(task, order)
     assert timing is not None, "drafts and known orders do not hang"
     score = _score(task, timing)
@@ -376,7 +376,7 @@ def _moves(task: _Task, order: Order, timing: _Timing) -> Iterator[tuple[int, tu
 
 
 def _makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
-    """What is found where one of the known orders is as good as an order can be; else `None`."""
+    """Return what is found where one of the known orders is as good as an order can be; else `None`."""
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
     if {*(request.times or _EQUAL)} != {times} or request.latency_s or _task(request).spans:
         return None

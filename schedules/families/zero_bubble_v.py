@@ -46,7 +46,7 @@ def zb_v(request: ScheduleRequest) -> Schedule:
 
 
 def _program(request: ScheduleRequest, worker: int) -> list[Op]:
-    """The order for 2D-1 microbatches or more, without those that do not exist."""
+    """Return the order for 2D-1 microbatches or more, without those that do not exist."""
     num_devices = request.num_devices
     num_microbatches = max(request.num_microbatches, 2 * num_devices - 1)
     first, second = worker, 2 * num_devices - 1 - worker
@@ -73,7 +73,7 @@ def _program(request: ScheduleRequest, worker: int) -> list[Op]:
 
 
 def _put_off(ops: Sequence[Op], num_devices: int, worker: int) -> list[Op]:
-    """The same forwards and input gradients, with each weight gradient as late as memory and the gaps at the end allow."""
+    """Return the same forwards and input gradients, with each weight gradient as late as memory and the gaps at the end allow."""
     chain = [op for op in ops if op.kind is not OpKind.WEIGHT_GRADIENT]
     waiting: deque[Op] = deque()
     order: list[Op] = []
@@ -93,7 +93,7 @@ def _put_off(ops: Sequence[Op], num_devices: int, worker: int) -> list[Op]:
 
 
 def _makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
-    """The two formulas above; `None` outside their assumptions."""
+    """Return the two formulas above; `None` outside their assumptions."""
     ramp = request.num_devices - 1
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
     if forward_s == input_grad_s == weight_grad_s:

@@ -43,7 +43,7 @@ class Cycle:
         return max(by_worker)
 
     def unrolled(self, turns: int) -> list[list[Started]]:
-        """What each worker does in order, for so many microbatches of each pipeline; microbatch m is turn m // N of pipeline m mod N."""
+        """Return each worker's Ops in order for `turns` microbatches of each pipeline; microbatch m is turn m // N of pipeline m mod N."""
         pipelines = self.line.pipelines
         rows: list[list[Started]] = [[] for _ in range(self.line.num_workers)]
         for started in self.first:
@@ -58,7 +58,7 @@ class Cycle:
 
 
 def cycle(line: TimedPipelines, *, period_s: float, starts_s: Sequence[float]) -> Cycle | None:
-    """The cycle of a period; `None` where some Op finds no place.
+    """Return the cycle of a period; `None` where some Op finds no place.
 
     Args:
         line: the pipelines.
@@ -89,7 +89,7 @@ def cycle(line: TimedPipelines, *, period_s: float, starts_s: Sequence[float]) -
 
 
 def _first_free(taken: Sequence[tuple[float, float]], at_s: float, seconds: float, period_s: float) -> float | None:
-    """The first moment from `at_s` on at which nothing is in the way in any period."""
+    """Return the first moment from `at_s` on at which nothing is in the way in any period."""
     start_s, nothing_s = at_s, _NOTHING * period_s
     while start_s <= at_s + period_s:
         for other_s, other_seconds in taken:

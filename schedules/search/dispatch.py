@@ -69,11 +69,11 @@ class TimedPipelines:
         return 0.0 if workers[source.stage] == workers[target.stage] else self.latency_s
 
     def after(self, op: Op) -> Op | None:
-        """The F or B of the same microbatch that follows; `None` behind the last."""
+        """Return the F or B of the same microbatch that follows; `None` behind the last."""
         return self._beside(op, OpKind.BACKWARD)
 
     def before(self, op: Op) -> Op | None:
-        """The F or B of the same microbatch, on any worker, that an F or B follows; `None` for the first."""
+        """Return the F or B of the same microbatch, on any worker, that an F or B follows; `None` for the first."""
         return self._beside(op, OpKind.FORWARD)
 
     def _beside(self, op: Op, towards_first: OpKind) -> Op | None:
@@ -102,7 +102,7 @@ class Started:
 
 
 def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> list[list[Started]]:
-    """What each worker does, in order.
+    """Return what each worker does, in order.
 
     Microbatch m is the turn m // N of pipeline m mod N, N being the number of pipelines. Time: that of the Ops, times what waits at once.
 
@@ -181,7 +181,7 @@ class _Step(NamedTuple):
 
 
 def _way(line: TimedPipelines, pipeline: int) -> list[_Step]:
-    """The steps of a microbatch."""
+    """Return the steps of a microbatch."""
     steps: list[_Step] = []
     op: Op | None = Op(OpKind.FORWARD, 0, pipeline, pipeline)
     while op is not None:
@@ -218,7 +218,7 @@ def timed(line: TimedPipelines, programs: Sequence[Sequence[Op]]) -> list[list[S
 
 
 def defer_updates(schedule: Schedule, line: TimedPipelines) -> Schedule:
-    """The schedule with each U where nobody would wait for it: before the first Op that starts when its gradients are there.
+    """Return the schedule with each U where nobody would wait for it: before the first Op that starts when its gradients are there.
 
     Those are the gradients of all copies of its stage and of the stages that share a weight with it, of all stages for the scope
     `global`. A U stands before what is bound to read its version all the same (`WeightRule.fixed_version`).
@@ -232,7 +232,7 @@ def defer_updates(schedule: Schedule, line: TimedPipelines) -> Schedule:
 
 
 def with_updates(schedule: Schedule, done: Sequence[Sequence[Started]]) -> list[list[Op]]:
-    """The order of `defer_updates`, for Ops that run at these times; of the schedule all but its programs counts."""
+    """Return the order of `defer_updates`, for Ops that run at these times; of the schedule all but its programs counts."""
     waits_for_all = schedule.update_scope is UpdateScope.GLOBAL
     ties = schedule.graph.ties
     # Of the stages that wait for each other, the first.

@@ -54,7 +54,7 @@ def ring(depth: int, num_pipelines: int) -> Pipelines:
 
 
 def spread(depth: int, num_pipelines: int) -> Pipelines:
-    """The same, with the starts as far from each other as they can be."""
+    """Return the same, with the starts as far from each other as they can be."""
     starts = [pipeline * depth // num_pipelines for pipeline in range(num_pipelines + 1)]
     return tuple(
         tuple((starts[pipeline] + stage if pipeline % 2 == 0 else starts[pipeline + 1] - 1 - stage) % depth for stage in range(depth))
@@ -63,7 +63,7 @@ def spread(depth: int, num_pipelines: int) -> Pipelines:
 
 
 def layings(depth: int, num_pipelines: int) -> list[Pipelines]:
-    """The ways to lay so many pipelines that are tried; none lays two of them alike, which would be one."""
+    """Return the ways to lay so many pipelines that are tried; none lays two of them alike, which would be one."""
     return [
         found for found in dict.fromkeys((ring(depth, num_pipelines), spread(depth, num_pipelines))) if len(set(found)) == num_pipelines
     ]
@@ -75,7 +75,7 @@ def num_pipelines(request: ScheduleRequest) -> int:
 
 
 def check_pipelines(name: str, request: ScheduleRequest, *, rounds_of: int = 0) -> None:
-    """Checks how many pipelines and microbatches are asked for.
+    """Check how many pipelines and microbatches are asked for.
 
     Args:
         name: of the schedule.
@@ -99,7 +99,7 @@ def check_pipelines(name: str, request: ScheduleRequest, *, rounds_of: int = 0) 
 
 
 def too_many_activations(name: str, request: ScheduleRequest, least: int) -> ScheduleError:
-    """The refusal of a limit on activations that no order keeps.
+    """Return the refusal of a limit on activations that no order keeps.
 
     Args:
         name: of the schedule.
@@ -113,7 +113,7 @@ def too_many_activations(name: str, request: ScheduleRequest, least: int) -> Sch
 
 
 def rules(depth: int) -> list[Key]:
-    """What a free worker takes: of all that has arrived, the least. First come, forward first, backward first, longest way first."""
+    """Return what a free worker takes: of all that has arrived, the least. First come, forward first, backward first, longest way first."""
 
     def way_left(op: Op) -> int:
         return 3 * depth - op.stage if op.kind is OpKind.FORWARD else 2 * (op.stage + 1)
@@ -175,5 +175,5 @@ def _in_cycles(line: TimedPipelines) -> Form | None:
 
 
 def most_held(done: Sequence[Sequence[Started]]) -> int:
-    """The most activations that a worker has at once."""
+    """Return the most activations that a worker has at once."""
     return max(max(itertools.accumulate(1 if started.op.kind is OpKind.FORWARD else -1 for started in row)) for row in done)

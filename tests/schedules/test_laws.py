@@ -20,7 +20,7 @@ from raypipe.schedules.collectives import CollectiveKind
 from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, WeightRule, dependencies, ops_of
 from raypipe.schedules.lower import lower
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import evaluation, merge_split_backwards
+from raypipe.schedules.passes import evaluation
 from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.validate import validate
@@ -288,21 +288,6 @@ def test_evaluation_is_forward_only_valid_and_runs(spec: ScheduleSpec, num_devic
             programs = lower(forward)
             reference.run(forward, programs, seed=size.num_microbatches)
             assert metrics(forward).peak_in_flight == (1,) * num_devices
-
-
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
-def test_merged_backwards_are_valid_and_keep_the_order(name: str) -> None:
-    for num_devices in range(1, 6):
-        for num_microbatches in (1, 3, 8):
-            split = catalogue.build(name, ScheduleRequest(num_devices, num_microbatches))
-            merged = merge_split_backwards(split)
-            validate(merged)
-            for row, merged_row in zip(single_ops(split), single_ops(merged), strict=True):
-                pairs = {op for op, after in itertools.pairwise(row) if after == op._replace(kind=OpKind.WEIGHT_GRADIENT)}
-                inputs = {op for op in pairs if op.kind is OpKind.INPUT_GRADIENT}
-                assert {op for op in merged_row if op.kind is OpKind.BACKWARD} == {op._replace(kind=OpKind.BACKWARD) for op in inputs}
-            forwards = [[op for op in row if op.kind is OpKind.FORWARD] for row in single_ops(merged)]
-            assert forwards == [[op for op in row if op.kind is OpKind.FORWARD] for row in single_ops(split)]
 
 
 def single_ops(schedule: Schedule) -> list[list[Op]]:

@@ -1,6 +1,6 @@
 """How fast orders are made, checked, lowered and simulated, on one core.
 
-    python benchmarks/simulator.py [--schedule 1f1b] [--devices 64] [--microbatches 512] [--rounds 5] [--json FILE]
+    python benchmarks/orders.py [--schedule 1f1b] [--devices 64] [--microbatches 512] [--rounds 5] [--json FILE]
 
 Links with latency and bandwidth, one of which all transfers share, and memory are part of the simulation. `simulate` is numbering,
 running, the ends of the updates and the memory curves: what a search pays for the first time; `time again` is what it pays for
