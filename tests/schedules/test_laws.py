@@ -290,10 +290,6 @@ def test_evaluation_is_forward_only_valid_and_runs(spec: ScheduleSpec, num_devic
             assert metrics(forward).peak_in_flight == (1,) * num_devices
 
 
-def single_ops(schedule: Schedule) -> list[list[Op]]:
-    return [[op for slot in program for op in ops_of(slot)] for program in schedule.programs]
-
-
 @given(schedule=strategies.random_schedules(), seed=st.integers(0, 1000))
 @settings(max_examples=60)
 def test_schedules_by_chance_are_valid_and_run_once_lowered(schedule: Schedule, seed: int) -> None:
