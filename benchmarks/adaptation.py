@@ -33,7 +33,7 @@ from raypipe.artifacts.topology import ClusterTopology, Link
 from raypipe.errors import PlanError
 from raypipe.planning.plan import plan_problem
 from raypipe.planning.problem import Problem
-from raypipe.planning.search import Budget
+from raypipe.planning.search import SearchBudget
 from tests.multinode.adapting_run import UPDATES_PER_WINDOW
 from tests.multinode.cluster import Cluster, cluster
 from tests.on_ray.plans import lab
@@ -127,7 +127,7 @@ def fixed_plans(folder: Path, adapted: Path, slow: tuple[str, str], part: float)
     found: list[tuple[str, float, Path]] = []
     for name in SCHEDULES:
         try:
-            plan = plan_problem(problem, schedule=name, budget=Budget.usual(4, effort=0.5))
+            plan = plan_problem(problem, schedule=name, budget=SearchBudget.usual(4, effort=0.5))
         except PlanError:
             continue  # it cannot take this size, or is staler than allowed
         assert plan.predicted is not None

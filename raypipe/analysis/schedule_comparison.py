@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from raypipe.analysis.schedule_figures import ScheduleFigures, StageSeconds, figures_of, flushes, refuse_large
 from raypipe.errors import InputError, ScheduleError
-from raypipe.planning.lower_bounds import Piece, lower_bound
+from raypipe.planning.lower_bounds import Block, lower_bound
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Send, lower
@@ -99,7 +99,7 @@ def _compared(spec: ScheduleSpec, request: ScheduleRequest, times: StageSeconds)
 
 def _bound_s(schedule: Schedule, stage: StageSeconds) -> float:
     """Return the lower bound; where updates overlap, only the work of all devices bounds them."""
-    pieces = [Piece(stage.forward_s, stage.input_grad_s, stage.weight_grad_s, sources=sources) for sources in schedule.graph.predecessors]
+    pieces = [Block(stage.forward_s, stage.input_grad_s, stage.weight_grad_s, sources=sources) for sources in schedule.graph.predecessors]
     bound = lower_bound(
         pieces,
         num_microbatches=schedule.num_microbatches,

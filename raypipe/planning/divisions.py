@@ -9,7 +9,7 @@ from raypipe.errors import PlanError
 from raypipe.planning.evaluator import LayoutEvaluator, OnEvaluated, ignore
 from raypipe.planning.planners import AUTO
 from raypipe.planning.problem import Problem
-from raypipe.planning.search import Budget
+from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import solve
 
 _MOST_DIVISIONS = 8
@@ -33,7 +33,7 @@ def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISI
 
 
 def best_division(
-    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None, on_evaluated: OnEvaluated = ignore
+    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None, on_evaluated: OnEvaluated = ignore
 ) -> Problem:
     """Return the problem with the rows of an update divided into as many microbatches as a quick search finds best.
 
@@ -49,7 +49,7 @@ def best_division(
     Raises:
         PlanError: No division has a plan; the message is the last division's.
     """
-    budget = budget or Budget.usual(problem.num_devices)
+    budget = budget or SearchBudget.usual(problem.num_devices)
     quick = replace(budget, num_estimates=max(budget.num_estimates // 5, 1), num_simulations=max(budget.num_simulations // 5, 4))
     best: tuple[tuple[float, float], Problem] | None = None
     failure: PlanError | None = None

@@ -1,19 +1,17 @@
-"""What no synchronous schedule can beat, for given pieces of a model, devices and microbatches.
+"""Lower bounds on the time of an update, for every synchronous schedule.
 
-The pieces are what is not cut any further: the layers of a model, for any cut of it, or the stages of one cut. Every piece
-lies on one device, or on `num_copies` of them where a schedule keeps copies of the weights (two for Chimera and DualPipe).
-A bound is the largest of three, each of which holds for every order of forwards and backwards, whole or split, and for
-every way of laying the pieces onto the devices, contiguous or not:
+The bounds are for blocks, which are not divided among devices: the layers of a model, for any cut, or the stages of one cut. Each block
+is on one device, or on `num_copies` devices where a schedule keeps copies of the weights (two for Chimera and DualPipe). A bound is the
+largest of three, each of which holds for every order of forwards and backwards, whole or split, and every placement of the blocks:
 
-    ramp    A device begins with the forward of some piece, which at most `num_copies` devices do; before it a microbatch
-            must have passed the pieces in front. So the devices wait for the smallest of these heads at least, each head
-            `num_copies` times, and behind them there must be room for all work: the sum of T - head over the devices.
-    piece   All microbatches pass the busiest piece, one after the other: T >= its head + M (F + I + W) / copies.
-    path    The last microbatch to enter has waited for the others, and then goes forth and back:
-            T >= M F of the first piece / copies + F of the others + I of all.
+    ramp    A device begins with the forward of some block, and at most `num_copies` devices begin with the same one. Before it a
+            microbatch must have passed the earlier blocks, which takes the block's head. So the devices wait at least for the smallest
+            heads, each counted `num_copies` times, and then all work must fit: the sum of T - head over the devices.
+    block   All microbatches pass the busiest block one after the other: T >= its head + M (F + I + W) / copies.
+    path    The last microbatch to enter has waited for the others, then goes forth and back:
+            T >= M F of the first block / copies + F of the others + I of all.
 
-Left out are memory, whose limits can only add to these, the bandwidth of links, and parts of microbatches, which would
-shorten the path.
+The bounds ignore memory and the bandwidth of links, which can only add to them, and parts of microbatches, which would shorten the path.
 """
 
 from __future__ import annotations
@@ -22,19 +20,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raypipe.artifacts.profile import ModelProfile
-
 
 @dataclass(frozen=True)
-class Piece:
-    """What one piece costs for one microbatch, on a device of speed 1.
+class Block:
+    """Seconds of one block for one microbatch on a device of speed 1.
 
     Attributes:
-        forward_s: of F.
-        input_grad_s: of I.
-        weight_grad_s: of W; the full backward takes the sum of the last two.
-        update_s: of U.
-        sources: the pieces that feed it, all before it.
+        forward_s: Seconds of F.
+        input_grad_s: Seconds of I.
+        weight_grad_s: Seconds of W; the full backward takes I and W.
+        update_s: Seconds of U.
+        sources: Numbers of the blocks that feed this one, all smaller than its own.
     """
 
     forward_s: float
@@ -45,73 +41,73 @@ class Piece:
 
     @property
     def microbatch_s(self) -> float:
-        """All work of one microbatch."""
+        """Seconds of F, I and W of one microbatch."""
         return self.forward_s + self.input_grad_s + self.weight_grad_s
 
 
 @dataclass(frozen=True)
 class LowerBound:
-    """Seconds that one update takes at least, from its first forward to its last change of weights.
+    """Least seconds of one update, from its first forward to its last change of weights.
 
     Attributes:
-        work_s: all work divided among all devices: also for a stream of updates that do not wait for each other.
-        ramp_s: the same with what the devices must wait for at the beginning.
-        piece_s: through the busiest piece.
-        path_s: of a microbatch forth and back.
+        work_s: All work divided among all devices; also holds for updates that do not wait for each other.
+        ramp_s: All work, and the wait of the devices at the beginning.
+        block_s: Bound of the busiest block.
+        path_s: Bound of a microbatch forth and back.
     """
 
     work_s: float
     ramp_s: float
-    piece_s: float
+    block_s: float
     path_s: float
 
     @property
     def update_s(self) -> float:
-        """The largest of them."""
-        return max(self.ramp_s, self.piece_s, self.path_s)
+        """Largest of the bounds."""
+        return max(self.ramp_s, self.block_s, self.path_s)
 
     @property
     def binding(self) -> str:
-        """Which of them it is: `ramp`, `piece` or `path`."""
-        return max(("ramp", self.ramp_s), ("piece", self.piece_s), ("path", self.path_s), key=lambda bound: bound[1])[0]
+        """Name of the largest bound: `ramp`, `block` or `path`."""
+        return max(("ramp", self.ramp_s), ("block", self.block_s), ("path", self.path_s), key=lambda bound: bound[1])[0]
 
 
 def lower_bound(
-    pieces: Sequence[Piece],
+    blocks: Sequence[Block],
     *,
     num_microbatches: int,
     speeds: Sequence[float],
     num_copies: int = 1,
     latency_s: float = 0.0,
 ) -> LowerBound:
-    """The bound for one update of a synchronous schedule.
+    """Return the bound for one update of a synchronous schedule.
 
     Args:
-        pieces: in topological order.
-        num_microbatches: of the update.
-        speeds: of each device, 1 for one that takes the seconds of the pieces.
-        num_copies: of each piece's weights, at most.
-        latency_s: the shortest way between two devices.
+        blocks: Blocks in topological order.
+        num_microbatches: Number of microbatches of the update.
+        speeds: Speed of each device; 1 for one that takes the blocks' seconds.
+        num_copies: Most copies of each block's weights.
+        latency_s: Smallest latency between two devices.
     """
     fastest = max(speeds)
     num_copies = min(num_copies, len(speeds))
     queue = math.ceil(num_microbatches / num_copies)
-    work = num_microbatches * math.fsum(piece.microbatch_s for piece in pieces) + math.fsum(piece.update_s for piece in pieces)
-    heads = _heads(pieces, fastest)
-    # What a device begins with and is fed came from another device.
-    starts = [head + latency_s * bool(piece.sources) for head, piece in zip(heads, pieces, strict=True)]
+    work = num_microbatches * math.fsum(block.microbatch_s for block in blocks) + math.fsum(block.update_s for block in blocks)
+    heads = _heads(blocks, fastest)
+    # The first input of a device comes from another device.
+    starts = [head + latency_s * bool(block.sources) for head, block in zip(heads, blocks, strict=True)]
     return LowerBound(
         work_s=work / math.fsum(speeds),
         ramp_s=_ramp_s(work, sorted(starts * num_copies), sorted(speeds, reverse=True)),
-        piece_s=max(head + (queue * piece.microbatch_s + piece.update_s) / fastest for head, piece in zip(heads, pieces, strict=True)),
-        path_s=_path_s(pieces, queue=queue) / fastest,
+        block_s=max(head + (queue * block.microbatch_s + block.update_s) / fastest for head, block in zip(heads, blocks, strict=True)),
+        path_s=_path_s(blocks, queue=queue) / fastest,
     )
 
 
 def _ramp_s(work: float, starts: Sequence[float], speeds: Sequence[float]) -> float:
-    """The least T for which the devices do all work from their starts on: the sum of speed x max(T - start, 0) is the work.
+    """Return the least T for which the sum of speed x max(T - start, 0) is the work.
 
-    The fastest devices with the earliest starts do the most. A device that would start after T does nothing.
+    The fastest devices start the earliest. A device that would start after T does nothing.
     """
     total_speed = lost = 0.0
     end_s = math.inf
@@ -124,56 +120,22 @@ def _ramp_s(work: float, starts: Sequence[float], speeds: Sequence[float]) -> fl
     return end_s
 
 
-def _heads(pieces: Sequence[Piece], speed: float) -> list[float]:
-    """For each piece, the seconds until its first forward can begin."""
+def _heads(blocks: Sequence[Block], speed: float) -> list[float]:
+    """Return the seconds until each block's first forward can begin."""
     ends: list[float] = []
     heads: list[float] = []
-    for piece in pieces:
-        heads.append(max((ends[source] for source in piece.sources), default=0.0))
-        ends.append(heads[-1] + piece.forward_s / speed)
+    for block in blocks:
+        heads.append(max((ends[source] for source in block.sources), default=0.0))
+        ends.append(heads[-1] + block.forward_s / speed)
     return heads
 
 
-def _path_s(pieces: Sequence[Piece], *, queue: int) -> float:
-    """The longest way of the last microbatch to enter: its queue at a first piece, then forth, and back from anywhere."""
+def _path_s(blocks: Sequence[Block], *, queue: int) -> float:
+    """Return the longest path of the last microbatch to enter: its queue at a first block, then forth, and back from anywhere."""
     forth: list[float] = []
     back: list[float] = []
-    for piece in pieces:
-        times = 1 if piece.sources else queue
-        forth.append(max((forth[source] for source in piece.sources), default=0.0) + times * piece.forward_s)
-        back.append(max((back[source] for source in piece.sources), default=0.0) + piece.input_grad_s)
-    return max(there + home for there, home in zip(forth, back, strict=True))
-
-
-def chain(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The pieces one behind the other."""
-    return tuple(
-        Piece(piece.forward_s, piece.input_grad_s, piece.weight_grad_s, piece.update_s, (index - 1,) if index else ())
-        for index, piece in enumerate(pieces)
-    )
-
-
-def pieces_of(profile: ModelProfile, *, microbatch_size: int | None = None) -> tuple[Piece, ...]:
-    """The layers of a profile as pieces, for microbatches of so many rows; as profiled where left out."""
-    scale = 1.0 if microbatch_size is None else microbatch_size / profile.microbatch_size
-    sources: dict[int, list[int]] = {}
-    for edge in profile.edges():
-        sources.setdefault(edge.consumer, []).append(edge.producer)
-    return tuple(
-        Piece(
-            forward_s=layer.forward_s * scale,
-            input_grad_s=(layer.backward_s - layer.weight_grad_s) * scale,
-            weight_grad_s=layer.weight_grad_s * scale,
-            update_s=layer.update_s or 0.0,
-            sources=tuple(sorted(sources.get(index, ()))),
-        )
-        for index, layer in enumerate(profile.layers)
-    )
-
-
-def profile_bound(
-    profile: ModelProfile, *, num_devices: int, num_microbatches: int, microbatch_size: int | None = None, num_copies: int = 1
-) -> LowerBound:
-    """The bound for a model on equal devices of the profiled kind, whatever the cut."""
-    pieces = pieces_of(profile, microbatch_size=microbatch_size)
-    return lower_bound(pieces, num_microbatches=num_microbatches, speeds=(1.0,) * num_devices, num_copies=num_copies)
+    for block in blocks:
+        times = 1 if block.sources else queue
+        forth.append(max((forth[source] for source in block.sources), default=0.0) + times * block.forward_s)
+        back.append(max((back[source] for source in block.sources), default=0.0) + block.input_grad_s)
+    return max(forth_s + back_s for forth_s, back_s in zip(forth, back, strict=True))

@@ -15,7 +15,7 @@ from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import AUTO
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import asynchronous_orders
-from raypipe.planning.search import Budget
+from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import solve
 
 
@@ -74,14 +74,14 @@ def plan(
         max_mean_staleness=max_mean_staleness,
         updates_per_window=updates_per_window,
     )
-    budget = Budget.usual(problem.num_devices, effort=effort)
+    budget = SearchBudget.usual(problem.num_devices, effort=effort)
     if batch_size is not None:
         problem = best_division(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
     return plan_problem(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
 
 
 def plan_problem(
-    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None, on_evaluated: OnEvaluated = ignore
+    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None, on_evaluated: OnEvaluated = ignore
 ) -> Plan:
     """Return the best plan that a planner finds; arguments and errors as for `plan`."""
     evaluator = LayoutEvaluator(problem, on_evaluated=on_evaluated)

@@ -29,7 +29,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.planning.lower_bounds import Piece, lower_bound, pieces_of
+from raypipe.planning.lower_bounds import Block, lower_bound
 from raypipe.planning.problem import Floats, Group, Problem
 
 _MOST_BORDERS = 64
@@ -122,11 +122,14 @@ class _Bounds:
         problem = self.problem
         # Of each part of the work what the kind that is best at it takes.
         parts = np.diff(problem.prefix_s, axis=2).min(axis=0)
-        pieces = tuple(
-            Piece(forward_s, input_grad_s, weight_grad_s, 0.0, piece.sources)
-            for piece, (forward_s, input_grad_s, weight_grad_s) in zip(pieces_of(problem.profile), parts.T.tolist(), strict=True)
-        )
-        single_s = lower_bound(pieces, num_microbatches=self.num_microbatches, speeds=tuple(self.alone.tolist())).update_s
+        sources: list[set[int]] = [set() for _ in range(problem.num_layers)]
+        for producer, consumer in problem.edges:
+            sources[consumer].add(producer)
+        blocks = [
+            Block(forward_s, input_grad_s, weight_grad_s, sources=tuple(sorted(feeding)))
+            for (forward_s, input_grad_s, weight_grad_s), feeding in zip(parts.T.tolist(), sources, strict=True)
+        ]
+        single_s = lower_bound(blocks, num_microbatches=self.num_microbatches, speeds=tuple(self.alone.tolist())).update_s
         with_copies_s = max(self.work_s(), min(self._sum_s(float(num_bytes)) for num_bytes in self.layer_bytes))
         return float(min(single_s, with_copies_s))
 

@@ -16,7 +16,7 @@ from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO
 from raypipe.planning.problem import Group, Problem
 from raypipe.planning.proposals import proposals
-from raypipe.planning.search import Budget, Search
+from raypipe.planning.search import LayoutSearch, SearchBudget
 from raypipe.schedule_registry import is_file, overlaps
 
 ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
@@ -26,7 +26,7 @@ _SLACK = 1.25
 """Most times that schedules with a split backward are faster than estimated."""
 
 
-def searched(evaluator: LayoutEvaluator, schedule: str, budget: Budget) -> Evaluation | None:
+def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) -> Evaluation | None:
     """Return the best layout of raypipe's own search.
 
     The search numbers devices in an order that does not depend on their names, so that equal clusters get equal plans. It starts from the
@@ -49,7 +49,11 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: Budget) -> Evalu
 
 
 def _searched(
-    evaluator: LayoutEvaluator, schedule: str, budget: Budget, begin: list[Layout], whole: Callable[[Evaluation | None], Evaluation | None]
+    evaluator: LayoutEvaluator,
+    schedule: str,
+    budget: SearchBudget,
+    begin: list[Layout],
+    whole: Callable[[Evaluation | None], Evaluation | None],
 ) -> Evaluation | None:
     """The search over orders of one stage a worker, then every other order on the workers of what it found.
 
@@ -63,7 +67,7 @@ def _searched(
     overlapping = asynchronous_orders(evaluator.problem, schedule)
     several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
     single = ("1f1b", "list") if several or overlapping else (schedule,)
-    search = Search(evaluator, single, budget, begin)
+    search = LayoutSearch(evaluator, single, budget, begin)
     best = search.run()
     if not several and not overlapping:
         return whole(best)

@@ -8,12 +8,12 @@ from raypipe.planning.feasibility import check_possible
 from raypipe.planning.planners import AUTO, find_planner
 from raypipe.planning.proposals import best_proposal
 from raypipe.planning.schedule_search import searched
-from raypipe.planning.search import Budget
+from raypipe.planning.search import SearchBudget
 from raypipe.schedule_registry import spec
 from raypipe.units import size
 
 
-def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = AUTO, budget: Budget | None = None) -> Evaluation:
+def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None) -> Evaluation:
     """Return the best layout that a planner finds.
 
     Args:
@@ -32,7 +32,7 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
     problem = evaluator.problem
     check_possible(problem)
     if planner.layouts is None:
-        best = searched(evaluator, schedule, budget or Budget.usual(problem.num_devices))
+        best = searched(evaluator, schedule, budget or SearchBudget.usual(problem.num_devices))
     else:
         best = best_proposal(planner.layouts, evaluator, schedule)
     if best is None and evaluator.schedules.too_stale:

@@ -36,7 +36,7 @@ class Adaptation:
         if decision is None:
             return
         _LOG.info("update %d: %s", update, decision.text)
-        topology = strategy.facts.topology
+        topology = strategy.state.topology
         line: dict[str, Any] = {
             "update": update,
             "switch": decision.switch,

@@ -24,11 +24,13 @@ from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError, InputError, PlanError
 from raypipe.model import Model
 from raypipe.network.estimate import NetworkEstimate
+from raypipe.planning.choices import Choice
+from raypipe.planning.cluster_state import ClusterState
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.plan import bound_s
 from raypipe.planning.problem import Problem
-from raypipe.planning.replanning import Choice, ConcurrencyPolicy, Decision, Facts
+from raypipe.planning.replanning import ConcurrencyPolicy, Decision
 from raypipe.schedule_registry import spec
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.metrics import metrics as facts_of
@@ -51,7 +53,7 @@ class AdaptiveStrategy(Strategy):
     """
 
     policy: ConcurrencyPolicy
-    facts: Facts
+    state: ClusterState
     _speeds: ObservedSpeeds
     _expected: Trace
 
@@ -156,7 +158,7 @@ class AdaptiveStrategy(Strategy):
 
     def devices_of(self, choice: Choice) -> list[int]:
         """Return the numbers of the slots that a choice uses."""
-        names = self.policy.problem.names
+        names = self.policy.planner.problem.names
         return [self._launched.index(names[device]) for group in choice.layout.workers for device in group]
 
     def leave_out(self, slots: Sequence[int]) -> list[str]:
@@ -170,7 +172,7 @@ class AdaptiveStrategy(Strategy):
     def adopt(self, choice: Choice) -> None:
         """Set plan, schedules and placement to those of a choice; the actors change when the coordinator moves them."""
         self._choice = choice
-        evaluator = self.policy.evaluator_of(choice)
+        evaluator = self.policy.planner.evaluator_of(choice)
         evaluation = evaluator.simulate(choice.layout)
         assert evaluation is not None, "the policy simulates what it chooses"
         plan = evaluator.plan(evaluation, planner="adaptive", lower_bound_s=bound_s(evaluator.problem, choice.layout.order))
@@ -194,12 +196,12 @@ class AdaptiveStrategy(Strategy):
         self._speeds.observe(dataclasses.replace(result.trace, devices=self.plan.devices), self._expected, self.plan.cut.stages)
         if not settled:
             self._expected = self._expect()
-        topology = self.policy.problem.topology
+        topology = self.policy.planner.problem.topology
         if self._nodes is not None:
             topology = network.snapshot(topology, names=self._nodes)
         topology = self._speeds.topology(topology)
-        self.facts = Facts(self._speeds.profile, topology)
-        return self.policy.after_window(self.facts, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
+        self.state = ClusterState(self._speeds.profile, topology)
+        return self.policy.after_window(self.state, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
 
     def _follow_links(self, coordinator: Coordinator, topology: ClusterTopology, notice: Notice) -> None:
         nodes = {(slot.node.address, topology.node_of(device).name) for slot, device in zip(coordinator.slots, self._launched, strict=True)}
@@ -211,7 +213,7 @@ class AdaptiveStrategy(Strategy):
 
     def _expect(self) -> Trace:
         """Simulate a window with the layers' current times and the devices' assumed speeds."""
-        return simulate(dataclasses.replace(self.plan, profile=self._speeds.profile, topology=self.policy.problem.topology))
+        return simulate(dataclasses.replace(self.plan, profile=self._speeds.profile, topology=self.policy.planner.problem.topology))
 
     def _policy(self, profile: ModelProfile, topology: ClusterTopology) -> ConcurrencyPolicy:
         config = self.config
@@ -250,7 +252,7 @@ def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | 
     Raises:
         ConfigError: No generator gives the plan's order.
     """
-    number = {device.name: position for position, device in enumerate(policy.problem.topology.devices)}
+    number = {device.name: position for position, device in enumerate(policy.planner.problem.topology.devices)}
     workers = tuple(tuple(number[replica.device] for replica in replicas) for replicas in plan.workers)
     cuts = (*(layers[0] for layers in plan.cut.stages), len(plan.profile.layers))
     recomputed = tuple(sorted(recomputed_stages(plan.schedule)))
@@ -264,7 +266,7 @@ def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | 
         for limit in limits:
             layout = Layout(cuts, workers, plan.schedule.name, limit, num_pipelines, recomputed)
             choice = Choice(*division, layout, rows)
-            evaluator = policy.evaluator_of(choice)
+            evaluator = policy.planner.evaluator_of(choice)
             try:
                 schedule = layout_schedule(evaluator.problem, layout, num_updates=plan.schedule.num_updates)
             except InputError:

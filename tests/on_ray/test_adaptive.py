@@ -14,8 +14,9 @@ from raypipe.artifacts.trace import Trace
 from raypipe.config import AdaptationConfig, ClusterConfig, RunConfig, ScalingConfig, ScheduleConfig
 from raypipe.errors import ConfigError, PlanError, UnknownNameError
 from raypipe.models.mlp import mlp
+from raypipe.planning.cluster_state import ClusterState
 from raypipe.planning.layout import Layout
-from raypipe.planning.replanning import Decision, Facts
+from raypipe.planning.replanning import Decision
 from raypipe.schedules.ir import WeightRule
 from raypipe.training.adaptive import AdaptiveStrategy
 from raypipe.training.trainer import Trainer
@@ -62,8 +63,8 @@ def scripted(monkeypatch: pytest.MonkeyPatch, layouts: list[Layout]) -> None:
 
     def decide(self: AdaptiveStrategy, *_: object, **__: object) -> Decision | None:
         layout = next(script, None)
-        self.facts = Facts(self.plan.profile, self.plan.topology)
-        choice = self.policy.choice if layout is None else self.policy.choice_of((NUM_MICROBATCHES, NUM_ROWS), layout)
+        self.state = ClusterState(self.plan.profile, self.plan.topology)
+        choice = self.policy.choice if layout is None else self.policy.planner.choice_of((NUM_MICROBATCHES, NUM_ROWS), layout)
         return Decision(choice, switch=layout is not None, gain=1.5, text=f"as scripted: {choice.layout.order}")
 
     monkeypatch.setattr(AdaptiveStrategy, "after_window", decide)

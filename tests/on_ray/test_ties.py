@@ -24,7 +24,7 @@ from raypipe.model import Model
 from raypipe.models.gpt import gpt
 from raypipe.planning.plan import plan_problem
 from raypipe.planning.problem import Problem
-from raypipe.planning.search import Budget
+from raypipe.planning.search import SearchBudget
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.training.rehearsal import rehearse
@@ -180,7 +180,7 @@ def test_a_plan_of_a_tied_gpt_is_made_and_trained_by(tmp_path: Path, expected: t
     # Layers that take long enough to be worth four devices.
     layers = tuple(replace(layer, forward_s=1.0, backward_s=2.0, weight_grad_s=1.0) for layer in profile.layers)
     problem = Problem(replace(profile, layers=layers), lab({this_node(): 4}), NUM_MICROBATCHES, NUM_ROWS)
-    plan = plan_problem(problem, schedule="1f1b", budget=Budget(20, 8))
+    plan = plan_problem(problem, schedule="1f1b", budget=SearchBudget(20, 8))
     assert plan.schedule.graph.ties == ((0, plan.schedule.num_stages - 1),)
     plan.save(tmp_path / "plan.json")
     check(train(tmp_path, plan=tmp_path / "plan.json"), expected)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.problem import Problem
-from raypipe.planning.search import Search
+from raypipe.planning.search import LayoutSearch
 from raypipe.planning.solve import solve
 from tests.planning.instances import all_plans, random_problem
 
@@ -87,7 +87,7 @@ def stored() -> list[tuple[Case, float]]:
 
 def gap(case: Case, best_s: float) -> float:
     """How far the search's plan is above the best of all; below 0 where a limit on activations that is not tried there helps."""
-    found = Search(LayoutEvaluator(case.problem())).run()
+    found = LayoutSearch(LayoutEvaluator(case.problem())).run()
     assert found is not None
     return found.update_s / best_s - 1
 

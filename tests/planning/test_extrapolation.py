@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.extrapolation import ShortEvaluator, short_lengths
 from raypipe.planning.layout import Layout
-from raypipe.planning.search import Budget
+from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import solve
 from tests.planning.instances import random_problem
 
-SMALL = Budget(num_estimates=2000, num_simulations=40, num_starts=4)
+SMALL = SearchBudget(num_estimates=2000, num_simulations=40, num_starts=4)
 
 
 @given(num_microbatches=st.integers(1, 100_000), num_devices=st.integers(1, 64))

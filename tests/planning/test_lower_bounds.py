@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.artifacts.profile import LayerProfile, ModelProfile, NamedEdge
-from raypipe.planning.lower_bounds import Piece, chain, lower_bound, pieces_of, profile_bound
+from raypipe.planning.lower_bounds import Block, lower_bound
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.lower import lower
@@ -22,11 +22,16 @@ from raypipe.simulation.simulator import time_order
 from tests import strategies
 
 SECONDS = st.floats(0.0, 4.0).map(lambda value: round(value, 2))
-PIECES = st.builds(Piece, SECONDS, SECONDS, SECONDS, SECONDS)
+BLOCKS = st.builds(Block, SECONDS, SECONDS, SECONDS, SECONDS)
 
 
-def equal(num_stages: int) -> tuple[Piece, ...]:
-    return chain([Piece(1.0, 1.0, 1.0)] * num_stages)
+def chain(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """The blocks one behind the other."""
+    return tuple(replace(block, sources=(index - 1,) if index else ()) for index, block in enumerate(blocks))
+
+
+def equal(num_stages: int) -> tuple[Block, ...]:
+    return chain([Block(1.0, 1.0, 1.0)] * num_stages)
 
 
 @given(st.data())
@@ -34,16 +39,16 @@ def test_no_bundled_order_takes_less(data: st.DataObject) -> None:
     spec = data.draw(st.sampled_from(catalogue.SPECS))
     size = replace(data.draw(strategies.sizes(spec.name)), num_updates=1)
     schedule = catalogue.build(spec.name, size)
-    pieces = chain(data.draw(st.lists(PIECES, min_size=schedule.num_stages, max_size=schedule.num_stages)))
+    blocks = chain(data.draw(st.lists(BLOCKS, min_size=schedule.num_stages, max_size=schedule.num_stages)))
     speeds = data.draw(st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=size.num_devices, max_size=size.num_devices))
     latency_s = data.draw(st.sampled_from([0.0, 0.3, 2.0]))
     cost = equal_stages(schedule, latency_s=latency_s)
     stages = {
         (worker, stage): StageCost(
-            pieces[stage].forward_s / speeds[worker],
-            (pieces[stage].input_grad_s + pieces[stage].weight_grad_s) / speeds[worker],
-            pieces[stage].weight_grad_s / speeds[worker],
-            pieces[stage].update_s / speeds[worker],
+            blocks[stage].forward_s / speeds[worker],
+            (blocks[stage].input_grad_s + blocks[stage].weight_grad_s) / speeds[worker],
+            blocks[stage].weight_grad_s / speeds[worker],
+            blocks[stage].update_s / speeds[worker],
         )
         for worker, stage in cost.stages
     }
@@ -51,11 +56,11 @@ def test_no_bundled_order_takes_less(data: st.DataObject) -> None:
     divided = any(op.part for op in schedule.places)
     if divided:  # the bound is for whole microbatches: halves are microbatches of their own
         halves = tuple(
-            Piece(piece.forward_s / 2, piece.input_grad_s / 2, piece.weight_grad_s / 2, piece.update_s, piece.sources) for piece in pieces
+            Block(block.forward_s / 2, block.input_grad_s / 2, block.weight_grad_s / 2, block.update_s, block.sources) for block in blocks
         )
-        pieces = halves
+        blocks = halves
     bound = lower_bound(
-        pieces,
+        blocks,
         num_microbatches=size.num_microbatches * (2 if divided else 1),
         speeds=speeds,
         num_copies=len(schedule.pipelines),
@@ -80,8 +85,8 @@ def test_a_stream_of_updates_that_do_not_wait_reaches_the_work_alone() -> None:
 def test_each_bound_can_be_the_one_that_binds() -> None:
     assert lower_bound(equal(4), num_microbatches=1, speeds=[1.0] * 4).binding == "path"
     assert lower_bound(equal(4), num_microbatches=1, speeds=[1.0] * 4).update_s == 8
-    uneven = chain([Piece(1.0, 1.0, 1.0), Piece(9.0, 9.0, 9.0)])
-    assert lower_bound(uneven, num_microbatches=5, speeds=[1.0] * 2).binding == "piece"
+    uneven = chain([Block(1.0, 1.0, 1.0), Block(9.0, 9.0, 9.0)])
+    assert lower_bound(uneven, num_microbatches=5, speeds=[1.0] * 2).binding == "block"
     assert lower_bound(uneven, num_microbatches=5, speeds=[1.0] * 2).update_s == 1 + 5 * 27
     # Eight layers on four devices: the best cut begins with the first four layers on different devices.
     assert lower_bound(equal(8), num_microbatches=16, speeds=[1.0] * 4).binding == "ramp"
@@ -94,30 +99,22 @@ def test_copies_let_several_devices_begin_at_once() -> None:
 
 
 def test_a_device_that_would_start_after_the_end_does_nothing() -> None:
-    late = chain([Piece(100.0, 0.0, 0.0), Piece(1.0, 0.0, 0.0)])
+    late = chain([Block(100.0, 0.0, 0.0), Block(1.0, 0.0, 0.0)])
     assert lower_bound(late, num_microbatches=1, speeds=[1.0, 1.0], latency_s=50.0).ramp_s == 101
 
 
-@given(st.lists(PIECES, min_size=1, max_size=6), st.integers(1, 12), st.integers(1, 6))
-def test_more_devices_or_fewer_microbatches_never_raise_it(layers: list[Piece], num_microbatches: int, num_devices: int) -> None:
-    pieces = chain(layers)
-    few = lower_bound(pieces, num_microbatches=num_microbatches, speeds=[1.0] * num_devices)
+@given(st.lists(BLOCKS, min_size=1, max_size=6), st.integers(1, 12), st.integers(1, 6))
+def test_more_devices_or_fewer_microbatches_never_raise_it(layers: list[Block], num_microbatches: int, num_devices: int) -> None:
+    blocks = chain(layers)
+    few = lower_bound(blocks, num_microbatches=num_microbatches, speeds=[1.0] * num_devices)
     assert few.work_s <= few.ramp_s + 1e-9 <= few.update_s + 2e-9
-    assert lower_bound(pieces, num_microbatches=num_microbatches, speeds=[1.0] * (num_devices + 1)).update_s <= few.update_s + 1e-9
-    assert lower_bound(pieces, num_microbatches=num_microbatches + 1, speeds=[1.0] * num_devices).update_s >= few.update_s - 1e-9
+    assert lower_bound(blocks, num_microbatches=num_microbatches, speeds=[1.0] * (num_devices + 1)).update_s <= few.update_s + 1e-9
+    assert lower_bound(blocks, num_microbatches=num_microbatches + 1, speeds=[1.0] * num_devices).update_s >= few.update_s - 1e-9
 
 
-def test_the_layers_of_a_profile_are_pieces_and_branches_run_side_by_side() -> None:
-    layers = tuple(
-        LayerProfile(
-            name=name, forward_s=1.0, backward_s=3.0, weight_grad_s=1.0, output_bytes=1, saved_bytes=1, parameter_bytes=1, update_s=0.5
-        )
-        for name in ("image", "text", "head")
-    )
-    edges = (NamedEdge(producer="image", consumer="head"), NamedEdge(producer="text", consumer="head"))
-    profile = ModelProfile(name="towers", microbatch_size=4, layers=layers, named_edges=edges)
-    assert pieces_of(profile, microbatch_size=8)[2] == Piece(2.0, 4.0, 2.0, 0.5, (0, 1))
-    bound = profile_bound(profile, num_devices=3, num_microbatches=2)
+def test_branches_run_side_by_side() -> None:
+    blocks = [Block(1.0, 2.0, 1.0, 0.5, sources) for sources in ((), (), (0, 1))]
+    bound = lower_bound(blocks, num_microbatches=2, speeds=[1.0] * 3)
     assert bound.ramp_s == pytest.approx((2 * 12 + 1.5 + 0 + 0 + 1) / 3)
     assert bound.path_s == 2 * 1 + 1 + 2 + 2
-    assert math.isclose(bound.piece_s, 1 + 2 * 4 + 0.5)
+    assert math.isclose(bound.block_s, 1 + 2 * 4 + 0.5)

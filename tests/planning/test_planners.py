@@ -21,7 +21,7 @@ from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import PLANNERS
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import climbed
-from raypipe.planning.search import Budget
+from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import solve
 from raypipe.schedule_registry import build
 from raypipe.schedules.ir import WeightRule
@@ -31,8 +31,8 @@ from raypipe.simulation.plan_cost import plan_cost
 from raypipe.simulation.simulator import simulate
 from tests.planning.instances import islands, random_problem
 
-SMALL = Budget(2000, 60)
-TINY = Budget(300, 10)
+SMALL = SearchBudget(2000, 60)
+TINY = SearchBudget(300, 10)
 QUICK = tuple(planner.name for planner in PLANNERS if planner.quick)
 OTHERS = tuple(planner.name for planner in PLANNERS if planner.name != "raypipe")
 
@@ -164,7 +164,7 @@ def of_memory(memory_bytes: int, *, num_devices: int = 3, num_layers: int = 6) -
 
 @pytest.mark.parametrize("memory_bytes", [2000, 2600])
 def test_where_forwards_run_again_the_search_still_changes_the_number_of_stages(memory_bytes: int) -> None:
-    plan = plan_problem(of_memory(memory_bytes), budget=Budget(300, 40))
+    plan = plan_problem(of_memory(memory_bytes), budget=SearchBudget(300, 40))
     assert plan.predicted is not None
     assert max(plan.predicted.peak_memory_bytes) <= memory_bytes
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from raypipe.planning import search
+from raypipe.planning import moves
 from raypipe.planning.evaluator import LayoutEvaluator
-from raypipe.planning.search import Budget, Search
+from raypipe.planning.search import LayoutSearch, SearchBudget
 from tests.planning.instances import random_problem
 from tests.planning.optima import Case, gap, optimum_s, stored
 
@@ -42,29 +42,29 @@ def test_the_search_comes_within_two_percent_on_average_and_eight_at_worst(part:
 def test_equal_problems_get_equal_plans() -> None:
     layouts = []
     for _ in range(2):
-        found = Search(LayoutEvaluator(random_problem(7, num_devices=5, num_layers=6)), budget=Budget(2000, 60)).run()
+        found = LayoutSearch(LayoutEvaluator(random_problem(7, num_devices=5, num_layers=6)), budget=SearchBudget(2000, 60)).run()
         assert found is not None
         layouts.append(found.layout)
     assert layouts[0] == layouts[1]
 
 
 def test_more_devices_than_usual_get_fewer_looks_each() -> None:
-    assert Budget.usual(4) == Budget.usual(64) == Budget()
-    many = Budget.usual(1024)
-    assert many.num_estimates < Budget().num_estimates
-    assert many.num_simulations < Budget().num_simulations
-    assert Budget.usual(8, effort=2.0).num_estimates == 2 * Budget().num_estimates
+    assert SearchBudget.usual(4) == SearchBudget.usual(64) == SearchBudget()
+    many = SearchBudget.usual(1024)
+    assert many.num_estimates < SearchBudget().num_estimates
+    assert many.num_simulations < SearchBudget().num_simulations
+    assert SearchBudget.usual(8, effort=2.0).num_estimates == 2 * SearchBudget().num_estimates
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_is_changed_a_layout_stays_a_plan(seed: int) -> None:
     problem = random_problem(seed, num_devices=6, num_layers=7)
-    searching = Search(LayoutEvaluator(problem))
+    searching = LayoutSearch(LayoutEvaluator(problem))
     rng = random.Random(seed)
     layout = next(iter(searching.starts()))
     kinds = set()
     for _ in range(500):
-        changed = searching.changed(layout, rng)
+        changed = searching.moves.changed(layout, rng)
         if changed is None:
             continue
         layout = changed
@@ -78,12 +78,12 @@ def test_whatever_is_changed_a_layout_stays_a_plan(seed: int) -> None:
         assert layout.cuts[-1] == problem.num_layers
         assert all(first < end for first, end in itertools.pairwise(layout.cuts))
     assert len(kinds) > 5
-    assert len(search._CHANGES) == len(search._WEIGHTS)
+    assert len(moves._CHANGES) == len(moves._WEIGHTS)
 
 
 def test_a_change_leaves_open_which_forwards_run_again() -> None:
-    searching = Search(LayoutEvaluator(random_problem(1, num_devices=6, num_layers=7, memory_bytes=600_000_000)))
+    searching = LayoutSearch(LayoutEvaluator(random_problem(1, num_devices=6, num_layers=7, memory_bytes=600_000_000)))
     rng = random.Random(1)
     begin = replace(next(iter(searching.starts())), recomputed=(0,))
-    changed = [searching.changed(begin, rng) for _ in range(100)]
+    changed = [searching.moves.changed(begin, rng) for _ in range(100)]
     assert {layout.recomputed for layout in changed if layout is not None} == {None}

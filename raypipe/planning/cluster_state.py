@@ -1,0 +1,79 @@
+"""What is known of layers, devices and links at one time, and how it changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.planning.problem import Problem
+
+_SIGNIFICANT = 1.15
+"""Factor by which a figure must change to matter."""
+_NO_LIMIT_BYTES_PER_S = 1e30
+"""Stands for a link without limit, so that changes to and from it are finite."""
+_UNSTATED = math.log(1e12)
+"""No bandwidth changes by such a factor, unless to or from no limit."""
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """Current figures of a run.
+
+    Attributes:
+        profile: Costs of the layers.
+        topology: Cluster with current speeds and links; its devices keep names and order.
+    """
+
+    profile: ModelProfile
+    topology: ClusterTopology
+
+
+class Change(NamedTuple):
+    """Change of one figure.
+
+    Attributes:
+        factor: Ratio of the new figure to the old one.
+        text: Description for logs.
+    """
+
+    factor: float
+    text: str
+
+
+def is_significant(factor: float) -> bool:
+    """Return whether a figure has changed so much that plans may change."""
+    return not 1 / _SIGNIFICANT <= factor <= _SIGNIFICANT
+
+
+def changes(old: Problem, new: Problem) -> Iterator[Change]:
+    """Yield the change of each link, of each device, and of all layers."""
+    for sources, targets in new.blocks:
+        if sources != targets:
+            before, now = (float(problem.bandwidth[sources[0], targets[-1]]) for problem in (old, new))
+            ends = " -> ".join(new.topology.node_of(new.names[group[0]]).name for group in (sources, targets))
+            rate = f"{now * 8 / 1e6:.4g} Mbit/s" if math.isfinite(now) else "no limit"
+            factor = min(now, _NO_LIMIT_BYTES_PER_S) / min(before, _NO_LIMIT_BYTES_PER_S)
+            yield Change(factor, f"link {ends} {'fell' if now < before else 'rose'} to {rate}")
+    for name in new.names:
+        factor = new.topology.device(name).speed / old.topology.device(name).speed
+        yield Change(factor, f"device {name} computes {factor:.2f}x as fast as before")
+    before_s, now_s = (float(problem.prefix_s[:, :, -1].sum()) for problem in (old, new))
+    yield Change(before_s / now_s, f"layers take {now_s / before_s:.2f}x as long as profiled")
+
+
+def have_changed(old: Problem, new: Problem) -> bool:
+    """Return whether any figure has changed significantly."""
+    return any(is_significant(change.factor) for change in changes(old, new))
+
+
+def largest_change(old: Problem, new: Problem) -> str:
+    """Return a description of the figure that has changed most."""
+    ordered = sorted(changes(old, new), key=lambda change: abs(math.log(change.factor)))
+    # A link that gets its first measured bandwidth explains least.
+    measured = [change for change in ordered if abs(math.log(change.factor)) <= _UNSTATED]
+    largest = measured[-1] if measured and is_significant(measured[-1].factor) else ordered[-1]
+    return largest.text if is_significant(largest.factor) else "as measured"

@@ -1,0 +1,198 @@
+"""Random changes of layouts, for local search."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from raypipe.planning.layout import Layout
+from raypipe.planning.problem import Group, Problem
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Random changes of layouts of one problem.
+
+    Attributes:
+        problem: Model, cluster and size of an update.
+        schedules: Names of the schedules that may be chosen.
+        estimate_s: Returns the estimated seconds of an update.
+    """
+
+    problem: Problem
+    schedules: tuple[str, ...]
+    estimate_s: Callable[[Layout], float]
+
+    def changed(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Return the layout with one random change; `None` where that change is impossible.
+
+        Which forwards run again is left open, since a change may let other stages lack memory.
+        """
+        change = rng.choices(_CHANGES, weights=_WEIGHTS)[0]
+        return change(self, replace(layout, recomputed=None), rng)
+
+    def _idle(self, layout: Layout) -> list[int]:
+        used = {device for group in layout.workers for device in group}
+        return [device for device in range(self.problem.num_devices) if device not in used]
+
+    def _shift_cut(self, layout: Layout, rng: random.Random) -> Layout | None:
+        if layout.num_stages == 1:
+            return None
+        at = rng.randrange(1, layout.num_stages)
+        cut = layout.cuts[at] + rng.choice((-1, 1))
+        if not layout.cuts[at - 1] < cut < layout.cuts[at + 1]:
+            return None
+        return replace(layout, cuts=(*layout.cuts[:at], cut, *layout.cuts[at + 1 :]))
+
+    def _swap_devices(self, layout: Layout, rng: random.Random) -> Layout | None:
+        slots = [(worker, position) for worker, group in enumerate(layout.workers) for position in range(len(group))]
+        idle = self._idle(layout)
+        workers = [list(group) for group in layout.workers]
+        worker, position = rng.choice(slots)
+        if idle and rng.random() < len(idle) / self.problem.num_devices:
+            workers[worker][position] = rng.choice(idle)
+        else:
+            other, other_position = rng.choice(slots)
+            workers[worker][position], workers[other][other_position] = workers[other][other_position], workers[worker][position]
+        return replace(layout, workers=_groups(workers))
+
+    def _move_device(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Move a device, idle or not, to a worker, or make it idle."""
+        workers = [list(group) for group in layout.workers]
+        idle = self._idle(layout)
+        shared = [worker for worker, devices in enumerate(workers) if len(devices) > 1]
+        if idle and (not shared or rng.random() < 0.3):
+            device = rng.choice(idle)
+        elif shared:
+            group = workers[rng.choice(shared)]
+            device = group.pop(rng.randrange(len(group)))
+        else:
+            return None
+        if rng.random() < 0.9:
+            target = rng.choice(workers)
+            target.insert(rng.randrange(len(target) + 1), device)
+        return replace(layout, workers=_groups(workers)) if all(map(self.problem.rows, workers)) else None
+
+    def _place_device(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Move a device, idle or not, to the best estimated position in a worker's ring."""
+        device = rng.randrange(self.problem.num_devices)
+        workers = [[other for other in group if other != device] for group in layout.workers]
+        target = rng.randrange(len(workers))
+        if not all(group or number == target for number, group in enumerate(workers)):
+            return None
+        candidates = []
+        for at in range(len(workers[target]) + 1):
+            placed = [*workers[target][:at], device, *workers[target][at:]]
+            candidates.append(replace(layout, workers=_groups([*workers[:target], placed, *workers[target + 1 :]])))
+        candidates = [candidate for candidate in candidates if candidate != layout and self.problem.rows(candidate.workers[target])]
+        return min(candidates, key=self.estimate_s, default=None)
+
+    def _grow_ring(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Insert a path of well linked devices into a worker's ring: one alone may have no two good links to it."""
+        worker = rng.randrange(layout.num_stages)
+        ring = list(layout.workers[worker])
+        at = rng.randrange(1, len(ring) + 1)
+        left = [device for device in range(self.problem.num_devices) if device not in ring]
+        path = [ring[at - 1]]
+        for _ in range(rng.randint(2, 4)):
+            if left:
+                left.sort(key=lambda other: -self.problem.bandwidth[path[-1], other])
+                path.append(left.pop(min(int(rng.expovariate(1.0)), len(left) - 1)))
+        ring[at:at] = path[1:]
+        workers = [[device for device in group if device not in ring] for group in layout.workers]
+        workers[worker] = ring
+        return replace(layout, workers=_groups(workers)) if all(workers) and self.problem.rows(ring) else None
+
+    def _turn_ring(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Reverse consecutive devices of a worker."""
+        worker = rng.randrange(layout.num_stages)
+        group = layout.workers[worker]
+        if len(group) < 3:
+            return None
+        one, other = sorted(rng.sample(range(len(group) + 1), 2))
+        turned = (*group[:one], *group[one:other][::-1], *group[other:])
+        return replace(layout, workers=(*layout.workers[:worker], turned, *layout.workers[worker + 1 :]))
+
+    def _split_stage(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Split a stage in two, the second on some of its devices or on an idle one."""
+        at = rng.randrange(layout.num_stages)
+        first, end = layout.cuts[at], layout.cuts[at + 1]
+        group, idle = layout.workers[at], self._idle(layout)
+        if end - first < 2:
+            return None
+        if len(group) > 1:
+            size = rng.randrange(1, len(group))
+            one, other = group[:size], group[size:]
+        elif idle:
+            one, other = group, (rng.choice(idle),)
+        else:
+            return None
+        cut = rng.randrange(first + 1, end)
+        if rng.random() < 0.5:
+            one, other = other, one
+        return replace(
+            layout,
+            cuts=(*layout.cuts[: at + 1], cut, *layout.cuts[at + 1 :]),
+            workers=(*layout.workers[:at], one, other, *layout.workers[at + 1 :]),
+        )
+
+    def _join_stages(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Join two neighbouring stages, on the devices of both or of one."""
+        if layout.num_stages == 1:
+            return None
+        at = rng.randrange(layout.num_stages - 1)
+        one, other = layout.workers[at], layout.workers[at + 1]
+        group = rng.choice((one + other, one, other))
+        if self.problem.rows(group) is None:
+            return None
+        return replace(
+            layout, cuts=(*layout.cuts[: at + 1], *layout.cuts[at + 2 :]), workers=(*layout.workers[:at], group, *layout.workers[at + 2 :])
+        )
+
+    def _turn_workers(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Reverse consecutive workers."""
+        if layout.num_stages == 1:
+            return None
+        one, other = sorted(rng.sample(range(layout.num_stages + 1), 2))
+        return replace(layout, workers=(*layout.workers[:one], *layout.workers[one:other][::-1], *layout.workers[other:]))
+
+    def _mirror(self, layout: Layout, _: random.Random) -> Layout:
+        """Reverse the whole pipeline; workers keep their numbers of layers."""
+        return replace(layout, cuts=tuple(self.problem.num_layers - cut for cut in reversed(layout.cuts)), workers=layout.workers[::-1])
+
+    def _move_worker(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Move a worker to another position in the pipeline."""
+        workers = list(layout.workers)
+        worker = workers.pop(rng.randrange(len(workers)))
+        workers.insert(rng.randrange(len(workers) + 1), worker)
+        return replace(layout, workers=tuple(workers))
+
+    def _change_order(self, layout: Layout, rng: random.Random) -> Layout | None:
+        """Choose another schedule, or another limit on its activations."""
+        if layout.order not in self.schedules:
+            return None
+        order = rng.choice(self.schedules)
+        size = layout.num_stages
+        return replace(layout, order=order, max_in_flight=rng.choice((None, size, size + 1, 2 * size)) if order == "list" else None)
+
+
+_CHANGES = (
+    Moves._shift_cut,
+    Moves._swap_devices,
+    Moves._move_device,
+    Moves._place_device,
+    Moves._grow_ring,
+    Moves._turn_ring,
+    Moves._split_stage,
+    Moves._join_stages,
+    Moves._turn_workers,
+    Moves._mirror,
+    Moves._move_worker,
+    Moves._change_order,
+)
+_WEIGHTS = (4, 4, 3, 1.5, 1, 1, 1, 1, 1, 0.5, 1, 0.5)
+
+
+def _groups(workers: Sequence[Sequence[int]]) -> tuple[Group, ...]:
+    return tuple(map(tuple, workers))
