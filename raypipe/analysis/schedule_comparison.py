@@ -99,9 +99,9 @@ def _compared(spec: ScheduleSpec, request: ScheduleRequest, times: StageSeconds)
 
 def _bound_s(schedule: Schedule, stage: StageSeconds) -> float:
     """Return the lower bound; where updates overlap, only the work of all devices bounds them."""
-    pieces = [Block(stage.forward_s, stage.input_grad_s, stage.weight_grad_s, sources=sources) for sources in schedule.graph.predecessors]
+    blocks = [Block(stage.forward_s, stage.input_grad_s, stage.weight_grad_s, sources=sources) for sources in schedule.graph.predecessors]
     bound = lower_bound(
-        pieces,
+        blocks,
         num_microbatches=schedule.num_microbatches,
         speeds=(1.0,) * schedule.num_workers,
         num_copies=len(schedule.pipelines),

@@ -1,4 +1,4 @@
-"""Cuts a chain of layers so that its slowest stage is as fast as can be."""
+"""Cuts of a chain of layers whose slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from raypipe.errors import PlanError
 
 
 def balanced_sizes(weights: Sequence[float], num_stages: int) -> list[int]:
-    """Sizes of consecutive groups, none empty, whose largest sum is the least possible.
+    """Return sizes of consecutive groups, none empty, whose largest sum is the least possible.
 
-    Dynamic programming over (groups, items), exact; time O(stages items^2). Of equal largest sums the one with the least sum
-    of squares is taken, which evens out the other groups too.
+    Dynamic programming over (groups, items), exact; time O(stages items^2). Among equal largest sums, the
+    least sum of squares wins, which evens out the other groups, too.
 
     Raises:
-        PlanError: there are more stages than items.
+        PlanError: There are more stages than items.
     """
     num_items = len(weights)
     if num_stages > num_items:
@@ -48,10 +48,10 @@ def balanced_sizes(weights: Sequence[float], num_stages: int) -> list[int]:
 
 
 def balanced_cut(profile: ModelProfile, num_stages: int) -> Cut:
-    """Consecutive stages whose slowest forward and backward together is as short as can be.
+    """Return consecutive stages whose slowest forward and backward together are as short as possible.
 
     Raises:
-        PlanError: there are more stages than layers.
+        PlanError: There are more stages than layers.
     """
     sizes = balanced_sizes([layer.forward_s + layer.backward_s for layer in profile.layers], num_stages)
     return Cut.of_sizes(sizes, tuple((edge.producer, edge.consumer) for edge in profile.edges()), profile.ties())

@@ -1,9 +1,8 @@
-"""The planners that raypipe's is compared with, behind the same interface: a problem in, a layout out.
+"""Published planners to compare with: each yields layouts for a problem.
 
-Each is given what its authors gave it: the profile's times, and the network as it sees one. PipeDream and DAPPLE know one bandwidth
-within a node and one between nodes (here the mean of the pairs), and equal devices (here of the mean speed); Metis knows the speed
-of each. What comes out is judged by the same simulator on the true topology. None of their planners is copied; the formulas are from
-the papers and from the authors' published code.
+Each knows as much as its authors' planner: PipeDream and DAPPLE one bandwidth within a node and one between nodes (here the mean of the
+pairs), and equal devices (here of the mean speed); Metis the speed of each device. Their layouts are simulated on the true topology.
+The formulas are from the papers and the authors' published code; no code is copied.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MOST_PERMUTATIONS = 120
 
 
 def data_parallel(estimator: Estimator) -> Iterator[Layout]:
-    """The whole model on all devices; on the most powerful ones where a microbatch has fewer rows than there are devices."""
+    """Yield the whole model on all devices; on the most powerful ones where a microbatch has fewer rows than there are devices."""
     problem = estimator.problem
     by_power = sorted(range(problem.num_devices), key=lambda device: -problem.powers[device])
     group = tuple(sorted(by_power[: problem.microbatch_size]))
@@ -36,7 +35,7 @@ def data_parallel(estimator: Estimator) -> Iterator[Layout]:
 
 
 def equal_stages(order: str, estimator: Estimator) -> Iterator[Layout]:
-    """Equally many layers on each device, in the order of the topology."""
+    """Yield equally many layers on each device, in the order of the topology."""
     problem = estimator.problem
     num_stages = min(problem.num_devices, problem.num_layers)
     sizes = [len(layers) for layers in Cut.equal(problem.num_layers, num_stages, ()).stages]
@@ -45,7 +44,7 @@ def equal_stages(order: str, estimator: Estimator) -> Iterator[Layout]:
 
 
 def spp(estimator: Estimator) -> Iterator[Layout]:
-    """SPP as reconstructed: RDO, PRM for every number of stages, PE (Luo et al., INFOCOM 2022, arXiv 2204.10562)."""
+    """Yield the layouts of SPP as reconstructed: RDO, PRM for every number of stages, PE (Luo et al., INFOCOM 2022, arXiv 2204.10562)."""
     partition = Partition(estimator, recursive(estimator.problem))
     for found in partition.least_bottleneck("list"):
         yield found.layout
@@ -56,7 +55,7 @@ def spp(estimator: Estimator) -> Iterator[Layout]:
 
 @dataclass(frozen=True)
 class _Uniform:
-    """A problem as planners see it that know equal devices, one bandwidth within nodes and one between them."""
+    """A problem with equal devices, one bandwidth within nodes and one between them."""
 
     problem: Problem
 
@@ -70,20 +69,20 @@ class _Uniform:
 
     @cached_property
     def parameter_bytes(self) -> Floats:
-        """By [first layer, end]."""
+        """Bytes of weights by [first layer, end]."""
         prefix = self.problem.trained_prefix
         return np.maximum(prefix[None, :] - prefix[:, None], 0.0)
 
     @cached_property
     def nodes(self) -> list[list[int]]:
-        """The devices of each node."""
+        """Devices of each node."""
         found: list[list[int]] = [[] for _ in self.problem.topology.nodes]
         for device, node in enumerate(self.problem.node_of):
             found[node].append(device)
         return [devices for devices in found if devices]
 
     def bandwidth(self, *, within: bool) -> float:
-        """Mean of the pairs within nodes, or between them; of all where there is none; infinite where nothing limits them."""
+        """Return the mean bandwidth of pairs within nodes, or between them; of all pairs where there is no such pair."""
         problem = self.problem
         same = np.equal.outer(problem.node_of, problem.node_of)
         others = ~np.eye(problem.num_devices, dtype=bool)
@@ -95,11 +94,11 @@ class _Uniform:
 
 
 def pipedream(estimator: Estimator) -> Iterator[Layout]:
-    """PipeDream's planner, level by level of the bandwidth hierarchy, run with a flush (Narayanan et al., SOSP 2019, arXiv 1806.03377).
+    """Yield the layout of PipeDream's planner (Narayanan et al., SOSP 2019, arXiv 1806.03377), with a flush.
 
-    The time of a stage on m devices is (compute + 4 (m-1) / m x weights / bandwidth) / m, that of a cut 2 x output / bandwidth / m. The
-    sum of the gradients, there one a microbatch, is divided among the microbatches of the update. With nodes of unequal size there is
-    one level: all devices.
+    It goes level by level of the bandwidth hierarchy. The time of a stage on m devices is (compute + 4 (m-1) / m x weights / bandwidth)
+    / m, that of a cut 2 x output / bandwidth / m. The sum of the gradients, there one per microbatch, is divided
+    among the microbatches of the update. With nodes of unequal size there is one level: all devices.
     """
     uniform = _Uniform(estimator.problem)
     sizes = {len(devices) for devices in uniform.nodes}
@@ -126,7 +125,7 @@ def pipedream(estimator: Estimator) -> Iterator[Layout]:
 
 
 class _PipeDreamLevel:
-    """One level: the best partition of the layers first..end-1 onto all its devices, for every range."""
+    """Best partitions of the layers first..end-1 onto all devices of one level, for every range."""
 
     def __init__(self, uniform: _Uniform, compute_s: Floats, num_devices: int, bandwidth: float) -> None:
         self.size = compute_s.shape[0]
@@ -144,7 +143,7 @@ class _PipeDreamLevel:
             self.best_s[first] = best[num_devices - 1]
 
     def _solve(self, first: int) -> tuple[Floats, dict[tuple[int, int], tuple[int, int]]]:
-        """best[m - 1, end] for the layers from `first` on, and the last split (position, devices behind it)."""
+        """Return best[m - 1, end] for the layers from `first` on, and the last split (position, devices behind it)."""
         best = self.single_s[:, first, :].copy()
         splits: dict[tuple[int, int], tuple[int, int]] = {}
         for count in range(2, self.num_devices + 1):
@@ -161,7 +160,7 @@ class _PipeDreamLevel:
         return best, splits
 
     def stages(self, first: int, end: int) -> list[tuple[int, int, int]]:
-        """(first layer, end, devices) of the best partition of a range."""
+        """Return (first layer, end, devices) of each stage of the best partition of a range."""
         _, splits = self._rows[first]
         found: list[tuple[int, int, int]] = []
         count = self.num_devices
@@ -173,7 +172,6 @@ class _PipeDreamLevel:
 
 
 def _in_order(problem: Problem, stages: Sequence[tuple[int, int, int]]) -> Iterator[Layout]:
-    """Stages on consecutive devices of the topology."""
     taken, workers = 0, []
     for _, _, count in stages:
         workers.append(tuple(range(taken, taken + count)))
@@ -183,7 +181,7 @@ def _in_order(problem: Problem, stages: Sequence[tuple[int, int, int]]) -> Itera
 
 
 def dapple(estimator: Estimator) -> Iterator[Layout]:
-    """DAPPLE's planner (Fan et al., PPoPP 2021, arXiv 2007.01045), from the end of the model to its beginning.
+    """Yield the layout of DAPPLE's planner (Fan et al., PPoPP 2021, arXiv 2007.01045), from the end of the model to its beginning.
 
     A stage's devices are taken by one of three policies: from nodes that are still free (fresh first), from those partly used
     (append first), or one after the other from all (scatter first). For every number of stages the plan with the least busy stage or
@@ -204,7 +202,7 @@ def dapple(estimator: Estimator) -> Iterator[Layout]:
 
 
 class _Dapple:
-    """The dynamic program over (stages left, devices taken of each node), for all first layers at once."""
+    """Dynamic program over (stages left, devices taken of each node), for all first layers at once."""
 
     MOST_STAGES = 8
 
@@ -214,7 +212,7 @@ class _Dapple:
         self.solve = lru_cache(maxsize=None)(self._solve)
 
     def _take(self, taken: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-        """The devices taken of each node after `count` more, once for each policy that gives something else."""
+        """Yield the devices taken of each node after `count` more, once for each policy with a different result."""
         nodes = self.uniform.nodes
         free = [len(devices) - used for devices, used in zip(nodes, taken, strict=True)]
         if sum(free) < count:
@@ -239,7 +237,7 @@ class _Dapple:
         yield from dict.fromkeys(found)
 
     def _solve(self, num_stages: int, taken: tuple[int, ...]) -> tuple[Floats, list[tuple[int, tuple[int, ...]]]]:
-        """For each first layer: seconds of the least busy bottleneck from it on, and (end, devices of each node) of its stage."""
+        """Return for each first layer the seconds of the least bottleneck from it on, and (end, devices of each node) of its stage."""
         problem, size = self.problem, self.problem.num_layers + 1
         best = np.full(size, math.inf)
         choice: list[tuple[int, tuple[int, ...]]] = [(0, ())] * size
@@ -263,7 +261,7 @@ class _Dapple:
         return best, choice
 
     def layout(self, num_stages: int) -> Layout | None:
-        """The plan with so many stages."""
+        """Return the layout with so many stages."""
         taken = (0,) * len(self.uniform.nodes)
         if not math.isfinite(self.solve(num_stages, taken)[0][0]):
             return None
@@ -282,7 +280,7 @@ class _Dapple:
         return Layout(tuple(cuts), tuple(workers), "1f1b")
 
     def latency_s(self, layout: Layout) -> float:
-        """Its latency: the busiest block for all but one microbatch, all blocks for that one, and sums that outlast the drain."""
+        """Return the latency: the busiest block for all but one microbatch, all blocks for that one, and sums that outlast the drain."""
         num_microbatches = self.problem.num_microbatches
         stages, transfers, sums = [], [], []
         for stage, group in enumerate(layout.workers):
@@ -299,11 +297,10 @@ class _Dapple:
 
 
 def metis(estimator: Estimator) -> Iterator[Layout]:
-    """A planner for unequal devices in the manner of Metis (Um et al., USENIX ATC 2024).
+    """Yield the layout of a planner for unequal devices in the manner of Metis (Um et al., USENIX ATC 2024).
 
-    Groups of devices in every order of the kinds of nodes, layers dealt by what each group can do.
-    Groups have equal numbers of devices; shares of rows and of layers follow speed. Plans are ranked by busiest stage and way of one
-    microbatch with the mean bandwidths within and between nodes.
+    It tries groups of equally many devices in every order of the kinds of nodes; rows and layers are shared by speed. Plans are ranked by
+    their busiest stage and the path of one microbatch, with the mean bandwidths within and between nodes.
     """
     problem = estimator.problem
     uniform = _Uniform(problem)
@@ -324,7 +321,7 @@ def metis(estimator: Estimator) -> Iterator[Layout]:
 
 
 def _node_orders(problem: Problem, uniform: _Uniform) -> Iterator[Group]:
-    """All devices, node by node, in every order of the nodes' kinds; a few of them where there are many."""
+    """Yield all devices, node by node, in every order of the nodes' kinds, up to a limit."""
     kinds: dict[tuple[float, ...], list[list[int]]] = {}
     for devices in uniform.nodes:
         kinds.setdefault(tuple(problem.powers[device] for device in devices), []).append(devices)
@@ -335,7 +332,6 @@ def _node_orders(problem: Problem, uniform: _Uniform) -> Iterator[Group]:
 
 
 def _dealt(estimator: Estimator, workers: Sequence[Group]) -> tuple[int, ...]:
-    """The cuts whose slowest stage is the fastest."""
     num_layers = estimator.problem.num_layers
     best = [0.0] + [math.inf] * num_layers
     choices: list[list[int]] = []

@@ -1,7 +1,7 @@
-"""Devices in an order that does not depend on their names or numbers, so that equal clusters get equal plans.
+"""Orders of devices that do not depend on their names or numbers, so that equal clusters get equal plans.
 
-Devices get colours from what they are and how they are linked, refined by the colours of those they are linked to, as Weisfeiler and
-Leman colour graphs (1968); as numbers, since only their order matters. Devices of one colour are alike as far as links tell.
+Devices get colours from their properties and links, refined by the colours of their neighbours, as in Weisfeiler and Leman (1968).
+Colours are numbers, since only their order matters.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from raypipe.planning.problem import Floats, Problem
 
 _NUM_ROUNDS = 4
 _NUM_DIGITS = 7
-"""Of a colour; what lies behind them is the rounding of sums in another order."""
+"""Digits of a colour; further digits depend on the order in which sums are rounded."""
 
 
 def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """The problem with nodes and devices sorted by colour, and for each of its devices the number that it had before."""
+    """Return the problem with nodes and devices sorted by colour, and the former number of each device."""
     of_device = colours(problem)
     members: list[list[int]] = [[] for _ in problem.topology.nodes]
     for device, position in enumerate(problem.node_of):
@@ -37,7 +37,7 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 
 
 def colours(problem: Problem) -> list[float]:
-    """A number for each device; equal for devices that names alone tell apart."""
+    """Return a number for each device; devices that differ in their names alone get equal numbers."""
     links = [_scaled(problem.bandwidth), _scaled(problem.latency_s)]
     same_node = np.equal.outer(problem.node_of, problem.node_of).astype(float)
     kernels = [links[0], links[0].T, links[1], links[1].T, same_node]
@@ -46,14 +46,14 @@ def colours(problem: Problem) -> list[float]:
     for _ in range(_NUM_ROUNDS):
         mixed = found.copy()
         for number, kernel in enumerate(kernels):
-            # Different powers, so that neither a kernel nor who is at its other end can stand in for another.
+            # Different powers keep kernels, and the devices at their other ends, apart.
             mixed += np.sqrt(number + 2.0) * (kernel @ (1 + found) ** (1 + number / 3)) / len(found)
         found = _rounded(mixed)
     return [float(colour) for colour in found]
 
 
 def _scaled(values: Floats) -> Floats:
-    """On a logarithmic scale from 0 to 1; infinite ones at 2."""
+    """Return values on a logarithmic scale from 0 to 1; infinite ones become 2."""
     logs = np.log1p(np.where(np.isfinite(values), values, 0.0))
     scaled = logs / max(float(logs.max(initial=0.0)), 1e-300)
     found: Floats = np.where(np.isfinite(values), scaled, 2.0)

@@ -1,7 +1,7 @@
-"""Cuts for orders that lay several stages, or several pipelines, onto each worker.
+"""Cuts for schedules with several stages, or several pipelines, on each worker.
 
-What counts there is the sum over a worker's stages, not the longest stage: a device of Chimera holds stage s and stage D-1-s, each
-for half of the microbatches, and a long one is made up for by a short one.
+There the sum over a worker's stages counts, not the longest stage: a device of Chimera holds stages s and D-1-s, each for half of the
+microbatches, and a short stage compensates a long one.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from raypipe.schedules.request import ScheduleRequest
 
 ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v", "amdp-flush")
 ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp", "amdp-auto")
-"""Orders whose updates overlap; those of one stage a worker are here, too, as their busiest worker alone counts."""
+"""Schedules whose updates overlap; also those of one stage per worker, since their busiest worker alone counts."""
 
 _NUM_CHUNKS = {"interleaved": (2, 3, 4), "async-interleaved": (1, 2, 3, 4)}
-"""Stages a worker that are tried; of the other orders two, or one where that is their number. Asynchronous interleaving with one stage a
-worker has more microbatches under way than `async-1f1b`, which hides messages that take longer than an Op."""
+"""Numbers of stages per worker that are tried; other schedules have two, or one. Asynchronous interleaving with one stage per worker has
+more microbatches in flight than `async-1f1b`, which hides messages that take longer than an Op."""
 
 
 def layouts(evaluator: LayoutEvaluator, workers: tuple[Group, ...], order: str) -> Iterator[Layout]:
-    """The order on these workers, with its cut balanced over them; nothing where it cannot take so many workers, layers or microbatches."""
+    """Yield layouts of a schedule on these workers with balanced cuts; none where it cannot take the size."""
     problem = evaluator.problem
     num_updates = problem.updates_per_window if is_file(order) and overlaps(order) else 1
     for num_chunks in _NUM_CHUNKS.get(order, (2, 1)):
@@ -53,7 +53,7 @@ def layouts(evaluator: LayoutEvaluator, workers: tuple[Group, ...], order: str) 
 
 
 def _num_pipelines(order: str, num_workers: int) -> tuple[int, ...]:
-    """Numbers of pipelines that are tried: the order's own, and for AMDP fewer, which need as many fewer copies of the weights."""
+    # AMDP with fewer pipelines needs fewer copies of the weights.
     if order not in {"amdp", "amdp-auto", "amdp-flush"}:
         return (0,)
     halves = [number for number in (num_workers // 4, num_workers // 8, 2) if 1 < number < num_workers // 2]
@@ -61,7 +61,7 @@ def _num_pipelines(order: str, num_workers: int) -> tuple[int, ...]:
 
 
 def balanced(estimator: Estimator, workers: tuple[Group, ...], schedule: Schedule) -> tuple[int, ...]:
-    """Cuts whose busiest worker is as little busy as moving single layers between neighbouring stages can make it."""
+    """Return cuts whose busiest worker no move of a single layer between neighbouring stages improves."""
     problem = estimator.problem
     parts = stage_parts(schedule)
     cuts = _in_proportion(problem, workers, parts)
@@ -80,7 +80,7 @@ def balanced(estimator: Estimator, workers: tuple[Group, ...], schedule: Schedul
 
 
 def stage_parts(schedule: Schedule) -> list[dict[int, float]]:
-    """For each stage, the part of the microbatches that each worker computes of it."""
+    """Return for each stage the part of the microbatches that each worker computes."""
     found: list[dict[int, float]] = [{} for _ in range(schedule.num_stages)]
     for op, place in schedule.ops():
         if op.kind is OpKind.FORWARD:
@@ -91,7 +91,7 @@ def stage_parts(schedule: Schedule) -> list[dict[int, float]]:
 
 
 def _in_proportion(problem: Problem, workers: tuple[Group, ...], parts: list[dict[int, float]]) -> tuple[int, ...]:
-    """Cuts that give each stage as much as its workers' power, divided evenly among their stages."""
+    # A worker's power is divided evenly among its stages.
     powers = [sum(problem.powers[device] for device in group) for group in workers]
     stages_of = [sum(part.get(worker, 0.0) for part in parts) for worker in range(len(workers))]
     wanted = np.cumsum([sum(powers[worker] / stages_of[worker] * share for worker, share in part.items()) for part in parts])
@@ -119,7 +119,7 @@ def _shifted(cuts: tuple[int, ...], at: int, by: int) -> tuple[int, ...] | None:
 
 
 def neighbours(layout: Layout) -> Iterator[Layout]:
-    """The layout with one layer moved from a stage to the next or back."""
+    """Yield the layout with one layer moved to a neighbouring stage."""
     for at in range(1, layout.num_stages):
         for by in (-1, 1):
             cuts = _shifted(layout.cuts, at, by)

@@ -1,13 +1,13 @@
-"""Orders of devices such that neighbours in the order are neighbours in the network: consecutive devices become consecutive stages.
+"""Orders of devices whose neighbours are neighbours in the network: consecutive devices become consecutive stages.
 
 RDO, the recursive ordering of SPP (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed, its text could not be read): the
-minimum cut of the bandwidth graph (Stoer and Wagner, 1997) divides the devices into two sides, each of which is ordered in the
-same way. So the weakest links are crossed once, by the few bytes between two stages, and never by a sum of gradients. Left open by
-the paper is which side comes first and which way round; here the ends that meet are those with the best link.
+minimum cut of the bandwidth graph (Stoer and Wagner, 1997) divides the devices into two sides, each ordered in the same way. So the
+weakest links carry only the messages between two stages, never a sum of gradients. The paper leaves open which side comes first and in
+which direction; here the ends that meet are those with the best link.
 
-Minimum cuts peel single devices off graphs of unequal links. More orders make up for that: `nearest`, which walks from device to device
-over the best link, `tree`, in which the most closely linked groups are joined first, the order given, the fastest devices first, and
-all of them the other way round.
+Minimum cuts split single devices off graphs of unequal links. Further orders compensate: `nearest` walks from device to device over the
+best link, `tree` joins the most closely linked groups first, `given` is the topology's order, `power` puts the fastest devices first;
+and all of them reversed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy as np
 from raypipe.planning.problem import Floats, Problem
 
 MOST_FOR_CUTS = 40
-"""Beyond so many devices minimum cuts take minutes: groups of devices that are linked alike are cut as one."""
+"""With more devices, minimum cuts take minutes: groups of devices with similar links are cut as one."""
 
 
 def orders(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Orders of all devices worth trying, by name, the most promising first; equal ones once."""
+    """Yield the names and orders of all devices worth trying, the most promising first; equal orders once."""
     seen: set[tuple[int, ...]] = set()
     weights = symmetric(problem.bandwidth)
     devices = range(problem.num_devices)
@@ -44,7 +44,7 @@ def orders(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def symmetric(bandwidth: Floats) -> Floats:
-    """Bandwidths of unordered pairs: the mean of both ways, with a finite number for no limit and 0 on the diagonal."""
+    """Return bandwidths of unordered pairs: the mean of both directions, finite where there is no limit, 0 on the diagonal."""
     both = (bandwidth + bandwidth.T) / 2
     limits = both[np.isfinite(both)]
     both = np.where(np.isfinite(both), both, (float(limits.max()) if limits.size else 1.0) * 1e3)
@@ -53,7 +53,7 @@ def symmetric(bandwidth: Floats) -> Floats:
 
 
 def recursive(problem: Problem) -> tuple[int, ...]:
-    """RDO. Where there are many devices, those of a node stay together, and groups of equally linked nodes too."""
+    """Return the order of RDO. With many devices, those of a node stay together, and groups of similarly linked nodes, too."""
     weights = symmetric(problem.bandwidth)
     if problem.num_devices <= MOST_FOR_CUTS:
         return tuple(_cut_order(list(range(problem.num_devices)), weights))
@@ -76,7 +76,7 @@ def _cut_order(members: list[int], weights: Floats) -> list[int]:
 
 
 def _joined(one: list[int], other: list[int], weights: Floats) -> list[int]:
-    """Both behind each other, turned such that the ends that meet have the best link; the side with the smallest number leads."""
+    # The ends that meet have the best link; the side with the smallest number leads.
     if min(other) < min(one):
         one, other = other, one
     ways = [(left, right) for left in (one, one[::-1]) for right in (other, other[::-1])]
@@ -85,7 +85,7 @@ def _joined(one: list[int], other: list[int], weights: Floats) -> list[int]:
 
 
 def tree(weights: Floats) -> tuple[int, ...]:
-    """Groups are joined in the order of the maximum spanning tree's edges, ends with the best link facing each other."""
+    """Return the order that joins groups along the maximum spanning tree's edges, ends with the best link facing each other."""
     edges = sorted(_spanning_edges(weights), key=lambda edge: -edge[0])
     group_of: dict[int, list[int]] = {device: [device] for device in range(len(weights))}
     for _, one, other in edges:
@@ -96,7 +96,7 @@ def tree(weights: Floats) -> tuple[int, ...]:
 
 
 def _spanning_edges(weights: Floats) -> list[tuple[float, int, int]]:
-    """The edges (weight, device, device) of a maximum spanning tree, by Prim's algorithm on the full matrix."""
+    """Return the edges (weight, device, device) of a maximum spanning tree, by Prim's algorithm on the full matrix."""
     size = len(weights)
     best, nearest_to = weights[0].copy(), np.zeros(size, dtype=int)
     left = np.ones(size, dtype=bool)
@@ -112,7 +112,7 @@ def _spanning_edges(weights: Floats) -> list[tuple[float, int, int]]:
 
 
 def nearest(weights: Floats) -> tuple[int, ...]:
-    """From the device whose links are weakest, always on to the one not yet visited with the best link."""
+    """Return the walk from the device with the weakest links, always to the unvisited device with the best link."""
     left = set(range(len(weights)))
     device = min(left, key=lambda one: (float(weights[one].sum()), one))
     order = [device]
@@ -125,7 +125,7 @@ def nearest(weights: Floats) -> tuple[int, ...]:
 
 
 def alike(weights: Floats, *, most: int) -> list[list[int]]:
-    """At most so many groups: those joined by the strongest links of the spanning tree, each in the order of `tree`."""
+    """Return at most so many groups, joined by the strongest links of the spanning tree, each in the order of `tree`."""
     edges = sorted(_spanning_edges(weights), key=lambda edge: -edge[0])
     group_of: dict[int, list[int]] = {device: [device] for device in range(len(weights))}
     count = len(weights)

@@ -1,9 +1,9 @@
-"""Judges layouts of updates of many microbatches by two updates of few: beyond what fills the pipeline, each more takes as long.
+"""Evaluation of updates of many microbatches by two updates of few: once the pipeline is full, each further microbatch takes as long.
 
     microbatches    32      48                                  256
     update          0.71 s  0.97 s  ... and 13 times 0.26 s     4.35 s
 
-The search looks at thousands of layouts and takes time in proportion to the microbatches of each. What it finds is simulated as a whole.
+The search simulates thousands of layouts, each in time proportional to its microbatches. The best ones are simulated as a whole.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache
 
 _GAIN = 2
-"""Times that two short updates must be shorter than the long one."""
+"""Least factor by which two short updates must be shorter than the long one."""
 _FULL = 2
-"""Times of the devices' number by which the two differ at least; the shorter one has twice that, for any order's activations in flight."""
+"""Least microbatches per device by which the two short updates differ; the shorter one has twice as many, enough to fill any schedule."""
 _MOST_KEPT = 4
 
 
 def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | None:
-    """The microbatches of two short updates that stand for a long one; `None` where that saves little.
+    """Return the microbatches of two short updates that stand for a long one; `None` where that saves little.
 
-    Orders ask for multiples of their stages, pipelines or rounds: numbers up to twice that of the devices which divide the long one divide
-    the short ones, too.
+    Schedules need multiples of their stages, pipelines or rounds: numbers up to twice that of the devices that divide the long update
+    divide the short ones, too.
     """
     divisors = (number for number in range(1, 2 * num_devices + 1) if num_microbatches % number == 0)
     period = math.lcm(*divisors)
@@ -38,11 +38,11 @@ def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | 
 
 @dataclass
 class ShortEvaluator(LayoutEvaluator):
-    """Judges by two short updates.
+    """Evaluates layouts by two short updates.
 
     Attributes:
-        lengths: their microbatches.
-        best: for each order the best layouts that it has seen, first the best.
+        lengths: Numbers of microbatches of the two updates.
+        best: Best layouts so far of each schedule, the best first.
     """
 
     lengths: tuple[int, int] = (1, 2)
@@ -58,7 +58,7 @@ class ShortEvaluator(LayoutEvaluator):
 
     @classmethod
     def of(cls, evaluator: LayoutEvaluator) -> ShortEvaluator | None:
-        """One of the same problem; `None` where it would save little, or where staleness is limited, which depends on the microbatches."""
+        """Return one for the same problem; `None` where it saves little, or where staleness is limited."""
         problem = evaluator.problem
         lengths = short_lengths(problem.num_microbatches, problem.num_devices)
         if lengths is None or problem.staleness:
@@ -67,7 +67,7 @@ class ShortEvaluator(LayoutEvaluator):
         return cls(problem, schedules, evaluator.on_evaluated, lengths=lengths)
 
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
-        """See `LayoutEvaluator`."""
+        """Return the layout extrapolated from two short updates; see `LayoutEvaluator`."""
         fewer, more = (part.simulate_exactly(layout) for part in self._parts)
         if fewer is None or more is None:
             refusals = self.schedules.refusals
@@ -90,17 +90,17 @@ class ShortEvaluator(LayoutEvaluator):
             del of_order[_MOST_KEPT:]
         return evaluation
 
-    def decided(self, found: Evaluation | None, evaluator: LayoutEvaluator) -> Evaluation | None:
-        """The best of what was found and of the other layouts that are kept of its order, simulated as wholes.
+    def decided(self, extrapolated: Evaluation | None, evaluator: LayoutEvaluator) -> Evaluation | None:
+        """Return the best of a layout and the others kept of its schedule, simulated as whole updates.
 
         Args:
-            found: by this judge.
-            evaluator: of whole updates.
+            extrapolated: Best extrapolated layout.
+            evaluator: Evaluator of whole updates.
         """
-        if found is None:
+        if extrapolated is None:
             return None
         best: Evaluation | None = None
-        alike = (kept.layout for kept in (found, *self.best[found.layout.order]))
+        alike = (kept.layout for kept in (extrapolated, *self.best[extrapolated.layout.order]))
         for layout in dict.fromkeys(replace(layout, recomputed=None) for layout in alike):
             best = better(best, evaluator.simulate(layout))
         return best

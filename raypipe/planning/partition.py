@@ -1,16 +1,16 @@
-"""PRM: the best cut, replication and mapping onto devices in a given order, by dynamic programming over suffixes.
+"""PRM: the best cut, replication and mapping onto ordered devices, by dynamic programming over suffixes.
 
     layers   a ......... b ......... L        the first stage of a suffix has the layers a..b-1 on the devices i..j-1 of the order,
     devices  i ... j ... l ......... V        the next one begins at layer b and has the devices j..l-1
 
 The program of SPP (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed, its text could not be read) minimises the workload of
-the busiest stage or channel, for each number of stages: `least_bottleneck`. An update also has to fill and drain the pipeline, so
-`least_sum` minimises what one microbatch takes forth and back under a limit on that bottleneck; between them lie all contiguous plans
-that are best for some number of microbatches (as Alpa does for stages, Zheng et al., OSDI 2022, arXiv 2201.12023, section 5.2).
+the busiest stage or channel, for each number of stages: `least_bottleneck`. An update also fills and drains the pipeline, so `least_sum`
+minimises the time of one microbatch forth and back under a limit on that bottleneck. Between the two lie all contiguous plans that are
+best for some number of microbatches (as in Alpa, Zheng et al., OSDI 2022, arXiv 2201.12023, section 5.2).
 
-It works on suffixes because activations in flight are counted from the end: a stage with k - 1 stages behind it holds as many as the
-order says, and what does not fit into memory is no stage. Devices at both ends of the order may stay idle. Exact while every device may
-begin a worker; for many devices, neighbours with the best links are used as one.
+Suffixes, because activations in flight are counted from the end: a stage with k - 1 stages behind it holds as many as the schedule says,
+and must fit into memory. Devices at both ends of the order may stay idle. The program is exact while every device may begin a worker;
+with many devices, neighbours with the best links count as one unit.
 
 Time: O(V^2 L^2 + V^3 L) for each limit, times the number of stages where memory is limited.
 """
@@ -32,7 +32,7 @@ from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Floats, Group
 
 MOST_UNITS = 32
-"""Up to so many devices the dynamic program is exact; beyond them, runs of devices are used as one."""
+"""Most devices for which the dynamic program is exact; with more, runs of devices count as one unit."""
 Run = tuple[int, int]
 """Units i..j-1."""
 Stages = NDArray[np.int_]
@@ -41,7 +41,7 @@ Stages = NDArray[np.int_]
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """A contiguous plan with its objective: seconds an update of the busiest stage or channel, or seconds of one microbatch."""
+    """A contiguous plan with its objective: seconds per update of the busiest stage or channel, or seconds of one microbatch."""
 
     value_s: float
     layout: Layout
@@ -49,13 +49,13 @@ class Bottleneck:
 
 @dataclass
 class Partition:
-    """What stages and channels cost on devices in one order.
+    """Dynamic programs over contiguous plans on devices in one order.
 
     Attributes:
         estimator: Estimates of the problem.
-        order: all devices, or those that may be used.
-        half_duplex: whether both directions of a channel take turns, as in the paper's model.
-        most_units: workers begin at no more positions of the order than these.
+        order: Devices that may be used.
+        half_duplex: Whether both directions of a channel take turns, as in the paper's model.
+        most_units: Most units into which the order is divided.
     """
 
     estimator: Estimator
@@ -66,10 +66,10 @@ class Partition:
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
-        """The positions in the order where a worker may begin or end.
+        """Positions in the order where a worker may begin or end.
 
-        Where there are too many, the two neighbouring runs with the best link become one, the shortest first of those that are
-        linked equally well, until few enough are left.
+        Where there are too many, the two neighbouring runs with the best link become one (among equal links, the shortest run), until
+        few enough are left.
         """
         bandwidth = self.estimator.problem.bandwidth
         ends = {position: position + 1 for position in range(len(self.order))}  # Of each run, by its start.
@@ -97,11 +97,11 @@ class Partition:
 
     @property
     def num_units(self) -> int:
-        """Runs of devices that are used as one."""
+        """Number of runs of devices that count as one."""
         return len(self.borders) - 1
 
     def group(self, i: int, j: int) -> Group:
-        """The devices of the units i..j-1."""
+        """Return the devices of the units i..j-1."""
         return self.order[self.borders[i] : self.borders[j]]
 
     @cached_property
@@ -165,7 +165,7 @@ class Partition:
 
     @cached_property
     def limited(self) -> bool:
-        """Whether memory could be short."""
+        """Whether memory may be short."""
         problem = self.estimator.problem
         everything = problem.standing_prefix[-1] + problem.saved_prefix[-1] * (problem.num_microbatches - 1) + problem.working_peaks.max()
         return any(problem.memory_bytes[device] < everything for device in self.order)
@@ -180,7 +180,7 @@ class Partition:
         return found
 
     def _fits(self, i: int, j: int, held: int, *, recomputed: bool) -> Stages:
-        """How far a stage may reach that fits into the memory of the units i..j-1 with so many activations in flight."""
+        """Return for each first layer the largest end of a stage that fits on the units i..j-1 with so many activations in flight."""
         found = self._fitting.get((i, j, held, recomputed))
         if found is None:
             problem = self.estimator.problem
@@ -196,20 +196,18 @@ class Partition:
             found = self._fitting[i, j, held, recomputed] = fits.sum(axis=1) - 1
         return found
 
-    # The two programs
-
     def least_bottleneck(self, schedule: str = "1f1b") -> list[Bottleneck]:
-        """For each possible number of stages, the plan whose busiest stage or channel works least in an update (PRM).
+        """Return for each possible number of stages the plan whose busiest stage or channel works least in an update (PRM).
 
         Args:
-            schedule: name of the order of Ops, which says how many activations are in flight.
+            schedule: Name of the schedule, which determines the activations in flight.
         """
         return self._solve(self._updates, schedule, np.maximum, by_level=True)
 
     def least_sum(self, limit_s: float, schedule: str = "1f1b") -> list[Bottleneck]:
-        """The plan with the shortest way of a microbatch forth and back whose stages and channels all work at most so long in an update.
+        """Return the plans with the shortest path of a microbatch whose stages and channels work at most so long in an update.
 
-        One plan where memory does not matter; else one for each number of stages.
+        There is one plan where memory does not matter, else one for each number of stages.
         """
 
         def within(found: dict[Run, tuple[Floats, Floats]]) -> dict[Run, Floats]:
@@ -219,7 +217,7 @@ class Partition:
         return self._solve(_Costs(within(self._stages), again, within(self._channels)), schedule, np.add, by_level=self.limited)
 
     def least_limit_s(self, schedule: str = "1f1b") -> float:
-        """The workload of the busiest stage or channel in the best plan of any number of stages; infinite where none fits."""
+        """Return the least workload of the busiest stage or channel for any number of stages; infinite where no plan fits."""
         found = self._solve(self._updates, schedule, np.maximum, by_level=self.limited)
         return min((one.value_s for one in found), default=math.inf)
 
@@ -245,7 +243,7 @@ class Partition:
         *,
         by_level: bool,
     ) -> list[Bottleneck]:
-        """The best plan of any number of stages; of 1, 2, ... stages where `by_level` is set.
+        """Return the best plan of any number of stages; of 1, 2, ... stages where `by_level` is set.
 
         best[i, j, a] is the value of the layers from a on, the first of their stages on the units i..j-1.
         """
@@ -303,12 +301,12 @@ class Partition:
 
 
 class _Costs(NamedTuple):
-    """What the programs add up or take the largest of, by run of units.
+    """Seconds of stages and channels by run of units.
 
     Attributes:
-        stages: by [first layer, end].
-        again: the same where forwards are run twice; `None` where none is.
-        channels: by [end of the next run, position of the cut].
+        stages: By [first layer, end].
+        again: Stages whose forwards run twice; `None` where none does.
+        channels: By [end of the next run, position of the cut].
     """
 
     stages: dict[Run, Floats]

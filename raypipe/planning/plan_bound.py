@@ -1,8 +1,8 @@
-r"""What no plan can beat: for a profile, a topology, a number of microbatches and the devices' memory.
+r"""Lower bounds on the time of an update for a profile, a topology and a number of microbatches.
 
 The bound is the largest of several, each of which holds for every synchronous schedule and every plan: any cut, any mapping, any
-replication of a stage over devices that divide the rows, several copies of the weights, backwards split or not. Overheads, memory
-beyond the question whether the model fits at all, and the sharing of links between messages and sums can only add to it.
+replication of a stage over devices that divide the rows, several copies of the weights, backwards split or not. Overheads, memory, and
+the sharing of links between messages and sums can only add to it.
 
     work       all work divided among all devices. Where kinds of device differ layer by layer: the dual of that linear program, with
                each device priced by its power.
@@ -37,13 +37,13 @@ _MOST_BORDERS = 64
 
 @dataclass(frozen=True)
 class PlanBound:
-    """Seconds that one update takes at least, whatever the plan.
+    """Least seconds of one update, whatever the plan.
 
     Attributes:
-        work_s: all work on all devices.
-        copies_s: with a sum of some layer's gradients, or without copies.
-        layer_s: through the layer that is worst for it.
-        border_s: over the slow links that are worst for it.
+        work_s: All work on all devices.
+        copies_s: With a sum of some layer's gradients, or without copies.
+        layer_s: Through the worst layer.
+        border_s: Over the worst set of slow links.
     """
 
     work_s: float
@@ -53,23 +53,23 @@ class PlanBound:
 
     @property
     def update_s(self) -> float:
-        """The largest of them."""
+        """Largest of the bounds."""
         return max(self.work_s, self.copies_s, self.layer_s, self.border_s)
 
     @property
     def binding(self) -> str:
-        """Which of them it is."""
+        """Name of the largest bound."""
         return max(("work", "copies", "layer", "border"), key=lambda name: float(getattr(self, f"{name}_s")))
 
 
 def plan_bound(problem: Problem) -> PlanBound:
-    """The bound for one update of any plan."""
+    """Return the bound for one update of any plan."""
     bounds = _Bounds(problem)
     return PlanBound(bounds.work_s(), bounds.copies_s(), bounds.layer_s(), bounds.border_s())
 
 
 class _Bounds:
-    """What the bounds have in common."""
+    """Arrays and bounds of one problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -86,9 +86,10 @@ class _Bounds:
         self.layer_bytes = np.diff(problem.trained_prefix)
 
     def _work_s(self, devices: Group) -> float:
-        """All work on some devices: a dual solution, prices y_l <= z_d x the seconds of layer l on device d, with z summing to 1.
+        """Return the least seconds of all work on some devices, by a dual solution.
 
-        Devices that share too few cores count as that many of the best of them, layer by layer.
+        Its prices are y_l <= z_d x the seconds of layer l on device d, and z sums to 1. Devices that share too few cores count as that
+        many of the best of them, layer by layer.
         """
         if not devices:
             return math.inf
@@ -115,7 +116,7 @@ class _Bounds:
         return self._work_s(tuple(range(self.problem.num_devices)))
 
     def _sum_s(self, num_bytes: float) -> float:
-        """The least seconds in which several devices sum so many bytes."""
+        """Return the least seconds in which several devices sum so many bytes."""
         return math.inf if self.problem.num_devices == 1 else 2 * (self.best_latency_s + num_bytes / 2 / self.best_bandwidth)
 
     def copies_s(self) -> float:
@@ -138,11 +139,10 @@ class _Bounds:
         return max(min(float(one_s), self._sum_s(float(num_bytes))) for one_s, num_bytes in zip(on_one_s, self.layer_bytes, strict=True))
 
     def border_s(self) -> float:
-        """The largest over the borders that thresholds of bandwidth draw."""
         return max(map(self._across_s, self._sides()), default=0.0)
 
     def _sides(self) -> Iterator[Group]:
-        """Sets of devices that no link above some bandwidth leads out of."""
+        """Yield sets of devices that no link above some bandwidth leaves."""
         bandwidth = np.maximum(self.problem.bandwidth, self.problem.bandwidth.T)
         size = self.problem.num_devices
         finite = np.unique(bandwidth[np.isfinite(bandwidth)])
@@ -169,14 +169,14 @@ class _Bounds:
     def _across_s(self, side: Group) -> float:
         problem = self.problem
         if not self._connected():
-            return 0.0  # What has nothing to do with each other may stay on either side.
+            return 0.0  # Unconnected parts of the model may stay on either side.
         inside = np.zeros(problem.num_devices, dtype=bool)
         inside[list(side)] = True
         others = tuple(np.flatnonzero(~inside).tolist())
         capacity = min(self._capacity(inside, ~inside), self._capacity(~inside, inside))
         if capacity == math.inf:
             return 0.0
-        # All layers on both sides: every sum crosses the border, forth and back in its ring.
+        # All layers on both sides: every sum crosses the border twice in its ring.
         best = float(np.maximum(problem.bandwidth, problem.bandwidth.T)[np.ix_(inside, ~inside)].max())
         copied_s = float(self.layer_bytes.max()) / best
         # Of a model with branches one tensor may cross alone.
@@ -189,14 +189,14 @@ class _Bounds:
         return min(ways)
 
     def _connected(self) -> bool:
-        """Whether all layers hang together."""
+        """Return whether the graph of the layers is connected."""
         graph: nx.Graph[int] = nx.Graph()
         graph.add_nodes_from(range(self.problem.num_layers))
         graph.add_edges_from((edge.producer, edge.consumer) for edge in self.problem.profile.edges())
         return nx.is_connected(graph)
 
     def _capacity(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
-        """Bytes per second of all wires from one side to the other."""
+        """Return the bytes per second of all links from one side to the other."""
         wires: dict[str, float] = {}
         problem = self.problem
         blocks, num_pairs = np.unique(problem.block_of[np.ix_(sources, targets)], return_counts=True)

@@ -1,8 +1,8 @@
-"""What is planned: a model, a cluster and the size of an update, as arrays that planners can reason about.
+"""The planning problem: a model, a cluster and the size of an update, as arrays.
 
 Layers are cut between consecutive ones in the profile's order; position l is the cut before layer l, so a stage is a pair
-(first, end) of positions. Devices are numbers in the order of the topology. Seconds and bytes are of one whole microbatch of
-`microbatch_size` rows unless something else is said.
+(first, end) of positions. Devices are numbers in the order of the topology. Seconds and bytes are those of one whole microbatch
+of `microbatch_size` rows, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 
 Floats = npt.NDArray[np.float64]
 Group = tuple[int, ...]
-"""The devices of one worker, in the order in which they divide the rows and stand in the ring of their sums."""
+"""Devices of one worker, in the order of their rows and of the ring that sums their gradients."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model to be laid onto a cluster.
+    """A model to be planned on a cluster.
 
     Attributes:
-        profile: what layers cost.
-        topology: devices and links.
-        num_microbatches: of one update.
-        microbatch_size: rows of a microbatch.
-        state_bytes_per_parameter_byte: gradients and optimizer state.
-        recompute: whether forwards may be run again where memory is short.
-        max_staleness: the most updates between the weights of a forward and those that its gradient changes; `None` for as many as it
-            has where the order is named. Where it is to be chosen, some delay must be allowed, here or on average.
-        max_mismatch: the most weight versions between the forward and the backward of a microbatch; `None` for no limit.
-        max_mean_staleness: the updates of `max_staleness` on average over microbatches and stages; `None` for no limit.
-        updates_per_window: updates between two drains, for orders whose updates overlap.
-        update_scope: what updates wait for; `None` for each order's own default.
+        profile: Costs of the layers.
+        topology: Devices and links.
+        num_microbatches: Number of microbatches of one update.
+        microbatch_size: Rows of a microbatch.
+        state_bytes_per_parameter_byte: Gradients and optimizer state.
+        recompute: Whether forwards may run again where memory is short.
+        max_staleness: Most updates between the weights of a forward and those that its gradient changes; `None` for no limit on a
+            named schedule. Schedules with a delay are chosen only where this or `max_mean_staleness` allows one.
+        max_mismatch: Most weight versions between the forward and the backward of a microbatch; `None` for no limit.
+        max_mean_staleness: Limit on the staleness averaged over microbatches and stages; `None` for no limit.
+        updates_per_window: Number of updates between two drains, for schedules whose updates overlap.
+        update_scope: What updates wait for; `None` for each schedule's default.
 
     Raises:
-        PlanError: a count is below 1, or a limit below 0.
+        PlanError: A count is below 1, or a limit below 0.
     """
 
     profile: ModelProfile
@@ -76,37 +76,37 @@ class Problem:
 
     @property
     def staleness(self) -> StalenessLimits:
-        """What is allowed of an order."""
+        """Limits on the staleness of schedules."""
         return StalenessLimits(self.max_staleness, self.max_mismatch, self.max_mean_staleness)
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model."""
+        """Number of layers of the model."""
         return self.profile.num_layers
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The devices' names."""
+        """Names of the devices."""
         return tuple(device.name for device in self.topology.devices)
 
     @property
     def num_devices(self) -> int:
-        """Devices of the cluster."""
+        """Number of devices of the cluster."""
         return len(self.names)
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """The number of each device's node."""
+        """Number of each device's node."""
         return tuple(number for number, node in enumerate(self.topology.nodes) for _ in node.devices)
 
     @cached_property
     def nodes_of(self) -> npt.NDArray[np.int_]:
-        """The same as an array."""
+        """`node_of` as an array."""
         return np.array(self.node_of)
 
     @cached_property
     def overheads_s(self) -> tuple[float, float]:
-        """Seconds that every forward and every backward takes besides, with the message that it takes and the one that it hands over."""
+        """Overhead of every forward and of every backward, with the message that it receives and the one that it sends."""
         found = self.topology.overheads or Overheads()
         messages_s = found.send_s + found.recv_s
         return found.forward_s + messages_s, found.backward_s + messages_s
@@ -120,19 +120,19 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """Rows of a microbatch over those of the profiled one."""
+        """Rows of a microbatch over rows of the profiled one."""
         return self.microbatch_size / self.profile.microbatch_size
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of device for which layers take different times."""
+        """Kinds of device for which layers take different times; "" stands for all that the profile does not name."""
         measured = sorted({device.kind for device in self.topology.devices} & self.profile.device_kinds.keys())
         others = any(device.kind not in self.profile.device_kinds for device in self.topology.devices)
         return (*measured, *([""] if others else []))
 
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
-        """The number of each device's kind in `kinds`."""
+        """Number in `kinds` of each device's kind."""
         number = {kind: position for position, kind in enumerate(self.kinds)}
         return tuple(number.get(device.kind, number.get("", 0)) for device in self.topology.devices)
 
@@ -148,7 +148,7 @@ class Problem:
 
     @cached_property
     def trained_prefix(self) -> Floats:
-        """Bytes of the weights of all layers before each position that are trained, which copies of a stage sum."""
+        """Bytes of the trained weights of all layers before each position, which replicas of a stage sum."""
         return np.concatenate(([0.0], np.cumsum([float(layer.trained_bytes) for layer in self.profile.layers])))
 
     @cached_property
@@ -159,18 +159,18 @@ class Problem:
 
     @cached_property
     def saved_prefix(self) -> Floats:
-        """Bytes that all layers before each position save for one microbatch."""
+        """Bytes that all layers before each position save for a microbatch."""
         return np.concatenate(([0.0], np.cumsum([layer.saved_bytes * self.scale for layer in self.profile.layers])))
 
     @cached_property
     def working_peaks(self) -> Floats:
-        """For each layer, what all layers up to it save for one microbatch, and what it needs for a while."""
+        """For each layer, bytes that all layers up to it save for a microbatch, and its own working bytes."""
         working: Floats = np.array([(layer.working_bytes or 0) * self.scale for layer in self.profile.layers])
         return working + self.saved_prefix[1:]
 
     @cached_property
     def crossing_bytes(self) -> Floats:
-        """Bytes that cross each position: outputs of layers before it that layers behind it take, each once."""
+        """Bytes that cross each position: outputs of layers before it that layers after it read, each once."""
         last_use: dict[int, tuple[int, int]] = {}
         for producer, consumer, num_bytes in self.profile.edges():
             last, most = last_use.get(producer, (consumer, 0))
@@ -184,7 +184,7 @@ class Problem:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Of each device while all of its node compute; devices that share too few cores slow each other."""
+        """Speed of each device while all devices of its node compute; devices that share too few cores slow each other."""
         found: list[float] = []
         for node in self.topology.nodes:
             part = 1.0 if node.cores is None or not node.devices else min(1.0, node.cores / len(node.devices))
@@ -193,7 +193,7 @@ class Problem:
 
     @cached_property
     def powers(self) -> tuple[float, ...]:
-        """Of each device, microbatches of the whole model a second: its speed on this model."""
+        """Relative speed of each device on the whole model."""
         whole_s = self.prefix_s[:, :, -1].sum(axis=1)
         most = float(whole_s.max())
         return tuple(
@@ -202,11 +202,11 @@ class Problem:
 
     @cached_property
     def memory_bytes(self) -> tuple[float, ...]:
-        """Of each device; infinite where there is no limit."""
+        """Memory of each device; infinite where there is no limit."""
         return tuple(math.inf if device.memory_bytes is None else float(device.memory_bytes) for device in self.topology.devices)
 
     def path(self, source: int, target: int) -> Path:
-        """What a transfer between two devices passes through."""
+        """Return the path of a transfer between two devices."""
         return self.topology.path(self.names[source], self.names[target])
 
     @cached_property
@@ -221,7 +221,7 @@ class Problem:
 
     @cached_property
     def block_of(self) -> npt.NDArray[np.int32]:
-        """The number in `blocks` of each ordered pair of devices; -1 on the diagonal."""
+        """Number in `blocks` of each ordered pair of devices; -1 on the diagonal."""
         found = np.full((self.num_devices, self.num_devices), -1, dtype=np.int32)
         for number, block in enumerate(self.blocks):
             found[np.ix_(*block)] = number
@@ -243,7 +243,7 @@ class Problem:
 
     @cached_property
     def blocks(self) -> list[tuple[Group, Group]]:
-        """Sets of ordered pairs (any of the first, any of the second) with equal paths: those of two nodes, if links name nodes alone."""
+        """Sets of ordered pairs of devices with equal paths; where links name nodes alone, one for each pair of nodes."""
         members: list[list[int]] = [[] for _ in self.topology.nodes]
         for device, node in enumerate(self.node_of):
             members[node].append(device)
@@ -258,10 +258,10 @@ class Problem:
     # Workers
 
     def rows(self, group: Sequence[int]) -> tuple[int, ...] | None:
-        """The rows of a microbatch that each device of a worker takes; `None` where there are more devices than rows.
+        """Return the rows of a microbatch for each device of a worker; `None` where there are more devices than rows.
 
-        Whole rows, at least one each, so divided that the slowest takes as short as can be (the next row goes to the device
-        that would be done with it first).
+        Each device gets whole rows, at least one; the slowest is as fast as possible (each row goes to the device that would be done
+        with it first).
         """
         key = tuple(group)
         if key not in self._rows:
@@ -269,7 +269,7 @@ class Problem:
         return self._rows[key]
 
     def with_rows(self, rows: Mapping[Group, tuple[int, ...]]) -> Problem:
-        """The same with given rows for the devices of some workers, whatever their power."""
+        """Return the problem with fixed rows for the devices of some workers, whatever their power."""
         found = replace(self)
         found._rows.update(rows)
         return found
@@ -278,7 +278,7 @@ class Problem:
         if len(powers) > self.microbatch_size:
             return None
         total = math.fsum(powers)
-        # The whole rows of a fair part are everyone's in the best division, too: only the rest is handed out one by one.
+        # The best division gives each device at least the whole rows of its fair share: only the rest is divided one by one.
         rows = [max(int(self.microbatch_size * power / total), 1) for power in powers]
         while sum(rows) > self.microbatch_size:
             last = max((position for position, of_device in enumerate(rows) if of_device > 1), key=lambda at: rows[at] / powers[at])
@@ -292,7 +292,7 @@ class Problem:
         return tuple(rows)
 
     def factors(self, group: Group) -> dict[int, float] | None:
-        """For each kind among a worker's devices, by how much its slowest device stretches a whole microbatch at speed 1."""
+        """Return for each kind of a worker's devices the time of its slowest device over that of a whole microbatch at speed 1."""
         rows = self.rows(group)
         if rows is None:
             return None
@@ -303,7 +303,7 @@ class Problem:
         return found
 
     def demands(self, group: Group) -> tuple[tuple[float, float], ...]:
-        """The different pairs, among a worker's devices, of the share of a microbatch and the bytes of memory."""
+        """Return the different pairs (share of a microbatch, bytes of memory) of a worker's devices."""
         found = self._demands.get(group)
         if found is None:
             rows = self.rows(group) or (math.inf,) * len(group)
@@ -312,7 +312,7 @@ class Problem:
         return found
 
     def sum_s(self, group: Sequence[int], parameter_bytes: float | Floats) -> float | Floats:
-        """Seconds in which a worker's devices sum gradients, as `Cost.collective_s` has it."""
+        """Return the seconds in which a worker's devices sum gradients, as `Cost.collective_s` does."""
         size = len(group)
         if size == 1:
             return parameter_bytes * 0.0

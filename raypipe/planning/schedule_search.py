@@ -55,14 +55,14 @@ def _searched(
     begin: list[Layout],
     whole: Callable[[Evaluation | None], Evaluation | None],
 ) -> Evaluation | None:
-    """The search over orders of one stage a worker, then every other order on the workers of what it found.
+    """Search over schedules of one stage per worker, then try every other schedule on the workers of the best layouts.
 
     Args:
-        evaluator: by which it searches.
-        schedule: as of `make`.
-        budget: how hard.
-        begin: layouts to begin with.
-        whole: makes of what is evaluation best what is decided by.
+        evaluator: Simulates layouts, or extrapolates from shorter updates.
+        schedule: Name of the schedule, or `auto`.
+        budget: Effort.
+        begin: Layouts to begin with.
+        whole: Returns the evaluation of the whole update for the best extrapolated one.
     """
     overlapping = asynchronous_orders(evaluator.problem, schedule)
     several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
