@@ -10,7 +10,7 @@ from raypipe import DataConfig, RunConfig, ScalingConfig, ScheduleConfig, Traine
 
 
 def main() -> None:
-    """Trains for 20 updates over two stages and prints what came of it."""
+    """Train for 20 updates over two stages, and print the losses."""
     result = Trainer(
         "raypipe.models.gpt:gpt",
         model_options={"num_layers": 4, "d_model": 128, "sequence_length": 64},

@@ -225,7 +225,7 @@ def test_the_command_shows_scales_and_a_table(file: Path, capsys: pytest.Capture
     shown = capsys.readouterr()
     assert "scales: time 0.2, bytes 0.5" in shown.out
     assert "update time" in shown.out
-    assert f"{this_node()}/2" in shown.out
+    assert "stage 0, device 0" in shown.out
     assert "error of the prediction" in shown.out
     assert "window 1 of 4" in shown.err
 
