@@ -39,11 +39,14 @@ class LocalPipeline:
         learning_rate: Learning rate of each update.
         seed: Seed of initial weights and random numbers.
         placement: Devices of each worker; `None` for one each.
-        max_grad_norm: Limit of the gradient norm; `None` for no limit.
+        max_grad_norm: Limit of the gradient norm; `None` for none.
         timeout_s: Limit of every wait between devices.
         faults: Faults to inject.
-        precision: Precision in which the stages compute.
-        on: Torch device that computes for all of them.
+        precision: Precision of all stages.
+        on: Torch device of all stages.
+
+    Attributes:
+        weights: For each device, the weights of its stages.
     """
 
     def __init__(

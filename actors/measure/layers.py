@@ -41,14 +41,14 @@ class LayerMeasurement:
         output_bytes: Bytes of the tensors that the layer passes on.
         saved_bytes: Bytes that autograd keeps for the backward, without weights.
         weight_grad_saved_bytes: Bytes kept between input gradient and weight gradient if the backward is split: what autograd still holds,
-            and the gradients that the weight gradient starts from.
+            and the gradients that W starts from.
         parameter_bytes: Bytes of the weights that the optimizer steps.
         tied_bytes: Bytes of those weights that other layers share.
         update_s: Seconds of the optimizer's step and of renewing copies in lower precision.
         spread: Half the interquartile range of the forward's and backward's sum, divided by its median.
-        working_bytes: Peak of the memory that forward and backward take beyond `saved_bytes`. It includes the outputs, their gradients,
-            the gradients of the inputs, and a gradient of a weight before it is added to the others.
-        input_grad_working_bytes: Peak of the memory that forward and input gradient take beyond `saved_bytes` if the backward is split.
+        working_bytes: Peak of forward and backward beyond `saved_bytes`, with the outputs, their gradients, those of the inputs, and one
+            of a weight before it is added to the others.
+        input_grad_working_bytes: Peak of forward and input gradient beyond `saved_bytes` if the backward is split.
         low_precision_bytes: Bytes of the copies of weights in lower precision.
         frozen_bytes: Bytes of the weights that are not trained.
     """

@@ -29,7 +29,7 @@ class Graph:
 
 
 def walk(roots: Iterable[GradientEdge], *, inputs: Iterable[Tensor], pivots: Collection[Node], parameters: Iterable[Tensor]) -> Graph:
-    """Visit every node below `roots` once, children before parents; without recursion, since graphs can be deeper than Python's stack."""
+    """Visit every node below `roots` once, children first; without recursion, since graphs can be deeper than Python's stack."""
     graph = Graph(children={}, height={}, inputs={}, parameters={})
     children, height = graph.children, graph.height
     inputs, parameters = set(inputs), set(parameters)

@@ -71,13 +71,7 @@ _NUM_NOISE_TRIALS = 2
 
 
 def output_specs(module: StageModule, inputs: StageOutputs, batch: Batch, *, num_rows: int) -> dict[int, tuple[LayerOutput, ...]]:
-    """Return the tensors that a stage passes on, found by forwards over zeros and over noise.
-
-    Args:
-        module: Layers of the stage.
-        inputs: Tensors of other stages that the stage takes.
-        batch: Fields of one microbatch.
-        num_rows: Number of rows of the microbatch.
+    """Return the tensors that a stage passes on, found by forwards over zeros and noise in place of `inputs`, and one microbatch.
 
     Raises:
         ConfigError: The forward over zeros failed or wrote into its inputs, or a tensor does not have `num_rows` as its first dimension.
@@ -191,12 +185,7 @@ def _reached(tensor: Tensor, leaves: Mapping[Tensor, OutputId]) -> Iterator[Outp
 
 
 def edge_specs(cut: Cut, outputs: Mapping[int, Sequence[LayerOutput]]) -> EdgeSpecs:
-    """Return the tensors that travel along each edge of the stage graph.
-
-    Args:
-        cut: Layers of all stages, which are numbered in topological order.
-        outputs: Tensors that each layer passes on.
-    """
+    """Return the tensors that travel along each edge of the stage graph, from those that each layer passes on."""
     last = max(layer for stage in cut.stages for layer in stage)
     # A stage without gradients for its outputs returns none for its inputs: from the loss back to the first stage.
     with_gradient: set[OutputId] = {(last, number) for number in range(len(outputs[last]))}

@@ -29,11 +29,7 @@ def squared_norm(gradients: list[Tensor], *, on: torch.device = devices.CPU) -> 
 class FlatLayout:
     """Gradients of several weights as one vector: the values of each, then for each weight a 1 if it has a gradient and a 0 if not.
 
-    Weights without a gradient have zeros as values. In a sum of such vectors a weight has a gradient if any of the parts has one.
-
-    Args:
-        sizes: Number of elements and dtype of each weight.
-        on: Device of the vector.
+    In a sum of such vectors a weight has a gradient if any part has one. `sizes` are the number of elements and dtype of each weight.
     """
 
     def __init__(self, sizes: Iterable[tuple[int, torch.dtype]], *, on: torch.device) -> None:
@@ -69,9 +65,7 @@ class FlatLayout:
 class GradientBuffers:
     """One gradient buffer for each update under way, bound as `.grad` of the tensors that an Op computes with.
 
-    Args:
-        masters: Tensors that the optimizer steps; gradients have their shapes, dtypes and order.
-        on: Device of the gradients.
+    Gradients have the shapes, dtypes and order of `masters`.
 
     Attributes:
         bound_version: Version that a buffer is bound to, or `None`.

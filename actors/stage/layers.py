@@ -15,7 +15,7 @@ from raypipe.model import Layer
 GENERATOR_LOCK = threading.Lock()
 """Torch's random generator belongs to the process: threads that seed it and draw from it take turns."""
 _LAYER_OF_WEIGHT: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The name of the layer that each parameter was built for, to refuse a parameter that is returned for two layers."""
+"""The name of the layer that each parameter was built for; a parameter is refused for a second layer."""
 
 
 class RngKey(NamedTuple):

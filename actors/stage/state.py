@@ -1,4 +1,4 @@
-"""The state of a stage's layers: weights, buffers and optimizer state by name, as checkpoints and other actors take it.
+"""The state of a stage's layers by name, for checkpoints and other actors.
 
 weight                        a weight or buffer of the layer
 optimizer/exp_avg/weight      optimizer state of this weight
@@ -43,11 +43,7 @@ def export_layers(weights: Weights) -> dict[int, dict[str, Tensor]]:
 
 
 def import_layers(weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Load what `export_layers` returned, on this device or others, into a stage. Between windows only.
-
-    Args:
-        weights: Weights of the stage.
-        states: State of each layer in `weights.module.needed_layers`.
+    """Load the states of `weights.module.needed_layers`, as `export_layers` returned them. Between windows only.
 
     Raises:
         ConfigError: A tensor is missing, unknown or of another shape.
@@ -60,7 +56,6 @@ def import_layers(weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) 
 
 
 def _with_borrowed(module: StageModule, states: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """Return the states of a stage's layers, with the weights that they borrow under the names that they have here."""
     completed = {index: dict(states[index]) for index in module.indices}
     for parameter, stored in module.borrowed.items():
         _, index, name = parameter.split(".", 2)
@@ -72,7 +67,7 @@ def _with_borrowed(module: StageModule, states: Mapping[int, Mapping[str, Tensor
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Return the prefix of optimizer state in a name, such as `optimizer/exp_avg/` or nothing, and the name of the weight."""
+    # Such as "optimizer/exp_avg/" (nothing for a weight or buffer) and "weight".
     if not key.startswith(OPTIMIZER):
         return "", key
     _, kind, weight = key.split("/", 2)
@@ -80,8 +75,6 @@ def _split(key: str) -> tuple[str, str]:
 
 
 class _Loader:
-    """Copies tensors by name into a stage."""
-
     def __init__(self, weights: Weights) -> None:
         self._optimizer = weights.optimizer
         self._tensors = without_aliases(weights.module)
@@ -123,13 +116,10 @@ class _Loader:
 
 
 def without_aliases(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state of several layers with each weight under the first of its names, and each buffer under its first name in a layer.
+    """Return the state of several layers with each weight under its first name, and each buffer under its first name in a layer.
 
-    A model declares which weights its layers share, whatever the cut. It does not declare buffers that layers have in common, so these
-    stay in each of the layers.
-
-    Args:
-        module: Module whose parameters' names begin with the index of a layer, or with `layers.` and the index.
+    A model declares the weights that its layers share, but not the buffers, which therefore stay in each layer. Names in `module` must
+    begin with the index of a layer, or with `layers.` and the index.
     """
     seen: set[tuple[str, int, tuple[int, ...]]] = set()
     state: dict[str, Tensor] = {}

@@ -34,9 +34,11 @@ def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int, on: 
         index_of = {model.layers[index].name: index for index in indices}
         (first_layer, first_name), *_ = tie
         first = indices[0]
-        shared = _weight(layers[first] if first in layers else build_layer(model.layers[first], index=first, seed=seed), *tie[0])
-        if first not in layers:
-            shared.data = shared.data.to(on, copy=True)
+        if first in layers:
+            shared = _weight(layers[first], *tie[0])
+        else:
+            shared = _weight(build_layer(model.layers[first], index=first, seed=seed).to(on), *tie[0])
+            shared.data = shared.data.clone()  # drops memory that the weight shares with the rest of the layer
         for layer, name in tie:
             module = layers.get(index_of[layer])
             if module is None:

@@ -22,11 +22,6 @@ Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 class Weights:
     """The weights of one stage, their gradients and their optimizer.
 
-    Args:
-        module: Layers of the stage.
-        optimizer: Makes the optimizer.
-        rule: How a backward finds its weights.
-
     Attributes:
         names: Names of the trained parameters in the module.
         masters: Tensors that the optimizer steps, in the order of `names`.
@@ -104,8 +99,8 @@ class Weights:
         """Make version `update + 1` from version `update`.
 
         Args:
-            update: Number of the update in the window; its gradients are used up.
-            scale: Factor of the gradients, for clipping.
+            update: Number of the update in the window; its gradient buffer is dropped.
+            scale: Factor that clips the gradients.
             learning_rate: Learning rate of this update.
             keep_old: Whether version `update` is still to be read.
             shared: Clipped sum of `shared_gradients` over the stages of its tie.
