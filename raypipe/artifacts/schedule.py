@@ -6,7 +6,6 @@ synchronous schedule of a chain of stages: its workers, microbatches and updates
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -139,7 +138,7 @@ def _of_programs(programs: tuple[tuple[Slot, ...], ...], *, name: str) -> Schedu
     num_stages = max(stage for _, stage in where) + 1
     pipelines = range(max(pipeline for pipeline, _ in where) + 1)
     # A number too large for the programs cannot be complete; the validator would take time in proportion to it.
-    needed = itertools.product(pipelines, range(num_stages))
+    needed = ((pipeline, stage) for pipeline in pipelines for stage in range(num_stages))  # `product` would hold all of them
     if missing := next((place for place in needed if place not in where), None):
         raise ScheduleError(f"no worker has an Op of stage {missing[1]} of pipeline {missing[0]}")
     num_microbatches = max((op.index for op in ops if not op.kind.per_update), default=0) + 1
