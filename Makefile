@@ -9,7 +9,7 @@ DEMO_DATA := data/python-stdlib.parquet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test cluster-test gpu-test gpu-bench check wheel-test clean
+.PHONY: help install demo test test-all test-units test-processes test-nodes gpu-test gpu-bench check wheel-test clean
 
 help:  ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,14 +19,25 @@ install: $(INSTALLED)  ## makes .venv with raypipe, its dependencies and the dev
 demo: $(INSTALLED) $(DEMO_DATA)  ## trains a small GPT on the source of Python's standard library, on the CPU
 	$(BIN)/raypipe train examples/gpt_python_stdlib.yaml
 
-# A file's tests run in one process, which remembers the orders that it has searched for.
-test: $(INSTALLED)  ## runs the tests; needs no GPU, and a C++ compiler for a device that stands in for one, else skips
-	$(BIN)/pytest -n auto --dist loadfile --ignore=tests/processes --ignore=tests/on_ray --ignore=tests/multinode --ignore=tests/gpu
-	$(BIN)/pytest tests/gpu
-	$(BIN)/pytest tests/processes tests/on_ray
+PURE := --ignore=tests/processes --ignore=tests/on_ray --ignore=tests/multinode --ignore=tests/gpu
 
-cluster-test: $(INSTALLED)  ## runs the tests that need several nodes, in network namespaces; needs root and iproute2, else skips
-	$(BIN)/pytest tests/multinode
+# A file's tests run in one process, which remembers the orders that it has searched for.
+test: $(INSTALLED)  ## runs the tests that a change needs first: laws, units, threads and a few runs on Ray
+	$(BIN)/pytest -n auto --dist loadfile -m "not slow" --durations=10 $(PURE)
+	$(BIN)/pytest -m smoke tests/on_ray
+
+test-all: test-units test-processes test-nodes  ## runs all tests that need no GPU
+
+test-units: $(INSTALLED)
+	$(BIN)/pytest -n auto --dist loadfile --durations=20 $(PURE)
+
+# A stand-in for a GPU is compiled; without a C++ compiler its tests are skipped.
+test-processes: $(INSTALLED)
+	$(BIN)/pytest --durations=20 tests/gpu tests/processes tests/on_ray
+
+# Several nodes are network namespaces; without root and iproute2 these tests are skipped.
+test-nodes: $(INSTALLED)
+	$(BIN)/pytest --durations=10 tests/multinode
 
 # GPU machines often have a torch and a Ray of their own and no network: where there is no .venv, their Python is used as it is.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)

@@ -20,6 +20,9 @@ from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.stage_actors import StageActors
 from raypipe.config import ScalingConfig
 
+POOLED = "pooled"
+"""First word of the names of shared actors."""
+
 
 class ActorPool:
     """Idle stage actors on CPU slots of one node. They reserve no CPU, so that the cluster looks as free as without them."""
@@ -34,7 +37,7 @@ class ActorPool:
         missing = max(len(slots) - len(self._idle), 0)
         if missing:
             free = replace(scaling, cpus_per_device=0.0)
-            self._idle += launch_stage_actors(slots[:missing], stages=stages[:missing], run=f"{run}, pooled", scaling=free)
+            self._idle += launch_stage_actors(slots[:missing], stages=stages[:missing], run=f"{POOLED} {run}", scaling=free)
         actors = [self._idle.pop() for _ in slots]
         for device, (actor, slot, of_device) in enumerate(zip(actors, slots, stages, strict=True)):
             actor.assign.remote(Identity(run=run, device=device, name=slot.name, stages=of_device))

@@ -20,6 +20,7 @@ from raypipe.config import ClusterConfig, DataConfig, ModelConfig, ScalingConfig
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError
 from raypipe.profiling.profiler import DeviceKind, profile_model
+from tests.on_ray.actor_pool import POOLED
 from tests.on_ray.conftest import NUM_CPUS, Brand
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default")]
@@ -79,13 +80,17 @@ def config(**options: object) -> TrainConfig:
 
 
 def actors_left() -> list[str]:
-    """The actors that live after a few seconds' grace; all of a run's have names."""
+    """Return the actors that live after a few seconds' grace, but for those that tests share; all of a run's have names."""
     import ray
 
+    def left() -> list[str]:
+        names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        return [name for name in names if not name.startswith(POOLED)]
+
     deadline = time.monotonic() + 15
-    while (left := [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]) and time.monotonic() < deadline:
+    while left() and time.monotonic() < deadline:
         time.sleep(0.2)
-    return left
+    return left()
 
 
 @pytest.mark.usefixtures("local_ray")

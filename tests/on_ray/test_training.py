@@ -102,7 +102,7 @@ def unsplit() -> Trained:
     ("schedule", "devices", "chunks"),
     [
         ("gpipe", 4, 1),
-        ("1f1b", 4, 1),
+        pytest.param("1f1b", 4, 1, marks=pytest.mark.smoke),
         ("interleaved", 4, 2),
         ("zb-h1", 4, 1),
         ("zb-h2", 4, 1),
@@ -313,6 +313,7 @@ def test_a_killed_actor_ends_the_run_within_seconds_and_is_named(tmp_path: Path,
     assert caught.value.stages == "2"
 
 
+@pytest.mark.smoke
 def test_an_op_that_raises_is_named_with_its_stage(tmp_path: Path) -> None:
     faults = FaultScript().fail_at(device=1, op="1F3")
     with pytest.raises(StageFailedError, match=r"stage 1 .*1F3.*scripted fault"):

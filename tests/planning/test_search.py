@@ -30,7 +30,7 @@ def test_the_stored_optima_are_those_of_trying_everything() -> None:
         assert optimum_s(case.problem()) == pytest.approx(best_s)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 @pytest.mark.timeout(240)
 def test_the_search_comes_within_two_percent_on_average_and_eight_at_worst(part: int) -> None:
     some: list[tuple[Case, float]] = stored()[part * EVERY // 4 :: EVERY]
