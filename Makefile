@@ -9,7 +9,7 @@ DEMO_DATA := data/python-stdlib.parquet
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all test-units test-processes test-nodes gpu-test gpu-bench check wheel-test clean
+.PHONY: help install demo test test-all test-units test-processes test-nodes gpu-test gpu-bench check docs wheel-test clean
 
 help:  ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ check: $(INSTALLED)  ## checks style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy raypipe tests
+
+docs: $(INSTALLED)  ## builds the site of docs/ into build/docs; a warning is an error
+	$(BIN)/sphinx-build -W --keep-going -q docs build/docs
 
 wheel-test: $(INSTALLED)  ## builds sdist and wheel, and tries the wheel in an empty venv
 	$(BIN)/python tests/try_wheel.py
