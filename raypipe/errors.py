@@ -1,4 +1,6 @@
-"""Every error that raypipe raises on purpose::
+"""Every error that raypipe raises on purpose.
+
+::
 
     RaypipeError
     |-- InputError (ValueError)           the user's input is at fault; exit code 2

@@ -44,7 +44,13 @@ class Snippet:
 def snippets(language: str) -> list[Snippet]:
     """Return all blocks of a language, but for those whose note says `fragment`."""
     return [
-        Snippet(str(page.relative_to(ROOT)), page.read_text()[: block.start("text")].count("\n") + 1, language, block["text"], block["note"] or "")
+        Snippet(
+            str(page.relative_to(ROOT)),
+            page.read_text()[: block.start("text")].count("\n") + 1,
+            language,
+            block["text"],
+            block["note"] or "",
+        )
         for page in PAGES
         for block in _BLOCK.finditer(page.read_text())
         if block["language"] == language and not (block["note"] or "").startswith("fragment")

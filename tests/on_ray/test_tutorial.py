@@ -25,7 +25,13 @@ def test_the_commands_of_the_tutorial_work_one_after_the_other(tmp_path: Path) -
         program, *arguments = shlex.split(command)
         assert program == "raypipe"
         done = subprocess.run(
-            [sys.executable, "-m", "raypipe", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=200
+            [sys.executable, "-m", "raypipe", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     assert (tmp_path / "both.html").is_file()
