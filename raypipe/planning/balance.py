@@ -11,10 +11,9 @@ from raypipe.errors import PlanError
 
 
 def balanced_sizes(weights: Sequence[float], num_stages: int) -> list[int]:
-    """Return sizes of consecutive groups, none empty, whose largest sum is the least possible.
+    """Return sizes of consecutive nonempty groups with the least largest sum, then the least sum of squares.
 
-    Dynamic programming over (groups, items), exact; time O(stages items^2). Among equal largest sums, the
-    least sum of squares wins, which evens out the other groups, too.
+    Exact dynamic program over (groups, items); time O(stages items^2).
 
     Raises:
         PlanError: There are more stages than items.
@@ -48,7 +47,7 @@ def balanced_sizes(weights: Sequence[float], num_stages: int) -> list[int]:
 
 
 def balanced_cut(profile: ModelProfile, num_stages: int) -> Cut:
-    """Return consecutive stages whose slowest forward and backward together are as short as possible.
+    """Return the cut whose slowest forward and backward together are shortest.
 
     Raises:
         PlanError: There are more stages than layers.

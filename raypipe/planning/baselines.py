@@ -1,8 +1,6 @@
-"""Published planners to compare with: each yields layouts for a problem.
+"""Published planners to compare with, after the papers' formulas and the authors' published code.
 
-Each knows as much as its authors' planner: PipeDream and DAPPLE one bandwidth within a node and one between nodes (here the mean of the
-pairs), and equal devices (here of the mean speed); Metis the speed of each device. Their layouts are simulated on the true topology.
-The formulas are from the papers and the authors' published code; no code is copied.
+As in the originals, PipeDream and DAPPLE assume equal devices and one bandwidth within and one between nodes; Metis knows speeds.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _MOST_PERMUTATIONS = 120
 
 
 def data_parallel(estimator: Estimator) -> Iterator[Layout]:
-    """Yield the whole model on all devices; on the most powerful ones where a microbatch has fewer rows than there are devices."""
+    """Yield the whole model on the most powerful devices, at most one per row of a microbatch."""
     problem = estimator.problem
     by_power = sorted(range(problem.num_devices), key=lambda device: -problem.powers[device])
     group = tuple(sorted(by_power[: problem.microbatch_size]))
@@ -35,7 +33,7 @@ def data_parallel(estimator: Estimator) -> Iterator[Layout]:
 
 
 def equal_stages(order: str, estimator: Estimator) -> Iterator[Layout]:
-    """Yield equally many layers on each device, in the order of the topology."""
+    """Yield equally many layers on each device, in topology order."""
     problem = estimator.problem
     num_stages = min(problem.num_devices, problem.num_layers)
     sizes = [len(layers) for layers in Cut.equal(problem.num_layers, num_stages, ()).stages]
@@ -44,7 +42,7 @@ def equal_stages(order: str, estimator: Estimator) -> Iterator[Layout]:
 
 
 def spp(estimator: Estimator) -> Iterator[Layout]:
-    """Yield the layouts of SPP as reconstructed: RDO, PRM for every number of stages, PE (Luo et al., INFOCOM 2022, arXiv 2204.10562)."""
+    """Yield the layouts of SPP as reconstructed: RDO, PRM, PE (Luo et al., INFOCOM 2022, arXiv 2204.10562)."""
     partition = Partition(estimator, recursive(estimator.problem))
     for found in partition.least_bottleneck("list"):
         yield found.layout
@@ -55,7 +53,7 @@ def spp(estimator: Estimator) -> Iterator[Layout]:
 
 @dataclass(frozen=True)
 class _Uniform:
-    """A problem with equal devices, one bandwidth within nodes and one between them."""
+    """Equal devices, one bandwidth within nodes and one between them."""
 
     problem: Problem
 
@@ -69,20 +67,18 @@ class _Uniform:
 
     @cached_property
     def parameter_bytes(self) -> Floats:
-        """Bytes of weights by [first layer, end]."""
+        """By [first layer, end]."""
         prefix = self.problem.trained_prefix
         return np.maximum(prefix[None, :] - prefix[:, None], 0.0)
 
     @cached_property
     def nodes(self) -> list[list[int]]:
-        """Devices of each node."""
         found: list[list[int]] = [[] for _ in self.problem.topology.nodes]
         for device, node in enumerate(self.problem.node_of):
             found[node].append(device)
         return [devices for devices in found if devices]
 
     def bandwidth(self, *, within: bool) -> float:
-        """Return the mean bandwidth of pairs within nodes, or between them; of all pairs where there is no such pair."""
         problem = self.problem
         same = np.equal.outer(problem.node_of, problem.node_of)
         others = ~np.eye(problem.num_devices, dtype=bool)
@@ -96,9 +92,8 @@ class _Uniform:
 def pipedream(estimator: Estimator) -> Iterator[Layout]:
     """Yield the layout of PipeDream's planner (Narayanan et al., SOSP 2019, arXiv 1806.03377), with a flush.
 
-    It goes level by level of the bandwidth hierarchy. The time of a stage on m devices is (compute + 4 (m-1) / m x weights / bandwidth)
-    / m, that of a cut 2 x output / bandwidth / m. The sum of the gradients, there one per microbatch, is divided
-    among the microbatches of the update. With nodes of unequal size there is one level: all devices.
+    Per level of the bandwidth hierarchy, a stage on m devices takes (compute + 4 (m-1) / m x weights / bandwidth) / m, a cut
+    2 x output / bandwidth / m. Gradients, there summed per microbatch, are summed per update. Nodes of unequal size: one level.
     """
     uniform = _Uniform(estimator.problem)
     sizes = {len(devices) for devices in uniform.nodes}
@@ -125,7 +120,7 @@ def pipedream(estimator: Estimator) -> Iterator[Layout]:
 
 
 class _PipeDreamLevel:
-    """Best partitions of the layers first..end-1 onto all devices of one level, for every range."""
+    """Best partitions of every range of layers onto all devices of one level."""
 
     def __init__(self, uniform: _Uniform, compute_s: Floats, num_devices: int, bandwidth: float) -> None:
         self.size = compute_s.shape[0]
@@ -160,7 +155,6 @@ class _PipeDreamLevel:
         return best, splits
 
     def stages(self, first: int, end: int) -> list[tuple[int, int, int]]:
-        """Return (first layer, end, devices) of each stage of the best partition of a range."""
         _, splits = self._rows[first]
         found: list[tuple[int, int, int]] = []
         count = self.num_devices
@@ -181,11 +175,10 @@ def _in_order(problem: Problem, stages: Sequence[tuple[int, int, int]]) -> Itera
 
 
 def dapple(estimator: Estimator) -> Iterator[Layout]:
-    """Yield the layout of DAPPLE's planner (Fan et al., PPoPP 2021, arXiv 2007.01045), from the end of the model to its beginning.
+    """Yield the layout of DAPPLE's planner (Fan et al., PPoPP 2021, arXiv 2007.01045).
 
-    A stage's devices are taken by one of three policies: from nodes that are still free (fresh first), from those partly used
-    (append first), or one after the other from all (scatter first). For every number of stages the plan with the least busy stage or
-    transfer is kept; of these the one with the shortest pipeline latency is chosen.
+    Devices come from free nodes first, from partly used nodes first, or evenly from all. Of the least-bottleneck plans for each
+    number of stages, the one with the shortest pipeline latency wins.
     """
     problem = estimator.problem
     uniform = _Uniform(problem)
@@ -212,7 +205,6 @@ class _Dapple:
         self.solve = lru_cache(maxsize=None)(self._solve)
 
     def _take(self, taken: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-        """Yield the devices taken of each node after `count` more, once for each policy with a different result."""
         nodes = self.uniform.nodes
         free = [len(devices) - used for devices, used in zip(nodes, taken, strict=True)]
         if sum(free) < count:
@@ -237,7 +229,6 @@ class _Dapple:
         yield from dict.fromkeys(found)
 
     def _solve(self, num_stages: int, taken: tuple[int, ...]) -> tuple[Floats, list[tuple[int, tuple[int, ...]]]]:
-        """Return for each first layer the seconds of the least bottleneck from it on, and (end, devices of each node) of its stage."""
         problem, size = self.problem, self.problem.num_layers + 1
         best = np.full(size, math.inf)
         choice: list[tuple[int, tuple[int, ...]]] = [(0, ())] * size
@@ -261,7 +252,6 @@ class _Dapple:
         return best, choice
 
     def layout(self, num_stages: int) -> Layout | None:
-        """Return the layout with so many stages."""
         taken = (0,) * len(self.uniform.nodes)
         if not math.isfinite(self.solve(num_stages, taken)[0][0]):
             return None
@@ -280,7 +270,6 @@ class _Dapple:
         return Layout(tuple(cuts), tuple(workers), "1f1b")
 
     def latency_s(self, layout: Layout) -> float:
-        """Return the latency: the busiest block for all but one microbatch, all blocks for that one, and sums that outlast the drain."""
         num_microbatches = self.problem.num_microbatches
         stages, transfers, sums = [], [], []
         for stage, group in enumerate(layout.workers):
@@ -299,8 +288,7 @@ class _Dapple:
 def metis(estimator: Estimator) -> Iterator[Layout]:
     """Yield the layout of a planner for unequal devices in the manner of Metis (Um et al., USENIX ATC 2024).
 
-    It tries groups of equally many devices in every order of the kinds of nodes; rows and layers are shared by speed. Plans are ranked by
-    their busiest stage and the path of one microbatch, with the mean bandwidths within and between nodes.
+    It tries equal groups in every order of node kinds, shares rows and layers by speed, and ranks by bottleneck and path.
     """
     problem = estimator.problem
     uniform = _Uniform(problem)
@@ -321,7 +309,6 @@ def metis(estimator: Estimator) -> Iterator[Layout]:
 
 
 def _node_orders(problem: Problem, uniform: _Uniform) -> Iterator[Group]:
-    """Yield all devices, node by node, in every order of the nodes' kinds, up to a limit."""
     kinds: dict[tuple[float, ...], list[list[int]]] = {}
     for devices in uniform.nodes:
         kinds.setdefault(tuple(problem.powers[device] for device in devices), []).append(devices)

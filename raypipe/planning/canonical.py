@@ -1,7 +1,6 @@
-"""Orders of devices that do not depend on their names or numbers, so that equal clusters get equal plans.
+"""Device orders that do not depend on names or numbers, so that equal clusters get equal plans.
 
-Devices get colours from their properties and links, refined by the colours of their neighbours, as in Weisfeiler and Leman (1968).
-Colours are numbers, since only their order matters.
+Colors refine by the colors of neighbors (Weisfeiler and Leman, 1968); they are numbers, since only their order matters.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _NUM_DIGITS = 7
 
 
 def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
-    """Return the problem with nodes and devices sorted by colour, and the former number of each device."""
+    """Return the problem with nodes and devices sorted by color, and the former number of each device."""
     of_device = colours(problem)
     members: list[list[int]] = [[] for _ in problem.topology.nodes]
     for device, position in enumerate(problem.node_of):
@@ -37,7 +36,7 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
 
 
 def colours(problem: Problem) -> list[float]:
-    """Return a number for each device; devices that differ in their names alone get equal numbers."""
+    """Return equal numbers for devices that differ in their names alone."""
     links = [_scaled(problem.bandwidth), _scaled(problem.latency_s)]
     same_node = np.equal.outer(problem.node_of, problem.node_of).astype(float)
     kernels = [links[0], links[0].T, links[1], links[1].T, same_node]

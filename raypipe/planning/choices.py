@@ -30,12 +30,9 @@ _MOST_SWAPS = 60
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration that a run can have.
+    """Configuration of a run.
 
     Attributes:
-        num_microbatches: Number of microbatches of an update.
-        microbatch_size: Rows of a microbatch.
-        layout: Stages on workers on devices, and the name of the schedule.
         rows: Rows of each worker's devices.
     """
 
@@ -46,22 +43,16 @@ class Choice:
 
     @property
     def division(self) -> tuple[int, int]:
-        """Division of the rows of an update: number of microbatches, rows of each."""
+        """Number of microbatches of an update, rows of each."""
         return self.num_microbatches, self.microbatch_size
 
 
 class ChoicePlanner:
     """Evaluates and searches choices in the current state of the cluster.
 
-    Args:
-        problem: Model, cluster and size of an update.
-        schedules: Names of the schedules that may be chosen; none for all that the limits on staleness allow.
-        divisions: Other divisions of the rows of an update: pairs (microbatches, rows of each).
-        check: Refuses what cannot be run.
-
     Attributes:
-        problem: What is planned, as at the beginning.
-        problems: What is planned in the current state, by division.
+        problem: State at the beginning.
+        problems: Current state, by division (microbatches of an update, rows of each).
     """
 
     def __init__(self, problem: Problem, schedules: Sequence[str], divisions: Sequence[tuple[int, int]], check: PlanCheck | None) -> None:
@@ -75,11 +66,11 @@ class ChoicePlanner:
 
     @property
     def now(self) -> Problem:
-        """What is planned in the current state, in the configured division."""
+        """Current problem in the configured division."""
         return self.problems[self.divisions[0]]
 
     def observe(self, state: ClusterState) -> None:
-        """Plan with another state of the cluster from now on."""
+        """Plan with another cluster state from now on."""
         self.problems = {
             (num_microbatches, microbatch_size): replace(
                 self.problem,
@@ -106,7 +97,7 @@ class ChoicePlanner:
         self.problems = {division: change(problem) for division, problem in self.problems.items()}
 
     def evaluator(self, division: tuple[int, int]) -> LayoutEvaluator:
-        """Return the evaluator of layouts of one division in the current state."""
+        """Return the evaluator of one division now."""
         return LayoutEvaluator(self.problems[division], self._caches[division].without_refusals())
 
     def evaluator_of(self, choice: Choice) -> LayoutEvaluator:
@@ -115,22 +106,19 @@ class ChoicePlanner:
         return replace(self.evaluator(choice.division), problem=self.problems[choice.division].with_rows(rows))
 
     def choice_of(self, division: tuple[int, int], layout: Layout) -> Choice:
-        """Return the choice of a layout, with the rows that its devices get at their current speeds."""
+        """Return a layout as a choice, with rows divided by current speeds."""
         rows = [self.problems[division].rows(group) for group in layout.workers]
         return Choice(*division, layout, tuple(worker_rows for worker_rows in rows if worker_rows is not None))
 
     def predicted(self, choice: Choice) -> Evaluation | None:
-        """Return a choice simulated in the current state; `None` where it does not fit."""
+        """Simulate a choice in the current state; `None` where it does not fit."""
         evaluation = self.evaluator_of(choice).simulate(choice.layout)
         return None if evaluation is None or evaluation.missing_bytes else evaluation
 
     def best(self, effort: float, errors: Callable[[Choice], float], ran: Iterable[Choice]) -> tuple[Choice, Evaluation]:
-        """Return the fastest choice in the current state, all predictions corrected by the errors that were measured.
+        """Return the fastest choice now, improving also those that ran.
 
-        Args:
-            effort: Effort of the search, as a multiple of the usual one.
-            errors: Returns measured over predicted seconds of a choice.
-            ran: Choices that have run, which are improved by single changes, too.
+        `errors` returns measured over predicted seconds of a choice; predictions are multiplied by it.
 
         Raises:
             PlanError: Nothing fits.
@@ -161,7 +149,7 @@ class ChoicePlanner:
         return choice, evaluation
 
     def moved_s(self, before: Choice, after: Choice) -> float:
-        """Return the seconds that layers take to their new devices, one after the other over the slowest link."""
+        """Return the seconds in which layers move one by one over the slowest link."""
         problem = self.now
         moved = self._held(after) - self._held(before)
         num_bytes = sum(problem.profile.layers[layer].parameter_bytes for _, layer in moved) * STATE_BYTES_PER_PARAMETER_BYTE
@@ -169,7 +157,7 @@ class ChoicePlanner:
         return num_bytes / slowest if math.isfinite(slowest) else 0.0
 
     def difference(self, one: Choice, other: Choice) -> str:
-        """Return what a switch changes, in words."""
+        """Describe what a switch changes."""
         parts: list[str] = []
         if one.layout.order != other.layout.order:
             parts.append(f"{one.layout.order} -> {other.layout.order}")
@@ -188,7 +176,7 @@ class ChoicePlanner:
         return ", ".join(parts)
 
     def num_pipelines(self, choice: Choice) -> int:
-        """Return the number of pipelines of a choice."""
+        """Count the pipelines of a choice."""
         return len(self._pipelines(choice))
 
     def _pipelines(self, choice: Choice) -> tuple[tuple[int, ...], ...]:
@@ -196,7 +184,6 @@ class ChoicePlanner:
         return layout_schedule(problem, choice.layout, num_updates=window_updates(problem, choice.layout)).pipelines
 
     def _held(self, choice: Choice) -> set[tuple[int, int]]:
-        """Return pairs of a device and a layer that it holds."""
         layout = choice.layout
         return {
             (device, layer)
@@ -208,12 +195,11 @@ class ChoicePlanner:
 
 
 def only(problem: Problem, names: Sequence[str]) -> Problem:
-    """Return the problem with some devices alone."""
+    """Restrict a problem to some devices."""
     return replace(problem, topology=problem.topology.only(names))
 
 
 def _neighbours(layout: Layout) -> Iterator[Layout]:
-    """Yield the layout with one layer moved to another stage, or with two workers swapped."""
     yield from chunks.neighbours(layout)
     for one, other in islice(combinations(range(len(layout.workers)), 2), _MOST_SWAPS):
         workers = list(layout.workers)

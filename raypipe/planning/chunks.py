@@ -1,7 +1,6 @@
 """Cuts for schedules with several stages, or several pipelines, on each worker.
 
-There the sum over a worker's stages counts, not the longest stage: a device of Chimera holds stages s and D-1-s, each for half of the
-microbatches, and a short stage compensates a long one.
+There the sum over a worker's stages counts, not the longest stage: a short stage compensates a long one.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _num_pipelines(order: str, num_workers: int) -> tuple[int, ...]:
 
 
 def balanced(estimator: Estimator, workers: tuple[Group, ...], schedule: Schedule) -> tuple[int, ...]:
-    """Return cuts whose busiest worker no move of a single layer between neighbouring stages improves."""
+    """Return cuts whose busiest worker no move of one layer between neighboring stages improves."""
     problem = estimator.problem
     parts = stage_parts(schedule)
     cuts = _in_proportion(problem, workers, parts)
@@ -119,7 +118,7 @@ def _shifted(cuts: tuple[int, ...], at: int, by: int) -> tuple[int, ...] | None:
 
 
 def neighbours(layout: Layout) -> Iterator[Layout]:
-    """Yield the layout with one layer moved to a neighbouring stage."""
+    """Yield the layout with one layer moved to a neighboring stage."""
     for at in range(1, layout.num_stages):
         for by in (-1, 1):
             cuts = _shifted(layout.cuts, at, by)

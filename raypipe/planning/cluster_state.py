@@ -1,4 +1,4 @@
-"""What is known of layers, devices and links at one time, and how it changes."""
+"""Current costs of layers, devices and links, and their changes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ _UNSTATED = math.log(1e12)
 
 @dataclass(frozen=True)
 class ClusterState:
-    """Current figures of a run.
-
-    Attributes:
-        profile: Costs of the layers.
-        topology: Cluster with current speeds and links; its devices keep names and order.
-    """
+    """Measured profile and topology; device names and order never change."""
 
     profile: ModelProfile
     topology: ClusterTopology
@@ -37,7 +32,6 @@ class Change(NamedTuple):
 
     Attributes:
         factor: Ratio of the new figure to the old one.
-        text: Description for logs.
     """
 
     factor: float
@@ -50,7 +44,7 @@ def is_significant(factor: float) -> bool:
 
 
 def changes(old: Problem, new: Problem) -> Iterator[Change]:
-    """Yield the change of each link, of each device, and of all layers."""
+    """Yield the change of each link, each device, and all layers together."""
     for sources, targets in new.blocks:
         if sources != targets:
             before, now = (float(problem.bandwidth[sources[0], targets[-1]]) for problem in (old, new))
@@ -71,7 +65,7 @@ def have_changed(old: Problem, new: Problem) -> bool:
 
 
 def largest_change(old: Problem, new: Problem) -> str:
-    """Return a description of the figure that has changed most."""
+    """Describe the figure that has changed most."""
     ordered = sorted(changes(old, new), key=lambda change: abs(math.log(change.factor)))
     # A link that gets its first measured bandwidth explains least.
     measured = [change for change in ordered if abs(math.log(change.factor)) <= _UNSTATED]

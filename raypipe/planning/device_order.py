@@ -1,13 +1,8 @@
-"""Orders of devices whose neighbours are neighbours in the network: consecutive devices become consecutive stages.
+"""Device orders whose neighbors are close in the network: consecutive devices become consecutive stages.
 
-RDO, the recursive ordering of SPP (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed, its text could not be read): the
-minimum cut of the bandwidth graph (Stoer and Wagner, 1997) divides the devices into two sides, each ordered in the same way. So the
-weakest links carry only the messages between two stages, never a sum of gradients. The paper leaves open which side comes first and in
-which direction; here the ends that meet are those with the best link.
-
-Minimum cuts split single devices off graphs of unequal links. Further orders compensate: `nearest` walks from device to device over the
-best link, `tree` joins the most closely linked groups first, `given` is the topology's order, `power` puts the fastest devices first;
-and all of them reversed.
+RDO is the recursive ordering of SPP (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed, its text could not be read): the
+minimum cut of the bandwidth graph (Stoer and Wagner, 1997) divides the devices into two sides, each ordered alike; the ends that
+meet have the best link. Minimum cuts split single devices off graphs of unequal links, so further orders are tried, too.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ MOST_FOR_CUTS = 40
 
 
 def orders(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names and orders of all devices worth trying, the most promising first; equal orders once."""
+    """Yield the names and orders of all devices worth trying, most promising first; equal orders once."""
     seen: set[tuple[int, ...]] = set()
     weights = symmetric(problem.bandwidth)
     devices = range(problem.num_devices)
@@ -44,7 +39,7 @@ def orders(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def symmetric(bandwidth: Floats) -> Floats:
-    """Return bandwidths of unordered pairs: the mean of both directions, finite where there is no limit, 0 on the diagonal."""
+    """Average both directions of each pair; replace infinity by a finite bandwidth and set the diagonal to 0."""
     both = (bandwidth + bandwidth.T) / 2
     limits = both[np.isfinite(both)]
     both = np.where(np.isfinite(both), both, (float(limits.max()) if limits.size else 1.0) * 1e3)
@@ -53,7 +48,7 @@ def symmetric(bandwidth: Floats) -> Floats:
 
 
 def recursive(problem: Problem) -> tuple[int, ...]:
-    """Return the order of RDO. With many devices, those of a node stay together, and groups of similarly linked nodes, too."""
+    """Return the RDO order; many devices are cut as groups of similarly linked ones."""
     weights = symmetric(problem.bandwidth)
     if problem.num_devices <= MOST_FOR_CUTS:
         return tuple(_cut_order(list(range(problem.num_devices)), weights))
@@ -85,7 +80,7 @@ def _joined(one: list[int], other: list[int], weights: Floats) -> list[int]:
 
 
 def tree(weights: Floats) -> tuple[int, ...]:
-    """Return the order that joins groups along the maximum spanning tree's edges, ends with the best link facing each other."""
+    """Join groups along the maximum spanning tree, ends with the best link facing each other."""
     edges = sorted(_spanning_edges(weights), key=lambda edge: -edge[0])
     group_of: dict[int, list[int]] = {device: [device] for device in range(len(weights))}
     for _, one, other in edges:
@@ -112,7 +107,7 @@ def _spanning_edges(weights: Floats) -> list[tuple[float, int, int]]:
 
 
 def nearest(weights: Floats) -> tuple[int, ...]:
-    """Return the walk from the device with the weakest links, always to the unvisited device with the best link."""
+    """Walk from the device with the weakest links, always over the best link to an unvisited one."""
     left = set(range(len(weights)))
     device = min(left, key=lambda one: (float(weights[one].sum()), one))
     order = [device]
@@ -125,7 +120,7 @@ def nearest(weights: Floats) -> tuple[int, ...]:
 
 
 def alike(weights: Floats, *, most: int) -> list[list[int]]:
-    """Return at most so many groups, joined by the strongest links of the spanning tree, each in the order of `tree`."""
+    """Join devices by the strongest links into at most `most` groups, each in the order of `tree`."""
     edges = sorted(_spanning_edges(weights), key=lambda edge: -edge[0])
     group_of: dict[int, list[int]] = {device: [device] for device in range(len(weights))}
     count = len(weights)

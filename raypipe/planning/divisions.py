@@ -17,12 +17,9 @@ _MICROBATCHES_PER_DEVICE = 16
 
 
 def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISIONS) -> list[tuple[int, int]]:
-    """Return pairs (microbatches, rows of each) that divide the rows of an update evenly, the fewest microbatches first.
+    """Return even divisions (microbatches, rows of each) of an update, fewest microbatches first.
 
-    Args:
-        batch_size: Rows of an update.
-        most_microbatches: Most microbatches; with more, the bubble hardly shrinks and overheads grow.
-        most: Most pairs; neighbours are left out evenly.
+    With more than `most` divisions, neighbors are left out evenly.
     """
     small = [count for count in range(1, math.isqrt(batch_size) + 1) if batch_size % count == 0]
     counts = sorted({*small, *(batch_size // count for count in small)})
@@ -35,16 +32,9 @@ def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISI
 def best_division(
     problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None, on_evaluated: OnEvaluated = ignore
 ) -> Problem:
-    """Return the problem with the rows of an update divided into as many microbatches as a quick search finds best.
+    """Return the problem with the division of its rows that a quick search finds best.
 
-    A row is taken to cost the same in microbatches of any size, besides the topology's overheads per microbatch.
-
-    Args:
-        problem: Its microbatches times their rows are the rows of an update.
-        name: Name of the planner.
-        schedule: Name of the schedule, or `auto`.
-        budget: Effort; a fifth of it is spent on each division.
-        on_evaluated: Called with every layout that is simulated.
+    A row costs the same in microbatches of any size, besides the overheads per microbatch. Each division gets a fifth of the budget.
 
     Raises:
         PlanError: No division has a plan; the message is the last division's.

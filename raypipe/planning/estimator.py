@@ -1,10 +1,7 @@
-"""Estimates of layouts in microseconds; the simulator has the last word.
+"""Estimates of layouts in microseconds: the largest of two bounds.
 
-The time of an update is estimated as the largest of
-* the paths through a chain of stages and channels that no order of whole microbatches can shorten (head + all microbatches through the
-  busiest stage, channel or link that several channels share + tail), and
-* the cycle that a limit on activations in flight closes: the forward of microbatch i + K waits for the backward of i, which has been to
-  the last stage and back.
+The paths that no order of whole microbatches can shorten: head + all microbatches through the busiest stage or link + tail. The cycle
+that a limit K on activations in flight closes: the forward of microbatch i + K waits for the backward of i.
 """
 
 from __future__ import annotations
@@ -28,11 +25,10 @@ _MANY_DEVICES = 64
 
 
 class Channel(NamedTuple):
-    """Cost of messages from one worker to another. Each device sends the rows that it has in common with a device of the other worker.
+    """Cost of messages between two workers, whose devices exchange the rows that they have in common.
 
     Attributes:
-        s_per_byte: Seconds per byte of the whole tensor on the busiest link; transfers that share a link follow each other.
-        latency_s: Longest latency of any link.
+        s_per_byte: Seconds per byte of the whole tensor on the busiest link, which serves transfers one by one.
         loads: Seconds per byte of the whole tensor, by link.
     """
 
@@ -42,11 +38,9 @@ class Channel(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of a stage on its slowest device.
+    """Seconds of a stage on its slowest device, per microbatch.
 
     Attributes:
-        forward_s: Forward of a microbatch.
-        backward_s: Full backward of a microbatch.
         sum_s: Sum of the gradients of an update.
     """
 
@@ -57,11 +51,7 @@ class StageSeconds(NamedTuple):
 
 @dataclass
 class Estimator:
-    """Estimates time and memory of layouts of one problem.
-
-    Attributes:
-        problem: Model, cluster and size of an update.
-    """
+    """Estimates time and memory of layouts of one problem."""
 
     problem: Problem
     _channels: dict[tuple[Group, Group], Channel] = field(default_factory=dict, repr=False)
@@ -90,7 +80,7 @@ class Estimator:
         return Channel(max(loads.values(), default=0.0), latency_s, tuple(loads.items()))
 
     def stage(self, group: Group, first: int, end: int) -> StageSeconds:
-        """Return the seconds of a stage with the layers first..end-1 on the devices of a worker."""
+        """Return the seconds of the layers first..end-1 on a worker's devices."""
         key = (group, first, end)
         seconds = self._stages.get(key)
         if seconds is None:
@@ -113,12 +103,12 @@ class Estimator:
         return StageSeconds(forward_s + overhead_s[0], backward_s + overhead_s[1], float(problem.sum_s(group, num_bytes)))
 
     def missing_bytes(self, layout: Layout) -> float:
-        """Return the estimated bytes of memory that the fullest device lacks, for schedules of one stage per worker."""
+        """Return the bytes that the fullest device lacks, for one stage per worker."""
         recomputed = self.recomputed(layout)
         return max(self._missing_bytes(layout, stage, recomputed=stage in recomputed) for stage in range(layout.num_stages))
 
     def recomputed(self, layout: Layout) -> tuple[int, ...]:
-        """Return the stages whose forwards run again; where the layout leaves that open, those that would not fit otherwise."""
+        """Return the stages whose forwards run again; if the layout leaves that open, those that would not fit otherwise."""
         if layout.recomputed is not None:
             return layout.recomputed
         if not self.problem.recompute or not self._memory_is_limited:
@@ -144,7 +134,7 @@ class Estimator:
         return float(most)
 
     def estimate_s(self, layout: Layout) -> float:
-        """Return the seconds of one update, for schedules of one pipeline and one stage per worker that do not split the backward."""
+        """Return the seconds of one update, for one pipeline, one stage per worker and whole backwards."""
         problem, workers, cuts = self.problem, layout.workers, layout.cuts
         num_microbatches, num_stages = problem.num_microbatches, layout.num_stages
         stages = [self.stage(group, cuts[n], cuts[n + 1]) for n, group in enumerate(workers)]

@@ -21,10 +21,9 @@ from raypipe.simulation.timing import Timing
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A simulated layout.
+    """Simulated layout.
 
     Attributes:
-        layout: What was simulated.
         timing: Times of one update, or of a few where updates overlap.
         missing_bytes: Memory that the fullest device lacks; 0 where all fits.
         num_updates: Number of updates of the planned window.
@@ -47,7 +46,7 @@ class Evaluation:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sort key: layouts that fit come first, then the faster ones."""
+        """Sort key: layouts that fit first, then the faster ones."""
         return self.missing_bytes, self.update_s
 
 
@@ -68,13 +67,7 @@ def better(best: Evaluation | None, other: Evaluation | None) -> Evaluation | No
 
 @dataclass
 class LayoutEvaluator:
-    """Simulates layouts of one problem.
-
-    Attributes:
-        problem: Model, cluster and size of an update.
-        schedules: Compiled schedules of layouts.
-        on_evaluated: Called with every layout that is simulated.
-    """
+    """Simulates layouts of one problem."""
 
     problem: Problem
     schedules: ScheduleCache = field(default_factory=ScheduleCache, repr=False)
@@ -85,7 +78,7 @@ class LayoutEvaluator:
         self.estimator = Estimator(self.problem)
 
     def simulate(self, layout: Layout) -> Evaluation | None:
-        """Return the simulated layout; `None` where its schedule cannot take so many workers, stages or microbatches.
+        """Return the simulated layout; `None` where its schedule is refused.
 
         Where the layout leaves open which forwards run again: those that the estimate says, or all if that is not enough.
         """
@@ -97,12 +90,12 @@ class LayoutEvaluator:
         return better(evaluation, all_again)
 
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
-        """Return a simulated layout that states which forwards run again; `None` where its schedule is refused."""
+        """Simulate a layout that states which forwards run again; `None` where its schedule is refused."""
         compiled = self.schedules.compiled(self.problem, layout)
         return None if compiled is None else self._timed(layout, *compiled)
 
     def simulate_schedule(self, layout: Layout, schedule: Schedule) -> Evaluation:
-        """Return a layout simulated with another schedule, such as one of more updates."""
+        """Simulate a layout with another schedule, such as one of more updates."""
         shares = layout.shares(self.problem)
         assert shares is not None, "a simulated layout can be divided"
         return self._timed(layout, schedule, CompiledOrder(lower(schedule, placement(shares))))
@@ -131,12 +124,7 @@ class LayoutEvaluator:
         return evaluation
 
     def missing_bytes(self, layout: Layout, peaks: Callable[[], Sequence[float]]) -> float:
-        """Return the bytes of memory that the fullest device lacks.
-
-        Args:
-            layout: What runs on which device.
-            peaks: Returns the most bytes that each device holds; called only where memory is limited.
-        """
+        """Return the bytes that the fullest device lacks; `peaks` is called only where memory is limited."""
         limits = [self.problem.memory_bytes[device] for group in layout.workers for device in group]
         if min(limits) == math.inf:
             return 0.0

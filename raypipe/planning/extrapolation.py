@@ -1,9 +1,6 @@
-"""Evaluation of updates of many microbatches by two updates of few: once the pipeline is full, each further microbatch takes as long.
+"""Evaluation of updates of many microbatches by two updates of few: once the pipeline is full, each further one takes as long.
 
-    microbatches    32      48                                  256
-    update          0.71 s  0.97 s  ... and 13 times 0.26 s     4.35 s
-
-The search simulates thousands of layouts, each in time proportional to its microbatches. The best ones are simulated as a whole.
+The search simulates thousands of layouts, each in time proportional to its microbatches; only the best are simulated as a whole.
 """
 
 from __future__ import annotations
@@ -25,8 +22,7 @@ _MOST_KEPT = 4
 def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | None:
     """Return the microbatches of two short updates that stand for a long one; `None` where that saves little.
 
-    Schedules need multiples of their stages, pipelines or rounds: numbers up to twice that of the devices that divide the long update
-    divide the short ones, too.
+    Divisors of the long update up to twice the devices divide the short ones, too, since schedules need multiples of their stages.
     """
     divisors = (number for number in range(1, 2 * num_devices + 1) if num_microbatches % number == 0)
     period = math.lcm(*divisors)
@@ -58,7 +54,7 @@ class ShortEvaluator(LayoutEvaluator):
 
     @classmethod
     def of(cls, evaluator: LayoutEvaluator) -> ShortEvaluator | None:
-        """Return one for the same problem; `None` where it saves little, or where staleness is limited."""
+        """Return one for the same problem; `None` where it saves little or staleness is limited."""
         problem = evaluator.problem
         lengths = short_lengths(problem.num_microbatches, problem.num_devices)
         if lengths is None or problem.staleness:
@@ -67,7 +63,7 @@ class ShortEvaluator(LayoutEvaluator):
         return cls(problem, schedules, evaluator.on_evaluated, lengths=lengths)
 
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
-        """Return the layout extrapolated from two short updates; see `LayoutEvaluator`."""
+        """Extrapolate a layout from two short updates; see `LayoutEvaluator`."""
         fewer, more = (part.simulate_exactly(layout) for part in self._parts)
         if fewer is None or more is None:
             refusals = self.schedules.refusals
@@ -91,12 +87,7 @@ class ShortEvaluator(LayoutEvaluator):
         return evaluation
 
     def decided(self, extrapolated: Evaluation | None, evaluator: LayoutEvaluator) -> Evaluation | None:
-        """Return the best of a layout and the others kept of its schedule, simulated as whole updates.
-
-        Args:
-            extrapolated: Best extrapolated layout.
-            evaluator: Evaluator of whole updates.
-        """
+        """Return the best of a layout and those kept of its schedule, simulated as whole updates."""
         if extrapolated is None:
             return None
         best: Evaluation | None = None

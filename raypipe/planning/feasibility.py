@@ -11,10 +11,10 @@ from raypipe.units import size
 
 
 def check_possible(problem: Problem) -> None:
-    """Refuse a model without work on some kind of device, and one whose layers do not fit on the devices in any plan.
+    """Refuse a problem that no plan can solve.
 
     Raises:
-        PlanError: A layer fits nowhere, or all layers together need more memory than there is.
+        PlanError: Some kind of device has no work, a layer fits nowhere, or all layers need more memory than there is.
     """
     for kind, whole in zip(problem.kinds, problem.prefix_s[:, :, -1], strict=True):
         if not whole.any():

@@ -19,9 +19,8 @@ class Layout:
     Attributes:
         cuts: First layer of each stage, and the number of layers.
         workers: Devices of each worker.
-        order: Name of the schedule.
         max_in_flight: Most activations that a device may hold, for schedules that take a limit.
-        num_pipelines: Number of pipelines, for schedules that have several; 0 lets the schedule choose.
+        num_pipelines: For schedules that have several; 0 lets the schedule choose.
         recomputed: Stages whose forwards run again; `None` for those that do not fit into memory otherwise.
     """
 
@@ -47,25 +46,25 @@ class Layout:
         return Cut.of_sizes(self.sizes, problem.edges, problem.profile.ties())
 
     def shares(self, problem: Problem) -> tuple[tuple[float, ...], ...] | None:
-        """Return each worker's shares of the rows, by device; `None` where a worker has more devices than rows."""
+        """Return the share of the rows of each worker's devices; `None` where a worker has more devices than rows."""
         rows = [problem.rows(group) for group in self.workers]
         if any(worker_rows is None for worker_rows in rows):
             return None
         return tuple(tuple(num_rows / problem.microbatch_size for num_rows in worker_rows or ()) for worker_rows in rows)
 
     def device_names(self, problem: Problem) -> tuple[str, ...]:
-        """Return the names of the devices in use, worker by worker."""
+        """Name the devices in use, worker by worker."""
         return tuple(problem.names[device] for group in self.workers for device in group)
 
     def in_flight(self, stage: int, num_microbatches: int) -> int:
-        """Return the most activations that a stage holds in a schedule of one stage per worker."""
+        """Return the most activations that a stage holds, for one stage per worker."""
         if self.order == "list":
             request = ScheduleRequest(self.num_stages, num_microbatches, max_in_flight=self.max_in_flight)
             return list_order.in_flight(request, stage)
         return num_microbatches if self.order == "gpipe" else min(self.num_stages - stage, num_microbatches)
 
     def renumbered(self, numbers: tuple[int, ...]) -> Layout:
-        """Return the layout with each device replaced by its number in `numbers`."""
+        """Replace each device by its number in `numbers`."""
         return replace(self, workers=tuple(tuple(numbers[device] for device in group) for group in self.workers))
 
     def __str__(self) -> str:
@@ -75,10 +74,6 @@ class Layout:
 
 
 def placement(shares: tuple[tuple[float, ...], ...]) -> Placement:
-    """Return the placement of workers on devices that are numbered worker by worker.
-
-    Args:
-        shares: Shares of the rows of each worker's devices.
-    """
+    """Place workers with these shares on devices that are numbered worker by worker."""
     numbers = iter(range(sum(map(len, shares))))
     return Placement(tuple(tuple((next(numbers), share) for share in worker_shares) for worker_shares in shares))

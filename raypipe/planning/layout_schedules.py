@@ -30,7 +30,7 @@ def window_updates(problem: Problem, layout: Layout) -> int:
 
 
 def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Schedule:
-    """Return a layout's schedule.
+    """Build a layout's schedule.
 
     Raises:
         ScheduleError: The schedule cannot take so many workers, stages or microbatches.
@@ -63,7 +63,6 @@ class ScheduleCache:
     """Compiled schedules of layouts. Layouts whose devices divide the rows alike share one.
 
     Attributes:
-        check: Refuses what cannot be run; `None` allows everything.
         too_stale: Limits that would allow the schedules that were refused for their staleness.
         refusals: Messages of all other refusals.
     """
@@ -74,7 +73,7 @@ class ScheduleCache:
     _compiled: dict[object, tuple[Schedule, CompiledOrder] | None] = field(default_factory=dict, repr=False)
 
     def compiled(self, problem: Problem, layout: Layout) -> tuple[Schedule, CompiledOrder] | None:
-        """Return the schedule of a layout as it is simulated, and its compiled programs; `None` where it is refused."""
+        """Return the schedule of a layout as simulated, and its programs; `None` where it is refused."""
         shares = layout.shares(problem)
         if shares is None:
             return None
@@ -88,13 +87,13 @@ class ScheduleCache:
         return self._compiled[key]
 
     def register(self, problem: Problem, layout: Layout, schedule: Schedule) -> None:
-        """Use a schedule for a layout and all that share its schedule, such as one that was searched for with its stages' times."""
+        """Use a schedule for a layout and all that share its schedule."""
         shares = layout.shares(problem)
         assert shares is not None, "the rows can be divided"
         self._compiled[self._key(problem, layout)] = schedule, CompiledOrder(lower(schedule, placement(shares)))
 
     def without_refusals(self) -> ScheduleCache:
-        """Return a cache that shares the schedules and starts with no refusals."""
+        """Share the schedules without the refusals."""
         return ScheduleCache(self.check, _compiled=self._compiled)
 
     def clear(self) -> None:

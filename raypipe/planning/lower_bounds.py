@@ -1,17 +1,13 @@
-"""Lower bounds on the time of an update, for every synchronous schedule.
+"""Lower bounds on the time of an update, for every synchronous schedule and placement of undivided blocks.
 
-The bounds are for blocks, which are not divided among devices: the layers of a model, for any cut, or the stages of one cut. Each block
-is on one device, or on `num_copies` devices where a schedule keeps copies of the weights (two for Chimera and DualPipe). A bound is the
-largest of three, each of which holds for every order of forwards and backwards, whole or split, and every placement of the blocks:
+A block (a layer, or a stage of one cut) is on one device, or on `num_copies` where a schedule copies weights (Chimera: two).
 
-    ramp    A device begins with the forward of some block, and at most `num_copies` devices begin with the same one. Before it a
-            microbatch must have passed the earlier blocks, which takes the block's head. So the devices wait at least for the smallest
-            heads, each counted `num_copies` times, and then all work must fit: the sum of T - head over the devices.
-    block   All microbatches pass the busiest block one after the other: T >= its head + M (F + I + W) / copies.
-    path    The last microbatch to enter has waited for the others, then goes forth and back:
-            T >= M F of the first block / copies + F of the others + I of all.
+    ramp    At most `num_copies` devices begin with the same block's forward, each after that block's head (the earlier forwards):
+            all work must fit into the sum of T - head over the devices.
+    block   All microbatches pass the busiest block one by one: T >= its head + M (F + I + W) / copies.
+    path    The last microbatch waits for the others: T >= M F of the first block / copies + F of the others + I of all.
 
-The bounds ignore memory and the bandwidth of links, which can only add to them, and parts of microbatches, which would shorten the path.
+Ignored: memory and bandwidth, which only add, and parts of microbatches, which would shorten the path.
 """
 
 from __future__ import annotations
@@ -26,11 +22,8 @@ class Block:
     """Seconds of one block for one microbatch on a device of speed 1.
 
     Attributes:
-        forward_s: Seconds of F.
-        input_grad_s: Seconds of I.
-        weight_grad_s: Seconds of W; the full backward takes I and W.
         update_s: Seconds of U.
-        sources: Numbers of the blocks that feed this one, all smaller than its own.
+        sources: Smaller numbers of the blocks that feed this one.
     """
 
     forward_s: float
@@ -51,9 +44,6 @@ class LowerBound:
 
     Attributes:
         work_s: All work divided among all devices; also holds for updates that do not wait for each other.
-        ramp_s: All work, and the wait of the devices at the beginning.
-        block_s: Bound of the busiest block.
-        path_s: Bound of a microbatch forth and back.
     """
 
     work_s: float
@@ -68,7 +58,7 @@ class LowerBound:
 
     @property
     def binding(self) -> str:
-        """Name of the largest bound: `ramp`, `block` or `path`."""
+        """Largest bound: `ramp`, `block` or `path`."""
         return max(("ramp", self.ramp_s), ("block", self.block_s), ("path", self.path_s), key=lambda bound: bound[1])[0]
 
 
@@ -80,15 +70,7 @@ def lower_bound(
     num_copies: int = 1,
     latency_s: float = 0.0,
 ) -> LowerBound:
-    """Return the bound for one update of a synchronous schedule.
-
-    Args:
-        blocks: Blocks in topological order.
-        num_microbatches: Number of microbatches of the update.
-        speeds: Speed of each device; 1 for one that takes the blocks' seconds.
-        num_copies: Most copies of each block's weights.
-        latency_s: Smallest latency between two devices.
-    """
+    """Bound one update of a synchronous schedule; blocks are in topological order, `latency_s` is the smallest of any link."""
     fastest = max(speeds)
     num_copies = min(num_copies, len(speeds))
     queue = math.ceil(num_microbatches / num_copies)
@@ -105,10 +87,7 @@ def lower_bound(
 
 
 def _ramp_s(work: float, starts: Sequence[float], speeds: Sequence[float]) -> float:
-    """Return the least T for which the sum of speed x max(T - start, 0) is the work.
-
-    The fastest devices start the earliest. A device that would start after T does nothing.
-    """
+    """Return the least T for which the sum of speed x max(T - start, 0) is the work; the fastest devices start the earliest."""
     total_speed = lost = 0.0
     end_s = math.inf
     for start, speed in zip(starts, speeds, strict=False):
@@ -121,7 +100,6 @@ def _ramp_s(work: float, starts: Sequence[float], speeds: Sequence[float]) -> fl
 
 
 def _heads(blocks: Sequence[Block], speed: float) -> list[float]:
-    """Return the seconds until each block's first forward can begin."""
     ends: list[float] = []
     heads: list[float] = []
     for block in blocks:
@@ -131,7 +109,6 @@ def _heads(blocks: Sequence[Block], speed: float) -> list[float]:
 
 
 def _path_s(blocks: Sequence[Block], *, queue: int) -> float:
-    """Return the longest path of the last microbatch to enter: its queue at a first block, then forth, and back from anywhere."""
     forth: list[float] = []
     back: list[float] = []
     for block in blocks:

@@ -12,13 +12,7 @@ from raypipe.planning.problem import Group, Problem
 
 @dataclass(frozen=True)
 class Moves:
-    """Random changes of layouts of one problem.
-
-    Attributes:
-        problem: Model, cluster and size of an update.
-        schedules: Names of the schedules that may be chosen.
-        estimate_s: Returns the estimated seconds of an update.
-    """
+    """Random changes of layouts of one problem."""
 
     problem: Problem
     schedules: tuple[str, ...]
@@ -58,7 +52,6 @@ class Moves:
         return replace(layout, workers=_groups(workers))
 
     def _move_device(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """Move a device, idle or not, to a worker, or make it idle."""
         workers = [list(group) for group in layout.workers]
         idle = self._idle(layout)
         shared = [worker for worker, devices in enumerate(workers) if len(devices) > 1]
@@ -75,7 +68,6 @@ class Moves:
         return replace(layout, workers=_groups(workers)) if all(map(self.problem.rows, workers)) else None
 
     def _place_device(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """Move a device, idle or not, to the best estimated position in a worker's ring."""
         device = rng.randrange(self.problem.num_devices)
         workers = [[other for other in group if other != device] for group in layout.workers]
         target = rng.randrange(len(workers))
@@ -89,7 +81,7 @@ class Moves:
         return min(candidates, key=self.estimate_s, default=None)
 
     def _grow_ring(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """Insert a path of well linked devices into a worker's ring: one alone may have no two good links to it."""
+        """Insert a path of well linked devices: a single one may have no two good links to the ring."""
         worker = rng.randrange(layout.num_stages)
         ring = list(layout.workers[worker])
         at = rng.randrange(1, len(ring) + 1)
@@ -105,7 +97,6 @@ class Moves:
         return replace(layout, workers=_groups(workers)) if all(workers) and self.problem.rows(ring) else None
 
     def _turn_ring(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """Reverse consecutive devices of a worker."""
         worker = rng.randrange(layout.num_stages)
         group = layout.workers[worker]
         if len(group) < 3:
@@ -115,7 +106,6 @@ class Moves:
         return replace(layout, workers=(*layout.workers[:worker], turned, *layout.workers[worker + 1 :]))
 
     def _split_stage(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """Split a stage in two, the second on some of its devices or on an idle one."""
         at = rng.randrange(layout.num_stages)
         first, end = layout.cuts[at], layout.cuts[at + 1]
         group, idle = layout.workers[at], self._idle(layout)
@@ -138,7 +128,6 @@ class Moves:
         )
 
     def _join_stages(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """Join two neighbouring stages, on the devices of both or of one."""
         if layout.num_stages == 1:
             return None
         at = rng.randrange(layout.num_stages - 1)
@@ -151,25 +140,21 @@ class Moves:
         )
 
     def _turn_workers(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """Reverse consecutive workers."""
         if layout.num_stages == 1:
             return None
         one, other = sorted(rng.sample(range(layout.num_stages + 1), 2))
         return replace(layout, workers=(*layout.workers[:one], *layout.workers[one:other][::-1], *layout.workers[other:]))
 
     def _mirror(self, layout: Layout, _: random.Random) -> Layout:
-        """Reverse the whole pipeline; workers keep their numbers of layers."""
         return replace(layout, cuts=tuple(self.problem.num_layers - cut for cut in reversed(layout.cuts)), workers=layout.workers[::-1])
 
     def _move_worker(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """Move a worker to another position in the pipeline."""
         workers = list(layout.workers)
         worker = workers.pop(rng.randrange(len(workers)))
         workers.insert(rng.randrange(len(workers) + 1), worker)
         return replace(layout, workers=tuple(workers))
 
     def _change_order(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """Choose another schedule, or another limit on its activations."""
         if layout.order not in self.schedules:
             return None
         order = rng.choice(self.schedules)

@@ -3,16 +3,12 @@
     layers   a ......... b ......... L        the first stage of a suffix has the layers a..b-1 on the devices i..j-1 of the order,
     devices  i ... j ... l ......... V        the next one begins at layer b and has the devices j..l-1
 
-The program of SPP (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed, its text could not be read) minimises the workload of
-the busiest stage or channel, for each number of stages: `least_bottleneck`. An update also fills and drains the pipeline, so `least_sum`
-minimises the time of one microbatch forth and back under a limit on that bottleneck. Between the two lie all contiguous plans that are
-best for some number of microbatches (as in Alpa, Zheng et al., OSDI 2022, arXiv 2201.12023, section 5.2).
+SPP (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed) minimizes the busiest stage or channel for each number of stages:
+`least_bottleneck`. `least_sum` minimizes one microbatch's path under a limit on it, which yields the plans that are best for some
+number of microbatches (as in Alpa, Zheng et al., OSDI 2022, arXiv 2201.12023, section 5.2).
 
-Suffixes, because activations in flight are counted from the end: a stage with k - 1 stages behind it holds as many as the schedule says,
-and must fit into memory. Devices at both ends of the order may stay idle. The program is exact while every device may begin a worker;
-with many devices, neighbours with the best links count as one unit.
-
-Time: O(V^2 L^2 + V^3 L) for each limit, times the number of stages where memory is limited.
+Suffixes, because activations in flight are counted from the end. Devices at both ends of the order may stay idle. Exact while every
+device may begin a worker. Time: O(V^2 L^2 + V^3 L) for each limit, times the number of stages where memory is limited.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ Stages = NDArray[np.int_]
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """A contiguous plan with its objective: seconds per update of the busiest stage or channel, or seconds of one microbatch."""
+    """Contiguous plan with the objective of `Partition.least_bottleneck` or `least_sum`."""
 
     value_s: float
     layout: Layout
@@ -52,10 +48,8 @@ class Partition:
     """Dynamic programs over contiguous plans on devices in one order.
 
     Attributes:
-        estimator: Estimates of the problem.
-        order: Devices that may be used.
         half_duplex: Whether both directions of a channel take turns, as in the paper's model.
-        most_units: Most units into which the order is divided.
+        most_units: Most runs of devices into which the order is divided.
     """
 
     estimator: Estimator
@@ -68,8 +62,7 @@ class Partition:
     def borders(self) -> tuple[int, ...]:
         """Positions in the order where a worker may begin or end.
 
-        Where there are too many, the two neighbouring runs with the best link become one (among equal links, the shortest run), until
-        few enough are left.
+        While there are too many, the two neighboring runs with the best link become one (among equal links, the shortest run).
         """
         bandwidth = self.estimator.problem.bandwidth
         ends = {position: position + 1 for position in range(len(self.order))}  # Of each run, by its start.
@@ -106,12 +99,10 @@ class Partition:
 
     @cached_property
     def _stages(self) -> dict[Run, tuple[Floats, Floats]]:
-        """For each run of units: seconds of a microbatch, and of an update with its sums, by [first layer, end]."""
         return {run: found[:2] for run, found in self._times.items()}
 
     @cached_property
     def _stages_again(self) -> dict[Run, tuple[Floats, Floats]]:
-        """The same with forwards that are run twice."""
         num_microbatches = self.estimator.problem.num_microbatches
         return {
             run: (microbatch_s + forward_s, update_s + num_microbatches * forward_s)
@@ -120,7 +111,7 @@ class Partition:
 
     @cached_property
     def _times(self) -> dict[Run, tuple[Floats, Floats, Floats]]:
-        """Of each run of units also the seconds of a forward."""
+        """For each run: seconds of a microbatch, of an update with its sums, and of a forward, by [first layer, end]."""
         problem = self.estimator.problem
         size = problem.num_layers + 1
         forward = problem.prefix_s[:, 0, None, :] - problem.prefix_s[:, 0, :, None]
@@ -145,7 +136,7 @@ class Partition:
 
     @cached_property
     def _channels(self) -> dict[Run, tuple[Floats, Floats]]:
-        """For a run of units i..j-1: seconds of a microbatch, and of an update, to the runs j..l-1, by [l, position of the cut]."""
+        """For a run i..j-1: seconds of a microbatch, and of an update, to the runs j..l-1, by [l, position of the cut]."""
         problem = self.estimator.problem
         found = {}
         for i, j in self._stages:
@@ -172,7 +163,7 @@ class Partition:
 
     @cached_property
     def _working(self) -> Floats:
-        """By first layer and end of a stage, the most that a microbatch needs in it at any time."""
+        """Most bytes that a microbatch needs in a stage at any time, by [first layer, end]."""
         peaks, saved = self.estimator.problem.working_peaks, self.estimator.problem.saved_prefix
         found = np.zeros((len(saved), len(saved)))
         for first in range(len(peaks)):
@@ -180,7 +171,7 @@ class Partition:
         return found
 
     def _fits(self, i: int, j: int, held: int, *, recomputed: bool) -> Stages:
-        """Return for each first layer the largest end of a stage that fits on the units i..j-1 with so many activations in flight."""
+        """Return for each first layer the largest end that fits on the units i..j-1 with `held` activations in flight."""
         found = self._fitting.get((i, j, held, recomputed))
         if found is None:
             problem = self.estimator.problem
@@ -197,17 +188,13 @@ class Partition:
         return found
 
     def least_bottleneck(self, schedule: str = "1f1b") -> list[Bottleneck]:
-        """Return for each possible number of stages the plan whose busiest stage or channel works least in an update (PRM).
-
-        Args:
-            schedule: Name of the schedule, which determines the activations in flight.
-        """
+        """Return for each number of stages the plan whose busiest stage or channel works least in an update."""
         return self._solve(self._updates, schedule, np.maximum, by_level=True)
 
     def least_sum(self, limit_s: float, schedule: str = "1f1b") -> list[Bottleneck]:
-        """Return the plans with the shortest path of a microbatch whose stages and channels work at most so long in an update.
+        """Return the plans with the shortest path of a microbatch whose stages and channels work at most `limit_s` in an update.
 
-        There is one plan where memory does not matter, else one for each number of stages.
+        One plan where memory does not matter, else one for each number of stages.
         """
 
         def within(found: dict[Run, tuple[Floats, Floats]]) -> dict[Run, Floats]:
@@ -217,14 +204,12 @@ class Partition:
         return self._solve(_Costs(within(self._stages), again, within(self._channels)), schedule, np.add, by_level=self.limited)
 
     def least_limit_s(self, schedule: str = "1f1b") -> float:
-        """Return the least workload of the busiest stage or channel for any number of stages; infinite where no plan fits."""
+        """Return the least workload of the busiest stage or channel; infinite where no plan fits."""
         found = self._solve(self._updates, schedule, np.maximum, by_level=self.limited)
         return min((one.value_s for one in found), default=math.inf)
 
     @cached_property
     def _updates(self) -> _Costs:
-        """Seconds of an update."""
-
         def of_update(found: dict[Run, tuple[Floats, Floats]]) -> dict[Run, Floats]:
             return {run: update_s for run, (_, update_s) in found.items()}
 
@@ -243,10 +228,7 @@ class Partition:
         *,
         by_level: bool,
     ) -> list[Bottleneck]:
-        """Return the best plan of any number of stages; of 1, 2, ... stages where `by_level` is set.
-
-        best[i, j, a] is the value of the layers from a on, the first of their stages on the units i..j-1.
-        """
+        """Return the best plan; of each number of stages if `by_level`. best[i, j, a]: layers a.. whose first stage is on units i..j-1."""
         problem = self.estimator.problem
         num_layers, num_units = problem.num_layers, self.num_units
         stages, again, channels = costs
@@ -315,7 +297,7 @@ class _Costs(NamedTuple):
 
 
 class _Level:
-    """The best values and decisions for suffixes, by [i, j, first layer]."""
+    """Best values and decisions for suffixes, by [i, j, first layer]."""
 
     def __init__(self, num_units: int, num_layers: int) -> None:
         shape = (num_units + 1, num_units + 1, num_layers + 1)

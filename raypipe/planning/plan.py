@@ -83,7 +83,7 @@ def plan(
 def plan_problem(
     problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None, on_evaluated: OnEvaluated = ignore
 ) -> Plan:
-    """Return the best plan that a planner finds; arguments and errors as for `plan`."""
+    """Plan a problem; arguments and errors as for `plan`."""
     evaluator = LayoutEvaluator(problem, on_evaluated=on_evaluated)
     best = solve(evaluator, name=name, schedule=schedule, budget=budget)
     return evaluator.plan(best, planner=name, lower_bound_s=bound_s(problem, schedule))

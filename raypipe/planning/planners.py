@@ -17,11 +17,9 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Planner:
-    """A planner.
+    """Planner.
 
     Attributes:
-        name: Name on the command line.
-        title: Description in a few words.
         layouts: Yields proposals, of which the fastest that fits is chosen; `None` for raypipe's own search.
         quick: Whether proposals take little time for any number of devices.
     """
@@ -45,10 +43,10 @@ PLANNERS: tuple[Planner, ...] = (
 
 
 def find_planner(name: str) -> Planner:
-    """Return the planner of that name.
+    """Return a planner by name.
 
     Raises:
-        UnknownNameError: There is none; the message lists the names.
+        UnknownNameError: No planner has that name.
     """
     by_name = {planner.name: planner for planner in PLANNERS}
     if name not in by_name:

@@ -1,8 +1,6 @@
 """The planning problem: a model, a cluster and the size of an update, as arrays.
 
-Layers are cut between consecutive ones in the profile's order; position l is the cut before layer l, so a stage is a pair
-(first, end) of positions. Devices are numbers in the order of the topology. Seconds and bytes are those of one whole microbatch
-of `microbatch_size` rows, unless stated otherwise.
+Position l is the cut before layer l. Seconds and bytes are those of one whole microbatch of `microbatch_size` rows.
 """
 
 from __future__ import annotations
@@ -31,19 +29,15 @@ Group = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Problem:
-    """A model to be planned on a cluster.
+    """Model to be planned on a cluster.
 
     Attributes:
-        profile: Costs of the layers.
-        topology: Devices and links.
         num_microbatches: Number of microbatches of one update.
-        microbatch_size: Rows of a microbatch.
         state_bytes_per_parameter_byte: Gradients and optimizer state.
-        recompute: Whether forwards may run again where memory is short.
         max_staleness: Most updates between the weights of a forward and those that its gradient changes; `None` for no limit on a
             named schedule. Schedules with a delay are chosen only where this or `max_mean_staleness` allows one.
-        max_mismatch: Most weight versions between the forward and the backward of a microbatch; `None` for no limit.
-        max_mean_staleness: Limit on the staleness averaged over microbatches and stages; `None` for no limit.
+        max_mismatch: Most weight versions between the forward and the backward of a microbatch.
+        max_mean_staleness: Limit on the staleness averaged over microbatches and stages.
         updates_per_window: Number of updates between two drains, for schedules whose updates overlap.
         update_scope: What updates wait for; `None` for each schedule's default.
 
@@ -106,7 +100,7 @@ class Problem:
 
     @cached_property
     def overheads_s(self) -> tuple[float, float]:
-        """Overhead of every forward and of every backward, with the message that it receives and the one that it sends."""
+        """Overhead of every forward and every backward, with the messages that it receives and sends."""
         found = self.topology.overheads or Overheads()
         messages_s = found.send_s + found.recv_s
         return found.forward_s + messages_s, found.backward_s + messages_s
@@ -125,7 +119,7 @@ class Problem:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of device for which layers take different times; "" stands for all that the profile does not name."""
+        """Profiled kinds of device in the cluster; "" stands for all others."""
         measured = sorted({device.kind for device in self.topology.devices} & self.profile.device_kinds.keys())
         others = any(device.kind not in self.profile.device_kinds for device in self.topology.devices)
         return (*measured, *([""] if others else []))
@@ -148,29 +142,29 @@ class Problem:
 
     @cached_property
     def trained_prefix(self) -> Floats:
-        """Bytes of the trained weights of all layers before each position, which replicas of a stage sum."""
+        """Trained bytes, which replicas of a stage sum, before each position."""
         return np.concatenate(([0.0], np.cumsum([float(layer.trained_bytes) for layer in self.profile.layers])))
 
     @cached_property
     def standing_prefix(self) -> Floats:
-        """Bytes of weights, their copies in low precision, gradients and optimizer state of all layers before each position."""
+        """Bytes of weights, low-precision copies, gradients and optimizer state before each position."""
         besides = np.cumsum([float((layer.low_precision_bytes or 0) + (layer.frozen_bytes or 0)) for layer in self.profile.layers])
         return self.trained_prefix * (1 + self.state_bytes_per_parameter_byte) + np.concatenate(([0.0], besides))
 
     @cached_property
     def saved_prefix(self) -> Floats:
-        """Bytes that all layers before each position save for a microbatch."""
+        """Bytes that all layers before each position save."""
         return np.concatenate(([0.0], np.cumsum([layer.saved_bytes * self.scale for layer in self.profile.layers])))
 
     @cached_property
     def working_peaks(self) -> Floats:
-        """For each layer, bytes that all layers up to it save for a microbatch, and its own working bytes."""
+        """Each layer's working bytes, and those that all layers up to it save."""
         working: Floats = np.array([(layer.working_bytes or 0) * self.scale for layer in self.profile.layers])
         return working + self.saved_prefix[1:]
 
     @cached_property
     def crossing_bytes(self) -> Floats:
-        """Bytes that cross each position: outputs of layers before it that layers after it read, each once."""
+        """Bytes that cross each position: outputs of earlier layers that later ones read, each once."""
         last_use: dict[int, tuple[int, int]] = {}
         for producer, consumer, num_bytes in self.profile.edges():
             last, most = last_use.get(producer, (consumer, 0))
@@ -184,7 +178,7 @@ class Problem:
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
-        """Speed of each device while all devices of its node compute; devices that share too few cores slow each other."""
+        """Speed of each device while all devices of its node compute, which may share too few cores."""
         found: list[float] = []
         for node in self.topology.nodes:
             part = 1.0 if node.cores is None or not node.devices else min(1.0, node.cores / len(node.devices))
@@ -202,7 +196,7 @@ class Problem:
 
     @cached_property
     def memory_bytes(self) -> tuple[float, ...]:
-        """Memory of each device; infinite where there is no limit."""
+        """Memory of each device; infinite without a limit."""
         return tuple(math.inf if device.memory_bytes is None else float(device.memory_bytes) for device in self.topology.devices)
 
     def path(self, source: int, target: int) -> Path:
@@ -243,7 +237,7 @@ class Problem:
 
     @cached_property
     def blocks(self) -> list[tuple[Group, Group]]:
-        """Sets of ordered pairs of devices with equal paths; where links name nodes alone, one for each pair of nodes."""
+        """Sets of ordered pairs of devices with equal paths: one per pair of nodes unless links name devices."""
         members: list[list[int]] = [[] for _ in self.topology.nodes]
         for device, node in enumerate(self.node_of):
             members[node].append(device)
@@ -258,10 +252,9 @@ class Problem:
     # Workers
 
     def rows(self, group: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the rows of a microbatch for each device of a worker; `None` where there are more devices than rows.
+        """Return the whole rows, at least one, of each of a worker's devices; `None` where there are more devices than rows.
 
-        Each device gets whole rows, at least one; the slowest is as fast as possible (each row goes to the device that would be done
-        with it first).
+        Each row goes to the device that would be done with it first, so that the slowest is as fast as possible.
         """
         key = tuple(group)
         if key not in self._rows:
@@ -269,7 +262,7 @@ class Problem:
         return self._rows[key]
 
     def with_rows(self, rows: Mapping[Group, tuple[int, ...]]) -> Problem:
-        """Return the problem with fixed rows for the devices of some workers, whatever their power."""
+        """Fix the rows of some workers' devices, whatever their power."""
         found = replace(self)
         found._rows.update(rows)
         return found
@@ -292,7 +285,7 @@ class Problem:
         return tuple(rows)
 
     def factors(self, group: Group) -> dict[int, float] | None:
-        """Return for each kind of a worker's devices the time of its slowest device over that of a whole microbatch at speed 1."""
+        """Return for each kind of a worker's devices its slowest time over that of a whole microbatch at speed 1."""
         rows = self.rows(group)
         if rows is None:
             return None

@@ -1,4 +1,4 @@
-"""What the baselines propose, simulated."""
+"""Simulated proposals of the baselines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def best_proposal(layouts: Callable[[Estimator], Iterator[Layout]], evaluator: L
 
 
 def proposals(evaluator: LayoutEvaluator, schedule: str) -> Iterator[Evaluation]:
-    """Yield the best proposal of each baseline; with many devices, of the quick baselines alone."""
+    """Yield each baseline's best proposal; with many devices, of the quick baselines alone."""
     few = evaluator.problem.num_devices <= MOST_UNITS
     for planner in PLANNERS:
         if planner.layouts is not None and (few or planner.quick):

@@ -1,14 +1,9 @@
 """Decisions between windows: whether a run switches to other pipelines, schedule, cut, division of its rows or devices.
 
-Between two windows the policy gets the current state of the cluster (layer times, speeds of devices, bandwidths of links) and asks the
-planner for the best choice. It prefers to stay, since a switch costs time and every figure is noisy:
-
-    change    after the first search, nothing is searched before a link, a device or the error of the predictions changes by a seventh
-    gain      another choice must be predicted faster by more than `least_gain`; both predictions are corrected by their measured errors
-    twice     unless the gain is large, two consecutive windows must say so
-    horizon   the time saved until the run ends, or within the horizon, must exceed the cost of the switch
-
-Choices that turned out slower than predicted are remembered, and left again by the same rules.
+change    nothing is searched again before a link, a device or the error of the predictions changes by a seventh
+gain      another choice must be predicted faster by more than `least_gain`; predictions are corrected by their measured errors
+twice     unless the gain is large, two consecutive windows must say so
+horizon   the time saved until the run ends, or within the horizon, must exceed the cost of the switch
 """
 
 from __future__ import annotations
@@ -45,10 +40,7 @@ class Decision:
     """Decision of the policy after a window.
 
     Attributes:
-        choice: Choice with which the run continues.
-        switch: Whether it differs from the current choice.
         gain: Predicted speed of the best other choice over that of the current one; 1 where nothing was compared.
-        text: Decision and reason in one line.
         predicted_s: Seconds of an update of the current choice in the current state; `None` where it cannot be predicted.
     """
 
@@ -63,15 +55,14 @@ class ConcurrencyPolicy:
     """Decides between windows how a run continues.
 
     Args:
-        problem: Model, cluster and size of an update, with the state at the beginning and the limits on staleness.
-        schedules: Names of the schedules that may be chosen; none for all that the limits on staleness allow.
+        problem: Problem at the beginning of the run.
+        schedules: Schedules that may be chosen; none for all that the limits on staleness allow.
         divisions: Other divisions of the rows of an update: pairs (microbatches, rows of each).
         least_gain: Predicted speedup that a switch needs.
         horizon_updates: Number of updates in which a switch must pay.
         check: Refuses what cannot be run.
 
     Attributes:
-        planner: Evaluates choices in the current state of the cluster.
         choice: Current choice; set by `choose` or `adopt`.
         switch_s: Seconds that the last switch took; `None` before the first.
     """
@@ -109,16 +100,11 @@ class ConcurrencyPolicy:
         return choice
 
     def keep_scope(self, scope: UpdateScope) -> None:
-        """Let the updates of all choices wait for the same from now on, so that clipping by a norm means the same."""
+        """Keep one update scope for all choices, so that clipping by a norm means the same."""
         self.planner.keep_scope(scope)
 
     def adopt(self, choice: Choice, *, took_s: float | None = None) -> None:
-        """Continue with a choice.
-
-        Args:
-            choice: The choice.
-            took_s: Seconds that the switch to it took.
-        """
+        """Continue with a choice, after a switch that took `took_s`."""
         self.choice = choice
         self._chosen_with = self.planner.now
         self._pending = False
@@ -126,11 +112,7 @@ class ConcurrencyPolicy:
             self.switch_s = took_s
 
     def leave_out(self, devices: Sequence[str]) -> None:
-        """Plan without some devices that the current choice does not use, and search again after the next window.
-
-        Args:
-            devices: Names.
-        """
+        """Plan without some idle devices, and search again after the next window."""
         names = self.planner.problem.names
         kept = [number for number, name in enumerate(names) if name not in devices]
         kept_names = [names[number] for number in kept]
@@ -148,13 +130,7 @@ class ConcurrencyPolicy:
         self._pending, self._searched_with = False, None
 
     def after_window(self, state: ClusterState, *, update_s: float, updates_left: int) -> Decision:
-        """Decide how to continue.
-
-        Args:
-            state: Current state of the cluster.
-            update_s: Seconds of an update in the last window.
-            updates_left: Number of updates until the run ends.
-        """
+        """Decide how to continue after a window with updates of `update_s`."""
         before = self.planner.now
         self.planner.observe(state)
         current = self.planner.predicted(self.choice)
@@ -221,7 +197,6 @@ class ConcurrencyPolicy:
         return _EFFORT * min(1.0, _FEW_DEVICES / self.planner.problem.num_devices)
 
     def _error(self, choice: Choice) -> float:
-        """Return measured over predicted seconds: of a choice that ran its own, of another the current one's."""
         if not self._errors:
             return 1.0
         return statistics.median(self._errors.get(choice) or self._errors.get(self.choice) or (1.0,))

@@ -1,4 +1,4 @@
-"""raypipe's own planner over all schedules: local search for those of one stage per worker, then all others on its best workers."""
+"""raypipe's own planner: local search for one stage per worker, then all other schedules on its best workers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SLACK = 1.25
 def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) -> Evaluation | None:
     """Return the best layout of raypipe's own search.
 
-    The search numbers devices in an order that does not depend on their names, so that equal clusters get equal plans. It starts from the
-    baselines' proposals, too, and ends with their proposals for the devices as listed, so that no baseline is ever ahead.
+    It numbers devices independently of their names, so that equal clusters get equal plans. It starts from the baselines' proposals and
+    compares with them again for the devices as listed, so that no baseline is ever ahead.
     """
     sorted_problem, numbers = canonical(evaluator.problem)
     sorted_evaluator = LayoutEvaluator(sorted_problem, evaluator.schedules, evaluator.on_evaluated)
@@ -55,15 +55,6 @@ def _searched(
     begin: list[Layout],
     whole: Callable[[Evaluation | None], Evaluation | None],
 ) -> Evaluation | None:
-    """Search over schedules of one stage per worker, then try every other schedule on the workers of the best layouts.
-
-    Args:
-        evaluator: Simulates layouts, or extrapolates from shorter updates.
-        schedule: Name of the schedule, or `auto`.
-        budget: Effort.
-        begin: Layouts to begin with.
-        whole: Returns the evaluation of the whole update for the best extrapolated one.
-    """
     overlapping = asynchronous_orders(evaluator.problem, schedule)
     several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
     single = ("1f1b", "list") if several or overlapping else (schedule,)
@@ -115,14 +106,7 @@ def climbed(
     most_steps: int,
     neighbours: Callable[[Layout], Iterator[Layout]] = chunks.neighbours,
 ) -> Evaluation | None:
-    """Apply the best change to a layout as long as the simulator finds it better.
-
-    Args:
-        evaluator: Simulates layouts.
-        evaluation: Layout to start from.
-        most_steps: Most changes.
-        neighbours: Yields layouts with one change; by default one layer moved to another stage.
-    """
+    """Apply the best of the neighboring changes as long as the simulator finds it better."""
     for _ in range(most_steps):
         if evaluation is None:
             return None

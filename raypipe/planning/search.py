@@ -1,11 +1,6 @@
-"""raypipe's own planner: exact programs over several device orders, then local search; the simulator has the last word.
+"""Local search over layouts of one stage per worker; equal problems give equal plans.
 
-1. For each device order worth trying (`order.orders`), the dynamic program gives the contiguous plans between the least busy
-   bottleneck and the shortest way of a microbatch (`partition.least_sum` under rising limits).
-2. Simulated annealing from the best of them changes devices, replication, cuts and order of Ops, evaluation by the estimate.
-3. The best estimates are simulated, in every order of Ops asked for, and what is best is improved further, evaluation by the simulator.
-
-Everything is deterministic: equal problems give equal plans.
+Dynamic programs over device orders give starts, annealing improves the estimates, and simulation decides and improves further.
 """
 
 from __future__ import annotations
@@ -42,9 +37,9 @@ class SearchBudget:
     """Effort of a search.
 
     Attributes:
-        num_estimates: Number of layouts that annealing estimates.
-        num_simulations: Number of layouts that are simulated.
-        num_starts: Number of the exact programs' layouts from which annealing starts.
+        num_estimates: Layouts that annealing estimates.
+        num_simulations: Layouts that are simulated.
+        num_starts: Layouts of the dynamic programs from which annealing starts.
     """
 
     num_estimates: int = 24_000
@@ -53,12 +48,7 @@ class SearchBudget:
 
     @classmethod
     def usual(cls, num_devices: int, *, effort: float = 1.0) -> SearchBudget:
-        """Return the usual budget, which shrinks beyond 64 devices, since each layout takes longer.
-
-        Args:
-            num_devices: Number of devices of the cluster.
-            effort: Multiple of the usual budget.
-        """
+        """Return the usual budget times `effort`; it shrinks beyond 64 devices, since each layout takes longer."""
         many = max(num_devices / 64, 1.0)
         return cls(
             num_estimates=max(round(cls.num_estimates * effort / many**1.5), 1),
@@ -71,9 +61,6 @@ class LayoutSearch:
     """Local search over layouts of one stage per worker.
 
     Attributes:
-        evaluator: Simulates layouts of the problem.
-        schedules: Names of the schedules that may be chosen.
-        budget: Effort.
         others: Layouts of other planners to begin with; simulated besides the budget.
     """
 
@@ -89,7 +76,7 @@ class LayoutSearch:
 
     @property
     def problem(self) -> Problem:
-        """What is planned."""
+        """Problem that is planned."""
         return self.evaluator.problem
 
     def run(self) -> Evaluation | None:
@@ -125,7 +112,6 @@ class LayoutSearch:
                                     yield replace(best.layout, order=other)
 
     def _random_orders(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield random orders, for networks without structure, where the exact program takes little time."""
         rng = random.Random(2)
         num_devices = self.problem.num_devices
         if num_devices <= _MOST_FOR_RANDOM:
@@ -145,7 +131,6 @@ class LayoutSearch:
         return _different(sorted(self._estimates, key=lambda layout: (self._estimates[layout], str(layout))), count)
 
     def _anneal(self, start: Layout, rng: random.Random, num_steps: int) -> None:
-        """Apply random changes; worse layouts are accepted ever more rarely."""
         current, current_s = start, self.estimate_s(start)
         best, best_s = current, current_s
         for step in range(num_steps):
@@ -162,7 +147,6 @@ class LayoutSearch:
                 current, current_s = best, best_s
 
     def _simulate(self) -> Evaluation | None:
-        """Simulate the best estimates with all schedules and the layouts of other planners, then search around the best."""
         evaluated: dict[Layout, Evaluation] = {}
         ranked = sorted(self._estimates, key=lambda layout: (self._estimates[layout], str(layout)))
         most = self.budget.num_simulations // 2
@@ -178,13 +162,9 @@ class LayoutSearch:
         return self.improved(evaluated.values(), self.budget.num_simulations - len(evaluated))
 
     def improved(self, begin: Iterable[Evaluation], num_simulations: int, *, slack: float = 1.0) -> Evaluation:
-        """Return the best layout of a search around simulated ones.
+        """Return the best layout of a search around at least one simulated layout.
 
-        Args:
-            begin: Simulated layouts; at least one.
-            num_simulations: Most layouts to simulate.
-            slack: Only layouts whose estimate is below the best time times this are simulated; more than 1 for schedules that are
-                faster than estimated.
+        Only layouts whose estimate is below the best time x `slack` are simulated: more than 1 for schedules faster than estimated.
         """
         rng = random.Random(1)
         pool = sorted(begin, key=lambda evaluation: (evaluation.rank, str(evaluation.layout)))

@@ -16,12 +16,6 @@ from raypipe.units import size
 def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None) -> Evaluation:
     """Return the best layout that a planner finds.
 
-    Args:
-        evaluator: Simulates layouts of the problem.
-        name: Name of the planner.
-        schedule: Name of the schedule; `auto` to choose.
-        budget: Effort of raypipe's own search; the usual one by default.
-
     Raises:
         UnknownNameError: There is no such planner or schedule.
         PlanError: Nothing fits into memory, or the planner has no plan.

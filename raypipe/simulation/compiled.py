@@ -14,10 +14,9 @@ COMPUTE, SEND, RECV, START, AWAIT = range(5)
 
 
 class CompiledOrder:
-    """Lowered programs whose items, messages and collectives have become numbers, to be timed with many costs.
+    """Lowered programs of a valid schedule, to be timed with many costs.
 
-    Args:
-        programs: Lowered programs of a valid schedule. The n-th Recv of a channel waits for its n-th Send.
+    The n-th Recv of a channel waits for its n-th Send.
     """
 
     def __init__(self, programs: Sequence[DeviceProgram]) -> None:
@@ -105,7 +104,7 @@ class CompiledOrder:
 
     @cached_property
     def updates(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return for each update its U's, as pairs (program, number of the slot among the program's slots)."""
+        """Each update's U's, as pairs (program, number of the slot in it)."""
         slots: dict[int, list[tuple[int, int]]] = {}
         for program, computes in enumerate(self.computes):
             for position, item in enumerate(computes):
@@ -115,7 +114,7 @@ class CompiledOrder:
 
     @cached_property
     def microbatches_per_update(self) -> int:
-        """Return the number of microbatches of an update."""
+        """Number of microbatches of an update."""
         ops = (op for computes in self.computes for item in computes for op in item.ops)
         num_microbatches = 1 + max((op.index for op in ops if not op.kind.per_update), default=0)
         return max(num_microbatches // max(len(self.updates), 1), 1)

@@ -1,7 +1,6 @@
 """Seconds and bytes of Ops, messages and collectives.
 
-The model leaves out contention for memory bandwidth, kernel launch overheads, and links that a ring all-reduce keeps busy for
-point-to-point traffic.
+Left out: contention for memory bandwidth, kernel launches, and links that a ring keeps busy for point-to-point traffic.
 """
 
 from __future__ import annotations
@@ -25,19 +24,15 @@ class StageCost:
 
     Attributes:
         forward_s: Seconds of F and of R.
-        backward_s: Seconds of B.
         weight_grad_s: Seconds of W; I takes the rest of the backward.
-        update_s: Seconds of U.
         saved_bytes: Activations held from F to the end of B, or of I where the backward is split.
         weight_grad_saved_bytes: Part of the saved activations that is held until the end of W.
         parameter_bytes: Weights as the optimizer steps them.
-        state_bytes: Optimizer state, held throughout.
         low_precision_bytes: Half-length copies of weights that one version computes with.
         kept_bytes: Part of the saved activations that is held from F to R; `None` where there is no R.
         gradient_bytes: Gradients of the weights, held from the first backward of an update to its U.
         working_bytes: Bytes beyond the saved ones while F, B, W or R runs.
         input_grad_working_bytes: Bytes beyond the saved ones while I runs.
-        frozen_bytes: Weights that are not trained.
     """
 
     forward_s: float
@@ -57,7 +52,7 @@ class StageCost:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the trained weights, which the replicas of a stage sum and publish."""
+        """Bytes that the replicas of a stage sum and publish."""
         return self.parameter_bytes - self.frozen_bytes
 
 
@@ -66,7 +61,6 @@ class SharedCompute:
     """Devices that share cores: while more of them compute than there are cores, each is slowed in proportion.
 
     Attributes:
-        devices: Their numbers.
         cores: Number of devices that compute at full speed at a time.
     """
 
@@ -79,12 +73,8 @@ class Cost:
     """Seconds and bytes of everything in lowered programs.
 
     Attributes:
-        devices: Names of the devices, by number.
         stages: Costs by (device, stage).
-        edge_bytes: Bytes of a whole microbatch's tensors by edge (source, target) of the stage graph. A gradient has as many as
-            its activation; edges left out carry nothing.
-        path: Returns the path from one device to another.
-        shared_compute: Groups of devices that share cores.
+        edge_bytes: Bytes of a whole microbatch's tensors by edge (source, target), in either direction; 0 where left out.
         tied_bytes: Bytes of the weights that the stages of a tie share, by tie; unknown where left out.
         weight_versions: Most versions of the weights that a device holds at once, averaged over its stages; 1 where left out.
         overlap_s: Returns the seconds of a slot whose Ops overlap, from the seconds of each.
@@ -102,13 +92,7 @@ class Cost:
     overheads: Overheads = field(default_factory=Overheads)
 
     def compute_s(self, device: int, ops: tuple[Op, ...], shares: tuple[float, ...] = ()) -> float:
-        """Return the seconds of one slot on a device that shares its cores with no other.
-
-        Args:
-            device: Number of the device.
-            ops: Ops of the slot.
-            shares: Share of the microbatch's rows that each Op works on; all rows by default.
-        """
+        """Return the seconds of a slot with its cores to itself; `shares` of the rows by Op, all rows by default."""
         times = tuple(
             self._op_s(self.stages[device, op.stage], op.kind, share) for op, share in zip(ops, shares or (1.0,) * len(ops), strict=True)
         )
@@ -161,8 +145,8 @@ class Cost:
     def collective_s(self, collective: Collective) -> float:
         """Return the seconds from the last member's start to the end.
 
-        A norm, or the sum of a tie of unknown size, is a few bytes that every member sends to every other: one latency. Other sums
-        and publications take a ring, 2 (r-1) steps of 1/r of the bytes over its slowest link (Patarasuk and Yuan, 2009).
+        A norm, or a tie of unknown size, takes one latency. Others take a ring, 2 (r-1) steps of 1/r of the bytes over its slowest link
+        (Patarasuk and Yuan, 2009).
         """
         members = collective.devices
         pairs = list(zip(members, members[1:] + members[:1], strict=True))
@@ -174,10 +158,9 @@ class Cost:
 
 
 def ring(paths: Sequence[Path]) -> set[tuple[float, float]]:
-    """Return pairs (latency_s, seconds per byte), one for each different link of a ring whose members all send at the same time.
+    """Return (latency_s, seconds per byte) of each different link of a ring, given the path of each member to the next.
 
-    Args:
-        paths: Path from each member to the next; links that several paths use are divided among them.
+    All members send at the same time; paths that share a link divide it.
     """
     uses = Counter(name for path in paths for name, _ in path.resources)
     return {

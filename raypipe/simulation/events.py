@@ -1,8 +1,7 @@
-"""The event loop: when each item of compiled programs starts and ends.
+"""The event loop: when each item of compiled programs starts and ends. Time: O(items log devices).
 
-Devices run their items in order. A Send puts its message on the links, which serve messages first come, first served: a message
-occupies each of its links for bytes / bandwidth, then arrives one latency later (latency occupies nothing). Devices that share
-cores progress at an equal rate, cores / computing devices but at most 1 (processor sharing). Time: O(items log devices).
+Messages occupy each of their links for bytes / bandwidth, first come, first served, and arrive one latency later (it occupies
+nothing). Devices that share cores progress at an equal rate, cores / computing devices but at most 1 (processor sharing).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _UNKNOWN = -1.0
 
 @dataclass
 class _SharedCores:
-    """Devices that share cores. `work` is the seconds of full speed that each active device has had since the window began."""
+    """`work`: seconds of full speed that each active device has had since the window began."""
 
     shared: SharedCompute
     work: float = 0.0
@@ -41,8 +40,7 @@ class _SharedCores:
 class EventLoop:
     """One run of compiled programs.
 
-    The heap holds the time from which each runnable device can go on, and for each group of devices that share cores the time
-    at which the first of them is done. A device that waits for a message that has not been sent is not in the heap.
+    The heap holds the time at which each runnable device can go on, and for each group that shares cores its first end.
     """
 
     def __init__(self, order: CompiledOrder, cost: Cost) -> None:
@@ -157,7 +155,6 @@ class EventLoop:
         self.heads[program] = head
 
     def _schedule_next_end(self, group: _SharedCores) -> None:
-        """Push the time at which the first of the devices that share cores is done."""
         group.epoch += 1
         if group.active:
             self._push(group.next_end_s(), -1 - self.groups.index(group), group.epoch)
@@ -193,8 +190,6 @@ class EventLoop:
 
 
 class _Transfer:
-    """Seconds that the messages of one class take on their way, on each link and on both devices."""
-
     __slots__ = ("recv_s", "resources", "send_s", "transfer_s")
 
     def __init__(self, cost: Cost, source: int, target: int, message: Message) -> None:

@@ -1,8 +1,7 @@
 """Bytes that each device holds: weights and optimizer state throughout, activations and gradients over time.
 
-The model leaves out what a stage passes on, which is held until its backward though the next stages have a copy; rows of the batch;
-messages that wait in a sender or arrive early, and rings of shared memory; buffers of libraries; holes that the C library keeps. Weights
-count as if the most versions were held throughout, and a layer that keeps its output counts it beside the next layer's input.
+Left out: outputs kept until their backward, rows of the batch, waiting messages, buffers of libraries, fragmentation. Weights count
+as if the most versions were held throughout; a layer that keeps its output counts it beside the next layer's input.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MemoryCurve = tuple[tuple[float, int], ...]
 def standing_bytes(cost: Cost, device: int) -> int:
     """Return the bytes that a device holds throughout: all versions of its weights, and optimizer state.
 
-    Where a weight is computed with in low precision, a version is the copy alone; the weight is held once, as frozen weights are.
+    In low precision a version is the copy alone; the weight is held once, as frozen weights are.
     """
     stages = [stage for (holder, _), stage in cost.stages.items() if holder == device]
     version_bytes = sum(stage.trained_bytes - stage.low_precision_bytes for stage in stages)
@@ -32,7 +31,7 @@ def standing_bytes(cost: Cost, device: int) -> int:
 
 
 def activation_bytes(cost: Cost, device: int, op: Op, share: float = 1.0) -> tuple[int, int]:
-    """Return the bytes of activations that an Op on a share of the rows saves at its start, and frees at its end."""
+    """Return the activation bytes that an Op on a share of the rows saves at its start, and frees at its end."""
     stage = cost.stages[device, op.stage]
     saved = round(stage.saved_bytes * share)
     if stage.kept_bytes is not None and op.kind in {OpKind.FORWARD, OpKind.RECOMPUTE}:
@@ -62,14 +61,7 @@ def working_bytes(cost: Cost, device: int, op: Op, share: float = 1.0) -> int:
 def memory_curves(
     order: CompiledOrder, cost: Cost, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
 ) -> tuple[MemoryCurve, ...]:
-    """Return the bytes that each device holds over time.
-
-    Args:
-        order: What ran.
-        cost: Bytes of its stages.
-        starts: Seconds at which each program's slots start.
-        ends: Seconds at which each program's slots end.
-    """
+    """Return the bytes that each device holds over time, from the seconds at which each program's slots start and end."""
     curves: list[MemoryCurve] = [((0.0, standing_bytes(cost, device)),) for device in range(len(cost.devices))]
     for number, program in enumerate(order.programs):
         curves[program.device] = tuple(_curve(order, cost, number, starts[number], ends[number]))
@@ -114,7 +106,7 @@ def _slot_bytes(cost: Cost, device: int, slot: Compute) -> tuple[int, int, int]:
 
 
 class _GradientBytes:
-    """Bytes of the gradients of a device's stages, and of the vectors of its collectives, as its program goes on."""
+    """Gradients of a device's stages, and vectors of its collectives."""
 
     def __init__(self, cost: Cost, device: int, microbatches_per_update: int) -> None:
         self.gradient_bytes = {stage: stage_cost.gradient_bytes for (holder, stage), stage_cost in cost.stages.items() if holder == device}
@@ -124,7 +116,6 @@ class _GradientBytes:
         """Stages and updates whose gradients exist."""
 
     def after(self, slot: Compute) -> int:
-        """Return the change of the bytes held when a slot ends."""
         change = 0
         for op in slot.ops:
             if op.kind.writes_gradient:
@@ -137,7 +128,7 @@ class _GradientBytes:
         return change
 
     def started(self, collective: Collective) -> tuple[int, int]:
-        """Return the bytes that a collective needs for a moment as it starts, and those that it holds from then on."""
+        """Return the bytes needed for a moment, and those held from then on."""
         match collective.kind:
             case CollectiveKind.GRADIENTS:
                 # Gradients are copied into one vector, which takes their place.
@@ -148,7 +139,6 @@ class _GradientBytes:
                 return 0, 0
 
     def awaited(self, collective: Collective) -> int:
-        """Return the change of the bytes held when a collective has been awaited."""
         if collective.kind is not CollectiveKind.WEIGHTS:
             return 0
         return -self.weight_bytes[collective.stage] - self._freed(collective.stage, collective.update)

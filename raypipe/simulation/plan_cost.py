@@ -1,4 +1,4 @@
-"""Costs of whole plans: what a profile and a topology say of stages on devices."""
+"""Costs of whole plans, from a profile and a topology."""
 
 from __future__ import annotations
 
@@ -38,12 +38,7 @@ def equal_stages(
 
 
 def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE) -> Cost:
-    """Return the cost of a plan on its own topology.
-
-    Args:
-        plan: Stages, devices and schedule.
-        state_bytes_per_parameter_byte: Gradients and optimizer state.
-    """
+    """Return the cost of a plan on its own topology."""
     return layout_cost(
         profile=plan.profile,
         topology=plan.topology,
@@ -86,7 +81,7 @@ def layout_cost(
         weight_versions: As in `Cost`.
         state_bytes_per_parameter_byte: Gradients and optimizer state.
         recomputed: Stages whose forwards run again, so that only their inputs are kept until then.
-        published: Replicas of stages that another replica updates, so that they hold no optimizer state.
+        published: Stage replicas that another replica updates, so that they hold no optimizer state.
     """
     number = {name: position for position, name in enumerate(devices)}
     scale = microbatch_size / profile.microbatch_size
@@ -137,7 +132,7 @@ def crossing_bytes(profile: ModelProfile, cut: Cut) -> dict[tuple[int, int], int
 
 
 def tied_bytes(profile: ModelProfile, cut: Cut) -> dict[int, int]:
-    """Return the bytes of the weights that stages of a cut share, by tie of the stage graph."""
+    """Return the bytes of the weights that stages share, by tie of the stage graph."""
     sizes: dict[int, int] = {}
     for number in cut.parted_ties:
         tie = cut.graph.tie_of[cut.stage_of[cut.ties[number][0]]]
@@ -146,7 +141,7 @@ def tied_bytes(profile: ModelProfile, cut: Cut) -> dict[int, int]:
 
 
 def published_copies(schedule: Schedule) -> frozenset[StageReplica]:
-    """Return the replicas of stages that receive new weights and make none."""
+    """Return the stage replicas that receive new weights and make none."""
     holders: dict[OpKind, set[StageReplica]] = {OpKind.UPDATE: set(), OpKind.PUBLISH: set()}
     for op, _ in schedule.ops():
         if op.kind in holders:
@@ -155,7 +150,7 @@ def published_copies(schedule: Schedule) -> frozenset[StageReplica]:
 
 
 def weight_versions(schedule: Schedule, placement: Placement) -> dict[int, float]:
-    """Return the weight copies per stage that each device holds; nothing where all hold one version."""
+    """Return the weight copies per stage that each device holds; nothing where all hold one."""
     if not schedule.weight_rule.keeps_versions:
         return {}
     held = Counter(holder.worker for holder in schedule.first_pipeline)

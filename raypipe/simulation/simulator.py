@@ -1,7 +1,4 @@
-"""Predict a window: simulate the very programs that run, with times from a cost model.
-
-A search over costs compiles an order once and times it many times; spans and memory are worked out only where they are asked for.
-"""
+"""Prediction of a window: simulation of the very programs that run, with times from a cost model."""
 
 from __future__ import annotations
 
@@ -38,15 +35,7 @@ def simulate(plan: Plan | str | os.PathLike[str], *, topology: ClusterTopology |
 
 
 def simulate_programs(programs: Sequence[DeviceProgram], cost: Cost, *, name: str, num_updates: int = 1, with_memory: bool = True) -> Trace:
-    """Return the trace of one window.
-
-    Args:
-        programs: Lowered programs of a valid schedule.
-        cost: Seconds and bytes of their items.
-        name: Name of the trace.
-        num_updates: Number of updates of the window.
-        with_memory: Whether the trace has the bytes held over time.
-    """
+    """Return the trace of one window of a valid schedule's lowered programs."""
     return time_order(CompiledOrder(programs), cost).trace(name=name, num_updates=num_updates, with_memory=with_memory)
 
 

@@ -1,4 +1,4 @@
-"""What a simulation returns: when everything starts and ends, and the figures and spans that follow."""
+"""Times of a simulation, and the figures and spans that follow."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ _OPS = attrgetter("ops")
 
 @dataclass(frozen=True)
 class Timing:
-    """When the slots, messages and waits of an order start and end.
+    """When the slots, messages and waits of an order start and end, by program or message.
 
     Attributes:
-        order: What was timed.
-        cost: Seconds and bytes that it was timed with.
-        starts: Start of each slot, by program.
-        ends: End of each slot, by program.
         waits: Waits of each program: message or -1, collective or -1, start, end.
         departure_s: Time at which each message enters its links.
-        arrival_s: Time at which each message has arrived.
     """
 
     order: CompiledOrder
@@ -39,7 +34,7 @@ class Timing:
 
     @cached_property
     def makespan_s(self) -> float:
-        """Seconds until the last slot, or the last wait, ends."""
+        """Seconds until the last slot or wait ends."""
         return max([*(row[-1] for row in self.ends if row), *(row[-1][3] for row in self.waits if row)], default=0.0)
 
     @cached_property
@@ -56,7 +51,7 @@ class Timing:
 
     @property
     def steady_update_s(self) -> float:
-        """Seconds per update far from the ends of the window, as `Trace.steady_update_s`."""
+        """Seconds per update far from the window's ends, as `Trace.steady_update_s`."""
         return steady_s(self.update_ends_s) or self.update_s
 
     @cached_property
@@ -75,13 +70,7 @@ class Timing:
         return tuple(max(held for _, held in steps) for steps in self.memory)
 
     def trace(self, *, name: str, num_updates: int = 1, with_memory: bool = True) -> Trace:
-        """Return the trace of the window.
-
-        Args:
-            name: Name of the trace.
-            num_updates: Number of updates of the window.
-            with_memory: Whether the trace has the bytes held over time.
-        """
+        """Return the trace of the window."""
         return Trace(name, Source.SIMULATED, self.cost.devices, num_updates, tuple(self._spans()), self.memory if with_memory else ())
 
     def _spans(self) -> list[Span]:
