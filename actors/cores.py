@@ -1,7 +1,7 @@
 """Binds an actor to some cores of its node, if `scaling.bind_cores` asks for it.
 
-In a node with several sockets each core is close to some memory and GPUs and far from others, and the operating system moves a process that
-often sleeps to any idle core. Binding helps only if there are enough cores: four stages on two cores were 16 to 25 % slower when bound.
+On several sockets each core is close to some memory and GPUs, and the system moves processes that often sleep. Binding helps only with
+enough cores: four stages on two cores were 16 to 25 % slower when bound.
 """
 
 from __future__ import annotations
@@ -18,31 +18,20 @@ _SYSTEM = Path("/sys")
 
 
 class NodePosition(NamedTuple):
-    """An actor's position among the actors of its node.
-
-    Attributes:
-        position: Position in the order of devices, from 0.
-        num_actors: Number of actors on the node.
-    """
+    """An actor's position among its node's actors, in the order of devices."""
 
     position: int
     num_actors: int
 
 
 def share(cores: Sequence[int], actor: NodePosition, *, num_threads: int) -> list[int]:
-    """Return an actor's equal share of a node's cores; all of them if there are fewer cores than threads.
-
-    Args:
-        cores: Cores of the node; neighbors share sockets and physical cores.
-        actor: Position of the actor.
-        num_threads: Number of threads of each actor.
-    """
+    """Return an actor's equal share of a node's cores; all of them if there are fewer cores than threads."""
     size = len(cores) // actor.num_actors
     return list(cores[actor.position * size :][:size] if size >= num_threads else cores)
 
 
 def usable(system: Path = _SYSTEM) -> list[int]:
-    """Return the cores that this process may use, ordered by socket and physical core."""
+    """Return this process's cores, by socket and physical core."""
 
     def location(core: int) -> tuple[int, int, int]:
         folder = system / "devices/system/cpu" / f"cpu{core}" / "topology"
@@ -52,13 +41,13 @@ def usable(system: Path = _SYSTEM) -> list[int]:
 
 
 def near(device: torch.device) -> list[int]:
-    """Return the usable cores close to a GPU; all usable cores if the system does not tell."""
+    """Return the usable cores close to a GPU; all if unknown."""
     gpu: Any = torch.cuda.get_device_properties(device)
     return near_pci(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
 
 
 def near_pci(address: str, system: Path = _SYSTEM) -> list[int]:
-    """Return the usable cores close to a device with this PCI address; all usable cores if the system does not tell."""
+    """Return the usable cores close to a PCI address; all if unknown."""
     cores = usable(system)
     with suppress(OSError, ValueError):
         local = _listed((system / "bus/pci/devices" / address / "local_cpulist").read_text(encoding="ascii"))
@@ -67,7 +56,7 @@ def near_pci(address: str, system: Path = _SYSTEM) -> list[int]:
 
 
 def bind(cores: Sequence[int]) -> None:
-    """Bind all present and future threads of this process to some cores."""
+    """Bind all present and future threads of this process."""
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(int(thread), cores)
@@ -81,7 +70,6 @@ def _number(file: Path) -> int:
 
 
 def _listed(text: str) -> set[int]:
-    """Parse a list such as `0-3,8`."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

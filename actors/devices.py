@@ -1,4 +1,4 @@
-"""What differs between computing on a CPU and on a GPU, besides clocks and transports."""
+"""What differs between a CPU and a GPU, besides clocks and transports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _filler(device: torch.device) -> Tensor:
 
 
 def upload(batch: Batch, device: torch.device) -> Batch:
-    """Copy the fields of a batch to a device without waiting for the copies."""
+    """Copy a batch to a device without waiting."""
     if device.type == "cpu":
         return batch
     # A GPU reads pinned memory by itself; torch keeps the pinned copy until it has been read.
@@ -78,7 +78,7 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which this thread uses a stream of its own on a GPU."""
+    """Give this thread a GPU stream of its own in this context."""
     if device.type == "cpu":
         return nullcontext()
     module = torch.get_device_module(device)
@@ -87,7 +87,7 @@ def own_stream(device: torch.device) -> AbstractContextManager[object]:
 
 
 def settle(device: torch.device, *, timeout_s: float) -> bool:
-    """Wait, without sleep, for the work that this thread has queued on a device; return whether it ended in time."""
+    """Wait, without sleep, for the work that this thread has queued; return whether it ended in time."""
     if device.type == "cpu":
         return True
     event = torch.get_device_module(device).Event()

@@ -1,4 +1,4 @@
-"""A whole pipeline in one process with one thread per device, for tests, notebooks and debugging. It runs the same programs as on Ray."""
+"""A whole pipeline in one process, one thread per device: the same programs as on Ray."""
 
 from __future__ import annotations
 
@@ -28,25 +28,9 @@ from raypipe.schedules.lower import DeviceProgram, Placement
 
 
 class LocalPipeline:
-    """The devices of one schedule as threads.
+    """The devices of one schedule as threads; arguments as of `Executor` and `build_stage`.
 
-    Args:
-        model: Description of the model.
-        cut: Layers of each stage; as many stages as the schedule has.
-        schedule: Valid schedule.
-        batches: Source of the rows.
-        optimizer: Makes the optimizer of each replica of a stage.
-        learning_rate: Learning rate of each update.
-        seed: Seed of initial weights and random numbers.
-        placement: Devices of each worker; `None` for one each.
-        max_grad_norm: Limit of the gradient norm; `None` for none.
-        timeout_s: Limit of every wait between devices.
-        faults: Faults to inject.
-        precision: Precision of all stages.
-        on: Torch device of all stages.
-
-    Attributes:
-        weights: For each device, the weights of its stages.
+    `cut` has as many stages as `schedule`; `placement` names each worker's devices, `None` for one each.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Measures what the layers of a model cost on this device; holds one layer at a time, never the whole model."""
+"""Measures what the layers of a model cost on this device; holds one layer at a time."""
 
 from __future__ import annotations
 
@@ -34,23 +34,14 @@ class LayerMeasurement:
     """The cost of one layer for one microbatch. Seconds are lower quartiles.
 
     Attributes:
-        name: Name of the layer.
-        forward_s: Seconds of the forward.
-        backward_s: Seconds of the full backward.
-        weight_grad_s: Seconds of the weight gradient if the backward is split.
-        output_bytes: Bytes of the tensors that the layer passes on.
+        weight_grad_s: Seconds of the weight gradient if the backward is split; part of `backward_s`.
         saved_bytes: Bytes that autograd keeps for the backward, without weights.
-        weight_grad_saved_bytes: Bytes kept between input gradient and weight gradient if the backward is split: what autograd still holds,
-            and the gradients that W starts from.
-        parameter_bytes: Bytes of the weights that the optimizer steps.
-        tied_bytes: Bytes of those weights that other layers share.
+        weight_grad_saved_bytes: Bytes kept between input and weight gradient, with the gradients that W starts from.
+        parameter_bytes: Bytes of all weights, in the precision of the optimizer's steps.
         update_s: Seconds of the optimizer's step and of renewing copies in lower precision.
         spread: Half the interquartile range of the forward's and backward's sum, divided by its median.
-        working_bytes: Peak of forward and backward beyond `saved_bytes`, with the outputs, their gradients, those of the inputs, and one
-            of a weight before it is added to the others.
-        input_grad_working_bytes: Peak of forward and input gradient beyond `saved_bytes` if the backward is split.
-        low_precision_bytes: Bytes of the copies of weights in lower precision.
-        frozen_bytes: Bytes of the weights that are not trained.
+        working_bytes: Peak of forward and backward beyond `saved_bytes`: outputs, gradients, one gradient of a weight before it is added.
+        input_grad_working_bytes: Peak of forward and input gradient beyond `saved_bytes`.
     """
 
     name: str
@@ -72,13 +63,9 @@ class LayerMeasurement:
 
 @dataclass(frozen=True)
 class Effort:
-    """How often layers are measured.
+    """Timed runs of each layer in a pass, runs before these, and passes over all layers.
 
-    Attributes:
-        repeats: Number of timed runs of each layer in a pass.
-        warm_up: Number of runs before the timed ones.
-        passes: Number of passes over all layers. A disturbance of the machine often lasts longer than all repeats of a layer, but seldom
-            hits the same layer again in the next pass.
+    A disturbance often lasts longer than all repeats of a layer, but seldom hits it again in the next pass.
     """
 
     repeats: int = 7
@@ -101,18 +88,7 @@ def measure_layers(
     on: torch.device = devices.CPU,
     on_layer: Callable[[str], None] = lambda _: None,
 ) -> list[LayerMeasurement]:
-    """Measure every layer in order.
-
-    Args:
-        model: Description of the model.
-        batch: Fields of one microbatch.
-        optimizer: Makes the optimizer of a layer.
-        seed: Seed of the weights.
-        effort: Number of runs.
-        precision: Precision in which the layers compute.
-        on: Device that computes.
-        on_layer: Receives a line of text before each layer.
-    """
+    """Measure every layer in order, on one microbatch; `on_layer` receives a text before each."""
     batch = devices.upload(batch, on)
     model = loss_in_float32(model, precision)
     untied = dataclasses.replace(model, ties=())  # initial values do not change the cost
@@ -136,8 +112,6 @@ def measure_layers(
 
 @dataclass(frozen=True)
 class _Samples:
-    """The seconds that one layer took in each run."""
-
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     weight_grad_s: list[float] = field(default_factory=list)
@@ -151,7 +125,7 @@ class _Samples:
 
 
 class _Saved:
-    """A tensor that autograd saves. Only autograd refers to this object, which therefore ends when autograd frees the tensor."""
+    """A saved tensor; only autograd refers to this object, which ends with it."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -173,8 +147,6 @@ class _Sizes:
 
 
 class _Layer:
-    """One layer as a stage of its own, to be measured."""
-
     def __init__(self, model: Model, weights: Weights, outputs: StageOutputs, batch: Batch, sizes: _Sizes) -> None:
         self.model = model
         self.weights = weights
@@ -188,7 +160,6 @@ class _Layer:
         self.parameters = weights.parameters(0)
 
     def measure(self, samples: _Samples, effort: Effort) -> LayerMeasurement:
-        """Run the layer, add the seconds to the samples, and return the cost by all samples."""
         saved_bytes, weight_grad_saved_bytes = self._saved_bytes()
         working_bytes, input_grad_working_bytes = (max(peak_bytes - saved_bytes, 0) for peak_bytes in self._peaks())
         for repeat in range(effort.warm_up + effort.repeats):
@@ -221,7 +192,6 @@ class _Layer:
         return sum(stepped.get(id(weight), weight).nbytes for weight in tied)
 
     def _run_once(self, samples: _Samples) -> None:
-        """Run the layer with the full backward, then with the split backward and the update; add the seconds to the samples."""
         self._forward()  # warms the caches, as in a stage at work
         (roots, leaves), forward_s = self._forward()
         gradients = [torch.ones_like(root) for root in roots]
@@ -238,7 +208,6 @@ class _Layer:
         samples.update_s.append(self._update())
 
     def _saved_bytes(self) -> tuple[int, int]:
-        """Return the bytes kept from forward to backward, and from input gradient to weight gradient."""
         alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
         def pack(tensor: Tensor) -> _Saved:
@@ -262,8 +231,6 @@ class _Layer:
         return saved_bytes, weight_grad_saved_bytes
 
     def _peaks(self) -> tuple[int, int]:
-        """Return the peak bytes of a forward with its full backward, and with its input gradient alone."""
-
         def forward() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
             (roots, leaves), _ = self._forward()
             return roots, [torch.ones_like(root) for root in roots], leaves
@@ -291,7 +258,6 @@ class _Layer:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}.values())
 
     def _forward(self) -> tuple[tuple[list[Tensor], list[Tensor]], float]:
-        """Return the roots of the backward and the input leaves, and the seconds of the forward."""
         inputs = zero_inputs(self.inputs, on=self.on)
 
         def forward() -> list[Tensor]:
@@ -311,7 +277,6 @@ class _Layer:
         return self._timed(lambda: self.weights.update(number, scale=1.0, learning_rate=0.0, keep_old=False))[1]
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """Return the result of some work and the seconds that the device took."""
         stop = devices.stop_watch(self.on)
         result = work()
         return result, stop()
@@ -324,13 +289,12 @@ class _Layer:
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:
-    """Return the lower quartile: disturbances only ever add time, often to more than half of a few repeats."""
     # "inclusive": never below the smallest sample.
     return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 
 def start_profiler() -> None:
-    """Start torch's profiler once in the thread that loaded torch; otherwise its first start elsewhere writes to stderr."""
+    """Start torch's profiler once in the thread that loaded torch; its first start elsewhere writes to stderr."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # keeps it from writing a line at every start
     with torch.autograd.profiler.profile(use_kineto=False):
         pass

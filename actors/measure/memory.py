@@ -1,15 +1,8 @@
 """The peak of the memory that a device holds in a window, less what it holds without a model.
 
-On a CPU this is the peak of the process's resident memory (VmHWM), which writing to /proc/self/clear_refs resets, less:
-
-* the process's own memory before its stages were built: interpreter, Ray, torch. What torch loads on first use (70 MB for its optimizers
-  alone) is loaded before that is read, and freed memory goes back to the system;
-* mapped files: the code of libraries, of which more is loaded as it is used;
-* shared memory: the rings of channels, Ray's object store.
-
-The last two are read after the window, since Linux has no peak of each. The result counts pages, not tensors: also holes that the C
-library could not fill, and buffers of libraries. Freed memory stays with the process, so a window never shows less than an earlier window,
-an evaluation or a checkpoint has left behind.
+On a CPU: the process's peak (VmHWM, reset by writing to /proc/self/clear_refs), less its memory before stages were built, mapped files and
+shared memory, as Linux counts them after the window. It counts pages, not tensors: also holes in the C library's heap. Freed memory stays
+with the process: no window shows less than an earlier window, evaluation or checkpoint has left behind.
 """
 
 from __future__ import annotations
@@ -45,7 +38,7 @@ def memory_meter(device: torch.device) -> MemoryMeter:
 
 
 class ProcessMemory:
-    """The memory of this process; see the module's docstring."""
+    """The memory of this process."""
 
     def __init__(self) -> None:
         _use_torch_once(torch.device("cpu"))
@@ -63,7 +56,7 @@ class ProcessMemory:
             self._began = False
 
     def peak_bytes(self) -> int | None:
-        """Return the peak since `begin`, less what the device held when the meter was made."""
+        """Return the peak since `begin`; `None` if unknown."""
         resident = _resident_bytes()
         if resident is None or self._before is None or not self._began:
             return None
@@ -71,7 +64,7 @@ class ProcessMemory:
 
 
 class CudaMemory:
-    """The memory of tensors on a CUDA device, without what torch's allocator keeps besides."""
+    """The memory of tensors on a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -83,12 +76,11 @@ class CudaMemory:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int:
-        """Return the peak since `begin`, less what the device held when the meter was made."""
+        """Return the peak since `begin`."""
         return max(torch.cuda.max_memory_allocated(self.device) - self._before, 0)
 
 
 def _resident_bytes() -> dict[str, int] | None:
-    """Return the kinds of memory that Linux counts of this process; `None` if one is missing."""
     try:
         lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -99,7 +91,6 @@ def _resident_bytes() -> dict[str, int] | None:
 
 
 def _use_torch_once(device: torch.device) -> None:
-    """Do once what stages do: torch loads half of itself on first use, and allocates workspaces for matrix products on a GPU."""
     weight = nn.Parameter(torch.zeros(2, 2, device=device))
     optimizer = torch.optim.AdamW([weight], fused=True)
     with torch.enable_grad():

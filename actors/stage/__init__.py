@@ -1,1 +1,1 @@
-"""What a stage holds and computes: weights, gradients, optimizer state, forward and backward."""
+"""The layers of a stage: weights, gradients, checkpoints."""

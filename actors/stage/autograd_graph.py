@@ -1,4 +1,4 @@
-"""Autograd's graph of one stage: which nodes lead to its inputs, and which of them computes the gradient of which parameter."""
+"""Autograd's graph of one stage: which nodes lead to its inputs, and which computes the gradient of which parameter."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The graph below the outputs of a stage.
+    """The graph below the outputs of a stage, with the leaf nodes of inputs and parameters that were reached.
 
-    Attributes:
-        children: Edges of each node.
-        height: Longest path, in nodes, from each inner node down to an input or pivot. A node is inner if it leads to one.
-        inputs: Inputs of the stage that were reached, by their leaf nodes.
-        parameters: Parameters that were reached, by their leaf nodes.
+    `height` is the longest path, in nodes, from an inner node (one that leads to an input or pivot) down to an input or pivot.
     """
 
     children: dict[Node, tuple[tuple[Node | None, int], ...]]
@@ -29,7 +25,7 @@ class Graph:
 
 
 def walk(roots: Iterable[GradientEdge], *, inputs: Iterable[Tensor], pivots: Collection[Node], parameters: Iterable[Tensor]) -> Graph:
-    """Visit every node below `roots` once, children first; without recursion, since graphs can be deeper than Python's stack."""
+    """Visit every node below `roots` once, children first."""
     graph = Graph(children={}, height={}, inputs={}, parameters={})
     children, height = graph.children, graph.height
     inputs, parameters = set(inputs), set(parameters)
@@ -70,9 +66,9 @@ class Owners:
     """Where the gradient of each parameter is computed.
 
     Attributes:
-        cuts: For each cut, the parameters that only this cut leads to: computed in W from what arrives at the cut.
-        late: Parameters that only pivots, and outputs that lead to no input, lead to: computed in W from the outputs and pivots.
-        early: Leaf nodes of all other parameters: computed in I.
+        cuts: For each cut, the parameters that it alone leads to: in W, from what arrives at the cut.
+        late: Parameters that only pivots and input-less outputs lead to: in W, from these.
+        early: Leaf nodes of all other parameters: in I.
     """
 
     cuts: dict[Node, list[Tensor]]
@@ -109,7 +105,7 @@ def find_owners(graph: Graph, roots: Iterable[GradientEdge]) -> Owners:
 
 
 def edges_into(nodes: Collection[Node], *, graph: Graph, roots: Iterable[GradientEdge]) -> list[GradientEdge]:
-    """Return the edges from the outputs and the inner nodes into `nodes`, each once."""
+    """Return the edges from outputs and inner nodes into `nodes`, each once."""
     if not nodes:
         return []
     edges = [(root.node, root.output_nr) for root in roots]

@@ -1,27 +1,25 @@
 """Splits the backward pass of one stage into input gradients (I) and weight gradients (W), for any nn.Module.
 
-Zero-bubble schedules first send the input gradient on and fill idle time with the weight gradients
+Zero-bubble schedules send the input gradient on first and fill idle time with the weight gradients
 (Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 2).
 
-Autograd's graph of `y = fc2(gelu(fc1(x)))` runs from the outputs down to the leaves. A node from which an input is
-reachable is `inner`; an inner node with a child that leads to parameters but to no input is a `cut`:
+Autograd's graph of `y = fc2(gelu(fc1(x)))` runs from the outputs down to the leaves. A node that leads to an input is `inner`; an inner
+node with a child that leads to parameters but to no input is a `cut`:
 
     gradient of y -> [addmm fc2] -> [gelu] -> [addmm fc1] -> x        I runs this row and notes what arrives at each cut
                           |                        |
                       [t] -> fc2.weight        [t] -> fc1.weight      W runs each cut again, but only this side of it
 
-A node computes only the gradients that a pass asks for, so no matrix product is done twice. Gradients of parameters that several cuts
-reach (a weight used twice, the weights of a recurrent layer) are computed in I and held until W.
+Each node computes only what a pass asks for: no matrix product is done twice. Gradients of parameters below several cuts (a weight used
+twice, a recurrent layer) are computed in I and held until W.
 
 Limits, none of which affects the values:
-* A Python `autograd.Function` and a module from `torch.compile` compute all their gradients at once, in I.
-* Between I and W all activations below the topmost cut stay, with one gradient for each cut.
-* `torch.utils.checkpoint(use_reentrant=False)` recomputes its segment in I and in each pass of W that enters it. The reentrant kind raises,
-  as with any `torch.autograd.grad`.
-* Autograd visits all nodes below a cut before a pass (0.2 us per node): a small part of W is quadratic in the stage's length.
-* Tensor hooks on parameters of I, on outputs of cuts and on pivots run in I and again in W, where their result is dropped. Other hooks on
-  parameters run once, in W.
-* No second derivatives: the backward pass builds no graph.
+* A Python `autograd.Function` and a module from `torch.compile` compute all their gradients in I.
+* Between I and W all activations below the topmost cut stay, with one gradient per cut.
+* `torch.utils.checkpoint(use_reentrant=False)` recomputes in I and in each pass of W that enters its segment; the reentrant kind raises.
+* Autograd visits all nodes below a cut before a pass (0.2 us each): a small part of W is quadratic in the stage's length.
+* Tensor hooks on parameters of I, outputs of cuts and pivots run in I and again in W, which drops their result.
+* No second derivatives.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ takes the public way."""
 
 
 def disable_buffer_donation() -> None:
-    """Keep backwards of layers that this thread compiles from overwriting what their forwards saved: I and W both need it."""
+    """Keep compiled backwards of this thread from overwriting saved tensors, which I and W both need."""
     config = sys.modules.get("torch._functorch.config")  # loaded with the compiler
     if config is not None:
         config.donated_buffer = False  # type: ignore[attr-defined]
@@ -52,17 +50,10 @@ def disable_buffer_donation() -> None:
 def backward_full(
     outputs: Sequence[Tensor], output_gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Accumulate the gradients of `parameters` into their `.grad` and return those of `inputs`.
+    """Accumulate the gradients of `parameters` into `.grad` and return those of `inputs`; free the graph behind `outputs`.
 
-    Args:
-        outputs: Outputs of the stage; the graph behind them is freed.
-        output_gradients: For each output a gradient of its shape, or `None` if none arrived. The last stage passes the gradient of the
-            loss, such as `torch.ones_like(loss)`.
-        inputs: Leaves without `.grad`; they have none afterwards.
-        parameters: Leaves; frozen and unused ones keep their `.grad`.
-
-    Returns:
-        For each input a gradient of its shape, or `None` if it takes none (integers) or none reaches it.
+    `output_gradients` may hold `None`; the gradient of the loss is `torch.ones_like(loss)`. `inputs` are leaves without `.grad`. An input
+    that takes no gradient, or that none reaches, gets `None`. Frozen and unused parameters keep their `.grad`.
     """
     roots: list[Tensor] = []
     root_gradients: list[Tensor] = []
@@ -91,18 +82,10 @@ def backward_input(
     *,
     pivot: Sequence[Tensor] = (),
 ) -> tuple[tuple[Tensor | None, ...], PendingWeightGradient]:
-    """Return the gradients of `inputs` and the pending computation of the gradients of `parameters`.
+    """Return the gradients of `inputs` and the pending computation of those of `parameters`; leave every `.grad`.
 
-    Leaves every `.grad` as it is. The caller must drop `outputs` afterwards, or they keep the graph alive. Takes time linear in the
-    graph's nodes.
-
-    Args:
-        outputs: As in `backward_full`.
-        output_gradients: As in `backward_full`.
-        inputs: As in `backward_full`.
-        parameters: As in `backward_full`.
-        pivot: Tensors inside the stage at which I ends if no input takes a gradient: the outputs of the first layer. W computes what lies
-            below them. With neither inputs nor pivot, W computes everything.
+    The caller must drop `outputs` afterwards, or they keep the graph alive. I ends at `pivot`, the outputs of the first layer, if no input
+    takes a gradient; with neither, W computes everything. Time is linear in nodes.
     """
     assert all(tensor.grad_fn is None for tensor in inputs), "the inputs of a stage must be leaves: detach the tensors that it received"
     roots = _roots(outputs, output_gradients)
@@ -148,7 +131,7 @@ class PendingWeightGradient:
         self._done = False
 
     def run(self) -> None:
-        """Accumulate into the `.grad` of the parameters, once; microbatches may run in any order."""
+        """Accumulate into the parameters' `.grad`, once; microbatches may run in any order."""
         assert not self._done, "the weight gradients of this microbatch have been computed already"
         self._done = True
         # From the outputs down, so that each pass frees the graph above the next one.
@@ -158,7 +141,7 @@ class PendingWeightGradient:
         self._early.clear()
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that are held until `run`: those that arrived at the cuts, and those that I computed."""
+        """Return the gradients held until `run`."""
         roots = [root for each in self._passes for root in each.all_roots()]
         return [*(root.gradient for root in roots), *(gradient for _, gradient in self._early)]
 
@@ -182,17 +165,12 @@ def _accumulate_early(early: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Root:
-    """Where a backward pass starts, and with which gradient."""
-
     edge: GradientEdge
     gradient: Tensor
 
 
 class _Tap:
-    """Records the gradients that arrive at a node in I, and hands them to the node in W.
-
-    Both happen in a prehook, after tensor hooks on a layer's output: their effect is recorded, and a second one is dropped.
-    """
+    """Records in a prehook the gradients that arrive at a node in I, after tensor hooks, and hands them to the node in W."""
 
     __slots__ = ("_arrived", "_edge", "_handle")
 
@@ -226,7 +204,7 @@ def _record_or_hand_back(arrived: dict[int, Tensor]) -> Callable[[tuple[Tensor |
 
 @dataclass(slots=True)
 class _Pass:
-    """One run of autograd's engine in W: from nodes none of which is below another, to parameters that only these reach."""
+    """One run of autograd in W: from nodes none of which is below another, to parameters that only these reach."""
 
     roots: list[_Root] = field(default_factory=list)
     taps: list[_Tap] = field(default_factory=list)

@@ -1,14 +1,9 @@
 """Checkpoints: a folder with one file per layer, so that any cut of the model can load what any other cut saved.
 
-A weight that layers share is in the file of the first of them, whatever the cut.
-
-    checkpoint/update-000200/
-        checkpoint.json              `raypipe.checkpoint/1`: updates done, layers, model; written last
-        layer-0000-embedding.safetensors
-        layer-0001-block-0.safetensors
-        ...
-
-A folder without `checkpoint.json` was not finished and is never read.
+checkpoint/update-000200/
+    checkpoint.json              `raypipe.checkpoint/1`; written last: a folder without it is never read
+    layer-0000-embedding.safetensors
+    layer-0001-block-0.safetensors
 """
 
 from __future__ import annotations
@@ -39,14 +34,7 @@ _LOG = logging.getLogger("raypipe.checkpoint")
 
 @record()
 class CheckpointIndex:
-    """What a checkpoint holds.
-
-    Attributes:
-        update: Number of updates done.
-        layers: Names of the layers in order.
-        model: Name of the model function.
-        seed: Seed of the run.
-    """
+    """Updates done, names of the layers in order, name of the model function, seed of the run."""
 
     update: int
     layers: tuple[str, ...]
@@ -56,7 +44,7 @@ class CheckpointIndex:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A finished checkpoint: its folder, and what it holds."""
+    """A finished checkpoint."""
 
     path: str
     index: CheckpointIndex
@@ -74,10 +62,10 @@ class Checkpoint:
 
     @classmethod
     def latest(cls, folder: str | os.PathLike[str]) -> Checkpoint | None:
-        """Return the readable checkpoint with the most updates in a run's folder; `None` if the folder has no checkpoints.
+        """Return the readable checkpoint with the most updates in a run's folder; `None` if it has none.
 
         Raises:
-            FormatError: There are checkpoints, but none can be read.
+            FormatError: No checkpoint can be read.
         """
         checkpoints: list[Checkpoint] = []
         problem: FormatError | None = None
@@ -99,7 +87,7 @@ class Checkpoint:
         return None
 
     def check(self) -> None:
-        """Check that those files of its layers that this node sees are whole: a full disk or a power cut truncates files.
+        """Check the layers' files that this node sees: full disks and power cuts truncate files.
 
         Raises:
             FormatError: A file is damaged.
@@ -115,7 +103,7 @@ class Checkpoint:
 
     @classmethod
     def finish(cls, path: str | os.PathLike[str], index: CheckpointIndex) -> Checkpoint:
-        """Make a folder that has the files of all layers a finished checkpoint."""
+        """Make a folder with the files of all layers a finished checkpoint."""
         file = Path(path) / _INDEX
         partial = file.with_suffix(".partial")
         codec.save_json(index, partial, format_name=FORMAT)
@@ -123,7 +111,7 @@ class Checkpoint:
         return cls(os.fspath(path), index)
 
     def load_layer(self, layer: int) -> dict[str, Tensor]:
-        """Return the state of one layer; see `raypipe.actors.stage.state` for its names.
+        """Return the state of one layer, named as in `raypipe.actors.stage.state`.
 
         Raises:
             FormatError: The file is missing or damaged.
@@ -132,7 +120,7 @@ class Checkpoint:
 
 
 def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
-    """Return the layers of a checkpoint as modules with their weights, in order, for models that fit into this process.
+    """Return the layers of a checkpoint as modules, for models that fit into this process.
 
     Raises:
         FormatError: A file is missing, damaged or of another model.
@@ -151,7 +139,7 @@ def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
 
 
 def save_stage(folder: str | os.PathLike[str], weights: Weights) -> list[str]:
-    """Write the state of each layer of a stage into a folder; return the names of the files."""
+    """Write the state of each layer of a stage; return the names of the files."""
     names: list[str] = []
     for index, tensors in export_layers(weights).items():
         name = layer_file(index, weights.module.names[index])
@@ -163,7 +151,6 @@ def save_stage(folder: str | os.PathLike[str], weights: Weights) -> list[str]:
 
 
 def _in_separate_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors contiguous and no two in the same memory, as safetensors requires."""
     separate: dict[str, Tensor] = {}
     memory: set[int] = set()
     for name, tensor in tensors.items():
@@ -174,10 +161,10 @@ def _in_separate_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_stage(folder: str | os.PathLike[str], weights: Weights) -> None:
-    """Load the layers of a stage, and the tied weights that other layers' files have, from a checkpoint.
+    """Load the layers of a stage, and its tied weights from other layers' files.
 
     Raises:
-        FormatError: A file is missing, damaged or of a model in which these weights are not tied.
+        FormatError: A file is missing, damaged or of a model with other ties.
         ConfigError: A tensor is missing, unknown or of another shape.
     """
     module = weights.module
@@ -192,7 +179,7 @@ def load_stage(folder: str | os.PathLike[str], weights: Weights) -> None:
 
 
 def layer_file(index: int, name: str) -> str:
-    """Return the name of a layer's file in a checkpoint."""
+    """Return the name of a layer's file."""
     return f"layer-{index:04d}-{name}.safetensors"
 
 

@@ -1,8 +1,7 @@
-"""What crosses the borders of stages, found before training by a few trial forwards of each stage and the graphs that these leave.
+"""What crosses the borders of stages, found before training by trial forwards and the graphs that these leave.
 
-A gradient returns from the next stage only for tensors that take one and that the loss depends on: not for a mask, a frozen stage, or an
-output that nobody uses. What layers do may depend on values, so a gradient path counts if any trial has it: one over zeros, as in
-evaluation, and some over noise, as in training. A path that only training finds is an error; `Layer.gradients_vary` declares such paths.
+A gradient returns only for tensors that take one and that the loss depends on: not for a mask or an unused output. A gradient path counts
+if any trial has it; `Layer.gradients_vary` declares those that no trial finds.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class LayerOutput:
 
     Attributes:
         spec: Shape for a whole microbatch, and dtype.
-        takes_gradient: Whether the layer's stage can use a gradient of the tensor.
-        reaches: Outputs of other stages that a gradient of the tensor flows on to.
-        always: Whether a gradient returns in any case, since gradients vary or no trial in training succeeded.
+        takes_gradient: Whether its stage can use a gradient.
+        reaches: Outputs of other stages that its gradient flows on to.
+        always: Whether a gradient returns in any case.
     """
 
     spec: TensorSpec
@@ -55,8 +54,8 @@ class EdgeTensor:
 
     Attributes:
         spec: Shape for a whole microbatch, and dtype.
-        takes_gradient: Whether the producing stage can use a gradient of the tensor.
-        returns: Whether the consuming stage sends a gradient back.
+        takes_gradient: Whether the producing stage can use a gradient.
+        returns: Whether the consuming stage sends one back.
     """
 
     spec: TensorSpec
@@ -71,10 +70,10 @@ _NUM_NOISE_TRIALS = 2
 
 
 def output_specs(module: StageModule, inputs: StageOutputs, batch: Batch, *, num_rows: int) -> dict[int, tuple[LayerOutput, ...]]:
-    """Return the tensors that a stage passes on, found by forwards over zeros and noise in place of `inputs`, and one microbatch.
+    """Return the tensors that a stage passes on, from trials over zeros and noise in place of `inputs`, and one microbatch.
 
     Raises:
-        ConfigError: The forward over zeros failed or wrote into its inputs, or a tensor does not have `num_rows` as its first dimension.
+        ConfigError: The forward over zeros failed or wrote into its inputs, or a tensor's first dimension is not `num_rows`.
     """
     for name, tensor in batch.items():
         if not isinstance(tensor, Tensor):
@@ -98,8 +97,6 @@ def output_specs(module: StageModule, inputs: StageOutputs, batch: Batch, *, num
 
 @dataclass(frozen=True)
 class _Trial:
-    """What one forward of a stage showed: what leaves it, which outputs of other stages a gradient of that reaches, and which take one."""
-
     specs: dict[int, tuple[TensorSpec, ...]]
     paths: dict[OutputId, frozenset[OutputId]]
     leaves: frozenset[OutputId]
@@ -185,7 +182,7 @@ def _reached(tensor: Tensor, leaves: Mapping[Tensor, OutputId]) -> Iterator[Outp
 
 
 def edge_specs(cut: Cut, outputs: Mapping[int, Sequence[LayerOutput]]) -> EdgeSpecs:
-    """Return the tensors that travel along each edge of the stage graph, from those that each layer passes on."""
+    """Return the tensors that travel along each edge of the stage graph."""
     last = max(layer for stage in cut.stages for layer in stage)
     # A stage without gradients for its outputs returns none for its inputs: from the loss back to the first stage.
     with_gradient: set[OutputId] = {(last, number) for number in range(len(outputs[last]))}
@@ -216,7 +213,7 @@ def edge_specs(cut: Cut, outputs: Mapping[int, Sequence[LayerOutput]]) -> EdgeSp
 
 
 def zero_inputs(outputs: Mapping[int, Sequence[LayerOutput | EdgeTensor]], *, on: torch.device) -> Outputs:
-    """Return zeros in place of other stages' outputs; they require a gradient where the output takes one."""
+    """Return zeros in place of other stages' outputs, requiring a gradient where these take one."""
     return {layer: tuple(_zeros(output, on=on) for output in of_layer) for layer, of_layer in outputs.items()}
 
 

@@ -1,4 +1,4 @@
-"""The gradients of a stage's weights: one buffer for each update under way, as tensors or as one vector for a reduction."""
+"""The gradients of a stage's weights: one buffer per update under way, as tensors or as one vector for a reduction."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from raypipe.actors import devices
 
 
 def match_layout(values: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return `values` in the shape, dtype and memory order of `weight`: optimizer kernels pair their elements by memory position."""
+    """Return `values` in the shape, dtype and memory order of `weight`, by which optimizer kernels pair elements."""
     shaped = values.view_as(weight).to(dtype or weight.dtype)
     return shaped if weight.is_contiguous() else torch.empty_like(weight, dtype=shaped.dtype, requires_grad=False).copy_(shaped)
 
 
 def squared_norm(gradients: list[Tensor], *, on: torch.device = devices.CPU) -> Tensor:
-    """Return the sum of the squares of some gradients as a float64 scalar; a zero on device `on` if there are none."""
+    """Return the sum of squares as a float64 scalar; zero on device `on` without gradients."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=on)
     if not gradients[0].is_cpu:
@@ -27,9 +27,9 @@ def squared_norm(gradients: list[Tensor], *, on: torch.device = devices.CPU) -> 
 
 
 class FlatLayout:
-    """Gradients of several weights as one vector: the values of each, then for each weight a 1 if it has a gradient and a 0 if not.
+    """Gradients of several weights as one vector: all values, then a 1 for each weight with a gradient and a 0 for others.
 
-    In a sum of such vectors a weight has a gradient if any part has one. `sizes` are the number of elements and dtype of each weight.
+    A sum of such vectors has a gradient where any part has one. `sizes` are each weight's number of elements and dtype.
     """
 
     def __init__(self, sizes: Iterable[tuple[int, torch.dtype]], *, on: torch.device) -> None:
@@ -49,26 +49,23 @@ class FlatLayout:
         return torch.cat([*values, *(zero if gradient is None else one for gradient in gradients)])
 
     def values(self, vector: Tensor) -> Tensor:
-        """Return the part of a vector that holds gradients."""
+        """Return a vector's part that holds gradients."""
         return vector[: len(vector) - len(self._sizes)]
 
     def unpack(self, vector: Tensor) -> tuple[Tensor, ...]:
-        """Return the part of a vector that belongs to each weight, one-dimensional."""
+        """Return each weight's part of a vector, one-dimensional."""
         return torch.split(self.values(vector), [numel for numel, _ in self._sizes])
 
     def present(self, vector: Tensor, known: Sequence[bool]) -> Sequence[bool]:
-        """Return which weights have a gradient in a sum of vectors; `known` tells which certainly do."""
+        """Return which weights have a gradient in a sum; `known` tells which certainly do."""
         # Read only if needed: the host waits for the device.
         return known if all(known) else [bool(count) for count in vector[len(vector) - len(self._sizes) :].tolist()]
 
 
 class GradientBuffers:
-    """One gradient buffer for each update under way, bound as `.grad` of the tensors that an Op computes with.
+    """One gradient buffer per update under way, in the shapes, dtypes and order of `masters`.
 
-    Gradients have the shapes, dtypes and order of `masters`.
-
-    Attributes:
-        bound_version: Version that a buffer is bound to, or `None`.
+    A buffer is bound as `.grad` of the tensors of `bound_version`, or `None`.
     """
 
     def __init__(self, masters: Sequence[Tensor], *, on: torch.device) -> None:
@@ -80,7 +77,7 @@ class GradientBuffers:
         self.bound_version: int | None = None
 
     def begin_window(self) -> None:
-        """Assert that the last window has left no buffers."""
+        """Assert that no buffers are left."""
         assert not self._buffers, f"gradients of updates {sorted(self._buffers)} of the last window are left over"
         self.bound_version = None
 
@@ -91,7 +88,7 @@ class GradientBuffers:
         self._buffers.clear()
 
     def bind(self, update: int, version: int, leaves: Sequence[Tensor]) -> None:
-        """Put the buffer of an update into the `.grad` of a version's tensors."""
+        """Put an update's buffer into the `.grad` of a version's tensors."""
         if (self.bound_version, self._bound_update) == (version, update):
             return
         self.unbind()
@@ -119,14 +116,14 @@ class GradientBuffers:
         return self._buffers.pop(update, [None] * len(self._masters))
 
     def flatten(self, update: int) -> Tensor:
-        """Return the buffer of an update as a vector; its gradients become views of the vector."""
+        """Return an update's buffer as a vector, of which its gradients become views."""
         gradients = self.of(update)
         vector = self._layout.pack(gradients)
         self._set(update, vector, [gradient is not None for gradient in gradients])
         return vector
 
     def set_flat(self, update: int, vector: Tensor) -> None:
-        """Replace the buffer of an update by a sum of vectors of replicas."""
+        """Replace an update's buffer by a sum of replicas' vectors."""
         self._set(update, vector, self._layout.present(vector, [gradient is not None for gradient in self.of(update)]))
 
     def _buffer(self, update: int) -> list[Tensor | None]:

@@ -1,4 +1,4 @@
-"""Layers, each built from its own seed: with any cut a layer starts from the same weights and draws the same random numbers."""
+"""Layers, each built from its own seed: the same weights and random numbers with any cut."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LAYER_OF_WEIGHT: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class RngKey(NamedTuple):
-    """What the random numbers of a forward depend on, besides the run's seed and the layer.
+    """What random numbers depend on, besides the run's seed and the layer.
 
     Attributes:
         microbatch: Number of the microbatch, counted from the beginning of training.
-        first_row: First row of the microbatch that this device computes. Replicas that share a microbatch thus draw different masks.
+        first_row: First row on this device; replicas that share a microbatch draw different masks.
     """
 
     microbatch: int
@@ -31,10 +31,7 @@ class RngKey(NamedTuple):
 
 
 def layer_seed(seed: int, layer: int, rng_key: RngKey | None = None) -> int:
-    """Return the seed of a layer's initial weights, or of its random numbers in the forward of `rng_key`.
-
-    64-bit products mix the numbers, so that neighboring layers and microbatches get unrelated seeds.
-    """
+    """Return the seed of a layer's weights, or of its random numbers; 64-bit products make neighbors' seeds unrelated."""
     mixed = (seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     if rng_key is not None:
         mixed ^= ((rng_key.microbatch + 1) * 0xD6E8FEB86659FD93 + rng_key.first_row * 0xA0761D6478BD642F) & 0xFFFFFFFFFFFFFFFF
@@ -43,10 +40,10 @@ def layer_seed(seed: int, layer: int, rng_key: RngKey | None = None) -> int:
 
 
 def build_layer(layer: Layer, *, index: int, seed: int) -> nn.Module:
-    """Build a layer's module on the CPU from the layer's own seed.
+    """Build a layer's module on the CPU from its own seed.
 
     Raises:
-        ConfigError: The layer's `build` function raised, returned no module, or returned a parameter that another module has.
+        ConfigError: `build` raised, returned no module, or a parameter of another module.
     """
     with GENERATOR_LOCK:
         torch.manual_seed(layer_seed(seed, index))

@@ -20,18 +20,13 @@ Outputs = dict[int, tuple[Tensor, ...]]
 
 
 class StageModule(nn.Module):
-    """The layers of one stage, from the outputs of other stages' layers to its own outputs that other stages or the loss need.
-
-    Layers are built on the CPU, so that they start from the same weights on every kind of device.
+    """The layers of one stage, built on the CPU so that they start equal on every kind of device.
 
     Attributes:
-        indices: Layers of the stage.
         names: Names of all layers of the model.
-        specs: Descriptions of the stage's layers, by index.
-        inputs: Layers whose outputs each layer of the stage takes, by index.
-        takes_batch: Whether a layer of the stage takes fields of the batch.
-        shared: Weights that the stages of its tie share, in the same order on all of them.
-        borrowed: By name, the weights that a checkpoint has in the file of another stage's layer.
+        inputs: Layers whose outputs each layer of the stage takes.
+        shared: Weights that the stages of its tie share, in the same order on all.
+        borrowed: By name, weights that checkpoints have in files of other stages' layers.
         first: Outputs of the first layer in the last forward, in a list (setting a module's attribute takes microseconds).
     """
 
@@ -60,11 +55,11 @@ class StageModule(nn.Module):
 
     @property
     def needed_layers(self) -> tuple[int, ...]:
-        """The layers whose states this stage is loaded from: its own, and those that it borrows weights of."""
+        """The layers whose states this stage loads: its own, and those it borrows from."""
         return tuple(dict.fromkeys([*self.indices, *(stored.layer for stored in self.borrowed.values())]))
 
     def forward(self, inputs: Outputs, batch: Batch, rng_key: RngKey) -> Outputs:
-        """Return the outputs that other stages or the loss take, from those of other stages and the fields that the layers name."""
+        """Return the outputs that other stages or the loss take."""
         values = dict(inputs)
         with GENERATOR_LOCK:
             for index, module, sources, fields in self._steps:
@@ -78,12 +73,12 @@ class StageModule(nn.Module):
         return {index: values[index] for index in self._leaving}
 
     def pivot(self, inputs: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        """Return the pivot of `backward_input` after a forward: the first layer's outputs if no input takes a gradient."""
+        """Return the pivot of `backward_input` after a forward."""
         return () if any(tensor.requires_grad for tensor in inputs) else self.first[0]
 
     @contextmanager
     def seeded_loss(self, rng_key: RngKey) -> Iterator[None]:
-        """Return a context for the loss, which draws the random numbers of a layer after the last."""
+        """Seed the loss as a layer after the last."""
         with GENERATOR_LOCK:
             self._seed(self.num_layers, rng_key)
             yield

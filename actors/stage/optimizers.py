@@ -1,4 +1,4 @@
-"""Torch's optimizers, as a configuration names them."""
+"""Torch's optimizers by configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOMENTUM_DECAY = 1e9
 
 
 def build_optimizer(config: OptimizerConfig, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of some weights. Weight decay applies to matrices only, not to vectors such as biases and gains."""
+    """Return the optimizer of some weights; biases and gains do not decay."""
     matrices = [weight for weight in weights if weight.dim() >= 2]
     vectors = [weight for weight in weights if weight.dim() < 2]
     groups = [{"params": group, "weight_decay": decay} for group, decay in ((matrices, config.weight_decay), (vectors, 0.0)) if group]

@@ -1,13 +1,10 @@
 """Stages that compute in a lower precision than the one in which the optimizer steps their weights.
 
-Autocast would copy each weight in F, and under `live` the backward would read a copy that is out of date. So `WeightVersions` owns the
-copies and renews them with every update:
-
     optimizer -> weight, float32 -> copy, bfloat16 -> matrix products of F, B and W       one copy per version
                  weight, float32 -------------------> norms, embeddings                   what autocast leaves alone
 
-The trial forwards of `output_specs` show which weights autocast casts. A weight that is used both as cast and as built is left to autocast,
-and refused under `live`. Casts in training only, and in layers that call autocast themselves, are not seen and left to autocast.
+Trial forwards show which weights autocast casts. Weights used both cast and as built, and casts in training only or in layers that call
+autocast themselves, are left to autocast; the former are refused under `live`.
 """
 
 from __future__ import annotations
@@ -50,7 +47,7 @@ class AutocastStage(StageModule):
 
 
 class LowStage(StageModule):
-    """A stage that computes entirely in low precision, including buffers, weights that are not trained, and fields of the batch."""
+    """A stage entirely in low precision, with buffers, frozen weights and batch."""
 
     def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int, on: torch.device = devices.CPU) -> None:
         super().__init__(model, cut, stage, seed=seed, on=on)
@@ -81,12 +78,12 @@ def build_stage(
     precision: Precision,
     on: torch.device = devices.CPU,
 ) -> Weights:
-    """Build the layers of a stage, to compute in `precision`, with their weights and optimizer; arguments as of StageModule and Weights."""
+    """Build the layers of a stage in `precision`, with weights and optimizer."""
     return Weights(_STAGES[precision](model, cut, stage, seed=seed, on=on), optimizer=optimizer, rule=rule)
 
 
 def loss_in_float32(model: Model, precision: Precision) -> Model:
-    """Return the model with a loss that is computed in float32 at least, outside of autocast."""
+    """Return the model with its loss in float32 at least, outside of autocast."""
     return model if precision is Precision.FLOAT32 else dataclasses.replace(model, loss=partial(_loss, model.loss))
 
 
@@ -95,10 +92,10 @@ def _loss(loss: Callable[[Tensor, Batch], Tensor], output: Tensor, batch: Batch)
 
 
 def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: int) -> dict[int, tuple[LayerOutput, ...]]:
-    """Make the copies of weights that a stage computes with, and return the tensors that the stage passes on.
+    """Make the copies of weights that a stage computes with, and return the tensors that it passes on.
 
     Raises:
-        ConfigError: As `output_specs`; or a backward under `live` would read what autocast made of a weight in the forward.
+        ConfigError: As `output_specs`; or a backward under `live` would read an outdated cast.
     """
     module = weights.module
     inputs = {source: outputs[source] for sources in module.inputs.values() for source in sources if source in outputs}
@@ -121,8 +118,6 @@ def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: 
 
 
 class _Uses:
-    """Names of the weights that autocast casts to low precision, and of those that it leaves plain."""
-
     def __init__(self, weights: Weights) -> None:
         self.cast: set[str] = set()
         self.plain: set[str] = set()
@@ -134,7 +129,6 @@ class _Uses:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Return a context that notes operators; compiled layers run eagerly in it."""
         # Nothing is compiled unless `torch.compile` is loaded, which takes seconds.
         eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
         # Only selective checkpointing reports operators together with their tensors.

@@ -14,10 +14,7 @@ _ATTRIBUTES_OF_TORCH = frozenset(nn.Module().__dict__)
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Return a context that restores a module's weights, buffers and attributes on exit, with their lists, dicts and sets.
-
-    The copies lie in the host's memory.
-    """
+    """Restore a module's weights, buffers and attributes on exit, with their lists, dicts and sets, from the host's memory."""
     # Torch's own layers write into some buffers without changing their version counter.
     tensors: list[tuple[Tensor, int, Tensor]] = [(weight, weight._version, _on_host(weight)) for weight in module.parameters()]
     tensors += [(buffer, -1, _on_host(buffer)) for buffer in module.buffers() if buffer.layout is torch.strided]

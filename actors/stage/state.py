@@ -23,10 +23,7 @@ _COUNTS = frozenset({"step", "mu_product"})
 
 
 def export_layers(weights: Weights) -> dict[int, dict[str, Tensor]]:
-    """Return the state of each layer of a stage, by index; without the weights that the stage borrows.
-
-    Of several names of one tensor the first is kept.
-    """
+    """Return the state of each layer of a stage, without borrowed weights."""
     module = weights.module
     states: dict[int, dict[str, Tensor]] = {index: {} for index in module.indices}
     tensors = without_aliases(module) | {name: master.data for name, master in zip(weights.names, weights.masters, strict=True)}
@@ -43,7 +40,7 @@ def export_layers(weights: Weights) -> dict[int, dict[str, Tensor]]:
 
 
 def import_layers(weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Load the states of `weights.module.needed_layers`, as `export_layers` returned them. Between windows only.
+    """Load the states of `needed_layers`, as `export_layers` returned them. Between windows only.
 
     Raises:
         ConfigError: A tensor is missing, unknown or of another shape.
@@ -116,10 +113,9 @@ class _Loader:
 
 
 def without_aliases(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state of several layers with each weight under its first name, and each buffer under its first name in a layer.
+    """Return layers' states with each weight under its first name, and each buffer under its first name in a layer.
 
-    A model declares the weights that its layers share, but not the buffers, which therefore stay in each layer. Names in `module` must
-    begin with the index of a layer, or with `layers.` and the index.
+    Models declare shared weights, but not shared buffers, which stay in each layer. Names begin with a layer's index or `layers.` and it.
     """
     seen: set[tuple[str, int, tuple[int, ...]]] = set()
     state: dict[str, Tensor] = {}

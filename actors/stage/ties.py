@@ -1,7 +1,6 @@
-"""Weights that several layers share.
+"""Weights that several layers share: one parameter on one stage, one copy per stage on several.
 
-On one stage a tied weight is one parameter. On several stages it has one copy per stage; the sum of their gradients updates all copies,
-which begin equal and so stay equal. A checkpoint has a tied weight once: in the file of the first layer of the model that has it.
+The sum of the copies' gradients updates all, so they stay equal. A checkpoint has a tied weight in the file of its first layer.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from raypipe.model import Model
 
 
 def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int, on: torch.device = devices.CPU) -> None:
-    """Replace the weights of each tie in some layers by one parameter, with the initial values of the tie's first layer.
-
-    A first layer that is not among `layers` is built for its weight and dropped.
+    """Replace the weights of each tie by one parameter, with the initial values of the tie's first layer.
 
     Raises:
-        ConfigError: A layer has no such weight, or the weights of a tie differ in shape or dtype.
+        ConfigError: A layer has no such weight, or tied weights differ in shape or dtype.
     """
     for tie, indices in zip(model.ties, model.tied_layers(), strict=True):
         if not any(index in layers for index in indices):
@@ -68,13 +65,7 @@ def _shape(weight: Tensor) -> str:
 
 
 class SharedWeight(NamedTuple):
-    """A weight that several stages share, as one of them sees it.
-
-    Attributes:
-        name: Name of the stage's parameter; `None` if the stage has no copy of the weight, or does not train it.
-        numel: Number of elements.
-        dtype: Dtype of the weight.
-    """
+    """A weight that several stages share; `name` is `None` on a stage that has or trains no copy."""
 
     name: str | None
     numel: int
@@ -82,22 +73,14 @@ class SharedWeight(NamedTuple):
 
 
 class StoredWeight(NamedTuple):
-    """Where a checkpoint has a tied weight.
-
-    Attributes:
-        layer: Index of the layer whose file has the weight.
-        names: Names of the weight in that layer; the file uses one of them.
-    """
+    """Where a checkpoint has a tied weight: in the file of `layer`, under one of `names`."""
 
     layer: int
     names: tuple[str, ...]
 
 
 def shared_weights(model: Model, cut: Cut, stage: nn.Module, indices: Collection[int], *, seed: int) -> tuple[SharedWeight, ...]:
-    """Return the weights that a stage with the layers `indices` shares with others, in the same order on all stages of the tie.
-
-    Parameters of the module `stage` are called `layers.INDEX.NAME`.
-    """
+    """Return the weights that a stage shares with others, in the same order on all stages of the tie."""
     shared: list[SharedWeight] = []
     for tie in cut.parted_ties:
         name = _parameter_of(model, tie, stage, indices)
@@ -112,7 +95,7 @@ def shared_weights(model: Model, cut: Cut, stage: nn.Module, indices: Collection
 
 
 def borrowed_weights(model: Model, stage: nn.Module, indices: Collection[int]) -> dict[str, StoredWeight]:
-    """Return, by name, the parameters of a stage that a checkpoint has in the file of another stage's layer."""
+    """Return, by name, the parameters that a checkpoint has in the file of another stage's layer."""
     borrowed: dict[str, StoredWeight] = {}
     for number, (tie, layers) in enumerate(zip(model.ties, model.tied_layers(), strict=True)):
         owner = min(layers)
@@ -132,11 +115,7 @@ def _parameter_of(model: Model, tie: int, stage: nn.Module, indices: Collection[
 
 
 class SharedGradients:
-    """The gradients of the weights that a stage shares with other stages.
-
-    Attributes:
-        unshared: Positions of the trained parameters that no other stage has.
-    """
+    """The gradients of the weights that a stage shares; `unshared` are its other parameters' positions."""
 
     def __init__(self, shared: Sequence[SharedWeight], names: Sequence[str], masters: Sequence[Tensor], *, on: torch.device) -> None:
         self._positions = [names.index(weight.name) if weight.name else None for weight in shared]
@@ -145,15 +124,15 @@ class SharedGradients:
         self.unshared = [position for position in range(len(names)) if position not in self._positions]
 
     def pack(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return what this stage adds to the sum over the stages of its tie, as a vector."""
+        """Return this stage's part of the sum over its tie, as a vector."""
         return self._layout.pack([None if position is None else gradients[position] for position in self._positions])
 
     def squared_norm(self, vector: Tensor) -> Tensor:
-        """Return the sum of the squares of the gradients in such a sum, in float64."""
+        """Return the sum of squares of a summed vector, in float64."""
         return squared_norm([self._layout.values(vector)])
 
     def unpack(self, vector: Tensor, gradients: list[Tensor | None]) -> None:
-        """Replace this stage's gradients of shared weights by those of such a sum."""
+        """Replace the gradients of shared weights by those of a summed vector."""
         known = [position is None or gradients[position] is not None for position in self._positions]
         for position, part, has in zip(self._positions, self._layout.unpack(vector), self._layout.present(vector, known), strict=True):
             if position is not None and has:

@@ -1,10 +1,8 @@
 """The tensors that each version of a stage's weights is computed with.
 
-* The optimizer steps `masters`, aliases of the weights (`Parameter(weight.data)`). Autograd counts their changes apart, so under `live` an
-  update may write below a graph in flight, whose backward then reads the new values.
-* Under `stash` and `double_buffer` each version has separate tensors, which `torch.func.functional_call` puts into the module. An update
-  first moves the masters to fresh memory if the older version is still to be read.
-* A weight that is computed with in lower precision has a copy, which every update renews. Gradients have the precision of the master.
+The optimizer steps `masters`, aliases of the weights. Autograd counts their changes apart, so under `live` an update may write below a
+graph in flight, whose backward then reads the new values. Under `stash` and `double_buffer` each version has separate tensors. Weights
+computed with in lower precision have copies, which every update renews; gradients have the master's precision.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from raypipe.errors import ConfigError
 
 
 class _Leaves:
-    """The tensors of one version, with their addresses."""
-
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
         self.by_name = dict(zip(names, tensors, strict=True))
@@ -39,12 +35,8 @@ class _Leaves:
 class WeightVersions:
     """The trained weights of one stage in every version that is still to be read.
 
-    Args:
-        module: Layers of the stage.
-        separate: Whether each version has separate tensors; otherwise all Ops compute with the module's parameters.
-
     Attributes:
-        names: Names of the trained parameters in the module.
+        separate: Whether each version has separate tensors, not the module's.
         masters: Tensors that the optimizer steps, in the order of `names`.
         newest: Number of the newest version in the window.
     """
@@ -68,19 +60,19 @@ class WeightVersions:
 
     @property
     def low_precision_bytes(self) -> int:
-        """Bytes of one version's copies in lower precision."""
+        """Bytes of one version's lower-precision copies."""
         return sum(copy.nbytes for _, copy in self._copies)
 
     def tensors(self, version: int) -> Sequence[Tensor]:
-        """Return the tensors that an Op of this version computes with."""
+        """Return the tensors that a version computes with."""
         return self._versions[version].tensors if self.separate else self._own.tensors
 
     def by_name(self, version: int) -> dict[str, Tensor]:
-        """Return the separate tensors of a version by their names in the module."""
+        """Return a version's separate tensors by parameter name."""
         return self._versions[version].by_name
 
     def lower(self, names: Collection[str], dtype: torch.dtype) -> None:
-        """Compute with copies of these weights in another precision from now on. Between windows only."""
+        """Compute with copies of these weights in another precision. Between windows only."""
         assert self.num_versions == 1, "weights are lowered between windows only"
         self._dtypes = [dtype if name in names else now for name, now in zip(self.names, self._dtypes, strict=True)]
         self._copies = []
@@ -99,7 +91,7 @@ class WeightVersions:
         self.newest = 0
 
     def end_window(self) -> None:
-        """Drop all versions but the newest and put it into the module, for evaluation and checkpoints."""
+        """Keep only the newest version and put it into the module, for evaluation and checkpoints."""
         self.check_in_place()
         if self.separate:
             self._versions = {self.newest: self._versions[self.newest]}
@@ -117,10 +109,7 @@ class WeightVersions:
         self.newest = version
 
     def move_masters(self) -> None:
-        """Move the masters to fresh memory if a version computes with theirs.
-
-        The module's parameters move along; they would otherwise keep the oldest version alive for the whole window.
-        """
+        """Move the masters, and the module's parameters, off memory that a version reads."""
         if self.separate:
             for master, own, dtype in zip(self.masters, self._own.tensors, self._dtypes, strict=True):
                 if master.dtype == dtype:
@@ -128,7 +117,7 @@ class WeightVersions:
             self._own_has_moved()
 
     def drop(self, version: int) -> None:
-        """Drop the separate tensors of a version; check them as `check_in_place` does."""
+        """Check and drop a version's separate tensors."""
         if (dropped := self._versions.pop(version, None)) is not None:
             dropped.check(self._module)
 

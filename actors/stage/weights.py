@@ -1,4 +1,4 @@
-"""The weights of one stage as the executor sees them: versions to compute with, gradient buffers to fill, and updates."""
+"""The weights of one stage as the executor sees them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,7 @@ Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Weights:
-    """The weights of one stage, their gradients and their optimizer.
-
-    Attributes:
-        names: Names of the trained parameters in the module.
-        masters: Tensors that the optimizer steps, in the order of `names`.
-        versions: Tensors that each version is computed with.
-        gradients: Gradient buffers, in the order of `names`.
-        shared: Gradients of the weights that other stages share.
-    """
+    """The weights of one stage, their gradients and their optimizer."""
 
     def __init__(self, module: StageModule, *, optimizer: Optimizer, rule: WeightRule) -> None:
         self.module = module
@@ -48,7 +40,7 @@ class Weights:
         self.gradients.begin_window()
 
     def end_window(self) -> None:
-        """Drop all versions but the newest and put it into the module."""
+        """Keep only the newest version and put it into the module."""
         self.versions.end_window()
         self.gradients.end_window(stage=self.module.stage)
 
@@ -66,18 +58,18 @@ class Weights:
     # Computation
 
     def run(self, version: int, inputs: Outputs, batch: Batch, rng_key: RngKey) -> Outputs:
-        """Return the outputs of the stage's forward with one version of its weights."""
+        """Return the stage's outputs with one version of its weights."""
         if not self.versions.separate:
             return self.module.forward(inputs, batch, rng_key)  # nobody hooks into a stage's module: calling it would only take time
         outputs: Outputs = torch.func.functional_call(self.module, self.versions.by_name(version), (inputs, batch, rng_key))
         return outputs
 
     def parameters(self, version: int) -> Sequence[Tensor]:
-        """Return the tensors that a forward with this version computes with."""
+        """Return the tensors that a version computes with."""
         return self.versions.tensors(version)
 
     def bind(self, version: int, update: int) -> Sequence[Tensor]:
-        """Make the `.grad` of a version's tensors the gradient buffer of an update, and return these tensors."""
+        """Make the `.grad` of a version's tensors an update's gradient buffer, and return these tensors."""
         leaves = self.versions.tensors(version)
         self.gradients.bind(update, version if self.versions.separate else 0, leaves)
         return leaves
@@ -85,25 +77,25 @@ class Weights:
     # Gradients
 
     def squared_norm(self, update: int) -> Tensor:
-        """Return the sum of the squares of an update's gradients, in float64, without those of shared weights."""
+        """Return the sum of squares of an update's unshared gradients, in float64."""
         gradients = self.gradients.of(update)
         return squared_norm([gradient for at in self.shared.unshared if (gradient := gradients[at]) is not None], on=self.on)
 
     def shared_gradients(self, update: int) -> Tensor:
-        """Return the gradients of shared weights as a vector, for a sum over the stages of its tie."""
+        """Return an update's shared gradients as a vector, to be summed over the tie."""
         return self.shared.pack(self.gradients.of(update))
 
     # Updates
 
     def update(self, update: int, *, scale: float | Tensor, learning_rate: float, keep_old: bool, shared: Tensor | None = None) -> None:
-        """Make version `update + 1` from version `update`.
+        """Make version `update + 1` from version `update`, and drop its gradients.
 
         Args:
-            update: Number of the update in the window; its gradient buffer is dropped.
+            update: Number of the update in the window.
             scale: Factor that clips the gradients.
             learning_rate: Learning rate of this update.
             keep_old: Whether version `update` is still to be read.
-            shared: Clipped sum of `shared_gradients` over the stages of its tie.
+            shared: Clipped sum of `shared_gradients` over the tie.
         """
         gradients = self.gradients.pop(update)
         if shared is not None:
@@ -136,7 +128,7 @@ class Weights:
         return torch.cat(parts) if parts else torch.zeros(0, device=self.on)
 
     def receive(self, update: int, vector: Tensor) -> None:
-        """Take version `update + 1` from the replica that made it, as `flat` gave it there, and drop this replica's gradients."""
+        """Take version `update + 1` as another replica's `flat` vector, and drop this one's gradients."""
         self.gradients.pop(update)
         self.versions.move_masters()
         with torch.no_grad():
