@@ -178,7 +178,7 @@ class RaypipeSystem:
         )
         name = f"benchmark-{transport}-{time.time_ns():x}"
         self.coordinator = Coordinator(run=name, slots=find_slots(scaling), stages=work.stages, scaling=scaling, cluster=ClusterConfig())
-        self.coordinator.wait_until_up()
+        self.coordinator.actors.wait_until_up()
         self.transport = "gloo" if transport is Transport.GLOO else "shm"
         (self.measured,) = self.coordinator.measure(
             work.model, work.batches, optimizer=work.optimizer, seed=work.seed, num_devices=1, precision=work.precision
@@ -235,7 +235,7 @@ class RaypipeSystem:
 
         Idle actors wake hundreds of times a second; that would be a burden on whoever is measured beside them.
         """
-        for place in self.coordinator.actor_infos:
+        for place in self.coordinator.actors.infos:
             os.kill(place.pid, signal.SIGSTOP if still else signal.SIGCONT)
 
     def close(self) -> None:

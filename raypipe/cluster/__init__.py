@@ -1,1 +1,1 @@
-"""The driver side of a Ray cluster: which node holds which device, the coordinator of the actors, and the probing of links."""
+"""The driver side of a Ray cluster: slots of devices, their actors, and the probing of links."""

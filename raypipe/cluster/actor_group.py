@@ -1,4 +1,4 @@
-"""Calls the Ray actors of a run or a probe, gathers their answers in time, and says which of them failed."""
+"""Calls the Ray actors of a run or a probe, gathers their answers, and says which of them failed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from raypipe.cluster.slots import DeviceSlot
 from raypipe.errors import AbortedError, RaypipeError, RunError, TransportError
 
 POLL_S = 5.0
-"""How often actors that have not answered are looked after."""
+"""Time between two looks at actors that have not answered."""
 STARTING = "starting"
-
 SILENCE_REMEDY = "look at its node: it may be down, cut off, out of memory, or have no free CPU for it (`ray status`)"
 _START_REMEDY = "raypipe and the model must be importable on every node: install them there, or submit with --working-dir"
 _RAY_FIELD = re.compile(r"[a-z_]+: ")
@@ -27,7 +26,7 @@ _RAY_FIELD = re.compile(r"[a-z_]+: ")
 
 @dataclass(frozen=True)
 class Member:
-    """An actor of a group: Ray's handle, the slot of its device, and the stages that it holds."""
+    """An actor: Ray's handle, the slot of its device, and the stages that it holds."""
 
     handle: Any
     slot: DeviceSlot
@@ -36,14 +35,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an actor did not answer; a death if its process is gone."""
+    """Why an actor did not answer."""
 
     error: RaypipeError
     is_death: bool = False
 
     @property
     def rank(self) -> int:
-        """Order from causes to consequences: deaths, raised errors, lost messages, aborts."""
+        """Place in the order from causes to consequences: deaths, raised errors, lost messages, aborts."""
         if self.is_death:
             return 0
         if isinstance(self.error, AbortedError):
@@ -58,18 +57,17 @@ class ActorGroup:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
-        self.store = ("", 0)
-        """Host and port of the store where the actors meet, once it is open."""
+        self.store = ("", 0)  # host and port, once it is open
 
     def ask(
         self, task: str, call: Callable[[int, Any], Any], *, devices: Iterable[int] | None = None, timeout_s: float | None = None
     ) -> dict[int, Any]:
-        """Call the actors of some devices, or of all, and gather their answers; `task` names the call in messages."""
+        """Call the actors of some devices (default: all) and gather their answers; `task` names the call in messages."""
         numbers = range(len(self.members)) if devices is None else devices
         return self.gather({device: call(device, self.members[device].handle) for device in numbers}, task, timeout_s=timeout_s)
 
     def open_store(self, host: str, *, timeout_s: float) -> int:
-        """Open the store where the actors meet on the first device's node, whose address is `host`; return its port."""
+        """Open the store where the actors meet on the first device's node, at `host`; return its port."""
         port: int = self.ask("opening the store", lambda _, actor: actor.host_store.remote(host=host, timeout_s=timeout_s), devices=[0])[0]
         self.store = (host, port)
         return port
@@ -78,7 +76,7 @@ class ActorGroup:
         """Return the answers to calls by device. Without a timeout, only silence is a failure.
 
         Raises:
-            RaypipeError: An actor failed or did not answer in time; names it.
+            RaypipeError: An actor failed or did not answer in time.
         """
         device_of = {ref: device for device, ref in calls.items()}
         pending = list(device_of)
@@ -100,13 +98,11 @@ class ActorGroup:
         return {device: answers[device] for device in sorted(answers)}
 
     def _overdue(self, devices: Sequence[int], task: str, *, is_late: bool) -> Failure | None:
-        """Return a failure among devices that have not answered yet, if there is one; `is_late` when time is up."""
         if not is_late:
             return None
         return Failure(RunError(f"{task}: no answer in time from {', '.join(map(self._where, devices))}; {SILENCE_REMEDY}"))
 
     def _fail(self, failure: Failure, pending: Mapping[Any, int], task: str) -> NoReturn:
-        """Raise the error of a failure; `pending` has the devices of answers that are still to come, by reference."""
         raise failure.error
 
     def _failure(self, error: Exception, device: int, task: str) -> Failure:

@@ -1,4 +1,4 @@
-"""Checks of what the actors of a run report before it begins, and which of their channels go through shared memory."""
+"""Checks what the actors of a run report, and says which of their channels go through shared memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ def on_gpus(infos: Sequence[ActorInfo]) -> bool:
 
 
 def check_actors(slots: Sequence[DeviceSlot], infos: Sequence[ActorInfo]) -> None:
-    """Refuse actors that are on another node than their slot, share a process or a GPU, or cannot exchange messages.
-
-    Raises:
-        RunError: Names the first such device.
-    """
+    """Refuse actors that are on another node than their slot, share a process or a GPU, or cannot exchange messages."""
     processes: dict[tuple[str, int], str] = {}
     gpus: dict[str, str] = {}
     for slot, info in zip(slots, infos, strict=True):
@@ -60,15 +56,15 @@ def _check_gpu(slot: DeviceSlot, info: ActorInfo, *, first: ActorInfo, first_nam
 def shared_channels(
     channels: Iterable[Channel], *, infos: Sequence[ActorInfo], names: Sequence[str], transport: Transport
 ) -> frozenset[Channel]:
-    """Return the channels that go through shared memory, the host's or a GPU's.
+    """Return the channels that go through shared memory, the host's or a GPU's; refuse a transport that does not fit the devices.
 
-    Both ends are on one node of Ray; the same host name is not enough, as containers that share nothing may have it.
-
-    Raises:
-        ConfigError: The transport does not fit the devices.
+    Both ends are on one node of Ray. The same host name is not enough, as containers that share nothing may have it.
     """
     if on_gpus(infos):
-        return _within_gpus(channels, infos, transport)
+        if transport not in {Transport.AUTO, Transport.NCCL}:
+            raise ConfigError(f"scaling.transport: {transport}: messages between GPUs go over NCCL; choose auto or nccl")
+        within = (ends for ends in channels if len({(infos[device].node_id, infos[device].gpus) for device in ends}) == 1)
+        return frozenset() if transport is Transport.NCCL else frozenset(within)
     if transport is Transport.NCCL:
         raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm or gloo, or set scaling.use_gpu")
     if transport is Transport.GLOO:
@@ -85,20 +81,8 @@ def shared_channels(
     return frozenset(shared)
 
 
-def _within_gpus(channels: Iterable[Channel], infos: Sequence[ActorInfo], transport: Transport) -> frozenset[Channel]:
-    if transport not in {Transport.AUTO, Transport.NCCL}:
-        raise ConfigError(f"scaling.transport: {transport}: messages between GPUs go over NCCL; choose auto or nccl")
-    if transport is Transport.NCCL:
-        return frozenset()
-    return frozenset(
-        (source, target)
-        for source, target in channels
-        if infos[source].gpus == infos[target].gpus and infos[source].node_id == infos[target].node_id
-    )
-
-
 def channel_text(infos: Sequence[ActorInfo], *, num_channels: int, num_shared: int) -> str:
-    """Return how many channels use shared memory and how many the network, in words."""
+    """Return how many channels use which transport, in words."""
     shared, other = ("within a GPU", f"over NCCL {infos[0].nccl}") if on_gpus(infos) else ("through shared memory", "over gloo")
     counts = {shared: num_shared, other: num_channels - num_shared}
     return ", ".join(f"{count} channels {kind}" for kind, count in counts.items() if count)

@@ -1,11 +1,4 @@
-"""The driver's side of a run: launches the stage actors, connects them, gives them windows, moves their layers, and ends them.
-
-    launched --> connected --> running a window --> connected --> ... --> closed
-                     ^                                  |
-                     +------------ moving <-------------+
-
-A failure ends the run in any of these states.
-"""
+"""The driver's side of a run: connects the stage actors, runs windows, moves layers. A failure ends the run."""
 
 from __future__ import annotations
 
@@ -14,13 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from raypipe.actors.actor_info import ActorInfo
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.orders import BatchFunction, BuildOrder, ConnectOrder, LayerSize, ModelFunction
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput, edge_specs
 from raypipe.artifacts.cut import Cut
-from raypipe.cluster.checks import Channel, channel_text, shared_channels
+from raypipe.cluster.checks import channel_text, shared_channels
 from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
@@ -35,7 +27,7 @@ Programs = Mapping[str, Sequence[DeviceProgram]]
 
 
 class Coordinator:
-    """One run on its stage actors: a slot and stages for each device. As a context manager it ends the actors, whatever happens."""
+    """One run on its stage actors, which end with the `with` block."""
 
     def __init__(
         self, *, run: str, slots: Sequence[DeviceSlot], stages: Sequence[tuple[int, ...]], scaling: ScalingConfig, cluster: ClusterConfig
@@ -43,8 +35,7 @@ class Coordinator:
         self.run = run
         self.transport = scaling.transport
         self.cluster = cluster
-        self.channels: tuple[Channel, ...] = ()
-        self.shared: frozenset[Channel] = frozenset()
+        self.channel_text = ""  # how many channels use which transport, once connected
         self._windows: Counter[str] = Counter()
         self._programs: dict[str, tuple[DeviceProgram, ...]] = {}
         self._epoch = 0
@@ -65,25 +56,11 @@ class Coordinator:
         return tuple(member.slot for member in self.actors.members)
 
     @property
-    def actor_infos(self) -> tuple[ActorInfo, ...]:
-        """What the actor of each device reports of itself."""
-        return self.actors.infos
-
-    @property
     def device_names(self) -> tuple[str, ...]:
         """Name of each device."""
         return tuple(slot.name for slot in self.slots)
 
-    @property
-    def channel_text(self) -> str:
-        """How many channels use which transport, in words."""
-        return channel_text(self.actor_infos, num_channels=len(self.channels), num_shared=len(self.shared))
-
     # Before the first window
-
-    def wait_until_up(self) -> None:
-        """Wait for the actors; see `StageActors.wait_until_up`."""
-        self.actors.wait_until_up()
 
     def measure(
         self,
@@ -97,10 +74,7 @@ class Coordinator:
         precision: Precision = Precision.FLOAT32,
         notice: Callable[[str], None] = lambda _: None,
     ) -> list[list[LayerMeasurement]]:
-        """Measure the model's layers on the first devices, all at the same time; return the costs by device and layer.
-
-        `notice` receives the progress of the first device.
-        """
+        """Return the costs of layers, by device and layer, as the first devices measure them at the same time."""
         calls = {
             device: member.handle.measure.remote(model, batches, optimizer=optimizer, seed=seed, effort=effort, precision=precision)
             for device, member in enumerate(self.actors.members[:num_devices])
@@ -114,23 +88,15 @@ class Coordinator:
         self.actors.ask("checking the storage", lambda _, actor: actor.check_storage.remote(folder))
 
     def build(self, order: BuildOrder | Sequence[BuildOrder]) -> dict[int, LayerSize]:
-        """Build the stages on their actors, from one order for all devices or one for each; return the size of each layer."""
+        """Build the stages from one order for all devices or one for each; return the size of each layer."""
         orders = [order] * len(self.slots) if isinstance(order, BuildOrder) else order
         sizes = self.actors.ask("building layers", lambda device, actor: actor.build.remote(orders[device]))
         return {layer: size for of_device in sizes.values() for layer, size in of_device.items()}
 
-    def assign(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]]) -> None:
-        """Choose the slots of the plan's devices, and the stages of each; see `StageActors.assign`."""
-        self.actors.assign(devices, stages)
-
     def connect(self, programs: Programs, cut: Cut) -> None:
-        """Connect the actors and give them their programs.
-
-        Raises:
-            ConfigError: The configured transport does not fit the devices.
-        """
+        """Connect the actors and give them their programs."""
         self._programs = {name: tuple(of_devices) for name, of_devices in programs.items()}
-        order, specs, infos = self._connect_order(), self._edge_specs(cut), self.actor_infos
+        order, specs, infos = self._connect_order(), self._edge_specs(cut), self.actors.infos
         self.actors.ask(
             "connecting",
             lambda device, actor: actor.connect.remote(order, specs, host_ip=infos[device].ip),
@@ -145,14 +111,15 @@ class Coordinator:
 
     def _connect_order(self) -> ConnectOrder:
         items = [(one.device, item) for of_devices in self._programs.values() for one in of_devices for item in one.items]
-        self.channels = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)}))
-        self.shared = shared_channels(self.channels, infos=self.actor_infos, names=self.device_names, transport=self.transport)
-        host, timeout_s = self.actor_infos[0].ip, self.cluster.start_timeout_s
+        channels, infos = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)})), self.actors.infos
+        shared = shared_channels(channels, infos=infos, names=self.device_names, transport=self.transport)
+        self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared))
+        host, timeout_s = infos[0].ip, self.cluster.start_timeout_s
         port = self.actors.open_store(host, timeout_s=timeout_s)
         return ConnectOrder(
             names=self.device_names,
-            channels=self.channels,
-            shared=self.shared,
+            channels=channels,
+            shared=shared,
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             host=host,
             port=port,
@@ -180,7 +147,7 @@ class Coordinator:
         """Run a window of the programs of one name on all devices.
 
         Raises:
-            StageFailedError: An actor died, raised or stopped answering; names stage and node.
+            StageFailedError: An actor died, raised or stopped answering.
             TransportError: Two devices lost each other.
         """
         number = self._windows[name]
@@ -189,15 +156,15 @@ class Coordinator:
         )
 
     def run_on(self, name: str, batches: BatchSource, *, num_rows: int) -> WindowResult:
-        """Run programs of forwards on given rows, `num_rows` a microbatch; the reports have the last layer's outputs."""
+        """Run forwards on these rows, `num_rows` a microbatch; the reports have the last layer's outputs."""
         number = self._windows[name]
         return self._window(name, lambda actor: actor.run_on.remote(name, number=number, batches=batches, num_rows=num_rows), num_updates=1)
 
     def _window(self, name: str, call: Callable[[Any], Any], *, num_updates: int) -> WindowResult:
         self.clocks.refresh()
-        since = time.perf_counter()
+        since_s = time.perf_counter()
         reports = self.actors.ask(f"window {self._windows[name]} of {name}", lambda _, actor: call(actor))
-        wall_s = time.perf_counter() - since
+        wall_s = time.perf_counter() - since_s
         self._windows[name] += 1
         result = WindowResult(
             reports=tuple(reports.values()),
@@ -222,14 +189,10 @@ class Coordinator:
         self.actors.ask("loading", lambda _, actor: actor.load.remote(folder))
 
     def move(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]], *, order: BuildOrder, programs: Programs) -> None:
-        """Go on with other stages on other devices. Layers with their optimizer states move through Ray's object stores.
-
-        Raises:
-            RunError: The move failed; the run cannot go on.
-        """
+        """Go on with other stages on other devices. Layers with their optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
         states = self._layer_states()
-        self.assign(devices, stages)
+        self.actors.assign(devices, stages)
         self.build(order)
         needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())
         self.actors.ask(
@@ -252,12 +215,8 @@ class Coordinator:
         self.actors.gather(done, "handing layers out")
         return states
 
-    def dead_actors(self, numbers: Sequence[int]) -> list[int]:
-        """Return the slots, among some, whose actors are dead or do not answer within `cluster.silence_timeout_s`."""
-        return self.actors.dead(numbers, timeout_s=self.cluster.silence_timeout_s)
-
     def close(self) -> None:
-        """End the actors. May be called twice."""
+        """End the actors, also when called twice."""
         if not self._is_closed:
             self._is_closed = True
             self.actors.kill()

@@ -20,7 +20,7 @@ _RELEASE_S = 15.0
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """Return the nodes of the connected cluster, lost ones included. The head is first: a run that fits on it needs no network."""
+    """Return all nodes, lost ones too, of the connected cluster. The head is first: a run that fits on it needs no network."""
     nodes: list[ClusterNode] = []
     for node in ray.nodes():
         resources, labels = node.get("Resources", {}), node.get("Labels") or {}
@@ -44,10 +44,10 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
-    """Return slots for all devices, node after node, and wait until their resources are free.
+    """Return slots for all devices, node after node, once their resources are free.
 
     Raises:
-        PlanError: The cluster is too small, or others hold its resources; says what each node has.
+        PlanError: The cluster is too small, or others hold its resources.
     """
     nodes = [node for node in cluster_nodes() if node.alive]
     needs = resources_per_device(scaling)
@@ -71,9 +71,9 @@ def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
 def planned_slots(
     topology: ClusterTopology, devices: Sequence[str], scaling: ScalingConfig, *, local: bool = False, stand_ins: bool = False
 ) -> list[DeviceSlot]:
-    """Return the slots of some devices of a topology, and wait until their resources are free; see `match_slots`.
+    """Return the slots of some devices of a topology (see `match_slots`) once their resources are free.
 
-    A `local` cluster, one node that was started for this run, stands for the only node of the devices, whatever its name is.
+    A `local` cluster, one node that was started for this run, stands for the devices' only node, whatever its name is.
     """
     nodes = cluster_nodes()
     names = {topology.node_of(device).name for device in devices}

@@ -1,4 +1,4 @@
-"""Follows what the links between a run's nodes carry while it trains: see `raypipe.network.estimate` and docs/probing.md."""
+"""Follows what the links between a run's nodes carry while it trains: see docs/probing.md."""
 
 from __future__ import annotations
 
@@ -24,23 +24,17 @@ from raypipe.schedules.lower import DeviceProgram
 _LOG = logging.getLogger("raypipe.cluster.link_monitor")
 
 IDLE_S = 60.0
-"""A link is due for a probe so long after its last transfer."""
+"""Time after its last transfer when a link is due for a probe."""
 _BETWEEN_S = 20.0
-"""Least time between two probes."""
-_RETRY_S = 600.0
-"""Time before a link whose probe failed is tried again."""
+_RETRY_S = 600.0  # for a link whose probe failed
 _PATTERN = Ping(seconds=0.05, most_bytes=16 * LEAST_PING_BYTES)
 _ANSWER_S = 1.0
 _CONNECT_S = 5.0
-_MESSAGE_S = 2.0
-"""A link that takes longer is not worth a window's wait."""
+_MESSAGE_S = 2.0  # a link that takes longer is not worth a window's wait
 
 
 class LinkWatch:
-    """Estimates of the links between the nodes of a run, and which of them is due for a probe.
-
-    Nodes are known by their addresses; all times are those of the driver's clock.
-    """
+    """Estimates of the links between nodes, known by their addresses, by the driver's clock."""
 
     def __init__(self, *, run: str, nodes: Sequence[str], now_s: float) -> None:
         self.nodes = tuple(nodes)
@@ -51,7 +45,7 @@ class LinkWatch:
         self._num_failed: dict[NodePair, int] = {}
 
     def seed(self, topology: ClusterTopology, devices: Sequence[str], *, now_s: float) -> None:
-        """Start from the links of a topology in which the run's devices have these names, unless it is one of another cluster."""
+        """Start from the links of a topology, unless it lacks one of these names of the run's devices."""
         names: dict[str, str] = {}
         for node, device in zip(self.nodes, devices, strict=True):
             try:
@@ -61,7 +55,7 @@ class LinkWatch:
         self.estimate.seed(topology, names=names, at_s=now_s)
 
     def observe(self, trace: Trace, programs: Sequence[DeviceProgram], nodes: Sequence[str], *, began_s: float, now_s: float) -> None:
-        """Learn from a window of these programs on devices of these nodes that began at `began_s`."""
+        """Learn from a window that began at `began_s`; `nodes` are those of its devices."""
         if self._metrics is None:
             return
         for source, target in self.estimate.observe(transfers(trace, programs, nodes, self.estimate, began_s=began_s)):
@@ -70,7 +64,7 @@ class LinkWatch:
         self._metrics.record(self.estimate, now_s=now_s)
 
     def due(self, *, now_s: float) -> NodePair | None:
-        """Return the link that is due for a probe, if one is and the last probe was long enough ago."""
+        """Return a link that is due for a probe, if the last probe was long enough ago."""
         if now_s - self._probed_at_s < _BETWEEN_S:
             return None
         idle = self.estimate.idle(now_s=now_s, older_than_s=IDLE_S)
@@ -80,13 +74,13 @@ class LinkWatch:
         return pair
 
     def devices(self, pair: NodePair) -> tuple[int, int]:
-        """Return the devices that probe a link: the first of each node, after a failure the next ones, as those may be dead."""
+        """Return the devices that probe a link: the first of each node, after each failure others, as those may be dead."""
         sources, targets = ([device for device, node in enumerate(self.nodes) if node == end] for end in pair)
         turn = self._num_failed.get(pair, 0)
         return sources[turn % len(sources)], targets[turn // len(sources) % len(targets)]
 
     def probed(self, pair: NodePair, readings: Readings, *, now_s: float) -> None:
-        """Replace a link's estimate by what the source of a probe noted."""
+        """Replace a link's estimate by the readings of a probe's source."""
         try:
             link = fit(round_trips(readings), link=" -> ".join(pair))
         except RunError as error:
@@ -95,14 +89,14 @@ class LinkWatch:
         self.estimate.links[pair].set(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, at_s=now_s)
 
     def failed(self, pair: NodePair, problem: object, *, now_s: float) -> None:
-        """Record that a probe failed."""
+        """Record a failed probe."""
         self._tried_at_s[pair] = now_s
         self._num_failed[pair] = self._num_failed.get(pair, 0) + 1
         _LOG.warning("the link %s -> %s could not be probed: %s", *pair, problem)
 
 
 class LinkMonitor:
-    """Watches the links of a run between its windows, and probes those that the run does not use. Idle actors probe, too."""
+    """Watches the links of a run between windows, and probes those that the run does not use. Idle actors probe, too."""
 
     def __init__(self, actors: StageActors) -> None:
         self._actors = actors
@@ -111,15 +105,15 @@ class LinkMonitor:
 
     @property
     def estimate(self) -> NetworkEstimate:
-        """What the links carry now, by the addresses of their nodes."""
+        """What the links carry now, by node addresses."""
         return self._watch.estimate
 
     def seed(self, topology: ClusterTopology, devices: Sequence[str] = ()) -> None:
-        """Start from the links of a plan's topology; `devices` are its names of the launched devices, where they differ."""
+        """Start from a topology's links; `devices` are its names of the launched devices, where they differ."""
         self._watch.seed(topology, devices or [member.slot.name for member in self._actors.launched], now_s=time.time())
 
     def after_window(self, result: WindowResult) -> None:
-        """Learn from a window what the links carry, and probe a link that is due."""
+        """Learn from a window, and probe a link that is due."""
         if not self.estimate.links:
             return
         nodes = [member.slot.node.address for member in self._actors.members]
@@ -128,7 +122,7 @@ class LinkMonitor:
             self.probe(*pair)
 
     def probe(self, source_node: str, target_node: str) -> None:
-        """Measure the link between two nodes, given by their addresses. Takes a tenth of a second, and never fails the run."""
+        """Measure the link between two node addresses. Takes a tenth of a second, and never fails the run."""
         pair, actors = (source_node, target_node), self._actors
         source, target = self._watch.devices(pair)
         if dead := actors.dead((source, target), timeout_s=_ANSWER_S):  # the other end would wait for it, and the run for that end

@@ -5,28 +5,26 @@ from __future__ import annotations
 import logging
 import time
 
-from raypipe.cluster.launch import CONTROL
-from raypipe.cluster.stage_actors import StageActors
+from raypipe.cluster.stage_actors import CONTROL, StageActors
 from raypipe.network.clocks import Exchange, offset
 
 _LOG = logging.getLogger("raypipe.cluster.node_clocks")
-_NUM_READINGS = 15
-"""Readings of each node's clock; the quickest counts."""
+_NUM_READINGS = 15  # the quickest counts
 _VALID_S = 60.0
-"""How long offsets hold: at a drift of 20 ppm, clocks are about a millisecond off after that."""
+"""Lifetime of offsets: at a drift of 20 ppm, clocks are about a millisecond off after that."""
 
 
 class NodeClocks:
-    """The clocks of the nodes of a run's devices."""
+    """Clock offsets of a run's devices against the driver."""
 
     def __init__(self, actors: StageActors) -> None:
         self.offsets_s: tuple[float, ...] = ()
-        """Seconds by which the clock of each device's node is ahead of the driver's; empty if all devices are on one node."""
+        """Seconds by which each device's clock is ahead of the driver's; empty if all devices are on one node."""
         self._actors = actors
         self._read_s = 0.0
 
     def refresh(self) -> None:
-        """Read the clocks again where the last reading is too old."""
+        """Read the clocks again if the last reading is too old."""
         if time.monotonic() - self._read_s > _VALID_S:
             self.read()
 
@@ -41,18 +39,15 @@ class NodeClocks:
         exchanges: dict[str, list[Exchange]] = {node: [] for node in device_of}
         for _ in range(_NUM_READINGS):
             for node, device in device_of.items():
-                exchanges[node].append(self._exchange(device))
+                asked_s = time.time()
+                (answered_s,) = self._actors.ask(
+                    "reading the clocks",
+                    lambda _, actor: actor.read_clock.options(concurrency_group=CONTROL).remote(),
+                    devices=[device],
+                    timeout_s=self._actors.cluster.silence_timeout_s,
+                ).values()
+                exchanges[node].append(Exchange(asked_s, answered_s, answered_s, time.time()))
         offsets = {node: offset(of_node) for node, of_node in exchanges.items()}
         for node, clock in offsets.items():
             _LOG.debug("the clock of node %s is ahead by %.6f s, at most %.6f s off", node[:8], clock.offset_s, clock.residual_s)
         self.offsets_s = tuple(offsets[node].offset_s for node in nodes)
-
-    def _exchange(self, device: int) -> Exchange:
-        actors, asked_s = self._actors, time.time()
-        answers = actors.ask(
-            "reading the clocks",
-            lambda _, actor: actor.read_clock.options(concurrency_group=CONTROL).remote(),
-            devices=[device],
-            timeout_s=actors.cluster.silence_timeout_s,
-        )
-        return Exchange(asked_s, answers[device], answers[device], time.time())

@@ -1,4 +1,4 @@
-"""Measures the links between the nodes of a cluster, and what links share, within a budget. See docs/probing.md."""
+"""Measures the links between nodes, and what links share, within a budget: see docs/probing.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from raypipe.actors.measure.flows import WARM_UP_BYTES, Ping, Stream, exchanges, round_trips
+from raypipe.actors.measure.flows import WARM_UP_BYTES, Ping, Readings, Stream, exchanges, round_trips
 from raypipe.cluster.probe_actors import FlowReadings, ProbeActors
 from raypipe.errors import RunError
 from raypipe.network.allowance import Allowance, Budget
@@ -17,17 +17,17 @@ from raypipe.network.rounds import Pair, Round, all_paired_rounds, directed, one
 from raypipe.network.sharing import Search, below_their_ends, fastest_of_nodes, rates, shared_when_measured
 
 _STREAM_FACTOR = 4
-"""Streams have failed when they take so many times what they should take one after the other."""
+"""Streams have failed when they take this many times their planned time one after the other."""
 _MOST_NAMED = 6
 _FASTER_ALONE = 1.1
-"""A link that reaches so many times its fitted bandwidth alone was slowed by others when it was fitted."""
+"""A link that alone reaches this many times its fitted bandwidth was slowed by others when it was fitted."""
 _MORE = "raise --budget-s or --budget-bytes"
 
 Notice = Callable[[str], None]
 
 
 class Spending:
-    """What a probe has spent of its budget, and what it could not measure for want of more."""
+    """What a probe has spent of its budget, and what it could not measure within it."""
 
     def __init__(self, actors: ProbeActors, budget: Budget, notice: Notice) -> None:
         self.budget = budget
@@ -42,7 +42,7 @@ class Spending:
         return time.monotonic() - self._began_s
 
     def allows(self, num_bytes: int, *, for_search: bool = False) -> bool:
-        """Return whether a measurement of so many bytes may begin; the search for shared links must leave a part of the budget."""
+        """Return whether a measurement may begin; the search for shared links must leave a part of the budget."""
         budget = self.budget.for_search if for_search else self.budget
         return budget.allows(self.seconds, self._actors.num_bytes + num_bytes)
 
@@ -52,17 +52,14 @@ class Spending:
         self.notice(text)
 
 
-class _BudgetSpentError(Exception):
-    """Ends the search for shared links."""
+class _BudgetSpentError(Exception): ...
 
 
 class NodeLinks:
     """The links between the nodes of a cluster, as far as they are measured.
 
     Attributes:
-        fits: Fit of each directed pair of nodes that was measured.
-        clocks: Clock offset of each such pair, target against source.
-        search: Search for what links share.
+        clocks: Clock offset of each measured pair, target against source.
         usable: Whether all flows have worked; after a failed one, nodes may still wait in it.
     """
 
@@ -70,7 +67,9 @@ class NodeLinks:
         self.actors = actors
         self.spending = spending
         self.allowance = allowance
-        self.classes = classes
+        self.matchings = tournament(classes)
+        self.rounds = [pairs for matching in self.matchings for pairs in directed(matching)]
+        self.pattern = Ping(allowance.ping_s, allowance.ping_bytes)
         self.fits: dict[Pair, LinkFit] = {}
         self.clocks: dict[Pair, ClockOffset] = {}
         self.search = Search(self._together)
@@ -81,19 +80,18 @@ class NodeLinks:
         return {node: clock.offset_s for node, clock in from_reference(self.clocks, reference=0).items()}
 
     def ping(self, pairs: Round, pattern: Ping) -> FlowReadings:
-        """Ping directed pairs of nodes at the same time."""
+        """Ping pairs of nodes at the same time."""
         return self.actors.run_between_nodes(dict.fromkeys(pairs, pattern))
 
     def measure(self) -> None:
         """Ping every pair in rounds, more than once where there is time, as a pause of a machine makes its links look slower.
 
         Raises:
-            RunError: There was no time to measure every pair once, or a link carries nothing.
+            RunError: There was no time to measure every pair, or a link carries nothing.
         """
-        pattern, num_needed = Ping(self.allowance.ping_s, self.allowance.ping_bytes), self.allowance.rounds.tournament
+        num_needed = self.allowance.rounds.tournament
         self.spending.notice(f"{num_needed} rounds for the links between {self.actors.num_nodes} nodes")
-        rounds = [pairs for matching in tournament(self.classes) for pairs in directed(matching)]
-        for number, pairs in enumerate(rounds * self.allowance.looks):
+        for number, pairs in enumerate(self.rounds * self.allowance.looks):
             if self.spending.seconds > self.spending.budget.seconds:
                 if number >= num_needed:
                     return
@@ -101,19 +99,20 @@ class NodeLinks:
                     f"after {self.spending.budget.seconds:g} s only {number} of {num_needed} rounds between the nodes are done; "
                     "raise --budget-s, or see what else the nodes are doing"
                 )
-            for pair, (source, target) in self.ping(pairs, pattern).items():
-                self._keep_faster(pair, fit(round_trips(source), link=self.actors.link_text(pair)))
+            for pair, (source, target) in self.ping(pairs, self.pattern).items():
+                self._fit(pair, source)
                 clock = offset(exchanges(source, target))
                 self.clocks[pair] = min(clock, self.clocks.get(pair, clock), key=lambda one: one.residual_s)
 
-    def _keep_faster(self, pair: Pair, link: LinkFit) -> None:
-        # Whatever disturbs a measurement makes the link look slower.
+    def _fit(self, pair: Pair, readings: Readings) -> None:
+        # The faster fit counts: whatever disturbs a measurement makes the link look slower.
+        link = fit(round_trips(readings), link=self.actors.link_text(pair))
         self.fits[pair] = max(link, self.fits.get(pair, link), key=lambda one: one.bandwidth_bytes_per_s)
 
     # What links share
 
     def look_for_sharing(self) -> None:
-        """Look for bottlenecks that several links share, then measure links again that were slowed by others."""
+        """Look for bottlenecks that links share, then measure again the links that others slowed."""
         rounds = self.allowance.rounds
         fastest = max(link.bandwidth_bytes_per_s for link in self.fits.values())
         if not self.allowance.tells_sharing_of(fastest):
@@ -126,7 +125,7 @@ class NodeLinks:
     def _search(self) -> None:
         num_nodes = self.actors.num_nodes
         try:
-            self.search.run(all_paired_rounds(tournament(self.classes), num_nodes), one_to_all_rounds(num_nodes))
+            self.search.run(all_paired_rounds(self.matchings, num_nodes), one_to_all_rounds(num_nodes))
         except _BudgetSpentError:
             self.spending.missed(f"not all shared links were looked for: the budget was spent{self._without_limits()}; {_MORE}")
         except RunError as error:
@@ -158,12 +157,10 @@ class NodeLinks:
 
     def _measure_again(self) -> None:
         # Those that lost most first. A link that there is no time for gets the rate of its streams, if any.
-        pattern = Ping(self.allowance.ping_s, self.allowance.ping_bytes)
         slowed = self._slowed()
-        while slowed and self.usable and self.spending.allows(pattern.most_bytes):
+        while slowed and self.usable and self.spending.allows(self.pattern.most_bytes):
             pair = slowed.pop(0)
-            ((source, _),) = self.ping((pair,), pattern).values()
-            self._keep_faster(pair, fit(round_trips(source), link=self.actors.link_text(pair)))
+            self._fit(pair, self.ping((pair,), self.pattern)[pair][0])
         for pair in slowed:
             rate = self.search.alone.get(pair, 0.0)
             if rate > self.fits[pair].bandwidth_bytes_per_s:
@@ -174,12 +171,11 @@ class NodeLinks:
             self.spending.missed(f"links that were measured while others were may carry more than was seen: {named}{more}; {_MORE}")
 
     def _slowed(self) -> list[Pair]:
-        """Return the pairs that others slowed, or may have slowed where the search did not get there."""
+        # Includes pairs that others may have slowed where the search did not get there.
         fitted = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}
-        rounds = [pairs for matching in tournament(self.classes) for pairs in directed(matching)]
-        slowed = shared_when_measured(rounds, fitted, self.search.found)
+        slowed = shared_when_measured(self.rounds, fitted, self.search.found)
         slowed |= {pair for pair, rate in self.search.alone.items() if rate > _FASTER_ALONE * fitted[pair]}
-        with_others = {pair for pairs in rounds if len(pairs) > 1 for pair in pairs}
+        with_others = {pair for pairs in self.rounds if len(pairs) > 1 for pair in pairs}
         slowed |= (below_their_ends(fitted) & with_others) - self.search.alone.keys()
         leaving, entering = fastest_of_nodes(fitted)
         return sorted(slowed, key=lambda pair: (fitted[pair] / min(leaving[pair[0]], entering[pair[1]]), pair))

@@ -1,8 +1,4 @@
-"""Matches the devices of a topology with slots of the cluster as it is now.
-
-Nodes are matched by name: Ray's label `raypipe.io/node`, else the address, else the host name. The n-th CPU device of a node is its
-n-th CPU slot, the n-th GPU its n-th GPU.
-"""
+"""Matches the devices of a topology with slots of the cluster as it is now: nodes by name, devices by number."""
 
 from __future__ import annotations
 
@@ -16,34 +12,29 @@ from raypipe.errors import PlanError
 
 
 def is_cpu_kind(kind: str) -> bool:
-    """Return whether a kind of device is a CPU slot, such as `cpu` or `cpu-slow`; all others are GPUs."""
+    """Return whether a kind of device, such as `cpu-slow`, is a CPU slot; all others are GPUs."""
     return kind.lower().startswith("cpu")
 
 
 def is_gpu(device: Device) -> bool:
-    """Return whether a device of a topology is a GPU."""
+    """Return whether a topology's device is a GPU."""
     return not is_cpu_kind(device.kind)
 
 
 def num_slots(topology: ClusterTopology, devices: Sequence[str]) -> int:
-    """Return how many slots one node needs to stand for the node of any of these devices: up to the last that is in use."""
+    """Return how many slots one node needs to stand for the node of any of these devices."""
     return max([device.name for device in topology.node_of(name).devices].index(name) + 1 for name in devices)
 
 
 def match_slots(
     topology: ClusterTopology, devices: Sequence[str], nodes: Sequence[ClusterNode], *, scaling: ScalingConfig, stand_ins: bool = False
 ) -> list[DeviceSlot]:
-    """Return the slots of some devices of a topology, in their order.
+    """Return the slots of these devices in the cluster's `nodes`, lost ones included.
 
-    Args:
-        topology: Cluster as it was when the plan was made.
-        devices: Names of the devices.
-        nodes: Cluster as it is, with the nodes that it has lost.
-        scaling: Resources of each device.
-        stand_ins: Whether CPU slots may stand for GPUs, where nothing is computed.
+    The n-th CPU device of a node is its n-th CPU slot, the n-th GPU its n-th GPU. With `stand_ins`, CPU slots stand for GPUs.
 
     Raises:
-        PlanError: Says of every node and device what has changed.
+        PlanError: A node or device is not as in the topology; names each.
     """
     needed: dict[str, list[str]] = {}
     for device in devices:

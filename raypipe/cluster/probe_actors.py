@@ -1,17 +1,18 @@
-"""The probe actors of a cluster: launches them, connects them in pairs, and lets them run flows at the same time."""
+"""The probe actors of a cluster, which are connected in pairs and run flows at the same time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.actors.actor_info import ActorInfo
 from raypipe.actors.measure.flows import SCOUT_BYTES, Flow, MeetOrder, Ping, Readings, by_device
+from raypipe.actors.probe_actor import ProbeActor
 from raypipe.cluster.actor_group import STARTING, ActorGroup, Member
-from raypipe.cluster.launch import launch_probe_actors
 from raypipe.cluster.slots import ClusterNode, DeviceSlot, unique_name
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.network.fit import LEAST_BYTES_PER_S, measured_as_zero
@@ -22,12 +23,12 @@ _MOST_ACTORS = 4
 _MESSAGE_TIMEOUT_S = SCOUT_BYTES / LEAST_BYTES_PER_S
 _CONNECT_TIMEOUT_S = 20.0
 _PING_FACTOR = 20
-"""A ping may take so many times its planned time before its own limit ends it."""
+"""A ping may take this many times its planned time before its own limit ends it."""
 _GRACE_S = 20.0
-"""Time that an actor has to answer a call, beyond the call's own limits."""
+"""Time to answer a call, beyond the call's own limits."""
 
 FlowReadings = dict[Pair, tuple[Readings, Readings]]
-"""What source and target of each flow noted, by their devices or nodes."""
+"""Readings of source and target of each flow, by their devices or nodes."""
 
 
 class ProbeActors(ActorGroup):
@@ -35,11 +36,8 @@ class ProbeActors(ActorGroup):
 
     Attributes:
         slots: For each node, the slots of all devices that its topology describes.
-        names: Name of each node in topologies.
         node_of: Node of each device that has an actor.
-        infos: What each actor reports of its node.
         num_steps: Measurements so far, each of one or more flows.
-        num_bytes: Bytes sent so far.
     """
 
     def __init__(
@@ -64,13 +62,20 @@ class ProbeActors(ActorGroup):
 
         Raises:
             PlanError: Two nodes cannot be told apart.
-            RunError: An actor did not start; names its device and node.
+            RunError: An actor did not start.
         """
         names = [unique_name(node, nodes) for node in nodes]
         needs, num_gpus = ({"GPU": 1.0}, 1.0) if use_gpu else ({"CPU": 1.0}, 0.0)
         counts = [min(node.room(needs), limit or node.room(needs)) for node in nodes]
         slots = [node.slots(count, name=name, num_gpus=num_gpus) for node, count, name in zip(nodes, counts, names, strict=True)]
-        handles = launch_probe_actors(_with_actors(slots))
+        # They reserve no CPU, so that runs may go on beside them.
+        actor_class = ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)(ProbeActor)
+        handles = [
+            actor_class.options(
+                num_gpus=slot.num_gpus, scheduling_strategy=NodeAffinitySchedulingStrategy(slot.node.node_id, soft=False)
+            ).remote(device, use_gpu=use_gpu)
+            for device, slot in enumerate(_with_actors(slots))
+        ]
         try:
             actors = cls(slots, names, handles, use_gpu=use_gpu)
             notice(f"starting {len(handles)} probe actors on {len(nodes)} nodes")
@@ -83,7 +88,7 @@ class ProbeActors(ActorGroup):
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes are probed."""
+        """Number of probed nodes."""
         return len(self.names)
 
     def devices(self, node: int) -> list[int]:
@@ -91,26 +96,24 @@ class ProbeActors(ActorGroup):
         return [device for device, of_device in enumerate(self.node_of) if of_device == node]
 
     def node_info(self, node: int) -> ActorInfo:
-        """Return what the first device of a node reports."""
+        """Return the report of a node's first device."""
         return self.infos[self.node_of.index(node)]
 
     def link_text(self, nodes: Pair) -> str:
-        """Return a link's name for messages."""
+        """Return a link's name."""
         return " -> ".join(self.names[node] for node in nodes)
 
     def run_between_nodes(self, patterns: dict[Pair, Any], *, limit_s: float | None = None) -> FlowReadings:
-        """Run a flow of some pattern for each directed pair of nodes at the same time; see `run`."""
+        """Run a flow for each directed pair of nodes; see `run`."""
         nodes_of = {(self.node_of.index(source), self.node_of.index(target)): (source, target) for source, target in patterns}
         readings = self.run([Flow(*ends, patterns[nodes]) for ends, nodes in nodes_of.items()], limit_s=limit_s)
         return {nodes_of[ends]: of_flow for ends, of_flow in readings.items()}
 
     def run(self, flows: Sequence[Flow], *, limit_s: float | None = None) -> FlowReadings:
-        """Run flows between devices at the same time; return what both ends of each noted.
-
-        Streams may take at most `limit_s`; pings end by limits of their own.
+        """Run flows between devices at the same time. Streams may take at most `limit_s`; pings have limits of their own.
 
         Raises:
-            RunError: A device failed, or a link carries nothing; names it.
+            RunError: A device failed, or a link carries nothing.
         """
         self._connect([flow.ends for flow in flows])
         parts = by_device(flows)
@@ -120,7 +123,13 @@ class ProbeActors(ActorGroup):
         try:
             results = self.ask("measuring", lambda device, actor: actor.run.remote(parts[device]), devices=parts, timeout_s=timeout_s)
         except TransportTimeoutError as error:
-            self._raise_broken_link(error, flows)
+            ends = {error.device, error.peer}
+            flow = next(flow for flow in flows if {self.members[end].slot.name for end in flow.ends} == ends)
+            nodes = (self.node_of[flow.source], self.node_of[flow.target])
+            if nodes[0] == nodes[1]:
+                raise
+            problem = f"a message or its answer took more than {_MESSAGE_TIMEOUT_S:g} s"
+            raise measured_as_zero(self.link_text(nodes), problem) from error
         self.num_steps += 1
         noted = {(flow.ends, device): of_flow for device, own in parts.items() for flow, of_flow in zip(own, results[device], strict=True)}
         readings = {flow.ends: (noted[flow.ends, flow.source], noted[flow.ends, flow.target]) for flow in flows}
@@ -162,15 +171,6 @@ class ProbeActors(ActorGroup):
 
     def _node_name(self, device: str) -> str:
         return next((self.names[self.node_of[number]] for number, one in enumerate(self.members) if one.slot.name == device), device)
-
-    def _raise_broken_link(self, error: TransportTimeoutError, flows: Sequence[Flow]) -> NoReturn:
-        ends = {error.device, error.peer}
-        flow = next(flow for flow in flows if {self.members[end].slot.name for end in flow.ends} == ends)
-        nodes = (self.node_of[flow.source], self.node_of[flow.target])
-        if nodes[0] == nodes[1]:
-            raise error
-        problem = f"a message or its answer took more than {_MESSAGE_TIMEOUT_S:g} s"
-        raise measured_as_zero(self.link_text(nodes), problem) from error
 
 
 def _with_actors(slots: Sequence[Sequence[DeviceSlot]]) -> list[DeviceSlot]:

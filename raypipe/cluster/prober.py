@@ -1,8 +1,4 @@
-"""Measures the running cluster: nodes, devices, links, what links share, and clocks. See docs/probing.md.
-
-One probe actor a device passes messages over the transports that training uses. Between nodes, the first device of each node measures;
-within a node, its devices.
-"""
+"""Measures the running cluster, over the transports that training uses: see docs/probing.md."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from raypipe.cluster.discovery import cluster_nodes
 from raypipe.cluster.node_links import NodeLinks, Notice, Spending
 from raypipe.cluster.probe_actors import ProbeActors
 from raypipe.cluster.session import session
-from raypipe.cluster.slots import ClusterNode
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import PlanError
 from raypipe.network.allowance import Allowance, Budget, divide
@@ -35,7 +30,7 @@ _LEAST_STREAM_BYTES = 2 * WARM_UP_BYTES
 
 @dataclass(frozen=True)
 class ProbedNode:
-    """A node as measured: what its first device's actor reports, the links between its devices, its clock against the first node's."""
+    """A node: the report of its first device, a typical link inside, its clock against the first node's."""
 
     name: str
     info: ActorInfo
@@ -49,13 +44,8 @@ class Probed:
     """Result of a probe.
 
     Attributes:
-        topology: Nodes, devices, links and shared links.
-        nodes: Nodes in the topology's order.
         links: Fit of each directed pair of nodes that was measured.
-        allowance: What each measurement might take, and the planned rounds.
         num_steps: Number of measurements, each of one or more flows.
-        num_bytes: Bytes sent.
-        seconds: Seconds spent.
         notices: What could not be measured, and why.
     """
 
@@ -78,20 +68,12 @@ def probe(
     name: str = "probed",
     notice: Notice = lambda _: None,
 ) -> Probed:
-    """Measure a cluster.
-
-    Args:
-        cluster: Cluster to connect to.
-        budget: Seconds and bytes that may be spent.
-        devices_per_node: Most devices of a node that the topology describes; `None` for all.
-        use_gpu: Whether to measure GPUs instead of CPU slots.
-        name: Name of the topology.
-        notice: Called with each line for the user.
+    """Measure a cluster; its topology describes at most `devices_per_node` devices of a node, by default all.
 
     Raises:
         InputError: The budget is too small, or the calibration of this machine cannot be used.
         PlanError: No node has a CPU (or GPU), or two nodes cannot be told apart.
-        RunError: A node cannot be reached, a link carries nothing, or something else failed.
+        RunError: A node cannot be reached, or a measurement failed.
     """
     # Before anything is started: the file may be unusable.
     calibration = Calibration.load(calibration_file()) if calibration_file().exists() else None
@@ -99,22 +81,17 @@ def probe(
     with session(cluster, num_devices=num_devices, cpus_per_device=1.0) as connected:
         # A local cluster has one slot more, for the driver.
         limit = num_devices if connected.local else devices_per_node
-        nodes = _nodes_to_probe(use_gpu=use_gpu)
+        nodes = [node for node in cluster_nodes() if node.alive and (node.num_gpus if use_gpu else node.num_cpus) >= 1]
+        if not nodes and use_gpu:
+            raise PlanError("the cluster has no living node with a GPU that Ray knows of; see `ray status`, and nvidia-smi on the nodes")
+        if not nodes:
+            raise PlanError("the cluster has no living node with a CPU; start nodes with `ray start --num-cpus=N`, see `ray status`")
         overheads = None
         if calibration is not None and not use_gpu:
             overheads = calibration.of("gloo" if len(nodes) > 1 else "shm").overheads
         with ProbeActors.launched(nodes, limit=limit, start_timeout_s=cluster.start_timeout_s, use_gpu=use_gpu, notice=notice) as actors:
             classes = [(node.num_cpus, node.num_gpus, node.accelerators, actors.node_info(i).num_cores) for i, node in enumerate(nodes)]
             return Probe(actors, classes, budget or Budget(), notice=notice).run(name, overheads)
-
-
-def _nodes_to_probe(*, use_gpu: bool) -> list[ClusterNode]:
-    nodes = [node for node in cluster_nodes() if node.alive and (node.num_gpus if use_gpu else node.num_cpus) >= 1]
-    if not nodes and use_gpu:
-        raise PlanError("the cluster has no living node with a GPU that Ray knows of; see `ray status`, and nvidia-smi on the nodes")
-    if not nodes:
-        raise PlanError("the cluster has no living node with a CPU; start nodes with `ray start --num-cpus=N`, see `ray status`")
-    return nodes
 
 
 class Probe:
@@ -136,7 +113,7 @@ class Probe:
         self.links = NodeLinks(actors, self.spending, self.allowance, classes)
 
     def run(self, name: str, overheads: Overheads | None) -> Probed:
-        """Measure everything, and describe it as a topology with this name and these overheads."""
+        """Measure everything, and describe it as a topology."""
         actors, links, spending = self.actors, self.links, self.spending
         if actors.num_nodes > 1:
             links.measure()
@@ -168,8 +145,6 @@ class Probe:
             notices=tuple(spending.notices),
         )
 
-    # Within nodes, and clocks
-
     def _pairs_inside(self, node: int) -> list[Pair]:
         # Neighbors, in alternating directions.
         return [pair[::-1] if place % 2 else pair for place, pair in enumerate(pairwise(self.actors.devices(node)))]
@@ -189,7 +164,17 @@ class Probe:
             for pair, (source, _) in self.actors.run([Flow(pair[0], pair[1], pattern) for pair in node_of]).items():
                 link = " -> ".join(self.actors.members[end].slot.name for end in pair)
                 fits.setdefault(node_of[pair], []).append(fit(round_trips(source), link=link))
-        return [_typical(fits.get(node, ())) for node in range(self.actors.num_nodes)]
+        typical = {
+            node: LinkFit(
+                latency_s=statistics.median(one.latency_s for one in of_node),
+                bandwidth_bytes_per_s=statistics.median(one.bandwidth_bytes_per_s for one in of_node),
+                residual=max(one.residual for one in of_node),
+                num_round_trips=sum(one.num_round_trips for one in of_node),
+                num_bytes=sum(one.num_bytes for one in of_node),
+            )
+            for node, of_node in fits.items()
+        }
+        return [typical.get(node) for node in range(self.actors.num_nodes)]
 
     def _clocks(self) -> list[ClockOffset]:
         # A second measurement shows the drift.
@@ -200,8 +185,6 @@ class Probe:
                 pairs |= {pair: offset(exchanges(*readings)) for pair, readings in self.links.ping(matching, _CLOCK_PING).items()}
         later = from_reference(pairs, reference=0)
         return [with_drift(earlier[node], later[node]) if node in later else earlier[node] for node in range(self.actors.num_nodes)]
-
-    # The topology
 
     def _topology_node(self, node: int, inside: LinkFit | None) -> Node:
         actors, info = self.actors, self.actors.node_info(node)
@@ -214,15 +197,3 @@ class Probe:
         num_slots = sum(len(slots) for other, slots in enumerate(actors.slots) if actors.node_info(other).hostname == info.hostname)
         slots = tuple(Device(name, "cpu", info.memory_bytes // num_slots) for name in names)
         return Node(name=actors.names[node], devices=slots, link=link, cores=info.num_cores)
-
-
-def _typical(fits: Sequence[LinkFit]) -> LinkFit | None:
-    if not fits:
-        return None
-    return LinkFit(
-        latency_s=statistics.median(one.latency_s for one in fits),
-        bandwidth_bytes_per_s=statistics.median(one.bandwidth_bytes_per_s for one in fits),
-        residual=max(one.residual for one in fits),
-        num_round_trips=sum(one.num_round_trips for one in fits),
-        num_bytes=sum(one.num_bytes for one in fits),
-    )

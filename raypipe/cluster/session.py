@@ -1,4 +1,4 @@
-"""Connects to a Ray cluster for as long as a run lasts; without one, starts a local cluster that ends with the run."""
+"""Connects to a Ray cluster, or starts a local one, for as long as a run lasts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _ENVIRONMENT = {
     # Torch's store resolves the name of each address that it connects to, and waits five seconds for a lost answer.
     "RES_OPTIONS": "timeout:1",
 }
-"""Environment of a local cluster's processes; variables that are set already stay."""
+"""Environment of a local cluster's processes, unless set already."""
 
 
 @dataclass(frozen=True)
 class Session:
-    """The connected cluster, `local` if it was started for this run; `dashboard_url` is empty without a dashboard."""
+    """The connected cluster; `local` if it was started for this run."""
 
     dashboard_url: str
     local: bool
@@ -43,9 +43,6 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
     """Connect to the cluster of the configuration or of RAY_ADDRESS, or start a local one with enough CPUs for the devices.
 
     SIGTERM, with which `ray job stop` ends a job, interrupts the run as Ctrl-C does, so that actors and a local cluster end.
-
-    Raises:
-        RunError: The cluster cannot be reached or started.
     """
     address = cluster.resolved_address
     if ray.is_initialized():
@@ -79,7 +76,7 @@ def session(cluster: ClusterConfig, *, num_devices: int, cpus_per_device: float)
 
 
 def _hide_token_notice() -> None:
-    """Keep Ray from warning that its new local cluster asks for a token, which is how it should be."""
+    # Ray warns that its new local cluster asks for a token, which is how it should be.
     for handler in logging.getLogger("ray").handlers:
         if _is_not_token_notice not in handler.filters:
             handler.addFilter(_is_not_token_notice)

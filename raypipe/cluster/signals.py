@@ -11,12 +11,9 @@ from types import FrameType
 
 @contextlib.contextmanager
 def put_off(clean_up: Callable[[], object] | None = None) -> Iterator[None]:
-    """Put off Ctrl-C and SIGTERM until the end of the block; if one came, call `clean_up`.
+    """Put off Ctrl-C and SIGTERM to the end of the block; if one came, call `clean_up` and raise KeyboardInterrupt.
 
     Ray leaves processes behind if its start is interrupted, and an import may swallow an interrupt.
-
-    Raises:
-        KeyboardInterrupt: One came.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

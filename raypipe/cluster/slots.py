@@ -1,7 +1,4 @@
-"""Where the devices of a run are: each in a slot of a Ray node.
-
-A node of a `ClusterTopology` and a node of Ray are matched by `raypipe.cluster.node_matching`.
-"""
+"""Where the devices of a run are: each in a slot of a Ray node."""
 
 from __future__ import annotations
 
@@ -13,15 +10,12 @@ from raypipe.config import ScalingConfig
 from raypipe.errors import PlanError
 
 NODE_LABEL = "raypipe.io/node"
-"""Label of a Ray node that gives the node its name in topologies: `ray start --labels raypipe.io/node=NAME`."""
+"""Label that gives a Ray node its name in topologies: `ray start --labels raypipe.io/node=NAME`."""
 
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A node as Ray reports it; several nodes may be on one machine, with one host name.
-
-    `label` is the value of `NODE_LABEL`; `accelerators` are the kinds of its GPUs, such as `H200`, as far as Ray knows them.
-    """
+    """A node as Ray reports it, with the kinds of its GPUs, such as `H200`. One machine may be several nodes."""
 
     node_id: str
     address: str
@@ -35,21 +29,21 @@ class ClusterNode:
 
     @property
     def name(self) -> str:
-        """Default name in topologies: the label, else the address."""
+        """Default name in topologies."""
         return self.label or self.address
 
     @property
     def resources(self) -> dict[str, float]:
-        """CPUs and GPUs under Ray's names."""
+        """CPUs and GPUs, by Ray's names."""
         return {"CPU": self.num_cpus, "GPU": self.num_gpus}
 
     def room(self, needs: Mapping[str, float]) -> int:
-        """Return how many devices fit on the node if each reserves `needs`."""
+        """Return how many devices with these needs fit on the node."""
         counts = [int(self.resources[kind] / amount + 1e-9) for kind, amount in needs.items() if amount]
         return min(counts, default=sys.maxsize)
 
     def slots(self, count: int, *, name: str = "", first: int = 0, num_gpus: float = 0.0) -> list[DeviceSlot]:
-        """Return `count` slots named `NAME/FIRST` and up; the node's own name by default."""
+        """Return `count` slots named `NAME/FIRST` and up."""
         return [DeviceSlot(self, f"{name or self.name}/{number}", num_gpus) for number in range(first, first + count)]
 
     def __str__(self) -> str:
@@ -60,7 +54,7 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """Where one device is: its node, its name in plans, and the GPUs, or the fraction of one, that it reserves."""
+    """The place of one device, named as in plans; it may reserve a fraction of a GPU."""
 
     node: ClusterNode
     name: str
@@ -68,17 +62,17 @@ class DeviceSlot:
 
 
 def resources_per_device(scaling: ScalingConfig) -> dict[str, float]:
-    """Return what each device reserves on its node, under Ray's names."""
+    """Return what each device reserves, by Ray's names."""
     return {"CPU": scaling.cpus_per_device} | ({"GPU": scaling.gpus_per_device} if scaling.use_gpu else {})
 
 
 def resource_text(resources: Mapping[str, float]) -> str:
-    """Return resources in words, such as `2 CPU and 1 GPU`."""
+    """Return a text such as `2 CPU and 1 GPU`."""
     return " and ".join(f"{amount:g} {kind}" for kind, amount in resources.items())
 
 
 def nodes_called(name: str, nodes: Iterable[ClusterNode]) -> list[ClusterNode]:
-    """Return the living nodes with this label, or else with this address, or else with this host name."""
+    """Return the living nodes with this label, else this address, else this host name."""
     alive = [node for node in nodes if node.alive]
     for names in ([node.label for node in alive], [node.address for node in alive], [node.hostname for node in alive]):
         if matches := [node for node, called in zip(alive, names, strict=True) if called == name]:
@@ -87,11 +81,7 @@ def nodes_called(name: str, nodes: Iterable[ClusterNode]) -> list[ClusterNode]:
 
 
 def unique_name(node: ClusterNode, nodes: Sequence[ClusterNode]) -> str:
-    """Return the name by which topologies find a node again: its label if no other node has it, else its address.
-
-    Raises:
-        PlanError: Other nodes share both.
-    """
+    """Return the name by which topologies find a node: its label if unique, else its address; refuse one that shares both."""
     for name in filter(None, (node.label, node.address)):
         if nodes_called(name, nodes) == [node]:
             return name

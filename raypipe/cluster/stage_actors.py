@@ -1,39 +1,64 @@
-"""The stage actors of a run: which of them are devices of the plan, and which failure explains the others."""
+"""The stage actors of a run: launches them, makes them devices of the plan, and tells which failure explains the others."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypipe.actors.actor import StageActor
 from raypipe.actors.actor_info import ActorInfo
+from raypipe.actors.cores import NodePosition
 from raypipe.actors.orders import Identity, Status
 from raypipe.cluster.actor_group import SILENCE_REMEDY, STARTING, ActorGroup, Failure, Member
 from raypipe.cluster.checks import check_actors
-from raypipe.cluster.launch import CONTROL, launch_stage_actors
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import ClusterConfig, ScalingConfig
 from raypipe.errors import StageFailedError, TransportTimeoutError
 
+CONTROL = "control"
+"""Concurrency group of the methods that an actor answers while it computes."""
+_CONTROL_THREADS = 2
 _GRACE_S = 3.0
-"""How long to wait, after the first failure, for one that explains it: peers notice a dead neighbor first."""
+"""Wait, after the first failure, for one that explains it: peers notice a dead neighbor first."""
 _FOLLOW_S = 1.0
 _MOST_SILENCES = 10
 
 
-class StageActors(ActorGroup):
-    """The stage actors of one run, by the number of their device in the plan.
+def launch_stage_actors(slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[int, ...]], run: str, scaling: ScalingConfig) -> list[Any]:
+    """Start a stage actor in each slot; return their handles before the actors are up."""
+    # Concurrency groups can be named here only, not in `.options`.
+    actor_class = ray.remote(concurrency_groups={CONTROL: _CONTROL_THREADS}, max_restarts=0, max_task_retries=0)(StageActor)
+    handles: list[Any] = []
+    counts = Counter(slot.node.node_id for slot in slots)
+    positions: Counter[str] = Counter()
+    for device, (slot, of_device) in enumerate(zip(slots, stages, strict=True)):
+        node_id, identity = slot.node.node_id, Identity(run=run, device=device, name=slot.name, stages=of_device)
+        actor = actor_class.options(
+            name=f"{run}: stage {identity.stage_text} on device {slot.name}" if of_device else f"{run}: device {slot.name}",
+            num_cpus=scaling.cpus_per_device,
+            num_gpus=slot.num_gpus,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        position = NodePosition(positions[node_id], counts[node_id]) if scaling.bind_cores else None
+        positions[node_id] += 1
+        handles.append(actor.remote(identity, num_threads=scaling.threads_per_device, gpu_share=slot.num_gpus, node_position=position))
+    return handles
 
-    Where more actors were launched than the plan has devices, the others are idle. Slots keep the numbers that they had at the launch.
+
+class StageActors(ActorGroup):
+    """The stage actors of one run, by device of the plan. Other launched actors are idle.
 
     Attributes:
         launched: All actors, by slot.
         devices: Number of each device's slot.
-        patience_s: How long an actor may take to tell its status.
+        patience_s: Time that an actor has to tell its status.
         leaving: Slots whose actors leave the plan, but hold layers that others still need.
     """
 
@@ -54,21 +79,17 @@ class StageActors(ActorGroup):
 
     @property
     def infos(self) -> tuple[ActorInfo, ...]:
-        """What the actor of each device reports of itself."""
+        """Report of each device's actor."""
         return tuple(self.launched_infos[number] for number in self.devices)
 
     def wait_until_up(self) -> None:
-        """Wait until all actors answer, and check that they run where they should.
-
-        Raises:
-            RunError: Names an actor that did not come in time, or came elsewhere.
-        """
+        """Wait until all actors answer, and check that they run where they should."""
         infos = self.ask(STARTING, lambda _, actor: actor.info.remote(), timeout_s=self.cluster.start_timeout_s)
         self.launched_infos = tuple(infos.values())
         check_actors([member.slot for member in self.launched], self.launched_infos)
 
     def follow(self, calls: Mapping[int, Any], task: str, notice: Callable[[str], None]) -> None:
-        """Report what the first called actor is doing besides `task`, whenever that changes, until it answers or stays silent."""
+        """Report what the first called actor is doing, whenever that changes, until it answers or stays silent."""
         device, ref = next(iter(calls.items()))
         told, num_silences = task, 0
         while not ray.wait([ref], timeout=_FOLLOW_S)[0] and num_silences < _MOST_SILENCES:
@@ -80,7 +101,7 @@ class StageActors(ActorGroup):
                 notice(told)
 
     def assign(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]]) -> None:
-        """Make the actors of some slots the devices 0, 1, ... with these stages, and others idle; all drop what they held."""
+        """Make the actors of these slots the devices 0, 1, ... with these stages, others idle; all drop their layers."""
         self.devices = tuple(devices)
         self.members = [replace(self.launched[number], stages=of_device) for number, of_device in zip(devices, stages, strict=True)]
         identities = [Identity(self.run, device, member.slot.name, member.stages) for device, member in enumerate(self.members)]
@@ -88,13 +109,14 @@ class StageActors(ActorGroup):
             self.launched[number].handle.assign.remote(None)
         self.ask("taking stages", lambda device, actor: actor.assign.remote(identities[device]))
 
-    def dead(self, numbers: Iterable[int], *, timeout_s: float) -> list[int]:
-        """Return the slots, among some, whose actors are dead or do not answer in time."""
+    def dead(self, numbers: Iterable[int], *, timeout_s: float | None = None) -> list[int]:
+        """Return which of these slots have dead actors, or silent ones (by default, for `cluster.silence_timeout_s`)."""
         members = {number: self.launched[number] for number in numbers}
-        return [number for number, status in _statuses(members, timeout_s=timeout_s).items() if not isinstance(status, Status)]
+        statuses = _statuses(members, timeout_s=self.cluster.silence_timeout_s if timeout_s is None else timeout_s)
+        return [number for number, status in statuses.items() if not isinstance(status, Status)]
 
     def abort(self, reason: str) -> None:
-        """Tell all actors to stop what they do."""
+        """Make all actors stop what they do."""
         for member in self.launched:
             member.handle.abort.options(concurrency_group=CONTROL).remote(reason)
 
@@ -106,7 +128,8 @@ class StageActors(ActorGroup):
     # Failures
 
     def _error(self, device: int, task: str, problem: str, remedy: str) -> StageFailedError:
-        return _stage_error(self.members[device], task, problem, remedy)
+        slot, stages = self.members[device].slot, ",".join(map(str, self.members[device].stages))
+        return StageFailedError(slot.name, stages or "none", slot.node.address, task, problem, remedy)
 
     def _overdue(self, devices: Sequence[int], task: str, *, is_late: bool) -> Failure | None:
         asked = {device: self.members[device] for device in devices}
@@ -154,19 +177,13 @@ class StageActors(ActorGroup):
 
     def _lost_layers(self, task: str) -> list[Failure]:
         problem = "its process died, or does not answer, and others are to take over the layers that it held"
-        return [
-            Failure(_stage_error(Member(None, self.launched[number].slot), task, problem, self.death_remedy), is_death=True)
-            for number in self.dead(self.leaving, timeout_s=1.0)
-        ]
-
-
-def _stage_error(member: Member, task: str, problem: str, remedy: str) -> StageFailedError:
-    stages = ",".join(map(str, member.stages)) or "none"
-    return StageFailedError(member.slot.name, stages, member.slot.node.address, task, problem, remedy)
+        slots = [self.launched[number].slot for number in self.dead(self.leaving, timeout_s=1.0)]
+        errors = [StageFailedError(slot.name, "none", slot.node.address, task, problem, self.death_remedy) for slot in slots]
+        return [Failure(error, is_death=True) for error in errors]
 
 
 def _statuses(members: Mapping[int, Member], *, timeout_s: float) -> dict[int, Status | RayError | None]:
-    """Return what actors are doing: `None` for a silent one, Ray's error for a dead one."""
+    # None for a silent actor, Ray's error for a dead one.
     refs = {number: member.handle.status.options(concurrency_group=CONTROL).remote() for number, member in members.items()}
     if refs:
         ray.wait(list(refs.values()), num_returns=len(refs), timeout=timeout_s)

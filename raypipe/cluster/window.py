@@ -1,4 +1,4 @@
-"""What a window of a run gave: the reports of all devices, on the driver's clock."""
+"""The result of one window of a run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from raypipe.schedules.lower import DeviceProgram
 
 @dataclass(frozen=True)
 class WindowResult:
-    """What all devices did in a window.
+    """Reports of all devices on a window; the driver waited `wall_s` for them.
 
     Attributes:
-        reports: Report of each device.
-        wall_s: Seconds that the driver waited.
-        name: Name of the run.
-        device_names: Name of each device.
-        num_updates: Number of updates.
-        programs: Program of each device.
         clock_offsets_s: Seconds by which each device's clock is ahead of the driver's; empty if all share one clock.
     """
 
@@ -34,13 +28,13 @@ class WindowResult:
 
     @property
     def began_s(self) -> tuple[float, ...]:
-        """When each device began, by the driver's clock."""
+        """Start of each device, by the driver's clock."""
         offsets_s = self.clock_offsets_s or (0.0,) * len(self.reports)
         return tuple(report.began_s - ahead_s for report, ahead_s in zip(self.reports, offsets_s, strict=True))
 
     @cached_property
     def trace(self) -> Trace:
-        """Spans of all devices; time 0 is when the first of them began."""
+        """Spans of all devices; at time 0 the first began."""
         origin = min(self.began_s)
         spans = tuple(
             span

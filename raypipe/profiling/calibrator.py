@@ -1,15 +1,13 @@
-"""Measures the overheads of Ops and messages on a machine, by running stages that wait: see `raypipe.profiling.overhead_fit`.
-
-Three stage actors run 1F1B with small and with large messages. Odd microbatches split their backward, so that all kinds of Ops occur.
-"""
+"""Measures the overheads of Ops and messages on a machine: three stage actors wait in 1F1B, with small and with large messages."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -43,12 +41,8 @@ _NUM_ROWS = (16, 1024)
 """Messages of 16 KiB and 1 MiB."""
 
 
-@dataclass(frozen=True)
-class _Rows:
-    num_rows: int
-
-    def __call__(self, split: str) -> BatchSource:
-        return FixedBatch({"inputs": torch.zeros(self.num_rows, _WIDTH)})
+def _rows(num_rows: int, split: str) -> BatchSource:
+    return FixedBatch({"inputs": torch.zeros(num_rows, _WIDTH)})
 
 
 def calibrate(cluster: ClusterConfig, *, transports: tuple[Transport, ...]) -> Calibration:
@@ -70,7 +64,7 @@ def calibrate(cluster: ClusterConfig, *, transports: tuple[Transport, ...]) -> C
     return Calibration(
         host=os.uname().nodename,
         date=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
-        versions={name: str(version) for name, version in versions().items()},
+        versions=versions(),
         transports=costs,
     )
 
@@ -78,7 +72,7 @@ def calibrate(cluster: ClusterConfig, *, transports: tuple[Transport, ...]) -> C
 def _observe(observations: Observations, cluster: ClusterConfig, transport: Transport, num_rows: int) -> None:
     model = partial(waiting, num_layers=NUM_DEVICES, width=_WIDTH, forward_s=_WAIT_S, input_grad_s=_WAIT_S, weight_grad_s=_WAIT_S)
     cut = Cut.of_sizes((2, *[1] * (NUM_DEVICES - 1)), model().edges())
-    schedule = order()
+    schedule, batches = _order(), partial(_rows, num_rows)
     optimizer = OptimizerConfig(max_grad_norm=None)
     scaling = ScalingConfig(num_devices=NUM_DEVICES, transport=transport)
     with Coordinator(
@@ -88,12 +82,12 @@ def _observe(observations: Observations, cluster: ClusterConfig, transport: Tran
         scaling=scaling,
         cluster=cluster,
     ) as coordinator:
-        coordinator.wait_until_up()
-        (measured,) = coordinator.measure(model, _Rows(num_rows), optimizer=optimizer, seed=0, num_devices=1)
+        coordinator.actors.wait_until_up()
+        (measured,) = coordinator.measure(model, batches, optimizer=optimizer, seed=0, num_devices=1)
         coordinator.build(
             BuildOrder(
                 model=model,
-                batches=_Rows(num_rows),
+                batches=batches,
                 cut=cut,
                 weight_rule=schedule.weight_rule,
                 optimizer=optimizer,
@@ -116,16 +110,13 @@ def _observe(observations: Observations, cluster: ClusterConfig, transport: Tran
                 observations.add(programs, result.trace, cost)
 
 
-def order() -> Schedule:
-    """Return 1F1B in which odd microbatches split their backward into I and W."""
+def _order() -> Schedule:
     schedule = build("1f1b", ScheduleRequest(NUM_DEVICES, _NUM_MICROBATCHES, _NUM_UPDATES, update_scope=UpdateScope.STAGE))
-    programs: list[tuple[Slot, ...]] = []
-    for program in schedule.programs:
-        slots: list[Slot] = []
-        for slot in program:
-            if isinstance(slot, Op) and slot.kind is OpKind.BACKWARD and slot.index % 2:
-                slots += [slot._replace(kind=OpKind.INPUT_GRADIENT), slot._replace(kind=OpKind.WEIGHT_GRADIENT)]
-            else:
-                slots.append(slot)
-        programs.append(tuple(slots))
-    return replace(schedule, name="calibration", programs=tuple(programs))
+    return replace(schedule, name="calibration", programs=tuple(tuple(chain(*map(_split_odd, program))) for program in schedule.programs))
+
+
+def _split_odd(slot: Slot) -> tuple[Slot, ...]:
+    # Odd microbatches split their backward, so that all kinds of Ops occur.
+    if isinstance(slot, Op) and slot.kind is OpKind.BACKWARD and slot.index % 2:
+        return (slot._replace(kind=OpKind.INPUT_GRADIENT), slot._replace(kind=OpKind.WEIGHT_GRADIENT))
+    return (slot,)

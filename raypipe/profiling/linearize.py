@@ -1,17 +1,7 @@
 r"""Turns the DAG of a `ModelProfile` into a chain: layers are merged between cut points, places where few tensors cross.
 
-    a ---> b ---> d ---> e        a | b c d | e       one tensor crosses behind a, one behind d; behind b cross two, a's and b's
-      \--> c ---/
-
-Layers are ordered first: depth first from the outputs back, the longer path before the shorter. So a branch ends before the next begins,
-a layer without inputs (a mask, an embedding of targets) comes right before its consumer, and a layer without consumers right after its
-producer; none of their tensors crosses a place that it need not. Every place where at most `max_tensors` tensors cross is a cut point.
-In a model that begins with one layer, the cut points with one tensor are its dominators, in any order.
-
-Layers that cost nothing, such as views, are no stages: of the places before and behind them, the one with fewer bytes is a cut point.
-
-Where several tensors cross, the chain passes all of them from layer to layer, also those for a later layer. A tensor counts once for
-its producer, not for each consumer.
+a ---> b ---> d ---> e        a | b c d | e       one tensor crosses behind a, one behind d; behind b cross two, a's and b's
+  \--> c ---/
 """
 
 from __future__ import annotations
@@ -28,10 +18,9 @@ from raypipe.errors import InputError
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain that stands for a DAG.
+    """A chain that stands for a DAG; it passes all tensors that cross from layer to layer, also those for a later layer.
 
     Attributes:
-        profile: Profile of the chain; its output bytes are those of all tensors that cross.
         members: For each layer of the chain, the layers of the DAG in computing order.
         num_tensors: Number of tensors that cross behind each layer but the last.
     """
@@ -41,22 +30,10 @@ class Chain:
     num_tensors: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Crossing:
-    """The tensors that cross behind a place of the order."""
-
-    num_tensors: int
-    bytes: int
-
-
 def linearize(profile: ModelProfile, *, max_tensors: int | None = 1) -> Chain:
-    """Return the chain of a model's layers, merged between its cut points. Time O(layers * edges).
+    """Merge layers between the places where at most `max_tensors` (`None`: any number of) tensors cross. Time O(layers * edges).
 
-    A chain stays as it is, except for layers that cost nothing. Tensors of no bytes do not count.
-
-    Args:
-        profile: Profile of the model.
-        max_tensors: Most tensors that may cross a cut point; `None` for any number.
+    Layers that cost nothing, such as views, are merged with others. Tensors of no bytes do not count.
 
     Raises:
         InputError: `max_tensors` is below 1.
@@ -64,12 +41,12 @@ def linearize(profile: ModelProfile, *, max_tensors: int | None = 1) -> Chain:
     if max_tensors is not None and max_tensors < 1:
         raise InputError(f"max_tensors: expected at least 1 tensor to cross a cut point, got {max_tensors}")
     order = _order(profile)
-    crossings = _crossings(profile, order)
-    ends = [place for place, crossing in enumerate(crossings) if max_tensors is None or crossing.num_tensors <= max_tensors]
-    ends = _useful([_costs(profile, layer) for layer in order], ends, crossings)
+    num_tensors, num_bytes = _crossings(profile, order)
+    ends = [place for place, number in enumerate(num_tensors) if max_tensors is None or number <= max_tensors]
+    ends = _useful([_costs(profile, layer) for layer in order], ends, num_bytes)
     starts = [0, *(end + 1 for end in ends)]
     members = tuple(tuple(order[start : end + 1]) for start, end in zip(starts, [*ends, len(order) - 1], strict=True))
-    outputs = [*(crossings[end].bytes for end in ends), profile.layers[order[-1]].output_bytes]
+    outputs = [*(num_bytes[end] for end in ends), profile.layers[order[-1]].output_bytes]
     tied = _tied(profile, members)
     return Chain(
         profile=ModelProfile(
@@ -84,12 +61,14 @@ def linearize(profile: ModelProfile, *, max_tensors: int | None = 1) -> Chain:
             },
         ),
         members=members,
-        num_tensors=tuple(crossings[end].num_tensors for end in ends),
+        num_tensors=tuple(num_tensors[end] for end in ends),
     )
 
 
 def _order(profile: ModelProfile) -> list[int]:
-    """Return a topological order in which tensors have short lives."""
+    # Depth first from the outputs back, the longer path before the shorter: a branch ends before the next begins, a layer without inputs
+    # comes right before its consumer, one without consumers right after its producer. No tensor crosses a place that it need not.
+    # In a model that begins with one layer, the cut points with one tensor are its dominators, in any order.
     producers: list[set[int]] = [set() for _ in profile.layers]
     for producer, consumer, _ in profile.edges():
         producers[consumer].add(producer)
@@ -111,8 +90,8 @@ def _order(profile: ModelProfile) -> list[int]:
     return [layer for layer in nx.dfs_postorder_nodes(graph, start) if layer != start]
 
 
-def _crossings(profile: ModelProfile, order: Sequence[int]) -> list[_Crossing]:
-    """Return what crosses behind each place but the last; a layer whose edges differ in bytes counts with the widest that crosses."""
+def _crossings(profile: ModelProfile, order: Sequence[int]) -> tuple[list[int], list[int]]:
+    # Tensors and bytes that cross behind each place but the last. A tensor counts once for its producer, with its widest edge.
     position = {layer: place for place, layer in enumerate(order)}
     consumers: list[list[tuple[int, int]]] = [[] for _ in order]
     for producer, consumer, num_bytes in profile.edges():
@@ -124,7 +103,7 @@ def _crossings(profile: ModelProfile, order: Sequence[int]) -> list[_Crossing]:
             if widest := max(num_bytes for consumer, num_bytes in of_layer if consumer > behind):
                 num_tensors[behind] += 1
                 total[behind] += widest
-    return [_Crossing(*pair) for pair in zip(num_tensors, total, strict=True)]
+    return num_tensors, total
 
 
 def _costs(profile: ModelProfile, layer: int) -> bool:
@@ -133,15 +112,15 @@ def _costs(profile: ModelProfile, layer: int) -> bool:
     return any(times.forward_s or times.backward_s for times in kinds) or bool(one.saved_bytes or one.parameter_bytes or one.update_s)
 
 
-def _useful(costs: Sequence[bool], ends: Iterable[int], crossings: Sequence[_Crossing]) -> list[int]:
-    """Return the cut points with work between them; of those with none between them, the one with the fewest bytes."""
+def _useful(costs: Sequence[bool], ends: Iterable[int], num_bytes: Sequence[int]) -> list[int]:
+    # Of cut points with no work between them, the one with the fewest bytes.
     done = list(accumulate(costs, initial=0))
     kept: list[int] = []
     for end in ends:
         if done[end + 1] in {0, done[-1]}:
             continue
         if kept and done[kept[-1] + 1] == done[end + 1]:
-            if crossings[end].bytes < crossings[kept[-1]].bytes:
+            if num_bytes[end] < num_bytes[kept[-1]]:
                 kept[-1] = end
         else:
             kept.append(end)
@@ -162,8 +141,8 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
     weighted = [layer for layer in layers if layer.parameter_bytes]
     saved = [layer.weight_grad_saved_bytes for layer in layers]
     held = held_once(layers)
-    updates = [layer.update_s for layer in held]
-    copies = [layer.low_precision_bytes for layer in held]
+    updates = [layer.update_s for layer in held if layer.update_s is not None]
+    copies = [layer.low_precision_bytes for layer in held if layer.low_precision_bytes is not None]
     is_worked = any(layer.working_bytes is not None for layer in layers)
     return LayerProfile(
         name=layers[0].name if len(layers) == 1 else f"{layers[0].name}..{layers[-1].name}",
@@ -181,8 +160,8 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         tied=tied,
         tied_bytes=_tied_bytes(layers) if tied is not None else None,
         gradient_rows=weighted[0].gradient_rows if len(weighted) == 1 else None,
-        update_s=None if all(amount is None for amount in updates) else sum(amount or 0.0 for amount in updates),
-        low_precision_bytes=None if all(amount is None for amount in copies) else sum(amount or 0 for amount in copies),
+        update_s=sum(updates) if updates else None,
+        low_precision_bytes=sum(copies) if copies else None,
         working_bytes=most_working_bytes(layers) if is_worked else None,
         input_grad_working_bytes=sum(layer.input_grad_working_bytes or 0 for layer in layers) if is_worked else None,
     )
@@ -198,7 +177,7 @@ def _tied_bytes(layers: Sequence[LayerProfile]) -> int:
 
 
 def _tied(profile: ModelProfile, members: Sequence[Sequence[int]]) -> dict[int, str | None]:
-    """Return the name of the shared weights of each group, by its first layer; ties that meet in a group become one, inner ones vanish."""
+    # By each group's first layer. Ties that meet in a group become one, those within a group vanish.
     graph: nx.Graph[int | str] = nx.Graph()
     for number, group in enumerate(members):
         graph.add_edges_from((number, tied) for layer in group if (tied := profile.layers[layer].tied) is not None)

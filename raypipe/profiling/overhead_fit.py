@@ -4,9 +4,6 @@ A device's time between the ends of two computations is explained by the items t
 
     ... | F of 5 ms |gap| recv |gap| B of 10 ms | ...
           ^ nominal              the same for every F, B, I, W, message handed over and message taken
-
-The nominal times are those of a profile, which measures each layer alone; what a stage costs besides its layers is overhead. Overheads
-are means of the middle nine tenths: rare delays add up on the critical path, but a single pause of the machine does not count.
 """
 
 from __future__ import annotations
@@ -19,12 +16,13 @@ from dataclasses import dataclass, field
 
 from raypipe.artifacts.calibration import TransportCosts
 from raypipe.artifacts.topology import NodeLink, Overheads
-from raypipe.artifacts.trace import Step, Trace, steps_of
+from raypipe.artifacts.trace import Trace, steps_of
 from raypipe.schedules.ir import OpKind
-from raypipe.schedules.lower import Compute, DeviceProgram, Message, Recv
+from raypipe.schedules.lower import Compute, DeviceProgram, Recv
 from raypipe.simulation.cost import Cost
 
 _OUTER = 0.05
+"""Share that means leave out at each end: rare delays add up on the critical path, but a single pause of the machine does not count."""
 
 
 @dataclass
@@ -32,11 +30,11 @@ class Observations:
     """Seconds observed in traces.
 
     Attributes:
-        beyond: Seconds of Ops beyond their nominal time, by kind.
+        beyond: Seconds of Ops beyond their nominal time.
         gaps: Seconds between two spans with nothing between them.
         sent: Seconds between two spans with one Send between them, by bytes.
-        received: Pairs (seconds since its sender's Op ended, seconds of the Recv) of messages that had arrived, by bytes.
-        carried: Seconds from the end of the sender's Op to the end of the Recv of messages that were waited for, by bytes.
+        received: Messages that had arrived: seconds since their sender's Op ended and seconds of the Recv, by bytes.
+        carried: Messages that were waited for: seconds from the end of the sender's Op to that of the Recv, by bytes.
     """
 
     beyond: defaultdict[OpKind, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -46,13 +44,7 @@ class Observations:
     carried: defaultdict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, programs: Sequence[DeviceProgram], trace: Trace, cost: Cost) -> None:
-        """Add a measured window.
-
-        Args:
-            programs: Programs that ran.
-            trace: Spans of all their devices, by one clock.
-            cost: Nominal times, without overheads.
-        """
+        """Add a measured window whose spans are on one clock; `cost` has the nominal times, without overheads."""
         walks = {program.device: steps_of(program, trace.by_device[program.device]) for program in programs}
         made_s = {send.message: step.span.end_s for walk in walks.values() for step in walk for send in step.sent}
         sizes = {step.item.message: step.span.bytes for walk in walks.values() for step in walk if isinstance(step.item, Recv)}
@@ -63,21 +55,17 @@ class Observations:
                     self.sent[sizes[before.sent[0].message]].append(gap_s)
                 elif not before.started and not before.sent:
                     self.gaps.append(gap_s)
-            for step in walk:
-                self._note(device, step, made_s, cost)
-
-    def _note(self, device: int, step: Step, made_s: Mapping[Message, float], cost: Cost) -> None:
-        item, span = step.item, step.span
-        if isinstance(item, Compute):
-            nominal_s = cost.compute_s(device, item.ops, tuple(rows[1] - rows[0] for rows in item.rows))
-            if len(item.ops) == 1 and nominal_s:
-                self.beyond[item.ops[0].kind].append(span.end_s - span.start_s - nominal_s)
-        elif isinstance(item, Recv):
-            left_s = made_s[item.message]
-            if left_s > span.start_s:
-                self.carried[span.bytes].append(span.end_s - left_s)
-            else:
-                self.received[span.bytes].append((span.start_s - left_s, span.end_s - span.start_s))
+            for item, span in ((step.item, step.span) for step in walk):
+                if isinstance(item, Compute):
+                    nominal_s = cost.compute_s(device, item.ops, tuple(rows[1] - rows[0] for rows in item.rows))
+                    if len(item.ops) == 1 and nominal_s:
+                        self.beyond[item.ops[0].kind].append(span.end_s - span.start_s - nominal_s)
+                elif isinstance(item, Recv):
+                    left_s = made_s[item.message]
+                    if left_s > span.start_s:
+                        self.carried[span.bytes].append(span.end_s - left_s)
+                    else:
+                        self.received[span.bytes].append((span.start_s - left_s, span.end_s - span.start_s))
 
     def costs(self) -> TransportCosts:
         """Return the costs that explain the observations."""
@@ -112,7 +100,7 @@ def _middle_mean(seconds: Sequence[float]) -> float:
 
 
 def _line(took_s: Mapping[int, float]) -> tuple[float, float]:
-    """Fit t = a + b * bytes through the smallest and the largest message; both are clamped at 0."""
+    # a and b of t = a + b * bytes through the smallest and the largest message, both clamped at 0.
     sizes = sorted(took_s)
     if not sizes:
         return 0.0, 0.0

@@ -1,21 +1,10 @@
-"""Reads PipeDream's profiles, `graph.txt`, as `ModelProfile`: a DAG of operators with times and sizes of one microbatch.
+"""Reads PipeDream's profiles (github.com/msr-fiddle/pipedream, `profiler/*/profiles/graph.txt`; Harlap et al. 2018, arXiv 1806.03377).
 
     node4 -- Conv2d(64, 64, ...) -- forward_compute_time=46.201, backward_compute_time=113.330, activation_size=1644167168.000, ...
     <tab>node3 -- node4
 
-Times are milliseconds, sizes bytes; operators and edges stand in any order. An operator that returns several tensors lists their
-sizes, `[6291456.0; 131072.0]`, and operators called `__getitem__` take one each. Harlap et al. 2018, "PipeDream: Fast and Efficient
-Pipeline Parallel DNN Training", arXiv 1806.03377; the files of github.com/msr-fiddle/pipedream, `profiler/*/profiles`.
-
-What the files do not say:
-
-* The rows of a microbatch: the caller names them.
-* The weight gradient's share of a backward: a fixed share, for operators with weights.
-* What is saved for the backward: each tensor once, by the first operator that computes with it. Views, sums, concatenations and
-  in-place operators save nothing; their outputs share the memory of their inputs.
-
-Operators called `Input...` without inputs are no layers, as in PipeDream's own planner: their time is that of loading rows, which every
-stage that needs rows does by itself.
+Times are milliseconds, sizes bytes. An operator with several outputs lists their sizes, `[6291456.0; 131072.0]`; each `__getitem__` takes
+one. The files do not say what is saved for the backward: see `_saved_bytes`.
 """
 
 from __future__ import annotations
@@ -23,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,8 +35,6 @@ _IN_PLACE = "inplace"
 
 @dataclass(frozen=True)
 class _Node:
-    """An operator: its name, such as `node4`, its line of the file, its description, such as `Conv2d(64, 64, ...)`, and its costs."""
-
     name: str
     line: int
     description: str
@@ -58,56 +45,42 @@ class _Node:
 
     @property
     def kind(self) -> str:
-        """Operator without its arguments."""
         return re.sub(r"[^\w.-]+", "-", self.description.partition("(")[0].strip(), flags=re.ASCII).strip("-")
 
     @property
     def layer_name(self) -> str:
-        """Name of its layer, such as `node4-Conv2d`."""
         return "-".join(filter(None, (self.name, self.kind)))
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of all tensors that it returns."""
         return sum(self.tensor_bytes)
 
     @property
     def works_in_place(self) -> bool:
-        """Whether its outputs lie in the memory of its inputs."""
+        # Its outputs lie in the memory of its inputs.
         return self.kind in _VIEWS or _IN_PLACE in self.description
-
-    @property
-    def saves_inputs(self) -> bool:
-        """Whether its backward needs its inputs."""
-        return not self.works_in_place and self.kind not in _SUMS
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """Operators by name, and the line of each edge (producer, consumer), in topological order."""
-
+    # Both in topological order; edges are pairs (producer, consumer) with their lines.
     nodes: Mapping[str, _Node]
     edges: Mapping[tuple[str, str], int]
 
     def sources_of(self, name: str) -> list[_Node]:
-        """Return the operators that feed an operator."""
         return [self.nodes[producer] for producer, consumer in self.edges if consumer == name]
 
     def loads_rows(self, node: _Node) -> bool:
-        """Return whether an operator stands for the rows of the microbatch."""
+        # Every stage that needs rows loads them by itself. PipeDream's own planner leaves these operators out, too.
         return node.description.startswith("Input") and not self.sources_of(node.name)
 
 
 def read_pipedream(
     path: str | os.PathLike[str], *, microbatch_size: int, weight_grad_share: float = WEIGHT_GRAD_SHARE, name: str | None = None
 ) -> ModelProfile:
-    """Read a profile with its edges from a `graph.txt`.
+    """Read a profile with its edges from a `graph.txt`; `name` is by default the file's name up to its first dot.
 
-    Args:
-        path: Path of the file.
-        microbatch_size: Rows of the microbatch that was measured.
-        weight_grad_share: The weight gradient's share of the seconds of a backward, for operators with weights.
-        name: Name of the profile; the file's name up to its first dot if left out.
+    The file says neither the rows of its microbatch nor what share of a backward's seconds the weight gradient takes.
 
     Raises:
         FormatError: The file is no such graph; names the line.
@@ -157,40 +130,37 @@ def _edge_bytes(producer: _Node, consumer: _Node) -> int | None:
 
 
 def _saved_bytes(graph: _Graph) -> dict[str, int]:
+    # Each tensor is saved once, by the first operator that computes with it. Views, sums and in-place operators save nothing.
     owner: dict[str, _Node] = {}
     saved: set[str] = set()
     saved_bytes: dict[str, int] = {}
     for node in graph.nodes.values():
         sources = graph.sources_of(node.name)
         owner[node.name] = owner[sources[0].name] if node.works_in_place and sources else node
-        inputs = {owner[source.name].name for source in sources} if node.saves_inputs else set()
+        saves_nothing = node.works_in_place or node.kind in _SUMS
+        inputs = set() if saves_nothing else {owner[source.name].name for source in sources}
         saved_bytes[node.name] = sum(graph.nodes[name].output_bytes for name in inputs - saved)
         saved |= inputs
     return saved_bytes
 
 
-# Reading
-
-
 def _read(text: str, path: str) -> _Graph:
-    """Return the operators and edges of a file in topological order, lower numbers first where several may come next."""
     nodes: dict[str, _Node] = {}
     edges: dict[tuple[str, str], int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
+        where = f"line {number}"
         if line[0].isspace():
-            ends = _edge(line, number, path)
+            ends = _edge(line, where, path)
             if ends in edges:
-                raise FormatError(
-                    path, f"line {number}", f"the edge {_SEPARATOR.join(ends)} stands in line {edges[ends]} already; drop one"
-                )
+                raise FormatError(path, where, f"the edge {_SEPARATOR.join(ends)} stands in line {edges[ends]} already; drop one")
             edges[ends] = number
         else:
             node = _node(line, number, path)
             if node.name in nodes:
                 problem = f"{node.name!r} stands in line {nodes[node.name].line} already; give each operator its own name"
-                raise FormatError(path, f"line {number}", problem)
+                raise FormatError(path, where, problem)
             nodes[node.name] = node
     for ends, number in edges.items():
         for name in ends:
@@ -204,7 +174,7 @@ def _sorted(nodes: Mapping[str, _Node], edges: Mapping[tuple[str, str], int], pa
     graph.add_nodes_from(nodes)
     graph.add_edges_from(edges)
 
-    def place(name: str) -> tuple[int, int]:
+    def place(name: str) -> tuple[int, int]:  # lower numbers first where several may come next
         digits = re.search(r"\d+", name)
         return (int(digits[0]) if digits else 0, nodes[name].line)
 
@@ -219,20 +189,19 @@ def _sorted(nodes: Mapping[str, _Node], edges: Mapping[tuple[str, str], int], pa
     return _Graph({name: nodes[name] for name in order}, {ends: edges[ends] for ends in in_order})
 
 
-def _edge(line: str, number: int, path: str) -> tuple[str, str]:
+def _edge(line: str, where: str, path: str) -> tuple[str, str]:
     ends = line.split(_SEPARATOR)
     if len(ends) != 2 or not all(map(str.strip, ends)):
-        raise FormatError(path, f"line {number}", f"expected an edge, a tab and `node1 -- node2`, got {line.strip()[:80]!r}")
+        raise FormatError(path, where, f"expected an edge, a tab and `node1 -- node2`, got {line.strip()[:80]!r}")
     return ends[0].strip(), ends[1].strip()
 
 
 def _node(line: str, number: int, path: str) -> _Node:
-    parts = line.strip().split(_SEPARATOR)
+    where, parts = f"line {number}", line.strip().split(_SEPARATOR)
     # A fourth part, `stage_id=0`, is PipeDream's plan, not a property of the model.
     if len(parts) not in {3, 4} or not parts[0]:
         problem = f"expected `node1 -- description -- forward_compute_time=..., ...` or, behind a tab, an edge; got {line.strip()[:80]!r}"
-        raise FormatError(path, f"line {number}", problem)
-    where = f"line {number}"
+        raise FormatError(path, where, problem)
     values: dict[str, str] = {}
     for item in parts[2].split(", "):
         key, equals, value = item.partition("=")
@@ -241,22 +210,17 @@ def _node(line: str, number: int, path: str) -> _Node:
         values[key] = value
     if missing := [key for key in _KEYS if key not in values]:
         raise FormatError(path, where, f"{', '.join(missing)} is missing; add it")
+    text = values[_KEYS[2]].strip()  # one size, or several in brackets
+    sizes = text[1:-1].split(";") if text.startswith("[") and text.endswith("]") else [text]
     return _Node(
         name=parts[0],
         line=number,
         description=parts[1],
         forward_s=_amount(values, _KEYS[0], where, path) / 1e3,
         backward_s=_amount(values, _KEYS[1], where, path) / 1e3,
-        tensor_bytes=_sizes(values, _KEYS[2], where, path),
+        tensor_bytes=tuple(round(_amount({_KEYS[2]: size}, _KEYS[2], where, path)) for size in sizes),
         parameter_bytes=round(_amount(values, _KEYS[3], where, path)),
     )
-
-
-def _sizes(values: Mapping[str, str], key: str, where: str, path: str) -> tuple[int, ...]:
-    # One size, or several in brackets.
-    text = values[key].strip()
-    sizes: Sequence[str] = text[1:-1].split(";") if text.startswith("[") and text.endswith("]") else [text]
-    return tuple(round(_amount({key: size}, key, where, path)) for size in sizes)
 
 
 def _amount(values: Mapping[str, str], key: str, where: str, path: str) -> float:

@@ -64,7 +64,7 @@ class Adaptation:
         if not decision.switch:
             return []
         idle = set(self.strategy.devices_of(decision.choice)).difference(self.strategy.devices)
-        dead = self.coordinator.dead_actors(sorted(idle)) if idle else []
+        dead = self.coordinator.actors.dead(sorted(idle)) if idle else []
         return self.strategy.leave_out(dead) if dead else []
 
     def _switch(self, decision: Decision, update: int) -> None:

@@ -148,7 +148,7 @@ class AdaptiveStrategy(Strategy):
         self.adopt(choice)
         if self.config.optimizer.max_grad_norm is not None:
             self.policy.keep_scope(self.schedule.update_scope)
-        coordinator.assign(self.devices, self.stages)
+        coordinator.actors.assign(self.devices, self.stages)
         notice(f"chosen: {choice.layout}, {choice.num_microbatches} microbatches of {choice.microbatch_size} rows")
 
     @property

@@ -139,7 +139,7 @@ class Fit:
             self.record.begin_phase(strategy)
             notice(f"resumed from {self.resumed.path} at update {self.first_update}")
         coordinator.connect(strategy.programs(), strategy.cut)
-        if coordinator.channels:
+        if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
         if isinstance(strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
             self.adaptation = Adaptation(strategy, coordinator, self.record, build_order=self._build_order)

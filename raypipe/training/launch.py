@@ -52,5 +52,5 @@ def stage_actors(
         notice(f"starting {counted(len(slots), 'actor')}")
         run = f"{name}-{time.time_ns() // 1_000_000:x}"
         with Coordinator(run=run, slots=slots, stages=stages, scaling=scaling, cluster=cluster) as coordinator:
-            coordinator.wait_until_up()
+            coordinator.actors.wait_until_up()
             yield coordinator

@@ -138,7 +138,7 @@ def rehearse(
     with actors as coordinator:
         coordinator.build(scaled.orders)
         coordinator.connect({"rehearse": programs}, scaled.cut)
-        if coordinator.channels:
+        if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
         for number in range(num_windows + 1):
             result = coordinator.run_window("rehearse", num_updates=schedule.num_updates, first_update=number * schedule.num_updates)

@@ -36,12 +36,12 @@ def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, 
                 "add devices to it or lower scaling.num_devices"
             )
         return topology
-    if on_gpus(coordinator.actor_infos):
+    if on_gpus(coordinator.actors.infos):
         return _gpu_topology(coordinator)
     costs = _calibrated(scaling, notice)
     cores = {
         slot.node.address: max(info.num_cores // scaling.threads_per_device, 1)
-        for slot, info in zip(coordinator.slots, coordinator.actor_infos, strict=True)
+        for slot, info in zip(coordinator.slots, coordinator.actors.infos, strict=True)
     }
     devices: dict[str, list[Device]] = {}
     for slot in coordinator.slots:
@@ -59,15 +59,15 @@ def num_measuring_devices(coordinator: Coordinator, scaling: ScalingConfig) -> i
 
     Devices that share a GPU take turns on it, which the simulation accounts for.
     """
-    if on_gpus(coordinator.actor_infos):
+    if on_gpus(coordinator.actors.infos):
         return 1
-    return max(coordinator.actor_infos[0].num_cores // scaling.threads_per_device, 1)
+    return max(coordinator.actors.infos[0].num_cores // scaling.threads_per_device, 1)
 
 
 def _gpu_topology(coordinator: Coordinator) -> ClusterTopology:
     devices: dict[str, list[Device]] = {}
     gpus: dict[str, set[str]] = {}
-    for slot, info in zip(coordinator.slots, coordinator.actor_infos, strict=True):
+    for slot, info in zip(coordinator.slots, coordinator.actors.infos, strict=True):
         memory_bytes = None if info.gpu_bytes is None else int(info.gpu_bytes * slot.num_gpus)
         devices.setdefault(slot.node.address, []).append(Device(slot.name, info.gpu_kind, memory_bytes=memory_bytes))
         gpus.setdefault(slot.node.address, set()).update(info.gpus)

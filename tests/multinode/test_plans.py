@@ -176,8 +176,8 @@ plan = Plan.load(sys.argv[1])
 slots = planned_slots(plan.topology, plan.devices, ScalingConfig())
 stages = [(number,) for number in range(len(slots))]
 with Coordinator(run="places", slots=slots, stages=stages, scaling=ScalingConfig(), cluster=ClusterConfig()) as coordinator:
-    coordinator.wait_until_up()
-    print(json.dumps([[name, info.ip] for name, info in zip(coordinator.device_names, coordinator.actor_infos)]))
+    coordinator.actors.wait_until_up()
+    print(json.dumps([[name, info.ip] for name, info in zip(coordinator.device_names, coordinator.actors.infos)]))
 """
 
 

@@ -55,7 +55,7 @@ def main(stop: Path) -> None:
         slots = [slot for node in nodes[:NUM_DEVICES] for slot in node.slots(1, name=node.address)]
         run = f"watched-{time.time_ns():x}"
         with Coordinator(run=run, slots=slots, stages=[(0,), (1,)], scaling=scaling, cluster=cluster) as coordinator:
-            coordinator.wait_until_up()
+            coordinator.actors.wait_until_up()
             coordinator.build(
                 BuildOrder(
                     model=model,

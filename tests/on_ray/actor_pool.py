@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from raypipe.actors.orders import Identity
-from raypipe.cluster.launch import launch_stage_actors
 from raypipe.cluster.slots import DeviceSlot
-from raypipe.cluster.stage_actors import StageActors
+from raypipe.cluster.stage_actors import StageActors, launch_stage_actors
 from raypipe.config import ScalingConfig
 
 POOLED = "pooled"

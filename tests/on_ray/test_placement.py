@@ -40,11 +40,11 @@ def test_actors_are_named_after_the_plans_devices_and_found_where_it_says() -> N
     node = this_node()
     chosen = plan([[(f"{node}/2", 1.0)], [(f"{node}/0", 1.0)]], {node: 3})
     with start(chosen, [(0,), (1,)]) as coordinator:
-        coordinator.wait_until_up()
+        coordinator.actors.wait_until_up()
         assert coordinator.device_names == (f"{node}/2", f"{node}/0")
-        assert {place.node_id for place in coordinator.actor_infos} == {ray.nodes()[0]["NodeID"]}
-        assert len({place.pid for place in coordinator.actor_infos}) == 2
-        assert all(place.gpus == () for place in coordinator.actor_infos)
+        assert {place.node_id for place in coordinator.actors.infos} == {ray.nodes()[0]["NodeID"]}
+        assert len({place.pid for place in coordinator.actors.infos}) == 2
+        assert all(place.gpus == () for place in coordinator.actors.infos)
 
 
 def test_actors_keep_to_cores_where_they_are_told_to_and_tell_of_all() -> None:
@@ -56,8 +56,8 @@ def test_actors_keep_to_cores_where_they_are_told_to_and_tell_of_all() -> None:
     with Coordinator(
         run="bound", slots=slots, stages=[(stage,) for stage in range(len(workers))], scaling=scaling, cluster=ClusterConfig()
     ) as coordinator:
-        coordinator.wait_until_up()
-        for number, place in enumerate(coordinator.actor_infos):
+        coordinator.actors.wait_until_up()
+        for number, place in enumerate(coordinator.actors.infos):
             expected = set(share(cores, NodePosition(number, len(workers)), num_threads=1))
             assert all(os.sched_getaffinity(int(thread)) == expected for thread in os.listdir(f"/proc/{place.pid}/task"))
             assert place.num_cores == len(cores)
@@ -98,7 +98,7 @@ def test_slots_that_others_hold_are_waited_for_and_then_named(monkeypatch: pytes
     node = this_node()
     chosen = plan([[(f"{node}/{number}", 1.0)] for number in range(5)], {node: 5})
     with start(chosen, [(stage,) for stage in range(5)]) as coordinator:
-        coordinator.wait_until_up()
+        coordinator.actors.wait_until_up()
         with pytest.raises(PlanError, match="5 CPU are needed, of the cluster's only 4 CPU are free"):
             rehearse(chosen)
 

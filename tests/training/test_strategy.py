@@ -17,7 +17,7 @@ from raypipe.training.named import NamedStrategy
 from raypipe.training.plan_checks import check_alike, check_staleness
 
 DEPTH = 6
-COORDINATOR = cast("Coordinator", SimpleNamespace(actor_infos=[SimpleNamespace(num_cores=1, gpus=())]))
+COORDINATOR = cast("Coordinator", SimpleNamespace(actors=SimpleNamespace(infos=[SimpleNamespace(num_cores=1, gpus=())])))
 
 
 def unequal(num_layers: int) -> ModelProfile:
