@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from raypipe.errors import FormatError, ScheduleError
 from raypipe.schedules.ir import Op, OpKind, Overlap, ProgramPlace, Slot, ops_of
 
-_OP = re.compile(r"(\d+)([A-Z])(\d+)(?:\.(\d+))?(?:@(\d+))?", re.ASCII)
+_OP = re.compile(r"(\d{1,9})([A-Z])(\d{1,9})(?:\.(\d{1,9}))?(?:@(\d{1,9}))?", re.ASCII)
+_KINDS = {str(kind): kind for kind in OpKind}
 _TOGETHER = re.compile(r"\(([^()]+)\)(?:OVERLAP_F_B)?")
 _TORCH_KINDS = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT})
-_MOST_DIGITS = 9
 
 
 def parse_op(text: str) -> Op:
@@ -28,10 +28,10 @@ def parse_op(text: str) -> Op:
         ScheduleError: the text is no Op.
     """
     match = _OP.fullmatch(text.strip())
-    if match is None or match[2] not in list(OpKind) or any(len(number or "") > _MOST_DIGITS for number in match.group(1, 3, 4, 5)):
+    if match is None or match[2] not in _KINDS:
         raise ScheduleError(f"{text.strip()[:40]!r} is no Op; write STAGE KIND INDEX such as 2F5, kinds {' '.join(OpKind)}")
     stage, kind, index, part, pipeline = match.groups()
-    return Op(OpKind(kind), int(stage), int(index), int(pipeline or 0), int(part or 0))
+    return Op(_KINDS[kind], int(stage), int(index), int(pipeline or 0), int(part or 0))
 
 
 def parse_slot(text: str) -> Slot:

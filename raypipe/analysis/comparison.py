@@ -14,9 +14,7 @@ class ComparedFigure:
     """A predicted and a measured figure.
 
     Attributes:
-        name: Name of the figure.
         unit: `s`, `bytes` or `ratio`.
-        predicted: Simulated value.
         measured: Median over the windows.
         spread: Half the distance between the quartiles of the windows.
     """
@@ -29,7 +27,7 @@ class ComparedFigure:
 
     @property
     def error(self) -> float:
-        """(predicted - measured) / measured for seconds and bytes, predicted - measured for ratios."""
+        """Difference predicted - measured, for seconds and bytes over measured."""
         difference = self.predicted - self.measured
         return difference / self.measured if self.is_amount and self.measured else difference
 
@@ -40,12 +38,7 @@ class ComparedFigure:
 
 
 def compare(predicted: Trace, measured: Sequence[Trace]) -> list[ComparedFigure]:
-    """Compare update time, bubble ratios and, where known on both sides, the peak memory of each device.
-
-    Args:
-        predicted: One simulated window.
-        measured: At least one window of the same programs.
-    """
+    """Compare update time, bubble ratios and known peak memory with at least one window of the same programs."""
     figures = [
         _figure("update time", "s", predicted.update_s, [trace.update_s for trace in measured]),
         _figure("bubble", "ratio", predicted.bubble_ratio, [trace.bubble_ratio for trace in measured]),

@@ -3,16 +3,8 @@
     0 |F0 F1 ~~~~~~~~~~ : B0---- . B1---- === U0       ~ another had not finished, : a message was on its way, = a collective
     1 |wwww F0 B0---- F1 B1---- ~~~~~~~~~ === U0 dd    w warm-up, d drain, . overhead
 
-The window of each device is cut into intervals without gap or overlap, from 0 to the trace's makespan. Each has one cause, so the
-seconds of all causes sum to the makespan. Simulated, rehearsed and measured traces are cut by one rule, and can be compared:
-
-* A wait for a message is cut where the Op that makes it ended on its sender. Before, the sender had not finished; behind, the
-  message was on its way, on the link or in the queue before it.
-* A wait for a collective is cut where the last of its members was done with what it brings.
-* A window of several updates has one warm-up and one drain. The ramps between its updates are waits.
-
-Limits: a trace that was loaded from a file does not know who sent a message. Where a stage has several replicas, the sender is then taken
-to be the one that finished last before the message came. Clocks of different nodes are taken as they are.
+The intervals of a device have no gaps; their causes sum to the makespan. Ramps between the updates of a window count as waits.
+Limits: a trace from a file does not name senders, so of several replicas the last to finish is taken. Clocks are not aligned.
 """
 
 from __future__ import annotations
@@ -35,57 +27,41 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Cause(StrEnum):
-    """Why a device computed or was idle."""
+    """Why a device computed or was idle; a `_TRANSFER` means that the sender, or all members, had finished."""
 
     COMPUTE = "compute"
-    """An Op ran."""
-    WARM_UP = "warm_up"
-    """Its first Op had not begun; of a device without Ops, all of the window."""
+    WARM_UP = "warm_up"  # no Op has begun
     ACTIVATION = "activation"
-    """It waited for an activation whose sender had not finished."""
     ACTIVATION_TRANSFER = "activation_transfer"
-    """It waited for an activation that was on its way."""
     GRADIENT = "gradient"
-    """It waited for a gradient whose sender had not finished."""
     GRADIENT_TRANSFER = "gradient_transfer"
-    """It waited for a gradient that was on its way."""
     COLLECTIVE = "collective"
-    """It waited for a norm or a sum to which another device had not yet brought its part."""
     COLLECTIVE_TRANSFER = "collective_transfer"
-    """It waited for a norm or a sum to which all had brought their parts."""
-    OVERHEAD = "overhead"
-    """No span explains it: the framework, or the machine."""
-    DRAIN = "drain"
-    """It was done and others were not."""
+    OVERHEAD = "overhead"  # no span: the framework, or the machine
+    DRAIN = "drain"  # done before others
 
     @property
     def is_wait(self) -> bool:
         """Whether a device waits for another, between warm-up and drain."""
-        return self in _PEER_COMPUTES or self in _TRANSFERS
+        return self in _WAITS
 
     @property
     def is_transfer(self) -> bool:
-        """Whether what is waited for is on its way."""
+        """Whether data is on its way."""
         return self in _TRANSFERS
 
 
-_PEER_COMPUTES = frozenset({Cause.ACTIVATION, Cause.GRADIENT, Cause.COLLECTIVE})
 _TRANSFERS = frozenset({Cause.ACTIVATION_TRANSFER, Cause.GRADIENT_TRANSFER, Cause.COLLECTIVE_TRANSFER})
-
+_WAITS = _TRANSFERS | {Cause.ACTIVATION, Cause.GRADIENT, Cause.COLLECTIVE}
 IDLE = tuple(cause for cause in Cause if cause is not Cause.COMPUTE)
-"""All causes of idleness, in the order in which they are listed."""
 
 
 class Interval(NamedTuple):
-    """Time of one device that has one cause.
+    """Time of one device that has one cause, in seconds since the window began.
 
     Attributes:
-        cause: Why the device computed or was idle.
-        start_s: Seconds since the window began.
-        end_s: Seconds since the window began.
         item: Ops that ran, or message or collective that the device waited for; None where no span covers the time.
         peer: Device that was waited for, if known.
-        bytes: Size of the message or collective.
         on_its_way: Whether the peer had finished; known in the warm-up, too.
     """
 
@@ -104,13 +80,7 @@ class Interval(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Time that one device waited for another.
-
-    Attributes:
-        device: Device that waited.
-        peer: Device that was waited for.
-        wait_s: Seconds, without warm-up and drain.
-    """
+    """Time that one device waited for its peer, without warm-up and drain."""
 
     device: int
     peer: int
@@ -118,21 +88,17 @@ class Wait(NamedTuple):
 
 
 class Root(StrEnum):
-    """What a wait traces back to."""
+    """What a wait traces back to: a device at work or in overhead, or a message or collective on its way."""
 
     WORK = "work"
-    """A device that works, or that no span of its own explains."""
     MESSAGE = "message"
-    """A message on its way."""
     COLLECTIVE = "collective"
-    """A collective on its way."""
 
 
 class Culprit(NamedTuple):
     """What waits trace back to.
 
     Attributes:
-        root: Kind of the root.
         device: Device at work, or receiver of the message; None for collectives.
         sender: Sender of the message, if known.
         wait_s: Seconds of all waits with this root; two devices that wait at once count twice.
@@ -144,18 +110,9 @@ class Culprit(NamedTuple):
     wait_s: float
 
 
-_RootKey = tuple[Root, int | None, int | None]
-
-
 @dataclass(frozen=True)
 class Division:
-    """The time of every device of a trace, divided by cause.
-
-    Attributes:
-        trace: The trace.
-        intervals: For each device, intervals from 0 to the makespan without gap or overlap.
-        stages: For each device, the stages of its Ops, ascending.
-    """
+    """The time of every device divided by cause: intervals without gap or overlap, and the stages of its Ops, ascending."""
 
     trace: Trace
     intervals: tuple[tuple[Interval, ...], ...]
@@ -163,52 +120,46 @@ class Division:
 
     @cached_property
     def by_cause_s(self) -> tuple[dict[Cause, float], ...]:
-        """For each device, the seconds of every cause; they sum to the makespan."""
+        """Seconds of every cause, for each device."""
         return tuple(_sums([(interval.cause, interval.duration_s) for interval in row]) for row in self.intervals)
 
     @cached_property
     def compute_s(self) -> tuple[dict[str, float], ...]:
-        """For each device, the seconds of every kind of Op: `F`, or `F&B` where Ops of several kinds overlap."""
-        kinds: dict[SpanItem, str] = {}
-        rows: list[list[tuple[str, float]]] = []
-        for row in self.intervals:
-            rows.append([])
-            for interval in row:
-                if isinstance(interval.item, tuple):
-                    if interval.item not in kinds:
-                        kinds[interval.item] = "&".join(dict.fromkeys(op.kind for op in interval.item))
-                    rows[-1].append((kinds[interval.item], interval.duration_s))
-        return tuple(map(_sums, rows))
+        """Seconds of every kind of Op for each device: `F`, or `F&B` where kinds overlap."""
+        kinds = {item: "&".join(dict.fromkeys(op.kind for op in item)) for item in {span.ops for span in self.trace.spans}}
+        return tuple(
+            _sums([(kinds[interval.item], interval.duration_s) for interval in row if isinstance(interval.item, tuple)])
+            for row in self.intervals
+        )
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
         """Who waited for whom, the longest wait first."""
-        found = _sums([
+        sums = _sums([
             ((device, interval.peer), interval.duration_s)
             for device, row in enumerate(self.intervals)
             for interval in row
             if interval.cause.is_wait and interval.peer is not None
         ])
-        return tuple(sorted((Wait(*pair, wait_s) for pair, wait_s in found.items()), key=lambda wait: (-wait.wait_s, wait)))
+        return tuple(sorted((Wait(*pair, wait_s) for pair, wait_s in sums.items()), key=lambda wait: (-wait.wait_s, wait)))
 
     @cached_property
     def culprits(self) -> tuple[Culprit, ...]:
-        """What held devices up, the longest wait first.
-
-        A device that waits for a waiting device is held up by what that one waits for. So each instant of a wait is followed from
-        device to device until one works or a message is on its way. Warm-up and drain are left out.
-        """
-        found: dict[_RootKey, list[float]] = defaultdict(list)
+        """What held devices up, the longest wait first; waits in a row trace back to the same root. Warm-up and drain are left out."""
         starts = [[interval.start_s for interval in row] for row in self.intervals]
-        for device, row in enumerate(self.intervals):
-            for interval in row:
-                if interval.cause.is_wait:
-                    for key, wait_s in self._roots(device, interval, starts):
-                        found[key].append(wait_s)
-        totals = [Culprit(*key, math.fsum(waits)) for key, waits in found.items()]
-        return tuple(sorted(totals, key=lambda culprit: -culprit.wait_s))
+        sums = _sums([
+            root
+            for device, row in enumerate(self.intervals)
+            for interval in row
+            if interval.cause.is_wait
+            for root in self._roots(device, interval, starts)
+        ])
+        return tuple(sorted((Culprit(*key, wait_s) for key, wait_s in sums.items()), key=lambda culprit: -culprit.wait_s))
 
-    def _roots(self, waiting: int, interval: Interval, starts: Sequence[Sequence[float]]) -> Iterator[tuple[_RootKey, float]]:
+    def _roots(
+        self, waiting: int, interval: Interval, starts: Sequence[Sequence[float]]
+    ) -> Iterator[tuple[tuple[Root, int | None, int | None], float]]:
+        # Each instant is followed from device to device until one works or data is on its way.
         open_waits = [(waiting, interval, 0)]
         while open_waits:
             device, wait, depth = open_waits.pop()
@@ -235,24 +186,19 @@ class Division:
             if end_s > start_s:
                 yield row[position]._replace(start_s=start_s, end_s=end_s)
 
-    def peer_most_waited_for(self, device: int) -> Wait | None:
-        """Return the longest wait of a device."""
-        return next((wait for wait in self.waits if wait.device == device), None)
-
 
 def divide(trace: Trace) -> Division:
-    """Divide the time of every device by cause, in time linear in the number of spans."""
+    """Divide the time of every device by cause."""
     makers = _Makers(trace)
     rows = tuple(tuple(_intervals(trace, device, makers)) for device in range(len(trace.devices)))
     return Division(trace, rows, tuple(tuple(sorted(stages)) for stages in makers.stages))
 
 
 def _sums(pairs: Sequence[tuple[Key, float]]) -> dict[Key, float]:
-    """Return exact sums, so that the causes of a device sum to the makespan."""
-    found: dict[Key, list[float]] = defaultdict(list)
+    several: dict[Key, list[float]] = defaultdict(list)
     for key, value in pairs:
-        found[key].append(value)
-    return {key: math.fsum(values) for key, values in found.items()}
+        several[key].append(value)
+    return {key: math.fsum(values) for key, values in several.items()}  # exact, so that causes sum to the makespan
 
 
 def _intervals(trace: Trace, device: int, makers: _Makers) -> Iterator[Interval]:
@@ -286,42 +232,35 @@ def _intervals_of(span: Span, device: int, start_s: float, first_s: float, maker
 
 
 class _Awaited(NamedTuple):
-    """What a wait was for.
-
-    Attributes:
-        before: Cause of the wait until the peer finished.
-        behind: Cause of the wait from then on.
-        ready_s: When the peer finished; -infinity if before the trace.
-        peer: The other device that made what was awaited, if known.
-    """
-
-    before: Cause
-    behind: Cause
-    ready_s: float
+    before: Cause  # until the peer finished
+    behind: Cause  # from then on
+    ready_s: float  # when the peer finished; -infinity if before the trace
     peer: int | None
 
 
-_UNREADABLE = _Awaited(Cause.OVERHEAD, Cause.OVERHEAD, -math.inf, None)
+_CAUSES = {
+    Direction.ACTIVATION: (Cause.ACTIVATION, Cause.ACTIVATION_TRANSFER),
+    Direction.GRADIENT: (Cause.GRADIENT, Cause.GRADIENT_TRANSFER),
+}
 
 
 class _Makers:
-    """Who made what waits of a trace were for, and when."""
+    """Who made the messages and collectives that devices waited for, and when."""
 
     def __init__(self, trace: Trace) -> None:
         self.stages: list[set[int]] = [set() for _ in trace.devices]
+        # By direction, stage, microbatch and part: when and where.
         self.made: dict[tuple[Direction, int, int, int], list[tuple[float, int]]] = defaultdict(list)
-        """By direction, stage, microbatch and part: when and where."""
+        # By stage and update, and by stage and microbatch: for each device, when the update or its last gradient was done.
         self.updated: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
-        """By stage and update: for each device, when its update ended."""
         self._written: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
-        """By stage and microbatch: for each device, when its last Op that writes a gradient ended."""
         for span in trace.spans:
             for op in span.ops:
                 self._add(op, span)
         self.gradients, self.all_gradients = self._by_update()
 
     def _by_update(self) -> tuple[dict[tuple[int, int], dict[int, float]], dict[int, dict[int, float]]]:
-        """Return when the gradients of each device were complete, by (stage, update) and by update."""
+        # When the gradients of each device were complete, by (stage, update) and by update.
         num_microbatches = max((index + 1 for _, index in self._written), default=1)
         num_updates = max((index + 1 for _, index in self.updated), default=1)
         of_stage: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
@@ -350,22 +289,17 @@ class _Makers:
             case Collective():
                 return self._collective(span.item, span, device)
             case _:
-                return _UNREADABLE
+                return _Awaited(Cause.OVERHEAD, Cause.OVERHEAD, -math.inf, None)
 
     def _message(self, message: Message, span: Span, device: int) -> _Awaited:
-        if message.direction is Direction.ACTIVATION:
-            causes = (Cause.ACTIVATION, Cause.ACTIVATION_TRANSFER)
-        else:
-            causes = (Cause.GRADIENT, Cause.GRADIENT_TRANSFER)
+        causes = _CAUSES[message.direction]
         makers = self.made.get((message.direction, message.source, message.index, message.part), ())
-        found = [maker for maker in makers if maker[1] != device and span.sender in {None, maker[1]}]
-        if not found and span.sender is not None:
-            return _Awaited(*causes, -math.inf, span.sender)
-        if not found:
-            holders = [peer for peer, stages in enumerate(self.stages) if message.source in stages and peer != device]
-            return _Awaited(*causes, -math.inf, holders[0] if len(holders) == 1 else None)
-        # Where clocks disagree, all may seem to have finished too late.
-        return _Awaited(*causes, *max((maker for maker in found if maker[0] <= span.end_s), default=min(found)))
+        senders = [maker for maker in makers if maker[1] != device and span.sender in {None, maker[1]}]
+        if senders:  # where clocks disagree, all may seem to have finished too late
+            return _Awaited(*causes, *max((maker for maker in senders if maker[0] <= span.end_s), default=min(senders)))
+        holders = [peer for peer, stages in enumerate(self.stages) if message.source in stages and peer != device]
+        only = holders[0] if len(holders) == 1 else None
+        return _Awaited(*causes, -math.inf, only if span.sender is None else span.sender)
 
     def _collective(self, collective: Collective, span: Span, device: int) -> _Awaited:
         members = collective.devices or range(len(self.stages))
@@ -374,8 +308,7 @@ class _Makers:
         return _Awaited(Cause.COLLECTIVE, Cause.COLLECTIVE_TRANSFER, arrivals.get(last, -math.inf), None if last == device else last)
 
     def _brought(self, collective: Collective) -> dict[int, float]:
-        """Return for each device when its part of a collective was complete."""
-        match collective.kind:
+        match collective.kind:  # for each device, when its part was complete
             case CollectiveKind.WEIGHTS:
                 return self.updated.get((collective.stage, collective.update), {})
             case CollectiveKind.GRADIENTS:

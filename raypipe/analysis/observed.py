@@ -1,7 +1,6 @@
-"""What windows show of the time that layers and devices take, against what was expected of them.
+"""Corrections of profile and speeds from measured windows.
 
-The first window that counts says how long the layers really take: what differs there is put down to the layers of each stage,
-which keep that factor wherever they lie. What changes later is the devices' doing: another program on a node, a GPU that throttles.
+Deviations in the first window are attributed to the layers, which keep the factor wherever they are; later changes to the devices.
 """
 
 from __future__ import annotations
@@ -17,29 +16,24 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
 from raypipe.schedules.ir import OpKind
 
-_WINDOWS = 3
-"""Of the last so many windows the median counts: one may have been disturbed."""
+_WINDOWS = 3  # the median of the last windows counts: one may have been disturbed
 
 DeviceStage = tuple[str, int]
-"""A device by name, and a stage that it computes; -1 for slots in which it computes several."""
+"""A device and its stage; -1 for slots with several Ops."""
 
 
 def factors(measured: Trace, expected: Trace) -> dict[DeviceStage, float]:
-    """Return how many times as long as expected each device took for each of its stages.
+    """Return measured over expected time of each device and stage, by the median Op of each kind.
 
-    The median Op of each kind counts.
-
-    Args:
-        measured: A measured window.
-        expected: Simulation of the same programs, with as many updates or fewer.
+    `expected` simulates the same programs, for as many updates or fewer.
     """
-    found: dict[DeviceStage, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    wanted = _medians(expected)
+    sums: dict[DeviceStage, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    medians = _medians(expected)
     for (place, kinds), (seconds, count) in _medians(measured).items():
-        if (place, kinds) in wanted and wanted[place, kinds][0] > 0:
-            found[place][0] += seconds * count
-            found[place][1] += wanted[place, kinds][0] * count
-    return {place: took_s / wanted_s for place, (took_s, wanted_s) in found.items() if took_s > 0}
+        if (place, kinds) in medians and medians[place, kinds][0] > 0:
+            sums[place][0] += seconds * count
+            sums[place][1] += medians[place, kinds][0] * count
+    return {place: measured_s / expected_s for place, (measured_s, expected_s) in sums.items() if measured_s > 0}
 
 
 def _medians(trace: Trace) -> dict[tuple[DeviceStage, tuple[OpKind, ...]], tuple[float, int]]:
@@ -52,14 +46,7 @@ def _medians(trace: Trace) -> dict[tuple[DeviceStage, tuple[OpKind, ...]], tuple
     return {key: (statistics.median(values), len(values)) for key, values in seconds.items()}
 
 
-def of_layers(profile: ModelProfile, by_stage: Mapping[int, float], stages: Sequence[Sequence[int]]) -> ModelProfile:
-    """Return the profile with the times of the layers of each stage scaled.
-
-    Args:
-        profile: Times to scale.
-        by_stage: Factor of each stage; stages without one keep their times.
-        stages: Layers of each stage.
-    """
+def _scaled(profile: ModelProfile, by_stage: Mapping[int, float], stages: Sequence[Sequence[int]]) -> ModelProfile:
     of_layer = {layer: by_stage[stage] for stage, layers in enumerate(stages) for layer in layers if stage in by_stage}
 
     def scaled(times: LayerTimes, layer: int) -> LayerTimes:
@@ -71,46 +58,30 @@ def of_layers(profile: ModelProfile, by_stage: Mapping[int, float], stages: Sequ
 
 
 class ObservedSpeeds:
-    """Times of layers and speeds of devices as a run shows them.
-
-    Args:
-        profile: Profile that the run was planned with.
-
-    Attributes:
-        profile: Profile, scaled once a window has been observed.
-        settled: Whether a window has been observed.
-    """
+    """The profile, scaled by the first window (then `settled`), and the speeds of devices as later windows show them."""
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self.settled = False
-        # Of a device that is left out nothing new is seen: what was seen last stays.
+        # A device that is left out keeps what was last seen.
         self._slowness: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOWS))
 
     def observe(self, measured: Trace, expected: Trace, stages: Sequence[Sequence[int]]) -> None:
-        """Learn from a window.
-
-        Args:
-            measured: The measured window.
-            expected: Its simulation with this profile and the assumed speeds.
-            stages: Layers of each stage.
-        """
-        found = factors(measured, expected)
+        """Learn from a window; `expected` simulates it with this profile and the assumed speeds, `stages` lists layers."""
+        by_stage: dict[int, list[float]] = defaultdict(list)
+        by_device: dict[str, list[float]] = defaultdict(list)
+        for (device, stage), factor in factors(measured, expected).items():
+            by_stage[stage].append(factor)
+            by_device[device].append(factor)
         if not self.settled:
-            by_stage: dict[int, list[float]] = defaultdict(list)
-            for (_, stage), factor in found.items():
-                by_stage[stage].append(factor)
-            self.profile = of_layers(self.profile, {stage: statistics.fmean(several) for stage, several in by_stage.items()}, stages)
+            self.profile = _scaled(self.profile, {stage: statistics.fmean(several) for stage, several in by_stage.items()}, stages)
             self.settled = True
             return
-        by_device: dict[str, list[float]] = defaultdict(list)
-        for (device, _), factor in found.items():
-            by_device[device].append(factor)
         for device, several in by_device.items():
             self._slowness[device].append(math.exp(statistics.fmean(map(math.log, several))))
 
     def topology(self, topology: ClusterTopology) -> ClusterTopology:
-        """Return a topology with assumed speeds corrected by the observed ones."""
+        """Return a topology with speeds corrected by observation."""
         nodes = tuple(
             replace(node, devices=tuple(replace(device, speed=device.speed / self._factor(device.name)) for device in node.devices))
             for node in topology.nodes

@@ -1,4 +1,4 @@
-"""All schedules at one size, on the same model: what `raypipe schedules --devices D --microbatches M` compares."""
+"""All schedules at one size, on the same model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ class ComparedSchedule:
     """A schedule, with figures that compare across different numbers of stages and pipelines.
 
     Attributes:
-        name: Name in the catalogue.
-        figures: The simulated schedule.
         num_messages: Messages that each device sends for an update.
-        message_volume: Bytes of all messages as a multiple of one stage a device: an activation and a gradient over D - 1 edges.
+        message_volume: Bytes of all messages over an activation and a gradient on D - 1 edges.
         lower_bound_s: Seconds per update that no order of the same stages on as many copies can beat.
     """
 
@@ -37,18 +35,18 @@ class ComparedSchedule:
 
     @property
     def share(self) -> float:
-        """Stages of the size of one stage a device, per stage."""
+        """Size of a stage, where 1 is a device's share of the model."""
         return self.figures.schedule.num_workers / self.figures.schedule.num_stages
 
     @property
     def over_lower_bound(self) -> float | None:
-        """Steady update time over the bound; None where the bound is 0."""
+        """Steady update time over the bound; None for a bound of 0."""
         return self.figures.steady_update_s / self.lower_bound_s if self.lower_bound_s else None
 
 
 @dataclass(frozen=True)
 class ScheduleComparison:
-    """Schedules that take the size, and pairs (name, reason) of those that refuse it."""
+    """Schedules that take the size; name and reason of those that refuse it."""
 
     compared: tuple[ComparedSchedule, ...]
     refused: tuple[tuple[str, str], ...]
@@ -59,11 +57,7 @@ def compare_schedules(
 ) -> ScheduleComparison:
     """Build, validate and simulate schedules of the same model.
 
-    Args:
-        specs: Schedules to compare.
-        request: Their size, without chunks.
-        times: Seconds of a device's share of the model, whatever number of stages it has.
-        num_chunks: Stages a device for schedules that take several; None for their defaults.
+    `times` are of a device's share of the model. `num_chunks` is for schedules that take several; None for their defaults.
     """
     compared: list[ComparedSchedule] = []
     refused: list[tuple[str, str]] = []
@@ -71,10 +65,8 @@ def compare_schedules(
         chunks = num_chunks if num_chunks and spec.default_chunks > 1 else spec.default_chunks
         try:
             compared.append(_compared(spec, replace(request, num_chunks=chunks), times))
-        except ScheduleError as error:
-            refused.append((spec.name, error.problem))
-        except InputError as error:
-            refused.append((spec.name, str(error)))
+        except (ScheduleError, InputError) as error:
+            refused.append((spec.name, error.problem if isinstance(error, ScheduleError) else str(error)))
     return ScheduleComparison(tuple(compared), tuple(refused))
 
 
@@ -98,7 +90,6 @@ def _compared(spec: ScheduleSpec, request: ScheduleRequest, times: StageSeconds)
 
 
 def _bound_s(schedule: Schedule, stage: StageSeconds) -> float:
-    """Return the lower bound; where updates overlap, only the work of all devices bounds them."""
     blocks = [Block(stage.forward_s, stage.input_grad_s, stage.weight_grad_s, sources=sources) for sources in schedule.graph.predecessors]
     bound = lower_bound(
         blocks,
@@ -107,4 +98,4 @@ def _bound_s(schedule: Schedule, stage: StageSeconds) -> float:
         num_copies=len(schedule.pipelines),
         latency_s=stage.latency_s,
     )
-    return bound.update_s if flushes(schedule) else bound.work_s
+    return bound.update_s if flushes(schedule) else bound.work_s  # only the work of all devices bounds updates that overlap

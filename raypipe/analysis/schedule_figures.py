@@ -1,4 +1,4 @@
-"""What one schedule takes and holds when all its stages take equally long."""
+"""Figures of one schedule with equal stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_STAGES = 1024
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Times of each stage of a schedule: F, B, the W that is a part of B, and the latency between devices."""
+    """Times of each stage: F, B, the W that is a part of B, and the latency between devices."""
 
     forward_s: float = 1.0
     backward_s: float = 2.0
@@ -39,11 +39,11 @@ class StageSeconds:
 
     @property
     def searched(self) -> StageTimes:
-        """The times for schedules that are searched for."""
+        """Times for schedules that are searched for."""
         return StageTimes(self.forward_s, self.input_grad_s, self.weight_grad_s)
 
     def share(self, share: float) -> StageSeconds:
-        """Return the times of a part of a stage; the latency stays."""
+        """Return the times of a part of a stage."""
         return StageSeconds(self.forward_s * share, self.backward_s * share, self.weight_grad_s * share, self.latency_s)
 
 
@@ -52,10 +52,7 @@ class ScheduleFigures:
     """A simulated schedule.
 
     Attributes:
-        schedule: A valid schedule.
-        trace: Its simulated window.
-        long_window: The schedule for so many updates that most are far from the ends; None where all updates are alike or there is no
-            such window.
+        long_window: The schedule for so many updates that most are far from the ends; None if there is none or updates are alike.
         steady_update_s: Seconds per update far from the ends.
     """
 
@@ -71,12 +68,12 @@ class ScheduleFigures:
 
     @cached_property
     def steady_metrics(self) -> ScheduleMetrics:
-        """Metrics of the long window: only there do updates that overlap reach their peaks."""
+        """Metrics of the long window, where overlapping updates reach their peaks."""
         return metrics(self.long_window or self.schedule)
 
 
 def figures_of(spec: ScheduleSpec, schedule: Schedule, request: ScheduleRequest, times: StageSeconds) -> ScheduleFigures:
-    """Simulate a schedule that was built to a request."""
+    """Simulate a schedule built to a request."""
     trace = simulated(schedule, times)
     window = _long_window(spec, schedule, request)
     steady = trace if window is None else simulated(window, times)
@@ -96,7 +93,7 @@ def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
 
 
 def flushes(schedule: Schedule) -> bool:
-    """Return whether each update waits for all of the one before, so that all updates take equally long."""
+    """Return whether each update waits for all of the one before, so all take equally long."""
     return not schedule.weight_rule.overlaps_updates and schedule.update_scope is UpdateScope.GLOBAL
 
 
@@ -111,9 +108,9 @@ def _long_window(spec: ScheduleSpec, schedule: Schedule, request: ScheduleReques
 
 
 def _steady_updates(spec: ScheduleSpec, request: ScheduleRequest) -> int:
-    """Return at least 9 updates, and where updates overlap so many that a quarter of them fills the pipeline twice."""
     num_updates = max(request.num_updates, _STEADY_UPDATES)
     if spec.weight_rule.overlaps_updates or request.update_scope not in {None, UpdateScope.GLOBAL}:
+        # A quarter of the updates fills the pipeline twice.
         num_updates = max(num_updates, 8 * math.ceil(request.num_devices * request.num_chunks / request.num_microbatches))
     return num_updates
 

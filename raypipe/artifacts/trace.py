@@ -1,8 +1,4 @@
-"""The trace of a window: which device did what, and when.
-
-Simulated, rehearsed and measured runs give the same `Trace` over the same Ops, so predicted and measured times are compared by
-subtraction. In memory a span holds the lowered item itself; text is written into files and drawings only.
-"""
+"""The trace of a window: which device did what, and when; the same for simulated, rehearsed and measured runs."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ _COLLECTIVE = re.compile(r"(\w+)(?: of (?:stage|tie) (\d{1,9}))? for update (\d{
 
 
 SpanItem = tuple[Op, ...] | Message | Collective | str
-"""What a span is of: the Ops of a slot, a message or a collective; text where a file names none of these."""
+"""The Ops of a slot, a message or a collective; text where a file names none of these."""
 
 
 class SpanKind(StrEnum):
@@ -49,17 +45,13 @@ class SpanKind(StrEnum):
 
 
 class Span(NamedTuple):
-    """What one device did from one time to another.
+    """What one device did from one time to another, in seconds since the window began.
 
-    A file holds text in place of the item. A trace that was loaded does not know rows and senders of messages, or parts and members of
-    collectives.
+    A file holds the item as text, so a loaded trace lacks rows and senders of messages, and parts and members of collectives.
 
     Attributes:
         device: Number of the device in `Trace.devices`.
-        kind: What happened.
         item: Ops if the kind is `COMPUTE`, else the message or collective.
-        start_s: Seconds since the window began.
-        end_s: Seconds since the window began.
         bytes: Size of the message or collective; 0 for computation.
         sender: Device that sent the message, if known.
     """
@@ -74,12 +66,12 @@ class Span(NamedTuple):
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """The Ops that ran; none where the device waited."""
+        """Ops that ran; empty for a wait."""
         return self.item if isinstance(self.item, tuple) else ()
 
     @property
     def name(self) -> str:
-        """The item as text, such as `2F5`, `(0F1;1B0)`, `activation 0->1 of microbatch 3` or `norm for update 0`."""
+        """Text of the item: `2F5`, `(0F1;1B0)`, `activation 0->1 of microbatch 3`, `norm for update 0`."""
         return item_text(self.item)
 
 
@@ -92,14 +84,7 @@ def item_text(item: SpanItem) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """An item of a program that took time, and what the device sent and joined at its end.
-
-    Attributes:
-        item: Item of the program.
-        span: When it ran.
-        sent: Messages handed over.
-        started: Collectives joined.
-    """
+    """An item of a program that took time, and what the device sent and which collectives it joined at the end."""
 
     item: Compute | Recv | Await
     span: Span
@@ -108,12 +93,7 @@ class Step:
 
 
 def steps_of(program: DeviceProgram, spans: Sequence[Span]) -> list[Step]:
-    """Return the steps of a device that ran a whole program.
-
-    Args:
-        program: The program.
-        spans: Spans of its items in their order: a row of `Trace.by_device`.
-    """
+    """Return the steps of a device that ran a whole program; `spans` is its row of `Trace.by_device`."""
     steps: list[Step] = []
     for item in program.items:
         if isinstance(item, Send):
@@ -135,7 +115,7 @@ class Source(StrEnum):
 
 
 def steady_s(ends: Sequence[float]) -> float | None:
-    """Return the mean time between the ends of updates in the middle half of a window; None for too few updates."""
+    """Return the mean time between update ends in the middle half of a window; None for too few."""
     quarter = len(ends) // 4
     first, last = quarter, len(ends) - 1 - quarter
     return (ends[last] - ends[first]) / (last - first) if last > first else None
@@ -147,7 +127,6 @@ class Trace:
 
     Attributes:
         name: Name of what ran.
-        source: Origin of the times.
         devices: Names of the devices.
         num_updates: Updates of the window.
         spans: Spans in no particular order.
@@ -165,7 +144,7 @@ class Trace:
 
     @cached_property
     def by_device(self) -> tuple[tuple[Span, ...], ...]:
-        """The spans of each device by start, without transfers."""
+        """Spans of each device by start, without transfers."""
         rows: list[list[Span]] = [[] for _ in self.devices]
         for span in self.spans:
             if span.kind is not SpanKind.TRANSFER:
@@ -174,7 +153,7 @@ class Trace:
 
     @cached_property
     def makespan_s(self) -> float:
-        """Seconds from the begin of the window to the last end."""
+        """Seconds from the start of the window to the last end."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     @cached_property
@@ -192,7 +171,7 @@ class Trace:
 
     @cached_property
     def span_s(self) -> tuple[float, ...]:
-        """Seconds from the start of the first Op of each device to the end of its last; Ops of no duration do not count."""
+        """Seconds from each device's first Op to the end of its last; Ops of no duration do not count."""
         rows = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s] for row in self.by_device]
         return tuple(max(span.end_s for span in row) - row[0].start_s if row else 0.0 for row in rows)
 
@@ -203,19 +182,19 @@ class Trace:
 
     @property
     def bubble_ratio(self) -> float:
-        """1 - mean busy / longest span (Qi et al., 2024, section 5.3, with their cost: the longest span of a device)."""
+        """1 - mean busy / longest span (Qi et al., 2024, section 5.3)."""
         longest = max(self.span_s, default=0.0)
         return 1 - sum(self.busy_s) / len(self.busy_s) / longest if longest else 0.0
 
     @property
     def device_bubble_ratios(self) -> tuple[float, ...]:
-        """1 - busy / longest span, of each device."""
+        """1 - busy / longest span of any device, for each device."""
         longest = max(self.span_s, default=0.0)
         return tuple(1 - busy / longest if longest else 0.0 for busy in self.busy_s)
 
     @cached_property
     def update_ends_s(self) -> tuple[float, ...]:
-        """When the last U of each update ended; without any U, the makespan alone."""
+        """Time at which the last U of each update ended; without any U, the makespan alone."""
         ends: dict[int, float] = defaultdict(float)
         for span in self.spans:
             for op in span.ops:
@@ -225,21 +204,18 @@ class Trace:
 
     @property
     def update_s(self) -> float:
-        """Mean seconds between the ends of updates; the makespan over the number of updates where there is only one end."""
+        """Mean seconds between update ends; for a single end, its time over the number of updates."""
         ends = self.update_ends_s
         return (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else ends[0] / self.num_updates
 
     @property
     def steady_update_s(self) -> float:
-        """Seconds per update over the middle half of the updates.
-
-        A window of less than four updates has no middle: there, at least the time that the busiest device computes.
-        """
-        found = steady_s(self.update_ends_s) or self.update_s
-        return found if len(self.update_ends_s) >= 4 else max(found, max(self.busy_s, default=0.0) / self.num_updates)
+        """Seconds per update over the middle half of the updates; with fewer than four, at least the busiest device's compute time."""
+        interval_s = steady_s(self.update_ends_s) or self.update_s
+        return interval_s if len(self.update_ends_s) >= 4 else max(interval_s, max(self.busy_s, default=0.0) / self.num_updates)
 
     def of_updates(self, first: int, end: int) -> Trace:
-        """Return the part from the end of update `first` - 1 to the end of update `end` - 1, with times from its begin."""
+        """Return the part from the end of update `first` - 1 to the end of update `end` - 1, timed from its start."""
         ends = (0.0, *self.update_ends_s)
         since, until = ends[first], ends[end]
         spans = tuple(
@@ -252,7 +228,7 @@ class Trace:
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """Most bytes held by each device; empty if unknown."""
+        """Peak of each device; empty if unknown."""
         return tuple(max((held for _, held in steps), default=0) for steps in self.memory)
 
     def save(self, path: str | Path) -> None:
@@ -261,19 +237,18 @@ class Trace:
         Raises:
             FormatError: The file cannot be written.
         """
+        columns = {name: [getattr(span, name) for span in self.spans] for name in _COLUMNS}
         if str(path).endswith(".parquet"):
-            self._save_parquet(path)
+            self._save_parquet(path, columns)
             return
-        columns = _Columns(**{name: [getattr(span, name) for span in self.spans] for name in _COLUMNS})
         memory = [list(steps) for steps in self.memory]
-        content = _TraceFile(self.name, self.source, list(self.devices), self.num_updates, columns, memory, list(self.notes))
+        content = _TraceFile(self.name, self.source, list(self.devices), self.num_updates, _Columns(**columns), memory, list(self.notes))
         codec.save_json(content, path, format_name=FORMAT)
 
-    def _save_parquet(self, path: str | Path) -> None:
+    def _save_parquet(self, path: str | Path, columns: dict[str, list[Any]]) -> None:
         import pyarrow as pa  # noqa: PLC0415  # only this export needs it
         import pyarrow.parquet as pq  # noqa: PLC0415
 
-        columns = {name: [getattr(span, name) for span in self.spans] for name in _COLUMNS}
         columns["device"] = [self.devices[span.device] for span in self.spans]
         metadata = {"format": FORMAT, "name": self.name, "source": str(self.source), "notes": "\n".join(self.notes)}
         types = {"device": pa.string(), "kind": pa.string(), "name": pa.string(), "bytes": pa.int64()}
@@ -298,7 +273,7 @@ class Trace:
         return cls(content.name, content.source, tuple(content.devices), content.num_updates, spans, memory, tuple(content.notes))
 
     def to_chrome(self) -> list[dict[str, Any]]:
-        """Return the spans in the Chrome trace event format, which Perfetto opens: one process, a thread for each device."""
+        """Return Chrome trace events, which Perfetto opens: one process, a thread for each device."""
         pid = {Source.SIMULATED: 1, Source.REHEARSED: 2, Source.MEASURED: 3}[self.source]
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{self.name} ({self.source})"}},
@@ -335,8 +310,7 @@ def _clipped(steps: tuple[tuple[float, int], ...], since: float, until: float) -
 
 @dataclass(frozen=True)
 class _Columns:
-    """The spans column by column: a tenth of the size of an object for each span."""
-
+    # Columns take a tenth of the size of an object for each span.
     __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid"}
 
     device: list[int]
@@ -361,7 +335,6 @@ class _TraceFile:
 
 
 def _spans(content: _TraceFile, *, path: str) -> tuple[Span, ...]:
-    """Return the spans of a file, each different text read once."""
     columns = content.spans
     lists = (columns.device, columns.kind, columns.name, columns.start_s, columns.end_s, columns.bytes)
     if len({len(column) for column in lists}) != 1:
@@ -388,10 +361,9 @@ def _spans(content: _TraceFile, *, path: str) -> tuple[Span, ...]:
 
 
 def _parse_item(name: str, pipelines: Mapping[int, int]) -> SpanItem:
-    """Return the message or collective of a text, else the text; a message has the pipeline of its microbatch."""
     if (match := _MESSAGE.fullmatch(name)) is not None:
         direction, source, target, index, part = match.groups()
         return Message(Direction(direction), int(source), int(target), int(index), pipelines.get(int(index), 0), int(part or 0))
-    if (match := _COLLECTIVE.fullmatch(name)) is not None and match[1] in list(CollectiveKind):
+    if (match := _COLLECTIVE.fullmatch(name)) is not None and match[1] in frozenset(CollectiveKind):
         return Collective(CollectiveKind(match[1]), int(match[2] or 0), int(match[3]), 0, ())
     return name

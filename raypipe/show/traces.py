@@ -86,7 +86,7 @@ def idle_report(division: Division) -> Report:
     }
     kinds = sorted({kind for row in division.compute_s for kind in row})
     names = division.trace.devices
-    longest = [division.peer_most_waited_for(device) for device in range(len(names))]
+    longest = {wait.device: names[wait.peer] for wait in reversed(division.waits)}  # the last to be set is the longest
     return Report(
         Figure("compute_s", {kind: [row.get(kind, 0.0) for row in division.compute_s] for kind in kinds}),
         Figure("causes_s", {str(cause): [row.get(cause, 0.0) for row in division.by_cause_s] for cause in IDLE}),
@@ -104,7 +104,7 @@ def idle_report(division: Division) -> Report:
             for name, shares in columns.items()
             if name == "computing" or any(share >= _LEAST_SHARE for share in shares)
         ),
-        Figure("", [wait and names[wait.peer] for wait in longest], "waits for"),
+        Figure("", [longest.get(device) for device in range(len(names))], "waits for"),
     )
 
 

@@ -115,7 +115,7 @@ def test_seconds_are_summed_by_kind_and_by_cause() -> None:
 def test_waits_are_summed_by_who_waited_for_whom() -> None:
     division = divide(HAND)
     assert division.waits == (Wait(1, 0, 5.0), Wait(0, 1, 4.0))
-    assert division.peer_most_waited_for(0) == Wait(0, 1, 4.0)
+    assert next(wait for wait in division.waits if wait.device == 0) == Wait(0, 1, 4.0)
 
 
 def test_waits_are_traced_back_to_what_was_at_work() -> None:
