@@ -1,6 +1,6 @@
-"""raypipe trains models too large for one GPU as pipelines of Ray actors, on any network of machines.
+"""Train models too large for one GPU as pipelines of Ray actors, on any network of machines.
 
-The names below are loaded when they are first used: `import raypipe` alone loads neither ray nor torch.
+Names load when they are first used: `import raypipe` alone loads neither ray nor torch.
 """
 
 from __future__ import annotations

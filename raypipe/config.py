@@ -1,7 +1,4 @@
-"""The configuration of a training run: one tree of frozen dataclasses, `raypipe.train/1` in YAML.
-
-Every default stands here. Names such as `RunConfig` and `ScalingConfig` are those of Ray Train.
-"""
+"""The configuration of a training run: frozen dataclasses, `raypipe.train/1` in YAML; names as in Ray Train."""
 
 from __future__ import annotations
 
@@ -80,11 +77,7 @@ class DataConfig:
 
     @property
     def file(self) -> str:
-        """Return the absolute path of the token file.
-
-        Raises:
-            ConfigError: The run has batches of its own, so there is no token file.
-        """
+        """Return the absolute path of the token file; raise `ConfigError` if the run has batches of its own instead."""
         if not self.path:
             raise ConfigError(
                 "data.path names no token file; a run with batches of its own is started from Python, with Trainer(batches=...)"
@@ -230,7 +223,7 @@ class ScalingConfig:
 
 
 AUTO = "auto"
-"""The schedule name with which raypipe chooses the schedule."""
+"""Schedule name with which raypipe chooses the schedule."""
 
 
 @record()
@@ -338,7 +331,7 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, overrides: Sequence[str] = ()) -> TrainConfig:
-        """Return the configuration that a YAML file holds, with some values replaced.
+        """Return the configuration in a YAML file, with some values replaced.
 
         Args:
             path: File to read.

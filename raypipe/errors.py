@@ -1,22 +1,21 @@
-"""Every error that raypipe raises on purpose.
+"""Every error that raypipe raises on purpose; its class shows the command's exit code.
 
 ::
 
     RaypipeError
-    |-- InputError (ValueError)           the user's input is at fault; exit code 2
-    |   |-- ConfigError                   a configuration file, key or value
-    |   |-- FormatError                   a file that raypipe reads, or a value of a configuration
-    |   |-- ScheduleError                 an order that cannot run; carries the marked grid
-    |   |-- UnknownNameError              a name that nothing is registered under; lists the choices
-    |   `-- PlanError                     a plan, its stages or its devices do not fit together
-    `-- RunError (RuntimeError)           something failed while running; exit code 1
-        |-- TransportError                a message did not pass between two devices
-        |   `-- TransportTimeoutError     nobody answered in time
-        |-- StageFailedError              a stage actor died or raised
-        `-- AbortedError                  this part stopped because another part failed
+    |-- InputError (ValueError)           exit code 2
+    |   |-- ConfigError
+    |   |-- FormatError
+    |   |-- ScheduleError
+    |   |-- UnknownNameError
+    |   `-- PlanError
+    `-- RunError (RuntimeError)           exit code 1
+        |-- TransportError
+        |   `-- TransportTimeoutError
+        |-- StageFailedError
+        `-- AbortedError
 
-Ray carries exceptions between processes by pickle, which calls `type(error)(*error.args)`. Errors with more than
-a message therefore define `__reduce__`; a test sends each of them through pickle.
+Pickle calls `type(error)(*error.args)`, so errors with more than a message define `__reduce__`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 
 
 class RaypipeError(Exception):
-    """The root of all errors that raypipe raises on purpose."""
+    """Root of all errors that raypipe raises on purpose."""
 
 
 class InputError(RaypipeError, ValueError):
@@ -58,12 +57,7 @@ class FormatError(InputError):
 
 
 class ScheduleError(InputError):
-    """An order of Ops that cannot run.
-
-    Args:
-        problem: Problem with worker, position and Op.
-        grid: Programs with the failing Op marked; may be empty.
-    """
+    """An order of Ops that cannot run; `grid` shows the programs with the failing Op marked, or is empty."""
 
     def __init__(self, problem: str, grid: str = "") -> None:
         self.problem = problem
@@ -75,13 +69,7 @@ class ScheduleError(InputError):
 
 
 class UnknownNameError(InputError):
-    """Nothing is registered under a name.
-
-    Args:
-        what: Kind of the named object, such as "schedule".
-        name: Name that was asked for.
-        choices: Known names.
-    """
+    """Nothing of this kind is registered under a name; the message lists the choices."""
 
     def __init__(self, what: str, name: str, choices: Iterable[str]) -> None:
         self.what = what
@@ -102,14 +90,7 @@ class RunError(RaypipeError, RuntimeError):
 
 
 class TransportError(RunError):
-    """A message did not pass between two devices.
-
-    Args:
-        device: Device that noticed the failure.
-        peer: Device at the other end.
-        message: Message that was under way, in text.
-        problem: What happened.
-    """
+    """A message did not pass between two devices; `device` noticed it."""
 
     def __init__(self, device: str, peer: str, message: str, problem: str) -> None:
         self.device = device
@@ -152,14 +133,14 @@ class StageFailedError(RunError):
 
 
 class AbortedError(RunError):
-    """This part stopped because another part of the run failed or the user asked for it."""
+    """This part stopped because another part failed or the user asked for it."""
 
 
 # Words for messages
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest choice, or an empty text where none is near."""
+    """Return `; did you mean 'x'?` for the nearest choice, or an empty text."""
     near = difflib.get_close_matches(name, list(choices), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -180,5 +161,5 @@ def shown(value: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """Return the text, cut where it is too long for a message."""
+    """Return the text, cut if too long for a message."""
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,8 +1,4 @@
-"""What a user's model function returns: layers and a loss.
-
-A model is a description: `Model` holds functions, so that each stage actor builds only its own layers, each from its own seed. Whatever
-the cut, the same layer starts from the same weights.
-"""
+"""What a user's model function returns: layers and a loss. Each actor builds only its own layers, each from its own seed."""
 
 from __future__ import annotations
 
@@ -19,11 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Batch: TypeAlias = "Mapping[str, Tensor]"
-"""The fields of one microbatch by name; the first dimension of each is the row."""
+"""Fields of one microbatch by name; the first dimension of each is the row."""
 
 
 Tie: TypeAlias = "tuple[tuple[str, str], ...]"
-"""A weight that several layers share: for each of them its name and what its module calls the weight."""
+"""Weight that several layers share: the name of each layer and its module's name for the weight."""
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
@@ -36,11 +32,11 @@ class Layer:
         name: Unique name in the model; letters, digits, `_`, `-` and `.`.
         build: Function that returns a new module on every call. Actors call it with torch's generator seeded for this layer, once to
             profile the layer and again to train it.
-        inputs: Layers whose outputs the module takes, in this order; `None` for the previous layer in the list. A module that returns a
-            tuple passes on each of its tensors.
+        inputs: Layers whose outputs the module takes, in this order; `None` for the previous layer in the list. All tensors of a tuple
+            are passed on.
         batch: Fields of the batch that the module takes after its inputs.
         gradients_vary: Whether its outputs have gradients, or later layers return gradients of them, in some microbatches only. Stages
-            then always exchange such gradients, as zeros where there are none. False if a few forwards before training show it.
+            then always exchange such gradients, as zeros where there are none.
     """
 
     name: str
@@ -57,12 +53,12 @@ class Model:
     Attributes:
         layers: Layers, each taking outputs of earlier ones only; exactly one has no consumer.
         loss: `loss(output, batch)`, a scalar: the mean over the rows of one microbatch.
-        ties: Weights that several layers share, such as `(("embedding", "token.weight"), ("head", "logits.weight"))`. A shared weight
-            starts as the first layer of its tie initializes it. On one stage it is one parameter; on several it has equal copies.
+        ties: Weights that several layers share, such as `(("embedding", "token.weight"), ("head", "logits.weight"))`. The first layer
+            of a tie initializes the weight. On one stage it is one parameter; on several it has equal copies.
 
     Raises:
-        ConfigError: Names repeat, an input is unknown or comes later, several layers have no consumer, or a tie names an unknown layer,
-            fewer than two weights or a weight that is tied already.
+        ConfigError: Names repeat, an input is unknown or later, several layers have no consumer, or a tie names an unknown layer, fewer
+            than two weights or a weight that is tied already.
     """
 
     layers: tuple[Layer, ...]
@@ -101,12 +97,12 @@ class Model:
                 seen.add((layer, weight))
 
     def tied_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Return for each tie the indices of its layers, in its order and each once."""
+        """Return the distinct layer indices of each tie, in its order."""
         index = {layer.name: position for position, layer in enumerate(self.layers)}
         return tuple(tuple(dict.fromkeys(index[layer] for layer, _ in tie)) for tie in self.ties)
 
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Return the pairs (producer, consumer) of layer indices, by consumer and then in the order that its module takes them."""
+        """Return the pairs (producer, consumer) of layer indices, in the order that the consumers take them."""
         index = {layer.name: position for position, layer in enumerate(self.layers)}
         pairs: list[tuple[int, int]] = []
         for position, layer in enumerate(self.layers):
@@ -134,8 +130,6 @@ def _compiled(build: Callable[[], nn.Module]) -> nn.Module:
 
 @cache
 def _forward_of(kind: Any) -> Callable[..., object]:
-    """Return the forward of a class as a new function; each class needs its own, because the compiler counts graphs by function."""
-
     def forward(module: nn.Module, *inputs: object) -> object:
         return kind.forward(module, *inputs)
 

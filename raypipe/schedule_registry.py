@@ -1,11 +1,6 @@
-"""Schedules by name, bundled and the user's own: the one place where a name becomes a `ScheduleSpec`.
+"""Schedules by name: bundled, an entry point (group `raypipe.schedules`), a file (`order.csv`), or a function (`orders.py:eager`).
 
-    1f1b                                  bundled with raypipe
-    eager                                 an entry point of an installed package, in the group `raypipe.schedules`
-    order.csv   order.json                a file that holds one order
-    orders.py:eager   my_orders:eager     a function in a file or a module, from a `ScheduleRequest` to a `Schedule`; or a `ScheduleSpec`
-
-Paths are relative to the working directory. Schedules that are not bundled are checked: they have the requested size and are valid.
+Paths are relative to the working directory. Schedules that are not bundled must have the requested size and be valid.
 """
 
 from __future__ import annotations
@@ -31,7 +26,6 @@ from raypipe.schedules.validate import validate
 from raypipe.user_code import named
 
 GROUP = "raypipe.schedules"
-"""The group of entry points under which packages register schedules."""
 
 _UNKNOWN = "?"
 
@@ -40,7 +34,7 @@ def spec(name: str) -> ScheduleSpec:
     """Return the specification of a named schedule.
 
     Raises:
-        UnknownNameError: No schedule has this name; lists the names there are.
+        UnknownNameError: No schedule has this name.
         ConfigError: Loading a function or an entry point failed.
         InputError: A file cannot be read, or its order cannot run.
     """
@@ -61,7 +55,7 @@ def spec(name: str) -> ScheduleSpec:
 
 
 def specs() -> tuple[ScheduleSpec, ...]:
-    """Return all bundled and registered specifications; one that cannot be loaded says so in its title, and when it is built."""
+    """Return all bundled and registered specifications; the title of one that cannot be loaded says so."""
     known: list[ScheduleSpec] = list(catalogue.SPECS)
     for name, entry in _entries().items():
         try:
@@ -77,16 +71,12 @@ def overlaps(name: str) -> bool:
 
 
 def is_file(name: str) -> bool:
-    """Return whether the name is that of a file, which holds one order, perhaps of a whole window."""
+    """Return whether the name is that of a file with one order."""
     return name.endswith((".csv", ".json"))
 
 
 def build(name: str, size: ScheduleRequest) -> Schedule:
-    """Return the schedule of a name and a size; one that is not bundled is validated.
-
-    Raises:
-        InputError: As `spec`, or the schedule does not exist in this size, or the order cannot run.
-    """
+    """Return the schedule of a name and a size; raise `InputError` as `spec`, or if the schedule has no such size or cannot run."""
     return catalogue.of_size(spec(name), size)
 
 
@@ -103,12 +93,12 @@ def build_schedule(
     """Return a schedule by name.
 
     Args:
-        name: Name of the schedule, as `raypipe schedules` lists them, or a file or function that defines it.
+        name: Name from `raypipe schedules`, or a file or function that defines a schedule.
         num_devices: Number of workers.
-        num_microbatches: Number of microbatches of one update, over all pipelines.
-        num_updates: Number of updates of the window.
-        num_chunks: Number of stages per worker, for schedules that take several; the schedule's default where left out.
-        num_pipelines: Number of pipelines, for schedules that have several; 0 lets the schedule choose.
+        num_microbatches: Microbatches of one update, over all pipelines.
+        num_updates: Updates of the window.
+        num_chunks: Stages per worker; the schedule's default where left out.
+        num_pipelines: Number of pipelines; 0 lets the schedule choose.
         update_scope: What an update waits for; the schedule's default where left out.
 
     Raises:
@@ -129,7 +119,6 @@ def build_schedule(
 def _described(
     name: str, build_size: Callable[[ScheduleRequest], Schedule], *, title: str, chunks: int = 1, weight_rule: WeightRule = WeightRule.FLUSH
 ) -> ScheduleSpec:
-    """Return a specification of which nothing is known but its schedules."""
     return ScheduleSpec(
         name=name,
         build=build_size,
@@ -154,7 +143,6 @@ def _fail(error: InputError, size: ScheduleRequest) -> Schedule:
 
 
 def _entries() -> dict[str, EntryPoint]:
-    """Return the entry points by name; one whose name is taken goes by its object, `module:function`."""
     entries: dict[str, EntryPoint] = {}
     bundled = {known.name for known in catalogue.SPECS}
     for entry in entry_points(group=GROUP):
@@ -177,11 +165,6 @@ def _of_entry(name: str, entry: EntryPoint) -> ScheduleSpec:
 
 
 def _of_object(name: str, what: str, loaded: Any) -> ScheduleSpec:
-    """Return the specification that a function or a `ScheduleSpec` makes.
-
-    Raises:
-        ConfigError: The object is neither.
-    """
     if isinstance(loaded, ScheduleSpec):
         return replace(loaded, name=name, build=partial(_checked, what, loaded.build))
     if not callable(loaded):
@@ -193,7 +176,6 @@ def _of_object(name: str, what: str, loaded: Any) -> ScheduleSpec:
 
 
 def _checked(what: str, function: Callable[[ScheduleRequest], object], size: ScheduleRequest) -> Schedule:
-    """Return the schedule that a user's function makes for a size, after checking it."""
     try:
         returned = function(size)
     except RaypipeError:
@@ -223,17 +205,12 @@ def _checked(what: str, function: Callable[[ScheduleRequest], object], size: Sch
 
 
 def _place(error: BaseException) -> str:
-    """Return the place in the user's code where an exception was raised; the command line prints no traceback."""
+    """Return the place in the user's code: the command line prints no traceback."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return "" if last.filename == __file__ else f" ({PurePath(last.filename).name}, line {last.lineno})"
 
 
 def _well_formed(what: str, schedule: Schedule) -> Schedule:
-    """Return the schedule with tuples and enums in place of lists and text.
-
-    Raises:
-        ScheduleError: Something else stands in place of an Op, a worker or the stage graph.
-    """
     try:
         tidy = replace(
             schedule,
@@ -273,11 +250,6 @@ def _of_file(path: str) -> ScheduleSpec:
 
 
 def _sized(path: str, order: Schedule, size: ScheduleRequest) -> Schedule:
-    """Return the order of a file for as many updates as requested.
-
-    Raises:
-        ScheduleError: The order has another size.
-    """
     if (size.num_devices, size.num_microbatches) != (order.num_workers, order.num_microbatches):
         raise ScheduleError(
             f"{path} is an order for {order.num_workers} devices and {order.num_microbatches} microbatches an update, asked for "

@@ -10,18 +10,18 @@ _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Return the unit in which a time has one to three digits before its point: name and seconds."""
+    """Return the unit, as name and seconds, in which a time has one to three digits before its point."""
     return next((unit for unit in _TIME_UNITS if abs(seconds) >= unit[1] * 0.99995), _TIME_UNITS[0] if not seconds else _TIME_UNITS[-1])
 
 
 def seconds(value: float) -> str:
-    """Return a time with four significant digits, such as `33 s` or `18.52 ms`."""
+    """Return a time with four significant digits, such as `18.52 ms`."""
     name, size = time_unit(value)
     return f"{number(value / size)} {name}"
 
 
 def size(value: float) -> str:
-    """Return a number of bytes with three significant digits, in powers of 1000, such as `1.5 GB`."""
+    """Return bytes with three significant digits, in powers of 1000, such as `1.5 GB`."""
     power = min(int(math.log(abs(value) * 1.0005, 1000)), len(_BYTE_UNITS) - 1) if abs(value) >= 1 else 0
     return f"{value / 1000**power:.3g} {_BYTE_UNITS[power]}"
 
@@ -37,7 +37,7 @@ def ratio(value: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, such as `1 device` or `8 microbatches`."""
+    """Return a count with its noun, such as `8 microbatches`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 

@@ -17,11 +17,7 @@ from raypipe.model import Model, compiled
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Return the function that `model.function` of a configuration names.
-
-    Raises:
-        ConfigError: There is no such module, file or function, or importing it failed.
-    """
+    """Return the function that `model.function` names; raises as `named`."""
     function = named(name, what="model.function", such_as="raypipe.models.gpt:gpt")
     if not callable(function):
         raise ConfigError(f"model.function {name!r}: expected a function, got {type(function).__name__}")
@@ -59,7 +55,6 @@ def named(name: str, *, what: str, such_as: str) -> object:
 
 
 def _load_file(path: str) -> ModuleType:
-    """Return the module in a file, which need not be on the import path."""
     name = "raypipe_model_file_" + re.sub(r"\W", "_", os.path.abspath(path).removesuffix(".py"))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "a name that ends in .py has a loader"
@@ -71,16 +66,7 @@ def _load_file(path: str) -> ModuleType:
 
 
 def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *, compile_layers: bool = False) -> Model:
-    """Return the model that a function describes with these options.
-
-    Args:
-        function: Model function or its name.
-        options: Keyword arguments of the function.
-        compile_layers: Whether the layers are compiled where they run.
-
-    Raises:
-        ConfigError: The function fails with the options, or returns no `Model`.
-    """
+    """Return the model that a function, or its name, describes; raise `ConfigError` if it fails or returns no `Model`."""
     call = resolve(function) if isinstance(function, str) else function
     try:
         model = call(**options)
@@ -95,7 +81,7 @@ def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *
 
 
 def keyword(function: str | Callable[..., Any], options: Mapping[str, Any], name: str) -> object:
-    """Return the value that a function gets for an argument, its default included; `None` if it has no such argument."""
+    """Return the value that a function gets for an argument, its default included; `None` without such an argument."""
     if name in options:
         return options[name]
     parameter = inspect.signature(resolve(function) if isinstance(function, str) else function).parameters.get(name)
@@ -103,7 +89,7 @@ def keyword(function: str | Callable[..., Any], options: Mapping[str, Any], name
 
 
 def name_of(function: str | Callable[..., Any]) -> str:
-    """Return the name of a function as text."""
+    """Return a function's name as text."""
     if isinstance(function, str):
         return function
     return f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', function)}"

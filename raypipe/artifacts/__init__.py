@@ -1,1 +1,1 @@
-"""What commands exchange: profiles, topologies, schedules, plans and traces, each with one file format."""
+"""What commands exchange, each with one file format."""

@@ -15,12 +15,7 @@ FORMAT = "raypipe.calibration/1"
 
 @record()
 class TransportCosts:
-    """The costs of messages between the devices of one node over one transport.
-
-    Attributes:
-        overheads: Overheads of each device.
-        link: Link between two devices.
-    """
+    """Costs of messages between devices of one node."""
 
     overheads: Overheads
     link: NodeLink
@@ -28,14 +23,7 @@ class TransportCosts:
 
 @record()
 class Calibration:
-    """The costs of one machine.
-
-    Attributes:
-        host: Name of the machine.
-        date: Date of the measurement.
-        versions: Versions of python, torch, ray and raypipe.
-        transports: Costs by transport, such as `shm`.
-    """
+    """Costs of one machine, by transport such as `shm`."""
 
     host: str
     date: str
@@ -43,11 +31,7 @@ class Calibration:
     transports: dict[str, TransportCosts]
 
     def of(self, transport: str) -> TransportCosts:
-        """Return the costs of one transport.
-
-        Raises:
-            FormatError: The transport was not measured.
-        """
+        """Return the costs of one transport; raise `FormatError` if it was not measured."""
         try:
             return self.transports[transport]
         except KeyError:
@@ -56,11 +40,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
-        """Return the calibration that a JSON file holds.
-
-        Raises:
-            FormatError: The file cannot be read.
-        """
+        """Return the calibration in a JSON file, or raise `FormatError`."""
         if not os.path.exists(path):
             raise FormatError(os.fspath(path), "", "there is no such file; `raypipe calibrate` writes one")
         return codec.load_json(cls, path, format_name=FORMAT)

@@ -1,13 +1,6 @@
-"""Writes dataclasses as JSON or YAML text and reads them back.
+"""Dataclasses as JSON or YAML text that opens with `format`, such as `raypipe.model_profile/1`.
 
-All formats have in common:
-
-* The text opens with `format`, such as `raypipe.model_profile/1`.
-* Types are strict: "3" and true are no numbers, 3.0 is no whole number, 3 is a number.
-* Numbers are finite; whole ones fit 64 bits. What may be unlimited is an optional field that is None.
-* A field that is None is left out, so None must be its default.
-* Unknown, repeated and missing keys are errors, at every depth.
-* Reading gives the value or one `FormatError`, whatever the text: the first problem and how many more there are.
+Types are strict ("3" is no number, 3.0 no whole one), numbers finite, keys exact; None is left out. Text gives a value or `FormatError`.
 """
 
 from __future__ import annotations
@@ -30,47 +23,33 @@ _JSON_HEAD = re.compile(r'\s*\{\s*"format"\s*:\s*"([\w./-]+)"')
 
 
 def to_json(value: object, *, format_name: str) -> str:
-    """Return the value as JSON, broken into lines only where a part is wider than a page.
-
-    Raises:
-        InputError: A number in it is infinite or NaN.
-    """
+    """Return the value as JSON; raise `InputError` if a number is infinite or NaN."""
     return json_text(_tree(value, format_name)) + "\n"
 
 
 def to_yaml(value: object, *, format_name: str) -> str:
-    """Return the value as YAML, its innermost objects and lists on one line each; raises as `to_json`."""
+    """Return the value as YAML; raises as `to_json`."""
     return yaml_text(_tree(value, format_name))
 
 
 def digest(value: object, *, format_name: str) -> str:
-    """Return sixteen hexadecimal digits that are equal for values whose files mean the same."""
+    """Return sixteen hexadecimal digits, equal for values whose files mean the same."""
     text = json.dumps(_tree(value, format_name), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def from_json(cls: type[T], text: str, *, path: str, format_name: str) -> T:
-    """Return the value that JSON text describes; a million small objects take some ten seconds.
-
-    Args:
-        cls: Dataclass of the value.
-        text: Content of the file.
-        path: File that the text came from, for messages.
-        format_name: Expected `format`.
-
-    Raises:
-        FormatError: The first problem and how many more there are.
-    """
+    """Return the value in JSON text, or raise `FormatError`; `path` is for messages. A million small objects take ten seconds."""
     return _read(cls, json_tree(text, path=path), path, format_name)
 
 
 def from_yaml(cls: type[T], text: str, *, path: str, format_name: str) -> T:
-    """Return the value that YAML text describes; arguments and errors are those of `from_json`."""
+    """Return the value in YAML text, or raise `FormatError`."""
     return _read(cls, yaml_tree(text, path=path), path, format_name)
 
 
 def load_json(cls: type[T], path: str | os.PathLike[str], *, format_name: str) -> T:
-    """Return the value that a JSON file holds; raises as `from_json`, and if the file cannot be read."""
+    """Return the value in a JSON file, or raise `FormatError`."""
     return from_json(cls, read_text(path), path=os.fspath(path), format_name=format_name)
 
 
@@ -80,11 +59,7 @@ def save_json(value: object, path: str | os.PathLike[str], *, format_name: str) 
 
 
 def read_format(path: str | os.PathLike[str]) -> str:
-    """Return the `format` of a JSON or YAML file; a JSON file that opens with it is not parsed.
-
-    Raises:
-        FormatError: The file cannot be read or has no `format`.
-    """
+    """Return the `format` of a JSON or YAML file, or raise `FormatError`; a JSON file that opens with it is not parsed."""
     name, text = os.fspath(path), read_text(path)
     if Path(path).suffix in {".yaml", ".yml"} or not text.lstrip().startswith("{"):
         tree = yaml_tree(text, path=name)

@@ -1,4 +1,4 @@
-"""The cut of a model: which layers form which stage, and which outputs cross from stage to stage."""
+"""The cut of a model: which layers form which stage, and which outputs cross stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ class Cut:
     """The layers of each stage.
 
     Attributes:
-        stages: Layers of each stage by index, ascending.
         edges: Pairs (producer, consumer) of layers of the whole model.
         ties: Groups of layers that share a weight.
 
@@ -60,11 +59,7 @@ class Cut:
 
     @classmethod
     def equal(cls, num_layers: int, num_stages: int, edges: tuple[tuple[int, int], ...], ties: tuple[tuple[int, ...], ...] = ()) -> Cut:
-        """Return consecutive stages whose numbers of layers differ by at most one, the larger ones first.
-
-        Raises:
-            PlanError: There are more stages than layers.
-        """
+        """Return consecutive stages whose sizes differ by at most one, the larger first; raise `PlanError` if layers are too few."""
         if num_stages > num_layers:
             raise PlanError(f"{num_layers} layers cannot be cut into {num_stages} stages; use at most {num_layers} stages")
         small, larger = divmod(num_layers, num_stages)
@@ -78,7 +73,7 @@ class Cut:
 
     @cached_property
     def crossing(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Return for each edge (source, target) of the stage graph the layers of the source whose outputs the target takes."""
+        """Return for each edge (source, target) of the stage graph the source's layers whose outputs the target takes."""
         producers: dict[tuple[int, int], set[int]] = {}
         for source, target in self.edges:
             ends = (self.stage_of[source], self.stage_of[target])
@@ -88,22 +83,18 @@ class Cut:
 
     @cached_property
     def parted_ties(self) -> tuple[int, ...]:
-        """Return the numbers of the ties whose layers are in several stages."""
+        """Return the numbers of the ties that span several stages."""
         return tuple(number for number, tie in enumerate(self.ties) if len({self.stage_of[layer] for layer in tie}) > 1)
 
     @cached_property
     def graph(self) -> StageGraph:
-        """Return the stage graph and its tie.
-
-        All stages that share any weight with another form one tie. Their gradients are summed in one collective, in which no two workers
-        can be out of order.
-        """
+        """Return the stage graph; all tied stages form one tie: one collective, in which no two workers can be out of order."""
         tied = tuple(sorted({self.stage_of[layer] for number in self.parted_ties for layer in self.ties[number]}))
         return StageGraph(len(self.stages), tuple(self.crossing), (tied,) if tied else ())
 
 
 def joined(ties: Iterable[Sequence[int]]) -> frozenset[tuple[int, ...]]:
-    """Return the groups of layers that share weights, merged where they have a layer in common, without groups of one layer."""
+    """Return the groups of layers that share weights, merged where they overlap, without groups of one layer."""
     groups: list[set[int]] = []
     for tie in ties:
         met = [group for group in groups if not group.isdisjoint(tie)]

@@ -1,4 +1,4 @@
-"""Reads and writes text files; whatever goes wrong is a `FormatError` with a remedy."""
+"""Text files; whatever goes wrong is a `FormatError` with a remedy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from raypipe.errors import FormatError
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a UTF-8 file.
-
-    Raises:
-        FormatError: There is no such file, it cannot be opened, or it is not UTF-8.
-    """
+    """Return the text of a UTF-8 file, or raise `FormatError`."""
     name = os.fspath(path)
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
@@ -30,11 +26,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a UTF-8 file, in place of one that is there.
-
-    Raises:
-        FormatError: The file cannot be written.
-    """
+    """Write or replace a UTF-8 file, or raise `FormatError`."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -1,9 +1,4 @@
-"""Stages on devices with the order of their work: `raypipe.plan/1`.
-
-    layers -> stages -> workers -> devices
-
-A plan embeds the profile and the topology it was made for, so that it can be simulated alone.
-"""
+"""Stages on devices with the order of their work: `raypipe.plan/1`, with the profile and topology it was made for."""
 
 from __future__ import annotations
 
@@ -29,12 +24,7 @@ FORMAT = "raypipe.plan/1"
 
 @record()
 class Replica:
-    """One device of a worker.
-
-    Attributes:
-        device: Name in the topology.
-        share: Part of the rows of every microbatch, more than 0 and at most 1; the shares of a worker sum to 1.
-    """
+    """One device of a worker, with its share of the rows of every microbatch; the shares of a worker sum to 1."""
 
     device: str
     share: float = 1.0
@@ -45,7 +35,6 @@ class Predicted:
     """The simulated figures that a plan was chosen for.
 
     Attributes:
-        update_s: Seconds per update.
         bubble_ratio: 1 - mean busy time / longest span.
         device_bubble_ratios: Bubble ratio of each device, in the order of the plan's devices.
         peak_memory_bytes: Peak memory of each device, in the same order.
@@ -60,7 +49,7 @@ class Predicted:
 
     @property
     def optimality_gap(self) -> float | None:
-        """Return by how much an update takes longer than the bound, relative to it: 0.1 for a tenth."""
+        """Return by how much an update exceeds the bound, relative to it: 0.1 for a tenth."""
         return None if not self.lower_bound_s else self.update_s / self.lower_bound_s - 1
 
 
@@ -69,17 +58,14 @@ class Plan:
     """Stages on workers on devices, with the order of their work.
 
     Attributes:
-        name: Name of the model or run.
         planner: Name of the planner that chose it.
         microbatch_size: Rows per microbatch; times of a profile of another size are scaled in proportion.
         stages: Names of the layers of each stage.
         workers: Devices of each worker.
-        schedule: Order of the work of one window, which is valid.
+        schedule: Valid order of the work of one window.
         profile: Costs of the layers.
         topology: Devices and links.
         predicted: Figures that the plan was chosen for; None if it was not simulated.
-        profile_digest: Digest of the profile when the plan was made.
-        topology_digest: Digest of the topology when the plan was made.
 
     Raises:
         PlanError: Stages, workers, devices and schedule do not fit together.
@@ -155,11 +141,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Return the plan that a JSON file holds.
-
-        Raises:
-            FormatError: The file cannot be read, or its profile or topology was changed since the plan was made.
-        """
+        """Return the plan in a JSON file; raise `FormatError`, also if its profile or topology was changed since."""
         name = os.fspath(path)
         plan = codec.load_json(cls, path, format_name=FORMAT)
         for what, stated, found in (
@@ -188,11 +170,7 @@ def make_plan(
     devices: tuple[str, ...],
     microbatch_size: int,
 ) -> Plan:
-    """Return a plan with one device per worker, which is not simulated yet.
-
-    Raises:
-        PlanError: There are fewer devices than workers, or the parts do not fit together.
-    """
+    """Return an unsimulated plan with one device per worker; raise `PlanError` if devices are too few or parts do not fit."""
     if len(devices) < schedule.num_workers:
         raise PlanError(
             f"the schedule {schedule.name!r} needs {schedule.num_workers} devices, there are {len(devices)}; add devices or use fewer"

@@ -1,8 +1,4 @@
-"""The costs of a model, layer by layer, as measured on one device: `raypipe.model_profile/1`.
-
-layers    embed -> block0 -> block1 -> head      times and bytes of each, for one microbatch
-edges     a chain unless the file names them; they lead from a layer to a later one
-"""
+"""The costs of a model, layer by layer, as measured on one device: `raypipe.model_profile/1`."""
 
 from __future__ import annotations
 
@@ -22,13 +18,7 @@ FORMAT = "raypipe.model_profile/1"
 
 
 class LayerEdge(NamedTuple):
-    """A tensor that passes from one layer to a later one.
-
-    Attributes:
-        producer: Index of the layer that makes the tensor.
-        consumer: Index of the layer that takes it.
-        bytes: Size for one microbatch; its gradient has the same.
-    """
+    """A tensor from one layer to a later one, by index; `bytes` per microbatch, as many for its gradient."""
 
     producer: int
     consumer: int
@@ -37,13 +27,7 @@ class LayerEdge(NamedTuple):
 
 @record()
 class LayerTimes:
-    """The compute times of one layer for one microbatch.
-
-    Attributes:
-        forward_s: Seconds of the forward.
-        backward_s: Seconds of the full backward.
-        weight_grad_s: Part of `backward_s` that computes the weight gradient; the rest computes the input gradient.
-    """
+    """Compute times of one layer for one microbatch; fields as in `LayerProfile`."""
 
     forward_s: NonNegativeFloat
     backward_s: NonNegativeFloat
@@ -58,24 +42,21 @@ class LayerProfile:
     """The costs of one layer for one microbatch.
 
     Attributes:
-        name: Unique name in the model.
         forward_s: Seconds of the forward.
         backward_s: Seconds of the full backward.
         weight_grad_s: Part of `backward_s` that computes the weight gradient; the rest computes the input gradient.
         output_bytes: Size of the output.
         saved_bytes: Bytes kept from forward to backward, the input included.
         parameter_bytes: Size of the weights, without gradients and optimizer state.
-        weight_grad_saved_bytes: Bytes kept from the input gradient to the weight gradient where the two are computed apart; None if
-            not measured.
+        weight_grad_saved_bytes: Bytes kept from a separate input gradient to its weight gradient; None if not measured.
         tied: Name of a weight that all layers with the same text here share; None if it shares none.
         tied_bytes: Size of the shared weights; None for all weights of the layer.
         gradient_rows: Rows of the weight that the gradient of one microbatch touches, as for an embedding; None for all.
         update_s: Seconds of the optimizer's step, once per update; None if not measured.
-        low_precision_bytes: Size of low-precision copies of weights that the layer computes with; None if it has none.
-        working_bytes: Most bytes that forward or backward need temporarily, beyond what is kept: gradients of activations, a weight's
-            gradient before it is added; None if not measured.
+        low_precision_bytes: Size of low-precision copies of weights that the layer computes with.
+        working_bytes: Most temporary bytes beyond what is kept, such as gradients of activations; None if not measured.
         input_grad_working_bytes: The same for the input gradient, where the backward is split.
-        frozen_bytes: Size of the weights that are not trained, which have no gradients and no optimizer state; None if there are none.
+        frozen_bytes: Size of the weights that are not trained: no gradients, no optimizer state.
     """
 
     name: Annotated[str, Field(min_length=1, json_schema_extra={"expected": "a name"})]
@@ -104,7 +85,7 @@ class LayerProfile:
 
     @property
     def trained_bytes(self) -> int:
-        """Return the size of the weights that are trained."""
+        """Return the size of the trained weights."""
         return self.parameter_bytes - (self.frozen_bytes or 0)
 
     @property
@@ -121,7 +102,7 @@ class LayerProfile:
 
 
 def held_once(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
-    """Return the layers of one device with each weight that several share counted with only one of them."""
+    """Return the layers of one device, with each shared weight counted in only one of them."""
     with_most: dict[str, LayerProfile] = {}
     for layer in layers:
         if layer.tied is not None and (layer.tied not in with_most or layer.shared_bytes > with_most[layer.tied].shared_bytes):
@@ -144,10 +125,7 @@ def _without_shared(layer: LayerProfile) -> LayerProfile:
 
 
 def most_working_bytes(layers: Sequence[LayerProfile]) -> int:
-    """Return the most temporary bytes that consecutive layers need beyond all bytes that they keep.
-
-    While one layer works, those behind it keep nothing yet, or no more.
-    """
+    """Return the most temporary bytes of consecutive layers beyond all they keep; layers behind the working one keep none yet."""
     most = behind = 0
     for layer in reversed(layers):
         most = max(most, (layer.working_bytes or 0) - behind)
@@ -157,13 +135,7 @@ def most_working_bytes(layers: Sequence[LayerProfile]) -> int:
 
 @record()
 class NamedEdge:
-    """An edge of the model as the file states it.
-
-    Attributes:
-        producer: Name of the layer that makes the tensor; `from` in files.
-        consumer: Name of the layer that takes it; `to` in files.
-        bytes: Size for one microbatch; None for the output bytes of the producer.
-    """
+    """An edge by layer names, `from` and `to` in files; `bytes` None for the producer's output."""
 
     producer: Annotated[str, Field(alias="from")]
     consumer: Annotated[str, Field(alias="to")]
@@ -175,7 +147,6 @@ class ModelProfile:
     """The measured costs of a model's layers.
 
     Attributes:
-        name: Name of the model.
         microbatch_size: Rows of the measured microbatch.
         layers: Layers in topological order.
         named_edges: Edges by layer name, `edges` in files; None for a chain. `edges()` resolves them.
@@ -228,7 +199,7 @@ class ModelProfile:
         return self._edges
 
     def ties(self) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of layers that share weights, ascending."""
+        """Return the groups of layers that share weights."""
         return self._ties
 
     @cached_property
@@ -240,12 +211,12 @@ class ModelProfile:
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
     def for_kind(self, kind: str) -> tuple[LayerTimes, ...]:
-        """Return the times of all layers on a kind of device, or those of the profile itself where that kind was not measured."""
+        """Return the times of all layers on a kind of device, else those of the profile itself."""
         return self.device_kinds.get(kind, self._times)
 
     @cached_property
     def digest(self) -> str:
-        """Return sixteen hexadecimal digits that stand for the content."""
+        """Return sixteen hexadecimal digits for the content."""
         return codec.digest(self, format_name=FORMAT)
 
     @cached_property
@@ -268,11 +239,7 @@ class ModelProfile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelProfile:
-        """Return the profile that a JSON file holds.
-
-        Raises:
-            FormatError: The file cannot be read.
-        """
+        """Return the profile in a JSON file, or raise `FormatError`."""
         return codec.load_json(cls, path, format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -293,19 +260,7 @@ class ModelProfile:
         microbatch_size: int = 1,
         name: str = "uniform",
     ) -> ModelProfile:
-        """Return equal layers in a chain, called `layer0`, `layer1` and so on.
-
-        Args:
-            num_layers: Number of layers.
-            forward_s: Seconds of each forward.
-            backward_s: Seconds of each full backward.
-            weight_grad_s: Part of each backward for the weight gradient; None for half.
-            output_bytes: Size of each output.
-            saved_bytes: Bytes that each layer keeps from forward to backward.
-            parameter_bytes: Size of the weights of each layer.
-            microbatch_size: Rows per microbatch.
-            name: Name of the model.
-        """
+        """Return a chain of equal layers `layer0`, `layer1` and so on; `weight_grad_s` None for half of the backward."""
         layers = (
             LayerProfile(
                 name=f"layer{index}",

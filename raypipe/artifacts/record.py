@@ -1,4 +1,4 @@
-"""The dataclasses of files and of the configuration: frozen, validated by pydantic, refused with a `FormatError`."""
+"""The dataclasses of files and configuration: frozen, validated by pydantic, refused with a `FormatError`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ _CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, validate_by_name=True,
 def record(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
     """Return a decorator that makes a class a frozen dataclass whose fields are checked wherever an object is made.
 
-    Python programs may give what converts without loss, such as the text of an enum's member; files are read strictly (`codec`).
-    Limits of one field belong into its annotation: `Annotated[float, Field(gt=0)]`. `json_schema_extra` may hold `expected`, words
-    for what the field takes, and `remedy`, what to do about another value. `__post_init__` checks what concerns several fields and
-    raises `invalid`.
+    Python may give what converts without loss; files are read strictly (`codec`). A field's limits belong into its annotation, whose
+    `json_schema_extra` may hold `expected` and `remedy` for messages; `__post_init__` checks several fields together, with `invalid`.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -50,11 +48,5 @@ def record(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
 
 
 def invalid(owner: object, where: str, problem: str) -> FormatError:
-    """Return the error with which `__post_init__` refuses a field; reading a file adds its path and the place of the owner.
-
-    Args:
-        owner: Object that is being made.
-        where: Field by its name in files, or a place below it, such as `links[2].from`.
-        problem: What was expected, what was got and what to do.
-    """
+    """Return the error with which `__post_init__` refuses the field `where` (as named in files); reading adds path and place."""
     return FormatError(type(owner).__name__, where, problem)

@@ -1,7 +1,6 @@
-"""A schedule as a file: its programs as text, such as `2F5`, one list per worker.
+"""Schedules as files, Ops as text such as `2F5`: `raypipe.schedule/1` (JSON) holds all of one.
 
-`raypipe.schedule/1` (JSON) holds all of a schedule. A CSV file holds the programs alone, one row per worker. That suffices for a
-synchronous schedule of a chain of stages: its workers, microbatches and updates follow from the Ops.
+CSV holds the programs alone, a row per worker: enough for a synchronous schedule of a chain of stages.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FORMAT = "raypipe.schedule/1"
 
 @record()
 class ScheduleFile:
-    """The file form of a `Schedule`, also inside a plan. The attributes are those of `Schedule` and `StageGraph`."""
+    """The file form of a `Schedule`, also inside a plan."""
 
     name: str
     num_stages: int
@@ -59,11 +58,7 @@ class ScheduleFile:
         )
 
     def schedule(self) -> Schedule:
-        """Return the schedule, which is not validated yet.
-
-        Raises:
-            ScheduleError: An Op cannot be read.
-        """
+        """Return the schedule, not yet validated; raise `ScheduleError` if an Op cannot be read."""
         return Schedule(
             name=self.name,
             graph=StageGraph(self.num_stages, self.edges, self.ties),
@@ -87,16 +82,11 @@ def _core_schema_of_field(_: object, handler: GetCoreSchemaHandler) -> core_sche
 
 
 ScheduleField = Annotated[Schedule, GetPydanticSchema(_core_schema_of_field)]
-"""The type of a field that holds a `Schedule` in Python and a `ScheduleFile` in its file."""
+"""Type of a field that holds a `Schedule` in Python and a `ScheduleFile` in its file."""
 
 
 def load_schedule(path: str | os.PathLike[str]) -> Schedule:
-    """Return the valid schedule that a JSON file holds.
-
-    Raises:
-        FormatError: The file cannot be read.
-        ScheduleError: Its order cannot run.
-    """
+    """Return the valid schedule in a JSON file; raise `FormatError`, or `ScheduleError` if its order cannot run."""
     name = os.fspath(path)
     content = codec.load_json(ScheduleFile, path, format_name=FORMAT)
     try:
@@ -108,14 +98,9 @@ def load_schedule(path: str | os.PathLike[str]) -> Schedule:
 
 
 def load_csv(path: str | os.PathLike[str]) -> Schedule:
-    """Return the valid schedule whose programs a CSV file holds, named after the file.
+    """Return the valid schedule in a CSV file, named after the file; raises as `load_schedule`.
 
-    A file without Us, as torch writes it, is one update: each worker ends with the U of each of its stages. Blank lines at the end are
-    no workers.
-
-    Raises:
-        FormatError: The file cannot be read.
-        ScheduleError: Its order cannot run.
+    Without Us, as torch writes it, the file is one update: each worker ends with the U of each of its stages.
     """
     name = os.fspath(path)
     programs = from_csv(read_text(path).rstrip("\r\n"), path=name)
@@ -128,7 +113,6 @@ def load_csv(path: str | os.PathLike[str]) -> Schedule:
 
 
 def _of_programs(programs: tuple[tuple[Slot, ...], ...], *, name: str) -> Schedule:
-    """Return the synchronous schedule with these programs."""
     where: dict[tuple[int, int], int] = {}
     for worker, program in enumerate(programs):
         for slot in program:
@@ -168,7 +152,7 @@ def _with_updates(programs: tuple[tuple[Slot, ...], ...], where: Mapping[tuple[i
 
 
 def load_order(path: str | os.PathLike[str]) -> Schedule:
-    """Return the valid schedule that a CSV or JSON file holds, told apart by their names; raises as `load_csv`."""
+    """Return the valid schedule in a CSV or JSON file, told apart by name; raises as `load_schedule`."""
     return load_csv(path) if os.fspath(path).endswith(".csv") else load_schedule(path)
 
 

@@ -1,7 +1,6 @@
-"""JSON and YAML syntax: text to trees of objects, lists and scalars, and back.
+"""JSON and YAML text to trees of objects, lists and scalars, and back; `validation` checks what a tree holds.
 
-Whatever the text, reading it gives a tree or one `FormatError`: bad syntax, repeated keys, numbers that are not finite or do not
-fit 64 bits, and endless nesting are found here. What a tree must look like is checked by `validation`.
+Reading gives a tree or `FormatError`: bad syntax, repeated keys, infinite numbers or whole ones beyond 64 bits, endless nesting.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ _YAML_WORDS = {
 
 
 class _SyntaxError(ValueError):
-    """The problem and, if known, the place; the path of the file is added by the caller."""
-
     def __init__(self, problem: str, where: str = "") -> None:
         self.where = where
         super().__init__(problem)
@@ -43,11 +40,7 @@ class _SyntaxError(ValueError):
 
 
 def json_text(tree: object, *, indent: str = "") -> str:
-    """Return the tree as JSON, broken into lines only where a part is wider than a page; lists of scalars are never broken.
-
-    Raises:
-        ValueError: A number is infinite or NaN.
-    """
+    """Return the tree as JSON, lines broken only where too wide; raise `ValueError` if a number is infinite or NaN."""
     flat = _ENCODER.encode(tree)
     if len(indent) + len(flat) < _WIDTH or not _has_parts(tree):
         return flat
@@ -65,11 +58,7 @@ def _has_parts(tree: object) -> TypeGuard[dict[str, object] | list[object]]:
 
 
 def json_tree(text: str, *, path: str) -> object:
-    """Return the tree that JSON text describes.
-
-    Raises:
-        FormatError: The text is not JSON, repeats a key, or holds a number that is out of range.
-    """
+    """Return the tree in JSON text, or raise `FormatError`."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_float=_number, parse_int=_whole_number, parse_constant=_refuse_constant)
     except _SyntaxError as error:
@@ -115,7 +104,7 @@ def _refuse_constant(text: str) -> float:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that this module's reader would take for a number, and writes shared objects out each time."""
+    """Quotes text that this module's reader would take for a number, and repeats shared objects."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -126,19 +115,13 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{_NUMBE
 
 
 def yaml_text(tree: object) -> str:
-    """Return the tree as YAML, its innermost objects and lists on one line each."""
+    """Return the tree as YAML, innermost objects and lists on one line each."""
     text: str = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=_WIDTH)
     return text
 
 
 def yaml_tree(text: str, *, path: str) -> object:
-    """Return the tree that YAML text describes: one document without tags, anchors and the surprises of YAML 1.1.
-
-    `3e9` is a number; `no`, `1:30`, `0x10` and `2024-01-01` are text.
-
-    Raises:
-        FormatError: The text is none of that, repeats a key, or holds a number that is out of range.
-    """
+    """Return the tree in YAML text, or raise `FormatError`: one document without tags and anchors; `no`, `1:30`, `0x10` are text."""
     # Libyaml's events: a topology of 1,000 nodes loads in 0.3 s, by yaml.load in 1.2 s, by ruamel.yaml in 7 s. Neither of these
     # refuses aliases, and deep brackets exhaust the stack of yaml.load.
     try:
@@ -162,7 +145,6 @@ def yaml_tree(text: str, *, path: str) -> object:
 
 
 def _node(event: yaml.Event, events: Iterator[yaml.Event], depth: int) -> object:
-    """Return the tree that an event begins; take the events up to its end."""
     if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
         raise _SyntaxError("anchors and aliases (& and *) are not read; write the value out", _line(event))
     if getattr(event, "tag", None) is not None:

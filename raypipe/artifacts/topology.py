@@ -1,14 +1,6 @@
-r"""The machines and the network that a plan is made for: `raypipe.topology/1`.
+"""The machines and the network that a plan is made for: `raypipe.topology/1`. A path crosses one link, never several.
 
-    node a                              node b          A node's `link` is a switch: each ordered pair of its devices
-      gpu0 \                          / gpu2            has its own link. A link between two nodes is one wire each way,
-            switch ---- a -> b ---- switch              shared by all pairs of devices across it. `shared_links` are
-      gpu1 /       ---- b -> a ----   \ gpu3            further bottlenecks that the named transfers share.
-
-Between two devices the most specific link counts: device to device, device to node, node to device, node to node (inside a node: the
-node's own), and last the default link.
-
-Left out: a path crosses one link and its shared bottlenecks, with one latency; there is no routing over several links.
+The most specific link counts: device to device, device to node, node to device, node to node, default.
 """
 
 from __future__ import annotations
@@ -40,7 +32,6 @@ class Device:
     """One GPU, or one CPU slot.
 
     Attributes:
-        name: Unique name among the devices and nodes of the topology.
         kind: Kind of device, such as `cpu` or `h200`; a model profile may hold times for it.
         memory_bytes: Memory that a stage may use; None for no limit.
         speed: Speed relative to the device that the profile was measured on.
@@ -54,12 +45,7 @@ class Device:
 
 @record()
 class NodeLink:
-    """The link between any two devices of a node, or the default link.
-
-    Attributes:
-        bandwidth_bytes_per_s: Bytes per second each way; None for no limit.
-        latency_s: Seconds until the first byte arrives.
-    """
+    """The link between any two devices of a node, one for each ordered pair, or the default link; bandwidth None for no limit."""
 
     bandwidth_bytes_per_s: Bandwidth | None = None
     latency_s: NonNegativeFloat
@@ -74,7 +60,6 @@ class Link:
         target: Name of a node or device; `to` in files.
         bandwidth_bytes_per_s: Bytes per second each way, shared by all pairs of devices that the link serves; None for no limit.
         latency_s: Seconds until the first byte arrives.
-        one_way: Whether the link serves transfers from source to target only.
     """
 
     source: Annotated[str, Field(alias="from")]
@@ -99,10 +84,7 @@ class SharedLink:
     """A bottleneck whose bandwidth several transfers share, such as a PCIe root or an uplink.
 
     Attributes:
-        name: Unique name among shared links.
-        bandwidth_bytes_per_s: Bytes per second of all transfers together.
-        members: Pairs (from, to) of nodes or devices whose transfers pass through it. A node paired with itself stands for all
-            transfers inside it.
+        members: Pairs (from, to) of nodes or devices. A node paired with itself stands for all transfers inside it.
     """
 
     name: Name
@@ -115,11 +97,8 @@ class Node:
     """One machine.
 
     Attributes:
-        name: Unique name among the devices and nodes of the topology.
-        devices: Devices of the machine.
         link: Link between any two of its devices, one for each ordered pair; None for the default link.
-        cores: Cores that the CPU devices of the node share: if more devices compute at once, each is slowed in proportion. None if
-            every device has its own.
+        cores: Cores that its CPU devices share: more devices computing at once are slowed in proportion. None if each has its own.
     """
 
     name: Name
@@ -133,10 +112,8 @@ class Path:
     """The resources that a transfer from one device to another passes through.
 
     Attributes:
-        latency_s: Seconds until the first byte arrives.
         bandwidth_bytes_per_s: Bytes per second of the narrowest resource; infinite if nothing limits it.
         resources: Name and bytes per second of each limited resource: the directed link, called `FROM->TO`, and shared links.
-            Transfers whose paths name the same resource share it.
     """
 
     latency_s: float = 0.0
@@ -146,18 +123,7 @@ class Path:
 
 @record()
 class Overheads:
-    """The costs of a device beyond computation and transfer, as `raypipe calibrate` measures them.
-
-    Attributes:
-        forward_s: Seconds of F and R besides their computation.
-        backward_s: Seconds of B besides its computation.
-        input_grad_s: Seconds of I besides its computation.
-        weight_grad_s: Seconds of W besides its computation.
-        send_s: Seconds to hand over a message.
-        send_s_per_byte: Further seconds per byte to hand over a message.
-        recv_s: Seconds to take a message that has arrived.
-        recv_s_per_byte: Further seconds per byte to take a message.
-    """
+    """Seconds of a device beyond computation (by kind of Op) and transfer (per message or byte), as `raypipe calibrate` measures them."""
 
     forward_s: NonNegativeFloat = 0.0
     backward_s: NonNegativeFloat = 0.0
@@ -174,7 +140,6 @@ class ClusterTopology:
     """Nodes, their devices and the links between them.
 
     Attributes:
-        name: Name of the cluster.
         nodes: Machines, in the order in which their devices are counted.
         links: Links between nodes or devices.
         shared_links: Bottlenecks on top of the links.
@@ -214,15 +179,11 @@ class ClusterTopology:
         return len(self.devices)
 
     def device(self, name: str) -> Device:
-        """Return the device of a name.
-
-        Raises:
-            PlanError: No device has this name.
-        """
+        """Return a device by name, or raise `PlanError`."""
         return self._located(name)[0]
 
     def node_of(self, device: str) -> Node:
-        """Return the node of a device; raises as `device`."""
+        """Return the node of a device, or raise `PlanError`."""
         return self._located(device)[1]
 
     def only(self, devices: Collection[str]) -> ClusterTopology:
@@ -238,13 +199,7 @@ class ClusterTopology:
         )
 
     def path(self, source: str, target: str) -> Path:
-        """Return the path between two devices, given by name; an empty one where they are the same.
-
-        A path is computed when it is first asked for.
-
-        Raises:
-            PlanError: No device has this name, or no link joins the two.
-        """
+        """Return the path between two named devices, empty from a device to itself; raise `PlanError` if no link joins them."""
         one, other = self._known_as.get(source), self._known_as.get(target)
         key = (one[0], other[0]) if one and other and one[1] != other[1] else (source, target)
         path = self._paths.get(key)
@@ -254,16 +209,12 @@ class ClusterTopology:
 
     @cached_property
     def digest(self) -> str:
-        """Return sixteen hexadecimal digits that stand for the content."""
+        """Return sixteen hexadecimal digits for the content."""
         return codec.digest(self, format_name=FORMAT)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ClusterTopology:
-        """Return the topology that a YAML file holds.
-
-        Raises:
-            FormatError: The file cannot be read.
-        """
+        """Return the topology in a YAML file, or raise `FormatError`."""
         return codec.from_yaml(cls, read_text(path), path=os.fspath(path), format_name=FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -282,18 +233,7 @@ class ClusterTopology:
         memory_bytes: int | None = None,
         name: str = "uniform",
     ) -> ClusterTopology:
-        """Return equal devices `device0`, `device1` and so on, with equal links between the devices of a node and between nodes.
-
-        Args:
-            num_devices: Number of devices.
-            latency_s: Latency of every link.
-            bandwidth_bytes_per_s: Bandwidth of every link; infinite for no limit.
-            devices_per_node: Devices of each node but the last, which may have fewer; None for one node, whose ordered pairs each have a
-                link.
-            kind: Kind of every device.
-            memory_bytes: Memory of every device; None for no limit.
-            name: Name of the cluster.
-        """
+        """Return equal devices `device0`, `device1` and so on, with equal links inside and between nodes; None for one node."""
         link = NodeLink(latency_s=latency_s, bandwidth_bytes_per_s=None if bandwidth_bytes_per_s == math.inf else bandwidth_bytes_per_s)
         devices = tuple(Device(f"device{index}", kind, memory_bytes) for index in range(num_devices))
         size = devices_per_node or max(num_devices, 1)
@@ -344,7 +284,6 @@ class ClusterTopology:
 
     @cached_property
     def _locations(self) -> dict[str, tuple[Device, Node]]:
-        """Return the device and its node, by the name of the device."""
         return {device.name: (device, node) for node in self.nodes for device in node.devices}
 
     @cached_property
@@ -361,7 +300,7 @@ class ClusterTopology:
 
     @cached_property
     def _known_as(self) -> dict[str, tuple[str, str]]:
-        """Return by device the name that links to other nodes know it by, which is its own or its node's, and its node."""
+        """Return by device its name for links to other nodes (its own or its node's), and its node."""
         named = {name for link in self.links for name in (link.source, link.target)}
         named |= {name for shared in self.shared_links for member in shared.members for name in member}
         return {device: (device if device in named else node.name, node.name) for device, (_, node) in self._locations.items()}
@@ -393,7 +332,6 @@ class ClusterTopology:
         return Path(link.latency_s, min(limits.values()), resources)
 
     def _link(self, source: str, source_node: Node, target: str, target_node: Node) -> tuple[str, Link | NodeLink] | None:
-        """Return the most specific link between two devices and the name of its wire in this direction."""
         a, b = source_node.name, target_node.name
         for start, end in ((source, target), (source, b), (a, target), (a, b)):
             if link := self._links_by_pair.get((start, end)):

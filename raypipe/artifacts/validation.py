@@ -1,7 +1,4 @@
-"""Checks trees of objects, lists and scalars against dataclasses by pydantic, and says in one `FormatError` what is wrong.
-
-A field has one type, or that type and None: other unions are not explained.
-"""
+"""Checks trees against dataclasses by pydantic, with one `FormatError`; a field has one type, or that type and None."""
 
 from __future__ import annotations
 
@@ -40,16 +37,12 @@ _EXPECTED = {
 
 @functools.cache
 def adapter(cls: Any) -> TypeAdapter[Any]:
-    """Return pydantic's adapter of a dataclass."""
+    """Return pydantic's cached adapter of a dataclass."""
     return TypeAdapter(cls)
 
 
 def from_tree(cls: Any, tree: object, *, path: str) -> Any:
-    """Return the object that a tree describes.
-
-    Raises:
-        FormatError: The first problem and how many more there are.
-    """
+    """Return the object that a tree describes, or raise `FormatError`."""
     try:
         # By way of text: only for JSON does pydantic take strict types and yet a list for a tuple.
         return adapter(cls).validate_json(json.dumps(tree), strict=True, extra="forbid", by_alias=True, by_name=False)
@@ -60,7 +53,7 @@ def from_tree(cls: Any, tree: object, *, path: str) -> Any:
 
 
 def format_error(cls: type[Any], error: ValidationError, *, path: str, names: Sequence[str] = ()) -> FormatError:
-    """Return the error that names the first problem; unknown keys come first, because they often explain missing ones.
+    """Return the error for the first problem; unknown keys come first, because they often explain missing ones.
 
     Args:
         cls: Dataclass that was to be made.
@@ -79,7 +72,6 @@ def format_error(cls: type[Any], error: ValidationError, *, path: str, names: Se
 
 
 def _below(place: str, key: str | int) -> str:
-    """Return the place one key or index below a place: `layers`, `layers[3]`, `layers[3].forward_s`."""
     if isinstance(key, int):
         return f"{place}[{key}]"
     name = shorten(key) if re.fullmatch(r"[\w.\[\]-]+", key, re.ASCII) else shown(key)
@@ -110,7 +102,6 @@ def _explanation(cls: type[Any], detail: ErrorDetails, steps: tuple[str | int, .
 
 
 def _schemas_at(cls: Any, steps: tuple[str | int, ...]) -> list[dict[str, Any]]:
-    """Return the JSON schemas of the values that may stand at a place."""
     whole = adapter(cls).json_schema()
 
     def variants(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The versions of the software and the machine that a result depends on."""
+"""The versions of software and machine that a result depends on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of python, raypipe and its libraries, and the machine of the driver."""
+    """Return the versions of python, raypipe and its libraries, and the driver's machine."""
     known = {"python": platform.python_version(), "platform": platform.platform(), "cores": str(os.cpu_count())}
     for package in ("raypipe", "torch", "ray", "numpy", "pyarrow", "safetensors", "cupy-cuda12x", "cupy-cuda13x"):
         try:

@@ -1,1 +1,1 @@
-"""Text to token files (`prepare`) and token files to rows (`tokens`); numpy and pyarrow only, no torch."""
+"""Text to token files, token files to rows; numpy and pyarrow only."""

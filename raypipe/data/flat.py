@@ -1,10 +1,6 @@
-"""Flat copies of large splits of token files. Compressed Parquet cannot be mapped, and a copy in the memory of each actor is too much.
+"""Flat copies of large token splits in `~/.cache/raypipe/tokens`, mapped by all processes of a node (compressed Parquet cannot be).
 
-    tokens.parquet                                    documents in compressed row groups
-    ~/.cache/raypipe/tokens/HASH-HASH-train.tokens    its training split, one token after the other, as wide as in the file
-
-One process per node writes the copy while the others wait; all of them map it and share the system's page cache. The first hash is
-that of the token file's path, the second that of its content: copies of earlier content are removed.
+One process writes while the others wait. The name holds the hashes of path and content; copies of earlier content are removed.
 """
 
 from __future__ import annotations
@@ -72,7 +68,6 @@ def _is_whole(path: Path, num_bytes: int) -> bool:
 
 
 def _write(path: Path, part: Path, source: str, write: Callable[[BinaryIO], None]) -> None:
-    """Write a whole copy or none, and remove the copies of earlier content."""
     for other in path.parent.glob(f"{path.name.partition('-')[0]}-*-{path.stem.rpartition('-')[2]}.*"):
         if other.stem != path.stem:
             other.unlink(missing_ok=True)  # who has mapped it keeps it
@@ -90,7 +85,6 @@ def _write(path: Path, part: Path, source: str, write: Callable[[BinaryIO], None
 
 @contextmanager
 def _locked(lock: Path, part: Path, *, needless: Callable[[], bool]) -> Iterator[None]:
-    """Return a context that one process at a time enters, until it is needless; the lock ends with its process."""
     with lock.open("a") as file:
         size, since = -1, time.monotonic()
         while not needless():

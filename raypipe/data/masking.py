@@ -1,8 +1,7 @@
-"""The tokens that a masked language model predicts, and its input instead: a pure function of seed and sample number.
+"""The masked tokens that a model predicts (Devlin et al. 2019, arXiv 1810.04805, appendix A.1), by seed and sample number.
 
-Of a row of T tokens, round(0.15 T) are chosen, at least one; 80 % of them are replaced by the mask, 10 % by any token, and 10 % stay
-(Devlin et al. 2019, arXiv 1810.04805, appendix A.1). As in the authors' code the number is the same in every row, so that the mean
-loss of an update does not depend on how its rows are divided into microbatches. Each epoch masks a row anew.
+Of T tokens, round(0.15 T) are chosen, at least one: 80 % become the mask, 10 % any token, 10 % stay. Each row has as many, so that the
+mean loss does not depend on the division into microbatches. Each epoch masks a row anew.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 NO_TARGET = -100
-"""The target of a position that is not to be told: what torch's cross entropy leaves out."""
+"""Target where nothing is predicted: what torch's cross entropy leaves out."""
 
 _CHOSEN = 0.15
 _MASKED = 0.8
 _RANDOM = 0.1
 _STREAM = 15
-"""Tells these random numbers from those that shuffle, `raypipe.data.tokens.permutation`, under the same seed."""
+"""Tells these random numbers from those of `raypipe.data.tokens.permutation` under the same seed."""
 
 
 def num_masked(num_tokens: int) -> int:
@@ -28,15 +27,9 @@ def num_masked(num_tokens: int) -> int:
 def mask_rows(
     tokens_BT: npt.NDArray[np.int64], *, first: int, seed: int, vocabulary_size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the inputs and the targets of a model, both [B, T].
+    """Return the inputs and the targets of a model, both [B, T]; `first` is the sample number of the first row.
 
     The mask is the token `vocabulary_size`; where nothing is predicted, the target is `NO_TARGET`.
-
-    Args:
-        tokens_BT: Rows of tokens.
-        first: Number of the first row among all samples.
-        seed: Seed, zero or more.
-        vocabulary_size: Number of tokens without the mask.
     """
     num_rows, num_tokens = tokens_BT.shape
     # The raw output, as in `permutation`: numpy keeps this stream across its versions.

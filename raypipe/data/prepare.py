@@ -1,7 +1,6 @@
-"""Writes text as a token file (`raypipe.data.tokens`): one token per byte or those of a tokenizer, one row per document.
+"""Writes text as a token file (`raypipe.data.tokens`), one row per document.
 
-The same text gives the same file, byte for byte, under one version of pyarrow: documents are ordered by name, a document's split
-depends on its name alone, and the file holds neither dates nor the path of the folder.
+The same text gives the same bytes under one version of pyarrow: documents are sorted, and neither dates nor folder paths are kept.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from raypipe.errors import ConfigError, FormatError, InputError, suggestion
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".md", ".py", ".rst")
 _FILE_PIECE_BYTES = 4 * 1024
-"""Length of the documents that a single text file is cut into: short enough that a small file has some for validation."""
+"""Length of the documents cut from a single text file: short, so that a small file has some for validation."""
 _FOLDER_PIECE_BYTES = 1024 * 1024
-"""Length beyond which a file of a folder is cut, so that no document needs much memory or overflows a Parquet page."""
+"""Length beyond which a file of a folder is cut, to bound memory and Parquet pages."""
 _ROW_GROUP_BYTES = 16 * 1024 * 1024
 
 _STDLIB_LICENSE = "Python Software Foundation License Version 2, https://docs.python.org/3/license.html"
@@ -46,13 +45,11 @@ class PreparedData:
     """The summary of a token file that `prepare` wrote.
 
     Attributes:
-        path: Token file.
         source: Description of the text, such as "python-stdlib 3.11.7" or the name of the folder.
         license: License notice written beside the file.
         num_documents: Rows of the file.
         num_train_tokens: Tokens of the training split, separators included.
         num_validation_tokens: Tokens of the validation split, separators included.
-        file_bytes: Size of the file.
     """
 
     path: str
@@ -74,7 +71,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Source:
-    """All texts in the order of their names, and the length beyond which a text is cut into documents."""
+    """Sorted texts, and the length beyond which a text is cut into documents."""
 
     name: str
     license: str
@@ -90,17 +87,15 @@ def prepare(
     suffixes: Sequence[str] = SUFFIXES,
     tokenizer: Tokenizer | None = None,
 ) -> PreparedData:
-    """Write the text of a source as the token file `output` and return its summary.
+    """Write the text of a source as the token file `output`, whole or not at all, and return its summary.
 
-    Each document ends with one separator: byte 0 or that of the tokenizer. The hash of a document's name decides its split, so the split's
-    share of the tokens comes near `validation_fraction` only with many documents. A single file is cut at line ends into documents of
-    about 4 KiB, a file of a folder into documents of about 1 MiB, called `NAME#0`, `NAME#1`, and so on. Files without text are left out.
-    The file appears whole or not at all.
+    Each document ends with one separator. The hash of its name decides its split, so the split's share comes near `validation_fraction`
+    only with many documents. A single file is cut at line ends into documents of about 4 KiB, a file of a folder into ones of about
+    1 MiB, called `NAME#0`, `NAME#1`, and so on. Files without text are left out.
 
     Args:
-        source: "python-stdlib" (the sources and the reference topics of the running Python, without its tests), the path of a text
-            file with any suffix, or the path of a folder, which is read with all its folders; hidden files and folders, and links to
-            folders, are left out.
+        source: "python-stdlib" (sources and reference topics of the running Python, without tests), a text file with any suffix, or a
+            folder with all its folders; hidden ones and links to folders are left out.
         output: File to write; its folder is created if needed.
         validation_fraction: Share of documents for validation, at least 0 and less than 1.
         suffixes: Suffixes of the text files in a folder.
@@ -142,7 +137,6 @@ def prepare(
 
 
 def _write(path: Path, source: _Source, validation_fraction: float, tokenizer: Tokenizer) -> Counter[str]:
-    """Write the file and return its number of documents, and of tokens by split."""
     counts: Counter[str] = Counter()
     token_bytes = bytes_of_token(tokenizer.vocabulary_size)
     with pq.ParquetWriter(
@@ -179,7 +173,6 @@ def _write(path: Path, source: _Source, validation_fraction: float, tokenizer: T
 
 
 def _row_groups(source: _Source, validation_fraction: float, tokenizer: Tokenizer) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each row group, some 16 MiB of tokens."""
     group: list[dict[str, Any]] = []
     num_bytes = 0
     for name, tokens in _documents(source, tokenizer):
@@ -198,7 +191,6 @@ def _split(name: str, validation_fraction: float) -> Split:
 
 
 def _documents(source: _Source, tokenizer: Tokenizer) -> Iterator[tuple[str, bytes]]:
-    """Yield names and tokens of the documents, none of them empty."""
     for text in source.texts:
         try:
             with io.BytesIO(text.content) if isinstance(text.content, bytes) else text.content.open("rb") as stream:
@@ -268,8 +260,6 @@ def _stdlib_source() -> _Source:
 
 
 def _files(root: Path, suffixes: tuple[str, ...], *, skipped_folders: frozenset[str]) -> list[str]:
-    """Return the sorted names, below `root` and with `/` between folders, of the files with these suffixes."""
-
     def fail(error: OSError) -> None:
         raise FormatError(str(error.filename), "", f"the folder cannot be read ({error}); leave it out or let it be read") from error
 
@@ -282,7 +272,6 @@ def _files(root: Path, suffixes: tuple[str, ...], *, skipped_folders: frozenset[
 
 
 def _utf8_name(name: str) -> str:
-    """Return the name if UTF-8 can hold it."""
     try:
         name.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Tokenizers: one token per byte, or a tokenizer of the library `tokenizers`."""
+"""Tokenizers: one token per byte, or those of the library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypipe.data.tokens import bytes_of_token
 from raypipe.errors import ConfigError, FormatError, suggestion
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""How tokenizers call the token that ends a text."""
+"""Usual names of the token that ends a text."""
 
 
 class Tokenizer(Protocol):
@@ -32,11 +32,7 @@ class Tokenizer(Protocol):
         """Return the token that ends each document."""
 
     def encode(self, text: bytes) -> bytes:
-        """Return the tokens of a document and the separator, each in the bytes that the vocabulary needs, little-endian.
-
-        Raises:
-            ValueError: The bytes are not text.
-        """
+        """Return a document's tokens and separator in bytes, little-endian, or raise `ValueError` if it is not text."""
 
 
 class Bytes:
@@ -55,7 +51,7 @@ class Bytes:
 
 
 class FileTokenizer:
-    """A tokenizer in the file format of the library `tokenizers`, such as the `tokenizer.json` of a published model.
+    """A tokenizer in the file format of the library `tokenizers`, such as a published model's `tokenizer.json`.
 
     Args:
         path: File of the tokenizer.

@@ -1,18 +1,7 @@
-"""Reads token files and returns their rows in an order that is a pure function of seed and sample number.
+"""Reads token files (`raypipe.tokens/1`, Parquet): one row per document with `document`, `split` and `tokens` (little-endian).
 
-A token file (`raypipe.tokens/1`, Parquet) holds one row per document:
-
-    document  string   its name
-    split     string   "train" or "validation"
-    tokens    binary   `token_bytes` bytes per token, little-endian; the rows of a split, one after the other, are its token array
-
-The metadata of the file holds `format`, `tokenizer`, `vocabulary_size`, `token_bytes` (1, 2 or 4; 1 if absent), `separator` (the
-token that ends each document), `source`, `license`, `num_train_tokens` and `num_validation_tokens`. `raypipe data prepare` writes
-such files.
-
-    tokens     t0 t1 t2 t3 t4 t5 t6 t7 t8 t9 ...        sequence_length T = 4
-    sequence 0 t0 t1 t2 t3 t4                           T + 1 tokens: inputs are the first T, targets the last T
-    sequence 1             t4 t5 t6 t7 t8
+Metadata: `format`, `tokenizer`, `vocabulary_size`, `token_bytes` (1, 2 or 4; 1 if absent), `separator`, `source`, `license`,
+`num_train_tokens`, `num_validation_tokens`. Sequences of T + 1 tokens overlap by one: inputs are the first T, targets the last T.
 """
 
 from __future__ import annotations
@@ -43,7 +32,6 @@ SCHEMA = pa.schema([
 ])
 
 _TYPES: Mapping[int, npt.DTypeLike] = {1: "<u1", 2: "<u2", 4: "<u4"}
-"""Of tokens, by their bytes."""
 
 _MAPPED_BYTES = 2**28
 """Splits of as many are mapped, not held in memory."""
@@ -53,11 +41,7 @@ _REMEDY = "make a token file with `raypipe data prepare python-stdlib -o tokens.
 
 
 def bytes_of_token(vocabulary_size: int) -> int:
-    """Return the fewest bytes that hold each token of a vocabulary.
-
-    Raises:
-        ConfigError: The vocabulary has more than 2**32 tokens.
-    """
+    """Return the fewest bytes that hold each token; raise `ConfigError` for more than 2**32 tokens."""
     for num_bytes in _TYPES:
         if vocabulary_size <= 256**num_bytes:
             return num_bytes
@@ -72,30 +56,22 @@ class Split(StrEnum):
 
     @property
     def count_key(self) -> str:
-        """Return the key of the metadata that states the number of tokens of the split."""
+        """Return the metadata's key for the split's number of tokens."""
         return f"num_{self.value}_tokens"
 
 
 class TokenDataset:
     """The tokens of one split of a token file, as an endless stream of sequences of `sequence_length` + 1 tokens.
 
-    The training split is shuffled anew in each epoch; the validation split is read in order, again and again. Sequences cross document
-    ends, and the tokens after the last whole sequence are left out.
-
-    A split of less than 256 MiB is held in memory, as wide as in the file. A larger one is mapped from a flat copy in
-    `~/.cache/raypipe/tokens` (`raypipe.data.flat`), or held in memory where that cannot be written. Loading takes one row group (16 MiB of
-    tokens as `raypipe data prepare` writes them) more, a shuffled epoch 8 bytes per sequence and twice that while it is drawn.
+    The training split is shuffled anew in each epoch; the validation split is read in order. Sequences cross document ends; tokens after
+    the last whole sequence are left out. A split of 256 MiB or more is mapped (`raypipe.data.flat`) if possible, else held in memory.
+    Loading takes one row group more, a shuffled epoch 8 bytes per sequence and twice that while it is drawn.
 
     Args:
         path: Token file.
         sequence_length: Tokens that a model reads at once, T.
         seed: Seed of the shuffling, zero or more; unused by the validation split.
         split: "train" or "validation".
-
-    Attributes:
-        num_tokens: Tokens of the split.
-        num_sequences: Sequences of one epoch.
-        vocabulary_size: Number of tokens; every token is less.
 
     Raises:
         FormatError: The file is missing, is no token file, contradicts itself or is too short for one sequence.
@@ -126,10 +102,9 @@ class TokenDataset:
             )
 
     def rows(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the samples `first` to `first + count - 1` of the stream, one per row: [count, sequence_length + 1].
+        """Return the samples from `first` on, one per row: [count, sequence_length + 1].
 
-        Sample k belongs to epoch e = k // num_sequences and is the sequence `permutation(seed, e, num_sequences)[k % num_sequences]`,
-        for the validation split the sequence k % num_sequences.
+        Sample k is sequence `permutation(seed, k // num_sequences, num_sequences)[k % num_sequences]`; for validation, k % num_sequences.
         """
         epochs, places = np.divmod(np.arange(first, first + count), self.num_sequences)
         if self.split is Split.VALIDATION:
@@ -147,8 +122,7 @@ class TokenDataset:
 def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
     """Return the order of the `size` sequences in an epoch, read-only because calls share it.
 
-    It sorts the raw output of PCG64, whose stream numpy keeps across its versions. Numpy makes no such promise for
-    `Generator.permutation` (NEP 19), and a run that resumes after an upgrade must see the same data.
+    It sorts PCG64's raw output, which numpy keeps across versions, unlike `Generator.permutation` (NEP 19): resumed runs see the same data.
     """
     order = np.argsort(np.random.PCG64([seed, epoch]).random_raw(size), kind="stable").astype(np.int64, copy=False)
     order.flags.writeable = False
@@ -156,21 +130,12 @@ def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
 
 
 class _Header(NamedTuple):
-    """The metadata of a token file.
-
-    Attributes:
-        vocabulary_size: Number of tokens.
-        num_tokens: Tokens of the split.
-        token_bytes: Bytes per token.
-    """
-
     vocabulary_size: int
     num_tokens: int
     token_bytes: int
 
 
 def _load(path: str, split: Split) -> tuple[npt.NDArray[Any], int]:
-    """Return the tokens of the split and the vocabulary size."""
     try:
         with pa.memory_map(path) as mapped, pq.ParquetFile(mapped) as file:
             header = _check_header(path, file, split)
@@ -208,7 +173,6 @@ def _mapped(path: str, file: pq.ParquetFile, split: Split, header: _Header) -> n
 
 
 def _checked_parts(path: str, file: pq.ParquetFile, split: Split, header: _Header) -> Iterator[npt.NDArray[Any]]:
-    """Yield the tokens of a split, at most as many as the file states; check at the end that none are missing."""
     found = largest = 0
     for part in _parts(path, file, split, header.token_bytes):
         largest = max(largest, int(part.max(initial=0)))
@@ -251,7 +215,6 @@ def _count(path: str, metadata: Mapping[bytes, bytes], key: str, *, maximum: int
 
 
 def _parts(path: str, file: pq.ParquetFile, split: Split, token_bytes: int) -> Iterator[npt.NDArray[Any]]:
-    """Yield the tokens of the split in the order of the file, as views of Arrow's memory."""
     for group in range(file.num_row_groups):
         table = file.read_row_group(group, columns=["split", "tokens"])
         for chunk in table.filter(pc.equal(table["split"], split.value))["tokens"].chunks:
@@ -264,7 +227,7 @@ def _parts(path: str, file: pq.ParquetFile, split: Split, token_bytes: int) -> I
 
 
 def _bytes_of(chunk: Any, unit: int) -> tuple[npt.NDArray[np.uint8], bool]:
-    """Return the contiguous bytes of all values of a pyarrow binary array, and whether each value has whole units."""
+    """Return all bytes of a pyarrow binary array, and whether each value has whole units."""
     _, offsets_buffer, data_buffer = chunk.buffers()
     if not len(chunk) or data_buffer is None:
         return np.empty(0, dtype=np.uint8), True

@@ -1,1 +1,1 @@
-"""Models that come with raypipe: functions that return a `raypipe.model.Model`. The modules load torch."""
+"""Models that come with raypipe; the modules load torch."""

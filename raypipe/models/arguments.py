@@ -10,11 +10,7 @@ _FLOAT_TYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": 
 
 
 def float_type(name: str) -> torch.dtype:
-    """Return the torch type of "float32", "float64" or "bfloat16".
-
-    Raises:
-        UnknownNameError: The name is none of these.
-    """
+    """Return the torch type of "float32", "float64" or "bfloat16"; raise `UnknownNameError` for another name."""
     if name not in _FLOAT_TYPES:
         raise UnknownNameError("dtype", name, _FLOAT_TYPES)
     return _FLOAT_TYPES[name]

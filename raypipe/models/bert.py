@@ -1,11 +1,7 @@
-"""A BERT-like masked language model, cut at its blocks: an embedding, `num_layers` blocks and a head.
+"""A BERT-like masked language model, cut at its blocks (Devlin et al. 2019, arXiv 1810.04805).
 
-    tokens_BT -> embedding -> block-0 -> ... -> block-{L-1} -> head -> logits_BTV
-
-Letters of tensor names: B rows, T positions, D d_model, V vocabulary.
-
-Devlin et al. 2019, "BERT: Pre-training of Deep Bidirectional Transformers", arXiv 1810.04805. Unlike there, LayerNorms stand before
-attention and network, as in Megatron's BERT; there are no segments and no next-sentence loss; and the head has its own weights.
+Unlike there, LayerNorms come first, as in Megatron's BERT; no segments, no next-sentence loss; the head has its own weights. Letters of
+tensor names: B rows, T positions, D d_model, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,24 +32,10 @@ def bert(
     dropout: float = 0.0,
     dtype: str = "float32",
 ) -> Model:
-    """Return the model: layers `embedding`, `block-0` ... and `head`, and the mean cross entropy of the masked tokens.
+    """Return layers `embedding`, `block-0` ... and `head`, and the mean cross entropy of the masked tokens.
 
-    Batch fields, as `raypipe.actors.execution.batches.MaskedTokenSource` gives them: `tokens` and `targets`, both int64 [B, T]
-    with T at most `sequence_length`. Tokens are at most `vocabulary_size`, which is the mask. Hidden states between layers are
-    [B, T, d_model]; the last layer returns logits [B, T, vocabulary_size].
-
-    Args:
-        num_layers: Number of blocks.
-        d_model: Width of the hidden states.
-        num_heads: Attention heads per block; divides `d_model`.
-        sequence_length: Number of learned positions.
-        vocabulary_size: Number of tokens without the mask.
-        dropout: Share of the values that training drops after the embedding, in the attention and before each residual sum.
-        dtype: "float32", "float64" or "bfloat16".
-
-    Raises:
-        ConfigError: A size is out of range, or `num_heads` does not divide `d_model`.
-        UnknownNameError: There is no such `dtype`.
+    Batch fields (`MaskedTokenSource`): `tokens` and `targets`, int64 [B, T], T at most `sequence_length`; the mask is the token
+    `vocabulary_size`. Layers pass on [B, T, d_model]; the last returns logits [B, T, vocabulary_size]. Arguments and errors as `gpt`.
     """
     check_positive(vocabulary_size=vocabulary_size)
     body = embedding_and_blocks(
@@ -74,10 +56,7 @@ def bert(
 
 
 def masked_cross_entropy(logits_BTV: Tensor, batch: Batch) -> Tensor:
-    """Return the mean cross entropy over the positions that have a target in `targets` [B, T], in nats, in float32 at least.
-
-    This is the mean over the rows if each row has as many targets, as in `raypipe.data.masking`.
-    """
+    """Return the mean cross entropy in nats over positions with a target in `targets` [B, T], in float32 at least."""
     logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
     return functional.cross_entropy(logits_BTV.flatten(0, -2), batch["targets"].flatten(), ignore_index=NO_TARGET)
 

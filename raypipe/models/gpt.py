@@ -1,11 +1,6 @@
-"""A GPT-2-like language model, cut at its blocks: an embedding, `num_layers` blocks and a head.
-
-    tokens_BT -> embedding -> block-0 -> ... -> block-{L-1} -> head -> logits_BTV
+"""A GPT-2-like language model, cut at its blocks (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
 
 Letters of tensor names: B rows, T positions, D d_model, N heads, H d_model / heads, V vocabulary.
-
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". With `tie_embeddings`, as there, the head's logits have the
-weights of the token embedding, on whatever stages the two layers are.
 """
 
 from __future__ import annotations
@@ -39,10 +34,10 @@ def gpt(
     dtype: str = "float32",
     tie_embeddings: bool = False,
 ) -> Model:
-    """Return the model: layers `embedding`, `block-0` ... and `head`, and the mean cross entropy; 3.3 million parameters by default.
+    """Return layers `embedding`, `block-0` ... and `head`, and the mean cross entropy; 3.3 million parameters by default.
 
-    Batch fields: `tokens` and `targets`, both int64 [B, T] with T at most `sequence_length`. Hidden states between layers are
-    [B, T, d_model]; the last layer returns logits [B, T, vocabulary_size].
+    Batch fields: `tokens` and `targets`, int64 [B, T], T at most `sequence_length`. Layers pass on [B, T, d_model]; the last returns
+    logits [B, T, vocabulary_size].
 
     Args:
         num_layers: Number of blocks.
@@ -86,7 +81,7 @@ def embedding_and_blocks(
     dtype: torch.dtype,
     causal: bool = True,
 ) -> tuple[Layer, ...]:
-    """Return the layers before a head; arguments and errors are those of `gpt`. Without `causal`, a position sees later ones."""
+    """Return the layers before a head; arguments and errors as `gpt`. Without `causal`, a position sees later ones."""
     check_positive(
         num_layers=num_layers, d_model=d_model, num_heads=num_heads, sequence_length=sequence_length, vocabulary_size=vocabulary_size
     )
@@ -114,17 +109,13 @@ def embedding_and_blocks(
 
 
 def cross_entropy(logits_BTV: Tensor, batch: Batch) -> Tensor:
-    """Return the mean cross entropy of the logits against `targets` [B, T], in nats per token, in float32 at least."""
+    """Return the mean cross entropy against `targets` [B, T], in nats per token, in float32 at least."""
     logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
     return functional.cross_entropy(logits_BTV.flatten(0, -2), batch["targets"].flatten())
 
 
 class Embedding(nn.Module):
-    """Token plus position embedding: int64 [B, T] to [B, T, D].
-
-    Raises:
-        ConfigError: In `forward`, T is more than `sequence_length`.
-    """
+    """Token plus position embedding: int64 [B, T] to [B, T, D]; raises `ConfigError` if T exceeds `sequence_length`."""
 
     def __init__(self, *, vocabulary_size: int, sequence_length: int, d_model: int, dropout: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -147,7 +138,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, causal or not, and a GELU network, each after a LayerNorm and added to its input: [B, T, D] to [B, T, D]."""
+    """Self-attention and a GELU network, each after a LayerNorm and added to its input: [B, T, D] to [B, T, D]."""
 
     def __init__(
         self, *, d_model: int, num_heads: int, dropout: float, residual_std: float, dtype: torch.dtype, causal: bool = True

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def mlp(*, num_layers: int = 4, width: int = 16, dtype: str = "float32") -> Model:
     """Return layers `layer-0`, `layer-1`, ..., each a Linear and, but for the last, tanh; the loss is the mean squared error.
 
-    Batch fields: `inputs` and `targets`, both [B, width] of `dtype` ("float32", "float64" or "bfloat16"). The gradients of tanh are
-    smooth, so that they can be compared closely, and none vanishes by chance.
+    Batch fields: `inputs` and `targets`, [B, width]. Tanh's gradients are smooth and none vanishes by chance, so they compare closely.
 
     Raises:
         ConfigError: A size is less than 1.
@@ -49,7 +48,7 @@ def mean_squared_error(output: Tensor, batch: Batch) -> Tensor:
 
 
 class Dense(nn.Module):
-    """A Linear layer, then tanh if asked for: [B, in_width] to [B, out_width]; several inputs are concatenated first."""
+    """A Linear layer, then tanh if asked for: [B, in_width] to [B, out_width]; several inputs are concatenated."""
 
     def __init__(self, *, in_width: int, out_width: int, tanh: bool, dtype: torch.dtype) -> None:
         super().__init__()

@@ -2,9 +2,8 @@
 
     entry-0 -> stage-0 -> port-0-1 -> stage-1 -> port-1-2 -> stage-2 -> loss
 
-A stage is a layer that waits and turns its inputs into one number per row. A port turns these numbers into the tensor that crosses
-one edge of the stage graph: [rows, width] of float32 zeros. Nothing that grows with the bytes is computed: ports and input gradients
-return the same memory again and again, and only the transport copies.
+A stage waits and returns one number per row; a port turns these into the tensor of one edge: [rows, width] of float32 zeros, always
+the same memory, so that only the transport copies.
 """
 
 from __future__ import annotations
@@ -25,18 +24,15 @@ if TYPE_CHECKING:
     from raypipe.model import Batch
 
 NUMBER_BYTES = 4
-"""Of float32, of which all tensors are."""
+"""All tensors are float32."""
 
 
 @dataclass(frozen=True)
 class StageWaits:
-    """The waits of one stage on one device for a whole microbatch, and the size of its weights.
+    """The seconds that one stage on one device waits for a whole microbatch, and its numbers of parameters.
 
     Attributes:
-        forward_s: Seconds of F.
         input_grad_s: Seconds of I; B takes these and those of W.
-        weight_grad_s: Seconds of W.
-        update_s: Seconds of U.
         num_parameters: Number of parameters whose gradients are summed over replicas.
         num_tied: Number of these parameters shared with other stages; the same on all stages of a tie and on all devices.
     """
@@ -83,7 +79,7 @@ def rehearsing(
 
 
 def layers_per_stage(num_stages: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the number of layers of each stage in `rehearsing`: its own, an entry where nothing feeds it, and one port per edge."""
+    """Return the number of layers of each stage: itself, an entry where nothing feeds it, one port per edge."""
     return [
         1 + (not any(target == stage for _, target in edges)) + sum(source == stage for source, _ in edges) for stage in range(num_stages)
     ]
@@ -94,7 +90,7 @@ def _mean(output: Tensor, _: Batch) -> Tensor:
 
 
 class _Wait(torch.autograd.Function):
-    """A function from tensors to one; its backward waits, then returns zeros in existing memory for each of them."""
+    """A function from tensors to one; its backward waits, then returns zeros in existing memory."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, wait_s: float, output: Tensor, zeros: Callable[[int], Tensor], *inputs: Tensor) -> Tensor:
@@ -125,7 +121,7 @@ class _Widen(torch.autograd.Function):
 
 
 class Entry(nn.Module):
-    """Adds a weight to the rows, [rows, 1], so that the stage behind it has an input gradient to wait for."""
+    """Adds a weight to the rows, [rows, 1], so that the next stage has an input gradient to wait for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,10 +146,10 @@ class Port(nn.Module):
 
 
 class WaitingStage(nn.Module):
-    """Waits in its forward, its input gradient and its weight gradient, in proportion to the rows; returns [rows, 1].
+    """Waits in forward, input gradient and weight gradient, in proportion to the rows; returns [rows, 1].
 
-    The wait of the input gradient is in the autograd branch of the inputs, the other in that of the weight, so that I and W each run
-    one. `ballast` and `tied` are the other weights: nothing reads them, but replicas and stages of a tie sum their zero gradients.
+    The waits are in the autograd branches of inputs and weight, so that I and W each run one. Nothing reads `ballast` and `tied`, but
+    replicas and stages of a tie sum their zero gradients.
     """
 
     def __init__(self, waits: StageWaits, *, num_rows: int) -> None:
@@ -167,7 +163,7 @@ class WaitingStage(nn.Module):
         self._zeros: dict[tuple[int, ...], Tensor] = {}
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Return zeros, [rows, 1], that depend on the weight and on all inputs."""
+        """Return zeros, [rows, 1], that depend on the weight and all inputs."""
         waits, rows = self.waits, inputs[0].shape[0]
         part = rows / self.num_rows
         if waits.forward_s:
@@ -190,13 +186,7 @@ class WaitingStage(nn.Module):
 
 
 class WaitingOptimizer(torch.optim.Optimizer):
-    """Waits instead of stepping.
-
-    Args:
-        wait_s: Seconds by stage.
-        stage: Stage of the weights.
-        weights: Weights, which stay as they are.
-    """
+    """Waits instead of stepping, by the seconds of its stage."""
 
     def __init__(self, wait_s: Mapping[int, float], stage: int, weights: list[nn.Parameter]) -> None:
         super().__init__(weights, {"lr": 0.0})

@@ -1,9 +1,4 @@
-"""A small model of two branches that meet at its end, for tests of branch-aware planning and schedules.
-
-left  -> left-0  -> left-1  -> left-2  -+
-                                        +-> joint
-right -> right-0 -> right-1 -> right-2 -+
-"""
+"""A small model of two branches that meet at its end, for tests of branch-aware planning."""
 
 from __future__ import annotations
 
@@ -15,9 +10,9 @@ from raypipe.models.mlp import Dense, mean_squared_error
 
 
 def two_towers(*, num_left_layers: int = 3, num_right_layers: int = 3, width: int = 16, dtype: str = "float32") -> Model:
-    """Return layers `left-0` ..., `right-0` ... (each a Linear and tanh) and `joint` (a Linear over both towers); mean squared error.
+    """Return layers `left-0` ..., `right-0` ... (Linear and tanh) and `joint` (a Linear over both towers); mean squared error.
 
-    Batch fields: `left`, `right` and `targets`, all [B, width] of `dtype` ("float32", "float64" or "bfloat16").
+    Batch fields: `left`, `right` and `targets`, all [B, width].
 
     Raises:
         ConfigError: A size is less than 1.
@@ -32,6 +27,5 @@ def two_towers(*, num_left_layers: int = 3, num_right_layers: int = 3, width: in
 
 
 def _tower(name: str, num_layers: int, build: partial[Dense]) -> tuple[Layer, ...]:
-    """Return a chain of layers; the first takes the batch field named after the tower."""
     first = Layer(f"{name}-0", build, inputs=(), batch=(name,))
     return (first, *(Layer(f"{name}-{index}", build) for index in range(1, num_layers)))

@@ -1,4 +1,4 @@
-"""A chain of layers that wait instead of computing. It shows the costs of a run besides computation, and few cores serve many stages."""
+"""Layers that wait instead of computing: they show the costs besides computation, and few cores serve many stages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 _PR_SET_TIMERSLACK = 29
-"""Of prctl(2)."""
 _exact = threading.local()
-"""Whether this thread's sleeps are."""
 
 
 def waiting(
@@ -36,9 +34,8 @@ def waiting(
 ) -> Model:
     """Return layers `entry`, `wait-0`, `wait-1`, ... that pass on [B, width] of float32; the loss is the mean of the output.
 
-    Batch field: `inputs`, [B, width]. The entry adds a weight and does not wait, so that the first waiting layer has an input gradient.
-    The gradient of each weight is the mean's: 1 / width. The seconds are those of `num_rows` rows, and in proportion for other numbers;
-    with 0 rows, they hold for any number.
+    Batch field: `inputs`, [B, width]. The entry does not wait: its weight gives the first waiting layer an input gradient. The seconds
+    hold for `num_rows` rows, in proportion for others; with 0, for any number.
 
     Raises:
         ConfigError: A size is less than 1.
@@ -56,7 +53,7 @@ def mean(output: Tensor, _: Batch) -> Tensor:
 
 
 def sleep(seconds: float) -> None:
-    """Sleep without the 50 us by which Linux delays the wake-up of most threads."""
+    """Sleep without the 50 us by which Linux delays most wake-ups."""
     if not getattr(_exact, "is_set", False):
         _exact.is_set = True
         if prctl := getattr(ctypes.CDLL(None), "prctl", None):
@@ -65,8 +62,6 @@ def sleep(seconds: float) -> None:
 
 
 class _WaitInBackward(torch.autograd.Function):
-    """The identity with a wait in its backward."""
-
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, wait_s: float) -> Tensor:
         ctx.wait_s = wait_s  # type: ignore[attr-defined]
@@ -91,7 +86,7 @@ class Entry(nn.Module):
 
 
 class Waiting(nn.Module):
-    """Adds a weight to the rows, [B, width], and waits in its forward, its input gradient and its weight gradient.
+    """Adds a weight to the rows, [B, width], and waits in forward, input gradient and weight gradient.
 
     The wait of the input gradient is in the autograd branch of the input, that of the weight gradient in a hook of the weight.
     """
@@ -100,7 +95,7 @@ class Waiting(nn.Module):
         super().__init__()
         self.num_rows = num_rows
         self.share = 1.0
-        """Of the rows for which the seconds hold, those of the last forward."""
+        """Rows of the last forward over `num_rows`."""
         self.forward_s = forward_s
         self.input_grad_s = input_grad_s
         self.weight_grad_s = weight_grad_s

@@ -1,1 +1,1 @@
-"""Mathematics of a network's measurements: rounds, fits, shared links, clocks and running estimates; no ray, no torch."""
+"""Mathematics of a network's measurements; no ray, no torch."""

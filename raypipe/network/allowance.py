@@ -22,38 +22,33 @@ _LEAST_STREAM_S = 0.02
 _LEAST_ONE_TO_ALL_S = 0.01
 """Least length of a stream in a one-to-all round; shorter rounds are repeated."""
 _PAIRED_LOOKS, _ONE_TO_ALL_LOOKS = 1.25, 3.0
-"""Expected measurements per round: three where all that leaves a node has the node's limit."""
+"""Expected measurements per round."""
 _PARTS_OF_S = 10
 """Steps per second in which a larger budget is asked for."""
 _USED = 0.8
-"""Share of the seconds that is planned; the rest is for delays and for repeated measurements at the end."""
+"""Planned share of the seconds; the rest is for delays and repeated measurements."""
 _PING_SHARE, _STREAM_SHARE = 0.6, 0.25
 """Shares of the bytes; the rest is for closer looks."""
 
 
 _SEARCHED = 0.9
-"""Share of seconds and bytes for the search for shared links; with the rest, pairs that shared one are measured again."""
+"""Share of the budget for the search for shared links; then pairs that shared one are measured again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The seconds and bytes that a probe may use.
-
-    Attributes:
-        seconds: Seconds for measurements, once the actors are up.
-        num_bytes: Bytes through all links together.
-    """
+    """The seconds and bytes, through all links together, that a probe may use once the actors are up."""
 
     seconds: float = 60.0
     num_bytes: int = 16 << 30
 
     @property
     def for_search(self) -> Budget:
-        """Return the part of the budget until the end of the search for shared links."""
+        """Return the budget until the search for shared links ends."""
         return Budget(seconds=_SEARCHED * self.seconds, num_bytes=int(_SEARCHED * self.num_bytes))
 
     def allows(self, seconds: float, num_bytes: int) -> bool:
-        """Return whether a measurement may start at this time, given the bytes that will have been sent with it."""
+        """Return whether a measurement may start at this time and end with so many bytes sent."""
         return seconds <= self.seconds and num_bytes <= self.num_bytes
 
 
@@ -63,10 +58,7 @@ class Allowance:
 
     Attributes:
         ping_s: Seconds for latency and bandwidth of a directed pair.
-        ping_bytes: Bytes for latency and bandwidth of a directed pair.
         stream_s: Seconds for the rate of a pair that runs together with others.
-        stream_bytes: Bytes for such a rate.
-        rounds: Numbers of rounds between nodes.
         looks: Number of times that each pair of nodes is measured, at different moments.
         looks_for_sharing: Whether the budget suffices to look for shared links.
     """
@@ -81,19 +73,15 @@ class Allowance:
 
     @property
     def num_rounds(self) -> int:
-        """Return the number of rounds between nodes, without those for closer looks."""
+        """Return the number of rounds between nodes, without closer looks."""
         rounds = self.rounds
         return self.looks * rounds.tournament + (rounds.paired + rounds.one_to_all if self.looks_for_sharing else 0)
 
     def streams_s(self, pairs: Round, bandwidths: Rates) -> dict[Pair, float]:
         """Return for each pair of a round how long its stream lasts alone, so that the round lasts `stream_s`.
 
-        A node is expected to carry the rate of its fastest pair, so pairs that leave or enter it together each take longer than alone.
-        If they do not, the round is shorter, but no stream lasts less than a pause of the machine might.
-
-        Args:
-            pairs: Pairs that are measured at the same time.
-            bandwidths: Bytes per second of all measured pairs alone.
+        A node should carry the rate of its fastest pair, so pairs that leave or enter it together take longer than alone. If not, the
+        round is shorter, but no stream lasts less than a pause of the machine might. `bandwidths` are those of pairs alone.
         """
         leaving, entering = fastest_of_nodes(bandwidths)
         leaves: defaultdict[int, float] = defaultdict(float)

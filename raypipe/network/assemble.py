@@ -12,9 +12,9 @@ from raypipe.network.rounds import Pair
 from raypipe.network.sharing import Shared
 
 _ALIKE = 0.05
-"""Relative difference below which two directions, or a class of unmeasured links and the default link, are written as one."""
+"""Relative difference below which two figures are written as one."""
 _LIMITS = 0.95
-"""A shared link with more than this share of its members' summed bandwidth limits nobody and is left out."""
+"""A shared link with more than this share of its members' summed bandwidth is left out."""
 
 
 def assemble(
@@ -26,18 +26,10 @@ def assemble(
     classes: Sequence[Hashable] = (),
     overheads: Overheads | None = None,
 ) -> ClusterTopology:
-    """Return the topology of nodes whose links were measured.
+    """Return the topology of nodes whose links were measured; `fits` and `shared` name nodes by number.
 
-    A pair that was not measured gets the median of the measured links between its two classes of nodes: as the default link if that is
-    the most common figure, else as a link of its own.
-
-    Args:
-        name: Name of the cluster.
-        nodes: Nodes in order.
-        fits: Fits of directed pairs of nodes, by number.
-        shared: Bottlenecks.
-        classes: Class of each node; needed if pairs are missing.
-        overheads: Overheads of all devices, if they are known.
+    A pair that was not measured gets the median of the links between its two classes of nodes, as the default link or as one of its
+    own. Without missing pairs, `classes` may be empty.
 
     Raises:
         RunError: No link between two nodes was measured.
@@ -78,7 +70,6 @@ def _alike(a: float, b: float) -> bool:
 
 
 def _links(nodes: Sequence[Node], figures: Mapping[Pair, tuple[float, float]]) -> list[Link]:
-    """Return one link for both directions where they are alike, else one for each."""
     links: list[Link] = []
     for (a, b), figure in sorted(figures.items()):
         back = figures.get((b, a))
@@ -109,7 +100,6 @@ def _shared_links(nodes: Sequence[Node], shared: Sequence[Shared], figures: Mapp
 
 
 def _name(nodes: Sequence[Node], shared: Shared, *, number: int) -> str:
-    """Return a name that says what a bottleneck is, as far as its members show."""
     sources, targets = {a for a, _ in shared.members}, {b for _, b in shared.members}
     if len(shared.members) == len(nodes) - 1:
         if len(sources) == 1:

@@ -1,13 +1,6 @@
-"""Estimates the offsets of nodes' clocks from messages that go there and back.
+"""Offsets of nodes' clocks, as in NTP (Mills, RFC 5905, sections 8 and 10): the exchange with the least delay counts.
 
-    asking node     t0 ----.           .---> t3
-                            `--> t1   /                 offset = ((t1 - t0) + (t2 - t3)) / 2
-    answering node          t1 ... t2                   delay  = (t3 - t0) - (t2 - t1)
-
-As in NTP (Mills, RFC 5905, sections 8 and 10), the exchange with the least delay counts, because delays affect one direction more than
-the other. The error of the offset is at most half of that delay.
-
-Clocks are not corrected. Two offsets, taken some time apart, give the drift with which a trace is corrected.
+Delays affect one direction more than the other; the error is at most half of the delay. Two offsets give the drift.
 """
 
 from __future__ import annotations
@@ -21,14 +14,7 @@ from raypipe.errors import RunError
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question and its answer: four readings, in seconds, of two clocks.
-
-    Attributes:
-        asked_s: Time when the question left, by the asking node's clock.
-        heard_s: Time when it arrived, by the answering node's clock.
-        answered_s: Time when the answer left, by the answering node's clock.
-        returned_s: Time when it arrived, by the asking node's clock.
-    """
+    """A question and its answer: readings in seconds of the asking, twice the answering, and the asking node's clock."""
 
     asked_s: float
     heard_s: float
@@ -48,10 +34,9 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """The offset of a clock from the reference.
+    """The offset of a clock from the reference, subtracted from its readings.
 
     Attributes:
-        offset_s: Seconds to subtract from the clock's readings to get those of the reference.
         residual_s: Largest error of the offset.
         at_s: Time of the measurement, by the reference's clock.
         drift: Growth of the offset in seconds per second; `None` if measured once only, or within the residuals.
@@ -69,15 +54,10 @@ class ClockOffset:
 
 
 SAME_CLOCK = ClockOffset(0.0, 0.0, 0.0)
-"""Of the reference itself."""
 
 
 def offset(exchanges: Iterable[Exchange]) -> ClockOffset:
-    """Return the offset of the answering node's clock from the asking node's, by the exchange with the least delay.
-
-    Raises:
-        RunError: There are no exchanges.
-    """
+    """Return the offset of the answering node's clock, by the exchange with the least delay; raise `RunError` without exchanges."""
     best = min(exchanges, key=lambda exchange: exchange.delay_s, default=None)
     if best is None:
         raise RunError("no exchange of clock readings came back; see that the nodes reach each other")
@@ -85,7 +65,7 @@ def offset(exchanges: Iterable[Exchange]) -> ClockOffset:
 
 
 def with_drift(earlier: ClockOffset, later: ClockOffset) -> ClockOffset:
-    """Return the better of two offsets of the same clock, with the drift between them if it exceeds their residuals."""
+    """Return the better of two offsets of a clock, with the drift between them if it exceeds their residuals."""
     best = min(earlier, later, key=lambda seen: seen.residual_s)
     grown_s, passed_s = later.offset_s - earlier.offset_s, later.at_s - earlier.at_s
     if passed_s <= 0 or abs(grown_s) <= earlier.residual_s + later.residual_s:
@@ -96,9 +76,7 @@ def with_drift(earlier: ClockOffset, later: ClockOffset) -> ClockOffset:
 def from_reference(offsets: Mapping[tuple[int, int], ClockOffset], *, reference: int) -> dict[int, ClockOffset]:
     """Return each node's offset from the reference, along the pairs with the least sum of residuals (Dijkstra, 1959).
 
-    Args:
-        offsets: Offsets by (asking, answering) node; each pair serves both ways.
-        reference: Node whose clock is the reference.
+    Offsets are by (asking, answering) node; each pair serves both ways.
     """
     near: dict[int, list[tuple[int, ClockOffset]]] = {}
     for (asking, answering), seen in offsets.items():

@@ -1,18 +1,11 @@
 """Running estimates of a cluster's links: each observed transfer moves an estimate, a step change replaces it.
 
-The logarithm of the seconds per byte, x = log((seconds - latency) / bytes), is averaged exponentially, so that twice as fast and half as
-fast weigh the same and one stalled transfer does little. Two one-sided sums (CUSUM; Page, 1954)
+x = log((seconds - latency) / bytes) is averaged exponentially. Two one-sided sums (CUSUM; Page, 1954) watch for a step:
 
     up_n = max(0, up_(n-1) + z - k),  down_n = max(0, down_(n-1) - z - k)         z = (x - mean) / deviation, at most 3 either way
 
-watch for a step: where one exceeds h, the estimate starts anew with the transfers since that sum was last 0. With k = 0.75 and h = 9,
-normal noise exceeds it once in some 10^6 transfers (Siegmund, 1985, section 2.6); a step of three deviations or more is found after
-five.
-
-A link without observed transfers, because its receivers never wait or the plan does not use it, grows old: `idle` names it for a probe.
-
-Links that share a bottleneck slow each other, which says nothing about either: `contending` names them, and `transfers` leaves their
-overlaps out. The bandwidth of such a bottleneck follows the links that it alone limits.
+Where one exceeds h, the estimate restarts with the transfers since that sum was 0. With k = 0.75 and h = 9, normal noise exceeds
+it once in some 10^6 transfers (Siegmund, 1985, section 2.6); a step of three deviations is found after five.
 """
 
 from __future__ import annotations
@@ -50,7 +43,6 @@ class LinkEstimate:
 
     Attributes:
         latency_s: Seconds subtracted from each transfer.
-        num_transfers: Observed transfers.
         num_changes: Observed step changes.
         seen_at_s: Time of the last transfer; minus infinity before the first.
     """
@@ -82,13 +74,7 @@ class LinkEstimate:
         self._begin([-math.log(bandwidth_bytes_per_s)])
 
     def observe(self, num_bytes: int, seconds: float, *, at_s: float) -> bool:
-        """Observe a transfer and return whether it shows that the link has changed.
-
-        Args:
-            num_bytes: Bytes of the transfer, more than 0.
-            seconds: Seconds from handing it over until it arrived.
-            at_s: Time of arrival, by a clock that all transfers share.
-        """
+        """Observe a transfer, from handing over to arrival at `at_s`, and return whether it shows that the link has changed."""
         # What is quicker than the latency is noise; a tenth of the time at least is for the bytes.
         x = math.log(max(seconds - self.latency_s, 0.1 * seconds, 1e-9) / num_bytes)
         self.num_transfers += 1
@@ -129,21 +115,12 @@ class LinkEstimate:
 
 
 def _summed(total: float, since: list[float], x: float) -> tuple[float, list[float]]:
-    """Return the next sum of the CUSUM with the transfers since it was 0."""
     return (total, [*since, x]) if total > 0 else (0.0, [])
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that went from one node to another.
-
-    Attributes:
-        source: Node that sent them.
-        target: Node that received them.
-        num_bytes: Number of bytes.
-        seconds: Seconds from handing over the first byte to the arrival of the last.
-        at_s: Time of that arrival.
-    """
+    """Bytes that went from one node to another; seconds until the last arrived, at `at_s`."""
 
     source: str
     target: str
@@ -170,12 +147,7 @@ class _Bottleneck:
 
 
 class NetworkEstimate:
-    """The current estimate of every link between some nodes.
-
-    Args:
-        nodes: Names of the nodes.
-        at_s: Time from which links that are not observed grow old.
-    """
+    """The current estimate of every link between some nodes; unobserved links grow old from `at_s`."""
 
     def __init__(self, nodes: Iterable[str], *, at_s: float = 0.0) -> None:
         names = list(dict.fromkeys(nodes))
@@ -184,13 +156,7 @@ class NetworkEstimate:
         self._bottlenecks: dict[str, _Bottleneck] = {}
 
     def seed(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None, at_s: float = 0.0) -> None:
-        """Start with the rates that a topology gives for pairs alone; for links without limit, with their latency.
-
-        Args:
-            topology: Probed or assumed topology.
-            names: Name of a node in the topology, where it differs.
-            at_s: Time of the measurement.
-        """
+        """Start with a topology's rates of pairs alone, or latencies of links without limit; `names` maps nodes to its names."""
         by_pair = _between_nodes(topology)
         known = {node.name for node in topology.nodes}
         called = {pair: (_called(pair[0], names), _called(pair[1], names)) for pair in self.links}
@@ -235,19 +201,15 @@ class NetworkEstimate:
         return now_s - max(self.links[pair].seen_at_s, self.began_at_s)
 
     def idle(self, *, now_s: float, older_than_s: float) -> list[NodePair]:
-        """Return the links that were not observed for this long: those never observed first, then the oldest."""
+        """Return the links not observed for this long: those never observed first, then the oldest."""
         ages = {pair: self.age_s(pair, now_s=now_s) for pair in self.links}
         old = [pair for pair, age_s in ages.items() if age_s > older_than_s]
         return sorted(old, key=lambda pair: (self.links[pair].seen_at_s, pair))
 
     def snapshot(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None) -> ClusterTopology:
-        """Return the topology with the current bandwidth of each observed link.
+        """Return the topology with the current bandwidth of each observed link; `names` maps nodes to its names.
 
-        Links that distinguish devices of a node stay as they are: transfers between two nodes do not show which of them they took.
-
-        Args:
-            topology: Topology to update.
-            names: Name of a node in the topology, where it differs.
+        Links that distinguish devices of a node stay: transfers between two nodes do not show which of them they took.
         """
         by_pair = _between_nodes(topology)
         seen: dict[NodePair, Link] = {}
@@ -269,7 +231,6 @@ class NetworkEstimate:
         return replace(topology, links=(*kept, *seen.values()), shared_links=tuple(map(self._as_it_is_now, topology.shared_links)))
 
     def _as_it_is_now(self, shared: SharedLink) -> SharedLink:
-        """Return a shared link with its current bandwidth as far as its members show it, at least that of one member alone."""
         found = self._bottlenecks.get(shared.name)
         if found is None or not found.alone_bytes_per_s:
             return shared
@@ -279,10 +240,7 @@ class NetworkEstimate:
 
 
 def _between_nodes(topology: ClusterTopology) -> dict[NodePair, Link | None]:
-    """Return the link that all devices of a node take to those of another; `None` where devices of one node take different links.
-
-    Nodes that only the default link joins are left out.
-    """
+    """Return the links between nodes without the default; `None` where devices of one node take different links."""
     by_pair = {pair: link for link in topology.links for pair in link.directions}
     node_of, nodes = _nodes_of(topology), {node.name for node in topology.nodes}
     of_several = {device.name for node in topology.nodes if len(node.devices) > 1 for device in node.devices}
@@ -292,7 +250,7 @@ def _between_nodes(topology: ClusterTopology) -> dict[NodePair, Link | None]:
 
 
 def _through(topology: ClusterTopology, *, whole: bool = True) -> dict[str, frozenset[NodePair]]:
-    """Return for each shared link the pairs of different nodes of which all transfers (or, unless `whole`, some) pass through it."""
+    """Return for each shared link the pairs of different nodes of which all transfers (unless `whole`, some) pass through it."""
     node_of = _nodes_of(topology)
     parts = {device.name for node in topology.nodes if whole and len(node.devices) > 1 for device in node.devices}
     return {

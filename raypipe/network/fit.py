@@ -1,12 +1,7 @@
-"""Fits latency and bandwidth of a link to round trips of several sizes.
+"""Fits Hockney's model (1994) to round trips: seconds = 2 latency_s + bytes / bandwidth_bytes_per_s; the answer is one byte.
 
-    seconds of a round trip = 2 latency_s + bytes / bandwidth_bytes_per_s        (Hockney's model, 1994, of a message and its answer)
-
-The answer is one byte, so the bandwidth is that of the forward direction, measured by the sender's clock. The latency is taken to be
-the same both ways; one clock cannot tell them apart.
-
-Robust: of each size the lower quartile counts, because disturbances only delay messages. The slope is the median of the slopes between
-all pairs of sizes (Theil, 1950; Sen, 1968), weighted by the distance of the sizes: noise tilts a short lever more than a long one.
+Of each size the lower quartile counts: disturbances only delay. The slope is the median over all pairs of sizes (Theil, 1950; Sen,
+1968), weighted by distance: noise tilts a short lever more. One clock cannot tell the two latencies apart.
 """
 
 from __future__ import annotations
@@ -18,17 +13,12 @@ from dataclasses import dataclass
 from raypipe.errors import RunError
 
 LEAST_BYTES_PER_S = 65536 / 10.0
-"""A link that carries less counts as one that carries nothing: 64 KiB, the least that tell of a rate, would take more than 10 s."""
+"""A link that carries less counts as dead: 64 KiB, the least that tell of a rate, would take more than 10 s."""
 
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """A message and its answer.
-
-    Attributes:
-        num_bytes: Bytes of the message.
-        seconds: Seconds from handing it over to having the answer.
-    """
+    """Bytes of a message, and seconds until its answer is there."""
 
     num_bytes: int
     seconds: float
@@ -40,9 +30,7 @@ class LinkFit:
 
     Attributes:
         latency_s: Seconds until the first byte arrives.
-        bandwidth_bytes_per_s: Bytes per second.
         residual: Largest relative difference between the lower quartile of a size and the fit.
-        num_round_trips: Measured round trips.
         num_bytes: Bytes that went through the link to measure it.
     """
 
@@ -58,15 +46,7 @@ class LinkFit:
 
 
 def fit(round_trips: Iterable[RoundTrip], *, link: str) -> LinkFit:
-    """Return the latency and bandwidth that fit round trips of at least two sizes; both are clamped at 0.
-
-    Args:
-        round_trips: Round trips of one link, in any order.
-        link: Name of the link for messages.
-
-    Raises:
-        RunError: Nothing came back, or the bandwidth was measured as zero.
-    """
+    """Return the latency and bandwidth that fit round trips of two sizes or more, clamped at 0; raise `RunError` if nothing came back."""
     by_size: dict[int, list[float]] = {}
     num_round_trips = num_bytes = 0
     for trip in round_trips:
@@ -91,12 +71,7 @@ def fit(round_trips: Iterable[RoundTrip], *, link: str) -> LinkFit:
 
 
 def measured_as_zero(link: str, seen: str) -> RunError:
-    """Return the error about a link that carries almost nothing.
-
-    Args:
-        link: Names of the two ends.
-        seen: What was measured.
-    """
+    """Return the error about a link that carries almost nothing."""
     return RunError(
         f"link {link}: its bandwidth was measured as zero ({seen}); see whether it is cut or throttled, and take the node out "
         "of the cluster or mend the link"

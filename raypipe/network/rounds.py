@@ -1,12 +1,6 @@
-"""Rounds of measurements in which no node sends to two others, nor receives from two.
+"""Rounds of measurements in which no node sends to two others, nor receives from two: matchings, one direction at a time.
 
-    4 nodes     0-3  1-2  |  0-2  3-1  |  0-1  2-3        three matchings: every two nodes meet once
-
-A matching is measured in one direction and then in the other, so that a node never sends and receives at once. The circle method
-(Kirkman, 1847) gives n - 1 matchings for an even number of nodes, and n for an odd one, where one node rests in each.
-
-Contention beyond the nodes, such as for an uplink that several pairs cross, shows when pairs run together: each pair of a matching
-runs with and against every other one (`paired_rounds`), and all that leaves or enters a node runs at once (`one_to_all`).
+The circle method (Kirkman, 1847) gives n - 1 matchings for an even number of nodes; for an odd one n, in each of which one node rests.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ _MOST_REPRESENTATIVES = 16
 
 
 def matchings(num_nodes: int) -> list[tuple[Pair, ...]]:
-    """Return rounds of undirected pairs, lower number first: every two nodes meet once, and no node meets two in a round."""
+    """Return rounds of undirected pairs, lower number first: every two nodes meet once, no node meets two in a round."""
     if num_nodes < 2:
         return []
     players: list[int | None] = [*range(num_nodes), *([None] if num_nodes % 2 else [])]
@@ -41,12 +35,12 @@ def matchings(num_nodes: int) -> list[tuple[Pair, ...]]:
 
 
 def directed(matching: Sequence[Pair]) -> tuple[Round, Round]:
-    """Return the two rounds in which a matching is measured, one per direction."""
+    """Return the two rounds of a matching, one per direction."""
     return tuple(matching), tuple((b, a) for a, b in matching)
 
 
 def paired_rounds(matching: Sequence[Pair]) -> list[Round]:
-    """Return rounds of a matching's pairs in which every two pairs run in the same direction and, in another round, against each other.
+    """Return rounds in which every two pairs of a matching run in the same direction and, in another, against each other.
 
     The directions are the bits of the places in the matching: 2 (1 + log2 m) rounds for m pairs, rounded up.
     """
@@ -60,14 +54,14 @@ def paired_rounds(matching: Sequence[Pair]) -> list[Round]:
 
 
 def one_to_all(num_nodes: int) -> list[Round]:
-    """Return rounds in which all that leaves a node runs at once, then rounds of all that enters one: 2 n in all."""
+    """Return 2 n rounds: all that leaves a node at once, then all that enters one."""
     nodes = range(num_nodes)
     leaving = [tuple((node, other) for other in nodes if other != node) for node in nodes]
     return leaving + [tuple((other, node) for other in nodes if other != node) for node in nodes]
 
 
 def hypercube(num_nodes: int) -> list[tuple[Pair, ...]]:
-    """Return log2 n matchings, rounded up, that join all nodes: in the k-th, a node meets the one whose number differs in bit k."""
+    """Return log2 n matchings, rounded up, that join all nodes: in the k-th, numbers that differ in bit k meet."""
     return [
         tuple((node, node | 1 << bit) for node in range(num_nodes) if not node >> bit & 1 and node | 1 << bit < num_nodes)
         for bit in range((num_nodes - 1).bit_length())
@@ -75,11 +69,7 @@ def hypercube(num_nodes: int) -> list[tuple[Pair, ...]]:
 
 
 def representatives(classes: Sequence[Hashable]) -> list[int]:
-    """Return two nodes of each class, at most 16 in all; the first node is always among them.
-
-    Args:
-        classes: Class of each node.
-    """
+    """Return two nodes of each class, the first node among them, at most 16 in all."""
     seen: dict[Hashable, int] = {}
     chosen: list[int] = []
     for node, kind in enumerate(classes):
@@ -92,11 +82,8 @@ def representatives(classes: Sequence[Hashable]) -> list[int]:
 def tournament(classes: Sequence[Hashable]) -> list[tuple[Pair, ...]]:
     """Return the matchings that are measured.
 
-    Up to `MOST_ALL_PAIRS` nodes, every two nodes meet. Beyond, representatives of each class meet each other and all nodes meet in
-    log2 n matchings, so that each node's own connection is measured and measured pairs join all nodes.
-
-    Args:
-        classes: Class of each node; nodes of one class are taken to be connected alike where they were not measured.
+    Beyond `MOST_ALL_PAIRS` nodes, representatives of each class meet and all nodes meet in log2 n matchings, so that each node's own
+    connection is measured and measured pairs join all nodes.
     """
     if len(classes) <= MOST_ALL_PAIRS:
         return matchings(len(classes))
@@ -114,13 +101,7 @@ def tournament(classes: Sequence[Hashable]) -> list[tuple[Pair, ...]]:
 
 @dataclass(frozen=True)
 class NumRounds:
-    """The numbers of rounds in which the nodes of a cluster are measured.
-
-    Attributes:
-        tournament: Rounds for latency and bandwidth of pairs.
-        paired: Rounds for pairs that slow each other.
-        one_to_all: Rounds for all that leaves or enters a node at once.
-    """
+    """Numbers of rounds: for single pairs, for pairs that slow each other, for all at one node."""
 
     tournament: int
     paired: int
@@ -133,10 +114,7 @@ class NumRounds:
 
 
 def all_paired_rounds(met: Sequence[tuple[Pair, ...]], num_nodes: int) -> list[Round]:
-    """Return the rounds for pairs that slow each other: of all matchings if every two nodes meet, else of those that join all nodes.
-
-    Fewer than three nodes need none.
-    """
+    """Return the rounds for pairs that slow each other: of all matchings, or of those that join many nodes; fewer than three need none."""
     if num_nodes < 3:
         return []
     chosen = met if num_nodes <= MOST_ALL_PAIRS else [matching for matching in met if len(matching) >= num_nodes // 4]
@@ -144,11 +122,11 @@ def all_paired_rounds(met: Sequence[tuple[Pair, ...]], num_nodes: int) -> list[R
 
 
 def one_to_all_rounds(num_nodes: int) -> list[Round]:
-    """Return the one-to-all rounds that are measured: of all nodes, or of none where not all pairs are measured."""
+    """Return the one-to-all rounds of all nodes, or none where not all pairs are measured."""
     return one_to_all(num_nodes) if 3 <= num_nodes <= MOST_ALL_PAIRS else []
 
 
 def num_rounds(classes: Sequence[Hashable]) -> NumRounds:
-    """Return the numbers of rounds of a cluster, without those for closer looks."""
+    """Return the numbers of rounds of a cluster, without closer looks."""
     met = tournament(classes)
     return NumRounds(2 * len(met), len(all_paired_rounds(met, len(classes))), len(one_to_all_rounds(len(classes))))

@@ -1,20 +1,11 @@
-"""Finds the pairs of nodes that share a bottleneck by measuring them alone and together.
+"""Finds the pairs of nodes that share a bottleneck by measuring them alone and together, in O(n log n) rounds for n nodes.
 
-    0 --.            .-- 2      0->2 and 1->3 run at full speed alone and at half speed together, so they share something.
-         >-- uplink --<         0->2 and 0->3 do, too, and all three together get no more: it is one bottleneck.
-    1 --'            '-- 3
+1. Pairs of a matching run with and against each other (`rounds.paired_rounds`); the median is a pair's rate.
+2. Where pairs are slower than alone, each is left out in turn: those that become faster shared a bottleneck with it.
+3. If bottlenecks have equal bandwidths, a few pairs of each run together. If they get no more, the two are one.
+4. All that leaves, then enters, a node runs at once. What no bottleneck explains is the limit of the node or part of a bottleneck.
 
-1. All pairs of a matching run with and against each other (`rounds.paired_rounds`). The median is a pair's rate; a pair whose rate
-   depends on the others is measured alone.
-2. Where pairs that run together are slower than alone, each is left out in turn: those that become faster shared a bottleneck with it.
-   Their joint rate is its bandwidth. Without the others of their round they must get no more, or members are missing. If all are
-   slower and together get no more than the fastest alone, there is one bottleneck: two would carry more.
-3. If two bottlenecks have equal bandwidths, a few pairs of both run together. If they get no more, the two are one.
-4. Then all that leaves a node runs at once, and all that enters one (`rounds.one_to_all`). What no bottleneck explains is the limit of
-   the node, or belongs to one of the bottlenecks.
-
-This takes O(n log n) rounds for n nodes, and a few more for each shared link. Not found are bottlenecks that only more pairs would fill
-than run together in any round, and members that are themselves too slow to be slowed, unless others become faster without them.
+Not found: bottlenecks that no round fills, and members too slow to be slowed unless others become faster without them.
 """
 
 from __future__ import annotations
@@ -35,29 +26,27 @@ JointRates = Callable[[Round], Rates]
 TOLERANCE = 0.15
 """A pair is slowed by others if it loses more than this share of its rate alone."""
 _ALSO = 0.1
-"""This share suffices for pairs that run with a slowed pair: a shared link may slow some of them a little less."""
+"""Enough for pairs that run with a slowed pair: a shared link may slow some less."""
 
 _EQUAL = 0.15
 """Bandwidths that differ by less may belong to one bottleneck."""
 _GAIN = 0.06
-"""Least gain of a pair, relative to its rate, when a pair that shares a bottleneck with it is left out."""
+"""Least gain of a pair, relative to its rate, when a pair that shares its bottleneck is left out."""
 _GAIN_OF_MOST = 0.4
-"""Least gain relative to the possible gain: the pairs that remain divide the free bandwidth."""
+"""Least gain relative to the possible gain: the remaining pairs divide the free bandwidth."""
 _DECISIVE = 1.3
-"""Pairs show whether they share a bottleneck if their rates alone sum to this many times its bandwidth."""
+"""Pairs tell whether they share a bottleneck if their rates alone sum to this many times its bandwidth."""
 _MOST_LEFT_OUT = 12
-"""With more pairs at once, all slowed ones are taken to share one bottleneck: single gains would drown in noise."""
+"""With more pairs, all slowed ones are taken to share one bottleneck: single gains would drown in noise."""
 _MOST_OF_EACH = 4
 _NUM_AGAIN = 2
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A bottleneck.
+    """Directed pairs that share a bandwidth.
 
     Attributes:
-        members: Directed pairs that pass through it.
-        bandwidth_bytes_per_s: Bandwidth of all members together.
         crosses: Whether pairs without a common end share it, so that it is no limit of a single node.
     """
 
@@ -67,12 +56,7 @@ class Shared:
 
 
 class Search:
-    """Looks for bottlenecks; those found so far stay in `found` if a measurement raises.
-
-    Args:
-        together: Function that measures pairs at the same time.
-        alone: Known rate of each pair alone.
-    """
+    """Looks for bottlenecks; those found so far stay in `found` if a measurement raises."""
 
     def __init__(self, together: JointRates, alone: Rates | None = None) -> None:
         self._together = together
@@ -80,7 +64,7 @@ class Search:
         self.found: list[Shared] = []
 
     def run(self, paired: Iterable[Round], one_to_all: Iterable[Round]) -> None:
-        """Measure all of these rounds, and look closer where pairs are slowed."""
+        """Measure these rounds, and look closer where pairs are slowed."""
         rates = [self._together(pairs) for pairs in paired]
         self._measure_alone(rates)
         for seen in rates:
@@ -103,7 +87,6 @@ class Search:
         return {pair for pair, rate in rates.items() if rate < (1 - tolerance) * self.alone.get(pair, 0.0)}
 
     def _unexplained(self, rates: Rates) -> set[Pair]:
-        """Return the slowed pairs that pass through no known bottleneck that was full."""
         full = [
             shared.members
             for shared in self.found
@@ -136,7 +119,6 @@ class Search:
         return sum(self._together(tuple(sorted(members))).values()) < (1 + _EQUAL) * together
 
     def _groups(self, rates: Rates) -> list[frozenset[Pair]]:
-        """Return groups of pairs, each sharing one bottleneck."""
         slowed = self._slowed(rates, tolerance=_ALSO)
         if self._is_one_thing(rates, slowed):
             return [frozenset(rates)]
@@ -159,27 +141,20 @@ class Search:
         return [group for group in groups if len(group) > 1]
 
     def _is_one_thing(self, rates: Rates, slowed: Collection[Pair]) -> bool:
-        """Return whether one bottleneck must be what slows all pairs of a round.
-
-        A bottleneck that slows a pair carries at least the pair's rate alone, so two would carry those of two pairs.
-        """
+        """Return whether one bottleneck must slow all pairs of a round: two would carry those of two pairs alone."""
         if len(slowed) < len(rates) or len(rates) < 2:
             return False
         fastest, second = sorted((self.alone[pair] for pair in rates), reverse=True)[:2]
         return sum(rates.values()) < min((1 + _EQUAL) * fastest, fastest + second / 2)
 
     def forget_limits_of_nodes(self) -> bool:
-        """Drop the limits of single nodes and return whether there were any.
-
-        The limits of only some nodes would make other nodes, of which less is known, look better.
-        """
+        """Drop the limits of single nodes, which would make less known nodes look better; return whether there were any."""
         crossing = [shared for shared in self.found if shared.crosses]
         there_were = len(crossing) < len(self.found)
         self.found = crossing
         return there_were
 
     def _gains(self, pair: Pair, rates: Rates, without: Rates, *, share: float) -> bool:
-        """Return whether a pair becomes faster without another one by a good part of its possible gain."""
         most = min(share, self.alone[pair] - rates[pair])
         return without[pair] - rates[pair] > max(_GAIN_OF_MOST * most, _GAIN * rates[pair])
 
@@ -215,19 +190,12 @@ class Search:
 
 
 def _joined(groups: Sequence[frozenset[Pair]], more: frozenset[Pair]) -> list[frozenset[Pair]]:
-    """Return the groups with all that share a pair with `more` merged into one."""
     apart = [group for group in groups if not group & more]
     return [*apart, more.union(*(group for group in groups if group & more))]
 
 
 def shared_when_measured(rounds: Iterable[Round], measured: Rates, found: Collection[Shared]) -> set[Pair]:
-    """Return the pairs that filled a bottleneck together when they were measured, so that their rates are shares of it.
-
-    Args:
-        rounds: Rounds of the measurement.
-        measured: Rate of each pair in it.
-        found: Bottlenecks.
-    """
+    """Return the pairs that filled a bottleneck together when measured, so that their rates are shares of it."""
     filled: set[Pair] = set()
     for pairs, shared in itertools.product(rounds, found):
         together = shared.members.intersection(pairs)
@@ -237,17 +205,13 @@ def shared_when_measured(rounds: Iterable[Round], measured: Rates, found: Collec
 
 
 def below_their_ends(measured: Rates) -> set[Pair]:
-    """Return the pairs that were slower than other pairs of both their nodes; running with others may have slowed them.
-
-    Args:
-        measured: Rate of each pair.
-    """
+    """Return the pairs slower than other pairs of both their nodes; running with others may have slowed them."""
     leaving, entering = fastest_of_nodes(measured)
     return {pair for pair, rate in measured.items() if rate < (1 - TOLERANCE) * min(leaving[pair[0]], entering[pair[1]])}
 
 
 def fastest_of_nodes(measured: Rates) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the rates of the fastest pair that leaves each node, and of the fastest that enters it."""
+    """Return the rates of the fastest pair that leaves, and that enters, each node."""
     leaving: dict[int, float] = {}
     entering: dict[int, float] = {}
     for (source, target), rate in measured.items():
@@ -257,19 +221,14 @@ def fastest_of_nodes(measured: Rates) -> tuple[dict[int, float], dict[int, float
 
 
 Arrival = tuple[float, int]
-"""Time of arrival of a message, in seconds by one clock, and its bytes."""
+"""Seconds by one clock, and bytes, of a message."""
 
 
 def rates(arrivals: Mapping[Pair, Sequence[Arrival]], *, warm_up_bytes: int) -> dict[Pair, float]:
-    """Return the bytes per second of pairs while all of them were under way.
+    """Return the bytes per second of pairs while all were under way, from the latest first to the earliest last arrival.
 
-    Each pair counts from the arrival of its first bytes, which may have found an idle path (tokens of a shaper, empty buffers), to its
-    last. Between the latest first and the earliest last, all run together. Pairs that never ran together count from their own first to
-    their own last.
-
-    Args:
-        arrivals: Arrivals of each pair, in order.
-        warm_up_bytes: First bytes of each pair, which do not count.
+    The first `warm_up_bytes` of a pair may have found an idle path (tokens of a shaper, empty buffers) and do not count. Pairs that
+    never ran together count from their own first to their own last.
     """
     spans: dict[Pair, tuple[Sequence[Arrival], float, float]] = {}
     for pair, of_pair in arrivals.items():
@@ -288,7 +247,6 @@ def rates(arrivals: Mapping[Pair, Sequence[Arrival]], *, warm_up_bytes: int) -> 
 
 
 def _at(curve: Sequence[Arrival], at_s: float) -> float:
-    """Return the bytes that had arrived at a time, interpolated between arrivals."""
     for (before_s, before), (after_s, after) in itertools.pairwise(curve):
         if before_s <= at_s <= after_s:
             return before + (after - before) * ((at_s - before_s) / (after_s - before_s) if after_s > before_s else 1.0)

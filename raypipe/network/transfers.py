@@ -1,15 +1,7 @@
-"""Derives transfers between nodes from the spans of a measured window, at no cost.
+"""Derives transfers between nodes from the spans of a measured window, corrected to one clock, at no cost.
 
-A message is handed over when the Op that makes it ends. If the receiver is already waiting, the arrival shows, too:
-
-    sender      | 0F1 |->.                            bytes / seconds of the link, from the end of 0F1 to the end of the wait
-    receiver        ......`->| 1F1 |
-
-If the receiver comes later, the time of arrival is unknown and the message is not used. Messages that follow each other on a link
-without a pause count as one transfer, because devices of two nodes share the link between these. Left out are transfers that overlap
-with a collective of the same two nodes, or with messages of other links through a shared bottleneck.
-
-Sender's and receiver's spans are compared, so their clocks are corrected before (`clocks`).
+A message is handed over when its Op ends; only if the receiver waits does the arrival show. Messages on a link without a pause are one
+transfer. Left out are overlaps with a collective of the same nodes, or with other links of a shared bottleneck.
 """
 
 from __future__ import annotations
@@ -27,24 +19,18 @@ from raypipe.schedules.lower import DeviceProgram, Recv
 
 _WAITED_S = 3e-4
 _WAITED_SHARE = 0.25
-"""A receive counts as having waited if it took longer than these seconds, and than this share of the time since its message was handed
-over and the one before was taken. Taking a large message that has arrived may take a millisecond on a busy machine."""
+"""A receive waited if it took longer than these seconds, and than this share of the time since its message was handed over and the one
+before was taken. Taking a large message that has arrived may take a millisecond on a busy machine.
+"""
 _ON_ITS_WAY = 3.0
-"""A message whose receiver came later is taken to have been under way for at most this many times its link's estimate."""
+"""A message with a late receiver was under way for at most this many times its link's estimate."""
 _LEAST_BYTES = 16_384
 """Fewer bytes show the latency, not the bandwidth."""
 
 
 @dataclass(frozen=True)
 class _Carried:
-    """A message on a link.
-
-    Attributes:
-        handed_s: Time when it was handed over.
-        taken_s: Time of arrival if its receiver waited for it; else a time at which it had arrived.
-        num_bytes: Size.
-        awaited: Whether its receiver waited for it.
-    """
+    """A message on a link; `taken_s` is its arrival if the receiver waited (`awaited`), else a later time."""
 
     handed_s: float
     taken_s: float
@@ -53,7 +39,7 @@ class _Carried:
 
 
 class _Times:
-    """A union of time spans, given in any order."""
+    """A union of time spans."""
 
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         self.starts_s: list[float] = []
@@ -66,14 +52,13 @@ class _Times:
                 self.ends_s.append(end_s)
 
     def meet(self, begin_s: float, end_s: float) -> bool:
-        """Return whether one of them overlaps with a span."""
         first = bisect.bisect_right(self.ends_s, begin_s)
         return first < len(self.starts_s) and self.starts_s[first] < end_s
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Messages that follow each other on a link without a pause, in the order in which they were handed over."""
+    """Messages that follow each other on a link without a pause, in order."""
 
     messages: list[_Carried]
 
@@ -101,8 +86,6 @@ class _Run:
 
 
 class _Traffic:
-    """The messages and sums that the devices of a window exchanged between nodes."""
-
     def __init__(self, trace: Trace, programs: Sequence[DeviceProgram], nodes: Sequence[str]) -> None:
         self.nodes = nodes
         self.handed: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
@@ -126,7 +109,6 @@ class _Traffic:
             started.update((collective, span.end_s) for collective in step.started)
 
     def wires(self) -> dict[tuple[str, str], list[_Carried]]:
-        """Return the messages from each node to each other one."""
         found: defaultdict[tuple[str, str], list[_Carried]] = defaultdict(list)
         for (source, target), arrivals in self.taken.items():
             ends = (self.nodes[source], self.nodes[target])
@@ -146,7 +128,7 @@ def transfers(
     """Return the transfers between nodes whose begin and end are known.
 
     Args:
-        trace: A measured window, by one clock.
+        trace: Measured window, by one clock.
         programs: What each device ran.
         nodes: Node of each device.
         known: Estimates of the links so far.
@@ -167,7 +149,6 @@ def transfers(
 
 
 def _under_way(message: _Carried, link: LinkEstimate) -> tuple[float, float]:
-    """Return the span in which a message was, or may have been, on its link."""
     if message.awaited or link.bandwidth_bytes_per_s is None:
         return message.handed_s, message.taken_s
     alone_s = link.latency_s + message.num_bytes / link.bandwidth_bytes_per_s
