@@ -256,7 +256,7 @@ def test_the_example_is_faster_than_1f1b_where_messages_are_slow(capsys: pytest.
 
 def test_a_function_is_described_by_its_docstring_and_its_orders() -> None:
     spec = schedule_registry.spec(EAGER)
-    assert spec.title == "1F1B with twice the forwards before it alternates."
+    assert spec.title == "Return 1F1B with twice the forwards before it alternates."
     assert [spec.peak_in_flight(ScheduleRequest(4, 8), worker) for worker in range(4)] == [7, 5, 3, 1]
     assert (spec.bubble, spec.memory, spec.delay) == ("?", "?", "?")
 

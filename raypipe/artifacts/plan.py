@@ -58,6 +58,7 @@ class Plan:
     """Stages on workers on devices, with the order of their work.
 
     Attributes:
+        name: Name of the model or run.
         planner: Name of the planner that chose it.
         microbatch_size: Rows per microbatch; times of a profile of another size are scaled in proportion.
         stages: Names of the layers of each stage.
@@ -66,6 +67,8 @@ class Plan:
         profile: Costs of the layers.
         topology: Devices and links.
         predicted: Figures that the plan was chosen for; None if it was not simulated.
+        profile_digest: Digest of the profile when the plan was made.
+        topology_digest: Digest of the topology when the plan was made.
 
     Raises:
         PlanError: Stages, workers, devices and schedule do not fit together.

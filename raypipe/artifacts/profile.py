@@ -147,6 +147,7 @@ class ModelProfile:
     """The measured costs of a model's layers.
 
     Attributes:
+        name: Name of the model.
         microbatch_size: Rows of the measured microbatch.
         layers: Layers in topological order.
         named_edges: Edges by layer name, `edges` in files; None for a chain. `edges()` resolves them.

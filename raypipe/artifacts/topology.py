@@ -140,6 +140,7 @@ class ClusterTopology:
     """Nodes, their devices and the links between them.
 
     Attributes:
+        name: Name of the cluster.
         nodes: Machines, in the order in which their devices are counted.
         links: Links between nodes or devices.
         shared_links: Bottlenecks on top of the links.

@@ -23,8 +23,7 @@ from raypipe.config import cache_folder
 
 _LOG = logging.getLogger("raypipe.data")
 _POLL_S = 0.2
-_PATIENCE_S = 120.0
-"""Until a copy that another process writes must have grown."""
+_PATIENCE_S = 120.0  # until a copy that another process writes must have grown
 
 
 class FlatCopyError(Exception):

@@ -28,10 +28,8 @@ from raypipe.errors import ConfigError, FormatError, InputError, suggestion
 
 PYTHON_STDLIB = "python-stdlib"
 SUFFIXES = (".txt", ".md", ".py", ".rst")
-_FILE_PIECE_BYTES = 4 * 1024
-"""Length of the documents cut from a single text file: short, so that a small file has some for validation."""
-_FOLDER_PIECE_BYTES = 1024 * 1024
-"""Length beyond which a file of a folder is cut, to bound memory and Parquet pages."""
+_FILE_PIECE_BYTES = 4 * 1024  # length of the documents cut from a single text file: short, so that a small file has some for validation
+_FOLDER_PIECE_BYTES = 1024 * 1024  # length beyond which a file of a folder is cut, to bound memory and Parquet pages
 _ROW_GROUP_BYTES = 16 * 1024 * 1024
 
 _STDLIB_LICENSE = "Python Software Foundation License Version 2, https://docs.python.org/3/license.html"

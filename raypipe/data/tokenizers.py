@@ -12,8 +12,7 @@ import numpy as np
 from raypipe.data.tokens import bytes_of_token
 from raypipe.errors import ConfigError, FormatError, suggestion
 
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Usual names of the token that ends a text."""
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # usual names of the token that ends a text
 
 
 class Tokenizer(Protocol):

@@ -33,8 +33,7 @@ SCHEMA = pa.schema([
 
 _TYPES: Mapping[int, npt.DTypeLike] = {1: "<u1", 2: "<u2", 4: "<u4"}
 
-_MAPPED_BYTES = 2**28
-"""Splits of as many are mapped, not held in memory."""
+_MAPPED_BYTES = 2**28  # splits of as many are mapped, not held in memory
 
 # Names another file than the one at hand: that may be a text, which the command would replace.
 _REMEDY = "make a token file with `raypipe data prepare python-stdlib -o tokens.parquet`"

@@ -14,25 +14,17 @@ from raypipe.units import seconds, size
 
 _PING_S = 0.4
 _STREAM_S = 0.15
-_STEP_S = 0.05
-"""Overhead of a round: calls, threads, connections."""
+_STEP_S = 0.05  # overhead of a round: calls, threads, connections
 _LEAST_SCALE = 0.25
-_LEAST_STREAM_S = 0.02
-"""In less time, a pause of the machine looks like a slow link."""
-_LEAST_ONE_TO_ALL_S = 0.01
-"""Least length of a stream in a one-to-all round; shorter rounds are repeated."""
-_PAIRED_LOOKS, _ONE_TO_ALL_LOOKS = 1.25, 3.0
-"""Expected measurements per round."""
-_PARTS_OF_S = 10
-"""Steps per second in which a larger budget is asked for."""
-_USED = 0.8
-"""Planned share of the seconds; the rest is for delays and repeated measurements."""
-_PING_SHARE, _STREAM_SHARE = 0.6, 0.25
-"""Shares of the bytes; the rest is for closer looks."""
+_LEAST_STREAM_S = 0.02  # in less time, a pause of the machine looks like a slow link
+_LEAST_ONE_TO_ALL_S = 0.01  # least length of a stream in a one-to-all round; shorter rounds are repeated
+_PAIRED_LOOKS, _ONE_TO_ALL_LOOKS = 1.25, 3.0  # expected measurements per round
+_PARTS_OF_S = 10  # steps per second in which a larger budget is asked for
+_USED = 0.8  # planned share of the seconds; the rest is for delays and repeated measurements
+_PING_SHARE, _STREAM_SHARE = 0.6, 0.25  # shares of the bytes; the rest is for closer looks
 
 
-_SEARCHED = 0.9
-"""Share of the budget for the search for shared links; then pairs that shared one are measured again."""
+_SEARCHED = 0.9  # share of the budget for the search for shared links; then pairs that shared one are measured again
 
 
 @dataclass(frozen=True, kw_only=True)

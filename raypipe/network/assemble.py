@@ -11,10 +11,8 @@ from raypipe.network.fit import LinkFit
 from raypipe.network.rounds import Pair
 from raypipe.network.sharing import Shared
 
-_ALIKE = 0.05
-"""Relative difference below which two figures are written as one."""
-_LIMITS = 0.95
-"""A shared link with more than this share of its members' summed bandwidth is left out."""
+_ALIKE = 0.05  # relative difference below which two figures are written as one
+_LIMITS = 0.95  # A shared link with more than this share of its members' summed bandwidth is left out
 
 
 def assemble(

@@ -21,18 +21,14 @@ NodePair = tuple[str, str]
 """Two nodes by name, the sender first."""
 
 _WEIGHT = 0.1
-_DEVIATION_WEIGHT = 0.05
-"""Lower: a step must be seen before its first transfers make the deviation large."""
+_DEVIATION_WEIGHT = 0.05  # lower: a step must be seen before its first transfers make the deviation large
 _SLACK = 0.75
 _LIMIT = 9.0
 _CLIP = 3.0
-_LEAST_BEHIND = math.ceil(_LIMIT / (_CLIP - _SLACK))
-"""Transfers that it takes to see a step of any size."""
+_LEAST_BEHIND = math.ceil(_LIMIT / (_CLIP - _SLACK))  # transfers that it takes to see a step of any size
 _LEAST_DEVIATION = 0.03
-_NUM_FIRST = 5
-"""Transfers by whose median an estimate begins."""
-_LIMITED = 0.9
-"""A link that carries so much of what its bottleneck does is limited by that."""
+_NUM_FIRST = 5  # transfers by whose median an estimate begins
+_LIMITED = 0.9  # A link that carries so much of what its bottleneck does is limited by that
 _MAD_TO_DEVIATION = 1.4826
 _ABS_TO_DEVIATION = math.sqrt(math.pi / 2)
 

@@ -25,19 +25,13 @@ JointRates = Callable[[Round], Rates]
 
 TOLERANCE = 0.15
 """A pair is slowed by others if it loses more than this share of its rate alone."""
-_ALSO = 0.1
-"""Enough for pairs that run with a slowed pair: a shared link may slow some less."""
+_ALSO = 0.1  # enough for pairs that run with a slowed pair: a shared link may slow some less
 
-_EQUAL = 0.15
-"""Bandwidths that differ by less may belong to one bottleneck."""
-_GAIN = 0.06
-"""Least gain of a pair, relative to its rate, when a pair that shares its bottleneck is left out."""
-_GAIN_OF_MOST = 0.4
-"""Least gain relative to the possible gain: the remaining pairs divide the free bandwidth."""
-_DECISIVE = 1.3
-"""Pairs tell whether they share a bottleneck if their rates alone sum to this many times its bandwidth."""
-_MOST_LEFT_OUT = 12
-"""With more pairs, all slowed ones are taken to share one bottleneck: single gains would drown in noise."""
+_EQUAL = 0.15  # bandwidths that differ by less may belong to one bottleneck
+_GAIN = 0.06  # least gain of a pair, relative to its rate, when a pair that shares its bottleneck is left out
+_GAIN_OF_MOST = 0.4  # least gain relative to the possible gain: the remaining pairs divide the free bandwidth
+_DECISIVE = 1.3  # pairs tell whether they share a bottleneck if their rates alone sum to this many times its bandwidth
+_MOST_LEFT_OUT = 12  # with more pairs, all slowed ones are taken to share one bottleneck: single gains would drown in noise
 _MOST_OF_EACH = 4
 _NUM_AGAIN = 2
 

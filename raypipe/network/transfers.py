@@ -22,10 +22,8 @@ _WAITED_SHARE = 0.25
 """A receive waited if it took longer than these seconds, and than this share of the time since its message was handed over and the one
 before was taken. Taking a large message that has arrived may take a millisecond on a busy machine.
 """
-_ON_ITS_WAY = 3.0
-"""A message with a late receiver was under way for at most this many times its link's estimate."""
-_LEAST_BYTES = 16_384
-"""Fewer bytes show the latency, not the bandwidth."""
+_ON_ITS_WAY = 3.0  # A message with a late receiver was under way for at most this many times its link's estimate
+_LEAST_BYTES = 16_384  # fewer bytes show the latency, not the bandwidth
 
 
 @dataclass(frozen=True)
