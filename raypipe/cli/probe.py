@@ -9,7 +9,7 @@ import click
 from raypipe.cli.options import COUNT, SECONDS, check_folder, example, json_option
 from raypipe.cli.screen import console, print_json
 from raypipe.config import ClusterConfig
-from raypipe.network.allowance import Budget
+from raypipe.network.probe_budget import Budget
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import shared_words
 from raypipe.units import counted, ratio, seconds, size

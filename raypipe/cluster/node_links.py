@@ -10,11 +10,11 @@ from functools import cached_property
 from raypipe.actors.measure.flows import WARM_UP_BYTES, Ping, Readings, Stream, exchanges, round_trips
 from raypipe.cluster.probe_actors import FlowReadings, ProbeActors
 from raypipe.errors import RunError
-from raypipe.network.allowance import Allowance, Budget
 from raypipe.network.clocks import ClockOffset, from_reference, offset
 from raypipe.network.fit import LinkFit, fit
+from raypipe.network.probe_budget import Allowance, Budget
 from raypipe.network.rounds import Pair, Round, all_paired_rounds, directed, one_to_all_rounds, tournament
-from raypipe.network.sharing import Search, below_their_ends, fastest_of_nodes, rates, shared_when_measured
+from raypipe.network.sharing import BottleneckSearch, below_their_ends, fastest_of_nodes, rates, shared_when_measured
 
 _STREAM_FACTOR = 4
 """Streams have failed when they take this many times their planned time one after the other."""
@@ -72,7 +72,7 @@ class NodeLinks:
         self.pattern = Ping(allowance.ping_s, allowance.ping_bytes)
         self.fits: dict[Pair, LinkFit] = {}
         self.clocks: dict[Pair, ClockOffset] = {}
-        self.search = Search(self._together)
+        self.search = BottleneckSearch(self._together)
         self.usable = True
 
     @cached_property
@@ -173,7 +173,7 @@ class NodeLinks:
     def _slowed(self) -> list[Pair]:
         # Includes pairs that others may have slowed where the search did not get there.
         fitted = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}
-        slowed = shared_when_measured(self.rounds, fitted, self.search.found)
+        slowed = shared_when_measured(self.rounds, fitted, self.search.bottlenecks)
         slowed |= {pair for pair, rate in self.search.alone.items() if rate > _FASTER_ALONE * fitted[pair]}
         with_others = {pair for pairs in self.rounds if len(pairs) > 1 for pair in pairs}
         slowed |= (below_their_ends(fitted) & with_others) - self.search.alone.keys()

@@ -18,10 +18,10 @@ from raypipe.cluster.probe_actors import ProbeActors
 from raypipe.cluster.session import session
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import PlanError
-from raypipe.network.allowance import Allowance, Budget, divide
 from raypipe.network.assemble import assemble
 from raypipe.network.clocks import ClockOffset, from_reference, offset, with_drift
 from raypipe.network.fit import LinkFit, fit
+from raypipe.network.probe_budget import Allowance, Budget, divide
 from raypipe.network.rounds import Pair, hypercube
 
 _CLOCK_PING = Ping(seconds=0.01, most_bytes=LEAST_PING_BYTES)
@@ -127,7 +127,7 @@ class Probe:
             name=name,
             nodes=[self._topology_node(node, inside[node]) for node in range(actors.num_nodes)],
             fits=links.fits,
-            shared=links.search.found,
+            shared=links.search.bottlenecks,
             classes=self.classes,
             overheads=overheads,
         )

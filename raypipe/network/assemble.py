@@ -9,7 +9,7 @@ from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, Ov
 from raypipe.errors import RunError
 from raypipe.network.fit import LinkFit
 from raypipe.network.rounds import Pair
-from raypipe.network.sharing import Shared
+from raypipe.network.sharing import Bottleneck
 
 _ALIKE = 0.05  # relative difference below which two figures are written as one
 _LIMITS = 0.95  # A shared link with more than this share of its members' summed bandwidth is left out
@@ -20,7 +20,7 @@ def assemble(
     name: str,
     nodes: Sequence[Node],
     fits: Mapping[Pair, LinkFit],
-    shared: Sequence[Shared] = (),
+    shared: Sequence[Bottleneck] = (),
     classes: Sequence[Hashable] = (),
     overheads: Overheads | None = None,
 ) -> ClusterTopology:
@@ -81,7 +81,7 @@ def _links(nodes: Sequence[Node], figures: Mapping[Pair, tuple[float, float]]) -
     return links
 
 
-def _shared_links(nodes: Sequence[Node], shared: Sequence[Shared], figures: Mapping[Pair, tuple[float, float]]) -> list[SharedLink]:
+def _shared_links(nodes: Sequence[Node], shared: Sequence[Bottleneck], figures: Mapping[Pair, tuple[float, float]]) -> list[SharedLink]:
     links: list[SharedLink] = []
     for bottleneck in sorted(shared, key=lambda one: (not one.crosses, sorted(one.members))):
         alone = sum(figures[pair][1] for pair in bottleneck.members if pair in figures)
@@ -97,7 +97,7 @@ def _shared_links(nodes: Sequence[Node], shared: Sequence[Shared], figures: Mapp
     return links
 
 
-def _name(nodes: Sequence[Node], shared: Shared, *, number: int) -> str:
+def _name(nodes: Sequence[Node], shared: Bottleneck, *, number: int) -> str:
     sources, targets = {a for a, _ in shared.members}, {b for _, b in shared.members}
     if len(shared.members) == len(nodes) - 1:
         if len(sources) == 1:

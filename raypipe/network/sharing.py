@@ -37,7 +37,7 @@ _NUM_AGAIN = 2
 
 
 @dataclass(frozen=True)
-class Shared:
+class Bottleneck:
     """Directed pairs that share a bandwidth.
 
     Attributes:
@@ -49,13 +49,13 @@ class Shared:
     crosses: bool
 
 
-class Search:
-    """Looks for bottlenecks; those found so far stay in `found` if a measurement raises."""
+class BottleneckSearch:
+    """Looks for bottlenecks; those found so far stay in `bottlenecks` if a measurement raises."""
 
     def __init__(self, together: JointRates, alone: Rates | None = None) -> None:
         self._together = together
         self.alone: dict[Pair, float] = dict(alone or {})
-        self.found: list[Shared] = []
+        self.bottlenecks: list[Bottleneck] = []
 
     def run(self, paired: Iterable[Round], one_to_all: Iterable[Round]) -> None:
         """Measure these rounds, and look closer where pairs are slowed."""
@@ -83,7 +83,7 @@ class Search:
     def _unexplained(self, rates: Rates) -> set[Pair]:
         full = [
             shared.members
-            for shared in self.found
+            for shared in self.bottlenecks
             if sum(rates[pair] for pair in shared.members & rates.keys()) > (1 - _EQUAL) * shared.bandwidth_bytes_per_s
         ]
         return {pair for pair in self._slowed(rates) if not any(pair in members for members in full)}
@@ -103,7 +103,7 @@ class Search:
             if members & unexplained and self._holds(members, runs):
                 crosses = any(not set(a) & set(b) for a, b in itertools.combinations(members, 2))
                 bandwidth = statistics.median(sum(run[pair] for pair in members) for run in runs)
-                self._add(Shared(members, bandwidth, crosses))
+                self._add(Bottleneck(members, bandwidth, crosses))
 
     def _holds(self, members: frozenset[Pair], runs: Sequence[Rates]) -> bool:
         """Return whether pairs are limited without the others of their round, too; else members are missing."""
@@ -143,9 +143,9 @@ class Search:
 
     def forget_limits_of_nodes(self) -> bool:
         """Drop the limits of single nodes, which would make less known nodes look better; return whether there were any."""
-        crossing = [shared for shared in self.found if shared.crosses]
-        there_were = len(crossing) < len(self.found)
-        self.found = crossing
+        crossing = [shared for shared in self.bottlenecks if shared.crosses]
+        there_were = len(crossing) < len(self.bottlenecks)
+        self.bottlenecks = crossing
         return there_were
 
     def _gains(self, pair: Pair, rates: Rates, without: Rates, *, share: float) -> bool:
@@ -154,16 +154,16 @@ class Search:
 
     # All rounds
 
-    def _add(self, shared: Shared) -> None:
-        for position, known in enumerate(self.found):
+    def _add(self, shared: Bottleneck) -> None:
+        for position, known in enumerate(self.bottlenecks):
             if self._are_one(known, shared):
-                self.found[position] = Shared(
+                self.bottlenecks[position] = Bottleneck(
                     known.members | shared.members, max(known.bandwidth_bytes_per_s, shared.bandwidth_bytes_per_s), crosses=True
                 )
                 return
-        self.found.append(shared)
+        self.bottlenecks.append(shared)
 
-    def _are_one(self, known: Shared, shared: Shared) -> bool:
+    def _are_one(self, known: Bottleneck, shared: Bottleneck) -> bool:
         bandwidth = max(known.bandwidth_bytes_per_s, shared.bandwidth_bytes_per_s)
         if min(known.bandwidth_bytes_per_s, shared.bandwidth_bytes_per_s) < (1 - _EQUAL) * bandwidth:
             return False
@@ -188,10 +188,10 @@ def _joined(groups: Sequence[frozenset[Pair]], more: frozenset[Pair]) -> list[fr
     return [*apart, more.union(*(group for group in groups if group & more))]
 
 
-def shared_when_measured(rounds: Iterable[Round], measured: Rates, found: Collection[Shared]) -> set[Pair]:
+def shared_when_measured(rounds: Iterable[Round], measured: Rates, bottlenecks: Collection[Bottleneck]) -> set[Pair]:
     """Return the pairs that filled a bottleneck together when measured, so that their rates are shares of it."""
     filled: set[Pair] = set()
-    for pairs, shared in itertools.product(rounds, found):
+    for pairs, shared in itertools.product(rounds, bottlenecks):
         together = shared.members.intersection(pairs)
         if len(together) > 1 and sum(measured[pair] for pair in together) > (1 - _EQUAL) * shared.bandwidth_bytes_per_s:
             filled |= together
@@ -232,12 +232,12 @@ def rates(arrivals: Mapping[Pair, Sequence[Arrival]], *, warm_up_bytes: int) -> 
         first = min(first, len(of_pair) - 2)
         spans[pair] = ([(at_s, so_far) for (at_s, _), so_far in zip(of_pair, total, strict=True)], of_pair[first][0], of_pair[-1][0])
     since_s, until_s = max(span[1] for span in spans.values()), min(span[2] for span in spans.values())
-    found: dict[Pair, float] = {}
+    bytes_per_s: dict[Pair, float] = {}
     for pair, (curve, own_since_s, own_until_s) in spans.items():
         begin_s, end_s = (since_s, until_s) if until_s - since_s > 0.1 * (own_until_s - own_since_s) else (own_since_s, own_until_s)
         carried = _at(curve, end_s) - _at(curve, begin_s)
-        found[pair] = carried / (end_s - begin_s) if end_s > begin_s else float("inf")
-    return found
+        bytes_per_s[pair] = carried / (end_s - begin_s) if end_s > begin_s else float("inf")
+    return bytes_per_s
 
 
 def _at(curve: Sequence[Arrival], at_s: float) -> float:

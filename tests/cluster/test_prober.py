@@ -17,7 +17,7 @@ from raypipe.cluster.prober import Probe, Probed, probe
 from raypipe.cluster.slots import ClusterNode, unique_name
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import FormatError, PlanError, RunError
-from raypipe.network.allowance import Budget
+from raypipe.network.probe_budget import Budget
 from tests.network.max_min import Network
 
 MB = 1e6

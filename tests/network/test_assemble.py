@@ -12,7 +12,7 @@ from raypipe.errors import RunError
 from raypipe.network.assemble import assemble
 from raypipe.network.fit import LinkFit
 from raypipe.network.rounds import Pair
-from raypipe.network.sharing import Shared
+from raypipe.network.sharing import Bottleneck
 
 
 def node(number: int) -> Node:
@@ -42,7 +42,7 @@ def test_directions_that_are_alike_are_one_entry_and_others_two() -> None:
 
 def test_the_topology_can_be_written_and_read(tmp_path: Path) -> None:
     found = assemble(
-        name="lab", nodes=[node(0), node(1)], fits=all_fits(2), shared=[Shared(frozenset({(0, 1), (1, 0)}), 1e8, crosses=False)]
+        name="lab", nodes=[node(0), node(1)], fits=all_fits(2), shared=[Bottleneck(frozenset({(0, 1), (1, 0)}), 1e8, crosses=False)]
     )
     found.save(tmp_path / "topology.yaml")
     assert ClusterTopology.load(tmp_path / "topology.yaml") == found
@@ -52,7 +52,7 @@ def test_shared_links_are_named_by_what_they_are() -> None:
     cut = frozenset({(0, 2), (1, 2), (0, 3), (1, 3)})
     leaving = frozenset({(0, 1), (0, 2), (0, 3)})
     entering = frozenset({(0, 1), (2, 1), (3, 1)})
-    shared = [Shared(leaving, 1e8, crosses=False), Shared(cut, 1.5e8, crosses=True), Shared(entering, 1.1e8, crosses=False)]
+    shared = [Bottleneck(leaving, 1e8, crosses=False), Bottleneck(cut, 1.5e8, crosses=True), Bottleneck(entering, 1.1e8, crosses=False)]
     found = assemble(name="lab", nodes=[node(number) for number in range(4)], fits=all_fits(4), shared=shared)
     by_name = {one.name: one for one in found.shared_links}
     assert by_name.keys() == {"shared-1", "10.0.0.1-egress", "10.0.0.2-ingress"}
@@ -62,7 +62,7 @@ def test_shared_links_are_named_by_what_they_are() -> None:
 
 
 def test_what_limits_nobody_is_left_out() -> None:
-    shared = [Shared(frozenset({(0, 1), (2, 1)}), 1.96e8, crosses=False), Shared(frozenset({(0, 1)}), 1e7, crosses=False)]
+    shared = [Bottleneck(frozenset({(0, 1), (2, 1)}), 1.96e8, crosses=False), Bottleneck(frozenset({(0, 1)}), 1e7, crosses=False)]
     assert assemble(name="lab", nodes=[node(0), node(1), node(2)], fits=all_fits(3), shared=shared).shared_links == ()
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.network.allowance import Budget, divide
+from raypipe.network.probe_budget import Budget, divide
 from raypipe.network.rounds import Pair, Round, all_paired_rounds, matchings, one_to_all_rounds
-from raypipe.network.sharing import Search, Shared, below_their_ends, rates, shared_when_measured
+from raypipe.network.sharing import Bottleneck, BottleneckSearch, below_their_ends, rates, shared_when_measured
 from tests.network.max_min import Network
 
 
-def search(network: Network, num_nodes: int) -> Search:
-    found = Search(network.together)
+def search(network: Network, num_nodes: int) -> BottleneckSearch:
+    found = BottleneckSearch(network.together)
     found.run(all_paired_rounds(matchings(num_nodes), num_nodes), one_to_all_rounds(num_nodes))
     return found
 
@@ -33,7 +33,7 @@ def crossing(sources: set[int], targets: set[int]) -> frozenset[Pair]:
 def test_where_nothing_is_shared_nothing_is_found(num_nodes: int, seed: int) -> None:
     links = {pair: 1e6 * (1 + (7 * pair[0] + 3 * pair[1]) % 20) for pair in all_pairs(num_nodes)}
     found = search(Network(links, noise=0.03, seed=seed), num_nodes)
-    assert found.found == []
+    assert found.bottlenecks == []
     assert all(found.alone[pair] == pytest.approx(bandwidth, rel=0.2) for pair, bandwidth in links.items())
 
 
@@ -46,7 +46,7 @@ def test_an_uplink_between_islands_is_found_in_each_direction(islands: tuple[set
     num_nodes = len(first | second)
     there, back = crossing(first, second), crossing(second, first)
     network = Network(dict.fromkeys(all_pairs(num_nodes), 1e8), ((1.2e8, there), (0.9e8, back)), noise=0.02, seed=seed)
-    found = {shared.members: shared.bandwidth_bytes_per_s for shared in search(network, num_nodes).found}
+    found = {shared.members: shared.bandwidth_bytes_per_s for shared in search(network, num_nodes).bottlenecks}
     assert found.keys() == {there, back}
     assert found[there] == pytest.approx(1.2e8, rel=0.1)
     assert found[back] == pytest.approx(0.9e8, rel=0.1)
@@ -58,7 +58,7 @@ def test_the_limit_of_each_node_is_found_and_kept_apart(num_nodes: int, seed: in
     leaving = [frozenset(pair for pair in pairs if pair[0] == node) for node in range(num_nodes)]
     entering = [frozenset(pair for pair in pairs if pair[1] == node) for node in range(num_nodes)]
     network = Network(dict.fromkeys(pairs, 1e8), [(1e8, members) for members in (*leaving, *entering)], noise=0.02, seed=seed)
-    found = search(network, num_nodes).found
+    found = search(network, num_nodes).bottlenecks
     assert {shared.members for shared in found} == {*leaving, *entering}
     assert all(shared.bandwidth_bytes_per_s == pytest.approx(1e8, rel=0.1) for shared in found)
     assert not any(shared.crosses for shared in found)
@@ -90,9 +90,9 @@ def test_the_limits_of_equal_nodes_on_one_switch_are_found_within_the_usual_budg
         took_s += step_s + max(num_bytes[pair] / rates[pair] for pair in pairs)
         return rates
 
-    found = Search(together)
+    found = BottleneckSearch(together)
     found.run(all_paired_rounds(matchings(num_nodes), num_nodes), one_to_all_rounds(num_nodes))
-    assert {shared.members for shared in found.found} == set(limits)
+    assert {shared.members for shared in found.bottlenecks} == set(limits)
     assert took_s < budget.for_search.seconds
 
 
@@ -100,16 +100,16 @@ def test_two_bottlenecks_of_one_round_are_not_taken_for_one() -> None:
     # All that leaves node 0 is slowed alike, by two things.
     limits = [frozenset({(0, 1), (0, 2)}), frozenset({(0, 3), (0, 4)})]
     network = Network(dict.fromkeys(all_pairs(5), 1e8), [(1e8, members) for members in limits], noise=0.02)
-    assert {shared.members for shared in search(network, 5).found} == set(limits)
+    assert {shared.members for shared in search(network, 5).bottlenecks} == set(limits)
 
 
 def test_limits_of_single_nodes_can_be_dropped() -> None:
-    uplink, node = Shared(crossing({0, 1}, {2, 3}), 1e8, crosses=True), Shared(crossing({0}, {1, 2, 3}), 1e8, crosses=False)
-    found = Search(Network({}).together)
+    uplink, node = Bottleneck(crossing({0, 1}, {2, 3}), 1e8, crosses=True), Bottleneck(crossing({0}, {1, 2, 3}), 1e8, crosses=False)
+    found = BottleneckSearch(Network({}).together)
     assert not found.forget_limits_of_nodes()
-    found.found = [node, uplink]
+    found.bottlenecks = [node, uplink]
     assert found.forget_limits_of_nodes()
-    assert found.found == [uplink]
+    assert found.bottlenecks == [uplink]
 
 
 def test_pairs_slower_than_both_of_their_nodes_are_suspected() -> None:
@@ -125,14 +125,14 @@ def test_an_uplink_is_told_from_the_limits_of_nodes(uplink: float) -> None:
     nodes = [frozenset(pair for pair in pairs if pair[end] == node) for node in range(4) for end in (0, 1)]
     there, back = crossing({0, 1}, {2, 3}), crossing({2, 3}, {0, 1})
     network = Network(dict.fromkeys(pairs, 1e8), [(uplink, there), (uplink, back), *((1e8, members) for members in nodes)], noise=0.02)
-    found = {shared.members for shared in search(network, 4).found if shared.crosses}
+    found = {shared.members for shared in search(network, 4).bottlenecks if shared.crosses}
     assert found == {there, back}
 
 
 def test_two_pairs_of_one_node_that_share_its_wire_are_found() -> None:
     members = frozenset({(0, 2), (0, 3)})
     network = Network(dict.fromkeys(all_pairs(4), 2.5e7), [(2.5e7, members)], noise=0.03)
-    (shared,) = search(network, 4).found
+    (shared,) = search(network, 4).bottlenecks
     assert shared.members == members
     assert shared.bandwidth_bytes_per_s == pytest.approx(2.5e7, rel=0.1)
 
@@ -141,7 +141,7 @@ def test_two_pairs_of_one_node_that_share_its_wire_are_found() -> None:
 def test_a_slow_pair_that_passes_through_a_bottleneck_belongs_to_it(seed: int) -> None:
     there = crossing({0, 1}, {2, 3})
     links = dict.fromkeys(all_pairs(4), 1e8) | {(1, 3): 3e7}
-    (shared,) = search(Network(links, [(1e8, there)], noise=0.01, seed=seed), 4).found
+    (shared,) = search(Network(links, [(1e8, there)], noise=0.01, seed=seed), 4).bottlenecks
     assert shared.members == there
     assert shared.bandwidth_bytes_per_s == pytest.approx(1e8, rel=0.1)
 
@@ -152,7 +152,7 @@ def test_the_number_of_rounds_grows_hardly_faster_than_the_nodes(num_nodes: int)
     there, back = crossing(set(range(half)), set(range(half, num_nodes))), crossing(set(range(half, num_nodes)), set(range(half)))
     network = Network(dict.fromkeys(all_pairs(num_nodes), 1e8), [(half * 4e7, there), (half * 4e7, back)], noise=0.01)
     found = search(network, num_nodes)
-    assert {shared.members for shared in found.found if shared.crosses} == {there, back}
+    assert {shared.members for shared in found.bottlenecks if shared.crosses} == {there, back}
     # Half of all pairs are suspicious here, and measured alone: n^2 / 2 short measurements besides the rounds.
     assert network.num_rounds < 14 * num_nodes * math.log2(num_nodes) + num_nodes**2
 
@@ -165,9 +165,9 @@ def test_a_pause_of_the_machine_is_no_bottleneck() -> None:
         slow = next(calls) in {3, 20}
         return {pair: rate * (0.3 if slow else 1.0) for pair, rate in network.together(pairs).items()}
 
-    found = Search(together)
+    found = BottleneckSearch(together)
     found.run(all_paired_rounds(matchings(4), 4), one_to_all_rounds(4))
-    assert found.found == []
+    assert found.bottlenecks == []
 
 
 def test_what_was_found_stays_when_a_measurement_fails() -> None:
@@ -178,14 +178,14 @@ def test_what_was_found_stays_when_a_measurement_fails() -> None:
             raise TimeoutError
         return network.together(pairs)
 
-    found = Search(together)
+    found = BottleneckSearch(together)
     with pytest.raises(TimeoutError):
         found.run(all_paired_rounds(matchings(4), 4), one_to_all_rounds(4))
-    assert len(found.found) == 1
+    assert len(found.bottlenecks) == 1
 
 
 def test_pairs_that_filled_a_bottleneck_together_are_to_be_measured_again() -> None:
-    there = Shared(crossing({0, 1}, {2, 3}), 1e8, crosses=True)
+    there = Bottleneck(crossing({0, 1}, {2, 3}), 1e8, crosses=True)
     measured = {(0, 2): 5e7, (1, 3): 4.8e7, (0, 3): 3e7, (1, 2): 4e7, (0, 1): 2e8}
     assert shared_when_measured([((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0, 1),)], measured, [there]) == {(0, 2), (1, 3)}
     assert shared_when_measured([((0, 2),), ((1, 3),)], measured, [there]) == set()

@@ -17,7 +17,7 @@ from raypipe.cli import main
 from raypipe.cluster.prober import probe
 from raypipe.config import ClusterConfig
 from raypipe.errors import InputError
-from raypipe.network.allowance import Budget
+from raypipe.network.probe_budget import Budget
 from tests.on_ray.conftest import NUM_CPUS, Brand
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]

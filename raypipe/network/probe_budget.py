@@ -22,8 +22,6 @@ _PAIRED_LOOKS, _ONE_TO_ALL_LOOKS = 1.25, 3.0  # expected measurements per round
 _PARTS_OF_S = 10  # steps per second in which a larger budget is asked for
 _USED = 0.8  # planned share of the seconds; the rest is for delays and repeated measurements
 _PING_SHARE, _STREAM_SHARE = 0.6, 0.25  # shares of the bytes; the rest is for closer looks
-
-
 _SEARCHED = 0.9  # share of the budget for the search for shared links; then pairs that shared one are measured again
 
 

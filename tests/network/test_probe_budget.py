@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import InputError
-from raypipe.network.allowance import Allowance, Budget, divide
+from raypipe.network.probe_budget import Allowance, Budget, divide
 from raypipe.network.rounds import all_paired_rounds, one_to_all_rounds, tournament
 
 LEAST_PING, LEAST_STREAM = 1 << 20, 320_000
