@@ -1,7 +1,6 @@
-"""The command line. Each command is a module, loaded when it is named: `raypipe schedule` starts without ray and torch.
+"""The command line. Each command is a module, imported when it is named: `raypipe schedule` starts without ray and torch.
 
-Exit codes: 0 success, 2 bad input, 1 a failure while running, 130 Ctrl-C. Errors are one message on stderr; an exception that is
-no `RaypipeError` is a fault of raypipe and shows its traceback.
+Exit codes: 0 success, 2 bad input, 1 failure while running, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,16 +15,12 @@ from raypipe import __version__
 from raypipe.errors import InputError, RaypipeError, suggestion
 
 COMMANDS = ("schedule", "schedules", "probe", "profile", "plan", "simulate", "rehearse", "train", "show", "calibrate", "data")
-"""In the order of the help; command NAME is `raypipe.cli.NAME:NAME`."""
-
 EXIT_FAILURE = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """A group that imports a command when it is asked for."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -50,11 +45,7 @@ def commands(context: click.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code.
-
-    Args:
-        arguments: Arguments of the command line; None for those of the process.
-    """
+    """Run one command, by default that of the process, and return the exit code."""
     try:
         result = commands.main(args=None if arguments is None else list(arguments), prog_name="raypipe", standalone_mode=False)
     except click.Abort:  # click's word for Ctrl-C

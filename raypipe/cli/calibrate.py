@@ -1,4 +1,4 @@
-"""`raypipe calibrate`: measures the overhead of Ops and messages on this machine."""
+"""Command `raypipe calibrate`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from raypipe.cli.options import check_folder, example, json_option
-from raypipe.cli.screen import console, print_json, progress_console
+from raypipe.cli.options import check_output, example, json_option
+from raypipe.cli.screen import console, notice, print_json
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import InputError
 from raypipe.show.report import FittedTable
@@ -29,10 +29,10 @@ def calibrate(*, output: str | None, address: str | None, as_json: bool) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{path}: its folder cannot be made ({error.strerror}); choose another with -o") from error
-    check_folder(str(path))
+    check_output(str(path))
     from raypipe.profiling.calibrator import TRANSPORTS, calibrate  # noqa: PLC0415  # loads ray and torch
 
-    progress_console().print("measuring for about a minute; keep the machine quiet meanwhile")
+    notice("measuring for about a minute; keep the machine quiet meanwhile")
     calibration = calibrate(ClusterConfig(address=address, dashboard=False), transports=TRANSPORTS)
     calibration.save(path)
     transports = calibration.transports
@@ -63,4 +63,3 @@ _COSTS = {
     "send_s": "sending a message",
     "recv_s": "receiving a message",
 }
-"""Labels of the overheads of Ops and messages; what messages cost per byte is only in the file."""

@@ -1,4 +1,4 @@
-"""`raypipe data`: text to tokens."""
+"""Command `raypipe data`."""
 
 from __future__ import annotations
 

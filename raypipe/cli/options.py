@@ -1,29 +1,22 @@
-"""The kinds of values and the options that several commands take."""
+"""Types of values, options and checks that several commands use."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from raypipe.errors import InputError
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _MOST_SECONDS = 1e9
-_MOST = 10**9
 
-COUNT = click.IntRange(1, _MOST)
-"""A number of devices, microbatches and the like."""
+COUNT = click.IntRange(1, 10**9)
 
 
 class _Seconds(click.ParamType[float]):
-    """A finite duration that is not negative."""
-
     name = "seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
@@ -40,19 +33,23 @@ SECONDS = _Seconds()
 
 
 class FiniteRange(click.FloatRange):
-    """A number within limits: `click.FloatRange` lets NaN pass, and infinity where there is no limit."""
+    """A finite number within limits; `click.FloatRange` admits NaN and infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return a finite number within the limits."""
+        """See `click.ParamType`."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
         return number
 
 
-def json_option(command: F) -> F:
-    """Add `--json`, which every command has."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of text.")(command)
+chunks_option = click.option(
+    "--chunks", type=COUNT, help="Number of stages on each device, for schedules that take several.  [default: depends on the schedule]"
+)
+weight_grad_option = click.option(
+    "--weight-grad", type=SECONDS, help="Seconds of the backward that compute the gradient of the weights.  [default: half of --backward]"
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document in place of text.")
 
 
 def example(*lines: str) -> str:
@@ -61,31 +58,33 @@ def example(*lines: str) -> str:
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def check_folder(path: str) -> None:
-    """Refuse an output that cannot be written, before the work begins.
+def check_output(path: str | None, *inputs: str | None) -> None:
+    """Refuse an output that cannot be written or would replace one of its inputs, before the work begins.
 
     Raises:
-        InputError: There is no such folder, or the file is a folder.
+        InputError: The path is a folder or an input, or its folder does not exist.
     """
+    if not path:
+        return
     file = Path(path).absolute()
     # These say no, where methods of Path raise, of a name that is too long or a folder that may not be looked into.
     if os.path.isdir(file):
         raise InputError(f"{path}: cannot be written: it is a folder; name a file")
     if not os.path.isdir(file.parent):
         raise InputError(f"{path}: cannot be written: its folder does not exist; make it first")
+    check_not_input(path, *inputs)
 
 
-def check_not_input(output: str | os.PathLike[str], *inputs: str | os.PathLike[str] | None) -> None:
-    """Refuse an output that would replace one of the files it is made from.
+def check_not_input(output: str, *inputs: str | None) -> None:
+    """Refuse an output that would replace one of its inputs.
 
     Raises:
-        InputError: The output is one of the inputs, whatever each is called.
+        InputError: Output and input are the same file.
     """
     for path in inputs:
         # Two names of one terminal or pipe are no loss.
         if path is not None and os.path.isfile(output) and os.path.isfile(path) and os.path.samefile(output, path):
-            name, source = os.fspath(output), os.fspath(path)
-            raise InputError(f"{name}: the output would replace {source}, which it is made from; choose another output")
+            raise InputError(f"{output}: the output would replace {path}, which it is made from; choose another output")
 
 
 def output_suffix(path: str, *choices: str) -> str:

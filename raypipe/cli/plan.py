@@ -1,4 +1,4 @@
-"""`raypipe plan`: chooses where a model is cut, what runs where, and in which order."""
+"""Command `raypipe plan`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
-from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
+from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_option
 from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.errors import InputError
 from raypipe.planning import plan as planning
@@ -104,9 +104,7 @@ def plan(
     as_json: bool,
 ) -> None:
     """Choose stages, replication, devices and schedule for a model on a cluster, and say how far from optimal that may be."""
-    if output:
-        check_folder(output)
-        check_not_input(output, profile, topology)
+    check_output(output, profile, topology)
     if (batch_size is None) == (microbatches is None) or (batch_size is not None and microbatch_size is not None):
         raise click.UsageError("give either --microbatches, with --microbatch-size if it is not the profile's, or --batch-size")
     make = partial(
@@ -140,7 +138,11 @@ def plan(
             divided = (found.schedule.num_microbatches, found.microbatch_size)
             others = _others(partial(make, divided[0], microbatch_size=divided[1], on_evaluated=on_evaluated), besides=planner)
     if as_json:
-        print_json(report.document() | ({"compared": {name: _other_document(other) for name, other in others.items()}} if compare else {}))
+        compared = {
+            name: {"error": other} if isinstance(other, str) else {"schedule": other.schedule.name, "update_s": prediction(other).update_s}
+            for name, other in others.items()
+        }
+        print_json(report.document() | ({"compared": compared} if compare else {}))
         return
     _print(found, report, others)
     if output:
@@ -149,7 +151,6 @@ def plan(
 
 @contextmanager
 def _watched() -> Iterator[OnEvaluated]:
-    """Show on a terminal how far the search is: it may take minutes."""
     update_s, num_evaluated = math.inf, 0
     with progress_console().status("planning") as status:
 
@@ -172,12 +173,6 @@ def _others(make: Callable[..., Plan], *, besides: str) -> dict[str, Plan | str]
             except InputError as error:
                 found[other.name] = str(error)
     return found
-
-
-def _other_document(other: Plan | str) -> dict[str, object]:
-    if isinstance(other, str):
-        return {"error": other}
-    return {"schedule": other.schedule.name, "update_s": prediction(other).update_s}
 
 
 def _print(found: Plan, report: Report, others: dict[str, Plan | str]) -> None:

@@ -1,4 +1,4 @@
-"""`raypipe probe`: measures the running cluster's nodes, devices and links."""
+"""Command `raypipe probe`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from raypipe.cli.options import COUNT, SECONDS, check_folder, example, json_option
-from raypipe.cli.screen import console, print_json
+from raypipe.cli.options import COUNT, SECONDS, check_output, example, json_option
+from raypipe.cli.screen import console, notice, print_json
 from raypipe.config import ClusterConfig
 from raypipe.network.probe_budget import Budget
 from raypipe.show.report import Figure, Report, rows_table
@@ -54,8 +54,7 @@ def probe(
     Messages go over the transports that training uses. Keep the cluster quiet meanwhile. What is written with -o can be planned and
     simulated with.
     """
-    if output:
-        check_folder(output)
+    check_output(output)
     from raypipe.cluster.prober import probe as measure  # noqa: PLC0415  # loads ray and torch
 
     found = measure(
@@ -63,7 +62,7 @@ def probe(
         budget=Budget(seconds=budget_s, num_bytes=budget_bytes),
         devices_per_node=devices_per_node,
         use_gpu=use_gpu,
-        notice=lambda text: click.echo(text, err=True),
+        notice=notice,
     )
     if output:
         found.topology.save(output)
@@ -149,7 +148,6 @@ def _gpu_reports(node: ProbedNode) -> list[Report]:
 
 
 def _report(found: Probed) -> Report:
-    """Return the figures of a probe; their names are a contract."""
     topology, rounds = found.topology, found.allowance.rounds
     return Report(
         Figure("name", topology.name),

@@ -1,4 +1,4 @@
-"""`raypipe profile`: what the layers of a model cost, measured or read from a profile of PipeDream's."""
+"""Command `raypipe profile`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raypipe.artifacts.profile import LayerTimes, ModelProfile
-from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option, output_suffix
-from raypipe.cli.screen import console, print_json, progress_console
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_option, output_suffix
+from raypipe.cli.screen import console, notice, print_json
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
 from raypipe.profiling.linearize import Chain, linearize
@@ -25,30 +25,18 @@ if TYPE_CHECKING:
     from raypipe.profiling.profiler import Measured
 
 _LARGE_SPREAD = 0.1
-_LARGE_SHARE = 0.01
-"""Layers that take less of the model's time may vary as they like."""
-
+_LARGE_SHARE = 0.01  # layers that take less of the model's time may vary as they like
+# Options that only a measurement, or only a file of PipeDream's, has a use for.
 _MEASURING = ("overrides", "device_kinds", "address", "repeats", "passes", "at_once")
 _READING = ("microbatch_size", "weight_grad_share", "name")
-"""Options that only a measurement, or only a file of PipeDream's, has a use for."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A profile and what it was made of.
-
-    Attributes:
-        profile: Profile to write.
-        chain: Chain that stands for the model, if asked for.
-        kinds: Measurements by kind of device; empty for a profile that was read.
-        spreads: Spreads of the layers of the profile for each of `kinds`.
-        warnings: Warnings for the user.
-    """
-
     profile: ModelProfile
     chain: Chain | None
     kinds: tuple[Measured, ...] = ()
-    spreads: tuple[tuple[float, ...], ...] = ()
+    spreads: tuple[tuple[float, ...], ...] = ()  # of the profile's layers, for each of `kinds`
     warnings: tuple[str, ...] = ()
 
 
@@ -133,8 +121,7 @@ def profile(
     """
     _check_options(context, config, from_pipedream, microbatch_size)
     output_suffix(output, "json")
-    check_folder(output)
-    check_not_input(output, config, from_pipedream)
+    check_output(output, config, from_pipedream)
     most = max_crossing if chain else None
     if from_pipedream is not None:
         assert microbatch_size is not None, "checked with the options"
@@ -192,21 +179,19 @@ def _measured(config: TrainConfig, device_kinds: str | None, *, repeats: int, pa
         from raypipe.profiling.profiler import DeviceKind, profile_model  # noqa: PLC0415
 
     logging.getLogger("ray").setLevel(logging.WARNING)
-    screen = progress_console()
     kinds = [DeviceKind.of(text.strip()) for text in device_kinds.split(",")] if device_kinds else []
     profiled = profile_model(
         config,
         kinds=kinds,
         effort=Effort(repeats=repeats, passes=passes),
         num_at_once=at_once,
-        notice=lambda text: screen.print(text, highlight=False, soft_wrap=True),
+        notice=notice,
     )
     warnings = [warning for kind in profiled.kinds if (warning := _warning(kind, profiled.profile, repeats=repeats, passes=passes))]
     return _found(profiled.profile, max_tensors, profiled.kinds, tuple(warnings))
 
 
 def _warning(measured: Measured, profile: ModelProfile, *, repeats: int, passes: int) -> str:
-    """Return what to do about layers whose times vary much; empty if none does."""
     took = [times.forward_s + times.backward_s for times in measured.times]
     restless = [
         (layer.name, spread)
@@ -223,13 +208,6 @@ def _warning(measured: Measured, profile: ModelProfile, *, repeats: int, passes:
     )
 
 
-# Showing
-
-
-def _times_of(times: LayerTimes, spread: float | None) -> dict[str, Any]:
-    return dataclasses.asdict(times) | {"spread": spread}
-
-
 def _document(found: _Found, output: str) -> dict[str, Any]:
     profile = found.profile
     document: dict[str, Any] = {
@@ -241,7 +219,10 @@ def _document(found: _Found, output: str) -> dict[str, Any]:
         "device_kinds": {
             measured.kind: {
                 "device": measured.device,
-                "layers": [_times_of(*pair) for pair in zip(profile.for_kind(measured.kind), of_kind, strict=True)],
+                "layers": [
+                    dataclasses.asdict(times) | {"spread": spread}
+                    for times, spread in zip(profile.for_kind(measured.kind), of_kind, strict=True)
+                ],
             }
             for measured, of_kind in zip(found.kinds, found.spreads, strict=True)
         },

@@ -1,4 +1,4 @@
-"""`raypipe rehearse`: runs a plan on its cluster, with waits for computation."""
+"""Command `raypipe rehearse`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import click
 from rich.console import Console
 
 from raypipe.artifacts.plan import Plan
-from raypipe.cli.device_labels import device_labels, labelled
-from raypipe.cli.options import COUNT, FiniteRange, check_folder, check_not_input, example, json_option
-from raypipe.cli.screen import console, print_json, progress_console
+from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_option
+from raypipe.cli.screen import console, device_labels, labelled, notice, print_json
 from raypipe.cluster.signals import put_off
 from raypipe.config import ClusterConfig, ScalingConfig, Transport
 from raypipe.show.report import Figure, Report
@@ -57,15 +56,12 @@ def rehearse(
     as_json: bool,
 ) -> None:
     """Run the plan in the file PLAN on its cluster, with a wait for each computation and messages of the real size."""
-    if output:
-        check_folder(output)
-        check_not_input(output, plan)
+    check_output(output, plan)
     loaded = Plan.load(plan)
     with put_off():
         from raypipe.training.rehearsal import rehearse as run  # noqa: PLC0415  # loads ray and torch: not before the plan is known to be good
 
     logging.getLogger("ray").setLevel(logging.WARNING)
-    progress = progress_console()
     done = run(
         loaded,
         num_updates=updates,
@@ -74,18 +70,17 @@ def rehearse(
         cluster=ClusterConfig(address=address, dashboard=False, log_to_driver=False),
         scaling=ScalingConfig(cpus_per_device=cpus_per_device, transport=Transport(transport)),
         stand_ins=stand_ins,
-        notice=lambda text: progress.print(text, highlight=False, soft_wrap=True),
+        notice=notice,
     )
     if output:
         done.trace.save(output)
     if as_json:
-        print_json(rehearsal_figures(done))
-        return
-    _show(done, console())
+        print_json(_figures(done))
+    else:
+        _show(done, console())
 
 
-def rehearsal_figures(done: Rehearsal) -> dict[str, Any]:
-    """Return the figures of a rehearsal and, under `predicted`, of its simulation; the keys are a contract."""
+def _figures(done: Rehearsal) -> dict[str, Any]:
     return {
         "plan": done.plan.name,
         "planner": done.plan.planner,

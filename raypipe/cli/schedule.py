@@ -1,8 +1,6 @@
-"""`raypipe schedule`: builds, validates and simulates one schedule."""
+"""Command `raypipe schedule`."""
 
 from __future__ import annotations
-
-from enum import StrEnum
 
 import click
 from rich.console import Console
@@ -13,7 +11,17 @@ from raypipe.artifacts import codec
 from raypipe.artifacts import schedule as schedule_file
 from raypipe.artifacts.files import write_text
 from raypipe.artifacts.schedule import ScheduleFile
-from raypipe.cli.options import COUNT, SECONDS, FiniteRange, check_folder, check_not_input, example, json_option, output_suffix
+from raypipe.cli.options import (
+    COUNT,
+    SECONDS,
+    FiniteRange,
+    check_output,
+    chunks_option,
+    example,
+    json_option,
+    output_suffix,
+    weight_grad_option,
+)
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.errors import InputError, ScheduleError
 from raypipe.schedules import catalogue
@@ -27,32 +35,15 @@ from raypipe.show.grid import timed_grid
 from raypipe.show.schedules import schedule_report
 from raypipe.units import counted
 
-
-class ScheduleFormat(StrEnum):
-    """Format of a written schedule."""
-
-    GRID = "grid"
-    CSV = "csv"
-    TORCH_CSV = "torch-csv"
-    JSON = "json"
-    SVG = "svg"
-    HTML = "html"
-
-
-_FORMATS = {
-    "txt": ScheduleFormat.GRID,
-    "csv": ScheduleFormat.CSV,
-    "json": ScheduleFormat.JSON,
-    "svg": ScheduleFormat.SVG,
-    "html": ScheduleFormat.HTML,
-}
+_FORMATS = ("grid", "csv", "torch-csv", "json", "svg", "html")
+_FORMAT_OF_SUFFIX = {"txt": "grid", "csv": "csv", "json": "json", "svg": "svg", "html": "html"}
 
 
 def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | None, latency_s: float) -> StageSeconds:
     """Return the times of the options; by default the weight gradient takes half of the backward.
 
     Raises:
-        InputError: The weight gradient takes more than the backward, of which it is a part.
+        InputError: The weight gradient takes more than the backward.
     """
     if weight_grad_s is not None and weight_grad_s > backward_s:
         raise InputError(f"--weight-grad {weight_grad_s:g} is more than --backward {backward_s:g}, of which it is a part")
@@ -69,9 +60,7 @@ def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | No
 @click.option("--devices", type=COUNT, required=True, help="Number of devices.")
 @click.option("--microbatches", type=COUNT, required=True, help="Number of microbatches in an optimizer update, summed over all pipelines.")
 @click.option("--updates", type=COUNT, default=1, show_default=True, help="Number of consecutive optimizer updates to simulate.")
-@click.option(
-    "--chunks", type=COUNT, help="Number of stages on each device, for schedules that take several.  [default: depends on the schedule]"
-)
+@chunks_option
 @click.option(
     "--pipelines",
     type=COUNT,
@@ -84,9 +73,7 @@ def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | No
 )
 @click.option("--forward", type=SECONDS, default=1.0, show_default=True, help="Seconds of the forward of one microbatch in one stage.")
 @click.option("--backward", type=SECONDS, default=2.0, show_default=True, help="Seconds of the backward of one microbatch in one stage.")
-@click.option(
-    "--weight-grad", type=SECONDS, help="Seconds of the backward that compute the gradient of the weights.  [default: half of --backward]"
-)
+@weight_grad_option
 @click.option("--latency", type=SECONDS, default=0.0, show_default=True, help="Seconds that a message between two devices takes.")
 @click.option(
     "--max-in-flight",
@@ -101,9 +88,7 @@ def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | No
     show_default=True,
     help="Share of an activation that stays in memory from the input gradient to the weight gradient; only for schedules found by search.",
 )
-@click.option(
-    "--format", "format_name", type=click.Choice([str(choice) for choice in ScheduleFormat]), help="Format of the output.  [default: grid]"
-)
+@click.option("--format", "format_name", type=click.Choice(_FORMATS), help="Format of the output.  [default: grid]")
 @click.option(
     "-o",
     "--output",
@@ -141,9 +126,8 @@ def schedule(
         raise click.UsageError("--json and --format both write to stdout; give --format a file with -o, or leave one of them out")
     if output:
         if not format_name:
-            output_suffix(output, *_FORMATS)
-        check_folder(output)
-        check_not_input(output, name if schedule_registry.is_file(name) else None)
+            output_suffix(output, *_FORMAT_OF_SUFFIX)
+        check_output(output, name if schedule_registry.is_file(name) else None)
     spec = schedule_registry.spec(name)
     times = stage_seconds(forward, backward, weight_grad, latency)
     size = ScheduleRequest(
@@ -169,39 +153,37 @@ def schedule(
         raise ScheduleError(f"{problem}, more microbatches, or the schedule 'amdp-auto'")
     figures = figures_of(spec, built, size, times)
     if output:
-        wanted = ScheduleFormat(format_name) if format_name else _FORMATS[output_suffix(output, *_FORMATS)]
-        write_text(output, text_of(wanted, figures))
-        if wanted in {ScheduleFormat.CSV, ScheduleFormat.TORCH_CSV} and built.weight_rule.overlaps_updates:
+        format_name = format_name or _FORMAT_OF_SUFFIX[output_suffix(output, *_FORMAT_OF_SUFFIX)]
+        write_text(output, _text_of(format_name, figures))
+        if format_name in {"csv", "torch-csv"} and built.weight_rule.overlaps_updates:
             text = f"{output} holds the order alone: read again, it is a synchronous schedule"
             click.echo(f"{text}; a .json file keeps how {name} finds its weights", err=True)
     if as_json:
         print_json(schedule_report(figures).document())
     elif not output:
-        wanted = ScheduleFormat(format_name or ScheduleFormat.GRID)
-        if wanted is ScheduleFormat.GRID:
+        if format_name in {None, "grid"}:
             print_schedule(console(), figures)
         else:
-            click.echo(text_of(wanted, figures), nl=False)
+            click.echo(_text_of(format_name, figures), nl=False)
 
 
-def text_of(wanted: ScheduleFormat, figures: ScheduleFigures) -> str:
-    """Return a schedule as the text of a file."""
-    match wanted:
-        case ScheduleFormat.CSV:
+def _text_of(format_name: str | None, figures: ScheduleFigures) -> str:
+    match format_name:
+        case "csv":
             return to_csv(figures.schedule.programs)
-        case ScheduleFormat.TORCH_CSV:
+        case "torch-csv":
             return to_torch_csv(figures.schedule.programs)
-        case ScheduleFormat.JSON:
+        case "json":
             return codec.to_json(ScheduleFile.of(figures.schedule), format_name=schedule_file.FORMAT)
-        case ScheduleFormat.SVG:
+        case "svg":
             from raypipe.show.svg import draw_traces  # noqa: PLC0415  # slow to load, and the grid does without
 
             return draw_traces([figures.trace])
-        case ScheduleFormat.HTML:
+        case "html":
             from raypipe.show.page import draw_page  # noqa: PLC0415  # slow to load, and the grid does without
 
             return draw_page([figures.trace])
-        case ScheduleFormat.GRID:
+        case _:
             with (paper := plain_console()).capture() as capture:
                 print_schedule(paper, figures)
             return capture.get()
@@ -223,5 +205,4 @@ def print_schedule(screen: Console, figures: ScheduleFigures) -> None:
     screen.print(timed_grid(figures.trace, width=screen.width), soft_wrap=True)
     screen.print()
     screen.print(report.table(left=2))
-    screen.print()
-    screen.print(report.sentence(), soft_wrap=True)
+    screen.print(f"\n{report.sentence()}", soft_wrap=True)

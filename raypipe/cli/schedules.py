@@ -1,9 +1,6 @@
-"""`raypipe schedules`: what there is to choose from, by name or side by side at one size."""
+"""Command `raypipe schedules`."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from enum import StrEnum
 
 import click
 from rich.console import Console
@@ -11,7 +8,7 @@ from rich.console import Console
 from raypipe import schedule_registry
 from raypipe.analysis.schedule_comparison import compare_schedules
 from raypipe.analysis.schedule_figures import StageSeconds
-from raypipe.cli.options import COUNT, SECONDS, example, json_option
+from raypipe.cli.options import COUNT, SECONDS, chunks_option, example, json_option, weight_grad_option
 from raypipe.cli.schedule import stage_seconds
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.schedules.request import ScheduleRequest
@@ -23,25 +20,16 @@ _COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")
 _WIDTH = 300
 
 
-class _Sort(StrEnum):
-    MAKESPAN = "makespan"
-    CATALOGUE = "catalogue"
-
-
 @click.command(epilog=example("raypipe schedules", "raypipe schedules --devices 8 --microbatches 32"))
 @click.option("--devices", type=COUNT, help="Compare all schedules on this number of devices; needs --microbatches.")
 @click.option("--microbatches", type=COUNT, help="Number of microbatches in an optimizer update; needs --devices.")
 @click.option("--updates", type=COUNT, help="Number of consecutive optimizer updates to simulate.  [default: 1]")
-@click.option(
-    "--chunks", type=COUNT, help="Number of stages on each device, for schedules that take several.  [default: depends on the schedule]"
-)
+@chunks_option
 @click.option("--forward", type=SECONDS, help="Seconds of the forward of one microbatch on one device.  [default: 1]")
 @click.option("--backward", type=SECONDS, help="Seconds of the backward of one microbatch on one device.  [default: 2]")
-@click.option(
-    "--weight-grad", type=SECONDS, help="Seconds of the backward that compute the gradient of the weights.  [default: half of --backward]"
-)
+@weight_grad_option
 @click.option("--latency", type=SECONDS, help="Seconds that a message between two devices takes.  [default: 0]")
-@click.option("--sort", type=click.Choice([str(choice) for choice in _Sort]), help="Order of the rows.  [default: makespan]")
+@click.option("--sort", type=click.Choice(("makespan", "catalogue")), help="Order of the rows.  [default: makespan]")
 @json_option
 def schedules(
     *,
@@ -67,7 +55,10 @@ def schedules(
     if devices is None or microbatches is None:
         given: dict[str, object] = {"--devices": devices, "--microbatches": microbatches, "--updates": updates, "--chunks": chunks}
         given |= {"--forward": forward, "--backward": backward, "--weight-grad": weight_grad, "--latency": latency, "--sort": sort}
-        _refuse_without_size(given)
+        options = [name for name, value in given.items() if value is not None]
+        if options:
+            missing = " and ".join(name for name in ("--devices", "--microbatches") if name not in options)
+            raise click.UsageError(f"{options[0]} needs {missing}: all schedules are then compared at that size")
         _list(as_json=as_json)
         return
     default = StageSeconds()
@@ -78,14 +69,7 @@ def schedules(
         default.latency_s if latency is None else latency,
     )
     size = ScheduleRequest(num_devices=devices, num_microbatches=microbatches, num_updates=updates or 1)
-    _compare(size, times, num_chunks=chunks, sort=_Sort(sort or _Sort.MAKESPAN), as_json=as_json)
-
-
-def _refuse_without_size(given: Mapping[str, object]) -> None:
-    options = [name for name, value in given.items() if value is not None]
-    if options:
-        missing = " and ".join(name for name in ("--devices", "--microbatches") if name not in options)
-        raise click.UsageError(f"{options[0]} needs {missing}: all schedules are then compared at that size")
+    _compare(size, times, num_chunks=chunks, sort=sort or "makespan", as_json=as_json)
 
 
 _LETTERS = (
@@ -110,15 +94,14 @@ def _list(*, as_json: bool) -> None:
 
 
 def _screen() -> Console:
-    """Return the terminal, or where there is none a console that gives each schedule one line, which other programs can search."""
     terminal = console()
     return terminal if terminal.is_terminal else plain_console(_WIDTH)
 
 
-def _compare(size: ScheduleRequest, times: StageSeconds, *, num_chunks: int | None, sort: _Sort, as_json: bool) -> None:
+def _compare(size: ScheduleRequest, times: StageSeconds, *, num_chunks: int | None, sort: str, as_json: bool) -> None:
     found = compare_schedules(schedule_registry.specs(), size, times, num_chunks=num_chunks)
     compared = found.compared
-    if sort is _Sort.MAKESPAN:
+    if sort == "makespan":
         compared = tuple(sorted(compared, key=lambda row: row.figures.trace.makespan_s))
     reports = [comparison_report(each) for each in compared]
     if as_json:

@@ -1,8 +1,8 @@
-"""`raypipe show`: draws what a file holds."""
+"""Command `raypipe show`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,21 @@ from rich.console import Console
 
 from raypipe.analysis.idle import divide
 from raypipe.analysis.schedule_figures import ScheduleFigures, StageSeconds, simulated
+from raypipe.artifacts import codec
+from raypipe.artifacts import plan as plan_file
+from raypipe.artifacts import profile as profile_file
+from raypipe.artifacts import schedule as schedule_file
+from raypipe.artifacts import topology as topology_file
+from raypipe.artifacts import trace as trace_file
 from raypipe.artifacts.files import write_text
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
-from raypipe.cli.files import Content, load
 from raypipe.cli.options import example, json_option, output_suffix
 from raypipe.cli.schedule import print_schedule
 from raypipe.cli.screen import console, print_json
-from raypipe.errors import InputError
+from raypipe.errors import FormatError, InputError, suggestion
 from raypipe.schedules.ir import Schedule
 from raypipe.show import differences
 from raypipe.show.causes import findings
@@ -32,15 +37,22 @@ from raypipe.show.traces import idle_report, plan_trace_report, trace_report
 from raypipe.simulation.simulator import simulate
 from raypipe.units import seconds
 
+Content = Schedule | Plan | ClusterTopology | ModelProfile | Trace
+
+_LOADERS: Mapping[str, Callable[[str], Content]] = {
+    schedule_file.FORMAT: schedule_file.load_schedule,
+    plan_file.FORMAT: Plan.load,
+    topology_file.FORMAT: ClusterTopology.load,
+    profile_file.FORMAT: ModelProfile.load,
+    trace_file.FORMAT: Trace.load,
+}
+
 
 @dataclass(frozen=True)
 class _Drawing:
-    """The document of `--json`, and functions that draw a file as text, SVG and HTML."""
-
     figures: dict[str, Any]
     text: Callable[[Console], None]
-    svg: Callable[[], str]
-    html: Callable[[], str]
+    traces: tuple[Trace, ...] = ()
 
 
 @click.command(
@@ -68,39 +80,39 @@ def show(files: tuple[str, ...], *, output: str | None, as_json: bool) -> None:
     suffix = output_suffix(output, "svg", "html") if output else ""
     if len(files) > 2:
         raise click.UsageError(f"{len(files)} files; show one, or two traces")
-    contents = [load(path) for path in files]
+    contents = [_load(path) for path in files]
     drawing = _of_pair(files, contents) if len(files) == 2 else _of_one(contents[0])
     if output:
-        write_text(output, drawing.html() if suffix == "html" else drawing.svg())
+        write_text(output, _document(contents[0], drawing.traces, suffix))
     if as_json:
         print_json(drawing.figures)
     elif not output:
         drawing.text(console())
 
 
-def _svg_of(*traces: Trace) -> Callable[[], str]:
-    def draw() -> str:
-        from raypipe.show.svg import draw_traces  # noqa: PLC0415  # slow to load, and the terminal does without
-
-        return draw_traces(traces)
-
-    return draw
-
-
-def _html_of(*traces: Trace) -> Callable[[], str]:
-    def draw() -> str:
-        from raypipe.show.page import draw_page  # noqa: PLC0415  # likewise
-
-        return draw_page(traces)
-
-    return draw
+def _load(path: str) -> Content:
+    if path.endswith(".csv"):
+        return schedule_file.load_csv(path)
+    name = codec.read_format(path)
+    if name not in _LOADERS:
+        choices = ", ".join(_LOADERS)
+        raise FormatError(path, "format", f"cannot show {name!r}{suggestion(name, _LOADERS)}; what can be shown: {choices}")
+    return _LOADERS[name](path)
 
 
-def _no_page_of(what: str) -> Callable[[], str]:
-    def refuse() -> str:
-        raise InputError(f"a page shows times, and {what} has none; {'write an SVG file' if what == 'a topology' else 'leave -o out'}")
+def _document(content: Content, traces: tuple[Trace, ...], suffix: str) -> str:
+    # Slow to load, and the terminal does without.
+    from raypipe.show.network import draw_topology  # noqa: PLC0415
+    from raypipe.show.page import draw_page  # noqa: PLC0415
+    from raypipe.show.svg import draw_traces  # noqa: PLC0415
 
-    return refuse
+    if traces:
+        return draw_page(traces) if suffix == "html" else draw_traces(traces)
+    if not isinstance(content, ClusterTopology):
+        raise InputError("a profile is drawn to the terminal only; leave -o out")
+    if suffix == "html":
+        raise InputError("a page shows times, and a topology has none; write an SVG file")
+    return draw_topology(content)
 
 
 def _of_one(content: Content) -> _Drawing:
@@ -125,7 +137,7 @@ def _of_schedule(schedule: Schedule) -> _Drawing:
         print_schedule(screen, figures)
         _print_idle(screen, trace)
 
-    return _Drawing(_with_idle(schedule_report(figures), trace), text, _svg_of(trace), _html_of(trace))
+    return _Drawing(_with_idle(schedule_report(figures), trace), text, (trace,))
 
 
 def _with_idle(report: Report, trace: Trace) -> dict[str, Any]:
@@ -141,11 +153,11 @@ def _of_plan(plan: Plan) -> _Drawing:
         screen.print()
         _print_trace(screen, trace)
 
-    return _Drawing(_with_idle(plan_trace_report(plan, trace), trace), text, _svg_of(trace), _html_of(trace))
+    return _Drawing(_with_idle(plan_trace_report(plan, trace), trace), text, (trace,))
 
 
 def _of_trace(trace: Trace) -> _Drawing:
-    return _Drawing(_with_idle(trace_report(trace), trace), lambda screen: _print_trace(screen, trace), _svg_of(trace), _html_of(trace))
+    return _Drawing(_with_idle(trace_report(trace), trace), lambda screen: _print_trace(screen, trace), (trace,))
 
 
 def _print_trace(screen: Console, trace: Trace) -> None:
@@ -183,12 +195,7 @@ def _of_topology(topology: ClusterTopology) -> _Drawing:
         screen.print()
         screen.print(link_table(topology))
 
-    def svg() -> str:
-        from raypipe.show.network import draw_topology  # noqa: PLC0415  # slow to load, and the terminal does without
-
-        return draw_topology(topology)
-
-    return _Drawing(figures, text, svg, _no_page_of("a topology"))
+    return _Drawing(figures, text)
 
 
 def _of_profile(profile: ModelProfile) -> _Drawing:
@@ -207,10 +214,7 @@ def _of_profile(profile: ModelProfile) -> _Drawing:
         screen.print(f"profile {profile.name}, microbatches of {profile.microbatch_size}", style="bold", markup=False)
         screen.print(profile_table(profile))
 
-    def svg() -> str:
-        raise InputError("a profile is drawn to the terminal only; leave -o out")
-
-    return _Drawing(figures, text, svg, _no_page_of("a profile"))
+    return _Drawing(figures, text)
 
 
 def _of_pair(files: tuple[str, ...], contents: list[Content]) -> _Drawing:
@@ -237,4 +241,4 @@ def _of_pair(files: tuple[str, ...], contents: list[Content]) -> _Drawing:
             for figure in compared
         ],
     }
-    return _Drawing(figures, text, _svg_of(*traces), _html_of(*traces))
+    return _Drawing(figures, text, (first, second))

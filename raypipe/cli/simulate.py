@@ -1,4 +1,4 @@
-"""`raypipe simulate`: predicts a plan."""
+"""Command `raypipe simulate`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import click
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology
-from raypipe.cli.options import check_folder, check_not_input, example, json_option
+from raypipe.cli.options import check_output, example, json_option
 from raypipe.cli.screen import console, print_json
 from raypipe.show.traces import plan_trace_report
 from raypipe.simulation import simulator
@@ -27,9 +27,7 @@ from raypipe.units import counted
 @json_option
 def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bool) -> None:
     """Predict how long the plan in the file PLAN takes, without Ray, torch or a cluster."""
-    if output:
-        check_folder(output)
-        check_not_input(output, plan, topology)
+    check_output(output, plan, topology)
     loaded = Plan.load(plan)
     if topology:
         loaded = loaded.on(ClusterTopology.load(topology))

@@ -1,4 +1,4 @@
-"""`raypipe train`: trains what a configuration describes and shows how it goes."""
+"""Command `raypipe train`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import dataclasses
 import json
 import logging
 import os
-from contextlib import nullcontext
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -14,10 +17,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from raypipe.cli.device_labels import labelled
 from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import console as stdout_console
-from raypipe.cli.screen import progress_console
+from raypipe.cli.screen import labelled, progress_console
 from raypipe.cluster.node_matching import is_gpu
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
@@ -28,14 +30,11 @@ if TYPE_CHECKING:
     from raypipe.training.result import Progress as RunProgress
     from raypipe.training.result import Result
 
+_QUIET_S = 15.0
 
-class _Screen:
-    """Shows a run on stderr: a line for each step, and on a terminal, below the last line, its time or the bar of updates.
 
-    Args:
-        console: Console on stderr.
-        num_updates: Updates of the run.
-    """
+class TrainScreen:
+    """Shows a run on stderr; a terminal also has a spinner or the bar of updates below the last line."""
 
     def __init__(self, console: Console, num_updates: int) -> None:
         self.console = console
@@ -52,6 +51,7 @@ class _Screen:
             expand=True,
         )
         self.bar = self.updates.add_task("", total=num_updates)
+        self.step_text, self.step_began_s = "", time.monotonic()
 
     def __rich__(self) -> Progress:
         return self.updates if self.num_done and not self.updates.finished else self.steps
@@ -60,6 +60,27 @@ class _Screen:
         """Print a line."""
         self.console.print(text, highlight=False, soft_wrap=True)
         self.steps.reset(self.step)
+        self.step_text, self.step_began_s = text, time.monotonic()
+
+    @contextmanager
+    def alive(self) -> Iterator[None]:
+        """Without a terminal, print how long a step has taken every 15 s."""
+        ended = threading.Event()
+
+        def tell() -> None:
+            told_s = 0.0
+            while not ended.wait(max(self.step_began_s, told_s) + _QUIET_S - time.monotonic()):
+                told_s = time.monotonic()
+                if told_s - self.step_began_s >= _QUIET_S:
+                    self.console.print(f"{self.step_text}: {told_s - self.step_began_s:.0f} s so far", highlight=False, soft_wrap=True)
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            teller.join()
 
     def progress(self, progress: RunProgress) -> None:
         """Move the bar, or print a line."""
@@ -71,9 +92,10 @@ class _Screen:
             return
         minutes, seconds = divmod(round(progress.seconds_left), 60)
         self.notice(f"update {progress.update}/{progress.num_updates}  {text}  left {minutes}:{seconds:02d}")
+        self.step_text = f"training after update {progress.update}"
 
     def interrupted(self, checkpoint_every: int) -> None:
-        """Print where an interrupted run can go on."""
+        """Print where a run can go on."""
         saved = self.num_done // checkpoint_every * checkpoint_every if checkpoint_every else 0
         left = f"--resume goes on from update {saved}" if saved else f"it wrote no checkpoint (run.checkpoint_every is {checkpoint_every})"
         self.notice(f"interrupted after update {self.num_done}; {left}")
@@ -95,9 +117,9 @@ def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: boo
     if as_json:  # actors print on stdout, too
         loaded = dataclasses.replace(loaded, cluster=dataclasses.replace(loaded.cluster, log_to_driver=False))
     console = progress_console()
-    screen = _Screen(console, loaded.run.num_updates)
+    screen = TrainScreen(console, loaded.run.num_updates)
     try:
-        with Live(screen, console=console, refresh_per_second=4, transient=True) if console.is_terminal else nullcontext():
+        with Live(screen, console=console, refresh_per_second=4, transient=True) if console.is_terminal else screen.alive():
             screen.notice("loading torch and Ray")
             with put_off():
                 from raypipe.training.trainer import Trainer  # noqa: PLC0415  # loads them only once the configuration is known to be good

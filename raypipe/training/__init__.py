@@ -1,1 +1,1 @@
-"""What a run is made of: its strategy, its windows, its report and its folder."""
+"""Runs: trains a model, or rehearses its plan, on a cluster."""

@@ -1,4 +1,4 @@
-"""Switches a run to another plan between windows, as its adaptive strategy decides."""
+"""Switches a run to another plan between windows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG = logging.getLogger("raypipe.training.adaptation")
 
 
 class Adaptation:
-    """The switches of one run; every decision is a line of `adaptation.jsonl`."""
+    """Switches of a run; every decision is a line of `adaptation.jsonl`."""
 
     def __init__(
         self, strategy: AdaptiveStrategy, coordinator: Coordinator, record: RunRecord, *, build_order: Callable[[], BuildOrder]
@@ -60,7 +60,7 @@ class Adaptation:
             self.record.folder.add_decision(line)
 
     def _leave_out_dead(self, decision: Decision) -> list[str]:
-        """Return the devices that a switch would need and that do not answer; a device in use fails with its own message instead."""
+        # Unused devices that a switch needs; a device in use fails with its own message.
         if not decision.switch:
             return []
         idle = set(self.strategy.devices_of(decision.choice)).difference(self.strategy.devices)

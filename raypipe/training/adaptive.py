@@ -1,8 +1,4 @@
-"""The strategy that raypipe chooses itself: it plans the run, or begins with a configured strategy, and switches between windows.
-
-The policy (`raypipe.planning.replanning`) decides from what windows showed of layers, devices and links. This module turns its choices
-into stages, programs and placements.
-"""
+"""The strategy that raypipe chooses, and changes between windows. `raypipe.planning.replanning` decides."""
 
 from __future__ import annotations
 
@@ -36,20 +32,19 @@ from raypipe.schedules.lower import Placement
 from raypipe.schedules.metrics import metrics as facts_of
 from raypipe.schedules.passes import one_of_repeated, recomputed_stages
 from raypipe.simulation.simulator import simulate
-from raypipe.training.plan_checks import check_alike, check_runnable
+from raypipe.training.checks import check_alike, check_runnable
+from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import sharded
-from raypipe.training.run_topology import Notice, num_measuring_devices, run_topology
 from raypipe.training.strategy import Measure, Strategy
 
 
 class AdaptiveStrategy(Strategy):
-    """What the policy chooses.
+    """Follows the choices of a policy.
 
     Attributes:
-        start: Strategy to begin with; `None` lets the policy choose that, too.
+        start: Strategy to begin with; `None` lets the policy choose it.
         can_divide: Whether batches can be read in microbatches of other sizes.
-        policy: Decides; set by `prepare`.
-        facts: Profile and topology of the policy's last decision.
+        state: What the last decision assumed of layers and cluster.
     """
 
     policy: ConcurrencyPolicy
@@ -71,12 +66,9 @@ class AdaptiveStrategy(Strategy):
         self._starting_choice: Choice | None = None
         self.window_sizes = sorted(set(window_sizes))
         self.can_divide = can_divide
-        self._launched: tuple[str, ...] = ()
-        """The topology's names of the devices, as launched."""
-        self._nodes: dict[str, str] | None = None
-        """The topology's names of the nodes, by address; `None` where its nodes are not the cluster's."""
-        self._warming_up = True
-        """Whether the next window is the first of its choice, in which memory and connections are set up."""
+        self._launched: tuple[str, ...] = ()  # names of the devices in the topology
+        self._nodes: dict[str, str] | None = None  # names in the topology, by address; None where its nodes are not the cluster's
+        self._warming_up = True  # memory and connections are set up in the first window of a choice
         for name in config.adaptation.schedules:
             spec(name)
         for section, names in (("scaling", ("layers_per_stage",)), ("schedule", ("num_chunks", "num_pipelines", "max_in_flight"))):
@@ -96,7 +88,7 @@ class AdaptiveStrategy(Strategy):
 
     @property
     def num_validation_microbatches(self) -> int:
-        """See `Strategy`; the rows of an evaluation stay the same for every microbatch size."""
+        """See `Strategy`; an evaluation has the same rows for every microbatch size."""
         return super().num_validation_microbatches * self.config.schedule.microbatch_size // self.microbatch_size
 
     @property
@@ -105,7 +97,7 @@ class AdaptiveStrategy(Strategy):
         return self.start.num_slots if self.start else self.config.scaling.num_devices
 
     def find_slots(self, *, local: bool) -> list[DeviceSlot]:
-        """See `Strategy`; where the topology file says, if there is one."""
+        """See `Strategy`."""
         if self.start is not None:
             return self.start.find_slots(local=local)
         scaling = self.config.scaling
@@ -153,16 +145,16 @@ class AdaptiveStrategy(Strategy):
 
     @property
     def devices(self) -> list[int]:
-        """For each device of the plan, the number of its slot as launched."""
+        """Number of the launched slot of each device of the plan."""
         return [self._launched.index(name) for name in self.plan.devices]
 
     def devices_of(self, choice: Choice) -> list[int]:
-        """Return the numbers of the slots that a choice uses."""
+        """Return the slot numbers that a choice uses."""
         names = self.policy.planner.problem.names
         return [self._launched.index(names[device]) for group in choice.layout.workers for device in group]
 
     def leave_out(self, slots: Sequence[int]) -> list[str]:
-        """Plan without some unused slots from now on; return the names of their devices."""
+        """Plan without some unused slots; return the names of their devices."""
         names = [self._launched[slot] for slot in slots]
         self.policy.leave_out(names)
         self._choice = self.policy.choice
@@ -170,7 +162,7 @@ class AdaptiveStrategy(Strategy):
         return names
 
     def adopt(self, choice: Choice) -> None:
-        """Set plan, schedules and placement to those of a choice; the actors change when the coordinator moves them."""
+        """Set plan, schedules and placement to those of a choice; the actors stay as they are."""
         self._choice = choice
         evaluator = self.policy.planner.evaluator_of(choice)
         evaluation = evaluator.simulate(choice.layout)
@@ -188,7 +180,7 @@ class AdaptiveStrategy(Strategy):
         self._warming_up = True
 
     def after_window(self, result: WindowResult, network: NetworkEstimate, *, updates_left: int) -> Decision | None:
-        """Learn from a window and decide how to go on; `None` after a short window, or the first one of a choice."""
+        """Learn from a window and decide; `None` after a short window, or the first of a choice."""
         warming_up, self._warming_up = self._warming_up, False
         if warming_up or result.num_updates != self.window_sizes[-1]:
             return None
@@ -212,7 +204,6 @@ class AdaptiveStrategy(Strategy):
             notice(f"the nodes of the topology {topology.name!r} are not those of the cluster: link speeds are not followed")
 
     def _expect(self) -> Trace:
-        """Simulate a window with the layers' current times and the devices' assumed speeds."""
         return simulate(dataclasses.replace(self.plan, profile=self._speeds.profile, topology=self.policy.planner.problem.topology))
 
     def _policy(self, profile: ModelProfile, topology: ClusterTopology) -> ConcurrencyPolicy:
@@ -247,11 +238,7 @@ class AdaptiveStrategy(Strategy):
 
 
 def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | None) -> Choice:
-    """Return the policy's choice that is this plan, and register the plan's own order with its evaluator.
-
-    Raises:
-        ConfigError: No generator gives the plan's order.
-    """
+    """Return the plan as a choice, and register its order with the evaluator."""
     number = {device.name: position for position, device in enumerate(policy.planner.problem.topology.devices)}
     workers = tuple(tuple(number[replica.device] for replica in replicas) for replicas in plan.workers)
     cuts = (*(layers[0] for layers in plan.cut.stages), len(plan.profile.layers))

@@ -1,4 +1,4 @@
-"""One run: start actors, plan, train in windows, report."""
+"""One run of a configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from raypipe.actors.execution.batches import FixedBatch, TokenSource
 from raypipe.actors.execution.faults import FaultScript
@@ -24,26 +25,25 @@ from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptation import Adaptation
 from raypipe.training.adaptive import AdaptiveStrategy
-from raypipe.training.launch import stage_actors
+from raypipe.training.checks import check_staleness, checkpoint_to_resume
 from raypipe.training.named import NamedStrategy
-from raypipe.training.phase import write_report
-from raypipe.training.plan_checks import check_staleness
 from raypipe.training.planned import PlannedStrategy
-from raypipe.training.record import RunRecord
+from raypipe.training.record import RunRecord, write_report
 from raypipe.training.result import Listener, Result
-from raypipe.training.resume import checkpoint_to_resume
+from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
-from raypipe.training.sample import NUM_BYTES, generate
 from raypipe.training.strategy import Strategy
 from raypipe.units import counted
 from raypipe.user_code import keyword, make_model
 
-if TYPE_CHECKING:
-    import torch
+# Generation of text: size of the vocabulary, and the byte that ends a document and pads short contexts.
+_NUM_BYTES = 256
+_SENTINEL = 0
+_TEMPERATURE = 0.7
 
 
 class Fit:
-    """One run of a configuration; for its arguments see `Trainer`.
+    """Trains in windows.
 
     Raises:
         InputError: Configuration, model, data, plan and checkpoint do not fit together.
@@ -227,21 +227,20 @@ class Fit:
         if not run.sample_bytes or not self.config.data.path:
             return ""
         self.listener.notice(f"generating {run.sample_bytes} bytes of text")
-        num_rows = self.strategy.num_sample_rows
-
-        def logits_of(tokens: torch.Tensor) -> torch.Tensor:
-            # Devices that share the rows of a microbatch need one each; all rows are the same.
-            rows = tokens.expand(num_rows, -1)
+        # Devices that share the rows of a microbatch need one each; all rows are the same.
+        num_rows, length = self.strategy.num_sample_rows, self.config.data.sequence_length
+        generator = torch.Generator().manual_seed(run.seed)
+        prompt = run.sample_prompt.encode()
+        tokens = list(prompt or [_SENTINEL])
+        for _ in range(run.sample_bytes):
+            context = tokens[-length:]
+            # The model is causal: padding after the context changes nothing.
+            rows = torch.tensor([context + [_SENTINEL] * (length - len(context))]).expand(num_rows, -1)
             result = self.coordinator.run_on("predict", FixedBatch({"tokens": rows, "targets": rows}), num_rows=num_rows)
-            return next(report.outputs[0] for report in result.reports if report.outputs)[:1]
-
-        text = generate(
-            logits_of,
-            prompt=run.sample_prompt.encode(),
-            num_bytes=run.sample_bytes,
-            sequence_length=self.config.data.sequence_length,
-            seed=run.seed,
-        ).decode(errors="replace")
+            logits_v = next(report.outputs[0] for report in result.reports if report.outputs)[0, len(context) - 1]
+            probabilities = torch.softmax(logits_v.double() / _TEMPERATURE, dim=-1)
+            tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        text = bytes(tokens if prompt else tokens[1:]).decode(errors="replace")
         self.folder.file("sample.txt").write_text(text, encoding="utf-8")
         return text
 
@@ -261,7 +260,7 @@ def _strategy(config: TrainConfig, model: Model, plan: Plan | None, *, window_si
 
 
 def _windows(config: TrainConfig, first: int) -> Iterator[tuple[int, int]]:
-    """Yield (first update, number of updates) of each window; windows end where an evaluation or a checkpoint is due."""
+    """Yield (first update, number of updates) of each window; evaluations and checkpoints end one."""
     run = config.run
     intervals = (run.evaluate_every if config.data.num_validation_microbatches else 0, run.checkpoint_every)
     while first < run.num_updates:
@@ -279,7 +278,7 @@ def _check_tokens(config: TrainConfig, *, vocabulary_size: object) -> None:
         raise ConfigError(
             f"model.options.vocabulary_size is {vocabulary_size}, {data.path} has {tokens.vocabulary_size} different tokens; set it to that"
         )
-    if config.run.sample_bytes and tokens.vocabulary_size != NUM_BYTES:
+    if config.run.sample_bytes and tokens.vocabulary_size != _NUM_BYTES:
         raise ConfigError(
             f"run.sample_bytes needs tokens that are bytes, {data.path} has {tokens.vocabulary_size} different ones; set it to 0"
         )

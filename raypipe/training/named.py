@@ -1,4 +1,4 @@
-"""The strategy of a schedule's name: one device a worker, and a cut balanced by layer times measured on the run's own devices."""
+"""The strategy of a schedule's name: one device a worker, stages balanced by layer times measured on the run's devices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raypipe.errors import ConfigError, PlanError, ScheduleError
 from raypipe.model import Model
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules.lower import Placement
-from raypipe.training.plan_checks import check_staleness
+from raypipe.training.checks import check_staleness
+from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import named_schedule, stage_times
-from raypipe.training.run_topology import Notice, num_measuring_devices, run_topology
 from raypipe.training.strategy import Measure, Strategy
 
 
 class NamedStrategy(Strategy):
-    """The schedule that the configuration names, for windows of some numbers of updates.
+    """Runs the configured schedule.
 
     Raises:
         InputError: The schedule is unknown, or does not fit the sizes or the model.
@@ -52,7 +52,7 @@ class NamedStrategy(Strategy):
         return self.config.scaling.num_devices
 
     def find_slots(self, *, local: bool) -> list[DeviceSlot]:
-        """See `Strategy`; node by node."""
+        """See `Strategy`."""
         return find_slots(self.config.scaling)
 
     def prepare(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:

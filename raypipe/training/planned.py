@@ -1,4 +1,4 @@
-"""The strategy of a plan file: stages, workers of several devices, shares, places and order are the plan's."""
+"""The strategy of a plan file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.model import Model
-from raypipe.training.plan_checks import check_alike, check_model, check_rows
+from raypipe.training.checks import check_alike, check_model, check_rows
+from raypipe.training.run_cluster import Notice
 from raypipe.training.run_schedules import sharded, window_of
-from raypipe.training.run_topology import Notice
 from raypipe.training.strategy import Measure, Strategy
 
 
 class PlannedStrategy(Strategy):
-    """What a plan file says; the configuration must have the plan's values in it (`with_plan`).
+    """Runs a plan, whose values `with_plan` has set in the configuration.
 
     Raises:
         PlanError: The model is not the profiled one, or a device cannot have its share of the rows.
@@ -42,7 +42,7 @@ class PlannedStrategy(Strategy):
 
     @property
     def num_slots(self) -> int:
-        """See `Strategy`; the plan may leave some slots of a node empty."""
+        """See `Strategy`."""
         return num_slots(self.file_plan.topology, self.file_plan.devices)
 
     def find_slots(self, *, local: bool) -> list[DeviceSlot]:
@@ -50,7 +50,7 @@ class PlannedStrategy(Strategy):
         return planned_slots(self.file_plan.topology, self.file_plan.devices, self.config.scaling, local=local)
 
     def prepare(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
-        """See `Strategy`; with the plan's profile, unless `scaling.measure_layers` is set."""
+        """See `Strategy`."""
         plan = self.file_plan
         coordinator.links.seed(plan.topology)
         if self.config.scaling.measure_layers:
@@ -59,7 +59,7 @@ class PlannedStrategy(Strategy):
         self._predict(dataclasses.replace(plan, schedule=self.schedule))
 
     def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:
-        """Refuse layers whose weights are not as large as the profile says.
+        """Refuse layers with other weights than the profile says.
 
         Raises:
             PlanError: Names the first such layer.
@@ -73,7 +73,6 @@ class PlannedStrategy(Strategy):
 
 
 def _at_speed_one(measured: ModelProfile, plan: Plan) -> ModelProfile:
-    """Return the profile, measured on the plan's first device, for a device of speed 1."""
     kinds = {plan.topology.device(name).kind for name in plan.devices}
     if len(kinds) > 1:
         raise ConfigError(

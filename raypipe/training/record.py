@@ -1,31 +1,82 @@
-"""What a run records of its updates: in memory, in its folder, in Ray's metrics, and for its listener."""
+"""What a run records: in memory, in its folder, in Ray's metrics, and for its listener."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import deque
+from collections.abc import Sequence
 
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.measure.metrics import RunMetrics
+from raypipe.analysis.comparison import ComparedFigure, compare, median_window
+from raypipe.artifacts.trace import Trace
 from raypipe.cluster.window import WindowResult
 from raypipe.config import TrainConfig
 from raypipe.schedules.ir import Schedule
-from raypipe.training.phase import Phase
+from raypipe.show.page import draw_page
+from raypipe.show.svg import draw_traces
 from raypipe.training.result import Listener, Progress
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.strategy import Strategy
 
-_GAUGES = {
-    "loss": "loss",
-    "validation_loss": "validation_loss",
-    "tokens_per_s": "tokens_per_s",
-    "update_s": "update_seconds",
-    "updates": "updates",
-}
-"""Ray's metric of each figure."""
+_NUM_WINDOWS_KEPT = 50
+# Ray's metric of each figure.
+_GAUGES = {"update_s": "update_seconds"} | {key: key for key in ("loss", "validation_loss", "tokens_per_s", "updates")}
+
+
+class Phase:
+    """Windows that ran under one plan.
+
+    Attributes:
+        predicted: Simulated window of the largest size.
+        reason: Why the run switched to this plan; empty for its first.
+        windows: Last measured windows of the predicted size.
+    """
+
+    def __init__(self, *, predicted: Trace, reason: str) -> None:
+        self.predicted = predicted
+        self.reason = reason
+        self.windows: deque[Trace] = deque(maxlen=_NUM_WINDOWS_KEPT)
+
+    def add(self, trace: Trace) -> None:
+        """Keep the trace of a window, unless it was a short one."""
+        if trace.num_updates == self.predicted.num_updates:
+            self.windows.append(trace)
+
+    @property
+    def measured(self) -> list[Trace]:
+        """Windows without the first, in which connections, caches and memory warm up."""
+        windows = list(self.windows)
+        return windows[1:] or windows
+
+    def save(self, folder: RunFolder, *, until: int) -> None:
+        """Write median window and prediction of a phase that ended with an update."""
+        if self.windows:
+            median_window(self.measured).save(folder.file(f"trace-until-update-{until:06d}.json"))
+            self.predicted.save(folder.file(f"predicted-until-update-{until:06d}.json"))
+
+
+def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFigure]:
+    """Write traces, timelines and comparison of the last phase with a whole window; return predicted against measured."""
+    phase = next(phase for phase in reversed(phases) if phase.windows)
+    predicted = phase.predicted
+    window = dataclasses.replace(median_window(phase.measured), notes=tuple(phase.reason for phase in phases if phase.reason))
+    window.save(folder.file("trace.json"))
+    predicted.save(folder.file("predicted.json"))
+    folder.write_json("trace.perfetto.json", {"traceEvents": predicted.to_chrome() + window.to_chrome()})
+    # Two updates from the middle: few enough to read the Ops.
+    middle = max(window.num_updates // 2 - 1, 0)
+    shown = [trace.of_updates(middle, min(middle + 2, trace.num_updates)) for trace in (predicted, window)]
+    folder.file("timeline.svg").write_text(draw_traces(shown), encoding="utf-8")
+    folder.file("timeline.html").write_text(draw_page((predicted, window)), encoding="utf-8")
+    figures = compare(predicted, phase.measured)
+    folder.write_json("comparison.json", [dataclasses.asdict(figure) | {"error": figure.error} for figure in figures])
+    return figures
 
 
 class RunRecord:
-    """The record of one run; `losses`, `validation_losses` and `figures` are those of its `Result`."""
+    """The record of one run, for its `Result`."""
 
     def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener) -> None:
         self.config = config
@@ -39,11 +90,11 @@ class RunRecord:
         self._has_diverged = False
 
     def start_metrics(self, run: str) -> None:
-        """Register the run's metrics with the connected Ray cluster."""
+        """Register metrics with the connected Ray cluster."""
         self._metrics = RunMetrics(run=run)
 
     def begin_phase(self, strategy: Strategy, reason: str = "") -> None:
-        """Write the plan that runs from now on, and collect its windows."""
+        """Write the plan that runs from now on."""
         self.phases.append(Phase(predicted=strategy.predicted, reason=reason))
         strategy.plan.save(self.folder.file("plan.json"))
         self._metrics.record("pipelines", len(strategy.schedule.pipelines))
@@ -52,7 +103,7 @@ class RunRecord:
         self._metrics.record("predicted_update_seconds", strategy.plan.predicted.update_s)
 
     def add_window(self, result: WindowResult, schedule: Schedule, *, first_update: int) -> None:
-        """Record the updates of a training window."""
+        """Record a training window."""
         losses = mean_losses(result.reports, num_microbatches=schedule.num_microbatches)
         norms = norms_of(result.reports, scope=schedule.update_scope)
         self.losses += losses
@@ -83,7 +134,7 @@ class RunRecord:
             )
 
     def add_evaluation(self, update: int, loss: float) -> None:
-        """Record the validation loss after an update."""
+        """Record a validation loss."""
         self.validation_losses.append((update, loss))
         self.figures["validation_loss"] = loss
         self.folder.add_metrics({"update": update, "validation_loss": loss})

@@ -1,7 +1,6 @@
-"""Rehearses a plan on the real cluster: its programs, actors, messages and gradient sums are real, each computation is a wait.
+"""Rehearses a plan: its programs, actors, messages and gradient sums are real, each computation is a wait.
 
-Waits last as long as the profile says for each device (`raypipe.models.rehearsing`) and use no cores, so devices do not slow each
-other down. The prediction is the simulation at the same scales, also without shared cores; overheads and links are the topology's.
+Waits use no cores, so devices do not slow each other down; nor do they in the prediction.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from raypipe.schedules.passes import one_of_repeated
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.plan_cost import plan_cost
 from raypipe.simulation.simulator import simulate_programs
-from raypipe.training.launch import stage_actors
-from raypipe.training.plan_checks import least_rows
+from raypipe.training.checks import least_rows
+from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_schedules import device_stages, window_of
 
-NUM_UPDATES = 4
-"""Updates of a window, unless the updates of the plan's order overlap."""
+_NUM_UPDATES = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,6 @@ class Rehearsal:
     """A plan, predicted and rehearsed.
 
     Attributes:
-        plan: Rehearsed plan.
         time_scale: Seconds of a wait per second of computation.
         byte_scale: Bytes sent per byte of the plan.
         predicted: Window simulated at these scales.
@@ -60,7 +57,7 @@ class Rehearsal:
 
     @cached_property
     def trace(self) -> Trace:
-        """The window whose update time is nearest to the median."""
+        """The window nearest to the median."""
         return median_window(self.windows)
 
     @cached_property
@@ -70,14 +67,12 @@ class Rehearsal:
 
     @property
     def error(self) -> float:
-        """The relative error of the update time: (predicted - rehearsed) / rehearsed."""
+        """Relative error of the predicted update time, over the rehearsed."""
         return self.figures[0].error
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Opens the same rows, [num_rows, 1], for both splits."""
-
     num_rows: int
 
     def __call__(self, split: str) -> BatchSource:
@@ -100,17 +95,17 @@ def rehearse(
 
     Args:
         plan: Plan to run; its order is repeated unless its updates overlap.
-        num_updates: Updates of a window; `None` for 4, or for those of an order whose updates overlap.
+        num_updates: Updates of a window; by default 4, or those of an order whose updates overlap.
         num_windows: Windows that count, after a first one that does not.
-        time_scale: Factor for all computation times.
-        byte_scale: Factor for the bytes of all messages and sums.
-        cluster: Ray cluster; if none is named and the plan needs one node, that node is started.
+        time_scale: Factor for computation times.
+        byte_scale: Factor for the bytes of messages and sums.
+        cluster: Ray cluster; by default a local one if the plan needs one node.
         scaling: CPUs of each device, and what carries messages.
         stand_ins: Whether CPU slots may stand in for devices of other kinds.
         notice: Receives one-line messages for the user.
 
     Raises:
-        PlanError: The plan cannot be run, or the cluster is not the one that it was made for.
+        PlanError: The plan cannot be run, or the cluster does not fit it.
         ConfigError: A scale or the number of updates is out of range.
         RunError: Something failed while running.
     """
@@ -119,7 +114,7 @@ def rehearse(
             raise ConfigError(f"{name} is {scale}; expected a finite number > 0")
     cluster, scaling = cluster or ClusterConfig(dashboard=False, log_to_driver=False), scaling or ScalingConfig()
     order = plan.schedule
-    schedule = window_of(order, num_updates or (NUM_UPDATES if one_of_repeated(order) else order.num_updates))
+    schedule = window_of(order, num_updates or (_NUM_UPDATES if one_of_repeated(order) else order.num_updates))
     if len(schedule.graph.sinks) > 1:
         raise PlanError(f"stages {', '.join(map(str, schedule.graph.sinks))} of the plan feed no other; a rehearsal takes one loss")
     programs = executable_programs(schedule, plan.placement)
@@ -149,16 +144,9 @@ def rehearse(
 
 
 class Scaled:
-    """The waits, rows and tensor widths that stand for a plan's computation, and their predicted cost.
+    """Waits, rows and tensor widths that stand for a plan's computation, and their predicted cost.
 
     A microbatch has only as many rows as its shares need: few rows of many numbers approximate the plan's bytes best.
-
-    Args:
-        plan: Plan to rehearse.
-        schedule: Schedule of a window.
-        programs: Programs of its devices.
-        time_scale: Factor for computation times.
-        byte_scale: Factor for the bytes of messages and sums.
     """
 
     def __init__(self, plan: Plan, schedule: Schedule, programs: Sequence[DeviceProgram], *, time_scale: float, byte_scale: float) -> None:
@@ -174,7 +162,7 @@ class Scaled:
 
     @property
     def orders(self) -> list[BuildOrder]:
-        """What each device builds; waits depend on the speed of the device."""
+        """What each device builds."""
         return [self._order(device) for device in range(len(self.plan.devices))]
 
     def _order(self, device: int) -> BuildOrder:
@@ -219,7 +207,6 @@ def _cut(schedule: Schedule) -> Cut:
 
 
 def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: float, byte_scale: float) -> Cost:
-    """Return the cost with scaled computation and bytes; overheads and links keep their real values."""
     stages = {
         place: dataclasses.replace(
             stage,

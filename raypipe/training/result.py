@@ -1,4 +1,4 @@
-"""What a run tells while it goes on, and what it returns."""
+"""What a run reports and returns."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from raypipe.artifacts.plan import Plan
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is, after a window.
+    """State of a run after a window.
 
     Attributes:
         update: Updates done.
-        num_updates: Updates of the whole run.
         loss: Training loss of the last update.
         validation_loss: Loss of the last evaluation; `None` before the first.
         tokens_per_s: Tokens per second in the last window; rows per second where rows are not tokens.
         update_s: Seconds per update in the last window.
         bubble_ratio: Idle share of the devices' time in the last window.
-        seconds_left: Seconds to the end at the last window's speed.
     """
 
     update: int
@@ -36,17 +34,17 @@ class Progress:
 
 
 class Listener(Protocol):
-    """Receives what a run tells."""
+    """Receives notices and progress."""
 
     def notice(self, text: str) -> None:
-        """Receive one line for the user: a step that begins, or something worth knowing."""
+        """Receive one line for the user."""
 
     def progress(self, progress: Progress) -> None:
-        """Receive the state of the run after a window."""
+        """Receive the state after a window."""
 
 
 class Silent:
-    """A listener that shows nothing."""
+    """A listener that ignores everything."""
 
     def notice(self, text: str) -> None:
         """See `Listener`."""

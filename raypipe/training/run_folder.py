@@ -1,21 +1,4 @@
-"""The folder of a run: what ran, and how it went.
-
-runs/gpt/
-    config.yaml          every value, defaults included
-    versions.json        versions of raypipe, Python, torch and ray; the machine
-    plan.json            stages, devices, order, profile, topology; `raypipe simulate plan.json` predicts it
-    metrics.jsonl        one line per update or evaluation
-    adaptation.jsonl     one line per decision of an adaptive run, with the facts that it rests on
-    trace.json           measured window nearest to the median
-    predicted.json       the same window, simulated
-    trace.perfetto.json  both, for https://ui.perfetto.dev
-    timeline.html        both, to zoom in; timeline.svg shows two of their updates
-    comparison.json      predicted against measured
-    sample.txt           generated text
-    checkpoints/update-000100/
-
-Files such as plan-until-update-000100.json hold what ran before the run was resumed, or before it switched plans.
-"""
+"""The folder of a run. Its `*-until-update-N` files hold what ran before a resume or a switch of plans."""
 
 from __future__ import annotations
 
@@ -37,17 +20,13 @@ _UNTIL = re.compile(r".*-until-update-(\d+)\.(?:json|yaml)")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run.
-
-    Attributes:
-        path: Absolute path.
-    """
+    """The folder of one run, at an absolute path."""
 
     path: Path
 
     @classmethod
     def create(cls, storage_path: str, name: str) -> RunFolder:
-        """Make a folder called `name`, or `name-2`, `name-3` and so on if there are earlier runs.
+        """Make a folder called `name`, or `name-2` and so on after earlier runs.
 
         Raises:
             ConfigError: The folder cannot be made.
@@ -70,10 +49,10 @@ class RunFolder:
 
     @classmethod
     def latest(cls, storage_path: str, name: str) -> RunFolder:
-        """Return the newest folder of a run of this name that has a checkpoint.
+        """Return the newest folder of a run of this name with a checkpoint.
 
         Raises:
-            ConfigError: No run of this name has one.
+            ConfigError: There is none.
         """
         numbered = re.compile(re.escape(name) + r"(?:-(\d+))?")
         base = Path(storage_path).absolute()
@@ -89,12 +68,12 @@ class RunFolder:
         return cls(runs[max(runs)])
 
     def file(self, name: str) -> Path:
-        """Return the path of a file in the folder."""
+        """Return the path of a file."""
         return self.path / name
 
     @property
     def config(self) -> TrainConfig:
-        """The configuration that runs, or ran last.
+        """The configuration that ran last.
 
         Raises:
             FormatError: The file is missing or damaged.
@@ -102,12 +81,12 @@ class RunFolder:
         return TrainConfig.load(self.file(_CONFIG))
 
     def begin(self, config: TrainConfig) -> None:
-        """Write the configuration and the versions of a new run."""
+        """Write configuration and versions."""
         config.save(self.file(_CONFIG))
         self.write_json("versions.json", versions())
 
     def continue_from(self, config: TrainConfig, *, update: int) -> None:
-        """Write what runs after an update; keep what ran before under its number, and drop what ran after it."""
+        """Write what runs after an update; rename what ran before, drop what ran after."""
         self._drop_after(update)
         for name in (_CONFIG, "plan.json"):
             path = self.file(name)
@@ -118,7 +97,7 @@ class RunFolder:
         self.begin(config)
 
     def new_checkpoint(self, update: int) -> Path:
-        """Return an empty folder for a checkpoint, cleared of what an interrupted one left."""
+        """Return an empty folder for a checkpoint."""
         folder = self.path / "checkpoints" / f"update-{update:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         for remnant in folder.iterdir():
@@ -146,7 +125,7 @@ class RunFolder:
                 path.unlink()
 
     def write_json(self, name: str, content: Any) -> None:
-        """Write a file as JSON."""
+        """Write a JSON file."""
         self.file(name).write_text(json.dumps(without_nan(content), indent=1) + "\n", encoding="utf-8")
 
 
@@ -160,7 +139,7 @@ def without_nan(content: Any) -> Any:
 
 
 def _is_of(name: str, folder: Path) -> bool:
-    """Return whether a folder holds a run of this name; `gpt-2` may be the second run of `gpt`, or one called `gpt-2`."""
+    # `gpt-2` may be the second run of `gpt`, or one called `gpt-2`.
     try:
         return RunFolder(folder).config.run.name == name
     except FormatError:
@@ -168,7 +147,7 @@ def _is_of(name: str, folder: Path) -> bool:
 
 
 def _keep_lines(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Drop all but the wanted lines, and a last line that was only half written."""
+    # A last line that is only half written goes, too.
     if not path.exists():
         return
     kept: list[str] = []

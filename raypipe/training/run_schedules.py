@@ -1,4 +1,4 @@
-"""The schedules of a run's windows: built from a configured name, or repeated from a plan's order."""
+"""Schedules of a run's windows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raypipe.simulation.plan_cost import plan_cost
 
 
 def schedule_request(config: ScheduleConfig, *, num_devices: int, num_updates: int) -> ScheduleRequest:
-    """Return what the configured schedule's generator is asked for."""
+    """Return what the configured schedule is built to."""
     return ScheduleRequest(
         num_devices=num_devices,
         num_microbatches=config.num_microbatches,
@@ -38,10 +38,10 @@ def named_schedule(
     times: tuple[StageTimes, ...] = (),
     latency_s: float = 0.0,
 ) -> Schedule:
-    """Build the configured schedule, over the generator's own chain or over the stage graph of a cut.
+    """Build the configured schedule, over a cut's stage graph if there is one.
 
     Raises:
-        InputError: The name is unknown, the size does not fit the schedule, or the order holds no backward.
+        InputError: The name is unknown, or the schedule does not fit the size or holds no backward.
     """
     request = schedule_request(config.schedule, num_devices=config.scaling.num_devices, num_updates=num_updates)
     schedule = build(config.schedule.name, dataclasses.replace(request, times=times, latency_s=latency_s))
@@ -55,10 +55,10 @@ def named_schedule(
 
 
 def window_of(schedule: Schedule, num_updates: int) -> Schedule:
-    """Return a plan's order for a window of this many updates: the order itself, or one update repeated.
+    """Return a plan's order for a window: the order itself, or one update repeated.
 
     Raises:
-        ConfigError: The updates of the order overlap or differ, and are not this many.
+        ConfigError: The order's updates overlap or differ, and are not as many as the window's.
     """
     if schedule.forward_only:
         raise ConfigError(f"the plan's order {schedule.name!r} holds no backward; it cannot train")
@@ -76,7 +76,7 @@ def window_of(schedule: Schedule, num_updates: int) -> Schedule:
 
 
 def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
-    """Shard the optimizer over the copies of each stage, if the configuration asks for it and the schedule does not yet."""
+    """Shard the optimizer over the copies of each stage if so configured."""
     if not config.scaling.shard_optimizer or any(op.kind is OpKind.PUBLISH for op, _ in schedule.ops()):
         return schedule
     schedule = shard_optimizer(schedule)
@@ -85,7 +85,7 @@ def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
 
 
 def stage_times(plan: Plan) -> tuple[tuple[StageTimes, ...], float]:
-    """Return the times of the plan's stages and the latency of its slowest message, which searched schedules are built for."""
+    """Return the times of the plan's stages, and the seconds of its slowest message, for schedules found by search."""
     cost = plan_cost(plan)
     workers = plan.schedule.pipelines[0]
     kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
@@ -96,7 +96,7 @@ def stage_times(plan: Plan) -> tuple[tuple[StageTimes, ...], float]:
 
 
 def device_stages(schedule: Schedule, placement: Placement) -> list[tuple[int, ...]]:
-    """Return the stages of each device: those of its worker, over all pipelines."""
+    """Return the stages of each device over all pipelines."""
     of_worker = [
         tuple(sorted({stage for workers in schedule.pipelines for stage, at in enumerate(workers) if at == worker}))
         for worker in range(schedule.num_workers)

@@ -1,8 +1,4 @@
-"""How a run divides its work: what each device holds and does in windows of each size.
-
-`NamedStrategy` cuts the model for a schedule's name, `PlannedStrategy` follows a `raypipe.plan/1` file, `AdaptiveStrategy` lets raypipe
-choose, and switch between windows.
-"""
+"""How a run divides its work: stages of each device, and programs of windows."""
 
 from __future__ import annotations
 
@@ -26,20 +22,18 @@ from raypipe.schedules.lower import DeviceProgram, Placement
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
 from raypipe.simulation.simulator import simulate
-from raypipe.training.plan_checks import least_rows
+from raypipe.training.checks import least_rows
+from raypipe.training.run_cluster import Notice
 from raypipe.training.run_schedules import device_stages
-from raypipe.training.run_topology import Notice
 
 Measure = Callable[[int], ModelProfile]
-"""Measures the layers of the model on this many of the run's first devices, all at the same time."""
 
 
 class Strategy(ABC):
-    """The stages of a run on its devices, and the order of their work.
+    """Stages of a run on its devices, and the order of their work.
 
     Attributes:
         schedules: Schedule of a window, by its number of updates.
-        placement: Devices of each worker.
         plan: What runs and what is predicted of it; set by `prepare`.
         predicted: Simulated window of the largest size; set by `prepare`.
     """
@@ -60,28 +54,28 @@ class Strategy(ABC):
 
     @abstractmethod
     def find_slots(self, *, local: bool) -> list[DeviceSlot]:
-        """Return the slots of the devices in the connected cluster, which is `local` if it was started for this run."""
+        """Return the devices' slots in the connected cluster, `local` if started for this run."""
 
     @abstractmethod
     def prepare(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
-        """Make the plan, called `name`, and predict it, once the actors are up."""
+        """Make and predict the plan, called `name`, once the actors are up."""
 
     def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:  # noqa: B027  # most strategies have nothing to check
-        """Refuse built layers that differ from the planned ones; by default they are the ones that were measured."""
+        """Refuse built layers that differ from the planned ones."""
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the largest window."""
+        """Schedule of the largest window."""
         return self.schedules[max(self.schedules)]
 
     @cached_property
     def cut(self) -> Cut:
-        """The layers of each stage; edges are in the model's order, in which its layers take their inputs."""
+        """Layers of each stage, with edges in the model's order, in which its layers take their inputs."""
         return Cut(self.plan.cut.stages, self.model.edges(), self.model.tied_layers())
 
     @property
     def stages(self) -> list[tuple[int, ...]]:
-        """The stages of each device."""
+        """Stages of each device."""
         return device_stages(self.schedule, self.placement)
 
     @property
@@ -96,12 +90,12 @@ class Strategy(ABC):
 
     @property
     def num_sample_rows(self) -> int:
-        """The fewest rows that the devices of every worker can share."""
+        """Fewest rows that the devices of every worker can share."""
         boundaries = [end for worker in range(len(self.placement.workers)) for _, rows in self.placement.rows(worker) for end in rows]
         return least_rows(boundaries, most=self.microbatch_size)
 
     def programs(self) -> dict[str, tuple[DeviceProgram, ...]]:
-        """Return the programs of all devices by name: `train-N` for windows of N updates, `evaluate` and `predict`."""
+        """Return the programs of all devices: `train-N` for windows of N updates, `evaluate` and `predict`."""
         # A profile may list edges in another order than the model.
         graph = self.cut.graph
         for size, schedule in self.schedules.items():

@@ -1,8 +1,9 @@
-"""Trains a model as a pipeline of Ray actors: `Trainer(...).fit() -> Result`, as in Ray Train."""
+"""Public class `Trainer`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from raypipe.actors.execution.batches import TokenSource
@@ -23,8 +24,8 @@ from raypipe.config import (
 )
 from raypipe.errors import ConfigError
 from raypipe.model import Model
+from raypipe.training.checks import with_plan
 from raypipe.training.fit import Fit
-from raypipe.training.plan_checks import with_plan
 from raypipe.training.result import Listener, Result, Silent
 from raypipe.user_code import name_of
 
@@ -103,19 +104,15 @@ class Trainer:
     @classmethod
     def of(cls, config: TrainConfig) -> Trainer:
         """Return the trainer of a configuration."""
+        model = config.model
+        sections = {f"{field.name}_config": getattr(config, field.name) for field in fields(config) if field.name not in {"model", "plan"}}
         return cls(
-            config.model.function,
-            model_options=config.model.options,
-            precision=config.model.precision,
-            compile_layers=config.model.compile,
-            data_config=config.data,
-            schedule_config=config.schedule,
-            optimizer_config=config.optimizer,
-            scaling_config=config.scaling,
-            cluster_config=config.cluster,
-            run_config=config.run,
-            adaptation_config=config.adaptation,
+            model.function,
+            model_options=model.options,
+            precision=model.precision,
+            compile_layers=model.compile,
             plan=config.plan,
+            **sections,
         )
 
     def fit(self, *, listener: Listener | None = None, resume: bool = False) -> Result:
@@ -129,7 +126,7 @@ class Trainer:
             InputError: Configuration, model, data, schedule and cluster do not fit together.
             RunError: Something failed while running; the checkpoints written so far stay.
         """
-        fit = Fit(
+        return Fit(
             self.config,
             model=self.model_function,
             batches=self.batches,
@@ -137,5 +134,4 @@ class Trainer:
             faults=self.faults,
             listener=listener or Silent(),
             resume=resume,
-        )
-        return fit.run()
+        ).run()

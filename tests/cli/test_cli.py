@@ -560,7 +560,7 @@ def test_show_refuses_a_csv_whose_order_cannot_run(run: Run, tmp_path: Path, tex
 
 def test_show_refuses_what_it_cannot_draw(run: Run, files: dict[str, Path], tmp_path: Path) -> None:
     assert "a topology has none; write an SVG file" in refused(run("show", files["topology"], "-o", tmp_path / "out.html"))
-    assert "a profile has none; leave -o out" in refused(run("show", files["profile"], "-o", tmp_path / "out.html"))
+    assert "drawn to the terminal only" in refused(run("show", files["profile"], "-o", tmp_path / "out.html"))
     assert "let it end with .svg or .html" in refused(run("show", files["trace"], "-o", tmp_path / "out.png"))
     assert "3 files; show one, or two traces" in refused(run("show", *[files["trace"]] * 3))
     assert "where both are traces" in refused(run("show", files["trace"], files["plan"]))

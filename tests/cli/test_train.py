@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex
 from raypipe.cli import main
+from raypipe.cli.train import TrainScreen
 from raypipe.config import TrainConfig
 from raypipe.data.prepare import prepare
+from raypipe.training.result import Progress
 from raypipe.training.run_folder import RunFolder
 
 CONFIG = """
@@ -112,6 +116,21 @@ def test_what_cannot_go_on_is_refused_and_loses_nothing(
     assert main(["train", str(config), *given, "--resume"]) == 2
     assert message in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_long_step_without_a_terminal_tells_its_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("raypipe.cli.train._QUIET_S", 0.05)
+    screen = TrainScreen(Console(stderr=True), num_updates=100)
+    with screen.alive():
+        screen.notice("starting 4 actors")
+        time.sleep(0.3)
+        screen.progress(Progress(10, 100, 1.0, None, tokens_per_s=9.0, update_s=2.0, bubble_ratio=0.2, seconds_left=180.0))
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "starting 4 actors"
+    assert lines.count("starting 4 actors: 0 s so far") >= 2
+    assert "update 10/100  loss 1.000  validation -  9 tokens/s  left 3:00" in lines
+    assert lines.count("training after update 10: 0 s so far") >= 2
 
 
 def test_random_bytes_are_no_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

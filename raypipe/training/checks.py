@@ -1,4 +1,4 @@
-"""What of a plan or a schedule must fit the configuration, the model and the devices; each check says what to change."""
+"""What of plan, schedule, checkpoint, configuration, model and devices must fit together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from raypipe.actors.execution.programs import check_executable
+from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.artifacts.cut import joined
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology
@@ -21,17 +22,19 @@ from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import one_of_repeated
+from raypipe.training.run_cluster import Notice
+from raypipe.training.run_folder import RunFolder
 
 _ROW_TOLERANCE = 1e-6
+# Shares are read as fractions with at most this denominator: 0.3333 in a file is not a third, 1 / 3 in a program is.
 _MOST_PARTS = 1000
-"""Shares are read as fractions with at most this denominator: 0.3333 in a file is not a third, 1 / 3 in a program is."""
 
 
 def check_staleness(config: TrainConfig, schedule: Schedule) -> None:
-    """Refuse a schedule that exceeds a staleness limit of the configuration.
+    """Refuse a schedule that exceeds a configured staleness limit.
 
     Raises:
-        ConfigError: Names the limit and the value that would admit the schedule.
+        ConfigError: Names the value that would admit the schedule.
     """
     limits = config.schedule.staleness
     if not limits:
@@ -44,7 +47,7 @@ def check_staleness(config: TrainConfig, schedule: Schedule) -> None:
 
 
 def check_alike(topology: ClusterTopology, devices: Sequence[str]) -> None:
-    """Refuse a mix of CPU slots and GPUs, which have no transport in common.
+    """Refuse a mix of CPU slots and GPUs, which have no common transport.
 
     Raises:
         PlanError: Names a device of each sort.
@@ -55,7 +58,7 @@ def check_alike(topology: ClusterTopology, devices: Sequence[str]) -> None:
 
 
 def check_model(plan: Plan, model: Model) -> None:
-    """Refuse a plan whose profile has other layers, edges or ties than the model.
+    """Refuse a plan for other layers, edges or ties than the model has.
 
     Raises:
         PlanError: Names the first difference.
@@ -81,7 +84,7 @@ def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: in
     """Refuse an order that the executor cannot run on microbatches of this many rows.
 
     Raises:
-        InputError: The order asks for what the executor does not do, or cuts a microbatch within a row.
+        InputError: The executor cannot run it, or it cuts a microbatch within a row.
     """
     check_rows(placement, microbatch_size)
     check_executable(schedule)
@@ -93,17 +96,12 @@ def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: in
 
 
 def least_rows(boundaries: Iterable[float], *, most: int) -> int:
-    """Return the fewest rows of which all shares are whole rows; `most` where that takes more.
-
-    Args:
-        boundaries: Where shares begin and end, from 0 to 1.
-        most: Rows that there are.
-    """
+    """Return the fewest rows in which shares that end at these `boundaries` (0 to 1) are whole, but at most `most`."""
     return min(math.lcm(*(Fraction(boundary).limit_denominator(_MOST_PARTS).denominator for boundary in boundaries)), most)
 
 
 def check_rows(placement: Placement, num_rows: int) -> None:
-    """Refuse a placement in which a device's share of a microbatch is not whole rows: it would not work on the share that was predicted.
+    """Refuse a placement in which a device's share of a microbatch is not whole rows.
 
     Raises:
         PlanError: Names the nearest shares that would work.
@@ -145,7 +143,7 @@ def with_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
     """Return the configuration with the values that the plan decides.
 
     Raises:
-        ConfigError: The configuration sets one of them to neither its default nor the plan's value.
+        ConfigError: A configured value is neither its default nor the plan's.
     """
     order = plan.schedule
     schedule: dict[str, Any] = {
@@ -169,3 +167,43 @@ def with_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
     return dataclasses.replace(
         config, schedule=dataclasses.replace(config.schedule, **schedule), scaling=dataclasses.replace(config.scaling, **scaling)
     )
+
+
+def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, notice: Notice) -> Checkpoint:
+    """Return the newest checkpoint of a run's folder.
+
+    Raises:
+        ConfigError: It does not fit the configuration, or has all updates already.
+    """
+    checkpoint = Checkpoint.latest(folder.path)
+    assert checkpoint is not None, "a folder to resume from has a checkpoint"
+    index, before = checkpoint.index, folder.config
+    layers = tuple(layer.name for layer in model.layers)
+    if index.layers != layers:
+        raise ConfigError(f"{checkpoint.path} is of a model with the layers {', '.join(index.layers)}; this one has {', '.join(layers)}")
+    if index.seed != config.run.seed:
+        raise ConfigError(
+            f"{checkpoint.path} is of a run with run.seed={index.seed}, got {config.run.seed}; the order of rows would change"
+        )
+    if before.optimizer.name is not config.optimizer.name:
+        raise ConfigError(
+            f"{checkpoint.path} has the state of optimizer.name={before.optimizer.name}, which {config.optimizer.name} cannot go on from; "
+            f"set it to {before.optimizer.name}"
+        )
+    # An update's number says which rows it reads: with another number of rows, some would be skipped or read twice.
+    old_rows, new_rows = (of_run.schedule.num_microbatches * of_run.schedule.microbatch_size for of_run in (before, config))
+    if old_rows != new_rows:
+        raise ConfigError(
+            f"{checkpoint.path} is of a run with {old_rows} rows an update, got {new_rows}; choose schedule.num_microbatches and "
+            f"schedule.microbatch_size with the product {old_rows}"
+        )
+    if config.data.path and before.data.sequence_length != config.data.sequence_length:
+        raise ConfigError(
+            f"{checkpoint.path} is of a run with data.sequence_length={before.data.sequence_length}, got {config.data.sequence_length}; "
+            "the order of rows would change"
+        )
+    if before.data.path != config.data.path:  # the same file may have moved
+        notice(f"data.path was {before.data.path} and is {config.data.path}: losses on other text do not compare")
+    if index.update >= config.run.num_updates:
+        raise ConfigError(f"{checkpoint.path} has done {index.update} updates already; raise run.num_updates ({config.run.num_updates})")
+    return checkpoint

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from raypipe.errors import PlanError
 from raypipe.schedules.lower import Placement
-from raypipe.training.plan_checks import check_rows, least_rows
+from raypipe.training.checks import check_rows, least_rows
 
 
 def shared(*shares: float) -> Placement:

@@ -8,7 +8,7 @@ from raypipe.analysis.comparison import ComparedFigure
 from raypipe.artifacts.plan import Plan, make_plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
-from raypipe.cli.device_labels import device_labels, labelled
+from raypipe.cli.screen import device_labels, labelled
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.request import ScheduleRequest

@@ -1,16 +1,21 @@
-"""The topology that a run's predictions assume where no plan brings one."""
+"""The cluster of a run: its stage actors, and the topology that predictions assume where no plan brings one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from raypipe.artifacts.calibration import Calibration, TransportCosts
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.cluster.checks import on_gpus
 from raypipe.cluster.coordinator import Coordinator
-from raypipe.config import ScalingConfig, TrainConfig, Transport, calibration_file
+from raypipe.cluster.session import session
+from raypipe.cluster.slots import DeviceSlot
+from raypipe.config import ClusterConfig, ScalingConfig, TrainConfig, Transport, calibration_file
 from raypipe.errors import PlanError
+from raypipe.units import counted
 
 Notice = Callable[[str], None]
 
@@ -19,6 +24,34 @@ Notice = Callable[[str], None]
 _LOOPBACK = NodeLink(bandwidth_bytes_per_s=3e9, latency_s=1e-4)
 _PCIE = NodeLink(bandwidth_bytes_per_s=2e10, latency_s=2e-5)
 _ETHERNET = NodeLink(bandwidth_bytes_per_s=1.25e9, latency_s=2e-4)
+
+
+@contextlib.contextmanager
+def stage_actors(
+    name: str,
+    *,
+    stages: Sequence[tuple[int, ...]],
+    num_slots: int,
+    find_slots: Callable[..., list[DeviceSlot]],
+    scaling: ScalingConfig,
+    cluster: ClusterConfig,
+    notice: Callable[[str], None],
+) -> Iterator[Coordinator]:
+    """Yield the coordinator of actors that are up, in the cluster or a local one of `num_slots` slots; end them afterwards.
+
+    The actors hold `stages`, one tuple per device; `notice` receives lines for the user.
+    """
+    address = cluster.resolved_address
+    notice(f"connecting to the Ray cluster at {address}" if address else "starting Ray")
+    with session(cluster, num_devices=num_slots, cpus_per_device=scaling.cpus_per_device) as connected:
+        if connected.dashboard_url:
+            notice(f"Ray dashboard: {connected.dashboard_url} (its token: `ray get-auth-token`)")
+        slots = find_slots(local=connected.local)
+        notice(f"starting {counted(len(slots), 'actor')}")
+        run = f"{name}-{time.time_ns() // 1_000_000:x}"
+        with Coordinator(run=run, slots=slots, stages=stages, scaling=scaling, cluster=cluster) as coordinator:
+            coordinator.actors.wait_until_up()
+            yield coordinator
 
 
 def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, *, num_devices: int) -> ClusterTopology:
@@ -55,10 +88,7 @@ def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, 
 
 
 def num_measuring_devices(coordinator: Coordinator, scaling: ScalingConfig) -> int:
-    """Return how many devices measure layers at the same time: those that compute concurrently on a node in training; one of GPUs.
-
-    Devices that share a GPU take turns on it, which the simulation accounts for.
-    """
+    """Return how many devices measure layers at once: as many as compute concurrently on a node in training; one of GPUs."""
     if on_gpus(coordinator.actors.infos):
         return 1
     return max(coordinator.actors.infos[0].num_cores // scaling.threads_per_device, 1)
