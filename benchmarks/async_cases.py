@@ -31,8 +31,7 @@ from raypipe.schedules.search.dispatch import Line, defer_updates
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.plan_cost import layout_cost, published_copies, weight_versions
-from raypipe.simulation.simulator import time_order
-from raypipe.simulation.timing import Timing
+from raypipe.simulation.simulator import Timing, time_order
 
 ROWS = 4
 """Sequences of a microbatch."""

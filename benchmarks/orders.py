@@ -26,8 +26,7 @@ from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.plan_cost import equal_stages
-from raypipe.simulation.simulator import time_order
-from raypipe.simulation.timing import Timing
+from raypipe.simulation.simulator import Timing, time_order
 
 
 def linked(schedule: Schedule) -> Cost:

@@ -18,7 +18,7 @@ from raypipe.planning.device_order import recursive
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import Partition
-from raypipe.planning.problem import Floats, Group, Problem
+from raypipe.planning.problem import Devices, Floats, Problem
 
 _MOST_PERMUTATIONS = 120
 
@@ -44,11 +44,11 @@ def equal_stages(order: str, estimator: Estimator) -> Iterator[Layout]:
 def spp(estimator: Estimator) -> Iterator[Layout]:
     """Yield the layouts of SPP as reconstructed: RDO, PRM, PE (Luo et al., INFOCOM 2022, arXiv 2204.10562)."""
     partition = Partition(estimator, recursive(estimator.problem))
-    for found in partition.least_bottleneck("list"):
-        yield found.layout
+    for plan in partition.least_bottleneck("list"):
+        yield plan.layout
     # Where memory is short for that many activations in flight: the same with as many as 1F1B's first stage has.
-    for found in partition.least_bottleneck("1f1b"):
-        yield replace(found.layout, order="list", max_in_flight=found.layout.num_stages)
+    for plan in partition.least_bottleneck("1f1b"):
+        yield replace(plan.layout, order="list", max_in_flight=plan.layout.num_stages)
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class _Uniform:
         """Seconds of a microbatch by [first layer, end], on a device of mean power."""
         problem = self.problem
         prefix = problem.prefix_s.sum(axis=1)[list(problem.kind_of)].mean(axis=0) / float(np.mean(problem.speeds))
-        found: Floats = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
-        return found
+        work_s: Floats = np.maximum(prefix[None, :] - prefix[:, None], 0.0)
+        return work_s
 
     @cached_property
     def parameter_bytes(self) -> Floats:
@@ -73,19 +73,19 @@ class _Uniform:
 
     @cached_property
     def nodes(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in self.problem.topology.nodes]
+        members: list[list[int]] = [[] for _ in self.problem.topology.nodes]
         for device, node in enumerate(self.problem.node_of):
-            found[node].append(device)
-        return [devices for devices in found if devices]
+            members[node].append(device)
+        return [devices for devices in members if devices]
 
     def bandwidth(self, *, within: bool) -> float:
         problem = self.problem
         same = np.equal.outer(problem.node_of, problem.node_of)
         others = ~np.eye(problem.num_devices, dtype=bool)
         for pairs in ((same if within else ~same) & others, others):
-            found = problem.bandwidth[pairs]
-            if found.size:
-                return float(found.mean())
+            bandwidths = problem.bandwidth[pairs]
+            if bandwidths.size:
+                return float(bandwidths.mean())
         return math.inf
 
 
@@ -95,28 +95,26 @@ def pipedream(estimator: Estimator) -> Iterator[Layout]:
     Per level of the bandwidth hierarchy, a stage on m devices takes (compute + 4 (m-1) / m x weights / bandwidth) / m, a cut
     2 x output / bandwidth / m. Gradients, there summed per microbatch, are summed per update. Nodes of unequal size: one level.
     """
-    uniform = _Uniform(estimator.problem)
+    problem = estimator.problem
+    uniform = _Uniform(problem)
     sizes = {len(devices) for devices in uniform.nodes}
     two_levels = len(sizes) == 1 and len(uniform.nodes) > 1 and sizes != {1}
-    bandwidth = uniform.bandwidth(within=len(uniform.nodes) == 1)
-    if not two_levels:
-        level = _PipeDreamLevel(uniform, uniform.work_s, estimator.problem.num_devices, bandwidth)
-        yield from _in_order(estimator.problem, level.stages(0, estimator.problem.num_layers))
-        return
-    inner = _PipeDreamLevel(uniform, uniform.work_s, sizes.pop(), uniform.bandwidth(within=True))
-    outer = _PipeDreamLevel(uniform, inner.best_s, len(uniform.nodes), bandwidth)
+    nodes = uniform.nodes if two_levels else [list(range(problem.num_devices))]
+    inner = _PipeDreamLevel(uniform, uniform.work_s, len(nodes[0]), uniform.bandwidth(within=two_levels or len(uniform.nodes) == 1))
+    spans = [(0, problem.num_layers, 1)]
+    if two_levels:
+        spans = _PipeDreamLevel(uniform, inner.best_s, len(nodes), uniform.bandwidth(within=False)).stages(0, problem.num_layers)
     cuts, workers, next_node = [0], [], 0
-    for first, end, num_nodes in outer.stages(0, estimator.problem.num_layers):
-        nodes = uniform.nodes[next_node : next_node + num_nodes]
-        next_node += num_nodes
-        taken = 0
+    for first, end, num_nodes in spans:
+        next_device = 0
         for _, inner_end, count in inner.stages(first, end):
             cuts.append(inner_end)
-            workers.append(tuple(device for devices in nodes for device in devices[taken : taken + count]))
-            taken += count
-    layout = Layout(tuple(cuts), tuple(workers), "1f1b")
-    if all(estimator.problem.rows(group) for group in workers):
-        yield layout
+            of_nodes = nodes[next_node : next_node + num_nodes]
+            workers.append(tuple(device for devices in of_nodes for device in devices[next_device : next_device + count]))
+            next_device += count
+        next_node += num_nodes
+    if all(problem.rows(group) for group in workers):
+        yield Layout(tuple(cuts), tuple(workers), "1f1b")
 
 
 class _PipeDreamLevel:
@@ -156,22 +154,13 @@ class _PipeDreamLevel:
 
     def stages(self, first: int, end: int) -> list[tuple[int, int, int]]:
         _, splits = self._rows[first]
-        found: list[tuple[int, int, int]] = []
+        stages: list[tuple[int, int, int]] = []
         count = self.num_devices
         while split := splits.get((count, end)):
             cut, last = split
-            found.append((cut, end, last))
+            stages.append((cut, end, last))
             count, end = count - last, cut
-        return [(first, end, count), *reversed(found)]
-
-
-def _in_order(problem: Problem, stages: Sequence[tuple[int, int, int]]) -> Iterator[Layout]:
-    taken, workers = 0, []
-    for _, _, count in stages:
-        workers.append(tuple(range(taken, taken + count)))
-        taken += count
-    if all(problem.rows(group) for group in workers):
-        yield Layout((0, *(end for _, end, _ in stages)), tuple(workers), "1f1b")
+        return [(first, end, count), *reversed(stages)]
 
 
 def dapple(estimator: Estimator) -> Iterator[Layout]:
@@ -212,21 +201,21 @@ class _Dapple:
         numbers = range(len(nodes))
         fresh = sorted(numbers, key=lambda node: (taken[node] > 0, node))
         append = sorted(numbers, key=lambda node: (taken[node] == 0, node))
-        found = []
+        choices = []
         for order in (fresh, append):
             left, more = count, [0] * len(nodes)
             for node in order:
                 more[node] = min(left, free[node])
                 left -= more[node]
-            found.append(tuple(more))
+            choices.append(tuple(more))
         scattered, left = [0] * len(nodes), count
         while left:
             for node in numbers:
                 if left and scattered[node] < free[node]:
                     scattered[node] += 1
                     left -= 1
-        found.append(tuple(scattered))
-        yield from dict.fromkeys(found)
+        choices.append(tuple(scattered))
+        yield from dict.fromkeys(choices)
 
     def _solve(self, num_stages: int, taken: tuple[int, ...]) -> tuple[Floats, list[tuple[int, tuple[int, ...]]]]:
         problem, size = self.problem, self.problem.num_layers + 1
@@ -308,7 +297,7 @@ def metis(estimator: Estimator) -> Iterator[Layout]:
         yield best[1]
 
 
-def _node_orders(problem: Problem, uniform: _Uniform) -> Iterator[Group]:
+def _node_orders(problem: Problem, uniform: _Uniform) -> Iterator[Devices]:
     kinds: dict[tuple[float, ...], list[list[int]]] = {}
     for devices in uniform.nodes:
         kinds.setdefault(tuple(problem.powers[device] for device in devices), []).append(devices)
@@ -318,7 +307,7 @@ def _node_orders(problem: Problem, uniform: _Uniform) -> Iterator[Group]:
         yield tuple(device for kind in order for devices in kinds[kind] for device in devices)
 
 
-def _dealt(estimator: Estimator, workers: Sequence[Group]) -> tuple[int, ...]:
+def _dealt(estimator: Estimator, workers: Sequence[Devices]) -> tuple[int, ...]:
     num_layers = estimator.problem.num_layers
     best = [0.0] + [math.inf] * num_layers
     choices: list[list[int]] = []
@@ -337,7 +326,7 @@ def _dealt(estimator: Estimator, workers: Sequence[Group]) -> tuple[int, ...]:
     return tuple(reversed(cuts))
 
 
-def _metis_s(estimator: Estimator, workers: Sequence[Group], cuts: Sequence[int], within: float, between: float) -> float:
+def _metis_s(estimator: Estimator, workers: Sequence[Devices], cuts: Sequence[int], within: float, between: float) -> float:
     problem = estimator.problem
     stages, sums, transfers = [], [0.0], [0.0]
     for stage, group in enumerate(workers):

@@ -12,8 +12,7 @@ import numpy as np
 from raypipe.planning.problem import Floats, Problem
 
 _NUM_ROUNDS = 4
-_NUM_DIGITS = 7
-"""Digits of a colour; further digits depend on the order in which sums are rounded."""
+_NUM_DIGITS = 7  # Digits of a colour; further digits depend on the order in which sums are rounded.
 
 
 def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
@@ -31,8 +30,8 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
             node = problem.topology.nodes[problem.node_of[devices[0]]]
             nodes.append(replace(node, devices=tuple(problem.topology.devices[device] for device in devices)))
     nodes += [node for node in problem.topology.nodes if not node.devices]  # Links may name them.
-    found = replace(problem, topology=replace(problem.topology, nodes=tuple(nodes)))
-    return found, tuple(device for devices in by_colour for device in devices)
+    renumbered = replace(problem, topology=replace(problem.topology, nodes=tuple(nodes)))
+    return renumbered, tuple(device for devices in by_colour for device in devices)
 
 
 def colours(problem: Problem) -> list[float]:
@@ -41,24 +40,24 @@ def colours(problem: Problem) -> list[float]:
     same_node = np.equal.outer(problem.node_of, problem.node_of).astype(float)
     kernels = [links[0], links[0].T, links[1], links[1].T, same_node]
     memory = np.array([[memory] for memory in problem.memory_bytes])
-    found = _rounded(np.array(problem.powers) + np.sqrt(2.0) * _scaled(memory)[:, 0])
+    colors = _rounded(np.array(problem.powers) + np.sqrt(2.0) * _scaled(memory)[:, 0])
     for _ in range(_NUM_ROUNDS):
-        mixed = found.copy()
+        mixed = colors.copy()
         for number, kernel in enumerate(kernels):
             # Different powers keep kernels, and the devices at their other ends, apart.
-            mixed += np.sqrt(number + 2.0) * (kernel @ (1 + found) ** (1 + number / 3)) / len(found)
-        found = _rounded(mixed)
-    return [float(colour) for colour in found]
+            mixed += np.sqrt(number + 2.0) * (kernel @ (1 + colors) ** (1 + number / 3)) / len(colors)
+        colors = _rounded(mixed)
+    return [float(colour) for colour in colors]
 
 
 def _scaled(values: Floats) -> Floats:
     """Return values on a logarithmic scale from 0 to 1; infinite ones become 2."""
     logs = np.log1p(np.where(np.isfinite(values), values, 0.0))
     scaled = logs / max(float(logs.max(initial=0.0)), 1e-300)
-    found: Floats = np.where(np.isfinite(values), scaled, 2.0)
-    return found
+    result: Floats = np.where(np.isfinite(values), scaled, 2.0)
+    return result
 
 
 def _rounded(values: Floats) -> Floats:
-    found: Floats = np.round(values / max(float(np.abs(values).max()), 1e-300), _NUM_DIGITS)
-    return found
+    result: Floats = np.round(values / max(float(np.abs(values).max()), 1e-300), _NUM_DIGITS)
+    return result

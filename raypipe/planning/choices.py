@@ -24,8 +24,7 @@ from raypipe.schedules.ir import UpdateScope
 from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 
 _STEPS = 3
-_MOST_SWAPS = 60
-"""Most changes of one choice that ran, and most swaps of workers among the candidates of each."""
+_MOST_SWAPS = 60  # Most changes of one choice that ran, and most swaps of workers among the candidates of each.
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,21 @@ from raypipe.errors import ScheduleError
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
-from raypipe.planning.problem import Group, Problem
+from raypipe.planning.problem import Devices, Problem
 from raypipe.schedule_registry import build, is_file, overlaps
 from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.request import ScheduleRequest
 
 ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v", "amdp-flush")
+# Schedules whose updates overlap; also those of one stage per worker, since their busiest worker alone counts.
 ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp", "amdp-auto")
-"""Schedules whose updates overlap; also those of one stage per worker, since their busiest worker alone counts."""
 
 _NUM_CHUNKS = {"interleaved": (2, 3, 4), "async-interleaved": (1, 2, 3, 4)}
 """Numbers of stages per worker that are tried; other schedules have two, or one. Asynchronous interleaving with one stage per worker has
 more microbatches in flight than `async-1f1b`, which hides messages that take longer than an Op."""
 
 
-def layouts(evaluator: LayoutEvaluator, workers: tuple[Group, ...], order: str) -> Iterator[Layout]:
+def layouts(evaluator: LayoutEvaluator, workers: tuple[Devices, ...], order: str) -> Iterator[Layout]:
     """Yield layouts of a schedule on these workers with balanced cuts; none where it cannot take the size."""
     problem = evaluator.problem
     num_updates = problem.updates_per_window if is_file(order) and overlaps(order) else 1
@@ -59,19 +59,14 @@ def _num_pipelines(order: str, num_workers: int) -> tuple[int, ...]:
     return (0, *dict.fromkeys(halves))
 
 
-def balanced(estimator: Estimator, workers: tuple[Group, ...], schedule: Schedule) -> tuple[int, ...]:
+def balanced(estimator: Estimator, workers: tuple[Devices, ...], schedule: Schedule) -> tuple[int, ...]:
     """Return cuts whose busiest worker no move of one layer between neighboring stages improves."""
     problem = estimator.problem
     parts = stage_parts(schedule)
     cuts = _in_proportion(problem, workers, parts)
     loads = _loads(estimator, workers, parts, cuts)
     while True:
-        moved = [
-            (sorted(_loads(estimator, workers, parts, candidate), reverse=True), candidate)
-            for at in range(1, len(cuts) - 1)
-            for candidate in (_shifted(cuts, at, -1), _shifted(cuts, at, 1))
-            if candidate is not None
-        ]
+        moved = [(sorted(_loads(estimator, workers, parts, candidate), reverse=True), candidate) for candidate in _shifts(cuts)]
         if not moved or (best := min(moved))[0] >= sorted(loads, reverse=True):
             return cuts
         cuts = best[1]
@@ -80,16 +75,16 @@ def balanced(estimator: Estimator, workers: tuple[Group, ...], schedule: Schedul
 
 def stage_parts(schedule: Schedule) -> list[dict[int, float]]:
     """Return for each stage the part of the microbatches that each worker computes."""
-    found: list[dict[int, float]] = [{} for _ in range(schedule.num_stages)]
+    counts: list[dict[int, float]] = [{} for _ in range(schedule.num_stages)]
     for op, place in schedule.ops():
         if op.kind is OpKind.FORWARD:
-            of_stage = found[op.stage]
+            of_stage = counts[op.stage]
             of_stage[place.worker] = of_stage.get(place.worker, 0.0) + 1 / len(schedule.find(op._replace(part=0)))
     total = schedule.num_microbatches * schedule.num_updates
-    return [{worker: count / total for worker, count in of_stage.items()} for of_stage in found]
+    return [{worker: count / total for worker, count in of_stage.items()} for of_stage in counts]
 
 
-def _in_proportion(problem: Problem, workers: tuple[Group, ...], parts: list[dict[int, float]]) -> tuple[int, ...]:
+def _in_proportion(problem: Problem, workers: tuple[Devices, ...], parts: list[dict[int, float]]) -> tuple[int, ...]:
     # A worker's power is divided evenly among its stages.
     powers = [sum(problem.powers[device] for device in group) for group in workers]
     stages_of = [sum(part.get(worker, 0.0) for part in parts) for worker in range(len(workers))]
@@ -104,7 +99,7 @@ def _in_proportion(problem: Problem, workers: tuple[Group, ...], parts: list[dic
     return (*cuts, problem.num_layers)
 
 
-def _loads(estimator: Estimator, workers: tuple[Group, ...], parts: list[dict[int, float]], cuts: tuple[int, ...]) -> list[float]:
+def _loads(estimator: Estimator, workers: tuple[Devices, ...], parts: list[dict[int, float]], cuts: tuple[int, ...]) -> list[float]:
     loads = [0.0] * len(workers)
     for stage, of_stage in enumerate(parts):
         for worker, part in of_stage.items():
@@ -112,15 +107,13 @@ def _loads(estimator: Estimator, workers: tuple[Group, ...], parts: list[dict[in
     return loads
 
 
-def _shifted(cuts: tuple[int, ...], at: int, by: int) -> tuple[int, ...] | None:
-    cut = cuts[at] + by
-    return (*cuts[:at], cut, *cuts[at + 1 :]) if cuts[at - 1] < cut < cuts[at + 1] else None
+def _shifts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for at in range(1, len(cuts) - 1):
+        for cut in (cuts[at] - 1, cuts[at] + 1):
+            if cuts[at - 1] < cut < cuts[at + 1]:
+                yield (*cuts[:at], cut, *cuts[at + 1 :])
 
 
 def neighbours(layout: Layout) -> Iterator[Layout]:
     """Yield the layout with one layer moved to a neighboring stage."""
-    for at in range(1, layout.num_stages):
-        for by in (-1, 1):
-            cuts = _shifted(layout.cuts, at, by)
-            if cuts is not None:
-                yield replace(layout, cuts=cuts)
+    return (replace(layout, cuts=cuts) for cuts in _shifts(layout.cuts))

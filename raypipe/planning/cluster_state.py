@@ -11,12 +11,9 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.planning.problem import Problem
 
-_SIGNIFICANT = 1.15
-"""Factor by which a figure must change to matter."""
-_NO_LIMIT_BYTES_PER_S = 1e30
-"""Stands for a link without limit, so that changes to and from it are finite."""
-_UNSTATED = math.log(1e12)
-"""No bandwidth changes by such a factor, unless to or from no limit."""
+_SIGNIFICANT = 1.15  # Factor by which a figure must change to matter.
+_NO_LIMIT_BYTES_PER_S = 1e30  # Stands for a link without limit, so that changes to and from it are finite.
+_UNSTATED = math.log(1e12)  # No bandwidth changes by such a factor, unless to or from no limit.
 
 
 @dataclass(frozen=True)

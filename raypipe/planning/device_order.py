@@ -15,8 +15,7 @@ import numpy as np
 
 from raypipe.planning.problem import Floats, Problem
 
-MOST_FOR_CUTS = 40
-"""With more devices, minimum cuts take minutes: groups of devices with similar links are cut as one."""
+MOST_FOR_CUTS = 40  # With more devices, minimum cuts take minutes: groups of devices with similar links are cut as one.
 
 
 def orders(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -32,10 +31,10 @@ def orders(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
         ("nearest", nearest(weights)),
         ("power", by_power),
     ):
-        for direction, found in ((name, order), (f"{name} reversed", order[::-1])):
-            if found not in seen:
-                seen.add(found)
-                yield direction, found
+        for direction, devices_in_order in ((name, order), (f"{name} reversed", order[::-1])):
+            if devices_in_order not in seen:
+                seen.add(devices_in_order)
+                yield direction, devices_in_order
 
 
 def symmetric(bandwidth: Floats) -> Floats:
@@ -81,13 +80,7 @@ def _joined(one: list[int], other: list[int], weights: Floats) -> list[int]:
 
 def tree(weights: Floats) -> tuple[int, ...]:
     """Join groups along the maximum spanning tree, ends with the best link facing each other."""
-    edges = sorted(_spanning_edges(weights), key=lambda edge: -edge[0])
-    group_of: dict[int, list[int]] = {device: [device] for device in range(len(weights))}
-    for _, one, other in edges:
-        joined = _joined(group_of[one], group_of[other], weights)
-        for device in joined:
-            group_of[device] = joined
-    return tuple(group_of[0])
+    return tuple(alike(weights, most=1)[0])
 
 
 def _spanning_edges(weights: Floats) -> list[tuple[float, int, int]]:
@@ -96,14 +89,14 @@ def _spanning_edges(weights: Floats) -> list[tuple[float, int, int]]:
     best, nearest_to = weights[0].copy(), np.zeros(size, dtype=int)
     left = np.ones(size, dtype=bool)
     left[0] = False
-    found: list[tuple[float, int, int]] = []
+    edges: list[tuple[float, int, int]] = []
     for _ in range(size - 1):
         device = int(np.where(left, best, -math.inf).argmax())
-        found.append((float(best[device]), int(nearest_to[device]), device))
+        edges.append((float(best[device]), int(nearest_to[device]), device))
         left[device] = False
         closer = left & (weights[device] > best)
         best[closer], nearest_to[closer] = weights[device][closer], device
-    return found
+    return edges
 
 
 def nearest(weights: Floats) -> tuple[int, ...]:
@@ -131,7 +124,4 @@ def alike(weights: Floats, *, most: int) -> list[list[int]]:
         for device in joined:
             group_of[device] = joined
         count -= 1
-    unique: dict[int, list[int]] = {}
-    for group in group_of.values():
-        unique.setdefault(id(group), group)
-    return list(unique.values())
+    return list({id(group): group for group in group_of.values()}.values())

@@ -15,13 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from raypipe.planning.layout import Layout
-from raypipe.planning.problem import Group, Problem
+from raypipe.planning.problem import Devices, Problem
 
-_WorkerRows = tuple[Group, Sequence[int]]
-"""Devices of a worker, and the rows of each."""
+_WorkerRows = tuple[Devices, Sequence[int]]  # Devices of a worker, and the rows of each.
 
-_MANY_DEVICES = 64
-"""With more devices, arrays are faster than loops."""
+_MANY_DEVICES = 64  # With more devices, arrays are faster than loops.
 
 
 class Channel(NamedTuple):
@@ -54,17 +52,17 @@ class Estimator:
     """Estimates time and memory of layouts of one problem."""
 
     problem: Problem
-    _channels: dict[tuple[Group, Group], Channel] = field(default_factory=dict, repr=False)
-    _stages: dict[tuple[Group, int, int], StageSeconds] = field(default_factory=dict, repr=False)
+    _channels: dict[tuple[Devices, Devices], Channel] = field(default_factory=dict, repr=False)
+    _stages: dict[tuple[Devices, int, int], StageSeconds] = field(default_factory=dict, repr=False)
 
-    def channel(self, source: Group, target: Group) -> Channel:
+    def channel(self, source: Devices, target: Devices) -> Channel:
         """Return the cost of messages from one worker to another."""
         channel = self._channels.get((source, target))
         if channel is None:
             channel = self._channels[source, target] = self._channel(source, target)
         return channel
 
-    def _channel(self, source: Group, target: Group) -> Channel:
+    def _channel(self, source: Devices, target: Devices) -> Channel:
         problem = self.problem
         loads: dict[str, float] = {}
         latency_s = 0.0
@@ -79,7 +77,7 @@ class Estimator:
                 loads[resource] = loads.get(resource, 0.0) + num_rows / problem.microbatch_size / bandwidth
         return Channel(max(loads.values(), default=0.0), latency_s, tuple(loads.items()))
 
-    def stage(self, group: Group, first: int, end: int) -> StageSeconds:
+    def stage(self, group: Devices, first: int, end: int) -> StageSeconds:
         """Return the seconds of the layers first..end-1 on a worker's devices."""
         key = (group, first, end)
         seconds = self._stages.get(key)
@@ -87,7 +85,7 @@ class Estimator:
             seconds = self._stages[key] = self._stage(group, first, end)
         return seconds
 
-    def _stage(self, group: Group, first: int, end: int) -> StageSeconds:
+    def _stage(self, group: Devices, first: int, end: int) -> StageSeconds:
         problem = self.problem
         factors = problem.factors(group)
         if factors is None:

@@ -15,8 +15,7 @@ from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.plan_cost import layout_cost, published_copies, weight_versions
-from raypipe.simulation.simulator import time_order
-from raypipe.simulation.timing import Timing
+from raypipe.simulation.simulator import Timing, time_order
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,7 @@ class Evaluation:
         return self.missing_bytes, self.update_s
 
 
-OnEvaluated = Callable[[Evaluation], None]
-"""Called with every layout that is simulated."""
+OnEvaluated = Callable[[Evaluation], None]  # Called with every layout that is simulated.
 
 
 def ignore(_: Evaluation) -> None:

@@ -12,10 +12,9 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache
 
-_GAIN = 2
-"""Least factor by which two short updates must be shorter than the long one."""
+_GAIN = 2  # Least factor by which two short updates must be shorter than the long one.
+# Least microbatches per device by which the two short updates differ; the shorter one has twice as many, enough to fill any schedule.
 _FULL = 2
-"""Least microbatches per device by which the two short updates differ; the shorter one has twice as many, enough to fill any schedule."""
 _MOST_KEPT = 4
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from raypipe.artifacts.cut import Cut
-from raypipe.planning.problem import Group, Problem
+from raypipe.planning.problem import Devices, Problem
 from raypipe.schedules.families import list_order
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.request import ScheduleRequest
@@ -25,7 +25,7 @@ class Layout:
     """
 
     cuts: tuple[int, ...]
-    workers: tuple[Group, ...]
+    workers: tuple[Devices, ...]
     order: str = "1f1b"
     max_in_flight: int | None = None
     num_pipelines: int = 0

@@ -17,11 +17,11 @@ from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.simulation.compiled import CompiledOrder
 
+# Raises an `InputError` for a schedule, a placement and rows of a microbatch that cannot be run.
 PlanCheck = Callable[[Schedule, Placement, int], None]
-"""Raises an `InputError` for a schedule, a placement and rows of a microbatch that cannot be run."""
 
+# Updates that are simulated of a window whose updates overlap: the first fills, the last drains, the others are alike.
 _SIMULATED_UPDATES = 5
-"""Updates that are simulated of a window whose updates overlap: the first fills, the last drains, the others are alike."""
 
 
 def window_updates(problem: Problem, layout: Layout) -> int:

@@ -56,11 +56,6 @@ class LowerBound:
         """Largest of the bounds."""
         return max(self.ramp_s, self.block_s, self.path_s)
 
-    @property
-    def binding(self) -> str:
-        """Largest bound: `ramp`, `block` or `path`."""
-        return max(("ramp", self.ramp_s), ("block", self.block_s), ("path", self.path_s), key=lambda bound: bound[1])[0]
-
 
 def lower_bound(
     blocks: Sequence[Block],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from raypipe.planning.layout import Layout
-from raypipe.planning.problem import Group, Problem
+from raypipe.planning.problem import Devices, Problem
 
 
 @dataclass(frozen=True)
@@ -179,5 +179,5 @@ _CHANGES = (
 _WEIGHTS = (4, 4, 3, 1.5, 1, 1, 1, 1, 1, 0.5, 1, 0.5)
 
 
-def _groups(workers: Sequence[Sequence[int]]) -> tuple[Group, ...]:
+def _groups(workers: Sequence[Sequence[int]]) -> tuple[Devices, ...]:
     return tuple(map(tuple, workers))

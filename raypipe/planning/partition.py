@@ -25,14 +25,12 @@ from numpy.typing import NDArray
 
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
-from raypipe.planning.problem import Floats, Group
+from raypipe.planning.problem import Devices, Floats
 
-MOST_UNITS = 32
-"""Most devices for which the dynamic program is exact; with more, runs of devices count as one unit."""
-Run = tuple[int, int]
-"""Units i..j-1."""
-Stages = NDArray[np.int_]
-"""For each first layer, the largest end of a stage."""
+MOST_UNITS = 32  # Most devices for which the dynamic program is exact; with more, runs of devices count as one unit.
+Run = tuple[int, int]  # Units i..j-1.
+_Seconds = tuple[Floats, Floats]  # Of a microbatch, and of an update.
+Stages = NDArray[np.int_]  # For each first layer, the largest end of a stage.
 
 
 @dataclass(frozen=True)
@@ -93,25 +91,13 @@ class Partition:
         """Number of runs of devices that count as one."""
         return len(self.borders) - 1
 
-    def group(self, i: int, j: int) -> Group:
+    def group(self, i: int, j: int) -> Devices:
         """Return the devices of the units i..j-1."""
         return self.order[self.borders[i] : self.borders[j]]
 
     @cached_property
-    def _stages(self) -> dict[Run, tuple[Floats, Floats]]:
-        return {run: found[:2] for run, found in self._times.items()}
-
-    @cached_property
-    def _stages_again(self) -> dict[Run, tuple[Floats, Floats]]:
-        num_microbatches = self.estimator.problem.num_microbatches
-        return {
-            run: (microbatch_s + forward_s, update_s + num_microbatches * forward_s)
-            for run, (microbatch_s, update_s, forward_s) in self._times.items()
-        }
-
-    @cached_property
-    def _times(self) -> dict[Run, tuple[Floats, Floats, Floats]]:
-        """For each run: seconds of a microbatch, of an update with its sums, and of a forward, by [first layer, end]."""
+    def _stages(self) -> tuple[dict[Run, _Seconds], dict[Run, _Seconds] | None]:
+        # By [first layer, end], an update with its sums; the same with forwards that run twice, where memory may demand it.
         problem = self.estimator.problem
         size = problem.num_layers + 1
         forward = problem.prefix_s[:, 0, None, :] - problem.prefix_s[:, 0, :, None]
@@ -120,7 +106,8 @@ class Partition:
         parameter_bytes = problem.trained_prefix[None, :] - problem.trained_prefix[:, None]
         empty = np.tril(np.ones((size, size), dtype=bool))
         fixed_s = sum(problem.overheads_s)
-        found = {}
+        stages: dict[Run, _Seconds] = {}
+        again: dict[Run, _Seconds] = {}
         for i in range(self.num_units):
             for j in range(i + 1, self.num_units + 1):
                 group = self.group(i, j)
@@ -131,19 +118,22 @@ class Partition:
                 microbatch_s = forward_s + np.max([backward[kind] * factor for kind, factor in factors.items()], axis=0) + fixed_s
                 update_s = problem.num_microbatches * microbatch_s + problem.sum_s(group, parameter_bytes)
                 microbatch_s[empty] = update_s[empty] = math.inf
-                found[i, j] = (microbatch_s, update_s, forward_s)
-        return found
+                stages[i, j] = (microbatch_s, update_s)
+                if self._may_recompute:
+                    again[i, j] = (microbatch_s + forward_s, update_s + problem.num_microbatches * forward_s)
+        return stages, again if self._may_recompute else None
 
     @cached_property
-    def _channels(self) -> dict[Run, tuple[Floats, Floats]]:
-        """For a run i..j-1: seconds of a microbatch, and of an update, to the runs j..l-1, by [l, position of the cut]."""
+    def _channels(self) -> dict[Run, _Seconds]:
+        # From a run i..j-1 to the runs j..l-1, by [l, position of the cut].
         problem = self.estimator.problem
-        found = {}
-        for i, j in self._stages:
+        channels = {}
+        stages, _ = self._stages
+        for i, j in stages:
             microbatch_s = np.full((self.num_units + 1, problem.num_layers + 1), math.inf)
             update_s = microbatch_s.copy()
             for end in range(j + 1, self.num_units + 1):
-                if (j, end) not in self._stages:
+                if (j, end) not in stages:
                     break
                 there = self.estimator.channel(self.group(i, j), self.group(j, end))
                 back = self.estimator.channel(self.group(j, end), self.group(i, j))
@@ -151,8 +141,8 @@ class Partition:
                 microbatch_s[end] = both * problem.crossing_bytes + there.latency_s + back.latency_s
                 busiest = both if self.half_duplex else max(there.s_per_byte, back.s_per_byte)
                 update_s[end] = problem.num_microbatches * busiest * problem.crossing_bytes
-            found[i, j] = (microbatch_s, update_s)
-        return found
+            channels[i, j] = (microbatch_s, update_s)
+        return channels
 
     @cached_property
     def limited(self) -> bool:
@@ -165,15 +155,15 @@ class Partition:
     def _working(self) -> Floats:
         """Most bytes that a microbatch needs in a stage at any time, by [first layer, end]."""
         peaks, saved = self.estimator.problem.working_peaks, self.estimator.problem.saved_prefix
-        found = np.zeros((len(saved), len(saved)))
+        needed = np.zeros((len(saved), len(saved)))
         for first in range(len(peaks)):
-            found[first, first + 1 :] = np.maximum.accumulate(peaks[first:]) - saved[first]
-        return found
+            needed[first, first + 1 :] = np.maximum.accumulate(peaks[first:]) - saved[first]
+        return needed
 
     def _fits(self, i: int, j: int, held: int, *, recomputed: bool) -> Stages:
         """Return for each first layer the largest end that fits on the units i..j-1 with `held` activations in flight."""
-        found = self._fitting.get((i, j, held, recomputed))
-        if found is None:
+        ends = self._fitting.get((i, j, held, recomputed))
+        if ends is None:
             problem = self.estimator.problem
             group = self.group(i, j)
             standing = -np.subtract.outer(problem.standing_prefix, problem.standing_prefix)
@@ -184,8 +174,8 @@ class Partition:
             for share, limit in problem.demands(group):
                 fits &= standing + needed * share <= limit
             # What is longer needs more.
-            found = self._fitting[i, j, held, recomputed] = fits.sum(axis=1) - 1
-        return found
+            ends = self._fitting[i, j, held, recomputed] = fits.sum(axis=1) - 1
+        return ends
 
     def least_bottleneck(self, schedule: str = "1f1b") -> list[Bottleneck]:
         """Return for each number of stages the plan whose busiest stage or channel works least in an update."""
@@ -196,25 +186,24 @@ class Partition:
 
         One plan where memory does not matter, else one for each number of stages.
         """
-
-        def within(found: dict[Run, tuple[Floats, Floats]]) -> dict[Run, Floats]:
-            return {run: np.where(update_s <= limit_s, own_s, math.inf) for run, (own_s, update_s) in found.items()}
-
-        again = within(self._stages_again) if self._may_recompute else None
-        return self._solve(_Costs(within(self._stages), again, within(self._channels)), schedule, np.add, by_level=self.limited)
+        costs = self._costs(lambda own_s, update_s: np.where(update_s <= limit_s, own_s, math.inf))
+        return self._solve(costs, schedule, np.add, by_level=self.limited)
 
     def least_limit_s(self, schedule: str = "1f1b") -> float:
         """Return the least workload of the busiest stage or channel; infinite where no plan fits."""
-        found = self._solve(self._updates, schedule, np.maximum, by_level=self.limited)
-        return min((one.value_s for one in found), default=math.inf)
+        bottlenecks = self._solve(self._updates, schedule, np.maximum, by_level=self.limited)
+        return min((bottleneck.value_s for bottleneck in bottlenecks), default=math.inf)
 
     @cached_property
     def _updates(self) -> _Costs:
-        def of_update(found: dict[Run, tuple[Floats, Floats]]) -> dict[Run, Floats]:
-            return {run: update_s for run, (_, update_s) in found.items()}
+        return self._costs(lambda _, update_s: update_s)
 
-        again = of_update(self._stages_again) if self._may_recompute else None
-        return _Costs(of_update(self._stages), again, of_update(self._channels))
+    def _costs(self, choose: Callable[[Floats, Floats], Floats]) -> _Costs:
+        def chosen(table: dict[Run, _Seconds]) -> dict[Run, Floats]:
+            return {run: choose(*seconds) for run, seconds in table.items()}
+
+        stages, again = self._stages
+        return _Costs(chosen(stages), None if again is None else chosen(again), chosen(self._channels))
 
     @property
     def _may_recompute(self) -> bool:
@@ -234,7 +223,7 @@ class Partition:
         stages, again, channels = costs
         runs = sorted(stages, reverse=True)
         layers = np.arange(num_layers + 1)
-        found: list[Bottleneck] = []
+        plans: list[Bottleneck] = []
         levels: list[_Level] = []
         for level in range(min(num_units, num_layers) if by_level else 1):
             now = _Level(num_units, num_layers)
@@ -265,8 +254,8 @@ class Partition:
             at = int(starts.argmin())
             if math.isfinite(starts[at]):
                 i, j = divmod(at, num_units + 1)
-                found.append(Bottleneck(float(starts[at]), self._layout(levels, i, j, schedule, by_level=by_level)))
-        return found
+                plans.append(Bottleneck(float(starts[at]), self._layout(levels, i, j, schedule, by_level=by_level)))
+        return plans
 
     def _layout(self, levels: Sequence[_Level], i: int, j: int, schedule: str, *, by_level: bool) -> Layout:
         level, layer = len(levels) - 1, 0

@@ -9,14 +9,13 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import PlanError
-from raypipe.planning.divisions import best_division
 from raypipe.planning.evaluator import LayoutEvaluator, OnEvaluated, ignore
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import AUTO
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import asynchronous_orders
 from raypipe.planning.search import SearchBudget
-from raypipe.planning.solve import solve
+from raypipe.planning.solve import best_division, solve
 
 
 def plan(

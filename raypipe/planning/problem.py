@@ -23,8 +23,7 @@ from raypipe.simulation.cost import ring
 from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 
 Floats = npt.NDArray[np.float64]
-Group = tuple[int, ...]
-"""Devices of one worker, in the order of their rows and of the ring that sums their gradients."""
+Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows and of the ring that sums their gradients.
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,9 @@ class Problem:
     max_mean_staleness: float | None = None
     updates_per_window: int = 10
     update_scope: UpdateScope | None = None
-    _rows: dict[Group, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _rings: dict[Group, set[tuple[float, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _demands: dict[Group, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _rows: dict[Devices, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _rings: dict[Devices, set[tuple[float, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _demands: dict[Devices, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_microbatches", "microbatch_size", "updates_per_window"):
@@ -101,9 +100,9 @@ class Problem:
     @cached_property
     def overheads_s(self) -> tuple[float, float]:
         """Overhead of every forward and every backward, with the messages that it receives and sends."""
-        found = self.topology.overheads or Overheads()
-        messages_s = found.send_s + found.recv_s
-        return found.forward_s + messages_s, found.backward_s + messages_s
+        overheads = self.topology.overheads or Overheads()
+        messages_s = overheads.send_s + overheads.recv_s
+        return overheads.forward_s + messages_s, overheads.backward_s + messages_s
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
@@ -133,12 +132,12 @@ class Problem:
     @cached_property
     def prefix_s(self) -> Floats:
         """Seconds of all layers before each position at speed 1: [kind, (F, I, W), position]."""
-        found = np.zeros((len(self.kinds), 3, self.num_layers + 1))
+        prefix = np.zeros((len(self.kinds), 3, self.num_layers + 1))
         for number, kind in enumerate(self.kinds):
             for layer, times in enumerate(self.profile.for_kind(kind)):
                 of_layer = (times.forward_s, times.backward_s - times.weight_grad_s, times.weight_grad_s)
-                found[number, :, layer + 1] = found[number, :, layer] + np.array(of_layer) * self.scale
-        return found
+                prefix[number, :, layer + 1] = prefix[number, :, layer] + np.array(of_layer) * self.scale
+        return prefix
 
     @cached_property
     def trained_prefix(self) -> Floats:
@@ -169,21 +168,21 @@ class Problem:
         for producer, consumer, num_bytes in self.profile.edges():
             last, most = last_use.get(producer, (consumer, 0))
             last_use[producer] = (max(last, consumer), max(most, num_bytes))
-        found = np.zeros(self.num_layers + 1)
+        crossing = np.zeros(self.num_layers + 1)
         for producer, (last, num_bytes) in last_use.items():
-            found[producer + 1 : last + 1] += num_bytes * self.scale
-        return found
+            crossing[producer + 1 : last + 1] += num_bytes * self.scale
+        return crossing
 
     # Devices
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
         """Speed of each device while all devices of its node compute, which may share too few cores."""
-        found: list[float] = []
+        speeds: list[float] = []
         for node in self.topology.nodes:
             part = 1.0 if node.cores is None or not node.devices else min(1.0, node.cores / len(node.devices))
-            found += [device.speed * part for device in node.devices]
-        return tuple(found)
+            speeds += [device.speed * part for device in node.devices]
+        return tuple(speeds)
 
     @cached_property
     def powers(self) -> tuple[float, ...]:
@@ -216,11 +215,11 @@ class Problem:
     @cached_property
     def block_of(self) -> npt.NDArray[np.int32]:
         """Number in `blocks` of each ordered pair of devices; -1 on the diagonal."""
-        found = np.full((self.num_devices, self.num_devices), -1, dtype=np.int32)
+        numbers = np.full((self.num_devices, self.num_devices), -1, dtype=np.int32)
         for number, block in enumerate(self.blocks):
-            found[np.ix_(*block)] = number
-        np.fill_diagonal(found, -1)
-        return found
+            numbers[np.ix_(*block)] = number
+        np.fill_diagonal(numbers, -1)
+        return numbers
 
     @cached_property
     def _pairs(self) -> tuple[Floats, Floats]:
@@ -236,7 +235,7 @@ class Problem:
         return bandwidth, latency_s
 
     @cached_property
-    def blocks(self) -> list[tuple[Group, Group]]:
+    def blocks(self) -> list[tuple[Devices, Devices]]:
         """Sets of ordered pairs of devices with equal paths: one per pair of nodes unless links name devices."""
         members: list[list[int]] = [[] for _ in self.topology.nodes]
         for device, node in enumerate(self.node_of):
@@ -261,11 +260,11 @@ class Problem:
             self._rows[key] = self._divided([self.powers[device] for device in key])
         return self._rows[key]
 
-    def with_rows(self, rows: Mapping[Group, tuple[int, ...]]) -> Problem:
+    def with_rows(self, rows: Mapping[Devices, tuple[int, ...]]) -> Problem:
         """Fix the rows of some workers' devices, whatever their power."""
-        found = replace(self)
-        found._rows.update(rows)
-        return found
+        problem = replace(self)
+        problem._rows.update(rows)
+        return problem
 
     def _divided(self, powers: Sequence[float]) -> tuple[int, ...] | None:
         if len(powers) > self.microbatch_size:
@@ -284,25 +283,25 @@ class Problem:
             heapq.heappush(queue, ((rows[position] + 1) / powers[position], position))
         return tuple(rows)
 
-    def factors(self, group: Group) -> dict[int, float] | None:
+    def factors(self, group: Devices) -> dict[int, float] | None:
         """Return for each kind of a worker's devices its slowest time over that of a whole microbatch at speed 1."""
         rows = self.rows(group)
         if rows is None:
             return None
-        found: dict[int, float] = {}
+        factors: dict[int, float] = {}
         for device, of_device in zip(group, rows, strict=True):
             kind = self.kind_of[device]
-            found[kind] = max(found.get(kind, 0.0), of_device / self.microbatch_size / self.speeds[device])
-        return found
+            factors[kind] = max(factors.get(kind, 0.0), of_device / self.microbatch_size / self.speeds[device])
+        return factors
 
-    def demands(self, group: Group) -> tuple[tuple[float, float], ...]:
+    def demands(self, group: Devices) -> tuple[tuple[float, float], ...]:
         """Return the different pairs (share of a microbatch, bytes of memory) of a worker's devices."""
-        found = self._demands.get(group)
-        if found is None:
+        demands = self._demands.get(group)
+        if demands is None:
             rows = self.rows(group) or (math.inf,) * len(group)
             pairs = {(of_device / self.microbatch_size, self.memory_bytes[device]) for device, of_device in zip(group, rows, strict=True)}
-            found = self._demands[group] = tuple(sorted(pairs))
-        return found
+            demands = self._demands[group] = tuple(sorted(pairs))
+        return demands
 
     def sum_s(self, group: Sequence[int], parameter_bytes: float | Floats) -> float | Floats:
         """Return the seconds in which a worker's devices sum gradients, as `Cost.collective_s` does."""

@@ -22,17 +22,13 @@ from raypipe.planning.layout_schedules import PlanCheck
 from raypipe.planning.problem import Problem
 from raypipe.schedules.ir import UpdateScope
 
-_SURE_GAIN = 1.25
-"""Gain for which one window is enough."""
-_WINDOWS = 3
-"""Number of last windows whose median is the error of the predictions."""
+_SURE_GAIN = 1.25  # Gain for which one window is enough.
+_WINDOWS = 3  # Number of last windows whose median is the error of the predictions.
 _MOST_WRONG = 4.0
 _FIRST_EFFORT = 0.3
-_EFFORT = 0.05
-"""Effort of the first search and of those between windows; `raypipe plan` takes 1."""
+_EFFORT = 0.05  # Effort of the first search and of those between windows; `raypipe plan` takes 1.
 _FEW_DEVICES = 4
-_SWITCH_S = 3.0
-"""Seconds that the first switch is assumed to cost, besides moving bytes."""
+_SWITCH_S = 3.0  # Seconds that the first switch is assumed to cost, besides moving bytes.
 
 
 @dataclass(frozen=True)

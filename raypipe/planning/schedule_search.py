@@ -13,17 +13,15 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.extrapolation import ShortEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import MOST_UNITS
-from raypipe.planning.planners import AUTO
-from raypipe.planning.problem import Group, Problem
-from raypipe.planning.proposals import proposals
+from raypipe.planning.planners import AUTO, proposals
+from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.search import LayoutSearch, SearchBudget
 from raypipe.schedule_registry import is_file, overlaps
 
+# Schedules of one stage per worker that `auto` tries besides those that the local search chooses from.
 ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
-"""Schedules of one stage per worker that `auto` tries besides those that the local search chooses from."""
 _MARGIN = 1.02
-_SLACK = 1.25
-"""Most times that schedules with a split backward are faster than estimated."""
+_SLACK = 1.25  # Most times that schedules with a split backward are faster than estimated.
 
 
 def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) -> Evaluation | None:
@@ -95,7 +93,7 @@ def asynchronous_orders(problem: Problem, schedule: str) -> tuple[str, ...]:
     return (schedule,) if overlaps(schedule) else ()
 
 
-def _one_each(workers: tuple[Group, ...]) -> tuple[Group, ...]:
+def _one_each(workers: tuple[Devices, ...]) -> tuple[Devices, ...]:
     return tuple((device,) for group in workers for device in group)
 
 

@@ -15,21 +15,16 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.moves import Moves
 from raypipe.planning.partition import MOST_UNITS, Partition
-from raypipe.planning.problem import Group, Problem
+from raypipe.planning.problem import Devices
 
+# Limits on the busiest stage or channel, as multiples of the least possible.
 _LIMITS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
-"""Limits on the busiest stage or channel, as multiples of the least possible."""
-_FEW_LIMITS = 4
-"""With more devices than the dynamic program takes one by one, every fourth limit is tried."""
-_ORDERS_OF_MANY = ("rdo", "tree")
-"""Device orders that are tried with so many devices."""
-_NUM_RANDOM = 24
-"""Number of random device orders, and most devices for which they are tried."""
+_FEW_LIMITS = 4  # With more devices than the dynamic program takes one by one, every fourth limit is tried.
+_ORDERS_OF_MANY = ("rdo", "tree")  # Device orders that are tried with so many devices.
+_NUM_RANDOM = 24  # Number of random device orders, and most devices for which they are tried.
 _MOST_FOR_RANDOM = 16
-_TEMPERATURE = 0.2
-"""Average relative slowdown that is accepted at first."""
-_POOL = 6
-"""Number of simulated layouts around which the search continues."""
+_TEMPERATURE = 0.2  # Average relative slowdown that is accepted at first.
+_POOL = 6  # Number of simulated layouts around which the search continues.
 
 
 @dataclass(frozen=True)
@@ -74,11 +69,6 @@ class LayoutSearch:
     def __post_init__(self) -> None:
         self.moves = Moves(self.evaluator.problem, self.schedules, self.estimate_s)
 
-    @property
-    def problem(self) -> Problem:
-        """Problem that is planned."""
-        return self.evaluator.problem
-
     def run(self) -> Evaluation | None:
         """Return the best layout; `None` where there is none. One that lacks memory is returned only if all do."""
         for layout in self.starts():
@@ -95,8 +85,8 @@ class LayoutSearch:
         """Yield the layouts of the dynamic programs and of other planners."""
         for layout in self.others:
             yield layout if layout.order in self.schedules else replace(layout, order=self.schedules[0])
-        few = self.problem.num_devices > MOST_UNITS
-        for name, order in (*orders(self.problem), *self._random_orders()):
+        few = self.evaluator.problem.num_devices > MOST_UNITS
+        for name, order in (*orders(self.evaluator.problem), *self._random_orders()):
             if few and name not in _ORDERS_OF_MANY:
                 continue
             partition = Partition(self.evaluator.estimator, order)
@@ -113,7 +103,7 @@ class LayoutSearch:
 
     def _random_orders(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         rng = random.Random(2)
-        num_devices = self.problem.num_devices
+        num_devices = self.evaluator.problem.num_devices
         if num_devices <= _MOST_FOR_RANDOM:
             for _ in range(_NUM_RANDOM):
                 yield "random", tuple(rng.sample(range(num_devices), num_devices))
@@ -185,7 +175,7 @@ class LayoutSearch:
 
 
 def _different(layouts: Sequence[Layout], count: int) -> list[Layout]:
-    by_workers: dict[tuple[Group, ...], Layout] = {}
+    by_workers: dict[tuple[Devices, ...], Layout] = {}
     for layout in layouts:
         by_workers.setdefault(layout.workers, layout)
         if len(by_workers) == count:

@@ -1,16 +1,22 @@
-"""The best layout that a planner finds for a problem."""
+"""The best layout of a problem, and the best division of the rows of an update into microbatches."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from itertools import pairwise
+
 from raypipe.errors import PlanError
-from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
-from raypipe.planning.feasibility import check_possible
-from raypipe.planning.planners import AUTO, find_planner
-from raypipe.planning.proposals import best_proposal
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, ignore
+from raypipe.planning.planners import AUTO, best_proposal, find_planner
+from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import searched
 from raypipe.planning.search import SearchBudget
 from raypipe.schedule_registry import spec
 from raypipe.units import size
+
+_MOST_DIVISIONS = 8
+_MICROBATCHES_PER_DEVICE = 16
 
 
 def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None) -> Evaluation:
@@ -24,7 +30,7 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
     if schedule != AUTO:
         spec(schedule)
     problem = evaluator.problem
-    check_possible(problem)
+    _check_possible(problem)
     if planner.layouts is None:
         best = searched(evaluator, schedule, budget or SearchBudget.usual(problem.num_devices))
     else:
@@ -47,3 +53,81 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
             "use smaller or more microbatches, more devices, or another planner"
         )
     return best
+
+
+def _check_possible(problem: Problem) -> None:
+    """Refuse a problem that no plan can solve.
+
+    Raises:
+        PlanError: Some kind of device has no work, a layer fits nowhere, or all layers need more memory than there is.
+    """
+    for kind, whole in zip(problem.kinds, problem.prefix_s[:, :, -1], strict=True):
+        if not whole.any():
+            where = f" on devices of kind {kind!r}" if kind else ""
+            raise PlanError(f"the layers of {problem.profile.name!r} take no time{where}; measure them with `raypipe profile`")
+    largest = max(problem.memory_bytes)
+    if largest == math.inf:
+        return
+    saved_per_row = [layer.saved_bytes / problem.profile.microbatch_size for layer in problem.profile.layers]
+    standing = pairwise(problem.standing_prefix.tolist())
+    for layer, (before, behind), of_row in zip(problem.profile.layers, standing, saved_per_row, strict=True):
+        # At least one row of one microbatch.
+        needed = behind - before + of_row
+        if needed > largest:
+            raise PlanError(
+                f"layer {layer.name!r} needs {size(round(needed))} for weights, gradients, optimizer state and one row; the largest device "
+                f"of {problem.topology.name!r} has {size(round(largest))}, {size(round(needed - largest))} too little; "
+                "divide the layer or use larger devices"
+            )
+    # Tied weights are held once where their layers are in one stage.
+    shared = (sorted(problem.profile.layers[layer].shared_bytes for layer in tie)[:-1] for tie in problem.profile.ties())
+    needed = float(problem.standing_prefix[-1]) - sum(map(sum, shared)) * (1 + problem.state_bytes_per_parameter_byte)
+    total = math.fsum(problem.memory_bytes)
+    if needed > total:
+        raise PlanError(
+            f"weights, gradients and optimizer state of {problem.profile.name!r} need {size(round(needed))}, all devices of "
+            f"{problem.topology.name!r} together have {size(round(total))}, {size(round(needed - total))} too little; add devices"
+        )
+
+
+def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISIONS) -> list[tuple[int, int]]:
+    """Return even divisions (microbatches, rows of each) of an update, fewest microbatches first.
+
+    With more than `most` divisions, neighbors are left out evenly.
+    """
+    small = [count for count in range(1, math.isqrt(batch_size) + 1) if batch_size % count == 0]
+    counts = sorted({*small, *(batch_size // count for count in small)})
+    divisions = [(count, batch_size // count) for count in counts if count <= most_microbatches]
+    if len(divisions) <= most:
+        return divisions
+    return [divisions[round(at * (len(divisions) - 1) / (most - 1))] for at in range(most)]
+
+
+def best_division(
+    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None, on_evaluated: OnEvaluated = ignore
+) -> Problem:
+    """Return the problem with the division of its rows that a quick search finds best.
+
+    A row costs the same in microbatches of any size, besides the overheads per microbatch. Each division gets a fifth of the budget.
+
+    Raises:
+        PlanError: No division has a plan; the message is the last division's.
+    """
+    budget = budget or SearchBudget.usual(problem.num_devices)
+    quick = replace(budget, num_estimates=max(budget.num_estimates // 5, 1), num_simulations=max(budget.num_simulations // 5, 4))
+    best: tuple[tuple[float, float], Problem] | None = None
+    failure: PlanError | None = None
+    batch_size = problem.num_microbatches * problem.microbatch_size
+    for num_microbatches, microbatch_size in divided(batch_size, most_microbatches=_MICROBATCHES_PER_DEVICE * problem.num_devices):
+        candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
+        try:
+            evaluation = solve(LayoutEvaluator(candidate, on_evaluated=on_evaluated), name=name, schedule=schedule, budget=quick)
+        except PlanError as error:
+            failure = error
+            continue
+        if best is None or evaluation.rank < best[0]:
+            best = (evaluation.rank, candidate)
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best[1]

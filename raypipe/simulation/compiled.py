@@ -9,8 +9,7 @@ from raypipe.schedules.collectives import Collective, Start
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Compute, DeviceProgram, Message, Recv, Send
 
-COMPUTE, SEND, RECV, START, AWAIT = range(5)
-"""Kinds of items."""
+COMPUTE, SEND, RECV, START, AWAIT = range(5)  # Kinds of items.
 
 
 class CompiledOrder:

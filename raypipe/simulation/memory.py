@@ -14,8 +14,7 @@ from raypipe.schedules.lower import Compute
 from raypipe.simulation.compiled import AWAIT, COMPUTE, START, CompiledOrder
 from raypipe.simulation.cost import Cost
 
-MemoryCurve = tuple[tuple[float, int], ...]
-"""Steps (seconds, bytes held from then on) of one device."""
+MemoryCurve = tuple[tuple[float, int], ...]  # Steps (seconds, bytes held from then on) of one device.
 
 
 def standing_bytes(cost: Cost, device: int) -> int:

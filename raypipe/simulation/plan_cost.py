@@ -17,10 +17,8 @@ from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import recomputed_stages
 from raypipe.simulation.cost import Cost, SharedCompute, StageCost
 
-STATE_BYTES_PER_PARAMETER_BYTE = 3.0
-"""Gradients and optimizer state of AdamW in the precision of the weights."""
-GRADIENT_BYTES_PER_PARAMETER_BYTE = 1.0
-"""Gradients alone."""
+STATE_BYTES_PER_PARAMETER_BYTE = 3.0  # Gradients and optimizer state of AdamW in the precision of the weights.
+GRADIENT_BYTES_PER_PARAMETER_BYTE = 1.0  # Gradients alone.
 
 
 def equal_stages(

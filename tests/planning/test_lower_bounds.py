@@ -83,14 +83,14 @@ def test_a_stream_of_updates_that_do_not_wait_reaches_the_work_alone() -> None:
 
 
 def test_each_bound_can_be_the_one_that_binds() -> None:
-    assert lower_bound(equal(4), num_microbatches=1, speeds=[1.0] * 4).binding == "path"
-    assert lower_bound(equal(4), num_microbatches=1, speeds=[1.0] * 4).update_s == 8
+    bound = lower_bound(equal(4), num_microbatches=1, speeds=[1.0] * 4)
+    assert bound.update_s == bound.path_s == 8
     uneven = chain([Block(1.0, 1.0, 1.0), Block(9.0, 9.0, 9.0)])
-    assert lower_bound(uneven, num_microbatches=5, speeds=[1.0] * 2).binding == "block"
-    assert lower_bound(uneven, num_microbatches=5, speeds=[1.0] * 2).update_s == 1 + 5 * 27
+    bound = lower_bound(uneven, num_microbatches=5, speeds=[1.0] * 2)
+    assert bound.update_s == bound.block_s == 1 + 5 * 27
     # Eight layers on four devices: the best cut begins with the first four layers on different devices.
-    assert lower_bound(equal(8), num_microbatches=16, speeds=[1.0] * 4).binding == "ramp"
-    assert lower_bound(equal(8), num_microbatches=16, speeds=[1.0] * 4).update_s == (16 * 24 + 0 + 1 + 2 + 3) / 4
+    bound = lower_bound(equal(8), num_microbatches=16, speeds=[1.0] * 4)
+    assert bound.update_s == bound.ramp_s == (16 * 24 + 0 + 1 + 2 + 3) / 4
 
 
 def test_copies_let_several_devices_begin_at_once() -> None:

@@ -13,7 +13,6 @@ from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile
 from raypipe.artifacts.schedule import save_schedule
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
 from raypipe.errors import PlanError, UnknownNameError
-from raypipe.planning.divisions import best_division, divided
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.plan import plan_problem
@@ -22,7 +21,7 @@ from raypipe.planning.planners import PLANNERS
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import climbed
 from raypipe.planning.search import SearchBudget
-from raypipe.planning.solve import solve
+from raypipe.planning.solve import best_division, divided, solve
 from raypipe.schedule_registry import build
 from raypipe.schedules.ir import WeightRule
 from raypipe.schedules.metrics import metrics
