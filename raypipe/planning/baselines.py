@@ -92,8 +92,7 @@ class _Uniform:
 def pipedream(estimator: Estimator) -> Iterator[Layout]:
     """Yield the layout of PipeDream's planner (Narayanan et al., SOSP 2019, arXiv 1806.03377), with a flush.
 
-    Per level of the bandwidth hierarchy, a stage on m devices takes (compute + 4 (m-1) / m x weights / bandwidth) / m, a cut
-    2 x output / bandwidth / m. Gradients, there summed per microbatch, are summed per update. Nodes of unequal size: one level.
+    Gradients, there summed per microbatch, are summed per update. Nodes of unequal size count as one level of bandwidth.
     """
     problem = estimator.problem
     uniform = _Uniform(problem)
@@ -166,8 +165,7 @@ class _PipeDreamLevel:
 def dapple(estimator: Estimator) -> Iterator[Layout]:
     """Yield the layout of DAPPLE's planner (Fan et al., PPoPP 2021, arXiv 2007.01045).
 
-    Devices come from free nodes first, from partly used nodes first, or evenly from all. Of the least-bottleneck plans for each
-    number of stages, the one with the shortest pipeline latency wins.
+    Of the least-bottleneck plans for each number of stages, the one with the shortest pipeline latency wins.
     """
     problem = estimator.problem
     uniform = _Uniform(problem)
@@ -184,7 +182,7 @@ def dapple(estimator: Estimator) -> Iterator[Layout]:
 
 
 class _Dapple:
-    """Dynamic program over (stages left, devices taken of each node), for all first layers at once."""
+    """Dynamic program over (stages left, devices taken of each node)."""
 
     MOST_STAGES = 8
 
@@ -277,7 +275,7 @@ class _Dapple:
 def metis(estimator: Estimator) -> Iterator[Layout]:
     """Yield the layout of a planner for unequal devices in the manner of Metis (Um et al., USENIX ATC 2024).
 
-    It tries equal groups in every order of node kinds, shares rows and layers by speed, and ranks by bottleneck and path.
+    It tries equal groups in every order of node kinds, and ranks by bottleneck and path.
     """
     problem = estimator.problem
     uniform = _Uniform(problem)

@@ -1,6 +1,6 @@
-"""Device orders that do not depend on names or numbers, so that equal clusters get equal plans.
+"""Device orders independent of names, so that equal clusters get equal plans.
 
-Colors refine by the colors of neighbors (Weisfeiler and Leman, 1968); they are numbers, since only their order matters.
+Colors refine by the colors of neighbors (Weisfeiler and Leman, 1968).
 """
 
 from __future__ import annotations

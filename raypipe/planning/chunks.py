@@ -1,6 +1,6 @@
 """Cuts for schedules with several stages, or several pipelines, on each worker.
 
-There the sum over a worker's stages counts, not the longest stage: a short stage compensates a long one.
+There the sum over a worker's stages counts: a short stage compensates a long one.
 """
 
 from __future__ import annotations

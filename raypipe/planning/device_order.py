@@ -1,8 +1,7 @@
 """Device orders whose neighbors are close in the network: consecutive devices become consecutive stages.
 
-RDO is the recursive ordering of SPP (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed, its text could not be read): the
-minimum cut of the bandwidth graph (Stoer and Wagner, 1997) divides the devices into two sides, each ordered alike; the ends that
-meet have the best link. Minimum cuts split single devices off graphs of unequal links, so further orders are tried, too.
+RDO (SPP, Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed) orders both sides of the minimum cut (Stoer and Wagner, 1997)
+alike and joins the ends with the best link. Cuts split single devices off unequal links, so other orders are tried, too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ MOST_FOR_CUTS = 40  # With more devices, minimum cuts take minutes: groups of de
 
 
 def orders(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names and orders of all devices worth trying, most promising first; equal orders once."""
+    """Yield names and orders worth trying, most promising first; equal orders once."""
     seen: set[tuple[int, ...]] = set()
     weights = symmetric(problem.bandwidth)
     devices = range(problem.num_devices)
@@ -38,7 +37,7 @@ def orders(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def symmetric(bandwidth: Floats) -> Floats:
-    """Average both directions of each pair; replace infinity by a finite bandwidth and set the diagonal to 0."""
+    """Average both directions; replace infinity by a finite bandwidth, set the diagonal to 0."""
     both = (bandwidth + bandwidth.T) / 2
     limits = both[np.isfinite(both)]
     both = np.where(np.isfinite(both), both, (float(limits.max()) if limits.size else 1.0) * 1e3)
@@ -84,7 +83,7 @@ def tree(weights: Floats) -> tuple[int, ...]:
 
 
 def _spanning_edges(weights: Floats) -> list[tuple[float, int, int]]:
-    """Return the edges (weight, device, device) of a maximum spanning tree, by Prim's algorithm on the full matrix."""
+    """Return (weight, device, device) by Prim's algorithm."""
     size = len(weights)
     best, nearest_to = weights[0].copy(), np.zeros(size, dtype=int)
     left = np.ones(size, dtype=bool)

@@ -23,7 +23,7 @@ _MANY_DEVICES = 64  # With more devices, arrays are faster than loops.
 
 
 class Channel(NamedTuple):
-    """Cost of messages between two workers, whose devices exchange the rows that they have in common.
+    """Cost of messages between two workers.
 
     Attributes:
         s_per_byte: Seconds per byte of the whole tensor on the busiest link, which serves transfers one by one.
@@ -178,7 +178,7 @@ class Estimator:
 
 
 def _merged_overlaps(problem: Problem, source: _WorkerRows, target: _WorkerRows) -> list[tuple[int, int, int]]:
-    """Return `_overlaps` with the rows of all pairs between the same two nodes, which have one path, added to the first pair."""
+    """Return `_overlaps`, merged for pairs between the same two nodes."""
     ends = np.cumsum(source[1]), np.cumsum(target[1])
     borders = np.union1d(*ends)
     senders = np.array(source[0])[np.searchsorted(ends[0], borders)]

@@ -24,9 +24,8 @@ class Evaluation:
 
     Attributes:
         timing: Times of one update, or of a few where updates overlap.
-        missing_bytes: Memory that the fullest device lacks; 0 where all fits.
         num_updates: Number of updates of the planned window.
-        extrapolated_s: Seconds of one update, where `timing` is that of an update of fewer microbatches.
+        extrapolated_s: Seconds of one update, where `timing` has fewer microbatches.
     """
 
     layout: Layout
@@ -78,7 +77,7 @@ class LayoutEvaluator:
     def simulate(self, layout: Layout) -> Evaluation | None:
         """Return the simulated layout; `None` where its schedule is refused.
 
-        Where the layout leaves open which forwards run again: those that the estimate says, or all if that is not enough.
+        If it is open which forwards run again: those that the estimate says, or all if that is not enough.
         """
         estimated = self.estimator.recomputed(layout) if layout.num_stages == len(layout.workers) else ()
         evaluation = self.simulate_exactly(replace(layout, recomputed=layout.recomputed or estimated))

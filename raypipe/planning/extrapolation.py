@@ -1,6 +1,6 @@
-"""Evaluation of updates of many microbatches by two updates of few: once the pipeline is full, each further one takes as long.
+"""Evaluation of long updates by two short ones: once the pipeline is full, each further microbatch takes as long.
 
-The search simulates thousands of layouts, each in time proportional to its microbatches; only the best are simulated as a whole.
+Only the best layouts are simulated as a whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_KEPT = 4
 def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | None:
     """Return the microbatches of two short updates that stand for a long one; `None` where that saves little.
 
-    Divisors of the long update up to twice the devices divide the short ones, too, since schedules need multiples of their stages.
+    Schedules need multiples of their stages, so divisors of the long update up to twice the devices divide the short ones.
     """
     divisors = (number for number in range(1, 2 * num_devices + 1) if num_microbatches % number == 0)
     period = math.lcm(*divisors)
@@ -36,8 +36,8 @@ class ShortEvaluator(LayoutEvaluator):
     """Evaluates layouts by two short updates.
 
     Attributes:
-        lengths: Numbers of microbatches of the two updates.
-        best: Best layouts so far of each schedule, the best first.
+        lengths: Microbatches of the two updates.
+        best: Best layouts of each schedule, the best first.
     """
 
     lengths: tuple[int, int] = (1, 2)

@@ -18,9 +18,8 @@ class Layout:
 
     Attributes:
         cuts: First layer of each stage, and the number of layers.
-        workers: Devices of each worker.
-        max_in_flight: Most activations that a device may hold, for schedules that take a limit.
-        num_pipelines: For schedules that have several; 0 lets the schedule choose.
+        max_in_flight: Most activations that a device may hold.
+        num_pipelines: 0 lets the schedule choose.
         recomputed: Stages whose forwards run again; `None` for those that do not fit into memory otherwise.
     """
 
@@ -46,7 +45,7 @@ class Layout:
         return Cut.of_sizes(self.sizes, problem.edges, problem.profile.ties())
 
     def shares(self, problem: Problem) -> tuple[tuple[float, ...], ...] | None:
-        """Return the share of the rows of each worker's devices; `None` where a worker has more devices than rows."""
+        """Return the row shares of each worker's devices; `None` where one has more devices than rows."""
         rows = [problem.rows(group) for group in self.workers]
         if any(worker_rows is None for worker_rows in rows):
             return None

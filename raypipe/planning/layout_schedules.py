@@ -1,4 +1,4 @@
-"""Schedules of layouts: built, checked against what is allowed, and compiled for the simulator."""
+"""Schedules of layouts, checked and compiled for the simulator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIMULATED_UPDATES = 5
 
 
 def window_updates(problem: Problem, layout: Layout) -> int:
-    """Return the updates of the planned schedule: one, which is repeated, or a whole window where updates overlap."""
+    """Return the updates of the planned schedule: one, or a whole window where updates overlap."""
     return problem.updates_per_window if overlaps(layout.order) else 1
 
 
@@ -60,7 +60,7 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
 
 @dataclass
 class ScheduleCache:
-    """Compiled schedules of layouts. Layouts whose devices divide the rows alike share one.
+    """Compiled schedules, shared by layouts that divide rows alike.
 
     Attributes:
         too_stale: Limits that would allow the schedules that were refused for their staleness.

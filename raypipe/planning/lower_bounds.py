@@ -1,13 +1,10 @@
-"""Lower bounds on the time of an update, for every synchronous schedule and placement of undivided blocks.
+"""Lower bounds on an update, for every synchronous schedule and placement of undivided blocks (layers, or stages of one cut).
 
-A block (a layer, or a stage of one cut) is on one device, or on `num_copies` where a schedule copies weights (Chimera: two).
-
-    ramp    At most `num_copies` devices begin with the same block's forward, each after that block's head (the earlier forwards):
-            all work must fit into the sum of T - head over the devices.
-    block   All microbatches pass the busiest block one by one: T >= its head + M (F + I + W) / copies.
+    ramp    Devices wait for the heads (earlier forwards) of the blocks with which they begin; then all work must fit.
+    block   All microbatches pass the busiest block: T >= its head + M (F + I + W) / copies.
     path    The last microbatch waits for the others: T >= M F of the first block / copies + F of the others + I of all.
 
-Ignored: memory and bandwidth, which only add, and parts of microbatches, which would shorten the path.
+Memory and bandwidth only add; parts of microbatches would shorten the path.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ class LowerBound:
     """Least seconds of one update, from its first forward to its last change of weights.
 
     Attributes:
-        work_s: All work divided among all devices; also holds for updates that do not wait for each other.
+        work_s: Holds also for updates that do not wait for each other.
     """
 
     work_s: float
@@ -65,7 +62,7 @@ def lower_bound(
     num_copies: int = 1,
     latency_s: float = 0.0,
 ) -> LowerBound:
-    """Bound one update of a synchronous schedule; blocks are in topological order, `latency_s` is the smallest of any link."""
+    """Bound one synchronous update of blocks in topological order; `latency_s` is the smallest of any link."""
     fastest = max(speeds)
     num_copies = min(num_copies, len(speeds))
     queue = math.ceil(num_microbatches / num_copies)

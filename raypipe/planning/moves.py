@@ -19,9 +19,9 @@ class Moves:
     estimate_s: Callable[[Layout], float]
 
     def changed(self, layout: Layout, rng: random.Random) -> Layout | None:
-        """Return the layout with one random change; `None` where that change is impossible.
+        """Return the layout with one random change; `None` where that is impossible.
 
-        Which forwards run again is left open, since a change may let other stages lack memory.
+        Which forwards run again is left open: other stages may then lack memory.
         """
         change = rng.choices(_CHANGES, weights=_WEIGHTS)[0]
         return change(self, replace(layout, recomputed=None), rng)

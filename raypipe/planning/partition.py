@@ -3,12 +3,11 @@
     layers   a ......... b ......... L        the first stage of a suffix has the layers a..b-1 on the devices i..j-1 of the order,
     devices  i ... j ... l ......... V        the next one begins at layer b and has the devices j..l-1
 
-SPP (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed) minimizes the busiest stage or channel for each number of stages:
-`least_bottleneck`. `least_sum` minimizes one microbatch's path under a limit on it, which yields the plans that are best for some
-number of microbatches (as in Alpa, Zheng et al., OSDI 2022, arXiv 2201.12023, section 5.2).
+`least_bottleneck` is SPP's program (Luo et al., INFOCOM 2022, arXiv 2204.10562; reconstructed). `least_sum` limits that bottleneck,
+which gives the best plans for any number of microbatches (as Alpa, Zheng et al., OSDI 2022, arXiv 2201.12023, section 5.2).
 
-Suffixes, because activations in flight are counted from the end. Devices at both ends of the order may stay idle. Exact while every
-device may begin a worker. Time: O(V^2 L^2 + V^3 L) for each limit, times the number of stages where memory is limited.
+Suffixes, because activations in flight are counted from the end. Exact while every device may begin a worker; devices at both ends
+may stay idle. Time: O(V^2 L^2 + V^3 L) for each limit, times the number of stages where memory is limited.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Partition:
     def borders(self) -> tuple[int, ...]:
         """Positions in the order where a worker may begin or end.
 
-        While there are too many, the two neighboring runs with the best link become one (among equal links, the shortest run).
+        While there are too many, the two neighboring runs with the best link (then the shortest) become one.
         """
         bandwidth = self.estimator.problem.bandwidth
         ends = {position: position + 1 for position in range(len(self.order))}  # Of each run, by its start.
@@ -153,7 +152,7 @@ class Partition:
 
     @cached_property
     def _working(self) -> Floats:
-        """Most bytes that a microbatch needs in a stage at any time, by [first layer, end]."""
+        """Most bytes that a microbatch needs at any time, by [first layer, end]."""
         peaks, saved = self.estimator.problem.working_peaks, self.estimator.problem.saved_prefix
         needed = np.zeros((len(saved), len(saved)))
         for first in range(len(peaks)):
@@ -182,7 +181,7 @@ class Partition:
         return self._solve(self._updates, schedule, np.maximum, by_level=True)
 
     def least_sum(self, limit_s: float, schedule: str = "1f1b") -> list[Bottleneck]:
-        """Return the plans with the shortest path of a microbatch whose stages and channels work at most `limit_s` in an update.
+        """Return the shortest paths of a microbatch while no stage or channel works longer than `limit_s` in an update.
 
         One plan where memory does not matter, else one for each number of stages.
         """
@@ -272,13 +271,7 @@ class Partition:
 
 
 class _Costs(NamedTuple):
-    """Seconds of stages and channels by run of units.
-
-    Attributes:
-        stages: By [first layer, end].
-        again: Stages whose forwards run twice; `None` where none does.
-        channels: By [end of the next run, position of the cut].
-    """
+    """Stages by [first layer, end], also with forwards that run twice; channels by [end of the next run, position of the cut]."""
 
     stages: dict[Run, Floats]
     again: dict[Run, Floats] | None
@@ -286,7 +279,7 @@ class _Costs(NamedTuple):
 
 
 class _Level:
-    """Best values and decisions for suffixes, by [i, j, first layer]."""
+    """By [i, j, first layer]."""
 
     def __init__(self, num_units: int, num_layers: int) -> None:
         shape = (num_units + 1, num_units + 1, num_layers + 1)

@@ -25,7 +25,6 @@ class PlanBound:
 
     Attributes:
         copies_s: With a sum of some layer's gradients, or without copies.
-        layer_s: Through the worst layer.
         border_s: Over the worst set of slow links.
     """
 

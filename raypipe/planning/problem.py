@@ -28,16 +28,12 @@ Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows a
 
 @dataclass(frozen=True)
 class Problem:
-    """Model to be planned on a cluster.
+    """Model to be planned on a cluster; staleness limits as in `plan`.
 
     Attributes:
         num_microbatches: Number of microbatches of one update.
         state_bytes_per_parameter_byte: Gradients and optimizer state.
-        max_staleness: Most updates between the weights of a forward and those that its gradient changes; `None` for no limit on a
-            named schedule. Schedules with a delay are chosen only where this or `max_mean_staleness` allows one.
-        max_mismatch: Most weight versions between the forward and the backward of a microbatch.
-        max_mean_staleness: Limit on the staleness averaged over microbatches and stages.
-        updates_per_window: Number of updates between two drains, for schedules whose updates overlap.
+        updates_per_window: Number of updates between two drains, where updates overlap.
         update_scope: What updates wait for; `None` for each schedule's default.
 
     Raises:
@@ -251,7 +247,7 @@ class Problem:
     # Workers
 
     def rows(self, group: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the whole rows, at least one, of each of a worker's devices; `None` where there are more devices than rows.
+        """Return the whole rows, at least one, of each of a worker's devices; `None` where there are too few.
 
         Each row goes to the device that would be done with it first, so that the slowest is as fast as possible.
         """

@@ -1,9 +1,9 @@
 """Decisions between windows: whether a run switches to other pipelines, schedule, cut, division of its rows or devices.
 
-change    nothing is searched again before a link, a device or the error of the predictions changes by a seventh
-gain      another choice must be predicted faster by more than `least_gain`; predictions are corrected by their measured errors
+change    nothing is searched again before a figure or the error of the predictions changes by a seventh
+gain      another choice must be predicted faster by more than `least_gain`, after correction by measured errors
 twice     unless the gain is large, two consecutive windows must say so
-horizon   the time saved until the run ends, or within the horizon, must exceed the cost of the switch
+horizon   the time saved within the horizon must exceed the cost of the switch
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Decision:
     """Decision of the policy after a window.
 
     Attributes:
-        gain: Predicted speed of the best other choice over that of the current one; 1 where nothing was compared.
-        predicted_s: Seconds of an update of the current choice in the current state; `None` where it cannot be predicted.
+        gain: Speed of the best other choice over that of the current one; 1 where nothing was compared.
+        predicted_s: Seconds of an update of the current choice; `None` where it cannot be predicted.
     """
 
     choice: Choice
@@ -50,13 +50,7 @@ class Decision:
 class ConcurrencyPolicy:
     """Decides between windows how a run continues.
 
-    Args:
-        problem: Problem at the beginning of the run.
-        schedules: Schedules that may be chosen; none for all that the limits on staleness allow.
-        divisions: Other divisions of the rows of an update: pairs (microbatches, rows of each).
-        least_gain: Predicted speedup that a switch needs.
-        horizon_updates: Number of updates in which a switch must pay.
-        check: Refuses what cannot be run.
+    No `schedules` stands for all that the staleness limits allow; `divisions` are pairs (microbatches of an update, rows of each).
 
     Attributes:
         choice: Current choice; set by `choose` or `adopt`.

@@ -25,10 +25,9 @@ _SLACK = 1.25  # Most times that schedules with a split backward are faster than
 
 
 def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) -> Evaluation | None:
-    """Return the best layout of raypipe's own search.
+    """Return the best layout of raypipe's own search, which never is slower than a baseline.
 
-    It numbers devices independently of their names, so that equal clusters get equal plans. It starts from the baselines' proposals and
-    compares with them again for the devices as listed, so that no baseline is ever ahead.
+    Devices are numbered independently of their names, so that equal clusters get equal plans.
     """
     sorted_problem, numbers = canonical(evaluator.problem)
     sorted_evaluator = LayoutEvaluator(sorted_problem, evaluator.schedules, evaluator.on_evaluated)

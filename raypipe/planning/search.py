@@ -1,6 +1,6 @@
 """Local search over layouts of one stage per worker; equal problems give equal plans.
 
-Dynamic programs over device orders give starts, annealing improves the estimates, and simulation decides and improves further.
+Dynamic programs give starts, annealing improves the estimates, simulation decides and improves further.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def best_division(
 ) -> Problem:
     """Return the problem with the division of its rows that a quick search finds best.
 
-    A row costs the same in microbatches of any size, besides the overheads per microbatch. Each division gets a fifth of the budget.
+    A row costs the same in microbatches of any size, besides the overheads per microbatch.
 
     Raises:
         PlanError: No division has a plan; the message is the last division's.

@@ -26,13 +26,11 @@ class StageCost:
         forward_s: Seconds of F and of R.
         weight_grad_s: Seconds of W; I takes the rest of the backward.
         saved_bytes: Activations held from F to the end of B, or of I where the backward is split.
-        weight_grad_saved_bytes: Part of the saved activations that is held until the end of W.
-        parameter_bytes: Weights as the optimizer steps them.
+        weight_grad_saved_bytes: Part of these that is held until the end of W.
         low_precision_bytes: Half-length copies of weights that one version computes with.
         kept_bytes: Part of the saved activations that is held from F to R; `None` where there is no R.
-        gradient_bytes: Gradients of the weights, held from the first backward of an update to its U.
+        gradient_bytes: Held from the first backward of an update to its U.
         working_bytes: Bytes beyond the saved ones while F, B, W or R runs.
-        input_grad_working_bytes: Bytes beyond the saved ones while I runs.
     """
 
     forward_s: float
@@ -58,11 +56,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class SharedCompute:
-    """Devices that share cores: while more of them compute than there are cores, each is slowed in proportion.
-
-    Attributes:
-        cores: Number of devices that compute at full speed at a time.
-    """
+    """Devices that are slowed in proportion while more of them compute than there are cores."""
 
     devices: tuple[int, ...]
     cores: int
@@ -75,10 +69,10 @@ class Cost:
     Attributes:
         stages: Costs by (device, stage).
         edge_bytes: Bytes of a whole microbatch's tensors by edge (source, target), in either direction; 0 where left out.
-        tied_bytes: Bytes of the weights that the stages of a tie share, by tie; unknown where left out.
-        weight_versions: Most versions of the weights that a device holds at once, averaged over its stages; 1 where left out.
+        tied_bytes: Bytes of the weights that stages share, by tie; unknown where left out.
+        weight_versions: Most versions that a device holds at once, averaged over its stages; 1 where left out.
         overlap_s: Returns the seconds of a slot whose Ops overlap, from the seconds of each.
-        overheads: Seconds that the devices spend besides on each Op and message.
+        overheads: Seconds besides on each Op and message.
     """
 
     devices: tuple[str, ...]
@@ -92,7 +86,7 @@ class Cost:
     overheads: Overheads = field(default_factory=Overheads)
 
     def compute_s(self, device: int, ops: tuple[Op, ...], shares: tuple[float, ...] = ()) -> float:
-        """Return the seconds of a slot with its cores to itself; `shares` of the rows by Op, all rows by default."""
+        """Return the seconds of a slot alone on its cores; `shares` of the rows by Op, all by default."""
         times = tuple(
             self._op_s(self.stages[device, op.stage], op.kind, share) for op, share in zip(ops, shares or (1.0,) * len(ops), strict=True)
         )
@@ -158,10 +152,7 @@ class Cost:
 
 
 def ring(paths: Sequence[Path]) -> set[tuple[float, float]]:
-    """Return (latency_s, seconds per byte) of each different link of a ring, given the path of each member to the next.
-
-    All members send at the same time; paths that share a link divide it.
-    """
+    """Return (latency_s, seconds per byte) of each different link of a ring whose members send at once; paths share links."""
     uses = Counter(name for path in paths for name, _ in path.resources)
     return {
         (path.latency_s, max((uses[name] / bandwidth for name, bandwidth in path.resources), default=1 / path.bandwidth_bytes_per_s))

@@ -1,7 +1,7 @@
 """The event loop: when each item of compiled programs starts and ends. Time: O(items log devices).
 
-Messages occupy each of their links for bytes / bandwidth, first come, first served, and arrive one latency later (it occupies
-nothing). Devices that share cores progress at an equal rate, cores / computing devices but at most 1 (processor sharing).
+Messages occupy their links for bytes / bandwidth, first come, first served, and arrive one latency later. Devices that share cores
+progress at an equal rate, cores / computing devices but at most 1 (processor sharing).
 """
 
 from __future__ import annotations

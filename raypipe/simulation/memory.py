@@ -1,7 +1,7 @@
 """Bytes that each device holds: weights and optimizer state throughout, activations and gradients over time.
 
 Left out: outputs kept until their backward, rows of the batch, waiting messages, buffers of libraries, fragmentation. Weights count
-as if the most versions were held throughout; a layer that keeps its output counts it beside the next layer's input.
+as if the most versions were held throughout.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def working_bytes(cost: Cost, device: int, op: Op, share: float = 1.0) -> int:
 def memory_curves(
     order: CompiledOrder, cost: Cost, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]
 ) -> tuple[MemoryCurve, ...]:
-    """Return the bytes that each device holds over time, from the seconds at which each program's slots start and end."""
+    """Return the bytes that each device holds over time."""
     curves: list[MemoryCurve] = [((0.0, standing_bytes(cost, device)),) for device in range(len(cost.devices))]
     for number, program in enumerate(order.programs):
         curves[program.device] = tuple(_curve(order, cost, number, starts[number], ends[number]))
@@ -97,7 +97,7 @@ def _curve(order: CompiledOrder, cost: Cost, program: int, starts: Sequence[floa
 
 
 def _slot_bytes(cost: Cost, device: int, slot: Compute) -> tuple[int, int, int]:
-    """Return the bytes that a slot saves at its start, needs while it runs, and frees at its end."""
+    """Return bytes saved at the start, needed while running, and freed at the end."""
     shares = [end - first for first, end in slot.rows]
     activations = [activation_bytes(cost, device, op, share) for op, share in zip(slot.ops, shares, strict=True)]
     working = max(working_bytes(cost, device, op, share) for op, share in zip(slot.ops, shares, strict=True))

@@ -68,18 +68,8 @@ def layout_cost(
 ) -> Cost:
     """Return the cost of stages placed on devices, whatever the order of Ops.
 
-    Args:
-        profile: Costs of the layers.
-        topology: Devices and links.
-        cut: Layers of each stage.
-        pipelines: Worker of each stage, by pipeline.
-        placement: Devices of each worker, by number.
-        devices: Names of the devices, by number.
-        microbatch_size: Rows of a microbatch.
-        weight_versions: As in `Cost`.
-        state_bytes_per_parameter_byte: Gradients and optimizer state.
-        recomputed: Stages whose forwards run again, so that only their inputs are kept until then.
-        published: Stage replicas that another replica updates, so that they hold no optimizer state.
+    `pipelines` has the worker of each stage, `placement` numbers devices as `devices` does, `published` replicas hold no optimizer state,
+    and of `recomputed` stages only the inputs are kept.
     """
     number = {name: position for position, name in enumerate(devices)}
     scale = microbatch_size / profile.microbatch_size
