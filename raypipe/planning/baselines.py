@@ -170,15 +170,10 @@ def dapple(estimator: Estimator) -> Iterator[Layout]:
     problem = estimator.problem
     uniform = _Uniform(problem)
     planner = _Dapple(problem, uniform, uniform.bandwidth(within=True), uniform.bandwidth(within=False))
-    best: tuple[float, Layout] | None = None
-    for num_stages in range(1, min(problem.num_devices, problem.num_layers, _Dapple.MOST_STAGES) + 1):
-        layout = planner.layout(num_stages)
-        if layout is not None:
-            latency_s = planner.latency_s(layout)
-            if best is None or latency_s < best[0]:
-                best = (latency_s, layout)
-    if best is not None:
-        yield best[1]
+    most = min(problem.num_devices, problem.num_layers, _Dapple.MOST_STAGES)
+    layouts = [layout for num_stages in range(1, most + 1) if (layout := planner.layout(num_stages)) is not None]
+    if layouts:
+        yield min(layouts, key=planner.latency_s)
 
 
 class _Dapple:
@@ -280,7 +275,7 @@ def metis(estimator: Estimator) -> Iterator[Layout]:
     problem = estimator.problem
     uniform = _Uniform(problem)
     within, between = uniform.bandwidth(within=True), uniform.bandwidth(within=False)
-    best: tuple[float, Layout] | None = None
+    candidates: list[tuple[float, Layout]] = []
     for order in _node_orders(problem, uniform):
         for size in range(1, min(problem.num_devices, problem.microbatch_size) + 1):
             num_stages, left = divmod(problem.num_devices, size)
@@ -288,11 +283,9 @@ def metis(estimator: Estimator) -> Iterator[Layout]:
                 continue
             workers = tuple(order[start : start + size] for start in range(0, problem.num_devices, size))
             cuts = _dealt(estimator, workers)
-            value = _metis_s(estimator, workers, cuts, within, between)
-            if best is None or value < best[0]:
-                best = (value, Layout(cuts, workers, "1f1b"))
-    if best is not None:
-        yield best[1]
+            candidates.append((_metis_s(estimator, workers, cuts, within, between), Layout(cuts, workers, "1f1b")))
+    if candidates:
+        yield min(candidates, key=lambda candidate: candidate[0])[1]
 
 
 def _node_orders(problem: Problem, uniform: _Uniform) -> Iterator[Devices]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.artifacts.plan import Plan, Predicted, Replica
 from raypipe.planning.estimator import Estimator
-from raypipe.planning.layout import Layout, placement
+from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache, layout_schedule, window_updates
 from raypipe.planning.problem import Problem
 from raypipe.schedules.ir import Schedule
@@ -91,23 +91,16 @@ class LayoutEvaluator:
         compiled = self.schedules.compiled(self.problem, layout)
         return None if compiled is None else self._timed(layout, *compiled)
 
-    def simulate_schedule(self, layout: Layout, schedule: Schedule) -> Evaluation:
-        """Simulate a layout with another schedule, such as one of more updates."""
-        shares = layout.shares(self.problem)
-        assert shares is not None, "a simulated layout can be divided"
-        return self._timed(layout, schedule, CompiledOrder(lower(schedule, placement(shares))))
-
     def _timed(self, layout: Layout, schedule: Schedule, order: CompiledOrder) -> Evaluation:
-        problem, shares = self.problem, layout.shares(self.problem)
-        assert shares is not None, "it has a schedule"
-        workers = placement(shares)
+        problem, workers = self.problem, layout.placement(self.problem)
+        assert workers is not None, "a layout with a schedule can be divided"
         cost = layout_cost(
             profile=problem.profile,
             topology=problem.topology,
             cut=layout.cut(problem),
             pipelines=schedule.pipelines,
             placement=workers,
-            devices=layout.device_names(problem),
+            devices=tuple(problem.names[device] for group in layout.workers for device in group),
             microbatch_size=problem.microbatch_size,
             weight_versions=weight_versions(schedule, workers),
             state_bytes_per_parameter_byte=problem.state_bytes_per_parameter_byte,
@@ -130,11 +123,11 @@ class LayoutEvaluator:
     def plan(self, evaluation: Evaluation, *, planner: str, lower_bound_s: float) -> Plan:
         """Return the plan of a simulated layout."""
         problem, layout = self.problem, evaluation.layout
-        shares = layout.shares(problem)
-        assert shares is not None, "a simulated layout can be divided"
+        workers = layout.placement(problem)
+        assert workers is not None, "a simulated layout can be divided"
         schedule = layout_schedule(problem, layout, num_updates=window_updates(problem, layout))
         if schedule.num_updates != len(evaluation.timing.order.updates):
-            evaluation = self.simulate_schedule(layout, schedule)
+            evaluation = self._timed(layout, schedule, CompiledOrder(lower(schedule, workers)))
         trace = evaluation.timing.trace(name=problem.profile.name, num_updates=schedule.num_updates)
         return Plan(
             name=problem.profile.name,
@@ -142,8 +135,8 @@ class LayoutEvaluator:
             microbatch_size=problem.microbatch_size,
             stages=tuple(tuple(problem.profile.layers[layer].name for layer in layers) for layers in layout.cut(problem).stages),
             workers=tuple(
-                tuple(Replica(device=problem.names[device], share=share) for device, share in zip(group, worker_shares, strict=True))
-                for group, worker_shares in zip(layout.workers, shares, strict=True)
+                tuple(Replica(device=problem.names[device], share=share) for device, (_, share) in zip(group, placed, strict=True))
+                for group, placed in zip(layout.workers, workers.workers, strict=True)
             ),
             schedule=schedule,
             profile=problem.profile,

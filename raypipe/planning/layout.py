@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from raypipe.artifacts.cut import Cut
 from raypipe.planning.problem import Devices, Problem
@@ -38,7 +38,7 @@ class Layout:
     @property
     def sizes(self) -> list[int]:
         """Number of layers of each stage."""
-        return [end - first for first, end in pairwise(self.cuts)]
+        return [end - first for first, end in itertools.pairwise(self.cuts)]
 
     def cut(self, problem: Problem) -> Cut:
         """Return the layers of each stage."""
@@ -51,9 +51,12 @@ class Layout:
             return None
         return tuple(tuple(num_rows / problem.microbatch_size for num_rows in worker_rows or ()) for worker_rows in rows)
 
-    def device_names(self, problem: Problem) -> tuple[str, ...]:
-        """Name the devices in use, worker by worker."""
-        return tuple(problem.names[device] for group in self.workers for device in group)
+    def placement(self, problem: Problem) -> Placement | None:
+        """Return the workers on devices numbered worker by worker; `None` as in `shares`."""
+        shares = self.shares(problem)
+        numbers = itertools.count()
+        placed = (tuple((next(numbers), share) for share in worker_shares) for worker_shares in shares or ())
+        return None if shares is None else Placement(tuple(placed))
 
     def in_flight(self, stage: int, num_microbatches: int) -> int:
         """Return the most activations that a stage holds, for one stage per worker."""
@@ -70,9 +73,3 @@ class Layout:
         again = f", forwards of stages {list(self.recomputed)} twice" if self.recomputed else ""
         pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines else ""
         return f"{self.order}: layers {self.sizes} on devices {[list(group) for group in self.workers]}{pipelines}{again}"
-
-
-def placement(shares: tuple[tuple[float, ...], ...]) -> Placement:
-    """Place workers with these shares on devices that are numbered worker by worker."""
-    numbers = iter(range(sum(map(len, shares))))
-    return Placement(tuple(tuple((next(numbers), share) for share in worker_shares) for worker_shares in shares))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from raypipe.errors import InputError, ScheduleError
-from raypipe.planning.layout import Layout, placement
+from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.schedule_registry import build, is_file, overlaps
 from raypipe.schedules.ir import Schedule, StageGraph
@@ -74,13 +74,13 @@ class ScheduleCache:
 
     def compiled(self, problem: Problem, layout: Layout) -> tuple[Schedule, CompiledOrder] | None:
         """Return the schedule of a layout as simulated, and its programs; `None` where it is refused."""
-        shares = layout.shares(problem)
-        if shares is None:
+        workers = layout.placement(problem)
+        if workers is None:
             return None
         key = self._key(problem, layout)
         if key not in self._compiled:
             try:
-                self._compiled[key] = self._compile(problem, layout, placement(shares))
+                self._compiled[key] = self._compile(problem, layout, workers)
             except InputError as error:
                 self._compiled[key] = None
                 self.refusals.append(str(error))
@@ -88,9 +88,9 @@ class ScheduleCache:
 
     def register(self, problem: Problem, layout: Layout, schedule: Schedule) -> None:
         """Use a schedule for a layout and all that share its schedule."""
-        shares = layout.shares(problem)
-        assert shares is not None, "the rows can be divided"
-        self._compiled[self._key(problem, layout)] = schedule, CompiledOrder(lower(schedule, placement(shares)))
+        workers = layout.placement(problem)
+        assert workers is not None, "the rows can be divided"
+        self._compiled[self._key(problem, layout)] = schedule, CompiledOrder(lower(schedule, workers))
 
     def without_refusals(self) -> ScheduleCache:
         """Share the schedules without the refusals."""

@@ -146,7 +146,10 @@ class _Bounds:
         # A plan that does not copy all layers to both sides carries a part x of all rows over the border, in x M d / B seconds (d: bytes
         # of the smallest tensor between layers), and leaves (1 - x) of the work to one side alone; x can be chosen.
         problem = self.problem
-        if not self._connected():
+        graph: nx.Graph[int] = nx.Graph()
+        graph.add_nodes_from(range(problem.num_layers))
+        graph.add_edges_from(problem.edges)
+        if not nx.is_connected(graph):
             return 0.0  # Unconnected parts of the model may stay on either side.
         inside = np.zeros(problem.num_devices, dtype=bool)
         inside[list(side)] = True
@@ -165,12 +168,6 @@ class _Bounds:
             alone_s = self._work_s(devices)
             ways.append(alone_s if carried_s == math.inf else alone_s * carried_s / max(alone_s + carried_s, 1e-300))
         return min(ways)
-
-    def _connected(self) -> bool:
-        graph: nx.Graph[int] = nx.Graph()
-        graph.add_nodes_from(range(self.problem.num_layers))
-        graph.add_edges_from((edge.producer, edge.consumer) for edge in self.problem.profile.edges())
-        return nx.is_connected(graph)
 
     def _capacity(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
         wires: dict[str, float] = {}

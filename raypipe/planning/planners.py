@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from raypipe.errors import UnknownNameError
 from raypipe.planning import baselines
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
@@ -41,18 +40,6 @@ PLANNERS: tuple[Planner, ...] = (
     Planner("dapple", "DAPPLE's planner (Fan et al., PPoPP 2021)", baselines.dapple),
     Planner("metis", "for unequal devices, in the manner of Metis (Um et al., ATC 2024)", baselines.metis),
 )
-
-
-def find_planner(name: str) -> Planner:
-    """Return a planner by name.
-
-    Raises:
-        UnknownNameError: No planner has that name.
-    """
-    by_name = {planner.name: planner for planner in PLANNERS}
-    if name not in by_name:
-        raise UnknownNameError("planner", name, list(by_name))
-    return by_name[name]
 
 
 def best_proposal(layouts: Callable[[Estimator], Iterator[Layout]], evaluator: LayoutEvaluator, schedule: str) -> Evaluation | None:

@@ -142,8 +142,10 @@ class ConcurrencyPolicy:
 
     def _decided(self, current: Evaluation, updates_left: int) -> Decision:
         error = self._error(self.choice)
-        if not self._pending and not self._must_search(error):
-            return self._stay("nothing has changed")
+        if not self._pending and self._searched_with is not None:
+            before, error_before = self._searched_with
+            if not is_significant(error / error_before) and not have_changed(before, self.planner.now):
+                return self._stay("nothing has changed")
         self._searched_with = (self.planner.now, error)
         try:
             return self._compared(current, *self._best(self._effort), updates_left)
@@ -171,12 +173,6 @@ class ConcurrencyPolicy:
     def _stay(self, reason: str, gain: float = 1.0) -> Decision:
         self._pending = False
         return Decision(self.choice, switch=False, gain=gain, text=f"stays: {reason}")
-
-    def _must_search(self, error: float) -> bool:
-        if self._searched_with is None:
-            return True
-        before, error_before = self._searched_with
-        return is_significant(error / error_before) or have_changed(before, self.planner.now)
 
     def _best(self, effort: float) -> tuple[Choice, Evaluation]:
         return self.planner.best(effort, self._error, self._errors)

@@ -8,13 +8,13 @@ from functools import partial
 from itertools import chain, islice, zip_longest
 
 from raypipe.planning import chunks
-from raypipe.planning.canonical import canonical
+from raypipe.planning.device_order import canonical
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.extrapolation import ShortEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, proposals
-from raypipe.planning.problem import Devices, Problem
+from raypipe.planning.problem import Problem
 from raypipe.planning.search import LayoutSearch, SearchBudget
 from raypipe.schedule_registry import is_file, overlaps
 
@@ -72,7 +72,8 @@ def _searched(
     flushed = (layout for order in several for top in tops for layout in chunks.layouts(evaluator, top.workers, order))
     candidates = list(islice(flushed, max(budget.num_simulations // 3, 1)))
     # Without a flush a long pipeline has no bubble, so that devices need not be replicas for its sake.
-    workers = list(dict.fromkeys([*(_one_each(top.workers) for top in tops), *(top.workers for top in tops)]))
+    one_each = (tuple((device,) for group in top.workers for device in group) for top in tops)
+    workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
     rows = [chain.from_iterable(map(partial(chunks.layouts, evaluator, order=order), workers)) for order in overlapping]
     # In turns, so that each order is tried on the best workers even where not all are.
     in_turns = (layout for turn in zip_longest(*rows) for layout in turn if layout is not None)
@@ -90,10 +91,6 @@ def asynchronous_orders(problem: Problem, schedule: str) -> tuple[str, ...]:
     if schedule == AUTO:
         return chunks.ASYNCHRONOUS if problem.staleness.allow_delay else ()
     return (schedule,) if overlaps(schedule) else ()
-
-
-def _one_each(workers: tuple[Devices, ...]) -> tuple[Devices, ...]:
-    return tuple((device,) for group in workers for device in group)
 
 
 def climbed(

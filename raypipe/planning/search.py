@@ -118,7 +118,15 @@ class LayoutSearch:
 
     def best_layouts(self, count: int) -> list[Layout]:
         """Return the layouts with the best estimates that differ in their workers."""
-        return _different(sorted(self._estimates, key=lambda layout: (self._estimates[layout], str(layout))), count)
+        by_workers: dict[tuple[Devices, ...], Layout] = {}
+        for layout in self._ranked():
+            by_workers.setdefault(layout.workers, layout)
+            if len(by_workers) == count:
+                break
+        return list(by_workers.values())
+
+    def _ranked(self) -> list[Layout]:
+        return sorted(self._estimates, key=lambda layout: (self._estimates[layout], str(layout)))
 
     def _anneal(self, start: Layout, rng: random.Random, num_steps: int) -> None:
         current, current_s = start, self.estimate_s(start)
@@ -138,11 +146,9 @@ class LayoutSearch:
 
     def _simulate(self) -> Evaluation | None:
         evaluated: dict[Layout, Evaluation] = {}
-        ranked = sorted(self._estimates, key=lambda layout: (self._estimates[layout], str(layout)))
-        most = self.budget.num_simulations // 2
         variants = [layout for layout in self.others if layout.order in self.schedules]
-        most += len(variants)
-        for layout in ranked[:most]:
+        most = self.budget.num_simulations // 2 + len(variants)
+        for layout in self._ranked()[:most]:
             variants += [layout if layout.order == order else replace(layout, order=order, max_in_flight=None) for order in self.schedules]
         for variant in variants:
             if variant not in evaluated and len(evaluated) < most and (evaluation := self.evaluator.simulate(variant)) is not None:
@@ -172,12 +178,3 @@ class LayoutSearch:
             if (evaluation := self.evaluator.simulate(changed)) is not None:
                 pool = sorted((*pool, evaluation), key=lambda evaluation: evaluation.rank)[:_POOL]
         return pool[0]
-
-
-def _different(layouts: Sequence[Layout], count: int) -> list[Layout]:
-    by_workers: dict[tuple[Devices, ...], Layout] = {}
-    for layout in layouts:
-        by_workers.setdefault(layout.workers, layout)
-        if len(by_workers) == count:
-            break
-    return list(by_workers.values())

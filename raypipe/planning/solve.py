@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
-from raypipe.errors import PlanError
+from raypipe.errors import PlanError, UnknownNameError
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, ignore
-from raypipe.planning.planners import AUTO, best_proposal, find_planner
+from raypipe.planning.planners import AUTO, PLANNERS, best_proposal
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import searched
 from raypipe.planning.search import SearchBudget
@@ -26,15 +26,18 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
         UnknownNameError: There is no such planner or schedule.
         PlanError: Nothing fits into memory, or the planner has no plan.
     """
-    planner = find_planner(name)
+    by_name = {planner.name: planner for planner in PLANNERS}
+    if name not in by_name:
+        raise UnknownNameError("planner", name, list(by_name))
     if schedule != AUTO:
         spec(schedule)
     problem = evaluator.problem
     _check_possible(problem)
-    if planner.layouts is None:
+    layouts = by_name[name].layouts
+    if layouts is None:
         best = searched(evaluator, schedule, budget or SearchBudget.usual(problem.num_devices))
     else:
-        best = best_proposal(planner.layouts, evaluator, schedule)
+        best = best_proposal(layouts, evaluator, schedule)
     if best is None and evaluator.schedules.too_stale:
         limits = problem.staleness
         raise PlanError(

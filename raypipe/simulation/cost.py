@@ -87,40 +87,27 @@ class Cost:
 
     def compute_s(self, device: int, ops: tuple[Op, ...], shares: tuple[float, ...] = ()) -> float:
         """Return the seconds of a slot alone on its cores; `shares` of the rows by Op, all by default."""
-        times = tuple(
-            self._op_s(self.stages[device, op.stage], op.kind, share) for op, share in zip(ops, shares or (1.0,) * len(ops), strict=True)
-        )
+        parts = [self._op_s(device, op, share) for op, share in zip(ops, shares or (1.0,) * len(ops), strict=True)]
+        times = tuple(op_s for op_s, _ in parts)
         slot_s = times[0] if len(times) == 1 else self.overlap_s(times)
-        return slot_s + math.fsum(self._overhead_s(op.kind) for op in ops)
+        return slot_s + math.fsum(overhead_s for _, overhead_s in parts)
 
-    def _overhead_s(self, kind: OpKind) -> float:
-        match kind:
+    def _op_s(self, device: int, op: Op, share: float) -> tuple[float, float]:
+        # Seconds, and the overhead besides.
+        stage, overheads = self.stages[device, op.stage], self.overheads
+        match op.kind:
             case OpKind.FORWARD | OpKind.RECOMPUTE:
-                return self.overheads.forward_s
+                return stage.forward_s * share, overheads.forward_s
             case OpKind.BACKWARD:
-                return self.overheads.backward_s
+                return stage.backward_s * share, overheads.backward_s
             case OpKind.INPUT_GRADIENT:
-                return self.overheads.input_grad_s
+                return (stage.backward_s - stage.weight_grad_s) * share, overheads.input_grad_s
             case OpKind.WEIGHT_GRADIENT:
-                return self.overheads.weight_grad_s
-            case _:
-                return 0.0
-
-    @staticmethod
-    def _op_s(stage: StageCost, kind: OpKind, share: float) -> float:
-        match kind:
-            case OpKind.FORWARD | OpKind.RECOMPUTE:
-                return stage.forward_s * share
-            case OpKind.BACKWARD:
-                return stage.backward_s * share
-            case OpKind.INPUT_GRADIENT:
-                return (stage.backward_s - stage.weight_grad_s) * share
-            case OpKind.WEIGHT_GRADIENT:
-                return stage.weight_grad_s * share
+                return stage.weight_grad_s * share, overheads.weight_grad_s
             case OpKind.UPDATE:
-                return stage.update_s
+                return stage.update_s, 0.0
             case _:
-                return 0.0
+                return 0.0, 0.0
 
     def message_bytes(self, message: Message) -> int:
         """Return the bytes of a message."""

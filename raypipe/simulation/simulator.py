@@ -19,8 +19,6 @@ from raypipe.simulation.events import EventLoop
 from raypipe.simulation.memory import MemoryCurve, memory_curves
 from raypipe.simulation.plan_cost import plan_cost
 
-_OPS = attrgetter("ops")
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -82,11 +80,11 @@ class Timing:
 
     def _spans(self) -> list[Span]:
         spans: list[Span] = []
-        order, make = self.order, Span._make
+        order, make, ops_of = self.order, Span._make, attrgetter("ops")
         num_bytes = [self.cost.message_bytes(message) for _, _, message in order.transfers]
         for program, slots, starts, ends, waits in zip(order.programs, order.computes, self.starts, self.ends, self.waits, strict=True):
             device = program.device
-            spans += map(make, zip(repeat(device), repeat(SpanKind.COMPUTE), map(_OPS, slots), starts, ends, repeat(0), repeat(None)))
+            spans += map(make, zip(repeat(device), repeat(SpanKind.COMPUTE), map(ops_of, slots), starts, ends, repeat(0), repeat(None)))
             for message, collective, start, end in waits:
                 if message >= 0:
                     transfer = order.transfer_of[message]

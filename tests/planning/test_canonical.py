@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypipe.planning.canonical import canonical, colours
+from raypipe.planning.device_order import canonical, device_colors
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.solve import solve
@@ -15,12 +15,12 @@ from tests.planning.instances import islands, random_problem, shuffled
 def test_a_device_has_its_colour_wherever_it_is_listed(seed: int) -> None:
     problem = random_problem(seed, num_devices=7, num_layers=3, one_way=seed % 2 == 0)
     other = shuffled(problem, seed=seed)
-    assert dict(zip(problem.names, colours(problem), strict=True)) == dict(zip(other.names, colours(other), strict=True))
-    assert len(set(colours(problem))) == 7
+    assert dict(zip(problem.names, device_colors(problem), strict=True)) == dict(zip(other.names, device_colors(other), strict=True))
+    assert len(set(device_colors(problem))) == 7
 
 
 def test_devices_that_names_alone_tell_apart_have_one_colour() -> None:
-    found = colours(islands((3, 3, 2)))
+    found = device_colors(islands((3, 3, 2)))
     assert len(set(found[:6])) == 1
     assert len(set(found[6:])) == 1
     assert found[0] != found[6]
