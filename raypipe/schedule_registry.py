@@ -1,6 +1,6 @@
-"""Schedules by name: bundled, an entry point (group `raypipe.schedules`), a file (`order.csv`), or a function (`orders.py:eager`).
+"""Schedules by name: bundled, an entry point, a file (`order.csv`), or a function (`orders.py:eager`).
 
-Paths are relative to the working directory. Schedules that are not bundled must have the requested size and be valid.
+Paths are relative to the working directory. What is not bundled must have the requested size and be valid.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def spec(name: str) -> ScheduleSpec:
 
     Raises:
         UnknownNameError: No schedule has this name.
-        ConfigError: Loading a function or an entry point failed.
-        InputError: A file cannot be read, or its order cannot run.
+        InputError: A function, entry point or file cannot be loaded.
     """
     bundled = {bundled_spec.name: bundled_spec for bundled_spec in catalogue.SPECS}
     if name in bundled:
@@ -55,7 +54,7 @@ def spec(name: str) -> ScheduleSpec:
 
 
 def specs() -> tuple[ScheduleSpec, ...]:
-    """Return all bundled and registered specifications; the title of one that cannot be loaded says so."""
+    """Return all bundled and registered specifications; titles tell which cannot be loaded."""
     known: list[ScheduleSpec] = list(catalogue.SPECS)
     for name, entry in _entries().items():
         try:
@@ -66,7 +65,7 @@ def specs() -> tuple[ScheduleSpec, ...]:
 
 
 def overlaps(name: str) -> bool:
-    """Return whether the updates of a schedule overlap; functions are taken to be synchronous. Raises as `spec`."""
+    """Return whether a schedule's updates overlap; functions count as synchronous. Raises as `spec`."""
     return spec(name).weight_rule.overlaps_updates
 
 
@@ -76,7 +75,7 @@ def is_file(name: str) -> bool:
 
 
 def build(name: str, size: ScheduleRequest) -> Schedule:
-    """Return the schedule of a name and a size; raise `InputError` as `spec`, or if the schedule has no such size or cannot run."""
+    """Return a schedule of this size, or raise `InputError`."""
     return catalogue.of_size(spec(name), size)
 
 

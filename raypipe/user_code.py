@@ -26,15 +26,9 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def named(name: str, *, what: str, such_as: str) -> object:
-    """Return the object that `module:name` or `file.py:name` names; a file is relative to the working directory.
+    """Return the object that `module:name` or `file.py:name` names, or raise `ConfigError`; a file is relative to the working directory.
 
-    Args:
-        name: Name of the object.
-        what: Beginning of error messages, such as the key that holds the name.
-        such_as: Example for error messages.
-
-    Raises:
-        ConfigError: There is no such module, file or name in it, or importing it failed.
+    Error messages begin with `what`, such as the key that holds the name, and give the example `such_as`.
     """
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute:
@@ -81,7 +75,7 @@ def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *
 
 
 def keyword(function: str | Callable[..., Any], options: Mapping[str, Any], name: str) -> object:
-    """Return the value that a function gets for an argument, its default included; `None` without such an argument."""
+    """Return the value that a function gets for an argument, or its default; `None` without such an argument."""
     if name in options:
         return options[name]
     parameter = inspect.signature(resolve(function) if isinstance(function, str) else function).parameters.get(name)

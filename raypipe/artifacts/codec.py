@@ -1,6 +1,6 @@
 """Dataclasses as JSON or YAML text that opens with `format`, such as `raypipe.model_profile/1`.
 
-Types are strict ("3" is no number, 3.0 no whole one), numbers finite, keys exact; None is left out. Text gives a value or `FormatError`.
+Types are strict ("3" is no number, 3.0 no whole one), numbers finite, keys exact; None is left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def digest(value: object, *, format_name: str) -> str:
 
 
 def from_json(cls: type[T], text: str, *, path: str, format_name: str) -> T:
-    """Return the value in JSON text, or raise `FormatError`; `path` is for messages. A million small objects take ten seconds."""
+    """Return the value in JSON text, or raise `FormatError`; a million small objects take ten seconds."""
     return _read(cls, json_tree(text, path=path), path, format_name)
 
 
@@ -59,7 +59,7 @@ def save_json(value: object, path: str | os.PathLike[str], *, format_name: str) 
 
 
 def read_format(path: str | os.PathLike[str]) -> str:
-    """Return the `format` of a JSON or YAML file, or raise `FormatError`; a JSON file that opens with it is not parsed."""
+    """Return the `format` of a JSON or YAML file, or raise `FormatError`."""
     name, text = os.fspath(path), read_text(path)
     if Path(path).suffix in {".yaml", ".yml"} or not text.lstrip().startswith("{"):
         tree = yaml_tree(text, path=name)

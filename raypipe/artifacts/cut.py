@@ -12,11 +12,7 @@ from raypipe.schedules.ir import StageGraph
 
 @dataclass(frozen=True)
 class Cut:
-    """The layers of each stage.
-
-    Attributes:
-        edges: Pairs (producer, consumer) of layers of the whole model.
-        ties: Groups of layers that share a weight.
+    """The layers of each stage, with edges (producer, consumer) and ties between layers.
 
     Raises:
         PlanError: A layer is in no stage or in two, a stage is empty, or two stages feed each other.
@@ -73,7 +69,7 @@ class Cut:
 
     @cached_property
     def crossing(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Return for each edge (source, target) of the stage graph the source's layers whose outputs the target takes."""
+        """Return for each edge (source, target) of the stage graph the layers whose outputs cross it."""
         producers: dict[tuple[int, int], set[int]] = {}
         for source, target in self.edges:
             ends = (self.stage_of[source], self.stage_of[target])
@@ -88,7 +84,7 @@ class Cut:
 
     @cached_property
     def graph(self) -> StageGraph:
-        """Return the stage graph; all tied stages form one tie: one collective, in which no two workers can be out of order."""
+        """Return the stage graph; all tied stages form one tie, since no two workers can be out of order in one collective."""
         tied = tuple(sorted({self.stage_of[layer] for number in self.parted_ties for layer in self.ties[number]}))
         return StageGraph(len(self.stages), tuple(self.crossing), (tied,) if tied else ())
 

@@ -32,12 +32,10 @@ class Replica:
 
 @record()
 class Predicted:
-    """The simulated figures that a plan was chosen for.
+    """The simulated figures that a plan was chosen for; device figures in the order of the plan's devices.
 
     Attributes:
         bubble_ratio: 1 - mean busy time / longest span.
-        device_bubble_ratios: Bubble ratio of each device, in the order of the plan's devices.
-        peak_memory_bytes: Peak memory of each device, in the same order.
         lower_bound_s: Least seconds per update of any plan for this profile, topology and number of microbatches; None if unknown.
     """
 
@@ -173,7 +171,7 @@ def make_plan(
     devices: tuple[str, ...],
     microbatch_size: int,
 ) -> Plan:
-    """Return an unsimulated plan with one device per worker; raise `PlanError` if devices are too few or parts do not fit."""
+    """Return an unsimulated plan with one device per worker, or raise `PlanError`."""
     if len(devices) < schedule.num_workers:
         raise PlanError(
             f"the schedule {schedule.name!r} needs {schedule.num_workers} devices, there are {len(devices)}; add devices or use fewer"

@@ -125,7 +125,7 @@ def _without_shared(layer: LayerProfile) -> LayerProfile:
 
 
 def most_working_bytes(layers: Sequence[LayerProfile]) -> int:
-    """Return the most temporary bytes of consecutive layers beyond all they keep; layers behind the working one keep none yet."""
+    """Return the most temporary bytes of consecutive layers beyond all they keep."""
     most = behind = 0
     for layer in reversed(layers):
         most = max(most, (layer.working_bytes or 0) - behind)

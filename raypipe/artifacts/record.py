@@ -20,10 +20,10 @@ _CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False, validate_by_name=True,
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def record(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that makes a class a frozen dataclass whose fields are checked wherever an object is made.
+    """Return a decorator for frozen dataclasses whose fields are checked wherever an object is made; files are read strictly (`codec`).
 
-    Python may give what converts without loss; files are read strictly (`codec`). A field's limits belong into its annotation, whose
-    `json_schema_extra` may hold `expected` and `remedy` for messages; `__post_init__` checks several fields together, with `invalid`.
+    Limits belong into a field's annotation, whose `json_schema_extra` may hold `expected` and `remedy` for messages. `__post_init__` checks
+    several fields together, with `invalid`.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -48,5 +48,5 @@ def record(*, kw_only: bool = True) -> Callable[[type[T]], type[T]]:
 
 
 def invalid(owner: object, where: str, problem: str) -> FormatError:
-    """Return the error with which `__post_init__` refuses the field `where` (as named in files); reading adds path and place."""
+    """Return the error with which `__post_init__` refuses the field `where`; reading adds path and place."""
     return FormatError(type(owner).__name__, where, problem)

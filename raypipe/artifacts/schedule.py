@@ -1,6 +1,6 @@
-"""Schedules as files, Ops as text such as `2F5`: `raypipe.schedule/1` (JSON) holds all of one.
+"""Schedules as files, Ops as text such as `2F5`: `raypipe.schedule/1` (JSON), or CSV with a row per worker.
 
-CSV holds the programs alone, a row per worker: enough for a synchronous schedule of a chain of stages.
+CSV is enough for a synchronous schedule of a chain of stages.
 """
 
 from __future__ import annotations

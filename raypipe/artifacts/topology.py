@@ -81,11 +81,7 @@ class Link:
 
 @record()
 class SharedLink:
-    """A bottleneck whose bandwidth several transfers share, such as a PCIe root or an uplink.
-
-    Attributes:
-        members: Pairs (from, to) of nodes or devices. A node paired with itself stands for all transfers inside it.
-    """
+    """A bottleneck of several transfers, such as an uplink; a node paired with itself stands for all transfers inside it."""
 
     name: Name
     bandwidth_bytes_per_s: Annotated[float, Field(gt=0, json_schema_extra={"remedy": "leave the shared link out where there is no limit"})]
@@ -109,12 +105,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Path:
-    """The resources that a transfer from one device to another passes through.
-
-    Attributes:
-        bandwidth_bytes_per_s: Bytes per second of the narrowest resource; infinite if nothing limits it.
-        resources: Name and bytes per second of each limited resource: the directed link, called `FROM->TO`, and shared links.
-    """
+    """The resources that a transfer between two devices passes through: the directed link `FROM->TO` and shared links."""
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = math.inf
@@ -123,7 +114,7 @@ class Path:
 
 @record()
 class Overheads:
-    """Seconds of a device beyond computation (by kind of Op) and transfer (per message or byte), as `raypipe calibrate` measures them."""
+    """Seconds of a device beyond computation (by kind of Op) and transfer (per message or byte), from `raypipe calibrate`."""
 
     forward_s: NonNegativeFloat = 0.0
     backward_s: NonNegativeFloat = 0.0
@@ -200,7 +191,7 @@ class ClusterTopology:
         )
 
     def path(self, source: str, target: str) -> Path:
-        """Return the path between two named devices, empty from a device to itself; raise `PlanError` if no link joins them."""
+        """Return the path between two named devices, or raise `PlanError`; empty from a device to itself."""
         one, other = self._known_as.get(source), self._known_as.get(target)
         key = (one[0], other[0]) if one and other and one[1] != other[1] else (source, target)
         path = self._paths.get(key)

@@ -53,13 +53,9 @@ def from_tree(cls: Any, tree: object, *, path: str) -> Any:
 
 
 def format_error(cls: type[Any], error: ValidationError, *, path: str, names: Sequence[str] = ()) -> FormatError:
-    """Return the error for the first problem; unknown keys come first, because they often explain missing ones.
+    """Return the error for the first problem; unknown keys first, as they often explain missing ones.
 
-    Args:
-        cls: Dataclass that was to be made.
-        error: Pydantic's complaints.
-        path: File, or what stands for it in a message.
-        names: Fields of `cls`, where its arguments were given by position.
+    `names` are the fields of `cls` if its arguments were given by position.
     """
     details = error.errors(include_url=False)
     first = min(details, key=lambda detail: detail["type"] not in _UNKNOWN_KEY)

@@ -31,14 +31,9 @@ class FlatCopyError(Exception):
 
 
 def mapped_tokens(source: str, *, split: str, content: bytes, num_bytes: int, write: Callable[[BinaryIO], None]) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a split's tokens, mapped read-only from its flat copy, which is written first if needed.
+    """Return the bytes of a split's tokens, mapped read-only from its flat copy, which `write` writes first if needed.
 
-    Args:
-        source: Token file.
-        split: Split of the file.
-        content: Bytes that change with the content of the file.
-        num_bytes: Size of the tokens, at least one.
-        write: Function that writes all of them.
+    `content` are bytes that change with the content of the source.
 
     Raises:
         FlatCopyError: The copy cannot be written here, or another process does not finish writing it.

@@ -1,7 +1,7 @@
 """The masked tokens that a model predicts (Devlin et al. 2019, arXiv 1810.04805, appendix A.1), by seed and sample number.
 
-Of T tokens, round(0.15 T) are chosen, at least one: 80 % become the mask, 10 % any token, 10 % stay. Each row has as many, so that the
-mean loss does not depend on the division into microbatches. Each epoch masks a row anew.
+Of T tokens, round(0.15 T) are chosen, at least one: 80 % become the mask, 10 % any token, 10 % stay. The number is the same in each row,
+so that the mean loss does not depend on the division into microbatches.
 """
 
 from __future__ import annotations

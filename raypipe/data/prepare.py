@@ -40,15 +40,7 @@ _STDLIB_SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize", 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """The summary of a token file that `prepare` wrote.
-
-    Attributes:
-        source: Description of the text, such as "python-stdlib 3.11.7" or the name of the folder.
-        license: License notice written beside the file.
-        num_documents: Rows of the file.
-        num_train_tokens: Tokens of the training split, separators included.
-        num_validation_tokens: Tokens of the validation split, separators included.
-    """
+    """The summary of a token file that `prepare` wrote; tokens include separators."""
 
     path: str
     source: str

@@ -62,15 +62,8 @@ class Split(StrEnum):
 class TokenDataset:
     """The tokens of one split of a token file, as an endless stream of sequences of `sequence_length` + 1 tokens.
 
-    The training split is shuffled anew in each epoch; the validation split is read in order. Sequences cross document ends; tokens after
-    the last whole sequence are left out. A split of 256 MiB or more is mapped (`raypipe.data.flat`) if possible, else held in memory.
-    Loading takes one row group more, a shuffled epoch 8 bytes per sequence and twice that while it is drawn.
-
-    Args:
-        path: Token file.
-        sequence_length: Tokens that a model reads at once, T.
-        seed: Seed of the shuffling, zero or more; unused by the validation split.
-        split: "train" or "validation".
+    Each epoch shuffles the training split anew by `seed`; the validation split stays in order. Sequences cross document ends. A split
+    of 256 MiB or more is mapped (`raypipe.data.flat`) if possible. A shuffled epoch takes 8 bytes per sequence, twice that while drawn.
 
     Raises:
         FormatError: The file is missing, is no token file, contradicts itself or is too short for one sequence.
@@ -93,11 +86,12 @@ class TokenDataset:
         self.num_tokens = len(self._tokens)
         self.num_sequences = (self.num_tokens - 1) // sequence_length
         if self.num_sequences < 1:
+            more = " or a larger validation fraction" if self.split is Split.VALIDATION else ""
             raise FormatError(
                 self.path,
                 "",
                 f"its {self.split} split has {self.num_tokens} tokens, too few for one sequence of {sequence_length} + 1; "
-                f"lower sequence_length, or prepare more text{_or_larger_fraction(self.split)}",
+                f"lower sequence_length, or prepare more text{more}",
             )
 
     def rows(self, first: int, count: int) -> npt.NDArray[np.int64]:
@@ -119,9 +113,9 @@ class TokenDataset:
 
 @lru_cache(maxsize=2)  # a batch touches two epochs at most, unless an epoch is shorter than the batch
 def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
-    """Return the order of the `size` sequences in an epoch, read-only because calls share it.
+    """Return an epoch's order of `size` sequences, read-only because calls share it.
 
-    It sorts PCG64's raw output, which numpy keeps across versions, unlike `Generator.permutation` (NEP 19): resumed runs see the same data.
+    It sorts PCG64's raw output, which numpy keeps across versions, unlike `Generator.permutation` (NEP 19).
     """
     order = np.argsort(np.random.PCG64([seed, epoch]).random_raw(size), kind="stable").astype(np.int64, copy=False)
     order.flags.writeable = False
@@ -233,7 +227,3 @@ def _bytes_of(chunk: Any, unit: int) -> tuple[npt.NDArray[np.uint8], bool]:
     offsets = np.frombuffer(offsets_buffer, dtype=np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
     found = np.frombuffer(data_buffer, dtype=np.uint8)[offsets[0] : offsets[-1]]
     return found, not np.any((offsets - offsets[0]) % unit)
-
-
-def _or_larger_fraction(split: Split) -> str:
-    return " or a larger validation fraction" if split is Split.VALIDATION else ""

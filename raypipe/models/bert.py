@@ -7,19 +7,14 @@ tensor names: B rows, T positions, D d_model, V vocabulary.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from raypipe.data.masking import NO_TARGET
 from raypipe.model import Layer, Model
 from raypipe.models.arguments import check_positive, float_type
-from raypipe.models.gpt import INIT_STD, Head, embedding_and_blocks, linear
-
-if TYPE_CHECKING:
-    from raypipe.model import Batch
+from raypipe.models.gpt import INIT_STD, Head, cross_entropy, embedding_and_blocks, linear
 
 
 def bert(
@@ -49,16 +44,7 @@ def bert(
         causal=False,
     )
     head = partial(MaskedHead, d_model=d_model, vocabulary_size=vocabulary_size, dtype=float_type(dtype))
-    return Model(
-        layers=(*body, Layer("head", head)),
-        loss=masked_cross_entropy,
-    )
-
-
-def masked_cross_entropy(logits_BTV: Tensor, batch: Batch) -> Tensor:
-    """Return the mean cross entropy in nats over positions with a target in `targets` [B, T], in float32 at least."""
-    logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-    return functional.cross_entropy(logits_BTV.flatten(0, -2), batch["targets"].flatten(), ignore_index=NO_TARGET)
+    return Model(layers=(*body, Layer("head", head)), loss=cross_entropy)
 
 
 class MaskedHead(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from raypipe.data.masking import NO_TARGET
 from raypipe.errors import ConfigError
 from raypipe.model import Layer, Model
 from raypipe.models.arguments import check_positive, float_type
@@ -109,9 +110,9 @@ def embedding_and_blocks(
 
 
 def cross_entropy(logits_BTV: Tensor, batch: Batch) -> Tensor:
-    """Return the mean cross entropy against `targets` [B, T], in nats per token, in float32 at least."""
+    """Return the mean cross entropy against `targets` [B, T], less `NO_TARGET`, in nats per token, in float32 at least."""
     logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-    return functional.cross_entropy(logits_BTV.flatten(0, -2), batch["targets"].flatten())
+    return functional.cross_entropy(logits_BTV.flatten(0, -2), batch["targets"].flatten(), ignore_index=NO_TARGET)
 
 
 class Embedding(nn.Module):

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def mlp(*, num_layers: int = 4, width: int = 16, dtype: str = "float32") -> Model:
-    """Return layers `layer-0`, `layer-1`, ..., each a Linear and, but for the last, tanh; the loss is the mean squared error.
+    """Return layers `layer-0`, `layer-1`, ..., each a Linear and, but for the last, tanh; mean squared error.
 
-    Batch fields: `inputs` and `targets`, [B, width]. Tanh's gradients are smooth and none vanishes by chance, so they compare closely.
+    Batch fields: `inputs` and `targets`, [B, width]. Smooth tanh gradients, none zero by chance, compare closely.
 
     Raises:
         ConfigError: A size is less than 1.

@@ -2,8 +2,7 @@
 
     entry-0 -> stage-0 -> port-0-1 -> stage-1 -> port-1-2 -> stage-2 -> loss
 
-A stage waits and returns one number per row; a port turns these into the tensor of one edge: [rows, width] of float32 zeros, always
-the same memory, so that only the transport copies.
+A stage returns one number per row; a port turns these into [rows, width] of float32 zeros, always the same memory.
 """
 
 from __future__ import annotations
@@ -11,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from raypipe.model import Layer, Model
-from raypipe.models.waiting import sleep
-
-if TYPE_CHECKING:
-    from raypipe.model import Batch
+from raypipe.models.waiting import Entry, mean, sleep
 
 NUMBER_BYTES = 4
 """All tensors are float32."""
@@ -48,9 +44,9 @@ class StageWaits:
 def rehearsing(
     *, stages: Sequence[StageWaits], widths: Mapping[tuple[int, int], int], num_rows: int, ties: Sequence[Sequence[int]] = ()
 ) -> Model:
-    """Return the stages as layers in topological order, several per stage: `layers_per_stage` gives their number.
+    """Return the stages as layers, several per stage: `layers_per_stage` gives their number; the loss is the mean output.
 
-    Batch field: `inputs`, [rows, 1] of float32. The loss is the mean of the last stage's output.
+    Batch field: `inputs`, [rows, 1] of float32.
 
     Args:
         stages: Waits of each stage.
@@ -62,20 +58,20 @@ def rehearsing(
         ConfigError: Several stages feed no other.
     """
     layers: list[Layer] = []
-    for stage, given in enumerate(stages):
-        waits = given
+    for stage, waits_of_stage in enumerate(stages):
+        waits = waits_of_stage
         inputs = tuple(f"port-{source}-{target}" for source, target in widths if target == stage)
         if not inputs:
-            layers.append(Layer(f"entry-{stage}", Entry, inputs=(), batch=("inputs",)))
+            layers.append(Layer(f"entry-{stage}", partial(Entry, 1), inputs=(), batch=("inputs",)))
             inputs = (f"entry-{stage}",)
-            waits = replace(given, num_parameters=given.num_parameters - 1)  # the entry has one of them
+            waits = replace(waits, num_parameters=waits.num_parameters - 1)  # the entry has one of them
         layers.append(Layer(f"stage-{stage}", partial(WaitingStage, waits, num_rows=num_rows), inputs=inputs))
         layers += [
             Layer(f"port-{source}-{target}", partial(Port, width, num_rows=num_rows), inputs=(f"stage-{stage}",))
             for (source, target), width in widths.items()
             if source == stage
         ]
-    return Model(tuple(layers), _mean, ties=tuple(tuple((f"stage-{stage}", "tied") for stage in tie) for tie in ties))
+    return Model(tuple(layers), mean, ties=tuple(tuple((f"stage-{stage}", "tied") for stage in tie) for tie in ties))
 
 
 def layers_per_stage(num_stages: int, edges: Sequence[tuple[int, int]]) -> list[int]:
@@ -83,10 +79,6 @@ def layers_per_stage(num_stages: int, edges: Sequence[tuple[int, int]]) -> list[
     return [
         1 + (not any(target == stage for _, target in edges)) + sum(source == stage for source, _ in edges) for stage in range(num_stages)
     ]
-
-
-def _mean(output: Tensor, _: Batch) -> Tensor:
-    return output.mean()
 
 
 class _Wait(torch.autograd.Function):
@@ -120,18 +112,6 @@ class _Widen(torch.autograd.Function):
         return gradients[0][:, :1], None
 
 
-class Entry(nn.Module):
-    """Adds a weight to the rows, [rows, 1], so that the next stage has an input gradient to wait for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x + weight."""
-        return x + self.weight
-
-
 class Port(nn.Module):
     """Turns [rows, 1] into [rows, width], always in the same memory."""
 
@@ -148,8 +128,7 @@ class Port(nn.Module):
 class WaitingStage(nn.Module):
     """Waits in forward, input gradient and weight gradient, in proportion to the rows; returns [rows, 1].
 
-    The waits are in the autograd branches of inputs and weight, so that I and W each run one. Nothing reads `ballast` and `tied`, but
-    replicas and stages of a tie sum their zero gradients.
+    Each wait is in its own autograd branch, so that I and W run one each. Only gradient sums read `ballast` and `tied`.
     """
 
     def __init__(self, waits: StageWaits, *, num_rows: int) -> None:

@@ -32,10 +32,9 @@ def waiting(
     weight_grad_s: float = 0.005,
     num_rows: int = 0,
 ) -> Model:
-    """Return layers `entry`, `wait-0`, `wait-1`, ... that pass on [B, width] of float32; the loss is the mean of the output.
+    """Return layers `entry`, `wait-0`, `wait-1`, ... that pass on [B, width] of float32; the loss is the mean output.
 
-    Batch field: `inputs`, [B, width]. The entry does not wait: its weight gives the first waiting layer an input gradient. The seconds
-    hold for `num_rows` rows, in proportion for others; with 0, for any number.
+    Batch field: `inputs`, [B, width]. The seconds hold for `num_rows` rows, in proportion for others; with 0, for any number.
 
     Raises:
         ConfigError: A size is less than 1.
@@ -74,7 +73,7 @@ class _WaitInBackward(torch.autograd.Function):
 
 
 class Entry(nn.Module):
-    """Adds a weight to the rows: [B, width]."""
+    """Adds a weight to the rows, [B, width], so that the next layer has an input gradient."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -86,10 +85,7 @@ class Entry(nn.Module):
 
 
 class Waiting(nn.Module):
-    """Adds a weight to the rows, [B, width], and waits in forward, input gradient and weight gradient.
-
-    The wait of the input gradient is in the autograd branch of the input, that of the weight gradient in a hook of the weight.
-    """
+    """Adds a weight to the rows, [B, width], and waits in forward, input gradient (autograd) and weight gradient (a hook)."""
 
     def __init__(self, width: int, *, forward_s: float, input_grad_s: float, weight_grad_s: float, num_rows: int = 0) -> None:
         super().__init__()

@@ -24,13 +24,9 @@ def assemble(
     classes: Sequence[Hashable] = (),
     overheads: Overheads | None = None,
 ) -> ClusterTopology:
-    """Return the topology of nodes whose links were measured; `fits` and `shared` name nodes by number.
+    """Return the topology of measured nodes, or raise `RunError` if no link was measured.
 
-    A pair that was not measured gets the median of the links between its two classes of nodes, as the default link or as one of its
-    own. Without missing pairs, `classes` may be empty.
-
-    Raises:
-        RunError: No link between two nodes was measured.
+    Other pairs get the median of the links between their two classes of nodes, as the default link or as one of their own.
     """
     num_nodes = len(nodes)
     pairs = [(a, b) for a in range(num_nodes) for b in range(num_nodes) if a != b]

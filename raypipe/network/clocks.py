@@ -53,9 +53,6 @@ class ClockOffset:
         return ClockOffset(-self.offset_s, self.residual_s, self.at_s + self.offset_s, None if self.drift is None else -self.drift)
 
 
-SAME_CLOCK = ClockOffset(0.0, 0.0, 0.0)
-
-
 def offset(exchanges: Iterable[Exchange]) -> ClockOffset:
     """Return the offset of the answering node's clock, by the exchange with the least delay; raise `RunError` without exchanges."""
     best = min(exchanges, key=lambda exchange: exchange.delay_s, default=None)

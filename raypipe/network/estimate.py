@@ -1,11 +1,11 @@
-"""Running estimates of a cluster's links: each observed transfer moves an estimate, a step change replaces it.
+"""Running estimates of a cluster's links: each transfer moves an estimate, a step change replaces it.
 
 x = log((seconds - latency) / bytes) is averaged exponentially. Two one-sided sums (CUSUM; Page, 1954) watch for a step:
 
     up_n = max(0, up_(n-1) + z - k),  down_n = max(0, down_(n-1) - z - k)         z = (x - mean) / deviation, at most 3 either way
 
-Where one exceeds h, the estimate restarts with the transfers since that sum was 0. With k = 0.75 and h = 9, normal noise exceeds
-it once in some 10^6 transfers (Siegmund, 1985, section 2.6); a step of three deviations is found after five.
+Past h, the estimate restarts with the transfers since that sum was 0. With k = 0.75 and h = 9, normal noise exceeds it once in some
+10^6 transfers (Siegmund, 1985, section 2.6).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LinkEstimate:
         self._begin([-math.log(bandwidth_bytes_per_s)])
 
     def observe(self, num_bytes: int, seconds: float, *, at_s: float) -> bool:
-        """Observe a transfer, from handing over to arrival at `at_s`, and return whether it shows that the link has changed."""
+        """Observe a transfer that arrived at `at_s` and return whether it shows that the link has changed."""
         # What is quicker than the latency is noise; a tenth of the time at least is for the bytes.
         x = math.log(max(seconds - self.latency_s, 0.1 * seconds, 1e-9) / num_bytes)
         self.num_transfers += 1
@@ -127,11 +127,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class _Bottleneck:
-    """A shared link of a topology.
+    """A shared link of a topology: pairs of which all (`links`) or some transfers (`members`) pass through it.
 
     Attributes:
-        links: Links whose transfers all pass through it.
-        members: Links of which all or some transfers pass through it.
         alone_bytes_per_s: Rate of the fastest of `links` alone.
         limits: Whether that rate is the bandwidth of the bottleneck.
     """
@@ -246,7 +244,7 @@ def _between_nodes(topology: ClusterTopology) -> dict[NodePair, Link | None]:
 
 
 def _through(topology: ClusterTopology, *, whole: bool = True) -> dict[str, frozenset[NodePair]]:
-    """Return for each shared link the pairs of different nodes of which all transfers (unless `whole`, some) pass through it."""
+    """Return by shared link the pairs of different nodes of which all transfers (unless `whole`, some) pass through it."""
     node_of = _nodes_of(topology)
     parts = {device.name for node in topology.nodes if whole and len(node.devices) > 1 for device in node.devices}
     return {

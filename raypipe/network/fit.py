@@ -1,7 +1,7 @@
 """Fits Hockney's model (1994) to round trips: seconds = 2 latency_s + bytes / bandwidth_bytes_per_s; the answer is one byte.
 
-Of each size the lower quartile counts: disturbances only delay. The slope is the median over all pairs of sizes (Theil, 1950; Sen,
-1968), weighted by distance: noise tilts a short lever more. One clock cannot tell the two latencies apart.
+Disturbances only delay, so the lower quartile counts. The slope is the median over pairs of sizes (Theil, 1950; Sen, 1968), weighted by
+distance: noise tilts a short lever more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from raypipe.errors import RunError
 
 LEAST_BYTES_PER_S = 65536 / 10.0
-"""A link that carries less counts as dead: 64 KiB, the least that tell of a rate, would take more than 10 s."""
+"""Links that carry less count as dead: 64 KiB, the least for a rate, would take over 10 s."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,7 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """The fitted figures of a link.
-
-    Attributes:
-        latency_s: Seconds until the first byte arrives.
-        residual: Largest relative difference between the lower quartile of a size and the fit.
-        num_bytes: Bytes that went through the link to measure it.
-    """
+    """The fitted figures of a link; `residual` is the largest relative difference of a size's lower quartile."""
 
     latency_s: float
     bandwidth_bytes_per_s: float
@@ -46,7 +40,7 @@ class LinkFit:
 
 
 def fit(round_trips: Iterable[RoundTrip], *, link: str) -> LinkFit:
-    """Return the latency and bandwidth that fit round trips of two sizes or more, clamped at 0; raise `RunError` if nothing came back."""
+    """Return the latency and bandwidth that fit round trips of several sizes, clamped at 0, or raise `RunError`."""
     by_size: dict[int, list[float]] = {}
     num_round_trips = num_bytes = 0
     for trip in round_trips:

@@ -49,7 +49,7 @@ class Allowance:
     Attributes:
         ping_s: Seconds for latency and bandwidth of a directed pair.
         stream_s: Seconds for the rate of a pair that runs together with others.
-        looks: Number of times that each pair of nodes is measured, at different moments.
+        looks: Times that each pair of nodes is measured.
         looks_for_sharing: Whether the budget suffices to look for shared links.
     """
 
@@ -68,10 +68,10 @@ class Allowance:
         return self.looks * rounds.tournament + (rounds.paired + rounds.one_to_all if self.looks_for_sharing else 0)
 
     def streams_s(self, pairs: Round, bandwidths: Rates) -> dict[Pair, float]:
-        """Return for each pair of a round how long its stream lasts alone, so that the round lasts `stream_s`.
+        """Return how long each stream lasts alone, so that the round lasts `stream_s`; `bandwidths` are those of pairs alone.
 
-        A node should carry the rate of its fastest pair, so pairs that leave or enter it together take longer than alone. If not, the
-        round is shorter, but no stream lasts less than a pause of the machine might. `bandwidths` are those of pairs alone.
+        A node should carry the rate of its fastest pair, so its pairs take longer together. If not, the round is shorter, but no stream
+        lasts less than a pause of the machine might.
         """
         leaving, entering = fastest_of_nodes(bandwidths)
         leaves: defaultdict[int, float] = defaultdict(float)
@@ -88,7 +88,7 @@ class Allowance:
         }
 
     def tells_sharing_of(self, bytes_per_s: float) -> bool:
-        """Return whether a stream has bytes enough to show what slows a link of this bandwidth."""
+        """Return whether a stream has bytes enough to show what slows this bandwidth."""
         return self.looks_for_sharing and self.stream_bytes >= _LEAST_STREAM_S * bytes_per_s
 
 
@@ -101,18 +101,15 @@ def divide(
     least_ping_bytes: int,
     least_stream_bytes: int,
 ) -> Allowance:
-    """Return the allowance of each measurement.
+    """Return the allowance of each measurement, or raise `InputError` with a sufficient budget.
 
     Args:
         budget: Budget of all measurements.
         classes: Class of each node.
-        num_inside: Number of measurements within nodes, each a quarter of one between nodes.
-        rounds_inside: Number of rounds within nodes; different machines measure at the same time.
+        num_inside: Measurements within nodes, each a quarter of one between nodes.
+        rounds_inside: Rounds within nodes; different machines measure at the same time.
         least_ping_bytes: Fewest bytes that measure a link.
         least_stream_bytes: Fewest bytes that measure a rate.
-
-    Raises:
-        InputError: The budget is too small to measure every link; states a sufficient one.
     """
     met, rounds = tournament(classes), num_rounds(classes)
     num_pings = 2 * sum(map(len, met)) + num_inside

@@ -1,7 +1,4 @@
-"""Rounds of measurements in which no node sends to two others, nor receives from two: matchings, one direction at a time.
-
-The circle method (Kirkman, 1847) gives n - 1 matchings for an even number of nodes; for an odd one n, in each of which one node rests.
-"""
+"""Rounds of measurements in which no node sends to two others, nor receives from two: matchings, one direction at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _MOST_REPRESENTATIVES = 16
 
 
 def matchings(num_nodes: int) -> list[tuple[Pair, ...]]:
-    """Return rounds of undirected pairs, lower number first: every two nodes meet once, no node meets two in a round."""
+    """Return rounds of pairs, lower number first, in which every two nodes meet once (circle method; Kirkman, 1847)."""
     if num_nodes < 2:
         return []
     players: list[int | None] = [*range(num_nodes), *([None] if num_nodes % 2 else [])]
@@ -53,13 +50,6 @@ def paired_rounds(matching: Sequence[Pair]) -> list[Round]:
     return rounds
 
 
-def one_to_all(num_nodes: int) -> list[Round]:
-    """Return 2 n rounds: all that leaves a node at once, then all that enters one."""
-    nodes = range(num_nodes)
-    leaving = [tuple((node, other) for other in nodes if other != node) for node in nodes]
-    return leaving + [tuple((other, node) for other in nodes if other != node) for node in nodes]
-
-
 def hypercube(num_nodes: int) -> list[tuple[Pair, ...]]:
     """Return log2 n matchings, rounded up, that join all nodes: in the k-th, numbers that differ in bit k meet."""
     return [
@@ -82,8 +72,7 @@ def representatives(classes: Sequence[Hashable]) -> list[int]:
 def tournament(classes: Sequence[Hashable]) -> list[tuple[Pair, ...]]:
     """Return the matchings that are measured.
 
-    Beyond `MOST_ALL_PAIRS` nodes, representatives of each class meet and all nodes meet in log2 n matchings, so that each node's own
-    connection is measured and measured pairs join all nodes.
+    Beyond `MOST_ALL_PAIRS` nodes, representatives of each class meet, and all nodes in log2 n matchings that join them.
     """
     if len(classes) <= MOST_ALL_PAIRS:
         return matchings(len(classes))
@@ -114,7 +103,7 @@ class NumRounds:
 
 
 def all_paired_rounds(met: Sequence[tuple[Pair, ...]], num_nodes: int) -> list[Round]:
-    """Return the rounds for pairs that slow each other: of all matchings, or of those that join many nodes; fewer than three need none."""
+    """Return the rounds for pairs that slow each other: of all matchings, or of those that join many nodes."""
     if num_nodes < 3:
         return []
     chosen = met if num_nodes <= MOST_ALL_PAIRS else [matching for matching in met if len(matching) >= num_nodes // 4]
@@ -122,8 +111,10 @@ def all_paired_rounds(met: Sequence[tuple[Pair, ...]], num_nodes: int) -> list[R
 
 
 def one_to_all_rounds(num_nodes: int) -> list[Round]:
-    """Return the one-to-all rounds of all nodes, or none where not all pairs are measured."""
-    return one_to_all(num_nodes) if 3 <= num_nodes <= MOST_ALL_PAIRS else []
+    """Return 2 n rounds: all that leaves a node at once, then all that enters one; none where not all pairs are measured."""
+    nodes = range(num_nodes if 3 <= num_nodes <= MOST_ALL_PAIRS else 0)
+    leaving = [tuple((node, other) for other in nodes if other != node) for node in nodes]
+    return leaving + [tuple(pair[::-1] for pair in pairs) for pairs in leaving]
 
 
 def num_rounds(classes: Sequence[Hashable]) -> NumRounds:

@@ -3,9 +3,9 @@
 1. Pairs of a matching run with and against each other (`rounds.paired_rounds`); the median is a pair's rate.
 2. Where pairs are slower than alone, each is left out in turn: those that become faster shared a bottleneck with it.
 3. If bottlenecks have equal bandwidths, a few pairs of each run together. If they get no more, the two are one.
-4. All that leaves, then enters, a node runs at once. What no bottleneck explains is the limit of the node or part of a bottleneck.
+4. All that leaves, then enters, a node runs at once. What no bottleneck explains is the node's limit.
 
-Not found: bottlenecks that no round fills, and members too slow to be slowed unless others become faster without them.
+Not found: bottlenecks that no round fills, and members too slow to be slowed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ _NUM_AGAIN = 2
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """Directed pairs that share a bandwidth.
-
-    Attributes:
-        crosses: Whether pairs without a common end share it, so that it is no limit of a single node.
-    """
+    """Directed pairs that share a bandwidth; if one `crosses`, pairs without a common end share it, so it is no node's limit."""
 
     members: frozenset[Pair]
     bandwidth_bytes_per_s: float
@@ -142,7 +138,7 @@ class BottleneckSearch:
         return sum(rates.values()) < min((1 + _EQUAL) * fastest, fastest + second / 2)
 
     def forget_limits_of_nodes(self) -> bool:
-        """Drop the limits of single nodes, which would make less known nodes look better; return whether there were any."""
+        """Drop limits of single nodes, which would make less known nodes look better; return whether there were any."""
         crossing = [shared for shared in self.bottlenecks if shared.crosses]
         there_were = len(crossing) < len(self.bottlenecks)
         self.bottlenecks = crossing
@@ -221,8 +217,7 @@ Arrival = tuple[float, int]
 def rates(arrivals: Mapping[Pair, Sequence[Arrival]], *, warm_up_bytes: int) -> dict[Pair, float]:
     """Return the bytes per second of pairs while all were under way, from the latest first to the earliest last arrival.
 
-    The first `warm_up_bytes` of a pair may have found an idle path (tokens of a shaper, empty buffers) and do not count. Pairs that
-    never ran together count from their own first to their own last.
+    The first `warm_up_bytes` may have found an idle path (tokens of a shaper, empty buffers). Pairs that never ran together count alone.
     """
     spans: dict[Pair, tuple[Sequence[Arrival], float, float]] = {}
     for pair, of_pair in arrivals.items():

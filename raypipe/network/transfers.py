@@ -1,7 +1,7 @@
-"""Derives transfers between nodes from the spans of a measured window, corrected to one clock, at no cost.
+"""Derives transfers between nodes from the spans of a measured window, corrected to one clock.
 
-A message is handed over when its Op ends; only if the receiver waits does the arrival show. Messages on a link without a pause are one
-transfer. Left out are overlaps with a collective of the same nodes, or with other links of a shared bottleneck.
+Only if the receiver waits does the arrival show. Messages on a link without a pause are one transfer. Left out are overlaps with a
+collective of the same nodes, or with other links of a shared bottleneck.
 """
 
 from __future__ import annotations
@@ -123,15 +123,7 @@ class _Traffic:
 def transfers(
     trace: Trace, programs: Sequence[DeviceProgram], nodes: Sequence[str], known: NetworkEstimate, *, began_s: float = 0.0
 ) -> list[Transfer]:
-    """Return the transfers between nodes whose begin and end are known.
-
-    Args:
-        trace: Measured window, by one clock.
-        programs: What each device ran.
-        nodes: Node of each device.
-        known: Estimates of the links so far.
-        began_s: When the window began, by the clock of the estimates.
-    """
+    """Return the transfers between nodes whose begin and end are known; `began_s` is by the clock of the estimates."""
     traffic = _Traffic(trace, programs, nodes)
     wires = traffic.wires()
     busy = {ends: [_under_way(message, known.links[ends]) for message in carried] for ends, carried in wires.items()}

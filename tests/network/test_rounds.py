@@ -20,7 +20,7 @@ from raypipe.network.rounds import (
     hypercube,
     matchings,
     num_rounds,
-    one_to_all,
+    one_to_all_rounds,
     paired_rounds,
     representatives,
     tournament,
@@ -54,7 +54,7 @@ def test_every_two_pairs_of_a_matching_run_in_both_ways_together(num_pairs: int)
 
 
 def test_fans_hold_all_that_leaves_and_all_that_enters() -> None:
-    assert one_to_all(3) == [
+    assert one_to_all_rounds(3) == [
         ((0, 1), (0, 2)),
         ((1, 0), (1, 2)),
         ((2, 0), (2, 1)),
