@@ -16,8 +16,7 @@ from raypipe.actors.actor import remedy_of
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.errors import AbortedError, RaypipeError, RunError, TransportError
 
-POLL_S = 5.0
-"""Time between two looks at actors that have not answered."""
+_POLL_S = 5.0  # between two looks at actors that have not answered
 STARTING = "starting"
 SILENCE_REMEDY = "look at its node: it may be down, cut off, out of memory, or have no free CPU for it (`ray status`)"
 _START_REMEDY = "raypipe and the model must be importable on every node: install them there, or submit with --working-dir"
@@ -42,7 +41,7 @@ class Failure:
 
     @property
     def rank(self) -> int:
-        """Place in the order from causes to consequences: deaths, raised errors, lost messages, aborts."""
+        """Order from causes to consequences: deaths, raised errors, lost messages, aborts."""
         if self.is_death:
             return 0
         if isinstance(self.error, AbortedError):
@@ -51,7 +50,7 @@ class Failure:
 
 
 class ActorGroup:
-    """Actors that are addressed by the number of their device."""
+    """Actors, addressed by the number of their device."""
 
     death_remedy = "look at its node for an out-of-memory kill or a crash (`ray status`)"
 
@@ -67,31 +66,27 @@ class ActorGroup:
         return self.gather({device: call(device, self.members[device].handle) for device in numbers}, task, timeout_s=timeout_s)
 
     def open_store(self, host: str, *, timeout_s: float) -> int:
-        """Open the store where the actors meet on the first device's node, at `host`; return its port."""
+        """Open the actors' store on the first device's node, at `host`; return its port."""
         port: int = self.ask("opening the store", lambda _, actor: actor.host_store.remote(host=host, timeout_s=timeout_s), devices=[0])[0]
         self.store = (host, port)
         return port
 
     def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None) -> dict[int, Any]:
-        """Return the answers to calls by device. Without a timeout, only silence is a failure.
-
-        Raises:
-            RaypipeError: An actor failed or did not answer in time.
-        """
+        """Return the answers by device, or raise the failure of one. Without a timeout, only silence is a failure."""
         device_of = {ref: device for device, ref in calls.items()}
         pending = list(device_of)
         answers: dict[int, Any] = {}
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         checked_s = time.monotonic()
         while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=min(POLL_S, max(deadline - time.monotonic(), 0.0)))
+            ready, pending = ray.wait(pending, num_returns=1, timeout=min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
             for ref in ready:
                 try:
                     answers[device_of[ref]] = ray.get(ref)
                 except RayError as error:
                     self._fail(self._failure(error, device_of[ref], task), {other: device_of[other] for other in pending}, task)
             is_late = not ready and time.monotonic() >= deadline
-            if pending and (is_late or time.monotonic() - checked_s > POLL_S):
+            if pending and (is_late or time.monotonic() - checked_s > _POLL_S):
                 if overdue := self._overdue([device_of[ref] for ref in pending], task, is_late=is_late):
                     self._fail(overdue, {ref: device_of[ref] for ref in pending}, task)
                 checked_s = time.monotonic()

@@ -9,9 +9,6 @@ from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import Transport
 from raypipe.errors import ConfigError, RunError
 
-Channel = tuple[int, int]
-"""Two devices: sender, receiver."""
-
 
 def on_gpus(infos: Sequence[ActorInfo]) -> bool:
     """Return whether the devices of a run are GPUs."""
@@ -54,12 +51,10 @@ def _check_gpu(slot: DeviceSlot, info: ActorInfo, *, first: ActorInfo, first_nam
 
 
 def shared_channels(
-    channels: Iterable[Channel], *, infos: Sequence[ActorInfo], names: Sequence[str], transport: Transport
-) -> frozenset[Channel]:
-    """Return the channels that go through shared memory, the host's or a GPU's; refuse a transport that does not fit the devices.
-
-    Both ends are on one node of Ray. The same host name is not enough, as containers that share nothing may have it.
-    """
+    channels: Iterable[tuple[int, int]], *, infos: Sequence[ActorInfo], names: Sequence[str], transport: Transport
+) -> frozenset[tuple[int, int]]:
+    """Return the channels (sender, receiver) through shared memory, the host's or a GPU's; refuse a transport that does not fit."""
+    # Both ends are on one node of Ray. The same host name is not enough, as containers that share nothing may have it.
     if on_gpus(infos):
         if transport not in {Transport.AUTO, Transport.NCCL}:
             raise ConfigError(f"scaling.transport: {transport}: messages between GPUs go over NCCL; choose auto or nccl")
@@ -69,7 +64,7 @@ def shared_channels(
         raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm or gloo, or set scaling.use_gpu")
     if transport is Transport.GLOO:
         return frozenset()
-    shared: set[Channel] = set()
+    shared: set[tuple[int, int]] = set()
     for source, target in channels:
         ends = (infos[source], infos[target])
         if ends[0].node_id == ends[1].node_id and all(end.shares_memory for end in ends):

@@ -23,11 +23,10 @@ from raypipe.schedules.collectives import Start
 from raypipe.schedules.lower import DeviceProgram, Recv
 
 Programs = Mapping[str, Sequence[DeviceProgram]]
-"""The program of each device, by name."""
 
 
 class Coordinator:
-    """One run on its stage actors, which end with the `with` block."""
+    """One run; its actors end with the `with` block."""
 
     def __init__(
         self, *, run: str, slots: Sequence[DeviceSlot], stages: Sequence[tuple[int, ...]], scaling: ScalingConfig, cluster: ClusterConfig
@@ -52,7 +51,7 @@ class Coordinator:
 
     @property
     def slots(self) -> tuple[DeviceSlot, ...]:
-        """Slot of each device of the plan."""
+        """Slot of each device."""
         return tuple(member.slot for member in self.actors.members)
 
     @property
@@ -74,7 +73,7 @@ class Coordinator:
         precision: Precision = Precision.FLOAT32,
         notice: Callable[[str], None] = lambda _: None,
     ) -> list[list[LayerMeasurement]]:
-        """Return the costs of layers, by device and layer, as the first devices measure them at the same time."""
+        """Return the costs of layers, by device and layer; the first devices measure at the same time."""
         calls = {
             device: member.handle.measure.remote(model, batches, optimizer=optimizer, seed=seed, effort=effort, precision=precision)
             for device, member in enumerate(self.actors.members[:num_devices])
@@ -94,7 +93,7 @@ class Coordinator:
         return {layer: size for of_device in sizes.values() for layer, size in of_device.items()}
 
     def connect(self, programs: Programs, cut: Cut) -> None:
-        """Connect the actors and give them their programs."""
+        """Connect the actors and give them the programs, by name and device."""
         self._programs = {name: tuple(of_devices) for name, of_devices in programs.items()}
         order, specs, infos = self._connect_order(), self._edge_specs(cut), self.actors.infos
         self.actors.ask(
@@ -144,26 +143,24 @@ class Coordinator:
     # Windows
 
     def run_window(self, name: str, *, num_updates: int, first_update: int, split: str = "train") -> WindowResult:
-        """Run a window of the programs of one name on all devices.
+        """Run a window of a program on all devices.
 
         Raises:
             StageFailedError: An actor died, raised or stopped answering.
             TransportError: Two devices lost each other.
         """
-        number = self._windows[name]
-        return self._window(
-            name, lambda actor: actor.run.remote(name, number=number, first_update=first_update, split=split), num_updates=num_updates
-        )
+        return self._window(name, "run", num_updates=num_updates, first_update=first_update, split=split)
 
     def run_on(self, name: str, batches: BatchSource, *, num_rows: int) -> WindowResult:
         """Run forwards on these rows, `num_rows` a microbatch; the reports have the last layer's outputs."""
-        number = self._windows[name]
-        return self._window(name, lambda actor: actor.run_on.remote(name, number=number, batches=batches, num_rows=num_rows), num_updates=1)
+        return self._window(name, "run_on", num_updates=1, batches=batches, num_rows=num_rows)
 
-    def _window(self, name: str, call: Callable[[Any], Any], *, num_updates: int) -> WindowResult:
+    def _window(self, name: str, method: str, *, num_updates: int, **arguments: Any) -> WindowResult:
         self.clocks.refresh()
-        since_s = time.perf_counter()
-        reports = self.actors.ask(f"window {self._windows[name]} of {name}", lambda _, actor: call(actor))
+        number, since_s = self._windows[name], time.perf_counter()
+        reports = self.actors.ask(
+            f"window {number} of {name}", lambda _, actor: getattr(actor, method).remote(name, number=number, **arguments)
+        )
         wall_s = time.perf_counter() - since_s
         self._windows[name] += 1
         result = WindowResult(
@@ -181,15 +178,15 @@ class Coordinator:
     # Layers
 
     def save(self, folder: str) -> None:
-        """Let every actor write its layers into a folder."""
+        """Write all layers into a folder."""
         self.actors.ask("saving", lambda _, actor: actor.save.remote(folder))
 
     def load(self, folder: str) -> None:
-        """Let every actor read its layers from a folder."""
+        """Read all layers from a folder."""
         self.actors.ask("loading", lambda _, actor: actor.load.remote(folder))
 
     def move(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]], *, order: BuildOrder, programs: Programs) -> None:
-        """Go on with other stages on other devices. Layers with their optimizer states move through Ray's object stores."""
+        """Go on with other stages on other devices; layers and optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
         states = self._layer_states()
         self.actors.assign(devices, stages)
@@ -216,7 +213,7 @@ class Coordinator:
         return states
 
     def close(self) -> None:
-        """End the actors, also when called twice."""
+        """End the actors; may be called twice."""
         if not self._is_closed:
             self._is_closed = True
             self.actors.kill()

@@ -15,12 +15,11 @@ from raypipe.cluster.slots import NODE_LABEL, ClusterNode, DeviceSlot, resource_
 from raypipe.config import ScalingConfig
 from raypipe.errors import PlanError
 
-_RELEASE_S = 15.0
-"""How long an earlier run may take to give back its resources."""
+_RELEASE_S = 15.0  # for an earlier run to give back its resources
 
 
 def cluster_nodes() -> list[ClusterNode]:
-    """Return all nodes, lost ones too, of the connected cluster. The head is first: a run that fits on it needs no network."""
+    """Return the cluster's nodes, lost ones too. The head is first: a run that fits on it needs no network."""
     nodes: list[ClusterNode] = []
     for node in ray.nodes():
         resources, labels = node.get("Resources", {}), node.get("Labels") or {}
@@ -44,11 +43,7 @@ def cluster_nodes() -> list[ClusterNode]:
 
 
 def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
-    """Return slots for all devices, node after node, once their resources are free.
-
-    Raises:
-        PlanError: The cluster is too small, or others hold its resources.
-    """
+    """Return slots for all devices, node after node, once their resources are free; refuse a cluster that is too small."""
     nodes = [node for node in cluster_nodes() if node.alive]
     needs = resources_per_device(scaling)
     slots: list[DeviceSlot] = []
@@ -71,9 +66,9 @@ def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
 def planned_slots(
     topology: ClusterTopology, devices: Sequence[str], scaling: ScalingConfig, *, local: bool = False, stand_ins: bool = False
 ) -> list[DeviceSlot]:
-    """Return the slots of some devices of a topology (see `match_slots`) once their resources are free.
+    """Return the slots of a topology's devices once their resources are free: see `match_slots`.
 
-    A `local` cluster, one node that was started for this run, stands for the devices' only node, whatever its name is.
+    A `local` cluster, started for this run, stands for the devices' only node, whatever its name is.
     """
     nodes = cluster_nodes()
     names = {topology.node_of(device).name for device in devices}

@@ -23,10 +23,9 @@ from raypipe.schedules.lower import DeviceProgram
 
 _LOG = logging.getLogger("raypipe.cluster.link_monitor")
 
-IDLE_S = 60.0
-"""Time after its last transfer when a link is due for a probe."""
-_BETWEEN_S = 20.0
-_RETRY_S = 600.0  # for a link whose probe failed
+IDLE_S = 60.0  # since a link's last transfer, before it is due for a probe
+_BETWEEN_S = 20.0  # between two probes
+_RETRY_S = 600.0  # after a failed probe of a link
 _PATTERN = Ping(seconds=0.05, most_bytes=16 * LEAST_PING_BYTES)
 _ANSWER_S = 1.0
 _CONNECT_S = 5.0
@@ -34,7 +33,7 @@ _MESSAGE_S = 2.0  # a link that takes longer is not worth a window's wait
 
 
 class LinkWatch:
-    """Estimates of the links between nodes, known by their addresses, by the driver's clock."""
+    """Estimates of the links between node addresses, by the driver's clock."""
 
     def __init__(self, *, run: str, nodes: Sequence[str], now_s: float) -> None:
         self.nodes = tuple(nodes)
@@ -45,7 +44,7 @@ class LinkWatch:
         self._num_failed: dict[NodePair, int] = {}
 
     def seed(self, topology: ClusterTopology, devices: Sequence[str], *, now_s: float) -> None:
-        """Start from the links of a topology, unless it lacks one of these names of the run's devices."""
+        """Start from a topology's links, unless it is of another cluster: lacks one of these devices."""
         names: dict[str, str] = {}
         for node, device in zip(self.nodes, devices, strict=True):
             try:
@@ -74,13 +73,13 @@ class LinkWatch:
         return pair
 
     def devices(self, pair: NodePair) -> tuple[int, int]:
-        """Return the devices that probe a link: the first of each node, after each failure others, as those may be dead."""
+        """Return the devices that probe a link: after each failure others, as those may be dead."""
         sources, targets = ([device for device, node in enumerate(self.nodes) if node == end] for end in pair)
         turn = self._num_failed.get(pair, 0)
         return sources[turn % len(sources)], targets[turn // len(sources) % len(targets)]
 
     def probed(self, pair: NodePair, readings: Readings, *, now_s: float) -> None:
-        """Replace a link's estimate by the readings of a probe's source."""
+        """Learn from the readings of a probe's source."""
         try:
             link = fit(round_trips(readings), link=" -> ".join(pair))
         except RunError as error:
@@ -96,24 +95,20 @@ class LinkWatch:
 
 
 class LinkMonitor:
-    """Watches the links of a run between windows, and probes those that the run does not use. Idle actors probe, too."""
+    """Watches a run's links between windows, and probes unused ones."""
 
     def __init__(self, actors: StageActors) -> None:
         self._actors = actors
         self._watch = LinkWatch(run=actors.run, nodes=[member.slot.node.address for member in actors.launched], now_s=time.time())
+        self.estimate = self._watch.estimate
         self._num_probes = 0
 
-    @property
-    def estimate(self) -> NetworkEstimate:
-        """What the links carry now, by node addresses."""
-        return self._watch.estimate
-
     def seed(self, topology: ClusterTopology, devices: Sequence[str] = ()) -> None:
-        """Start from a topology's links; `devices` are its names of the launched devices, where they differ."""
+        """Start from a topology's links; `devices` are its names of the launched devices, if others."""
         self._watch.seed(topology, devices or [member.slot.name for member in self._actors.launched], now_s=time.time())
 
     def after_window(self, result: WindowResult) -> None:
-        """Learn from a window, and probe a link that is due."""
+        """Learn from a window, and probe a link."""
         if not self.estimate.links:
             return
         nodes = [member.slot.node.address for member in self._actors.members]
@@ -122,7 +117,7 @@ class LinkMonitor:
             self.probe(*pair)
 
     def probe(self, source_node: str, target_node: str) -> None:
-        """Measure the link between two node addresses. Takes a tenth of a second, and never fails the run."""
+        """Measure the link between two node addresses, in a tenth of a second; never fail the run."""
         pair, actors = (source_node, target_node), self._actors
         source, target = self._watch.devices(pair)
         if dead := actors.dead((source, target), timeout_s=_ANSWER_S):  # the other end would wait for it, and the run for that end

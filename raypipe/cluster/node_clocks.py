@@ -10,16 +10,14 @@ from raypipe.network.clocks import Exchange, offset
 
 _LOG = logging.getLogger("raypipe.cluster.node_clocks")
 _NUM_READINGS = 15  # the quickest counts
-_VALID_S = 60.0
-"""Lifetime of offsets: at a drift of 20 ppm, clocks are about a millisecond off after that."""
+_VALID_S = 60.0  # at a drift of 20 ppm, clocks are about a millisecond off after that
 
 
 class NodeClocks:
     """Clock offsets of a run's devices against the driver."""
 
     def __init__(self, actors: StageActors) -> None:
-        self.offsets_s: tuple[float, ...] = ()
-        """Seconds by which each device's clock is ahead of the driver's; empty if all devices are on one node."""
+        self.offsets_s: tuple[float, ...] = ()  # by which each device's clock is ahead; empty if all devices are on one node
         self._actors = actors
         self._read_s = 0.0
 

@@ -16,18 +16,16 @@ from raypipe.network.probe_budget import Allowance, Budget
 from raypipe.network.rounds import Pair, Round, all_paired_rounds, directed, one_to_all_rounds, tournament
 from raypipe.network.sharing import BottleneckSearch, below_their_ends, fastest_of_nodes, rates, shared_when_measured
 
-_STREAM_FACTOR = 4
-"""Streams have failed when they take this many times their planned time one after the other."""
+_STREAM_FACTOR = 4  # streams have failed when they take this many times their planned time one after the other
 _MOST_NAMED = 6
-_FASTER_ALONE = 1.1
-"""A link that alone reaches this many times its fitted bandwidth was slowed by others when it was fitted."""
+_FASTER_ALONE = 1.1  # a link that alone reaches this many times its fitted bandwidth was slowed by others when it was fitted
 _MORE = "raise --budget-s or --budget-bytes"
 
 Notice = Callable[[str], None]
 
 
 class Spending:
-    """What a probe has spent of its budget, and what it could not measure within it."""
+    """The budget of a probe, and what it was too small for."""
 
     def __init__(self, actors: ProbeActors, budget: Budget, notice: Notice) -> None:
         self.budget = budget
@@ -47,7 +45,7 @@ class Spending:
         return budget.allows(self.seconds, self._actors.num_bytes + num_bytes)
 
     def missed(self, text: str) -> None:
-        """Record and show what could not be measured."""
+        """Record and show what the budget did not allow."""
         self.notices.append(text)
         self.notice(text)
 
@@ -56,12 +54,7 @@ class _BudgetSpentError(Exception): ...
 
 
 class NodeLinks:
-    """The links between the nodes of a cluster, as far as they are measured.
-
-    Attributes:
-        clocks: Clock offset of each measured pair, target against source.
-        usable: Whether all flows have worked; after a failed one, nodes may still wait in it.
-    """
+    """The links between the nodes of a cluster, as far as they are measured."""
 
     def __init__(self, actors: ProbeActors, spending: Spending, allowance: Allowance, classes: Sequence[Hashable]) -> None:
         self.actors = actors
@@ -71,9 +64,9 @@ class NodeLinks:
         self.rounds = [pairs for matching in self.matchings for pairs in directed(matching)]
         self.pattern = Ping(allowance.ping_s, allowance.ping_bytes)
         self.fits: dict[Pair, LinkFit] = {}
-        self.clocks: dict[Pair, ClockOffset] = {}
+        self.clocks: dict[Pair, ClockOffset] = {}  # target against source
         self.search = BottleneckSearch(self._together)
-        self.usable = True
+        self.usable = True  # until a flow fails, in which nodes may still wait
 
     @cached_property
     def _offsets_s(self) -> dict[int, float]:
@@ -84,7 +77,7 @@ class NodeLinks:
         return self.actors.run_between_nodes(dict.fromkeys(pairs, pattern))
 
     def measure(self) -> None:
-        """Ping every pair in rounds, more than once where there is time, as a pause of a machine makes its links look slower.
+        """Ping every pair in rounds, more than once if time allows, as a pause of a machine makes its links look slower.
 
         Raises:
             RunError: There was no time to measure every pair, or a link carries nothing.
@@ -127,15 +120,15 @@ class NodeLinks:
         try:
             self.search.run(all_paired_rounds(self.matchings, num_nodes), one_to_all_rounds(num_nodes))
         except _BudgetSpentError:
-            self.spending.missed(f"not all shared links were looked for: the budget was spent{self._without_limits()}; {_MORE}")
+            problem, remedy = "the budget was spent", _MORE
         except RunError as error:
             self.usable = False
-            self.spending.missed(f"not all shared links were looked for: {error}{self._without_limits()}; probe again")
-
-    def _without_limits(self) -> str:
-        if not self.search.forget_limits_of_nodes():
-            return ""
-        return "; limits of single nodes were left out, since some nodes would have theirs and others not"
+            problem, remedy = str(error), "probe again"
+        else:
+            return
+        if self.search.forget_limits_of_nodes():
+            problem += "; limits of single nodes were left out, since some nodes would have theirs and others not"
+        self.spending.missed(f"not all shared links were looked for: {problem}; {remedy}")
 
     def _together(self, pairs: Round) -> dict[Pair, float]:
         bandwidths = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}

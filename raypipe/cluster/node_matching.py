@@ -1,4 +1,4 @@
-"""Matches the devices of a topology with slots of the cluster as it is now: nodes by name, devices by number."""
+"""Matches a topology's devices with slots of the cluster: nodes by name, devices by number among those of their kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_cpu_kind(kind: str) -> bool:
 
 
 def is_gpu(device: Device) -> bool:
-    """Return whether a topology's device is a GPU."""
+    """Return whether a device is a GPU."""
     return not is_cpu_kind(device.kind)
 
 
@@ -29,12 +29,10 @@ def num_slots(topology: ClusterTopology, devices: Sequence[str]) -> int:
 def match_slots(
     topology: ClusterTopology, devices: Sequence[str], nodes: Sequence[ClusterNode], *, scaling: ScalingConfig, stand_ins: bool = False
 ) -> list[DeviceSlot]:
-    """Return the slots of these devices in the cluster's `nodes`, lost ones included.
-
-    The n-th CPU device of a node is its n-th CPU slot, the n-th GPU its n-th GPU. With `stand_ins`, CPU slots stand for GPUs.
+    """Return the slots of these devices on the cluster's `nodes`, lost ones included; with `stand_ins`, CPU slots stand for GPUs.
 
     Raises:
-        PlanError: A node or device is not as in the topology; names each.
+        PlanError: Nodes or devices are not as in the topology.
     """
     needed: dict[str, list[str]] = {}
     for device in devices:

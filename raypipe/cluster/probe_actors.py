@@ -18,38 +18,31 @@ from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.network.fit import LEAST_BYTES_PER_S, measured_as_zero
 from raypipe.network.rounds import Pair
 
-_MOST_ACTORS = 4
-"""Most actors of a node; its other devices are assumed to be like the first."""
+_MOST_ACTORS = 4  # of a node; its other devices are assumed to be like the first
 _MESSAGE_TIMEOUT_S = SCOUT_BYTES / LEAST_BYTES_PER_S
 _CONNECT_TIMEOUT_S = 20.0
-_PING_FACTOR = 20
-"""A ping may take this many times its planned time before its own limit ends it."""
-_GRACE_S = 20.0
-"""Time to answer a call, beyond the call's own limits."""
+_PING_FACTOR = 20  # a ping may take this many times its planned time before its own limit ends it
+_GRACE_S = 20.0  # to answer a call, beyond the call's own limits
 
 FlowReadings = dict[Pair, tuple[Readings, Readings]]
-"""Readings of source and target of each flow, by their devices or nodes."""
+"""Readings of source and target, by devices or nodes."""
 
 
 class ProbeActors(ActorGroup):
-    """The probe actors of a cluster: up to four a node, of which the first measures the links to other nodes.
-
-    Attributes:
-        slots: For each node, the slots of all devices that its topology describes.
-        node_of: Node of each device that has an actor.
-        num_steps: Measurements so far, each of one or more flows.
-    """
+    """The probe actors of a cluster: up to four a node, of which the first measures the links to other nodes."""
 
     def __init__(
         self, slots: Sequence[Sequence[DeviceSlot]], names: Sequence[str], handles: Sequence[Any], *, use_gpu: bool = False
     ) -> None:
-        self.slots = slots
+        self.slots = slots  # of all devices that the topology describes, by node
         self.names = names
+        self.num_nodes = len(names)
         self.use_gpu = use_gpu
+        # Of each device that has an actor.
         self.node_of = [node for node, of_node in enumerate(slots) for _ in of_node[:_MOST_ACTORS]]
         super().__init__([Member(*pair) for pair in zip(handles, _with_actors(slots), strict=True)])
         self.infos: dict[int, ActorInfo] = {}
-        self.num_steps = 0
+        self.num_steps = 0  # measurements, each of one or more flows
         self.num_bytes = 0
         self._connected: set[Pair] = set()
 
@@ -58,12 +51,7 @@ class ProbeActors(ActorGroup):
     def launched(
         cls, nodes: Sequence[ClusterNode], *, limit: int | None, start_timeout_s: float, use_gpu: bool, notice: Callable[[str], None]
     ) -> Iterator[ProbeActors]:
-        """Launch actors on nodes, and end them with the block; at most `limit` devices of a node are described.
-
-        Raises:
-            PlanError: Two nodes cannot be told apart.
-            RunError: An actor did not start.
-        """
+        """Launch actors on nodes, and end them with the block; at most `limit` devices of a node are described."""
         names = [unique_name(node, nodes) for node in nodes]
         needs, num_gpus = ({"GPU": 1.0}, 1.0) if use_gpu else ({"CPU": 1.0}, 0.0)
         counts = [min(node.room(needs), limit or node.room(needs)) for node in nodes]
@@ -86,13 +74,8 @@ class ProbeActors(ActorGroup):
             for handle in handles:
                 ray.kill(handle, no_restart=True)
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of probed nodes."""
-        return len(self.names)
-
     def devices(self, node: int) -> list[int]:
-        """Return the devices of a node that have an actor."""
+        """Return a node's devices with actors."""
         return [device for device, of_device in enumerate(self.node_of) if of_device == node]
 
     def node_info(self, node: int) -> ActorInfo:
@@ -100,7 +83,7 @@ class ProbeActors(ActorGroup):
         return self.infos[self.node_of.index(node)]
 
     def link_text(self, nodes: Pair) -> str:
-        """Return a link's name."""
+        """Return `SOURCE -> TARGET` for messages."""
         return " -> ".join(self.names[node] for node in nodes)
 
     def run_between_nodes(self, patterns: dict[Pair, Any], *, limit_s: float | None = None) -> FlowReadings:
@@ -110,11 +93,7 @@ class ProbeActors(ActorGroup):
         return {nodes_of[ends]: of_flow for ends, of_flow in readings.items()}
 
     def run(self, flows: Sequence[Flow], *, limit_s: float | None = None) -> FlowReadings:
-        """Run flows between devices at the same time. Streams may take at most `limit_s`; pings have limits of their own.
-
-        Raises:
-            RunError: A device failed, or a link carries nothing.
-        """
+        """Run flows between devices at the same time. Streams may take at most `limit_s`; pings have limits of their own."""
         self._connect([flow.ends for flow in flows])
         parts = by_device(flows)
         # Each message of a slow link may take as long as a message may; such a link is slow, not broken.
@@ -140,8 +119,9 @@ class ProbeActors(ActorGroup):
         fresh = [pair for pair in pairs if pair not in self._connected]
         orders: dict[int, list[MeetOrder]] = {}
         for pair in fresh:
+            order = self._meet_order(*pair)
             for device in pair:
-                orders.setdefault(device, []).append(self._meet_order(*pair))
+                orders.setdefault(device, []).append(order)
         try:
             self.ask(
                 "connecting",

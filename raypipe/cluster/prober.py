@@ -30,7 +30,7 @@ _LEAST_STREAM_BYTES = 2 * WARM_UP_BYTES
 
 @dataclass(frozen=True)
 class ProbedNode:
-    """A node: the report of its first device, a typical link inside, its clock against the first node's."""
+    """A node, a typical link inside, and its clock against the first node's."""
 
     name: str
     info: ActorInfo
@@ -41,13 +41,7 @@ class ProbedNode:
 
 @dataclass(frozen=True)
 class Probed:
-    """Result of a probe.
-
-    Attributes:
-        links: Fit of each directed pair of nodes that was measured.
-        num_steps: Number of measurements, each of one or more flows.
-        notices: What could not be measured, and why.
-    """
+    """Result of a probe: `links` between measured pairs of nodes, `notices` of what could not be measured."""
 
     topology: ClusterTopology
     nodes: tuple[ProbedNode, ...]
@@ -95,13 +89,15 @@ def probe(
 
 
 class Probe:
-    """One probe of a cluster. Links between nodes of equal classes are assumed to be alike where not all are measured."""
+    """One probe of a cluster. Links between nodes of equal classes are assumed to be alike where unmeasured."""
 
     def __init__(self, actors: ProbeActors, classes: Sequence[tuple[object, ...]], budget: Budget, *, notice: Notice) -> None:
         self.actors = actors
         self.classes = classes
         self.spending = Spending(actors, budget, notice)
-        self.inside = [self._pairs_inside(node) for node in range(actors.num_nodes)]
+        # Neighbors within each node, in alternating directions.
+        neighbors = [pairwise(actors.devices(node)) for node in range(actors.num_nodes)]
+        self.inside = [[pair[::-1] if place % 2 else pair for place, pair in enumerate(of_node)] for of_node in neighbors]
         self.allowance = divide(
             budget,
             classes,
@@ -144,10 +140,6 @@ class Probe:
             seconds=spending.seconds,
             notices=tuple(spending.notices),
         )
-
-    def _pairs_inside(self, node: int) -> list[Pair]:
-        # Neighbors, in alternating directions.
-        return [pair[::-1] if place % 2 else pair for place, pair in enumerate(pairwise(self.actors.devices(node)))]
 
     def _inside_by_machine(self) -> list[list[tuple[int, Pair]]]:
         machines: dict[str, list[tuple[int, Pair]]] = {}

@@ -54,11 +54,11 @@ class ClusterNode:
 
 @dataclass(frozen=True)
 class DeviceSlot:
-    """The place of one device, named as in plans; it may reserve a fraction of a GPU."""
+    """The place of one device, named as in plans."""
 
     node: ClusterNode
     name: str
-    num_gpus: float = 0.0
+    num_gpus: float = 0.0  # may be a fraction of one
 
 
 def resources_per_device(scaling: ScalingConfig) -> dict[str, float]:
@@ -81,7 +81,7 @@ def nodes_called(name: str, nodes: Iterable[ClusterNode]) -> list[ClusterNode]:
 
 
 def unique_name(node: ClusterNode, nodes: Sequence[ClusterNode]) -> str:
-    """Return the name by which topologies find a node: its label if unique, else its address; refuse one that shares both."""
+    """Return a node's name in topologies: its label if unique, else its address; refuse a node that shares both."""
     for name in filter(None, (node.label, node.address)):
         if nodes_called(name, nodes) == [node]:
             return name

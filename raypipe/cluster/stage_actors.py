@@ -1,4 +1,4 @@
-"""The stage actors of a run: launches them, makes them devices of the plan, and tells which failure explains the others."""
+"""The stage actors of a run: launches them, and tells which failure explains the others."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ from raypipe.config import ClusterConfig, ScalingConfig
 from raypipe.errors import StageFailedError, TransportTimeoutError
 
 CONTROL = "control"
-"""Concurrency group of the methods that an actor answers while it computes."""
+"""Concurrency group of methods that actors answer while they compute."""
 _CONTROL_THREADS = 2
-_GRACE_S = 3.0
-"""Wait, after the first failure, for one that explains it: peers notice a dead neighbor first."""
+_GRACE_S = 3.0  # from the first failure, for one that explains it: peers notice a dead neighbor first
 _FOLLOW_S = 1.0
 _MOST_SILENCES = 10
 
@@ -53,14 +52,7 @@ def launch_stage_actors(slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[i
 
 
 class StageActors(ActorGroup):
-    """The stage actors of one run, by device of the plan. Other launched actors are idle.
-
-    Attributes:
-        launched: All actors, by slot.
-        devices: Number of each device's slot.
-        patience_s: Time that an actor has to tell its status.
-        leaving: Slots whose actors leave the plan, but hold layers that others still need.
-    """
+    """The stage actors of one run, by device of the plan; other launched actors are idle."""
 
     death_remedy = "look at its node for an out-of-memory kill or a crash; `--resume` goes on from the last checkpoint"
 
@@ -73,9 +65,9 @@ class StageActors(ActorGroup):
         self.launched = [Member(*columns) for columns in zip(handles, slots, stages, strict=True)]
         super().__init__(self.launched)
         self.launched_infos: tuple[ActorInfo, ...] = ()
-        self.devices = tuple(range(len(slots)))
-        self.patience_s = cluster.start_timeout_s
-        self.leaving: frozenset[int] = frozenset()
+        self.devices = tuple(range(len(slots)))  # number of each device's slot
+        self.patience_s = cluster.start_timeout_s  # time that an actor has to tell its status
+        self.leaving: frozenset[int] = frozenset()  # slots whose actors leave the plan, but hold layers that others still need
 
     @property
     def infos(self) -> tuple[ActorInfo, ...]:
@@ -101,7 +93,7 @@ class StageActors(ActorGroup):
                 notice(told)
 
     def assign(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]]) -> None:
-        """Make the actors of these slots the devices 0, 1, ... with these stages, others idle; all drop their layers."""
+        """Make these slots' actors the devices 0, 1, ..., others idle; all drop their layers."""
         self.devices = tuple(devices)
         self.members = [replace(self.launched[number], stages=of_device) for number, of_device in zip(devices, stages, strict=True)]
         identities = [Identity(self.run, device, member.slot.name, member.stages) for device, member in enumerate(self.members)]
@@ -110,13 +102,13 @@ class StageActors(ActorGroup):
         self.ask("taking stages", lambda device, actor: actor.assign.remote(identities[device]))
 
     def dead(self, numbers: Iterable[int], *, timeout_s: float | None = None) -> list[int]:
-        """Return which of these slots have dead actors, or silent ones (by default, for `cluster.silence_timeout_s`)."""
+        """Return the slots with dead or, by default for `cluster.silence_timeout_s`, silent actors."""
         members = {number: self.launched[number] for number in numbers}
         statuses = _statuses(members, timeout_s=self.cluster.silence_timeout_s if timeout_s is None else timeout_s)
         return [number for number, status in statuses.items() if not isinstance(status, Status)]
 
     def abort(self, reason: str) -> None:
-        """Make all actors stop what they do."""
+        """Make all actors stop their work."""
         for member in self.launched:
             member.handle.abort.options(concurrency_group=CONTROL).remote(reason)
 
