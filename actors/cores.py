@@ -1,7 +1,6 @@
 """Binds an actor to some cores of its node, if `scaling.bind_cores` asks for it.
 
-On several sockets each core is close to some memory and GPUs, and the system moves processes that often sleep. Binding helps only with
-enough cores: four stages on two cores were 16 to 25 % slower when bound.
+It helps on several sockets with enough cores: four stages on two cores were 16 to 25 % slower when bound.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from raypipe.model import Batch
 
 CPU = torch.device("cpu")
 _NUM_FILLERS = 16
-_FILLER_BYTES = 256 << 20
-"""A fast GPU writes this in about 60 us."""
+_FILLER_BYTES = 256 << 20  # a fast GPU writes this in about 60 us
 
 
 @lru_cache(maxsize=1)

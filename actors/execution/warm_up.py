@@ -16,7 +16,7 @@ from raypipe.actors.execution.updates import root
 from raypipe.actors.stage.backward import backward_full, backward_input
 from raypipe.actors.stage.gradient_flow import zero_inputs
 from raypipe.actors.stage.layers import RngKey
-from raypipe.actors.stage.snapshot import unchanged
+from raypipe.actors.stage.module import unchanged
 from raypipe.actors.stage.weights import Weights
 from raypipe.model import Batch, Model
 

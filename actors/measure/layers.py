@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raypipe.actors import devices
 from raypipe.actors.stage.backward import backward_full, backward_input
@@ -20,7 +22,6 @@ from raypipe.actors.stage.gradient_flow import LayerOutput, StageOutputs, zero_i
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
 from raypipe.actors.stage.weights import Optimizer, Weights
-from raypipe.actors.transport.protocol import TensorSpec
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.model import Batch, Model
@@ -34,13 +35,13 @@ class LayerMeasurement:
     """The cost of one layer for one microbatch. Seconds are lower quartiles.
 
     Attributes:
-        weight_grad_s: Seconds of the weight gradient if the backward is split; part of `backward_s`.
+        weight_grad_s: Part of `backward_s` that can be deferred.
         saved_bytes: Bytes that autograd keeps for the backward, without weights.
         weight_grad_saved_bytes: Bytes kept between input and weight gradient, with the gradients that W starts from.
-        parameter_bytes: Bytes of all weights, in the precision of the optimizer's steps.
-        update_s: Seconds of the optimizer's step and of renewing copies in lower precision.
-        spread: Half the interquartile range of the forward's and backward's sum, divided by its median.
-        working_bytes: Peak of forward and backward beyond `saved_bytes`: outputs, gradients, one gradient of a weight before it is added.
+        parameter_bytes: Bytes of all weights as the optimizer steps them.
+        update_s: Seconds of the optimizer's step and of renewing lower-precision copies.
+        spread: Half the interquartile range of forward plus backward, divided by the median.
+        working_bytes: Peak beyond `saved_bytes`: outputs, gradients, one gradient of a weight before it is added.
         input_grad_working_bytes: Peak of forward and input gradient beyond `saved_bytes`.
     """
 
@@ -63,10 +64,7 @@ class LayerMeasurement:
 
 @dataclass(frozen=True)
 class Effort:
-    """Timed runs of each layer in a pass, runs before these, and passes over all layers.
-
-    A disturbance often lasts longer than all repeats of a layer, but seldom hits it again in the next pass.
-    """
+    """Timed runs of each layer in a pass, runs before these, and passes: disturbances seldom hit a layer in two passes."""
 
     repeats: int = 7
     warm_up: int = 2
@@ -103,9 +101,8 @@ def measure_layers(
         for index in range(len(model.layers)):
             on_layer(f"measuring layer {index + 1} of {len(model.layers)}{again}")
             weights = build_stage(untied, cut, index, optimizer=optimizer, rule=WeightRule.FLUSH, seed=seed, precision=precision, on=on)
-            sizes = _Sizes.of(weights.module)
             outputs |= prepare(weights, outputs, batch, num_rows=num_rows)
-            measurements.append(_Layer(model, weights, outputs, batch, sizes).measure(samples[index], effort))
+            measurements.append(_Layer(model, weights, outputs, batch).measure(samples[index], effort))
     devices.drop_fillers()
     return measurements
 
@@ -125,29 +122,15 @@ class _Samples:
 
 
 class _Saved:
-    """A saved tensor; only autograd refers to this object, which ends with it."""
-
+    # A saved tensor. Only autograd refers to this object, which therefore ends when autograd frees the tensor.
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of all weights, and of those that are not trained."""
-
-    parameter_bytes: int
-    frozen_bytes: int
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Self:
-        weights = list(module.parameters())
-        return cls(sum(weight.nbytes for weight in weights), sum(weight.nbytes for weight in weights if not weight.requires_grad))
-
-
 class _Layer:
-    def __init__(self, model: Model, weights: Weights, outputs: StageOutputs, batch: Batch, sizes: _Sizes) -> None:
+    def __init__(self, model: Model, weights: Weights, outputs: StageOutputs, batch: Batch) -> None:
         self.model = model
         self.weights = weights
         self.module = weights.module.train()
@@ -156,8 +139,7 @@ class _Layer:
         self.outputs = outputs[self.index]
         self.batch = batch
         self.on = weights.on
-        self.sizes = sizes
-        self.parameters = weights.parameters(0)
+        self.parameters = weights.versions.tensors(0)
 
     def measure(self, samples: _Samples, effort: Effort) -> LayerMeasurement:
         saved_bytes, weight_grad_saved_bytes = self._saved_bytes()
@@ -165,18 +147,19 @@ class _Layer:
         for repeat in range(effort.warm_up + effort.repeats):
             self._run_once(samples if repeat >= effort.warm_up else _Samples())
         backward_s = _lower_quartile(samples.backward_s)
+        frozen_bytes = sum(weight.nbytes for weight in self.module.parameters() if not weight.requires_grad)
         return LayerMeasurement(
             name=self.model.layers[self.index].name,
             forward_s=_lower_quartile(samples.forward_s),
             backward_s=backward_s,
             weight_grad_s=min(_lower_quartile(samples.weight_grad_s), backward_s),
-            output_bytes=sum(_spec_bytes(output.spec) for output in self.outputs),
+            output_bytes=sum(math.prod(output.spec.shape) * output.spec.dtype.itemsize for output in self.outputs),
             saved_bytes=saved_bytes,
             weight_grad_saved_bytes=weight_grad_saved_bytes,
-            parameter_bytes=self.sizes.parameter_bytes,
+            parameter_bytes=frozen_bytes + sum(master.nbytes for master in self.weights.masters),
             tied_bytes=self._tied_bytes(),
             low_precision_bytes=self.weights.versions.low_precision_bytes,
-            frozen_bytes=self.sizes.frozen_bytes,
+            frozen_bytes=frozen_bytes,
             update_s=_lower_quartile(samples.update_s),
             spread=samples.spread,
             working_bytes=working_bytes,
@@ -188,24 +171,26 @@ class _Layer:
         names = [name for tie in self.model.ties for member, name in tie if member == layer]
         tied = {self.module.layers[str(self.index)].get_parameter(name) for name in names}
         # In the precision of the master, whatever that of the copy.
-        stepped = {id(own): master for own, master in zip(self.weights.parameters(0), self.weights.masters, strict=True)}
+        stepped = {id(own): master for own, master in zip(self.weights.versions.tensors(0), self.weights.masters, strict=True)}
         return sum(stepped.get(id(weight), weight).nbytes for weight in tied)
 
     def _run_once(self, samples: _Samples) -> None:
         self._forward()  # warms the caches, as in a stage at work
-        (roots, leaves), forward_s = self._forward()
+        roots, leaves, forward_s = self._forward()
         gradients = [torch.ones_like(root) for root in roots]
         self._bind()
         _, backward_s = self._timed(lambda: backward_full(roots, gradients, leaves, self.parameters))
         self._clear()
-        (roots, leaves), _ = self._forward()
+        roots, leaves, _ = self._forward()
         self._bind()
         _, deferred = backward_input(roots, gradients, leaves, self.parameters, pivot=self.module.pivot(leaves))
         _, weight_grad_s = self._timed(deferred.run)
         samples.forward_s.append(forward_s)
         samples.backward_s.append(backward_s)
         samples.weight_grad_s.append(weight_grad_s)
-        samples.update_s.append(self._update())
+        update = partial(self.weights.update, self.weights.versions.newest, scale=1.0, learning_rate=0.0, keep_old=False)
+        samples.update_s.append(self._timed(update)[1] if self.weights.optimizer is not None else 0.0)
+        self._clear()
 
     def _saved_bytes(self) -> tuple[int, int]:
         alive: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -217,7 +202,7 @@ class _Layer:
             return saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
-            (roots, leaves), _ = self._forward()
+            roots, leaves, _ = self._forward()
         saved_bytes = self._storage_bytes(saved.tensor for saved in alive)
         gradients = [torch.ones_like(root) for root in roots]
         _, deferred = backward_input(roots, gradients, leaves, self.parameters, pivot=self.module.pivot(leaves))
@@ -231,21 +216,17 @@ class _Layer:
         return saved_bytes, weight_grad_saved_bytes
 
     def _peaks(self) -> tuple[int, int]:
-        def forward() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-            (roots, leaves), _ = self._forward()
-            return roots, [torch.ones_like(root) for root in roots], leaves
+        def run(*, split: bool) -> None:
+            roots, leaves, _ = self._forward()
+            gradients = [torch.ones_like(root) for root in roots]
+            if split:
+                backward_input(roots, gradients, leaves, self.parameters, pivot=self.module.pivot(leaves))
+            else:
+                backward_full(roots, gradients, leaves, self.parameters)
 
-        def whole() -> None:
-            roots, gradients, leaves = forward()
-            backward_full(roots, gradients, leaves, self.parameters)
-
-        def split() -> None:
-            roots, gradients, leaves = forward()
-            backward_input(roots, gradients, leaves, self.parameters, pivot=self.module.pivot(leaves))
-
-        whole()  # from now on the weights have gradients, to which others are added
+        run(split=False)  # from now on the weights have gradients, to which others are added
         peaks = []
-        for work in (whole, split):
+        for work in (partial(run, split=False), partial(run, split=True)):
             self.module.first[0] = ()  # otherwise freed during the measurement
             peaks.append(_peak_bytes(work) if self.on.type == "cpu" else devices.peak_bytes(work, self.on))
         self.module.first[0] = ()
@@ -257,7 +238,7 @@ class _Layer:
         storages = [tensor.untyped_storage() for tensor in tensors]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}.values())
 
-    def _forward(self) -> tuple[tuple[list[Tensor], list[Tensor]], float]:
+    def _forward(self) -> tuple[list[Tensor], list[Tensor], float]:
         inputs = zero_inputs(self.inputs, on=self.on)
 
         def forward() -> list[Tensor]:
@@ -267,14 +248,7 @@ class _Layer:
             return [tensor for tensor in outputs if tensor.requires_grad]
 
         roots, forward_s = self._timed(forward)
-        return (roots, [leaf for tensors in inputs.values() for leaf in tensors]), forward_s
-
-    def _update(self) -> float:
-        if self.weights.optimizer is None:
-            self._clear()
-            return 0.0
-        number = self.weights.versions.newest
-        return self._timed(lambda: self.weights.update(number, scale=1.0, learning_rate=0.0, keep_old=False))[1]
+        return roots, [leaf for tensors in inputs.values() for leaf in tensors], forward_s
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
         stop = devices.stop_watch(self.on)
@@ -305,7 +279,3 @@ def _peak_bytes(work: Callable[[], None]) -> int:
         work()
     events = sorted(profiler.function_events or (), key=lambda event: event.time_range.end)
     return max(accumulate(event.self_cpu_memory_usage for event in events), default=0)
-
-
-def _spec_bytes(spec: TensorSpec) -> int:
-    return torch.empty(spec.shape, dtype=spec.dtype, device="meta").nbytes

@@ -1,8 +1,7 @@
 """The peak of the memory that a device holds in a window, less what it holds without a model.
 
-On a CPU: the process's peak (VmHWM, reset by writing to /proc/self/clear_refs), less its memory before stages were built, mapped files and
-shared memory, as Linux counts them after the window. It counts pages, not tensors: also holes in the C library's heap. Freed memory stays
-with the process: no window shows less than an earlier window, evaluation or checkpoint has left behind.
+On a CPU: the process's peak less its memory before stages were built, mapped files and shared memory. It counts pages, not tensors: also
+holes in the C library's heap and freed memory, so no window shows less than an earlier one has left behind.
 """
 
 from __future__ import annotations
@@ -11,30 +10,13 @@ import ctypes
 import gc
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
 _SHARED = ("RssFile", "RssShmem")
-
-
-class MemoryMeter(Protocol):
-    """Measures the peak of a device's memory."""
-
-    def begin(self) -> None:
-        """Start a new measurement."""
-
-    def peak_bytes(self) -> int | None:
-        """Return the peak since `begin`, less what the device held when the meter was made; `None` if unknown."""
-
-
-def memory_meter(device: torch.device) -> MemoryMeter:
-    """Return the meter of a device that holds no model yet."""
-    return CudaMemory(device) if device.type == "cuda" else ProcessMemory()
 
 
 class ProcessMemory:
@@ -42,7 +24,9 @@ class ProcessMemory:
 
     def __init__(self) -> None:
         _use_torch_once(torch.device("cpu"))
-        _return_free_memory()
+        gc.collect()
+        with suppress(AttributeError, OSError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
         resident = _resident_bytes()
         self._before = None if resident is None else resident["RssAnon"]
         self._began = False
@@ -50,7 +34,7 @@ class ProcessMemory:
     def begin(self) -> None:
         """Start a new measurement."""
         try:
-            _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
+            _CLEAR_REFS.write_text("5", encoding="ascii")  # resets VmHWM
             self._began = True
         except OSError:  # not Linux, or forbidden
             self._began = False
@@ -80,6 +64,14 @@ class CudaMemory:
         return max(torch.cuda.max_memory_allocated(self.device) - self._before, 0)
 
 
+MemoryMeter = ProcessMemory | CudaMemory
+
+
+def memory_meter(device: torch.device) -> MemoryMeter:
+    """Return the meter of a device that holds no model yet."""
+    return CudaMemory(device) if device.type == "cuda" else ProcessMemory()
+
+
 def _resident_bytes() -> dict[str, int] | None:
     try:
         lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
@@ -96,9 +88,3 @@ def _use_torch_once(device: torch.device) -> None:
     with torch.enable_grad():
         nn.functional.layer_norm(torch.ones(2, 2, device=device) @ weight, (2,)).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-
-
-def _return_free_memory() -> None:
-    gc.collect()
-    with suppress(AttributeError, OSError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Autograd's graph of one stage: which nodes lead to its inputs, and which computes the gradient of which parameter."""
+"""Autograd's graph of one stage: what leads to its inputs, and what computes each parameter's gradient."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """The graph below the outputs of a stage, with the leaf nodes of inputs and parameters that were reached.
+    """The graph below the outputs of a stage; `inputs` and `parameters` by leaf node.
 
-    `height` is the longest path, in nodes, from an inner node (one that leads to an input or pivot) down to an input or pivot.
+    `height` of an inner node (one that leads to an input or pivot) is its longest path, in nodes, down to one.
     """
 
     children: dict[Node, tuple[tuple[Node | None, int], ...]]
@@ -66,9 +66,9 @@ class Owners:
     """Where the gradient of each parameter is computed.
 
     Attributes:
-        cuts: For each cut, the parameters that it alone leads to: in W, from what arrives at the cut.
+        cuts: By cut, the parameters that it alone leads to: in W, from the cut.
         late: Parameters that only pivots and input-less outputs lead to: in W, from these.
-        early: Leaf nodes of all other parameters: in I.
+        early: Leaf nodes of all others: in I.
     """
 
     cuts: dict[Node, list[Tensor]]

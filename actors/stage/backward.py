@@ -1,24 +1,20 @@
 """Splits the backward pass of one stage into input gradients (I) and weight gradients (W), for any nn.Module.
 
-Zero-bubble schedules send the input gradient on first and fill idle time with the weight gradients
-(Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241, section 2).
-
-Autograd's graph of `y = fc2(gelu(fc1(x)))` runs from the outputs down to the leaves. A node that leads to an input is `inner`; an inner
+Zero-bubble schedules send input gradients on first and fill idle time with W (Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism,
+ICLR 2024, arXiv 2401.10241, section 2). In autograd's graph of `y = fc2(gelu(fc1(x)))` a node that leads to an input is `inner`; an inner
 node with a child that leads to parameters but to no input is a `cut`:
 
     gradient of y -> [addmm fc2] -> [gelu] -> [addmm fc1] -> x        I runs this row and notes what arrives at each cut
                           |                        |
                       [t] -> fc2.weight        [t] -> fc1.weight      W runs each cut again, but only this side of it
 
-Each node computes only what a pass asks for: no matrix product is done twice. Gradients of parameters below several cuts (a weight used
-twice, a recurrent layer) are computed in I and held until W.
+No matrix product is done twice. Gradients below several cuts (a weight used twice, a recurrent layer) are computed in I and held until W.
 
 Limits, none of which affects the values:
 * A Python `autograd.Function` and a module from `torch.compile` compute all their gradients in I.
 * Between I and W all activations below the topmost cut stay, with one gradient per cut.
-* `torch.utils.checkpoint(use_reentrant=False)` recomputes in I and in each pass of W that enters its segment; the reentrant kind raises.
-* Autograd visits all nodes below a cut before a pass (0.2 us each): a small part of W is quadratic in the stage's length.
-* Tensor hooks on parameters of I, outputs of cuts and pivots run in I and again in W, which drops their result.
+* Checkpointed segments are recomputed in I and in each pass of W that enters them; reentrant ones raise.
+* Tensor hooks on parameters of I, outputs of cuts and pivots run again in W, which drops their result.
 * No second derivatives.
 """
 
@@ -26,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,13 +31,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from raypipe.actors.stage.autograd_graph import edges_into, find_owners, walk
 
+# What `torch.autograd.backward` calls after checks in Python, which take 45 us with cold caches. Not public, so it may be missing.
 _ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
-"""What `torch.autograd.backward` calls after checks in Python, which take 45 us with cold caches. It is not public: a torch without it
-takes the public way."""
+_Root = tuple[GradientEdge, Tensor]
 
 
 def disable_buffer_donation() -> None:
-    """Keep compiled backwards of this thread from overwriting saved tensors, which I and W both need."""
+    """Keep compiled backwards from overwriting saved tensors, which I and W both need."""
     config = sys.modules.get("torch._functorch.config")  # loaded with the compiler
     if config is not None:
         config.donated_buffer = False  # type: ignore[attr-defined]
@@ -52,20 +48,15 @@ def backward_full(
 ) -> tuple[Tensor | None, ...]:
     """Accumulate the gradients of `parameters` into `.grad` and return those of `inputs`; free the graph behind `outputs`.
 
-    `output_gradients` may hold `None`; the gradient of the loss is `torch.ones_like(loss)`. `inputs` are leaves without `.grad`. An input
-    that takes no gradient, or that none reaches, gets `None`. Frozen and unused parameters keep their `.grad`.
+    `inputs` are leaves without `.grad`; one that no gradient reaches gets `None`. Frozen and unused parameters keep their `.grad`.
     """
-    roots: list[Tensor] = []
-    root_gradients: list[Tensor] = []
-    for output, gradient in zip(outputs, output_gradients, strict=True):
-        if gradient is not None and output.requires_grad:
-            roots.append(output)
-            root_gradients.append(gradient)
+    pairs = [pair for pair in zip(outputs, output_gradients, strict=True) if pair[1] is not None and pair[0].requires_grad]
     leaves = [tensor for tensor in (*inputs, *parameters) if tensor.requires_grad]
-    if not roots or not leaves:
+    if not pairs or not leaves:
         return (None,) * len(inputs)
+    roots, root_gradients = zip(*pairs, strict=True)
     if _ENGINE is not None:
-        _ENGINE.run_backward(tuple(roots), tuple(root_gradients), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
+        _ENGINE.run_backward(roots, root_gradients, False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(roots, root_gradients, inputs=leaves)
     gradients = tuple([tensor.grad for tensor in inputs])
@@ -84,14 +75,18 @@ def backward_input(
 ) -> tuple[tuple[Tensor | None, ...], PendingWeightGradient]:
     """Return the gradients of `inputs` and the pending computation of those of `parameters`; leave every `.grad`.
 
-    The caller must drop `outputs` afterwards, or they keep the graph alive. I ends at `pivot`, the outputs of the first layer, if no input
-    takes a gradient; with neither, W computes everything. Time is linear in nodes.
+    The caller must drop `outputs`, or they keep the graph alive. Without an input that takes a gradient, I ends at `pivot`, the first
+    layer's outputs; without that, W computes everything. Time is linear in nodes.
     """
     assert all(tensor.grad_fn is None for tensor in inputs), "the inputs of a stage must be leaves: detach the tensors that it received"
-    roots = _roots(outputs, output_gradients)
-    edges = [root.edge for root in roots]
-    inside = [tensor for tensor in pivot if isinstance(tensor, Tensor) and tensor.requires_grad]
-    pivots = {edge.node: edge for edge in map(get_gradient_edge, inside)}
+    roots: list[_Root] = [
+        (get_gradient_edge(output), gradient)
+        for output, gradient in zip(outputs, output_gradients, strict=True)
+        if gradient is not None and output.requires_grad
+    ]
+    edges = [edge for edge, _ in roots]
+    inside = [get_gradient_edge(tensor) for tensor in pivot if isinstance(tensor, Tensor) and tensor.requires_grad]
+    pivots = {edge.node: edge for edge in inside}
     graph = walk(edges, inputs=inputs, pivots=pivots, parameters=parameters)
     owners = find_owners(graph, edges)
 
@@ -102,17 +97,18 @@ def backward_input(
     gradients: list[Tensor | None] = []
     if wanted:
         keep = bool(cuts or (owners.early and owners.late))
-        gradients = list(torch.autograd.grad(edges, wanted, [root.gradient for root in roots], retain_graph=keep, allow_unused=True))
+        gradients = list(torch.autograd.grad(edges, wanted, [gradient for _, gradient in roots], retain_graph=keep, allow_unused=True))
     early = gradients[len(graph.inputs) + len(floor_edges) :]
     for edge, gradient in zip(floor_edges, gradients[len(graph.inputs) :], strict=False):
-        floor[edge.node].record(edge.output_nr, gradient)
+        if gradient is not None:
+            floor[edge.node].arrived.setdefault(edge.output_nr, gradient)
 
     rows: defaultdict[int, _Pass] = defaultdict(_Pass)
     for node, tap in cuts.items():
         row = rows[graph.height[node]]
         row.taps.append(tap)
         row.parameters += owners.cuts[node]
-    outside = [root for root in roots if root.edge.node not in graph.height]
+    outside = [(edge, gradient) for edge, gradient in roots if edge.node not in graph.height]
     bottom = _Pass(roots=outside, taps=list(floor.values()), parameters=owners.late)
     pending = PendingWeightGradient(
         passes=[bottom, *(rows[height] for height in sorted(rows))],
@@ -123,7 +119,7 @@ def backward_input(
 
 
 class PendingWeightGradient:
-    """The weight gradients of one microbatch of one stage that `backward_input` has left to W."""
+    """The weight gradients that `backward_input` has left to W."""
 
     def __init__(self, *, passes: list[_Pass], early: list[tuple[Tensor, Tensor]]) -> None:
         self._passes = passes
@@ -137,75 +133,53 @@ class PendingWeightGradient:
         # From the outputs down, so that each pass frees the graph above the next one.
         while self._passes:
             self._passes.pop().run()
-        _accumulate_early(self._early)
+        if not self._early:
+            return
+        # As autograd accumulates, with its hooks. I ran the parameters' tensor hooks; the hooks added last drop the effect of a second run.
+        handles = [
+            parameter.register_hook(lambda _, gradient=gradient: gradient)  # type: ignore[no-untyped-call]
+            for parameter, gradient in self._early
+        ]
+        parameters = [parameter for parameter, _ in self._early]
+        try:
+            torch.autograd.backward(parameters, [gradient for _, gradient in self._early], inputs=parameters)
+        finally:
+            for handle in handles:
+                handle.remove()
         self._early.clear()
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients held until `run`."""
         roots = [root for each in self._passes for root in each.all_roots()]
-        return [*(root.gradient for root in roots), *(gradient for _, gradient in self._early)]
-
-
-def _accumulate_early(early: Sequence[tuple[Tensor, Tensor]]) -> None:
-    # As autograd accumulates, with its hooks.
-    if not early:
-        return
-    # I ran the parameters' tensor hooks. They run again here; the hooks added last drop their effect.
-    handles = [
-        parameter.register_hook(lambda _, gradient=gradient: gradient)  # type: ignore[no-untyped-call]
-        for parameter, gradient in early
-    ]
-    parameters = [parameter for parameter, _ in early]
-    try:
-        torch.autograd.backward(parameters, [gradient for _, gradient in early], inputs=parameters)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@dataclass(frozen=True, slots=True)
-class _Root:
-    edge: GradientEdge
-    gradient: Tensor
+        return [gradient for _, gradient in (*roots, *self._early)]
 
 
 class _Tap:
-    """Records in a prehook the gradients that arrive at a node in I, after tensor hooks, and hands them to the node in W."""
-
-    __slots__ = ("_arrived", "_edge", "_handle")
+    # Records in a prehook, after tensor hooks, the gradients that arrive at a node in I, and hands them to the node in W.
+    __slots__ = ("_edge", "arrived", "handle")
 
     def __init__(self, edge: GradientEdge) -> None:
         self._edge = edge
-        self._arrived: dict[int, Tensor] = {}
         # The hook refers to the gradients alone: if it referred to the tap, node and tap would keep each other alive.
-        self._handle = edge.node.register_prehook(_record_or_hand_back(self._arrived))
+        arrived = self.arrived = dict[int, Tensor]()
 
-    def record(self, output_nr: int, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self._arrived.setdefault(output_nr, gradient)
+        def prehook(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+            if arrived:
+                return tuple(arrived.get(number) for number in range(len(gradients)))
+            arrived.update((number, gradient) for number, gradient in enumerate(gradients) if gradient is not None)
+            return None
+
+        self.handle = edge.node.register_prehook(prehook)
 
     def roots(self) -> list[_Root]:
         node, _, token = self._edge
-        return [_Root(GradientEdge(node, number, token), gradient) for number, gradient in self._arrived.items()]
-
-    def remove(self) -> None:
-        self._handle.remove()
-
-
-def _record_or_hand_back(arrived: dict[int, Tensor]) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...] | None]:
-    def prehook(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        if arrived:
-            return tuple(arrived.get(number) for number in range(len(gradients)))
-        arrived.update((number, gradient) for number, gradient in enumerate(gradients) if gradient is not None)
-        return None
-
-    return prehook
+        return [(GradientEdge(node, number, token), gradient) for number, gradient in self.arrived.items()]
 
 
 @dataclass(slots=True)
 class _Pass:
-    """One run of autograd in W: from nodes none of which is below another, to parameters that only these reach."""
-
+    # One run of autograd in W: from nodes none of which is below another, to parameters that only these reach. Autograd visits all nodes
+    # below them before (0.2 us each): a small part of W is quadratic in the stage's length.
     roots: list[_Root] = field(default_factory=list)
     taps: list[_Tap] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
@@ -216,14 +190,6 @@ class _Pass:
     def run(self) -> None:
         roots = self.all_roots()
         if roots and self.parameters:
-            torch.autograd.backward([root.edge for root in roots], [root.gradient for root in roots], inputs=self.parameters)
+            torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots], inputs=self.parameters)
         for tap in self.taps:
-            tap.remove()
-
-
-def _roots(outputs: Sequence[Tensor], output_gradients: Sequence[Tensor | None]) -> list[_Root]:
-    return [
-        _Root(get_gradient_edge(output), gradient)
-        for output, gradient in zip(outputs, output_gradients, strict=True)
-        if gradient is not None and output.requires_grad
-    ]
+            tap.handle.remove()

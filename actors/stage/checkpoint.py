@@ -1,9 +1,8 @@
-"""Checkpoints: a folder with one file per layer, so that any cut of the model can load what any other cut saved.
+"""Checkpoints: a folder with one file per layer, so that any cut of the model can load what any other saved.
 
 checkpoint/update-000200/
-    checkpoint.json              `raypipe.checkpoint/1`; written last: a folder without it is never read
-    layer-0000-embedding.safetensors
-    layer-0001-block-0.safetensors
+checkpoint.json              `raypipe.checkpoint/1`; written last: a folder without it is never read
+layer-0000-embedding.safetensors
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LOG = logging.getLogger("raypipe.checkpoint")
 
 @record()
 class CheckpointIndex:
-    """Updates done, names of the layers in order, name of the model function, seed of the run."""
+    """Updates done, names of the layers in order, the model function's name, the run's seed."""
 
     update: int
     layers: tuple[str, ...]
@@ -56,16 +55,14 @@ class Checkpoint:
         Raises:
             FormatError: There is none, or it cannot be read.
         """
-        file = Path(path) / _INDEX
-        index = codec.load_json(CheckpointIndex, file, format_name=FORMAT)
-        return cls(os.fspath(path), index)
+        return cls(os.fspath(path), codec.load_json(CheckpointIndex, Path(path) / _INDEX, format_name=FORMAT))
 
     @classmethod
     def latest(cls, folder: str | os.PathLike[str]) -> Checkpoint | None:
-        """Return the readable checkpoint with the most updates in a run's folder; `None` if it has none.
+        """Return the readable checkpoint with the most updates in a run's folder, if it has any.
 
         Raises:
-            FormatError: No checkpoint can be read.
+            FormatError: None can be read.
         """
         checkpoints: list[Checkpoint] = []
         problem: FormatError | None = None
@@ -76,7 +73,7 @@ class Checkpoint:
                 problem = error
         for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.index.update, reverse=True):
             try:
-                checkpoint.check()
+                checkpoint._check()
             except FormatError as error:
                 _LOG.warning("%s is left out: %s", checkpoint.path, error)
                 problem = error
@@ -86,12 +83,8 @@ class Checkpoint:
             raise problem
         return None
 
-    def check(self) -> None:
-        """Check the layers' files that this node sees: full disks and power cuts truncate files.
-
-        Raises:
-            FormatError: A file is damaged.
-        """
+    def _check(self) -> None:
+        # Full disks and power cuts truncate files; this node may not see all.
         for index, name in enumerate(self.index.layers):
             path = Path(self.path) / layer_file(index, name)
             if path.is_file():
@@ -120,7 +113,7 @@ class Checkpoint:
 
 
 def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
-    """Return the layers of a checkpoint as modules, for models that fit into this process.
+    """Return a checkpoint's layers as modules, for models that fit into this process.
 
     Raises:
         FormatError: A file is missing, damaged or of another model.
@@ -164,7 +157,7 @@ def load_stage(folder: str | os.PathLike[str], weights: Weights) -> None:
     """Load the layers of a stage, and its tied weights from other layers' files.
 
     Raises:
-        FormatError: A file is missing, damaged or of a model with other ties.
+        FormatError: A file is missing, damaged or of another model.
         ConfigError: A tensor is missing, unknown or of another shape.
     """
     module = weights.module

@@ -1,7 +1,6 @@
 """What crosses the borders of stages, found before training by trial forwards and the graphs that these leave.
 
-A gradient returns only for tensors that take one and that the loss depends on: not for a mask or an unused output. A gradient path counts
-if any trial has it; `Layer.gradients_vary` declares those that no trial finds.
+A gradient returns only for tensors that take one and that the loss depends on, in any trial or as `Layer.gradients_vary` declares.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ OutputId = tuple[int, int]
 
 @dataclass(frozen=True)
 class LayerOutput:
-    """A tensor that a layer passes to other stages or to the loss.
+    """A tensor that a layer passes on, with its shape for a whole microbatch.
 
     Attributes:
-        spec: Shape for a whole microbatch, and dtype.
         takes_gradient: Whether its stage can use a gradient.
         reaches: Outputs of other stages that its gradient flows on to.
         always: Whether a gradient returns in any case.
@@ -50,10 +48,9 @@ StageOutputs = Mapping[int, tuple[LayerOutput, ...]]
 
 @dataclass(frozen=True)
 class EdgeTensor:
-    """A tensor that goes along an edge of the stage graph.
+    """A tensor between two stages, with its shape for a whole microbatch.
 
     Attributes:
-        spec: Shape for a whole microbatch, and dtype.
         takes_gradient: Whether the producing stage can use a gradient.
         returns: Whether the consuming stage sends one back.
     """
@@ -70,10 +67,10 @@ _NUM_NOISE_TRIALS = 2
 
 
 def output_specs(module: StageModule, inputs: StageOutputs, batch: Batch, *, num_rows: int) -> dict[int, tuple[LayerOutput, ...]]:
-    """Return the tensors that a stage passes on, from trials over zeros and noise in place of `inputs`, and one microbatch.
+    """Return the tensors that a stage passes on, from trials over zeros and noise in place of `inputs`.
 
     Raises:
-        ConfigError: The forward over zeros failed or wrote into its inputs, or a tensor's first dimension is not `num_rows`.
+        ConfigError: The trial over zeros failed or wrote into its inputs, or a tensor's first dimension is not `num_rows`.
     """
     for name, tensor in batch.items():
         if not isinstance(tensor, Tensor):
@@ -121,8 +118,7 @@ def _combined(module: StageModule, first: _Trial, trials: Sequence[_Trial]) -> d
 
 
 def _try_forward(module: StageModule, inputs: Outputs, batch: Batch, rng_key: RngKey, num_rows: int) -> _Trial:
-    names = ", ".join(spec.name for spec in module.specs.values())
-    where = f"stage {module.stage} (layers {names})"
+    where = f"stage {module.stage} (layers {', '.join(spec.name for spec in module.specs.values())})"
     ids = {tensor: (layer, number) for layer, tensors in inputs.items() for number, tensor in enumerate(tensors)}
     versions = {tensor: tensor._version for tensor in ids if not tensor.requires_grad and tensor.is_floating_point()}
     try:

@@ -1,4 +1,4 @@
-"""The gradients of a stage's weights: one buffer per update under way, as tensors or as one vector for a reduction."""
+"""The gradients of a stage's weights: one buffer per update, as tensors or as one vector for a reduction."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def squared_norm(gradients: list[Tensor], *, on: torch.device = devices.CPU) -> 
 
 
 class FlatLayout:
-    """Gradients of several weights as one vector: all values, then a 1 for each weight with a gradient and a 0 for others.
+    """Gradients of several weights as one vector: all values, then a 1 for each weight with a gradient, else a 0.
 
-    A sum of such vectors has a gradient where any part has one. `sizes` are each weight's number of elements and dtype.
+    A sum has a gradient where any part has one. `sizes` are elements and dtype of each weight.
     """
 
     def __init__(self, sizes: Iterable[tuple[int, torch.dtype]], *, on: torch.device) -> None:
@@ -63,10 +63,7 @@ class FlatLayout:
 
 
 class GradientBuffers:
-    """One gradient buffer per update under way, in the shapes, dtypes and order of `masters`.
-
-    A buffer is bound as `.grad` of the tensors of `bound_version`, or `None`.
-    """
+    """One gradient buffer per update under way, like `masters`, bound as `.grad` of the tensors of `bound_version`."""
 
     def __init__(self, masters: Sequence[Tensor], *, on: torch.device) -> None:
         self._masters = masters
@@ -91,8 +88,7 @@ class GradientBuffers:
         """Put an update's buffer into the `.grad` of a version's tensors."""
         if (self.bound_version, self._bound_update) == (version, update):
             return
-        self.unbind()
-        for leaf, gradient in zip(leaves, self._buffer(update), strict=True):
+        for leaf, gradient in zip(leaves, self.of(update), strict=True):
             leaf.grad = gradient
         self.bound_version, self._bound_update, self._bound_leaves = version, update, leaves
 
@@ -108,7 +104,7 @@ class GradientBuffers:
     def of(self, update: int) -> list[Tensor | None]:
         """Return the buffer of an update."""
         self.unbind()
-        return self._buffer(update)
+        return self._buffers.setdefault(update, [None] * len(self._masters))
 
     def pop(self, update: int) -> list[Tensor | None]:
         """Return and drop the buffer of an update."""
@@ -125,9 +121,6 @@ class GradientBuffers:
     def set_flat(self, update: int, vector: Tensor) -> None:
         """Replace an update's buffer by a sum of replicas' vectors."""
         self._set(update, vector, self._layout.present(vector, [gradient is not None for gradient in self.of(update)]))
-
-    def _buffer(self, update: int) -> list[Tensor | None]:
-        return self._buffers.setdefault(update, [None] * len(self._masters))
 
     def _set(self, update: int, vector: Tensor, present: Sequence[bool]) -> None:
         parts = zip(self._layout.unpack(vector), self._masters, present, strict=True)

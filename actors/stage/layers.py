@@ -14,15 +14,14 @@ from raypipe.model import Layer
 
 GENERATOR_LOCK = threading.Lock()
 """Torch's random generator belongs to the process: threads that seed it and draw from it take turns."""
-_LAYER_OF_WEIGHT: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The name of the layer that each parameter was built for; a parameter is refused for a second layer."""
+_LAYER_OF_WEIGHT: WeakIdKeyDictionary = WeakIdKeyDictionary()  # names; a parameter is refused for a second layer
 
 
 class RngKey(NamedTuple):
     """What random numbers depend on, besides the run's seed and the layer.
 
     Attributes:
-        microbatch: Number of the microbatch, counted from the beginning of training.
+        microbatch: Number since the beginning of training.
         first_row: First row on this device; replicas that share a microbatch draw different masks.
     """
 
@@ -31,7 +30,8 @@ class RngKey(NamedTuple):
 
 
 def layer_seed(seed: int, layer: int, rng_key: RngKey | None = None) -> int:
-    """Return the seed of a layer's weights, or of its random numbers; 64-bit products make neighbors' seeds unrelated."""
+    """Return the seed of a layer's weights, or of its random numbers."""
+    # 64-bit products make neighbors' seeds unrelated.
     mixed = (seed * 0x9E3779B97F4A7C15 + layer * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     if rng_key is not None:
         mixed ^= ((rng_key.microbatch + 1) * 0xD6E8FEB86659FD93 + rng_key.first_row * 0xA0761D6478BD642F) & 0xFFFFFFFFFFFFFFFF

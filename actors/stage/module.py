@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,7 @@ from raypipe.model import Batch, Layer, Model
 
 Outputs = dict[int, tuple[Tensor, ...]]
 """The output tensors of layers, by layer index."""
+_ATTRIBUTES_OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 class StageModule(nn.Module):
@@ -24,10 +26,9 @@ class StageModule(nn.Module):
 
     Attributes:
         names: Names of all layers of the model.
-        inputs: Layers whose outputs each layer of the stage takes.
-        shared: Weights that the stages of its tie share, in the same order on all.
-        borrowed: By name, weights that checkpoints have in files of other stages' layers.
-        first: Outputs of the first layer in the last forward, in a list (setting a module's attribute takes microseconds).
+        inputs: Layers whose outputs each layer takes.
+        shared: Weights shared with other stages, in the same order on all.
+        borrowed: By name, weights stored with other stages' layers.
     """
 
     def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int, on: torch.device = devices.CPU) -> None:
@@ -51,6 +52,7 @@ class StageModule(nn.Module):
         self._steps = [(index, self.layers[str(index)], self.inputs[index], self.specs[index].batch) for index in self.indices]
         self.takes_batch = any(spec.batch for spec in self.specs.values())
         _check_state(self)
+        # The first layer's outputs in the last forward, in a list: setting a module's attribute takes microseconds.
         self.first: list[tuple[Tensor, ...]] = [()]
 
     @property
@@ -97,3 +99,38 @@ def _check_state(module: StageModule) -> None:
             raise ConfigError(f"{where} is {what}, and checkpoints hold parameters and dense buffers; register a buffer in its place")
         if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
             raise ConfigError(f"{where} has elements that share memory, and could not be loaded again; register its `.clone()`")
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Restore a module's weights, buffers and attributes on exit, from the host's memory."""
+    # Torch's own layers write into some buffers without changing their version counter.
+    tensors: list[tuple[Tensor, int, Tensor]] = [(weight, weight._version, _on_host(weight)) for weight in module.parameters()]
+    tensors += [(buffer, -1, _on_host(buffer)) for buffer in module.buffers() if buffer.layout is torch.strided]
+    parts = [(part, dict(part.__dict__), dict(part._buffers)) for part in module.modules()]
+    containers = [
+        (value, copy.copy(value))
+        for _, attributes, _ in parts
+        for name, value in attributes.items()
+        if type(value) in {list, dict, set} and name not in _ATTRIBUTES_OF_TORCH
+    ]
+    try:
+        yield
+    finally:
+        for value, before in containers:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+        for part, attributes, buffers in parts:
+            for name in part.__dict__.keys() - attributes.keys():
+                del part.__dict__[name]
+            part.__dict__.update(attributes)
+            part._buffers.clear()
+            part._buffers.update(buffers)
+        with torch.no_grad():
+            for tensor, version, before in tensors:
+                if tensor._version != version:
+                    tensor.copy_(before)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -3,8 +3,7 @@
     optimizer -> weight, float32 -> copy, bfloat16 -> matrix products of F, B and W       one copy per version
                  weight, float32 -------------------> norms, embeddings                   what autocast leaves alone
 
-Trial forwards show which weights autocast casts. Weights used both cast and as built, and casts in training only or in layers that call
-autocast themselves, are left to autocast; the former are refused under `live`.
+Trial forwards show which weights autocast casts. Weights used in both ways are left to autocast, and refused under `live`.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from raypipe.actors import devices
 from raypipe.actors.stage.gradient_flow import LayerOutput, StageOutputs, output_specs
 from raypipe.actors.stage.layers import RngKey
-from raypipe.actors.stage.module import Outputs, StageModule
-from raypipe.actors.stage.snapshot import unchanged
+from raypipe.actors.stage.module import Outputs, StageModule, unchanged
 from raypipe.actors.stage.weights import Optimizer, Weights
 from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
@@ -36,19 +34,15 @@ from raypipe.schedules.ir import WeightRule
 LOW = torch.bfloat16
 
 
-class AutocastStage(StageModule):
-    """A stage that computes under autocast."""
-
+class _AutocastStage(StageModule):
     def forward(self, inputs: Outputs, batch: Batch, rng_key: RngKey) -> Outputs:
-        """Return the outputs that other stages or the loss take."""
         # Outputs of other stages are leaves here but not in the unsplit model, so nothing made of them may be cached.
         with torch.autocast(self.on.type, dtype=LOW, cache_enabled=False):
             return super().forward(inputs, batch, rng_key)
 
 
-class LowStage(StageModule):
-    """A stage entirely in low precision, with buffers, frozen weights and batch."""
-
+class _LowStage(StageModule):
+    # All in low precision, with buffers, frozen weights and batch.
     def __init__(self, model: Model, cut: Cut, stage: int, *, seed: int, on: torch.device = devices.CPU) -> None:
         super().__init__(model, cut, stage, seed=seed, on=on)
         fixed = [*self.buffers(), *(weight for weight in self.parameters() if not weight.requires_grad)]
@@ -56,7 +50,6 @@ class LowStage(StageModule):
             tensor.data = _lowered(tensor.data)
 
     def forward(self, inputs: Outputs, batch: Batch, rng_key: RngKey) -> Outputs:
-        """Return the outputs that other stages or the loss take."""
         return super().forward(inputs, {name: _lowered(tensor) for name, tensor in batch.items()}, rng_key)
 
 
@@ -64,7 +57,7 @@ def _lowered(tensor: Tensor) -> Tensor:
     return tensor.to(LOW) if tensor.is_floating_point() else tensor
 
 
-_STAGES = {Precision.FLOAT32: StageModule, Precision.BF16_MIXED: AutocastStage, Precision.BF16: LowStage}
+_STAGES = {Precision.FLOAT32: StageModule, Precision.BF16_MIXED: _AutocastStage, Precision.BF16: _LowStage}
 
 
 def build_stage(
@@ -99,9 +92,9 @@ def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: 
     """
     module = weights.module
     inputs = {source: outputs[source] for sources in module.inputs.values() for source in sources if source in outputs}
-    if isinstance(module, LowStage):
+    if isinstance(module, _LowStage):
         weights.versions.lower(weights.names, LOW)
-    uses = _Uses(weights) if isinstance(module, AutocastStage) else None
+    uses = _Uses(weights) if isinstance(module, _AutocastStage) else None
     with unchanged(module), uses.watched() if uses else nullcontext():
         specs = output_specs(module, inputs, batch, num_rows=num_rows)
     weights.versions.check_in_place()
@@ -118,6 +111,7 @@ def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: 
 
 
 class _Uses:
+    # Casts in training only, and in layers that call autocast themselves, are not seen and left to autocast.
     def __init__(self, weights: Weights) -> None:
         self.cast: set[str] = set()
         self.plain: set[str] = set()

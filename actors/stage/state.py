@@ -16,10 +16,8 @@ from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.weights import Weights
 from raypipe.errors import ConfigError
 
-OPTIMIZER = "optimizer/"
-"""Prefix of the names of optimizer state; a module cannot have such a name."""
-_COUNTS = frozenset({"step", "mu_product"})
-"""Names of optimizer state that is one number per weight, whatever the weight's shape."""
+OPTIMIZER = "optimizer/"  # a module cannot have such a name
+_COUNTS = frozenset({"step", "mu_product"})  # optimizer state that is one number per weight, whatever the weight's shape
 
 
 def export_layers(weights: Weights) -> dict[int, dict[str, Tensor]]:
@@ -46,9 +44,27 @@ def import_layers(weights: Weights, states: Mapping[int, Mapping[str, Tensor]]) 
         ConfigError: A tensor is missing, unknown or of another shape.
     """
     assert weights.versions.num_versions == 1, "weights are loaded between windows only"
-    loader = _Loader(weights)
+    tensors = without_aliases(weights.module)
+    masters = dict(zip(weights.names, weights.masters, strict=True))
     for index, state in _with_borrowed(weights.module, states).items():
-        loader.load(index, state)
+        expected = {name.split(".", 2)[2] for name in tensors if name.split(".", 2)[1] == str(index)}
+        names = {name for name in state if not name.startswith(OPTIMIZER)}
+        if expected != names:
+            raise ConfigError(
+                f"checkpoint of layer {index}: missing {sorted(expected - names)}, unknown {sorted(names - expected)}; "
+                "was it made by another model?"
+            )
+        for key, tensor in state.items():
+            prefix, rest = _split(key)
+            name = f"layers.{index}.{rest}"
+            if prefix:
+                if name in masters or name not in tensors:  # otherwise the weight is frozen now
+                    _load_optimizer_state(weights.optimizer, masters.get(name), name, prefix.split("/")[1], tensor)
+                continue
+            if tensors[name].shape != tensor.shape:
+                raise ConfigError(f"checkpoint of {name}: has shape {tuple(tensor.shape)}, the model {tuple(tensors[name].shape)}")
+            with torch.no_grad():
+                (masters[name].data if name in masters else tensors[name]).copy_(tensor)
     weights.versions.set_newest(weights.versions.newest)
 
 
@@ -71,56 +87,28 @@ def _split(key: str) -> tuple[str, str]:
     return f"{OPTIMIZER}{kind}/", weight
 
 
-class _Loader:
-    def __init__(self, weights: Weights) -> None:
-        self._optimizer = weights.optimizer
-        self._tensors = without_aliases(weights.module)
-        self._masters = dict(zip(weights.names, weights.masters, strict=True))
-
-    def load(self, index: int, state: Mapping[str, Tensor]) -> None:
-        expected = {name.split(".", 2)[2] for name in self._tensors if name.split(".", 2)[1] == str(index)}
-        names = {name for name in state if not name.startswith(OPTIMIZER)}
-        if expected != names:
-            raise ConfigError(
-                f"checkpoint of layer {index}: missing {sorted(expected - names)}, unknown {sorted(names - expected)}; "
-                "was it made by another model?"
-            )
-        for key, tensor in state.items():
-            prefix, rest = _split(key)
-            name = f"layers.{index}.{rest}"
-            if prefix:
-                self._load_optimizer_state(name, prefix.split("/")[1], tensor)
-            else:
-                self._load_tensor(name, tensor)
-
-    def _load_tensor(self, name: str, tensor: Tensor) -> None:
-        if self._tensors[name].shape != tensor.shape:
-            raise ConfigError(f"checkpoint of {name}: has shape {tuple(tensor.shape)}, the model {tuple(self._tensors[name].shape)}")
-        with torch.no_grad():
-            (self._masters[name].data if name in self._masters else self._tensors[name]).copy_(tensor)
-
-    def _load_optimizer_state(self, name: str, kind: str, tensor: Tensor) -> None:
-        master = self._masters.get(name)
-        if master is None and name in self._tensors:
-            return  # the weight is frozen now
-        if master is None or self._optimizer is None:
-            raise ConfigError(f"checkpoint of {name}: has optimizer state {kind!r}, but the model has no such weight")
-        # The host reads counts of steps, unless the optimizer has one kernel for everything.
-        on_host = kind in _COUNTS and not self._optimizer.defaults.get("fused")
-        loaded = tensor.to("cpu" if on_host else master.device, copy=True)
-        has_layout = kind not in _COUNTS and tensor.shape == master.shape
-        self._optimizer.state[master][kind] = match_layout(loaded, master, dtype=tensor.dtype) if has_layout else loaded
+def _load_optimizer_state(
+    optimizer: torch.optim.Optimizer | None, master: nn.Parameter | None, name: str, kind: str, tensor: Tensor
+) -> None:
+    if master is None or optimizer is None:
+        raise ConfigError(f"checkpoint of {name}: has optimizer state {kind!r}, but the model has no such weight")
+    # The host reads counts of steps, unless the optimizer has one kernel for everything.
+    on_host = kind in _COUNTS and not optimizer.defaults.get("fused")
+    loaded = tensor.to("cpu" if on_host else master.device, copy=True)
+    has_layout = kind not in _COUNTS and tensor.shape == master.shape
+    optimizer.state[master][kind] = match_layout(loaded, master, dtype=tensor.dtype) if has_layout else loaded
 
 
 def without_aliases(module: nn.Module) -> dict[str, Tensor]:
     """Return layers' states with each weight under its first name, and each buffer under its first name in a layer.
 
-    Models declare shared weights, but not shared buffers, which stay in each layer. Names begin with a layer's index or `layers.` and it.
+    Names begin with a layer's index or `layers.` and it.
     """
     seen: set[tuple[str, int, tuple[int, ...]]] = set()
     state: dict[str, Tensor] = {}
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     for name, tensor in module.state_dict().items():
+        # Models declare shared weights, but not shared buffers, which stay in each layer.
         layer = name.removeprefix("layers.").partition(".")[0] if name in buffers else ""
         key = (layer, tensor.data_ptr(), tuple(tensor.shape))
         if not tensor.numel() or key not in seen:

@@ -1,6 +1,6 @@
 """Weights that several layers share: one parameter on one stage, one copy per stage on several.
 
-The sum of the copies' gradients updates all, so they stay equal. A checkpoint has a tied weight in the file of its first layer.
+The sum of the gradients updates all copies, which stay equal. Checkpoints have them in the first layer's file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _shape(weight: Tensor) -> str:
 
 
 class SharedWeight(NamedTuple):
-    """A weight that several stages share; `name` is `None` on a stage that has or trains no copy."""
+    """A weight that stages share; `name` is `None` where it is absent or not trained."""
 
     name: str | None
     numel: int
@@ -73,7 +73,7 @@ class SharedWeight(NamedTuple):
 
 
 class StoredWeight(NamedTuple):
-    """Where a checkpoint has a tied weight: in the file of `layer`, under one of `names`."""
+    """Where a checkpoint has a tied weight; the file uses one of `names`."""
 
     layer: int
     names: tuple[str, ...]
@@ -115,7 +115,7 @@ def _parameter_of(model: Model, tie: int, stage: nn.Module, indices: Collection[
 
 
 class SharedGradients:
-    """The gradients of the weights that a stage shares; `unshared` are its other parameters' positions."""
+    """The gradients of shared weights; `unshared` are the other parameters' positions."""
 
     def __init__(self, shared: Sequence[SharedWeight], names: Sequence[str], masters: Sequence[Tensor], *, on: torch.device) -> None:
         self._positions = [names.index(weight.name) if weight.name else None for weight in shared]

@@ -1,8 +1,7 @@
 """The tensors that each version of a stage's weights is computed with.
 
 The optimizer steps `masters`, aliases of the weights. Autograd counts their changes apart, so under `live` an update may write below a
-graph in flight, whose backward then reads the new values. Under `stash` and `double_buffer` each version has separate tensors. Weights
-computed with in lower precision have copies, which every update renews; gradients have the master's precision.
+graph in flight, whose backward then reads the new values. Weights computed with in lower precision have copies, renewed by every update.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ class WeightVersions:
     """The trained weights of one stage in every version that is still to be read.
 
     Attributes:
-        separate: Whether each version has separate tensors, not the module's.
+        separate: Whether each version has separate tensors (`stash`, `double_buffer`), not the module's.
         masters: Tensors that the optimizer steps, in the order of `names`.
-        newest: Number of the newest version in the window.
     """
 
     def __init__(self, module: StageModule, *, separate: bool) -> None:

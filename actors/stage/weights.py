@@ -12,11 +12,14 @@ from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.module import Outputs, StageModule
 from raypipe.actors.stage.ties import SharedGradients
 from raypipe.actors.stage.versions import WeightVersions
+from raypipe.config import OptimizerConfig, OptimizerName
 from raypipe.model import Batch
 from raypipe.schedules.ir import WeightRule
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of one stage from its weights."""
+# Makes NAdam use `beta1` from the first update; torch's default takes hundreds of updates from half of it.
+_MOMENTUM_DECAY = 1e9
 
 
 class Weights:
@@ -31,8 +34,6 @@ class Weights:
         self.gradients = GradientBuffers(self.masters, on=self.on)
         self.shared = SharedGradients(module.shared, self.names, self.masters, on=self.on)
         self.optimizer = optimizer(self.masters) if self.masters else None
-
-    # Versions
 
     def begin_window(self) -> None:
         """Make the newest version number 0."""
@@ -55,8 +56,6 @@ class Weights:
                 self.gradients.unbind()
             self.versions.drop(version)
 
-    # Computation
-
     def run(self, version: int, inputs: Outputs, batch: Batch, rng_key: RngKey) -> Outputs:
         """Return the stage's outputs with one version of its weights."""
         if not self.versions.separate:
@@ -64,17 +63,11 @@ class Weights:
         outputs: Outputs = torch.func.functional_call(self.module, self.versions.by_name(version), (inputs, batch, rng_key))
         return outputs
 
-    def parameters(self, version: int) -> Sequence[Tensor]:
-        """Return the tensors that a version computes with."""
-        return self.versions.tensors(version)
-
     def bind(self, version: int, update: int) -> Sequence[Tensor]:
         """Make the `.grad` of a version's tensors an update's gradient buffer, and return these tensors."""
         leaves = self.versions.tensors(version)
         self.gradients.bind(update, version if self.versions.separate else 0, leaves)
         return leaves
-
-    # Gradients
 
     def squared_norm(self, update: int) -> Tensor:
         """Return the sum of squares of an update's unshared gradients, in float64."""
@@ -85,8 +78,6 @@ class Weights:
         """Return an update's shared gradients as a vector, to be summed over the tie."""
         return self.shared.pack(self.gradients.of(update))
 
-    # Updates
-
     def update(self, update: int, *, scale: float | Tensor, learning_rate: float, keep_old: bool, shared: Tensor | None = None) -> None:
         """Make version `update + 1` from version `update`, and drop its gradients.
 
@@ -95,32 +86,28 @@ class Weights:
             scale: Factor that clips the gradients.
             learning_rate: Learning rate of this update.
             keep_old: Whether version `update` is still to be read.
-            shared: Clipped sum of `shared_gradients` over the tie.
+            shared: Clipped sum of `shared_gradients`.
         """
         gradients = self.gradients.pop(update)
         if shared is not None:
             self.shared.unpack(shared, gradients)
         if keep_old:
             self.versions.move_masters()
-        self._step(gradients, scale=scale, learning_rate=learning_rate)
+        if self.optimizer is not None:
+            # The host does not know whether a scale that the device computes is 1.
+            for at in self.shared.unshared if isinstance(scale, Tensor) or scale != 1.0 else ():
+                if (gradient := gradients[at]) is not None:
+                    gradient.mul_(scale)
+            for master, gradient in zip(self.masters, gradients, strict=True):
+                master.grad = gradient
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+            for master in self.masters:
+                master.grad = None
         self.versions.set_newest(update + 1)
         if not keep_old:
             self._drop(update)
-
-    def _step(self, gradients: list[Tensor | None], *, scale: float | Tensor, learning_rate: float) -> None:
-        if self.optimizer is None:
-            return
-        # The host does not know whether a scale that the device computes is 1.
-        for at in self.shared.unshared if isinstance(scale, Tensor) or scale != 1.0 else ():
-            if (gradient := gradients[at]) is not None:
-                gradient.mul_(scale)
-        for master, gradient in zip(self.masters, gradients, strict=True):
-            master.grad = gradient
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        for master in self.masters:
-            master.grad = None
 
     def flat(self) -> Tensor:
         """Return the newest weights as one vector."""
@@ -135,3 +122,22 @@ class Weights:
             for part, master in zip(torch.split(vector, [master.numel() for master in self.masters]), self.masters, strict=True):
                 master.copy_(part.view_as(master))
         self.versions.set_newest(update + 1)
+
+
+def build_optimizer(config: OptimizerConfig, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer of some weights; biases and gains do not decay."""
+    matrices = [weight for weight in weights if weight.dim() >= 2]
+    vectors = [weight for weight in weights if weight.dim() < 2]
+    groups = [{"params": group, "weight_decay": decay} for group, decay in ((matrices, config.weight_decay), (vectors, 0.0)) if group]
+    betas = (config.beta1, config.beta2)
+    if config.name is OptimizerName.NADAMW:
+        return torch.optim.NAdam(
+            groups,
+            lr=config.learning_rate,
+            betas=betas,
+            eps=config.epsilon,
+            momentum_decay=_MOMENTUM_DECAY,
+            decoupled_weight_decay=True,
+        )
+    fused = all(weight.is_floating_point() for weight in weights)  # there is no fused kernel for complex weights
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=fused)

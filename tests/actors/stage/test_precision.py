@@ -322,7 +322,7 @@ def prepared(build_module: Callable[[], nn.Module], *, precision: Precision, rul
 
 
 def dtypes(weights: Weights) -> dict[str, torch.dtype]:
-    return {name.split(".")[-1]: leaf.dtype for name, leaf in zip(weights.names, weights.parameters(0), strict=True)}
+    return {name.split(".")[-1]: leaf.dtype for name, leaf in zip(weights.names, weights.versions.tensors(0), strict=True)}
 
 
 @pytest.mark.parametrize("rule", WeightRule)
@@ -408,11 +408,11 @@ def test_an_older_version_of_a_weight_in_low_precision_is_its_copy_alone() -> No
     own = [master.data_ptr() for master in weights.masters]
     weights.bind(0, 0)
     weights.run(0, {}, ROWS.batch(0, (0.0, 1.0)), RngKey(0))[0][0].sum().backward()  # type: ignore[no-untyped-call]
-    old = [leaf.clone() for leaf in weights.parameters(0)]
+    old = [leaf.clone() for leaf in weights.versions.tensors(0)]
     weights.update(0, scale=1.0, learning_rate=0.1, keep_old=True)
     assert [master.data_ptr() for master in weights.masters] == own
-    assert all(torch.equal(leaf, was) for leaf, was in zip(weights.parameters(0), old, strict=True))
-    assert not any(torch.equal(leaf, was) for leaf, was in zip(weights.parameters(1), old, strict=True))
+    assert all(torch.equal(leaf, was) for leaf, was in zip(weights.versions.tensors(0), old, strict=True))
+    assert not any(torch.equal(leaf, was) for leaf, was in zip(weights.versions.tensors(1), old, strict=True))
 
 
 # What it costs
@@ -446,4 +446,4 @@ def test_layers_are_measured_in_the_precision_of_the_run() -> None:
 def test_the_default_precision_computes_as_the_model_builds_its_layers() -> None:
     weights = prepared(partial(nn.Linear, 16, 16), precision=Precision.FLOAT32)
     assert type(weights.module) is StageModule
-    assert [leaf.data_ptr() for leaf in weights.parameters(0)] == [master.data_ptr() for master in weights.masters]
+    assert [leaf.data_ptr() for leaf in weights.versions.tensors(0)] == [master.data_ptr() for master in weights.masters]

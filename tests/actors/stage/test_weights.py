@@ -182,8 +182,8 @@ def test_the_module_itself_keeps_no_version_that_nobody_reads(received: bool) ->
     else:
         weights.update(0, scale=1.0, learning_rate=0.1, keep_old=True)
     own = [weight.data_ptr() for weight in weights.module.parameters()]
-    assert own == [weight.data_ptr() for weight in weights.parameters(1)]
-    assert own != [weight.data_ptr() for weight in weights.parameters(0)]
+    assert own == [weight.data_ptr() for weight in weights.versions.tensors(1)]
+    assert own != [weight.data_ptr() for weight in weights.versions.tensors(0)]
 
 
 def test_a_layer_that_changes_its_input_in_place_is_refused_before_training() -> None:
