@@ -263,7 +263,7 @@ class _Layer:
 
 
 def _lower_quartile(seconds: Sequence[float]) -> float:
-    # "inclusive": never below the smallest sample.
+    # Disturbances only ever add time, often to more than half of a few repeats. "inclusive": never below the smallest sample.
     return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 

@@ -41,7 +41,7 @@ class ProcessMemory:
 
     def peak_bytes(self) -> int | None:
         """Return the peak since `begin`; `None` if unknown."""
-        resident = _resident_bytes()
+        resident = _resident_bytes()  # of mapped files and shared memory Linux has no peak
         if resident is None or self._before is None or not self._began:
             return None
         return max(resident["VmHWM"] - sum(resident[name] for name in _SHARED) - self._before, 0)
@@ -84,7 +84,7 @@ def _resident_bytes() -> dict[str, int] | None:
 
 def _use_torch_once(device: torch.device) -> None:
     weight = nn.Parameter(torch.zeros(2, 2, device=device))
-    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer = torch.optim.AdamW([weight], fused=True)  # torch loads 70 MB for its optimizers on first use
     with torch.enable_grad():
         nn.functional.layer_norm(torch.ones(2, 2, device=device) @ weight, (2,)).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()

@@ -29,7 +29,7 @@ def walk(roots: Iterable[GradientEdge], *, inputs: Iterable[Tensor], pivots: Col
     graph = Graph(children={}, height={}, inputs={}, parameters={})
     children, height = graph.children, graph.height
     inputs, parameters = set(inputs), set(parameters)
-    stack = [root.node for root in roots]
+    stack = [root.node for root in roots]  # no recursion: graphs can be deeper than Python's stack
     while stack:
         node = stack.pop()
         edges = children.get(node)

@@ -147,7 +147,7 @@ def _in_separate_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     separate: dict[str, Tensor] = {}
     memory: set[int] = set()
     for name, tensor in tensors.items():
-        whole = tensor.contiguous()
+        whole = tensor.contiguous()  # safetensors takes no views, and no two tensors in the same memory
         separate[name] = whole.clone() if whole.untyped_storage().data_ptr() in memory else whole
         memory.add(whole.untyped_storage().data_ptr())
     return separate

@@ -103,7 +103,7 @@ def _check_state(module: StageModule) -> None:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore a module's weights, buffers and attributes on exit, from the host's memory."""
+    """Restore a module on exit, from the host: some layers initialize themselves from the first values."""
     # Torch's own layers write into some buffers without changing their version counter.
     tensors: list[tuple[Tensor, int, Tensor]] = [(weight, weight._version, _on_host(weight)) for weight in module.parameters()]
     tensors += [(buffer, -1, _on_host(buffer)) for buffer in module.buffers() if buffer.layout is torch.strided]

@@ -106,7 +106,7 @@ def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: 
                 "forward would be out of date in the backward. Set model.precision to bf16 or float32, use two weights, or choose a "
                 "schedule whose backward reads the weights of its forward"
             )
-        weights.versions.lower(uses.cast - both, LOW)
+        weights.versions.lower(uses.cast - both, LOW)  # a `live` backward would read outdated copies of autocast's own
     return specs
 
 

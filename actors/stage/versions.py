@@ -111,7 +111,7 @@ class WeightVersions:
         if self.separate:
             for master, own, dtype in zip(self.masters, self._own.tensors, self._dtypes, strict=True):
                 if master.dtype == dtype:
-                    master.data = own.data = master.data.clone()
+                    master.data = own.data = master.data.clone()  # or `own` would keep the oldest version alive
             self._own_has_moved()
 
     def drop(self, version: int) -> None:
