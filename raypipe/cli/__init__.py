@@ -1,7 +1,4 @@
-"""The command line. Each command is a module, imported when it is named: `raypipe schedule` starts without ray and torch.
-
-Exit codes: 0 success, 2 bad input, 1 failure while running, 130 Ctrl-C.
-"""
+"""Commands, each in a module that is imported when named: `raypipe schedule` starts without ray and torch."""
 
 from __future__ import annotations
 
@@ -15,9 +12,10 @@ from raypipe import __version__
 from raypipe.errors import InputError, RaypipeError, suggestion
 
 COMMANDS = ("schedule", "schedules", "probe", "profile", "plan", "simulate", "rehearse", "train", "show", "calibrate", "data")
-EXIT_FAILURE = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
+# Exit codes; 0 is success.
+_EXIT_FAILURE = 1
+_EXIT_BAD_INPUT = 2
+_EXIT_INTERRUPTED = 130
 
 
 class _Commands(click.Group):
@@ -35,7 +33,7 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, "--version", prog_name="raypipe", message="%(prog)s %(version)s")
 @click.pass_context
 def commands(context: click.Context) -> None:
@@ -49,13 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = commands.main(args=None if arguments is None else list(arguments), prog_name="raypipe", standalone_mode=False)
     except click.Abort:  # click's word for Ctrl-C
-        return EXIT_INTERRUPTED
+        return _EXIT_INTERRUPTED
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f"\ntry: {context.command_path} --help" if context else ""
         click.echo(f"error: {error.format_message()}{hint}", err=True)
-        return EXIT_BAD_INPUT
+        return _EXIT_BAD_INPUT
     except RaypipeError as error:
         click.echo(f"error: {error}", err=True)
-        return EXIT_BAD_INPUT if isinstance(error, InputError) else EXIT_FAILURE
+        return _EXIT_BAD_INPUT if isinstance(error, InputError) else _EXIT_FAILURE
     return result if isinstance(result, int) else 0

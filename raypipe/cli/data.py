@@ -25,7 +25,7 @@ def data(context: click.Context) -> None:
 )
 @click.argument("source")
 @click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="File to write the tokens to (.parquet).")
-@click.option("--validation-fraction", type=float, default=0.05, show_default=True, help="Share of the documents to keep for validation.")
+@click.option("--validation-fraction", type=float, default=0.05, help="Share of the documents to keep for validation.")
 @click.option(
     "--tokenizer", type=click.Path(), metavar="FILE", help="Tokenizer in the tokenizer.json format.  [default: each byte is a token]"
 )

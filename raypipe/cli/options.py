@@ -33,7 +33,7 @@ SECONDS = _Seconds()
 
 
 class FiniteRange(click.FloatRange):
-    """A finite number within limits; `click.FloatRange` admits NaN and infinity."""
+    """A finite number; `click.FloatRange` admits NaN and infinity."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """See `click.ParamType`."""
@@ -53,16 +53,16 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def example(*lines: str) -> str:
-    """Return the end of a help text: lines to copy."""
+    """Return lines to copy, for the end of a help text."""
     # Click keeps the lines of a paragraph that opens with this character as they are.
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def check_output(path: str | None, *inputs: str | None) -> None:
-    """Refuse an output that cannot be written or would replace one of its inputs, before the work begins.
+    """Refuse an output that cannot be written or would replace an input, before the work begins.
 
     Raises:
-        InputError: The path is a folder or an input, or its folder does not exist.
+        InputError: The path is a folder or an input, or has no folder.
     """
     if not path:
         return
@@ -91,7 +91,7 @@ def output_suffix(path: str, *choices: str) -> str:
     """Return the suffix of an output file, without its dot.
 
     Raises:
-        InputError: The suffix is none of the choices.
+        InputError: It is none of the choices.
     """
     suffix = path.rpartition(".")[2].lower() if "." in path else ""
     if suffix not in choices:

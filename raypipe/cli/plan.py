@@ -44,8 +44,8 @@ from raypipe.units import counted, seconds
     type=COUNT,
     help="Number of rows in an optimizer update, in place of --microbatches; the size of microbatches is then chosen, too.",
 )
-@click.option("--planner", default="raypipe", show_default=True, help=f"Planner to use: {', '.join(planner.name for planner in PLANNERS)}.")
-@click.option("--schedule", default=AUTO, show_default=True, help="Name of the schedule (see `raypipe schedules`), or auto to choose one.")
+@click.option("--planner", default="raypipe", help=f"Planner to use: {', '.join(planner.name for planner in PLANNERS)}.")
+@click.option("--schedule", default=AUTO, help="Name of the schedule (see `raypipe schedules`), or auto to choose one.")
 @click.option(
     "--max-staleness",
     type=click.IntRange(0),
@@ -65,20 +65,15 @@ from raypipe.units import counted, seconds
     "--updates-per-window",
     type=COUNT,
     default=10,
-    show_default=True,
     help="Number of updates after which the pipeline is drained, for schedules whose updates overlap.",
 )
 @click.option(
-    "--recompute/--no-recompute",
-    default=True,
-    show_default=True,
-    help="Allow forwards to run again in the backward pass where memory is short, or forbid it.",
+    "--recompute/--no-recompute", default=True, help="Allow forwards to run again in the backward pass where memory is short, or forbid it."
 )
 @click.option(
     "--effort",
     type=FiniteRange(0.01, 100),
     default=1.0,
-    show_default=True,
     help="Search effort as a multiple of the usual effort; more takes longer and may find better plans.",
 )
 @click.option("--compare", is_flag=True, help="Also show the plans of all other planners.")

@@ -24,19 +24,13 @@ if TYPE_CHECKING:
 @click.option(
     "--address", help="Address of a running Ray cluster.  [default: the environment's RAY_ADDRESS, else a local cluster is started]"
 )
+@click.option("--budget-s", type=SECONDS, default=Budget.seconds, help="Largest time to spend on measurements, in seconds.")
 @click.option(
-    "--budget-s", type=SECONDS, default=Budget.seconds, show_default=True, help="Largest time to spend on measurements, in seconds."
-)
-@click.option(
-    "--budget-bytes",
-    type=click.IntRange(1),
-    default=Budget.num_bytes,
-    show_default=True,
-    help="Largest number of bytes to send, summed over all links.",
+    "--budget-bytes", type=click.IntRange(1), default=Budget.num_bytes, help="Largest number of bytes to send, summed over all links."
 )
 @click.option("--devices-per-node", type=COUNT, help="Largest number of devices to describe on each node.  [default: all]")
 @click.option("--use-gpu", is_flag=True, help="Measure GPUs and the links between them in place of CPU slots.")
-@click.option("--timeout-s", type=SECONDS, default=60.0, show_default=True, help="Seconds to wait for the measuring processes to start.")
+@click.option("--timeout-s", type=SECONDS, default=60.0, help="Seconds to wait for the measuring processes to start.")
 @json_option
 def probe(
     *,

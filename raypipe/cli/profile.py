@@ -62,15 +62,12 @@ class _Found:
     metavar="ADDRESS",
     help="Address of a running Ray cluster.  [default: cluster.address of CONFIG, RAY_ADDRESS, or a local cluster]",
 )
-@click.option(
-    "--repeats", type=click.IntRange(2, 10**6), default=7, show_default=True, help="Number of timed runs of each layer in a pass."
-)
-@click.option("--passes", type=click.IntRange(1, 10**6), default=3, show_default=True, help="Number of passes over all layers.")
+@click.option("--repeats", type=click.IntRange(2, 10**6), default=7, help="Number of timed runs of each layer in a pass.")
+@click.option("--passes", type=click.IntRange(1, 10**6), default=3, help="Number of passes over all layers.")
 @click.option(
     "--at-once",
     type=COUNT,
     default=1,
-    show_default=True,
     help="Number of devices of a node that measure at the same time, so that they slow each other as in training.",
 )
 @click.option(
@@ -81,18 +78,11 @@ class _Found:
     "--weight-grad-share",
     type=FiniteRange(0, 1),
     default=WEIGHT_GRAD_SHARE,
-    show_default=True,
     help="With --from-pipedream, share of the backward that computes the gradient of the weights, in operators with weights.",
 )
 @click.option("--name", help="With --from-pipedream, name of the profile.  [default: name of the file]")
 @click.option("--chain", is_flag=True, help="Merge parallel branches, so that the layers are a chain.")
-@click.option(
-    "--max-crossing",
-    type=COUNT,
-    default=1,
-    show_default=True,
-    help="With --chain, largest number of tensors between two layers of the chain.",
-)
+@click.option("--max-crossing", type=COUNT, default=1, help="With --chain, largest number of tensors between two layers of the chain.")
 @json_option
 @click.pass_context
 def profile(
@@ -180,13 +170,7 @@ def _measured(config: TrainConfig, device_kinds: str | None, *, repeats: int, pa
 
     logging.getLogger("ray").setLevel(logging.WARNING)
     kinds = [DeviceKind.of(text.strip()) for text in device_kinds.split(",")] if device_kinds else []
-    profiled = profile_model(
-        config,
-        kinds=kinds,
-        effort=Effort(repeats=repeats, passes=passes),
-        num_at_once=at_once,
-        notice=notice,
-    )
+    profiled = profile_model(config, kinds=kinds, effort=Effort(repeats=repeats, passes=passes), num_at_once=at_once, notice=notice)
     warnings = [warning for kind in profiled.kinds if (warning := _warning(kind, profiled.profile, repeats=repeats, passes=passes))]
     return _found(profiled.profile, max_tensors, profiled.kinds, tuple(warnings))
 

@@ -28,17 +28,11 @@ _SCALE = FiniteRange(min=0.0, min_open=True, max=1e6)
 )
 @click.argument("plan", type=click.Path())
 @click.option("--updates", type=COUNT, metavar="U", help="Updates per window; 4 by default.")
-@click.option("--time-scale", type=_SCALE, default=1.0, show_default=True, help="Seconds to wait per second of computation.")
-@click.option("--byte-scale", type=_SCALE, default=1.0, show_default=True, help="Bytes to send per byte of the plan.")
+@click.option("--time-scale", type=_SCALE, default=1.0, help="Seconds to wait per second of computation.")
+@click.option("--byte-scale", type=_SCALE, default=1.0, help="Bytes to send per byte of the plan.")
 @click.option("--address", metavar="A", help="Ray cluster to run on.  [default: RAY_ADDRESS, else a local cluster of one node]")
-@click.option("--cpus-per-device", type=FiniteRange(min=0.0), default=1.0, show_default=True, help="CPUs that each device reserves.")
-@click.option(
-    "--transport",
-    type=click.Choice([str(choice) for choice in Transport]),
-    default="auto",
-    show_default=True,
-    help="What carries the messages.",
-)
+@click.option("--cpus-per-device", type=FiniteRange(min=0.0), default=1.0, help="CPUs that each device reserves.")
+@click.option("--transport", type=click.Choice([str(choice) for choice in Transport]), default="auto", help="What carries the messages.")
 @click.option("--stand-ins", is_flag=True, help="Let CPU slots stand in for devices of other kinds, as nothing is computed.")
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="Where to write the trace (.json, or .parquet with a row a span).")
 @json_option

@@ -40,10 +40,10 @@ _FORMAT_OF_SUFFIX = {"txt": "grid", "csv": "csv", "json": "json", "svg": "svg", 
 
 
 def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | None, latency_s: float) -> StageSeconds:
-    """Return the times of the options; by default the weight gradient takes half of the backward.
+    """Return the times of the options; `weight_grad_s` defaults to half of the backward.
 
     Raises:
-        InputError: The weight gradient takes more than the backward.
+        InputError: It is more than the backward.
     """
     if weight_grad_s is not None and weight_grad_s > backward_s:
         raise InputError(f"--weight-grad {weight_grad_s:g} is more than --backward {backward_s:g}, of which it is a part")
@@ -59,7 +59,7 @@ def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | No
 @click.argument("name")
 @click.option("--devices", type=COUNT, required=True, help="Number of devices.")
 @click.option("--microbatches", type=COUNT, required=True, help="Number of microbatches in an optimizer update, summed over all pipelines.")
-@click.option("--updates", type=COUNT, default=1, show_default=True, help="Number of consecutive optimizer updates to simulate.")
+@click.option("--updates", type=COUNT, default=1, help="Number of consecutive optimizer updates to simulate.")
 @chunks_option
 @click.option(
     "--pipelines",
@@ -71,10 +71,10 @@ def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | No
     type=click.Choice([str(scope) for scope in UpdateScope]),
     help="Gradients that an update waits for: those of its own stage, of stages that share weights with it, or of all stages.",
 )
-@click.option("--forward", type=SECONDS, default=1.0, show_default=True, help="Seconds of the forward of one microbatch in one stage.")
-@click.option("--backward", type=SECONDS, default=2.0, show_default=True, help="Seconds of the backward of one microbatch in one stage.")
+@click.option("--forward", type=SECONDS, default=1.0, help="Seconds of the forward of one microbatch in one stage.")
+@click.option("--backward", type=SECONDS, default=2.0, help="Seconds of the backward of one microbatch in one stage.")
 @weight_grad_option
-@click.option("--latency", type=SECONDS, default=0.0, show_default=True, help="Seconds that a message between two devices takes.")
+@click.option("--latency", type=SECONDS, default=0.0, help="Seconds that a message between two devices takes.")
 @click.option(
     "--max-in-flight",
     type=float,
@@ -85,7 +85,6 @@ def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | No
     "--weight-grad-share",
     type=float,
     default=1.0,
-    show_default=True,
     help="Share of an activation that stays in memory from the input gradient to the weight gradient; only for schedules found by search.",
 )
 @click.option("--format", "format_name", type=click.Choice(_FORMATS), help="Format of the output.  [default: grid]")

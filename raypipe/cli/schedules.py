@@ -18,9 +18,13 @@ from raypipe.units import counted, seconds
 
 _COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")
 _WIDTH = 300
+_LETTERS = (
+    "D devices, M microbatches, V stages a device, N pipelines, K = M/D, s the device; F, B, I and W the seconds of a stage's forward, "
+    "backward, and its parts for inputs and weights, F&B of a forward and a backward that overlap; memory in activations of a stage"
+)
 
 
-@click.command(epilog=example("raypipe schedules", "raypipe schedules --devices 8 --microbatches 32"))
+@click.command(epilog=f"Formulas: {_LETTERS}\n\n{example('raypipe schedules', 'raypipe schedules --devices 8 --microbatches 32')}")
 @click.option("--devices", type=COUNT, help="Compare all schedules on this number of devices; needs --microbatches.")
 @click.option("--microbatches", type=COUNT, help="Number of microbatches in an optimizer update; needs --devices.")
 @click.option("--updates", type=COUNT, help="Number of consecutive optimizer updates to simulate.  [default: 1]")
@@ -46,9 +50,6 @@ def schedules(
 ) -> None:
     """List the schedules by name, or compare all of them at one size.
 
-    Bubble, memory, mismatch and delay are formulas over D devices, M microbatches, V stages a device, N pipelines, K = M/D, the
-    device s, and the seconds F, B, I and W of a stage, with F&B for a forward and a backward that overlap.
-
     With --devices and --microbatches each is built, validated and simulated on the same model: times are those of a device's share
     of it, and a schedule with two stages a device has stages of half these times.
     """
@@ -70,12 +71,6 @@ def schedules(
     )
     size = ScheduleRequest(num_devices=devices, num_microbatches=microbatches, num_updates=updates or 1)
     _compare(size, times, num_chunks=chunks, sort=sort or "makespan", as_json=as_json)
-
-
-_LETTERS = (
-    "D devices, M microbatches, V stages a device, N pipelines, K = M/D, s the device; F, B, I and W the seconds of a stage's forward, "
-    "backward, and its parts for inputs and weights, F&B of a forward and a backward that overlap; memory in activations of a stage"
-)
 
 
 def _list(*, as_json: bool) -> None:

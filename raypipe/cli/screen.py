@@ -1,6 +1,6 @@
-"""What commands print: results on stdout, as text or as one JSON document, progress on stderr; and their names for devices.
+"""Output of commands: results on stdout, progress on stderr.
 
-No console reads markup: a user's name such as `rack[/red]gpu` is printed as it is.
+No console reads markup: a name such as `rack[/red]gpu` is printed as it is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def print_json(document: object) -> None:
 
 
 def device_labels(plan: Plan) -> dict[str, str]:
-    """Return a label for each device name: its stages where all devices are on one node, else its address."""
+    """Return a label of each device: its stages where all are on one node, else its address."""
     if len({plan.topology.node_of(device).name for device in plan.devices}) > 1:
         return {device: f"device {device}" for device in plan.devices}
     stages = device_stages(plan.schedule, plan.placement)
@@ -58,7 +58,7 @@ def device_labels(plan: Plan) -> dict[str, str]:
 
 
 def labelled(figures: Iterable[ComparedFigure], plan: Plan) -> Iterator[ComparedFigure]:
-    """Yield the figures of a run, named after the labels of its devices."""
+    """Yield a run's figures, named after its devices' labels."""
     labels = {f"device {device}": label for device, label in device_labels(plan).items()}
     for figure in figures:
         quantity, of, device = figure.name.partition(" of ")

@@ -34,7 +34,7 @@ _QUIET_S = 15.0
 
 
 class TrainScreen:
-    """Shows a run on stderr; a terminal also has a spinner or the bar of updates below the last line."""
+    """Shows a run on stderr; on a terminal with a spinner or a bar below the last line."""
 
     def __init__(self, console: Console, num_updates: int) -> None:
         self.console = console
@@ -64,7 +64,7 @@ class TrainScreen:
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Without a terminal, print how long a step has taken every 15 s."""
+        """Without a terminal, tell every 15 s how long a step has taken."""
         ended = threading.Event()
 
         def tell() -> None:

@@ -1,11 +1,14 @@
-"""The strategy that raypipe chooses, and changes between windows. `raypipe.planning.replanning` decides."""
+"""The strategy that raypipe chooses by `raypipe.planning.replanning`, and changes between windows."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-from raypipe.actors.orders import LayerSize
+from raypipe.actors.orders import BuildOrder, LayerSize
 from raypipe.analysis.observed import ObservedSpeeds
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
@@ -33,18 +36,20 @@ from raypipe.schedules.metrics import metrics as facts_of
 from raypipe.schedules.passes import one_of_repeated, recomputed_stages
 from raypipe.simulation.simulator import simulate
 from raypipe.training.checks import check_alike, check_runnable
+from raypipe.training.record import RunRecord
 from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import sharded
 from raypipe.training.strategy import Measure, Strategy
 
+_LOG = logging.getLogger("raypipe.training.adaptive")
+
 
 class AdaptiveStrategy(Strategy):
-    """Follows the choices of a policy.
+    """Follows the choices of a policy, from a `start` or from nothing.
 
     Attributes:
-        start: Strategy to begin with; `None` lets the policy choose it.
         can_divide: Whether batches can be read in microbatches of other sizes.
-        state: What the last decision assumed of layers and cluster.
+        state: What the last decision assumed.
     """
 
     policy: ConcurrencyPolicy
@@ -154,7 +159,7 @@ class AdaptiveStrategy(Strategy):
         return [self._launched.index(names[device]) for group in choice.layout.workers for device in group]
 
     def leave_out(self, slots: Sequence[int]) -> list[str]:
-        """Plan without some unused slots; return the names of their devices."""
+        """Plan without unused slots; return the names of their devices."""
         names = [self._launched[slot] for slot in slots]
         self.policy.leave_out(names)
         self._choice = self.policy.choice
@@ -237,8 +242,70 @@ class AdaptiveStrategy(Strategy):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Adaptation:
+    """Switches of a run; every decision is a line of `adaptation.jsonl`."""
+
+    strategy: AdaptiveStrategy
+    coordinator: Coordinator
+    record: RunRecord
+    build_order: Callable[[], BuildOrder]
+
+    def after_window(self, result: WindowResult, *, update: int, updates_left: int) -> None:
+        """Decide after a window whether to switch, and switch."""
+        strategy = self.strategy
+        since = time.perf_counter()
+        decision = strategy.after_window(result, self.coordinator.links.estimate, updates_left=updates_left)
+        if decision is None:
+            return
+        _LOG.info("update %d: %s", update, decision.text)
+        topology = strategy.state.topology
+        line: dict[str, Any] = {
+            "update": update,
+            "switch": decision.switch,
+            "text": decision.text,
+            "gain": decision.gain,
+            "update_s": result.trace.makespan_s / result.num_updates,
+            "predicted_s": decision.predicted_s,
+            "links_bytes_per_s": {f"{link.source} -> {link.target}": link.bandwidth_bytes_per_s for link in topology.links},
+            "speeds": {device.name: device.speed for device in topology.devices},
+            "decided_s": time.perf_counter() - since,
+        }
+        if names := self._leave_out_dead(decision):
+            text = f"no switch ({decision.text}): {' and '.join(names)} is dead or silent, and is left out from now on"
+            line |= {"switch": False, "text": text}
+            self._notice(update, text)
+        try:
+            if line["switch"]:
+                self._switch(decision, update)
+                line["took_s"] = strategy.policy.switch_s
+        finally:  # a switch that fails is recorded, too
+            self.record.folder.add_decision(line)
+
+    def _leave_out_dead(self, decision: Decision) -> list[str]:
+        # Unused devices that a switch needs; a device in use fails with its own message.
+        if not decision.switch:
+            return []
+        idle = set(self.strategy.devices_of(decision.choice)).difference(self.strategy.devices)
+        dead = self.coordinator.actors.dead(sorted(idle)) if idle else []
+        return self.strategy.leave_out(dead) if dead else []
+
+    def _switch(self, decision: Decision, update: int) -> None:
+        self._notice(update, decision.text)
+        strategy, folder = self.strategy, self.record.folder
+        before, since = strategy.plan, time.perf_counter()
+        strategy.adopt(decision.choice)
+        self.coordinator.move(strategy.devices, strategy.stages, order=self.build_order(), programs=strategy.programs())
+        strategy.policy.adopt(decision.choice, took_s=time.perf_counter() - since)
+        before.save(folder.file(f"plan-until-update-{update:06d}.json"))
+        self.record.phases[-1].save(folder, until=update)
+        self.record.begin_phase(strategy, f"update {update}: {decision.text}")
+
+    def _notice(self, update: int, text: str) -> None:
+        self.record.listener.notice(f"update {update}: {text}")
+
+
 def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | None) -> Choice:
-    """Return the plan as a choice, and register its order with the evaluator."""
     number = {device.name: position for position, device in enumerate(policy.planner.problem.topology.devices)}
     workers = tuple(tuple(number[replica.device] for replica in replicas) for replicas in plan.workers)
     cuts = (*(layers[0] for layers in plan.cut.stages), len(plan.profile.layers))

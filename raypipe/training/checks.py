@@ -47,10 +47,10 @@ def check_staleness(config: TrainConfig, schedule: Schedule) -> None:
 
 
 def check_alike(topology: ClusterTopology, devices: Sequence[str]) -> None:
-    """Refuse a mix of CPU slots and GPUs, which have no common transport.
+    """Refuse a mix of CPU slots and GPUs: they have no common transport.
 
     Raises:
-        PlanError: Names a device of each sort.
+        PlanError: Names one of each.
     """
     gpus = {is_gpu(topology.device(device)): device for device in devices}
     if len(gpus) > 1:
@@ -84,7 +84,7 @@ def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: in
     """Refuse an order that the executor cannot run on microbatches of this many rows.
 
     Raises:
-        InputError: The executor cannot run it, or it cuts a microbatch within a row.
+        InputError: The order is not executable, or cuts a row.
     """
     check_rows(placement, microbatch_size)
     check_executable(schedule)
@@ -104,7 +104,7 @@ def check_rows(placement: Placement, num_rows: int) -> None:
     """Refuse a placement in which a device's share of a microbatch is not whole rows.
 
     Raises:
-        PlanError: Names the nearest shares that would work.
+        PlanError: Names the nearest shares that work.
     """
     for worker, members in enumerate(placement.workers):
         if len(members) > num_rows:

@@ -23,16 +23,13 @@ from raypipe.errors import ConfigError
 from raypipe.model import Model
 from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.metrics import metrics
-from raypipe.training.adaptation import Adaptation
-from raypipe.training.adaptive import AdaptiveStrategy
+from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
 from raypipe.training.checks import check_staleness, checkpoint_to_resume
-from raypipe.training.named import NamedStrategy
-from raypipe.training.planned import PlannedStrategy
 from raypipe.training.record import RunRecord, write_report
 from raypipe.training.result import Listener, Result
 from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
-from raypipe.training.strategy import Strategy
+from raypipe.training.strategy import NamedStrategy, PlannedStrategy, Strategy
 from raypipe.units import counted
 from raypipe.user_code import keyword, make_model
 

@@ -1,4 +1,4 @@
-"""What a run records: in memory, in its folder, in Ray's metrics, and for its listener."""
+"""Records a run: in memory, in its folder, in Ray's metrics, and for its listener."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class Phase:
     """Windows that ran under one plan.
 
     Attributes:
-        predicted: Simulated window of the largest size.
+        predicted: Simulated window.
         reason: Why the run switched to this plan; empty for its first.
-        windows: Last measured windows of the predicted size.
     """
 
     def __init__(self, *, predicted: Trace, reason: str) -> None:
@@ -146,15 +145,8 @@ class RunRecord:
             if key in figures:
                 self._metrics.record(name, figures[key])
         update = int(figures["updates"])
+        last = {key: figures[key] for key in ("loss", "tokens_per_s", "update_s", "bubble_ratio")}
+        seconds_left = (num_updates - update) * figures["update_s"]
         self.listener.progress(
-            Progress(
-                update=update,
-                num_updates=num_updates,
-                loss=figures["loss"],
-                validation_loss=figures.get("validation_loss"),
-                tokens_per_s=figures["tokens_per_s"],
-                update_s=figures["update_s"],
-                bubble_ratio=figures["bubble_ratio"],
-                seconds_left=(num_updates - update) * figures["update_s"],
-            )
+            Progress(update, num_updates, validation_loss=figures.get("validation_loss"), seconds_left=seconds_left, **last)
         )

@@ -1,7 +1,4 @@
-"""Rehearses a plan: its programs, actors, messages and gradient sums are real, each computation is a wait.
-
-Waits use no cores, so devices do not slow each other down; nor do they in the prediction.
-"""
+"""Rehearses a plan: programs, actors, messages and gradient sums are real, computations are waits."""
 
 from __future__ import annotations
 
@@ -40,12 +37,10 @@ _NUM_UPDATES = 4
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A plan, predicted and rehearsed.
+    """A plan, predicted and rehearsed at some scales.
 
     Attributes:
-        time_scale: Seconds of a wait per second of computation.
-        byte_scale: Bytes sent per byte of the plan.
-        predicted: Window simulated at these scales.
+        predicted: Simulated window.
         windows: Measured windows without the first, in which memory and connections are set up.
     """
 
@@ -71,12 +66,8 @@ class Rehearsal:
         return self.figures[0].error
 
 
-@dataclass(frozen=True)
-class _Rows:
-    num_rows: int
-
-    def __call__(self, split: str) -> BatchSource:
-        return FixedBatch({"inputs": torch.zeros(self.num_rows, 1)})
+def _same_rows(_split: str, *, num_rows: int) -> BatchSource:
+    return FixedBatch({"inputs": torch.zeros(num_rows, 1)})
 
 
 def rehearse(
@@ -91,18 +82,10 @@ def rehearse(
     stand_ins: bool = False,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Rehearsal:
-    """Run a plan with waits for computation.
+    """Run a plan with waits for computation; the first of `num_windows + 1` windows does not count.
 
-    Args:
-        plan: Plan to run; its order is repeated unless its updates overlap.
-        num_updates: Updates of a window; by default 4, or those of an order whose updates overlap.
-        num_windows: Windows that count, after a first one that does not.
-        time_scale: Factor for computation times.
-        byte_scale: Factor for the bytes of messages and sums.
-        cluster: Ray cluster; by default a local one if the plan needs one node.
-        scaling: CPUs of each device, and what carries messages.
-        stand_ins: Whether CPU slots may stand in for devices of other kinds.
-        notice: Receives one-line messages for the user.
+    The scales multiply computation times and the bytes of messages and sums. `num_updates` defaults to 4, or to those of an order whose
+    updates overlap, `cluster` to a local one where the plan needs one node. CPU slots may be `stand_ins` for devices of other kinds.
 
     Raises:
         PlanError: The plan cannot be run, or the cluster does not fit it.
@@ -118,7 +101,7 @@ def rehearse(
     if len(schedule.graph.sinks) > 1:
         raise PlanError(f"stages {', '.join(map(str, schedule.graph.sinks))} of the plan feed no other; a rehearsal takes one loss")
     programs = executable_programs(schedule, plan.placement)
-    scaled = Scaled(plan, schedule, programs, time_scale=time_scale, byte_scale=byte_scale)
+    scaled = _Scaled(plan, schedule, programs, time_scale=time_scale, byte_scale=byte_scale)
     predicted = simulate_programs(programs, scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False)
     actors = stage_actors(
         "rehearse",
@@ -131,7 +114,7 @@ def rehearse(
     )
     traces: list[Trace] = []
     with actors as coordinator:
-        coordinator.build(scaled.orders)
+        coordinator.build([scaled.order(device) for device in range(len(plan.devices))])
         coordinator.connect({"rehearse": programs}, scaled.cut)
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
@@ -143,11 +126,8 @@ def rehearse(
     return Rehearsal(plan, time_scale, byte_scale, predicted, tuple(traces[1:]))
 
 
-class Scaled:
-    """Waits, rows and tensor widths that stand for a plan's computation, and their predicted cost.
-
-    A microbatch has only as many rows as its shares need: few rows of many numbers approximate the plan's bytes best.
-    """
+class _Scaled:
+    # A microbatch has only as many rows as its shares need: few rows of many numbers approximate the plan's bytes best.
 
     def __init__(self, plan: Plan, schedule: Schedule, programs: Sequence[DeviceProgram], *, time_scale: float, byte_scale: float) -> None:
         self.plan = plan
@@ -160,16 +140,11 @@ class Scaled:
         self.widths = {edge: max(round(whole.edge_bytes.get(edge, 0) * byte_scale / row_bytes), 1) for edge in schedule.graph.edges}
         self.cost = _scaled(whole, {edge: width * row_bytes for edge, width in self.widths.items()}, time_scale, byte_scale)
 
-    @property
-    def orders(self) -> list[BuildOrder]:
-        """What each device builds."""
-        return [self._order(device) for device in range(len(self.plan.devices))]
-
-    def _order(self, device: int) -> BuildOrder:
+    def order(self, device: int) -> BuildOrder:
         waits = tuple(self._waits(device, stage) for stage in range(self.schedule.num_stages))
         return BuildOrder(
             model=partial(rehearsing, stages=waits, widths=self.widths, num_rows=self.num_rows, ties=self.schedule.graph.ties),
-            batches=_Rows(self.num_rows),
+            batches=partial(_same_rows, num_rows=self.num_rows),
             cut=self.cut,
             weight_rule=self.schedule.weight_rule,
             optimizer=OptimizerConfig(max_grad_norm=None),
@@ -206,6 +181,7 @@ def _cut(schedule: Schedule) -> Cut:
     return Cut.of_sizes(sizes, model.edges(), model.tied_layers())
 
 
+# Waits use no cores, so neither run nor prediction has devices that slow each other down.
 def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: float, byte_scale: float) -> Cost:
     stages = {
         place: dataclasses.replace(

@@ -15,12 +15,9 @@ class Progress:
     """State of a run after a window.
 
     Attributes:
-        update: Updates done.
         loss: Training loss of the last update.
-        validation_loss: Loss of the last evaluation; `None` before the first.
-        tokens_per_s: Tokens per second in the last window; rows per second where rows are not tokens.
-        update_s: Seconds per update in the last window.
-        bubble_ratio: Idle share of the devices' time in the last window.
+        tokens_per_s: Rows per second where rows are not tokens.
+        bubble_ratio: Idle share of the devices' time in the window.
     """
 
     update: int

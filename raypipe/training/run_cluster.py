@@ -1,4 +1,4 @@
-"""The cluster of a run: its stage actors, and the topology that predictions assume where no plan brings one."""
+"""Stage actors of a run, and the topology that predictions assume where no plan brings one."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ def stage_actors(
     cluster: ClusterConfig,
     notice: Callable[[str], None],
 ) -> Iterator[Coordinator]:
-    """Yield the coordinator of actors that are up, in the cluster or a local one of `num_slots` slots; end them afterwards.
-
-    The actors hold `stages`, one tuple per device; `notice` receives lines for the user.
-    """
+    """Yield the coordinator of running actors, in the cluster or a local one of `num_slots` slots; end them afterwards."""
     address = cluster.resolved_address
     notice(f"connecting to the Ray cluster at {address}" if address else "starting Ray")
     with session(cluster, num_devices=num_slots, cpus_per_device=scaling.cpus_per_device) as connected:
@@ -55,7 +52,7 @@ def stage_actors(
 
 
 def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, *, num_devices: int) -> ClusterTopology:
-    """Return the configured topology, or one of the devices in use with calibrated or assumed links.
+    """Return the configured topology, or one of the devices in use.
 
     Raises:
         PlanError: The configured topology has fewer devices than the run.
@@ -88,7 +85,7 @@ def run_topology(config: TrainConfig, coordinator: Coordinator, notice: Notice, 
 
 
 def num_measuring_devices(coordinator: Coordinator, scaling: ScalingConfig) -> int:
-    """Return how many devices measure layers at once: as many as compute concurrently on a node in training; one of GPUs."""
+    """Return how many devices measure layers at once: on CPUs those that a node trains concurrently, one of GPUs."""
     if on_gpus(coordinator.actors.infos):
         return 1
     return max(coordinator.actors.infos[0].num_cores // scaling.threads_per_device, 1)

@@ -1,4 +1,4 @@
-"""The folder of a run. Its `*-until-update-N` files hold what ran before a resume or a switch of plans."""
+"""The folder of a run; `*-until-update-N` files hold what ran before a resume or a switch."""
 
 from __future__ import annotations
 

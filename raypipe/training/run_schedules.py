@@ -31,17 +31,12 @@ def schedule_request(config: ScheduleConfig, *, num_devices: int, num_updates: i
 
 
 def named_schedule(
-    config: TrainConfig,
-    num_updates: int,
-    *,
-    graph: StageGraph | None = None,
-    times: tuple[StageTimes, ...] = (),
-    latency_s: float = 0.0,
+    config: TrainConfig, num_updates: int, *, graph: StageGraph | None = None, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0
 ) -> Schedule:
     """Build the configured schedule, over a cut's stage graph if there is one.
 
     Raises:
-        InputError: The name is unknown, or the schedule does not fit the size or holds no backward.
+        InputError: The name is unknown, or the schedule does not fit the size or cannot train.
     """
     request = schedule_request(config.schedule, num_devices=config.scaling.num_devices, num_updates=num_updates)
     schedule = build(config.schedule.name, dataclasses.replace(request, times=times, latency_s=latency_s))
@@ -58,7 +53,7 @@ def window_of(schedule: Schedule, num_updates: int) -> Schedule:
     """Return a plan's order for a window: the order itself, or one update repeated.
 
     Raises:
-        ConfigError: The order's updates overlap or differ, and are not as many as the window's.
+        ConfigError: The order cannot train, or its updates overlap or differ and fit no such window.
     """
     if schedule.forward_only:
         raise ConfigError(f"the plan's order {schedule.name!r} holds no backward; it cannot train")
@@ -85,7 +80,7 @@ def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
 
 
 def stage_times(plan: Plan) -> tuple[tuple[StageTimes, ...], float]:
-    """Return the times of the plan's stages, and the seconds of its slowest message, for schedules found by search."""
+    """Return the times of the plan's stages, and the seconds of its slowest message."""
     cost = plan_cost(plan)
     workers = plan.schedule.pipelines[0]
     kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)

@@ -1,30 +1,34 @@
-"""How a run divides its work: stages of each device, and programs of windows."""
+"""Strategies: how a run divides its work."""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property, partial
 
-from raypipe.actors.execution.programs import executable_programs
+from raypipe.actors.execution.programs import check_executable, executable_programs
 from raypipe.actors.orders import LayerSize
 from raypipe.artifacts.cut import Cut
-from raypipe.artifacts.plan import Plan, Predicted
-from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.plan import Plan, Predicted, make_plan
+from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.discovery import find_slots, planned_slots
+from raypipe.cluster.node_matching import num_slots
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import TrainConfig
+from raypipe.errors import ConfigError, PlanError, ScheduleError
 from raypipe.model import Model
+from raypipe.planning.balance import balanced_cut
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import DeviceProgram, Placement
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
 from raypipe.simulation.simulator import simulate
-from raypipe.training.checks import least_rows
-from raypipe.training.run_cluster import Notice
-from raypipe.training.run_schedules import device_stages
+from raypipe.training.checks import check_alike, check_model, check_rows, check_staleness, least_rows
+from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
+from raypipe.training.run_schedules import device_stages, named_schedule, sharded, stage_times, window_of
 
 Measure = Callable[[int], ModelProfile]
 
@@ -34,7 +38,7 @@ class Strategy(ABC):
 
     Attributes:
         schedules: Schedule of a window, by its number of updates.
-        plan: What runs and what is predicted of it; set by `prepare`.
+        plan: What runs, with its prediction; set by `prepare`.
         predicted: Simulated window of the largest size; set by `prepare`.
     """
 
@@ -58,10 +62,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def prepare(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
-        """Make and predict the plan, called `name`, once the actors are up."""
+        """Make and predict the plan `name`, once the actors are up."""
 
     def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:  # noqa: B027  # most strategies have nothing to check
-        """Refuse built layers that differ from the planned ones."""
+        """Refuse built layers that differ from the planned."""
 
     @property
     def schedule(self) -> Schedule:
@@ -70,7 +74,7 @@ class Strategy(ABC):
 
     @cached_property
     def cut(self) -> Cut:
-        """Layers of each stage, with edges in the model's order, in which its layers take their inputs."""
+        """Layers of each stage; edges are in the order in which the model's layers take their inputs."""
         return Cut(self.plan.cut.stages, self.model.edges(), self.model.tied_layers())
 
     @property
@@ -95,7 +99,7 @@ class Strategy(ABC):
         return least_rows(boundaries, most=self.microbatch_size)
 
     def programs(self) -> dict[str, tuple[DeviceProgram, ...]]:
-        """Return the programs of all devices: `train-N` for windows of N updates, `evaluate` and `predict`."""
+        """Return the programs of all devices: `train-N` for N updates, `evaluate` and `predict`."""
         # A profile may list edges in another order than the model.
         graph = self.cut.graph
         for size, schedule in self.schedules.items():
@@ -124,3 +128,140 @@ class Strategy(ABC):
             lower_bound_s=bound_s if holds else None,
         )
         self.plan = dataclasses.replace(plan, predicted=predicted)
+
+
+class NamedStrategy(Strategy):
+    """Runs the configured schedule; stages are balanced by layer times measured on the run's devices.
+
+    Raises:
+        InputError: The schedule is unknown, or does not fit sizes or model.
+    """
+
+    def __init__(self, config: TrainConfig, model: Model, *, window_sizes: Collection[int]) -> None:
+        schedules = {size: named_schedule(config, size) for size in sorted(window_sizes)}
+        num_workers = schedules[max(schedules)].num_workers
+        super().__init__(config, model, schedules=schedules, placement=Placement.one_each(num_workers))
+        num_layers, num_stages = len(model.layers), self.schedule.num_stages
+        if num_stages > num_layers:
+            raise PlanError(
+                f"the schedule {self.schedule.name!r} on {self.schedule.num_workers} devices has {num_stages} stages, "
+                f"the model only {num_layers} layers; lower scaling.num_devices or schedule.num_chunks"
+            )
+        sizes = config.scaling.layers_per_stage
+        if sizes is not None and (len(sizes) != num_stages or sum(sizes) != num_layers):
+            raise PlanError(
+                f"scaling.layers_per_stage {list(sizes)} does not give {num_layers} layers to {num_stages} stages; "
+                f"it needs {num_stages} numbers with the sum {num_layers}"
+            )
+
+    @property
+    def num_slots(self) -> int:
+        """See `Strategy`."""
+        return self.config.scaling.num_devices
+
+    def find_slots(self, *, local: bool) -> list[DeviceSlot]:
+        """See `Strategy`."""
+        return find_slots(self.config.scaling)
+
+    def prepare(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
+        """See `Strategy`."""
+        scaling = self.config.scaling
+        profile = measure(num_measuring_devices(coordinator, scaling))
+        sizes = scaling.layers_per_stage
+        cut = balanced_cut(profile, self.schedule.num_stages) if sizes is None else Cut.of_sizes(sizes, self.model.edges(), profile.ties())
+        self.schedules = {size: named_schedule(self.config, size, graph=cut.graph) for size in self.schedules}
+        topology = run_topology(self.config, coordinator, notice, num_devices=self.schedule.num_workers)
+        plan = make_plan(
+            name=name,
+            planner="given" if sizes is not None else "balanced",
+            cut=cut,
+            schedule=self.schedule,
+            profile=profile,
+            topology=topology,
+            devices=tuple(device.name for device in topology.devices),
+            microbatch_size=self.config.schedule.microbatch_size,
+        )
+        self._predict(self._searched(plan, notice))
+
+    def _searched(self, plan: Plan, notice: Notice) -> Plan:
+        times, latency_s = stage_times(plan)
+        search = partial(named_schedule, self.config, graph=plan.cut.graph, times=times, latency_s=latency_s)
+        least = min(self.schedules)
+        try:
+            if search(least) == self.schedules[least]:
+                return plan
+            schedules = {size: search(size) for size in self.schedules}
+            for schedule in schedules.values():
+                check_staleness(self.config, schedule)
+        except (ScheduleError, ConfigError) as error:
+            # The order for equal stages keeps the limits: it was checked before anything started.
+            notice(f"the order for equal stages runs, not the one that was searched for their measured times: {error}")
+            return plan
+        self.schedules = schedules
+        return dataclasses.replace(plan, schedule=self.schedule)
+
+
+class PlannedStrategy(Strategy):
+    """Runs a plan, whose values the configuration has (`with_plan`).
+
+    Raises:
+        PlanError: Plan and model differ, or a device's share is not whole rows.
+        ConfigError: Windows cannot have these sizes.
+        ScheduleError: The order can be simulated, but not run.
+    """
+
+    def __init__(self, plan: Plan, config: TrainConfig, model: Model, *, window_sizes: Collection[int]) -> None:
+        self.file_plan = plan
+        check_model(plan, model)
+        check_alike(plan.topology, plan.devices)
+        check_rows(plan.placement, plan.microbatch_size)
+        schedules = {size: sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
+        super().__init__(config, model, schedules=schedules, placement=plan.placement)
+        check_executable(plan.schedule)  # before anything is started
+
+    @property
+    def num_slots(self) -> int:
+        """See `Strategy`."""
+        return num_slots(self.file_plan.topology, self.file_plan.devices)
+
+    def find_slots(self, *, local: bool) -> list[DeviceSlot]:
+        """See `Strategy`."""
+        return planned_slots(self.file_plan.topology, self.file_plan.devices, self.config.scaling, local=local)
+
+    def prepare(self, coordinator: Coordinator, *, name: str, measure: Measure, notice: Notice) -> None:
+        """See `Strategy`."""
+        plan = self.file_plan
+        coordinator.links.seed(plan.topology)
+        if self.config.scaling.measure_layers:
+            profile = _at_speed_one(measure(1), plan)
+            plan = dataclasses.replace(plan, profile=profile, profile_digest=profile.digest)
+        self._predict(dataclasses.replace(plan, schedule=self.schedule))
+
+    def check_layers(self, sizes: Mapping[int, LayerSize]) -> None:
+        """Refuse layers with other weights than the profile says.
+
+        Raises:
+            PlanError: Names the first such layer.
+        """
+        for layer, profile in enumerate(self.plan.profile.layers):
+            if sizes[layer].parameter_bytes != profile.parameter_bytes:
+                raise PlanError(
+                    f"layer {profile.name!r} has {sizes[layer].parameter_bytes} bytes of weights, the plan's profile says "
+                    f"{profile.parameter_bytes}: it is of another model; check model.options, or profile and plan again"
+                )
+
+
+def _at_speed_one(measured: ModelProfile, plan: Plan) -> ModelProfile:
+    kinds = {plan.topology.device(name).kind for name in plan.devices}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"scaling.measure_layers: the plan has devices of the kinds {', '.join(sorted(kinds))}, of which a run measures one; "
+            "use `raypipe profile`, and plan again"
+        )
+    speed = plan.topology.device(plan.devices[0]).speed
+
+    def scaled(layer: LayerProfile) -> LayerProfile:
+        times = {name: value * speed for name, value in dataclasses.asdict(layer.times).items()}
+        return dataclasses.replace(layer, **times, update_s=None if layer.update_s is None else layer.update_s * speed)
+
+    return dataclasses.replace(measured, layers=tuple(map(scaled, measured.layers)))

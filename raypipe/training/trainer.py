@@ -40,18 +40,18 @@ class Trainer:
         compile_layers: Whether each layer goes through `torch.compile`.
         data_config: Tokens to train on. With `batches`, its path stays empty and it says how many microbatches an evaluation takes.
         batches: Function from a split, `train` or `validation`, to a `raypipe.actors.execution.batches.BatchSource` of
-            `schedule_config.microbatch_size` rows; called on the actors. Replaces tokens.
+            `schedule_config.microbatch_size` rows; called on the actors.
         schedule_config: Order in which the stages work.
         optimizer_config: Optimizer and learning rate.
         scaling_config: Devices.
         cluster_config: Ray cluster.
         run_config: Length of the run, and where its results go.
-        adaptation_config: Whether and when the run switches to another plan.
-        plan: `raypipe.plan/1` file that decides about stages, devices, schedule, microbatches and their size.
+        adaptation_config: Whether and when to switch plans.
+        plan: `raypipe.plan/1` file that decides about stages, devices, schedule and microbatches.
         faults: Failures to inject, for drills.
 
     Raises:
-        ConfigError: There is neither a token file nor `batches`, or both, or a value contradicts the plan.
+        ConfigError: There is not exactly one of a token file and `batches`, or a value contradicts the plan.
 
     Example:
         Trainer("raypipe.models.gpt:gpt", data_config=DataConfig(path="tokens.parquet")).fit().metrics["loss"]
@@ -116,15 +116,15 @@ class Trainer:
         )
 
     def fit(self, *, listener: Listener | None = None, resume: bool = False) -> Result:
-        """Train, and return what came of it.
+        """Train, and return the outcome.
 
         Args:
             listener: Receives notices and progress.
-            resume: Whether to go on from the newest checkpoint of the newest run of this name, whatever stages wrote it.
+            resume: Whether to go on from the newest checkpoint of this name, whatever stages wrote it.
 
         Raises:
             InputError: Configuration, model, data, schedule and cluster do not fit together.
-            RunError: Something failed while running; the checkpoints written so far stay.
+            RunError: Something failed while running; checkpoints stay.
         """
         return Fit(
             self.config,

@@ -14,7 +14,7 @@ from raypipe.errors import PlanError
 from raypipe.models.mlp import mlp
 from raypipe.schedules.metrics import metrics
 from raypipe.training.checks import check_alike, check_staleness
-from raypipe.training.named import NamedStrategy
+from raypipe.training.strategy import NamedStrategy
 
 DEPTH = 6
 COORDINATOR = cast("Coordinator", SimpleNamespace(actors=SimpleNamespace(infos=[SimpleNamespace(num_cores=1, gpus=())])))
