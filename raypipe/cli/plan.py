@@ -19,8 +19,8 @@ from raypipe.errors import InputError
 from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
 from raypipe.planning.planners import AUTO, PLANNERS
-from raypipe.show.plans import plan_report, prediction, stage_table
 from raypipe.show.report import Figure, Report, rows_table
+from raypipe.show.tables import plan_report, prediction, stage_table
 from raypipe.units import counted, seconds
 
 

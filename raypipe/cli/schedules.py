@@ -13,7 +13,7 @@ from raypipe.cli.schedule import stage_seconds
 from raypipe.cli.screen import console, plain_console, print_json
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.show.report import Figure, Report, rows_table
-from raypipe.show.schedule_comparison import LEGEND, comparison_report
+from raypipe.show.schedules import LEGEND, comparison_report
 from raypipe.units import counted, seconds
 
 _COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")

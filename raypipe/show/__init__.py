@@ -1,1 +1,1 @@
-"""Drawings of schedules, traces, topologies, plans and profiles: text for terminals, SVG for files."""
+"""Drawings as text, SVG and HTML."""

@@ -1,4 +1,4 @@
-"""The causes of idle time in words, the same in the terminal and on pages."""
+"""The causes of idle time in words."""
 
 from __future__ import annotations
 
@@ -7,31 +7,20 @@ from collections.abc import Iterator, Mapping
 from raypipe.analysis.idle import Cause, Culprit, Division, Root
 from raypipe.units import counted, ratio
 
-NAMES: Mapping[Cause, str] = {
-    Cause.COMPUTE: "computing",
-    Cause.WARM_UP: "warm-up",
-    Cause.ACTIVATION: "activation: sender computes",
-    Cause.ACTIVATION_TRANSFER: "activation: on its way",
-    Cause.GRADIENT: "gradient: sender computes",
-    Cause.GRADIENT_TRANSFER: "gradient: on its way",
-    Cause.COLLECTIVE: "collective: others compute",
-    Cause.COLLECTIVE_TRANSFER: "collective: on its way",
-    Cause.OVERHEAD: "overhead",
-    Cause.DRAIN: "drain",
+_WORDS: Mapping[Cause, tuple[str, str]] = {
+    Cause.COMPUTE: ("computing", "an Op runs"),
+    Cause.WARM_UP: ("warm-up", "its first Op has not begun"),
+    Cause.ACTIVATION: ("activation: sender computes", "it waits for an activation whose sender has not finished"),
+    Cause.ACTIVATION_TRANSFER: ("activation: on its way", "it waits for an activation that is on its way"),
+    Cause.GRADIENT: ("gradient: sender computes", "it waits for a gradient whose sender has not finished"),
+    Cause.GRADIENT_TRANSFER: ("gradient: on its way", "it waits for a gradient that is on its way"),
+    Cause.COLLECTIVE: ("collective: others compute", "it waits for a norm or sum to which another device has not brought its part"),
+    Cause.COLLECTIVE_TRANSFER: ("collective: on its way", "it waits for a norm or sum to which all have brought their parts"),
+    Cause.OVERHEAD: ("overhead", "no span explains it: the framework, or the machine"),
+    Cause.DRAIN: ("drain", "it is done and others are not"),
 }
-
-MEANINGS: Mapping[Cause, str] = {
-    Cause.COMPUTE: "an Op runs",
-    Cause.WARM_UP: "its first Op has not begun",
-    Cause.ACTIVATION: "it waits for an activation whose sender has not finished",
-    Cause.ACTIVATION_TRANSFER: "it waits for an activation that is on its way",
-    Cause.GRADIENT: "it waits for a gradient whose sender has not finished",
-    Cause.GRADIENT_TRANSFER: "it waits for a gradient that is on its way",
-    Cause.COLLECTIVE: "it waits for a norm or sum to which another device has not brought its part",
-    Cause.COLLECTIVE_TRANSFER: "it waits for a norm or sum to which all have brought their parts",
-    Cause.OVERHEAD: "no span explains it: the framework, or the machine",
-    Cause.DRAIN: "it is done and others are not",
-}
+NAMES: Mapping[Cause, str] = {cause: name for cause, (name, _) in _WORDS.items()}
+MEANINGS: Mapping[Cause, str] = {cause: meaning for cause, (_, meaning) in _WORDS.items()}
 
 _MOST_CULPRITS = 3
 _LEAST_SHARE = 0.05
@@ -49,8 +38,7 @@ def device_words(division: Division, device: int) -> str:
     return f"{words} (stage{'s' if len(stages) > 1 else ''} {listed})"
 
 
-def culprit_words(division: Division, culprit: Culprit) -> str:
-    """Return what waits trace back to."""
+def _culprit_words(division: Division, culprit: Culprit) -> str:
     names = division.trace.devices
     match culprit.root, culprit.device, culprit.sender:
         case Root.WORK, int(device), _:
@@ -64,15 +52,15 @@ def culprit_words(division: Division, culprit: Culprit) -> str:
 
 
 def findings(division: Division) -> Iterator[str]:
-    """Yield sentences that say what holds devices up; none where no device waits for another."""
+    """Yield what holds devices up; nothing where no device waits."""
     total_s = sum(culprit.wait_s for culprit in division.culprits)
     if not total_s:
         return
     named = [
-        f"{culprit_words(division, culprit)}, {ratio(culprit.wait_s / total_s)}"
+        f"{_culprit_words(division, culprit)}, {ratio(culprit.wait_s / total_s)}"
         for culprit in division.culprits[:_MOST_CULPRITS]
         if culprit.wait_s / total_s >= _LEAST_SHARE
     ]
-    found = f"They trace back to {'; '.join(named)}." if named else "No device or link holds up the others much more than any other."
+    roots = f"They trace back to {'; '.join(named)}." if named else "No device or link holds up the others much more than any other."
     share = total_s / (division.trace.makespan_s * len(division.trace.devices))
-    yield f"Waits between warm-up and drain take {ratio(share)} of all device time. {found}"
+    yield f"Waits between warm-up and drain take {ratio(share)} of all device time. {roots}"

@@ -16,41 +16,30 @@ _WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.M
 
 
 def differences(first: Trace, second: Trace) -> list[ComparedFigure]:
-    """Compare times and bubbles of two traces, and of each device that both have its times, bubble and, if known, memory.
-
-    `predicted` is the value of the first trace, `measured` that of the second.
-    """
+    """Compare two traces and the devices of both; the first is `predicted`, the second `measured`."""
 
     def figure(name: str, unit: str, values: tuple[float, float]) -> ComparedFigure:
         return ComparedFigure(name, unit, *values, spread=0.0)
 
-    found = [
+    figures = [
         figure("update time", "s", (first.update_s, second.update_s)),
         figure("makespan", "s", (first.makespan_s, second.makespan_s)),
         figure("bubble", "ratio", (first.bubble_ratio, second.bubble_ratio)),
     ]
     for device, bare_name in enumerate(first.devices[: len(second.devices)]):
         name = f"device {bare_name}" if bare_name.isdigit() else bare_name
-        found += [
+        figures += [
             figure(f"{name}: busy", "s", (first.busy_s[device], second.busy_s[device])),
             figure(f"{name}: waiting", "s", (first.wait_s[device], second.wait_s[device])),
             figure(f"{name}: bubble", "ratio", (first.device_bubble_ratios[device], second.device_bubble_ratios[device])),
         ]
         if any(first.peak_memory_bytes) and any(second.peak_memory_bytes):
-            found.append(figure(f"{name}: peak memory", "bytes", (first.peak_memory_bytes[device], second.peak_memory_bytes[device])))
-    return found
+            figures.append(figure(f"{name}: peak memory", "bytes", (first.peak_memory_bytes[device], second.peak_memory_bytes[device])))
+    return figures
 
 
 class OpDifference(NamedTuple):
-    """How long Ops take in two traces.
-
-    Attributes:
-        device: Number of the device.
-        ops: Ops of a slot; for several slots of one kind and stage, the Ops of one of them.
-        num_slots: Number of these slots in both traces.
-        first_s: Median in the first trace.
-        second_s: Median in the second trace.
-    """
+    """Median duration in two traces of a slot, or of `num_slots` slots of one kind and stage; `ops` are of one of these."""
 
     device: int
     ops: tuple[Op, ...]
@@ -60,15 +49,15 @@ class OpDifference(NamedTuple):
 
     @property
     def difference_s(self) -> float:
-        """Second less first."""
+        """Second duration minus first."""
         return self.second_s - self.first_s
 
 
 def op_differences(first: Trace, second: Trace) -> list[OpDifference]:
-    """Return the slots that both traces have on the same device, the largest difference first."""
+    """Return the slots of both traces, the largest difference first."""
     ours, theirs = ({(span.device, span.ops): span.end_s - span.start_s for span in trace.spans if span.ops} for trace in (first, second))
-    found = [OpDifference(*slot, 1, duration_s, theirs[slot]) for slot, duration_s in ours.items() if slot in theirs]
-    return sorted(found, key=lambda op: -abs(op.difference_s))
+    common = (OpDifference(*slot, 1, duration_s, theirs[slot]) for slot, duration_s in ours.items() if slot in theirs)
+    return sorted(common, key=lambda op: -abs(op.difference_s))
 
 
 def kind_differences(ops: Sequence[OpDifference]) -> list[OpDifference]:
@@ -76,39 +65,34 @@ def kind_differences(ops: Sequence[OpDifference]) -> list[OpDifference]:
     groups: dict[tuple[int, tuple[tuple[OpKind, int], ...]], list[OpDifference]] = defaultdict(list)
     for op in ops:
         groups[op.device, tuple((part.kind, part.stage) for part in op.ops)].append(op)
-    found = [
-        group[0]._replace(
-            num_slots=len(group),
-            first_s=statistics.median(op.first_s for op in group),
-            second_s=statistics.median(op.second_s for op in group),
+    medians = [
+        OpDifference(
+            *group[0][:2], len(group), statistics.median(op.first_s for op in group), statistics.median(op.second_s for op in group)
         )
         for group in groups.values()
     ]
-    return sorted(found, key=lambda op: -abs(op.difference_s))
+    return sorted(medians, key=lambda op: -abs(op.difference_s))
 
 
 def kind_text(ops: Sequence[Op]) -> str:
-    """Return kinds and stages of the Ops of a slot, such as `F of stage 1&B of stage 2`."""
+    """Return kinds and stages: `F of stage 1&B of stage 2`."""
     return "&".join(f"{op.kind} of stage {op.stage}" for op in ops)
 
 
 def names(first: Trace, second: Trace) -> tuple[str, str]:
-    """Return what two traces are called: their sources, or `first` and `second` if the sources are the same."""
+    """Return the sources of two traces, or `first` and `second` for equal sources."""
     return ("first", "second") if first.source is second.source else (_WORDS[first.source], _WORDS[second.source])
 
 
 def header(first: Trace, second: Trace) -> tuple[str, ...]:
-    """Return the headings of the columns of `rows`."""
+    """Return the headings of `rows`."""
     return "figure", *names(first, second), "difference" if first.source is second.source else "error"
 
 
 def rows(figures: Sequence[ComparedFigure]) -> list[tuple[str, ...]]:
-    """Return the figures as texts; the last column is relative for times and bytes and in points for ratios."""
-    return [(figure.name, _shown(figure.predicted, figure), _shown(figure.measured, figure), _error(figure)) for figure in figures]
-
-
-def _shown(value: float, figure: ComparedFigure) -> str:
-    return {"s": seconds, "bytes": size, "ratio": ratio}[figure.unit](value)
+    """Return the figures as texts; differences of ratios are in points, others relative."""
+    show = {"s": seconds, "bytes": size, "ratio": ratio}
+    return [(each.name, *(show[each.unit](value) for value in (each.predicted, each.measured)), _error(each)) for each in figures]
 
 
 def _error(figure: ComparedFigure) -> str:

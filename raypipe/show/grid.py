@@ -15,8 +15,7 @@ from rich.text import Text
 
 from raypipe.artifacts.trace import Span, SpanKind, Trace
 from raypipe.schedules.ir import Op
-from raypipe.show.labels import Label, Labels
-from raypipe.show.palette import NAMES, colour, pipeline_words
+from raypipe.show.labels import KIND_NAMES, Label, Labels, colour, pipeline_words
 from raypipe.units import number, seconds, ticks, time_unit
 
 _MOST_ROWS = 48
@@ -27,35 +26,23 @@ _LEAST_SHARE = 0.05
 
 @dataclass(frozen=True)
 class _Scale:
-    """Columns of text for time.
-
-    Attributes:
-        columns_per_s: Columns for a second.
-        num_columns: Columns for the whole time.
-        band: Columns of one line; a longer trace goes on below.
-    """
-
     columns_per_s: float
     num_columns: int
-    band: int
+    band: int  # columns of one line; a longer trace goes on below
 
     def column(self, time_s: float) -> int:
         return min(round(time_s * self.columns_per_s), self.num_columns)
 
 
 def timed_grid(trace: Trace, *, width: int) -> Text:
-    """Draw a trace as text with a legend, in colour where the console has colours.
-
-    A trace that is too wide goes on in further bands. Where these are too many, one column stands for more time, and narrow Ops lose
-    their labels. `width` is the number of columns of the terminal.
-    """
+    """Draw a trace with a legend as text; `width` is in columns, and a wider trace goes on in further bands."""
     return timed_grids((trace,), width=width)[0]
 
 
 def timed_grids(traces: Sequence[Trace], *, width: int) -> tuple[Text, ...]:
-    """Draw traces as `timed_grid` does, on one time axis."""
+    """Draw traces on one time axis."""
     makespan_s = max(trace.makespan_s for trace in traces)
-    drawn = [_Drawn(trace, _computing(trace), Labels(trace)) for trace in traces]
+    drawn = [_Drawn(trace) for trace in traces]
     head = max((len(name) for trace in traces for name in trace.devices[:_MOST_ROWS]), default=0)
     timed = [each for each in drawn if any(each.rows)]
     if not timed:
@@ -64,18 +51,12 @@ def timed_grids(traces: Sequence[Trace], *, width: int) -> tuple[Text, ...]:
     return tuple(_grid(each, scale, head=head, makespan_s=makespan_s) for each in drawn)
 
 
-@dataclass(frozen=True)
 class _Drawn:
-    """A trace with its labels, and for each device that is shown the Ops that take time."""
-
-    trace: Trace
-    rows: Sequence[Sequence[Span]]
-    labels: Labels
-
-
-def _computing(trace: Trace) -> list[list[Span]]:
-    rows = trace.by_device[:_MOST_ROWS]
-    return [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > max(span.start_s, 0.0)] for row in rows]
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.labels = Labels(trace)
+        rows = trace.by_device[:_MOST_ROWS]
+        self.rows = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > max(span.start_s, 0.0)] for row in rows]
 
 
 def _grid(drawn: _Drawn, scale: _Scale, *, head: int, makespan_s: float) -> Text:
@@ -94,11 +75,9 @@ def _grid(drawn: _Drawn, scale: _Scale, *, head: int, makespan_s: float) -> Text
 
 
 class _Line:
-    """The text of one device, and how many of its Ops have no label or no column."""
-
     def __init__(self, name: str, scale: _Scale, spans: Sequence[Span], labels: Labels, end_s: float) -> None:
         self.name = name
-        self.unlabelled = self.hidden = 0
+        self.unlabelled = self.hidden = 0  # Ops without a label, and without a column
         self.text = Text()
         at = 0
         for span in spans:
@@ -113,7 +92,6 @@ class _Line:
         self.text.append("." * (scale.column(end_s) - at), style="dim")
 
     def _cell(self, parts: Sequence[Label], width: int) -> Iterator[tuple[str, Op]]:
-        """Return the text of a cell in parts, each with an Op for its colour."""
         texts = _joined([part.text for part in parts])
         if sum(map(len, texts)) > width:
             self.unlabelled += 1
@@ -131,7 +109,6 @@ def _joined(texts: list[str]) -> list[str]:
 
 
 def _scale(drawn: Sequence[_Drawn], *, makespan_s: float, columns: int) -> _Scale:
-    """Return a scale that fits the rows of all traces."""
     # Each span with the length of its label: that depends on the other Ops of its trace.
     lengths = [(span.end_s - span.start_s, len(each.labels.text(span))) for each in drawn for row in each.rows for span in row]
     num_rows = max(len(each.rows) for each in drawn)
@@ -157,7 +134,7 @@ def _scale(drawn: Sequence[_Drawn], *, makespan_s: float, columns: int) -> _Scal
 
 
 def _common_unit(durations: Sequence[float]) -> float:
-    """Return the longest time of which all durations are multiples; 0 if it is too short to draw."""
+    # The longest time of which all durations are multiples; 0 if it is too short to draw.
     unit = durations[-1]
     for duration in sorted(set(durations)):
         larger, smaller = max(unit, duration), min(unit, duration)
@@ -181,7 +158,7 @@ def _ruler(scale: _Scale, makespan_s: float, start: int) -> str:
 
 
 def _notes(trace: Trace, lines: Sequence[_Line], labels: Labels, scale: _Scale) -> Iterator[str]:
-    words = (*(f"{kind} {NAMES[kind]}" for kind in labels.kinds), ". waiting", pipeline_words(labels.num_pipelines))
+    words = (*(f"{kind} {KIND_NAMES[kind]}" for kind in labels.kinds), ". waiting", pipeline_words(labels.num_pipelines))
     yield ", ".join(filter(None, words))
     if unlabelled := sum(line.unlabelled for line in lines):
         column = seconds(1 / scale.columns_per_s)

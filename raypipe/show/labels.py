@@ -1,34 +1,56 @@
-"""What is written on the Ops of a drawn trace."""
+"""Labels, colours and names of Ops; black text is readable on all colours, and neighbors differ in lightness, too."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from raypipe.artifacts.trace import Span, Trace
 from raypipe.schedules.ir import Op, OpKind
 
+COLOURS: Mapping[OpKind, str] = {
+    OpKind.FORWARD: "#7fb2e5",
+    OpKind.BACKWARD: "#f2a45c",
+    OpKind.INPUT_GRADIENT: "#f7c873",
+    OpKind.WEIGHT_GRADIENT: "#8cc98a",
+    OpKind.RECOMPUTE: "#c3aee0",
+    OpKind.UPDATE: "#b08a78",
+    OpKind.REDUCE: "#e59ab8",
+    OpKind.PUBLISH: "#d6d06a",
+    OpKind.EXCHANGE: "#6cc4bd",
+}
+
+KIND_NAMES: Mapping[OpKind, str] = {
+    **{kind: kind.name.lower().replace("_", " ") for kind in OpKind},
+    OpKind.REDUCE: "gradient reduction",
+    OpKind.PUBLISH: "publication",
+}
+
+
+def colour(kind: OpKind, pipeline: int = 0) -> str:
+    """Return a CSS colour, lighter for odd pipelines."""
+    if pipeline % 2 == 0:
+        return COLOURS[kind]
+    channels = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) / 2):02x}" for channel in channels)
+
+
+def pipeline_words(num_pipelines: int) -> str:
+    """Return the legend of lighter colours; empty for one pipeline."""
+    odd = [str(pipeline) for pipeline in range(1, num_pipelines, 2)]
+    return f"lighter: {'pipeline' if len(odd) == 1 else 'pipelines'} {', '.join(odd)}" if odd else ""
+
 
 class Label(NamedTuple):
-    """Text of Ops of a slot that share it.
-
-    Attributes:
-        ops: Neighbors of one kind, stage and pipeline.
-        text: `F3`, `F3@1` for pipeline 1, `F0+2` for two microbatches, `F0.1` for a part of one.
-    """
+    """Neighbors in a slot of one kind, stage and pipeline: `F3`, `F3@1` for pipeline 1, `F0+2` for two microbatches, `F0.1` for a part."""
 
     ops: tuple[Op, ...]
     text: str
 
 
 class Labels:
-    """Short names of the Ops of some traces.
-
-    Attributes:
-        with_stage: Whether names include the stage: only where a device holds several stages of one pipeline.
-        kinds: Kinds of the Ops that take time.
-        num_pipelines: Number of pipelines of these Ops.
-    """
+    """Labels of the Ops that take time; `with_stage` where a device holds several stages of one pipeline."""
 
     def __init__(self, *traces: Trace) -> None:
         self._known: dict[tuple[Op, ...], tuple[Label, ...]] = {}
@@ -48,7 +70,7 @@ class Labels:
         self.num_pipelines = max((pipeline + 1 for _, _, pipeline in held), default=1)
 
     def of(self, span: Span) -> tuple[Label, ...]:
-        """Return the labels of a computing span."""
+        """Return a label for each group of like Ops."""
         if span.ops not in self._known:
             alike = itertools.groupby(span.ops, key=lambda op: (op.kind, op.stage, op.pipeline))
             self._known[span.ops] = tuple(self._label(tuple(ops)) for _, ops in alike)
@@ -63,5 +85,5 @@ class Labels:
         return Label(ops, f"{stage if self.with_stage else ''}{kind}{work}{f'@{pipeline}' if pipeline else ''}")
 
     def text(self, span: Span) -> str:
-        """Return the label of a span: `F3`, `0F3` with the stage, `F3&B1` where Ops overlap."""
+        """Return `F3`, `0F3` with the stage, or `F3&B1` where Ops overlap."""
         return "&".join(label.text for label in self.of(span))

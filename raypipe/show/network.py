@@ -1,4 +1,4 @@
-"""A topology as SVG: nodes as boxes with their devices inside, links as lines with their bandwidth and latency."""
+"""A topology as SVG: nodes as boxes with devices inside, links as lines."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import svg
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node
 from raypipe.show.svg_document import MARGIN, WIDTH, document, place, safe_text
-from raypipe.show.tables import link_words, shared_words
+from raypipe.show.tables import link_ends, link_words, shared_words
 from raypipe.units import counted, number, size
 
 _MOST_NODES = 60
-_MOST_DEVICES = 8
-"""Devices drawn in one box."""
-_MOST_AROUND = 10
-"""Nodes that are laid out in a ring with their links between them; more stand in rows, with the links in words."""
+_MOST_DEVICES = 8  # in one box
+_MOST_AROUND = 10  # nodes in a ring with their links between them; more stand in rows, with the links in words
 _MOST_LABELS = 16
 _MOST_LINES = 40
 _COLUMNS = 5
@@ -36,21 +34,18 @@ class _Point(NamedTuple):
 
 
 class _Box(NamedTuple):
-    """A rectangle by its middle and size."""
-
     middle: _Point
     width: float
     height: float
 
     def edge_towards(self, other: _Point) -> _Point:
-        """Return where a line from the middle to a point leaves the box."""
         dx, dy = other.x - self.middle.x, other.y - self.middle.y
         share = min(self.width / 2 / abs(dx) if dx else 1.0, self.height / 2 / abs(dy) if dy else 1.0, 1.0)
         return _Point(self.middle.x + dx * share, self.middle.y + dy * share)
 
 
 def draw_topology(topology: ClusterTopology) -> str:
-    """Draw a topology as SVG; what has no line is written below."""
+    """Draw a topology; links without a line are listed below."""
     return _Drawing(topology).document()
 
 
@@ -79,7 +74,6 @@ class _Drawing:
         return document([*title, *links, *self.elements], height=y, style=_STYLE)
 
     def middles(self) -> Iterator[_Point]:
-        """Where the boxes are: one row, a ring, or rows."""
         count = len(self.nodes)
         heights = [_height(node) for node in self.nodes]
         top = 60 + max(heights) / 2
@@ -118,24 +112,19 @@ class _Drawing:
             y += 16
 
     def links(self, words: list[str]) -> list[svg.Element]:
-        """Draw the links; what cannot be drawn is added to the words."""
         lines: list[svg.Element] = []
         with_labels = len(self.topology.links) <= _MOST_LABELS
-        for link in self.topology.links:
-            ends = self.boxes.get(link.source), self.boxes.get(link.target)
-            if not self.in_ring or ends[0] is None or ends[1] is None or self._same_node(link):
-                words.append(f"{_ends(link)}: {link_words(link)}")
-            else:
-                lines += self.line(link, ends[0], ends[1])
-                if with_labels:
-                    self.elements += self.label(link, ends[0], ends[1])
-                else:
-                    words.append(f"{_ends(link)}: {link_words(link)}")
-        return lines
-
-    def _same_node(self, link: Link) -> bool:
         owner = {name: node.name for node in self.nodes for name in (node.name, *(device.name for device in node.devices))}
-        return owner.get(link.source) == owner.get(link.target)
+        for link in self.topology.links:
+            source, target = self.boxes.get(link.source), self.boxes.get(link.target)
+            is_drawn = self.in_ring and owner.get(link.source) != owner.get(link.target)
+            if is_drawn and source and target:
+                lines += self.line(link, source, target)
+                if with_labels:
+                    self.elements += self.label(link, source, target)
+                    continue
+            words.append(f"{link_ends(link)}: {link_words(link)}")
+        return lines
 
     def line(self, link: Link, source: _Box, target: _Box) -> Iterator[svg.Element]:
         start, end = source.edge_towards(target.middle), target.edge_towards(source.middle)
@@ -159,7 +148,6 @@ class _Drawing:
             yield safe_text(part, x, y - height / 2 + 12 + 14 * line, "s")
 
     def words(self) -> Iterator[str]:
-        """Return what has no line in the drawing."""
         if left_out := len(self.topology.nodes) - len(self.nodes):
             yield f"{left_out} more nodes are left out"
         if self.topology.default_link:
@@ -182,10 +170,6 @@ def _device_words(device: Device) -> str:
     memory = "" if device.memory_bytes is None else f" {size(device.memory_bytes)}"
     speed = "" if device.speed == 1 else f" x{number(device.speed)}"
     return f"{device.name}  {device.kind}{memory}{speed}"
-
-
-def _ends(link: Link) -> str:
-    return f"{link.source} {'->' if link.one_way else '<->'} {link.target}"
 
 
 def _short(text: str, width: float) -> str:

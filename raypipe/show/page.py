@@ -1,10 +1,6 @@
-"""Traces as one HTML page that needs nothing else: a timeline to zoom and hover over, idle time by cause, memory, and differences.
+"""Traces as one HTML page, of `page.html`, `page.css` and three scripts, which draw the timeline from the JSON of `page_data.py`.
 
-The page is made of the files beside this one: `page.html` with places for the parts, `page.css`, and three scripts, which draw the
-timeline on a canvas from the JSON of `page_data.py`. Figures, tables and bars need no script.
-
-Nothing in a trace can act on the page: text is escaped, and a content policy names the one script and the one style that may run
-and forbids all loading.
+Nothing in a trace can act on the page: text is escaped, and a content policy allows one script and one style and no loading.
 """
 
 from __future__ import annotations
@@ -20,34 +16,33 @@ from raypipe import __version__
 from raypipe.analysis.idle import IDLE, Cause
 from raypipe.artifacts.trace import SpanKind, Trace
 from raypipe.schedules.ir import OpKind
-from raypipe.show import palette
 from raypipe.show.causes import MEANINGS, device_words, findings
 from raypipe.show.differences import differences, header, rows
-from raypipe.show.labels import Labels
+from raypipe.show.labels import Labels, colour, pipeline_words
 from raypipe.show.page_data import page_data
 from raypipe.show.page_tables import comparison_tables, idle_table, wait_tables
 from raypipe.show.svg_document import escape
 from raypipe.show.view import CAUSES, View, has_memory, part_s, part_words, parts_of, views_of
 from raypipe.units import counted, ratio, seconds, size
 
-_SCRIPTS = ("page_read.js", "page_draw.js", "page_pointer.js")
-"""One script of the page, in this order."""
+_SCRIPTS = ("page_read.js", "page_draw.js", "page_pointer.js")  # one script, in this order
 
 
 def draw_page(traces: Sequence[Trace]) -> str:
-    """Draw one trace, or two above each other with their differences, as an HTML file."""
+    """Draw one trace, or two with their differences."""
     views = views_of(traces)
+    title = escape(" and ".join(dict.fromkeys(view.trace.name or "trace" for view in views)))
     style, script = _file("page.css"), "".join(map(_file, _SCRIPTS))
-    style += "".join(f"\n.fill-{kind} {{ fill: {palette.colour(kind)}; }}" for kind in OpKind)
+    style += "".join(f"\n.fill-{kind} {{ fill: {colour(kind)}; }}" for kind in OpKind)
     style += "".join(f"\n.fill-{cause} {{ fill: url(#p-{cause}); }}" for cause in IDLE)
     return Template(_file("page.html")).substitute(
-        title=escape(_title(views)),
+        title=title,
         style=style,
         style_hash=_hash(style),
         script=script,
         script_hash=_hash(script),
         patterns="\n".join(_patterns()),
-        header="\n".join(_header(views)),
+        header="\n".join(_header(views, title)),
         switches="\n".join(_switches(views)),
         legend="\n".join(_legend(views)),
         bars="\n".join(_bars(views)),
@@ -64,21 +59,15 @@ def _file(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the name of a script or style in the content policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def _title(views: Sequence[View]) -> str:
-    found = list(dict.fromkeys(view.trace.name or "trace" for view in views))
-    return " and ".join(found)
-
-
-def _header(views: Sequence[View]) -> Iterator[str]:
+def _header(views: Sequence[View], title: str) -> Iterator[str]:
     sources = " above ".join(view.word for view in views)
     counts = list(dict.fromkeys(map(_counts, views)))
     if len(counts) == 2:
         counts = [f"{view.word} {words}" for view, words in zip(views, counts, strict=True)]
-    yield f"<h1>{escape(_title(views))}</h1>"
+    yield f"<h1>{title}</h1>"
     yield f'<p class="soft">{" &middot; ".join([sources, *counts])}</p>'
     yield '<dl class="figures">'
     if len(views) == 2:
@@ -108,12 +97,18 @@ def _header(views: Sequence[View]) -> Iterator[str]:
 
 def _switches(views: Sequence[View]) -> Iterator[str]:
     traces = [view.trace for view in views]
-    has_messages = any(span.kind is SpanKind.TRANSFER for trace in traces for span in trace.spans)
-    wanted = {"messages": has_messages, "memory": any(map(has_memory, traces)), "pairs": len(views) == 2}
-    words = {"messages": "Messages", "memory": "Memory", "pairs": "Device by device"}
-    for name, is_wanted in wanted.items():
-        if is_wanted:
-            yield f'<button type="button" data-shows="{name}" aria-pressed="false">{words[name]}</button>'
+    switches = (
+        ("messages", "Messages", any(map(_has_messages, traces))),
+        ("memory", "Memory", any(map(has_memory, traces))),
+        ("pairs", "Device by device", len(views) == 2),
+    )
+    for name, words, is_shown in switches:
+        if is_shown:
+            yield f'<button type="button" data-shows="{name}" aria-pressed="false">{words}</button>'
+
+
+def _has_messages(trace: Trace) -> bool:
+    return any(span.kind is SpanKind.TRANSFER for span in trace.spans)
 
 
 # What the patterns draw in a square of 8 pixels: what is on its way is dotted, overhead crossed.
@@ -132,7 +127,6 @@ _PATTERNS = {
 
 
 def _patterns() -> Iterator[str]:
-    """Yield the fills of all causes; bars refer to them, and the timeline copies them."""
     for cause in IDLE:
         classes, path = _PATTERNS[cause]
         square = f'<rect width="8" height="8"/><path d="{path}"/>'
@@ -155,17 +149,16 @@ def _sample(part: str, words: str) -> str:
 def _legend(views: Sequence[View]) -> Iterator[str]:
     yield from (_sample(part, part_words(part)) for part in parts_of(views) if "&" not in part)
     traces = [view.trace for view in views]
-    if any(span.kind is SpanKind.TRANSFER for trace in traces for span in trace.spans):
+    if any(map(_has_messages, traces)):
         yield '<li><svg width="20" height="14"><rect class="message" y="5" width="20" height="5"/></svg>message on its way</li>'
     if any(map(has_memory, traces)):
         yield '<li><svg width="20" height="14"><path class="held" d="M0 14V6H9V2H20V14"/></svg>memory held</li>'
     labels = Labels(*traces)
-    notes = (palette.pipeline_words(labels.num_pipelines), "darker: later stages of a device" if labels.with_stage else "")
+    notes = (pipeline_words(labels.num_pipelines), "darker: later stages of a device" if labels.with_stage else "")
     yield from (f"<li>{escape(note)}</li>" for note in notes if note)
 
 
 def _bars(views: Sequence[View]) -> Iterator[str]:
-    """Yield a bar of the time of each device and trace, on one scale."""
     parts = parts_of(views)
     whole_s = max(view.trace.makespan_s for view in views) or 1.0
     num_rows = sum(len(view.trace.devices) for view in views)

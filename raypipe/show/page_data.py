@@ -1,8 +1,4 @@
-"""What the timeline of a page shows, as JSON.
-
-Columns, not objects, and whole ticks, not seconds: a device's intervals follow each other without gap, so their lengths say where they
-are. A trace of 200,000 spans takes some four megabytes.
-"""
+"""The timeline of a page as JSON: columns and whole ticks, so that 200,000 spans take some four megabytes."""
 
 from __future__ import annotations
 
@@ -15,23 +11,19 @@ from raypipe.analysis.idle import Cause, Division
 from raypipe.artifacts.trace import SpanItem, SpanKind, Trace, item_text
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Direction, Message
-from raypipe.show import palette
 from raypipe.show.causes import MEANINGS, NAMES, device_words
-from raypipe.show.labels import Labels
+from raypipe.show.labels import KIND_NAMES, Labels, colour
 from raypipe.show.view import View, has_memory
 
-_DIGITS = 9
-"""Times are drawn to so many digits of the whole window."""
+_DIGITS = 9  # of the window's length
 
 
 def page_data(views: Sequence[View]) -> str:
-    """Return what the timeline shows as JSON that cannot end its element."""
+    """Return JSON that cannot end its HTML element."""
     labels = Labels(*(view.trace for view in views))
     content = {
         "with_stage": labels.with_stage,
-        "kinds": {
-            str(kind): {"name": palette.NAMES[kind], "colour": palette.colour(kind), "odd": palette.colour(kind, 1)} for kind in OpKind
-        },
+        "kinds": {str(kind): {"name": KIND_NAMES[kind], "colour": colour(kind), "odd": colour(kind, 1)} for kind in OpKind},
         "causes": [{"key": str(cause), "name": NAMES[cause], "meaning": MEANINGS[cause]} for cause in Cause],
         "traces": [_trace_data(view) for view in views],
     }
@@ -47,6 +39,7 @@ def _trace_data(view: View) -> dict[str, Any]:
         if span.kind is SpanKind.TRANSFER:
             start = ticks.of(span.start_s)
             incoming[span.device].append((start, ticks.of(span.end_s) - start, _short(span.item), span.bytes))
+    memory = [{"step": _steps([ticks.of(at_s) for at_s, _ in steps]), "bytes": [held for _, held in steps]} for steps in trace.memory]
     return {
         "word": view.word,
         "name": trace.name,
@@ -58,13 +51,12 @@ def _trace_data(view: View) -> dict[str, Any]:
         "bubbles": [round(bubble, 6) for bubble in trace.device_bubble_ratios],
         "rows": [_row_data(division, device, ticks) for device in range(len(trace.devices))],
         "messages": [_message_data(sorted(row)) for row in incoming],
-        "memory": [_memory_data(steps, ticks) for steps in trace.memory] if has_memory(trace) else [],
+        "memory": memory if has_memory(trace) else [],
     }
 
 
 class _Ticks:
-    """Times in whole ticks: the longest unit of which all times are multiples, to nine digits of the window."""
-
+    # A tick is the longest unit of which all times are multiples.
     def __init__(self, trace: Trace) -> None:
         whole_s = trace.makespan_s
         exponent = math.floor(math.log10(whole_s)) - _DIGITS + 1 if whole_s > 0 else 0
@@ -76,7 +68,6 @@ class _Ticks:
         self.tick_s = self._fine_s * self._factor
 
     def of(self, time_s: float) -> int:
-        """Return a time in ticks; times before the window count as 0."""
         return round(max(time_s, 0.0) / self._fine_s) // self._factor
 
 
@@ -99,19 +90,12 @@ def _row_data(division: Division, device: int, ticks: _Ticks) -> dict[str, Any]:
 
 
 def _message_data(messages: Sequence[tuple[int, int, str, int]]) -> dict[str, Any]:
-    starts = [message[0] for message in messages]
-    steps = [start - before for start, before in zip(starts, [0, *starts], strict=False)]
-    return {
-        "step": steps,
-        "length": [message[1] for message in messages],
-        "name": [message[2] for message in messages],
-        "bytes": _column([message[3] for message in messages]),
-    }
+    starts, lengths, names, sizes = (list(column) for column in zip(*messages, strict=True)) if messages else ([], [], [], [])
+    return {"step": _steps(starts), "length": lengths, "name": names, "bytes": _column(sizes)}
 
 
-def _memory_data(steps: Sequence[tuple[float, int]], ticks: _Ticks) -> dict[str, Any]:
-    times = [ticks.of(at_s) for at_s, _ in steps]
-    return {"step": [time - before for time, before in zip(times, [0, *times], strict=False)], "bytes": [held for _, held in steps]}
+def _steps(times: Sequence[int]) -> list[int]:
+    return [time - before for time, before in zip(times, [0, *times], strict=False)]
 
 
 def _column(values: list[int]) -> list[int] | int:
@@ -119,12 +103,11 @@ def _column(values: list[int]) -> list[int] | int:
 
 
 def _short(item: SpanItem | None) -> str:
-    """Return Ops as text, a message in few letters (`A0>1:3` for an activation), and any other text behind a blank."""
     match item:
         case tuple():
             return item_text(item)
         case Message():
-            letter = "A" if item.direction is Direction.ACTIVATION else "G"
+            letter = "A" if item.direction is Direction.ACTIVATION else "G"  # such as A0>1:3
             return f"{letter}{item.source}>{item.target}:{item.index}" + (f".{item.part}" if item.part else "")
         case _:
             return f" {item}" if item else ""

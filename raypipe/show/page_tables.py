@@ -1,8 +1,8 @@
-"""The tables of a page, as HTML: where time goes, how long the same Ops take in two traces, and who waits for whom."""
+"""Tables of a page, as HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypipe.artifacts.trace import item_text
@@ -20,7 +20,7 @@ _MOST_WAITS = 12
 
 
 def idle_table(views: Sequence[View]) -> Iterator[str]:
-    """Yield a row for each device and trace with the seconds of every kind of Op and cause, and for two traces their differences."""
+    """Yield the time of every kind of Op and cause, for each device and trace."""
     is_pair = len(views) == 2
     unit = _Unit.of(max(view.trace.makespan_s for view in views))
     parts = parts_of(views)
@@ -58,7 +58,6 @@ class _Unit:
         return cls(name, size_s, 3 if longest_s < 10 * size_s else 2 if longest_s < 100 * size_s else 1)
 
     def cell(self, value_s: float, *, sign: str = "", whole_s: float = 0.0) -> str:
-        """Return a time as HTML, with its share of a whole if there is one."""
         if not value_s:
             return _NONE
         value, least = value_s / self.size_s, 10.0**-self.decimals
@@ -69,13 +68,15 @@ class _Unit:
 
 
 def _row(texts: Sequence[str], cells: Sequence[str], *, first: bool = True, soft: bool = False) -> str:
-    """Return a row of escaped texts and of cells in HTML; `first` draws a line above, `soft` a lighter text."""
+    # Texts are escaped, cells are HTML; `first` draws a line above, `soft` a lighter text.
     classes = " ".join(name for name, wanted in (("first", first), ("soft", soft)) if wanted)
     heads = "".join(f'<th scope="row">{escape(text)}</th>' for text in texts)
     return f'<tr class="{classes}">{heads}{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
 
 
-def _table(caption: str, head: Sequence[str], lines: Iterable[str], *, num_text: int = 1) -> str:
+def _table(caption: str, head: Sequence[str], lines: Sequence[str], *, num_text: int, num_more: int = 0) -> str:
+    if num_more > 0:
+        lines = [*lines, _row([f"({num_more} more)"], [""] * (len(head) - 1))]
     heads = "".join(f'<th scope="col"{" class=text" if at < num_text else ""}>{escape(name)}</th>' for at, name in enumerate(head))
     body = "\n".join(lines)
     content = f"<caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead><tbody>\n{body}\n</tbody>"
@@ -93,7 +94,7 @@ def _folded(
 
 
 def comparison_tables(first: View, second: View) -> Iterator[str]:
-    """Yield how long the same Ops take in two traces."""
+    """Yield durations of the same Ops in two traces."""
     ops = op_differences(first.trace, second.trace)
     differing = [op for op in ops if abs(op.difference_s) > _LEAST_CHANGE * max(op.first_s, op.second_s)]
     if not ops:
@@ -104,17 +105,16 @@ def comparison_tables(first: View, second: View) -> Iterator[str]:
         ("Medians by device, kind and stage", kind_differences(differing), kind_text, _MOST_KINDS),
         ("Single Ops", differing, item_text, _MOST_OPS),
     )
-    for caption, found, text, most in tables if differing else ():
+    for caption, slots, text, most in tables if differing else ():
         lines = [
             _row(
                 [device_words(first.division, op.device), text(op.ops)],
                 [seconds(op.first_s), seconds(op.second_s), *_changed(op.first_s, op.second_s)],
             )
-            for op in found[:most]
+            for op in slots[:most]
         ]
-        if len(found) > most:
-            lines.append(_row([f"({len(found) - most} more)"], [""] * 5))
-        yield _table(caption, ["device", "Op", first.word, second.word, "difference", ""], lines, num_text=2)
+        head = ["device", "Op", first.word, second.word, "difference", ""]
+        yield _table(caption, head, lines, num_text=2, num_more=len(slots) - most)
     yield "</div></section>"
 
 
@@ -125,7 +125,7 @@ def _changed(first_s: float, second_s: float) -> tuple[str, str]:
 
 
 def wait_tables(views: Sequence[View]) -> Iterator[str]:
-    """Yield who waited for whom."""
+    """Yield who waited for whom, the longest first."""
     if not any(view.division.waits for view in views):
         return
     yield '<section><h2>Who waits for whom</h2><p class="soft">Between warm-up and drain, the longest first.</p><div class="columns">'
@@ -139,7 +139,6 @@ def wait_tables(views: Sequence[View]) -> Iterator[str]:
             )
             for wait in division.waits[:_MOST_WAITS]
         ]
-        if len(division.waits) > _MOST_WAITS:
-            lines.append(_row([f"({len(division.waits) - _MOST_WAITS} more)"], [""] * 3))
-        yield _table(view.word, ["device", "waits for", "in all", "of the window"], lines, num_text=2)
+        head = ["device", "waits for", "in all", "of the window"]
+        yield _table(view.word, head, lines, num_text=2, num_more=len(division.waits) - _MOST_WAITS)
     yield "</div></section>"

@@ -1,4 +1,4 @@
-"""Reports: the figures of a command, each with its key in the JSON document and its text in the terminal."""
+"""Figures of a command, with their keys in JSON and their texts in the terminal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class Figure:
     """A figure, or one figure for each row of a table.
 
     Attributes:
-        name: Key in the JSON document; empty for a figure that only the terminal shows.
-        value: Value in the document: a list where each row of the table has one, a report where the document nests.
-        label: Word in a sentence or heading of a column; empty for a figure that only the document holds.
-        show: Returns the text of a value.
+        name: Key in the JSON document; empty if only the terminal shows the figure.
+        value: A list for the rows of a table, a report where the document nests.
+        label: Word in a sentence or heading of a column; empty if only the document holds the figure.
     """
 
     name: str
@@ -30,12 +29,12 @@ class Figure:
     show: Callable[[Any], str] = str
 
     def text(self, value: Any) -> str:
-        """Return the text of one value; `-` for none."""
+        """Return the text of a value, `-` for None."""
         return "-" if value is None else self.show(value)
 
 
 class Report:
-    """Figures that stand together: a JSON object, and a sentence, a table or a row of one."""
+    """A JSON object, and a sentence, a table or a row of one."""
 
     def __init__(self, *figures: Figure) -> None:
         self.figures = figures
@@ -49,45 +48,41 @@ class Report:
         }
 
     def silent(self) -> Iterator[Figure]:
-        """Yield the figures for another report's document, without their labels."""
+        """Yield the figures without labels, for the document only."""
         return (replace(figure, label="") for figure in self.figures)
 
     def sentence(self) -> str:
-        """Return the single figures that have a label and a value, such as `update 33 s, bubble 27.3%`."""
+        """Return the single figures: `update 33 s, bubble 27.3%`."""
         return ", ".join(f"{label} {text}" for label, text in self.cells().items() if text != "-")
 
     def cells(self) -> dict[str, str]:
-        """Return the single figures as a row: texts by heading, with those of nested reports."""
-        found: dict[str, str] = {}
+        """Return the single figures, also of nested reports, by label."""
+        texts: dict[str, str] = {}
         for figure in self.figures:
             if isinstance(figure.value, Report):
-                found |= figure.value.cells()
+                texts |= figure.value.cells()
             elif figure.label and not isinstance(figure.value, list):
-                found[figure.label] = figure.text(figure.value)
-        return found
+                texts[figure.label] = figure.text(figure.value)
+        return texts
 
     def table(self, *, left: int = 1, title: str | None = None) -> FittedTable:
-        """Return the figures that are lists, as columns."""
+        """Return lists as columns."""
         columns = [figure for figure in self.figures if figure.label and isinstance(figure.value, list)]
         texts = [[figure.text(value) for value in figure.value] for figure in columns]
         return FittedTable([figure.label for figure in columns], zip(*texts, strict=True), left=left, title=title)
 
 
 def rows_table(reports: Sequence[Report], *, left: int = 1, title: str | None = None) -> FittedTable:
-    """Return a table with a row for each report; a figure that a report lacks is `-`."""
+    """Return a row for each report, with `-` for figures that it lacks."""
     rows = [report.cells() for report in reports]
     columns = max((list(row) for row in rows), key=len, default=[])
     return FittedTable(columns, ([row.get(column, "-") for column in columns] for row in rows), left=left, title=title)
 
 
 class FittedTable:
-    """A table without lines. In a narrow terminal it becomes several tables that each repeat the first column.
+    """A table without lines, cut after 48 rows; a narrow terminal gets several that repeat the first column.
 
-    Args:
-        columns: Headings.
-        rows: Texts of each row; rows beyond the 48th are only counted.
-        left: Number of columns that are text; numbers stand to the right.
-        title: Line above the table.
+    The first `left` columns are text, the others numbers.
     """
 
     def __init__(self, columns: Sequence[str], rows: Iterable[Iterable[str]], *, left: int = 1, title: str | None = None) -> None:

@@ -1,39 +1,28 @@
-"""Traces as SVG: one row a device, time from left to right, several traces above each other on one axis.
+"""Traces as SVG, above each other on one time axis, with a row for each device.
 
-    predicted: 1f1b                    update 33 s, bubble 27.3%
-    0  [F0][F1][F2][F3]      [ B0  ][F4][ B1  ]...        27.3%
-    1      [F0][F1][F2]  [ B0  ][F3][ B1  ][F4]...        27.3%
-       0         10        20        30 s
-
-Rows have waits hatched, messages under way as a line below the Ops, and the memory held where the trace knows it. The size of
-a drawing is bounded: where there are more Ops than can be seen, neighbours are drawn as one box.
+The size of a drawing is bounded: where Ops are too many to be seen, neighbors share a box.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import svg
 
 from raypipe.artifacts.trace import Span, SpanKind, Trace
 from raypipe.show.differences import differences, header, names, rows
-from raypipe.show.labels import Labels
-from raypipe.show.palette import COLOURS, NAMES, colour, pipeline_words
+from raypipe.show.labels import COLOURS, KIND_NAMES, Labels, colour, pipeline_words
 from raypipe.show.svg_document import MARGIN, WIDTH, document, escape, place, safe_text
 from raypipe.show.view import has_memory
 from raypipe.units import number, ratio, seconds, size, ticks, time_unit
 
 MOST_DEVICES = 256
-"""Rows of a trace; further devices are counted only."""
-
 _RIGHT = 70
 _ROW = 24
 _GAP = 5
 _MEMORY = 18
-_LETTER = 6.3
-"""Width of a letter of the labels, in pixels."""
+_LETTER = 6.3  # width of a letter of the labels, in pixels
 _SMALL_LETTER = 5.2
 _MOST_BOXES = 24_000
 _MOST_MEMORY_POINTS = 20_000
@@ -51,31 +40,16 @@ _STYLE = (
 
 
 def draw_traces(traces: Sequence[Trace]) -> str:
-    """Draw traces as SVG, the first on top; two have their differences below."""
+    """Draw traces, the first on top; two have their differences below."""
     return _Drawing(traces).document()
 
 
 class _LabelForm(NamedTuple):
-    """Labels with kind and index or the index alone, in large or small letters."""
-
     index_only: bool
     letter_pixels: float
 
 
 _LABEL_FORMS = tuple(_LabelForm(index_only, letter) for index_only in (False, True) for letter in (_LETTER, _SMALL_LETTER))
-
-
-@dataclass
-class _Group:
-    spans: list[Span]
-
-    @property
-    def start_s(self) -> float:
-        return self.spans[0].start_s
-
-    @property
-    def end_s(self) -> float:
-        return max(span.end_s for span in self.spans)
 
 
 class _Drawing:
@@ -108,7 +82,7 @@ class _Drawing:
 
     def legend(self) -> None:
         kinds = {span.kind for trace in self.traces for span in trace.spans}
-        entries: list[tuple[tuple[str, ...], str]] = [((str(kind),), f"{kind} {NAMES[kind]}") for kind in self.labels.kinds]
+        entries: list[tuple[tuple[str, ...], str]] = [((str(kind),), f"{kind} {KIND_NAMES[kind]}") for kind in self.labels.kinds]
         if lighter := pipeline_words(self.labels.num_pipelines):
             entries.append(((str(self.labels.kinds[0]), "odd"), lighter))
         entries += [(("recv",), "waits for a message")] if SpanKind.RECV in kinds else []
@@ -132,7 +106,7 @@ class _Drawing:
         return 0 < self.num_transfers <= _MOST_TRANSFERS
 
     def label_form(self, trace: Trace) -> _LabelForm:
-        """Return the first form that fits most Ops, so that all labels look alike."""
+        # The first form that fits most Ops, so that all labels look alike.
         spans = [span for row in trace.by_device for span in row if span.kind is SpanKind.COMPUTE and span.end_s > span.start_s]
         for form in _LABEL_FORMS:
             if sum(self.fits(form, max(self.texts(form, span), key=len), span) for span in spans) >= _MOST_FIT * len(spans):
@@ -184,22 +158,22 @@ class _Drawing:
         boxes = _MOST_BOXES // self.num_rows
         least = _LEAST_PIXELS if len(visible) <= boxes else max(_LEAST_PIXELS, self.pixels / boxes)
         for group in self.groups(visible, least):
-            yield from self.span(group.spans[0], y) if len(group.spans) == 1 else self.group(group, y)
+            yield from self.span(group[0], y) if len(group) == 1 else self.group(group, y)
 
-    def groups(self, spans: Sequence[Span], least_pixels: float) -> Iterator[_Group]:
-        """Yield the spans; narrow ones are merged with narrow neighbors until they are wide enough."""
+    def groups(self, spans: Sequence[Span], least_pixels: float) -> Iterator[list[Span]]:
+        # Narrow spans are merged with narrow neighbors until they are wide enough.
         group: list[Span] = []
         for span in spans:
             is_wide = self.x(span.end_s) - self.x(span.start_s) >= least_pixels
             if group and (is_wide or self.x(group[-1].end_s) - self.x(group[0].start_s) >= least_pixels):
-                yield _Group(group)
+                yield group
                 group = []
             if is_wide:
-                yield _Group([span])
+                yield [span]
             else:
                 group.append(span)
         if group:
-            yield _Group(group)
+            yield group
 
     def span(self, span: Span, y: float) -> Iterator[svg.Element]:
         x, width = self.x(span.start_s), self.x(span.end_s) - self.x(span.start_s)
@@ -218,19 +192,20 @@ class _Drawing:
             if self.fits(self.form, label, span):
                 yield safe_text(label, x + width / 2, top + height / 2 + (3 if small else 3.6), "s" if small else "l")
 
-    def group(self, group: _Group, y: float) -> Iterator[svg.Element]:
-        """Yield a box in the colour of the longest kind, as high as the device is busy in it."""
+    def group(self, group: Sequence[Span], y: float) -> Iterator[svg.Element]:
+        # A box in the colour of the longest kind, as high as the device is busy in it.
         times: dict[str, float] = {}
-        for span in group.spans:
+        for span in group:
             if span.kind is SpanKind.COMPUTE:
                 kind = str(span.ops[0].kind)
                 times[kind] = times.get(kind, 0.0) + span.end_s - span.start_s
+        start_s, end_s = group[0].start_s, max(span.end_s for span in group)
         if not times:
-            yield from self.span(Span(*group.spans[0][:4], group.end_s), y)
+            yield from self.span(Span(*group[0][:4], end_s), y)
             return
-        x, width = self.x(group.start_s), self.x(group.end_s) - self.x(group.start_s)
-        busy = min(sum(times.values()) / (group.end_s - group.start_s), 1.0)
-        title = f"{len(group.spans)} spans, busy {ratio(busy)}\nfrom {seconds(group.start_s)} to {seconds(group.end_s)}"
+        x, width = self.x(start_s), self.x(end_s) - self.x(start_s)
+        busy = min(sum(times.values()) / (end_s - start_s), 1.0)
+        title = f"{len(group)} spans, busy {ratio(busy)}\nfrom {seconds(start_s)} to {seconds(end_s)}"
         yield svg.Rect(
             x=place(x),
             y=place(y + _ROW * (1 - busy)),
@@ -285,22 +260,13 @@ class _Drawing:
 
 
 def _patterns() -> svg.Defs:
-    def pattern(name: str, line: str, ground: str) -> svg.Pattern:
-        return svg.Pattern(
-            id=name,
-            width=6,
-            height=6,
-            patternUnits="userSpaceOnUse",
-            elements=[svg.Rect(width=6, height=6, fill=ground), svg.Path(d=_LINES[name], stroke=line, stroke_width=1)],
-        )
+    def pattern(name: str, line: str, ground: str, path: list[svg.PathData]) -> svg.Pattern:
+        square: list[svg.Element] = [svg.Rect(width=6, height=6, fill=ground), svg.Path(d=path, stroke=line, stroke_width=1)]
+        return svg.Pattern(id=name, width=6, height=6, patternUnits="userSpaceOnUse", elements=square)
 
-    return svg.Defs(elements=[pattern("hatch", "#b9b9b9", "#eee"), pattern("cross", "#a5a5a5", "#ddd")])
-
-
-_LINES: dict[str, list[svg.PathData]] = {
-    "hatch": [svg.M(0, 6), svg.L(6, 0)],
-    "cross": [svg.M(0, 6), svg.L(6, 0), svg.M(0, 0), svg.L(6, 6)],
-}
+    rising: list[svg.PathData] = [svg.M(0, 6), svg.L(6, 0)]
+    crossed = [*rising, svg.M(0, 0), svg.L(6, 6)]
+    return svg.Defs(elements=[pattern("hatch", "#b9b9b9", "#eee", rising), pattern("cross", "#a5a5a5", "#ddd", crossed)])
 
 
 def _wide(width: float) -> float:
@@ -309,19 +275,13 @@ def _wide(width: float) -> float:
 
 def _hover(span: Span) -> str:
     carried = f"\n{size(span.bytes)}" if span.bytes else ""
-    lasted = seconds(span.end_s - span.start_s)
-    match span.kind:
-        case SpanKind.COMPUTE:
-            what = span.name
-        case SpanKind.TRANSFER:
-            what = f"{span.name} under way"
-        case SpanKind.RECV | SpanKind.COLLECTIVE:
-            what = f"waits for {span.name}"
-    return f"{what}\nat {seconds(span.start_s)} for {lasted}{carried}"
+    lead = "waits for " if span.kind in {SpanKind.RECV, SpanKind.COLLECTIVE} else ""
+    tail = " under way" if span.kind is SpanKind.TRANSFER else ""
+    return f"{lead}{span.name}{tail}\nat {seconds(span.start_s)} for {seconds(span.end_s - span.start_s)}{carried}"
 
 
 def _envelope(steps: Sequence[tuple[float, int]], most: int) -> Sequence[tuple[float, int]]:
-    """Return the steps; of too many, the highest in each of `most` equal widths."""
+    # Of too many steps, the highest in each of `most` equal widths.
     if len(steps) <= most:
         return steps
     width = max((steps[-1][0] - steps[0][0]) / max(most, 1), 1e-9)

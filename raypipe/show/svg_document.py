@@ -1,4 +1,4 @@
-"""The sheet that SVG drawings are made on: its size, its letters, and text that cannot break the file."""
+"""SVG files, and text that cannot break them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLE = (
 
 
 def place(pixels: float) -> float:
-    """Round a coordinate to a tenth of a pixel."""
+    """Round to a tenth of a pixel."""
     return round(pixels, 1)
 
 
@@ -30,12 +30,12 @@ def escape(text: str) -> str:
 
 
 def safe_text(text: str, x: float, y: float, *classes: str) -> svg.Text:
-    """Return text at a place, whatever characters it has."""
+    """Return escaped text."""
     return svg.Text(x=place(x), y=place(y), class_=list(classes) or None, text=escape(text))
 
 
 def document(elements: Sequence[svg.Element], *, height: float, style: str) -> str:
-    """Return an SVG file of elements on white ground, with its height in pixels and its style in CSS."""
+    """Return an SVG file; `height` is in pixels, `style` in CSS."""
     sheet = svg.SVG(
         width=WIDTH,
         height=round(height),

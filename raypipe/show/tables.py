@@ -1,4 +1,4 @@
-"""Tables of plans, topologies and profiles for the terminal."""
+"""Figures and tables of plans, topologies and profiles."""
 
 from __future__ import annotations
 
@@ -6,18 +6,81 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from raypipe.artifacts.plan import Plan
+from raypipe.artifacts.plan import Plan, Predicted
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Link, NodeLink, SharedLink
+from raypipe.schedules.passes import recomputed_stages
 from raypipe.show.report import Figure, FittedTable, Report, rows_table
 from raypipe.simulation.plan_cost import plan_cost
-from raypipe.units import number, seconds, size
+from raypipe.units import number, ratio, seconds, size
 
 _BAR = 12
 
 
+def plan_report(plan: Plan, *, planning_s: float | None = None) -> Report:
+    """Return a plan with its prediction; names are JSON keys."""
+    predicted = prediction(plan)
+    rows = plan.schedule.num_microbatches * plan.microbatch_size
+    # Where no layer takes time, an update takes none: it has no rate and no bound.
+    rate = rows / predicted.update_s if predicted.update_s else None
+    return Report(
+        Figure("planner", plan.planner),
+        Figure("schedule", plan.schedule.name),
+        Figure("num_stages", len(plan.stages)),
+        Figure("stages", [_stage_document(plan, stage) for stage in range(len(plan.stages))]),
+        Figure("recomputed_stages", list(recomputed_stages(plan.schedule))),
+        Figure("num_devices", len(plan.devices)),
+        Figure("idle_devices", [device.name for device in plan.topology.devices if device.name not in plan.devices]),
+        Figure("num_microbatches", plan.schedule.num_microbatches),
+        Figure("microbatch_size", plan.microbatch_size),
+        Figure("update_s", predicted.update_s, "update", seconds),
+        Figure("samples_per_s", rate, "rate", "{:.4g} samples/s".format),
+        Figure("bubble_ratio", predicted.bubble_ratio, "bubble", ratio),
+        Figure("lower_bound_s", predicted.lower_bound_s, "no plan takes less than", seconds),
+        Figure("optimality_gap", predicted.optimality_gap, "gap", ratio),
+        Figure("peak_memory_bytes", list(predicted.peak_memory_bytes)),
+        *([Figure("planning_s", planning_s, "planned in", seconds)] if planning_s is not None else []),
+    )
+
+
+def prediction(plan: Plan) -> Predicted:
+    """Return the prediction, which every planned plan has."""
+    assert plan.predicted is not None, "a planner simulates its plan"
+    return plan.predicted
+
+
+def _stage_document(plan: Plan, stage: int) -> dict[str, object]:
+    workers = [plan.workers[pipeline[stage]] for pipeline in plan.schedule.pipelines]
+    return {
+        "layers": list(plan.stages[stage]),
+        "devices": [[replica.device for replica in replicas] for replicas in workers],
+        "shares": [[replica.share for replica in replicas] for replicas in workers],
+    }
+
+
+def stage_table(plan: Plan) -> FittedTable:
+    """Return a row for each stage of each pipeline."""
+    peaks = dict(zip(plan.devices, prediction(plan).peak_memory_bytes, strict=True))
+    has_several = len(plan.schedule.pipelines) > 1
+    rows = []
+    for stage, layers in enumerate(plan.stages):
+        for at, pipeline in enumerate(plan.schedule.pipelines):
+            replicas = plan.workers[pipeline[stage]]
+            devices = [replica.device if len(replicas) == 1 else f"{replica.device}:{replica.share:.3g}" for replica in replicas]
+            rows.append(
+                Report(
+                    Figure("", stage, "stage"),
+                    *([Figure("", at, "pipeline")] if has_several else []),
+                    Figure("", f"{layers[0]} .. {layers[-1]} ({len(layers)})" if len(layers) > 1 else layers[0], "layers"),
+                    Figure("", " ".join(devices), "devices (share of the rows)"),
+                    Figure("", max(peaks[replica.device] for replica in replicas), "peak memory", size),
+                )
+            )
+    return rows_table(rows, left=3 + has_several)
+
+
 def plan_table(plan: Plan) -> FittedTable:
-    """Return the stages of a plan, their devices and their costs for one microbatch."""
+    """Return the stages with their costs for one microbatch."""
     cost = plan_cost(plan)
     rows = []
     for stage, layers in enumerate(plan.stages):
@@ -40,7 +103,7 @@ def _several(names: Sequence[str]) -> str:
 
 
 def node_table(topology: ClusterTopology) -> FittedTable:
-    """Return the nodes of a topology and their devices."""
+    """Return a row for each node."""
     rows = []
     for node in topology.nodes:
         kinds = sorted({device.kind for device in node.devices})
@@ -62,22 +125,26 @@ def _span(words: Sequence[str]) -> str:
     return "-" if not words else words[0] if words[0] == words[-1] else f"{words[0]} .. {words[-1]}"
 
 
+def link_ends(link: Link) -> str:
+    """Return `source -> target`, or `source <-> target` for both directions."""
+    return f"{link.source} {'->' if link.one_way else '<->'} {link.target}"
+
+
 def link_words(link: Link | NodeLink | SharedLink) -> str:
-    """Return bandwidth and latency of a link."""
+    """Return bandwidth and latency."""
     bandwidth = "no limit" if link.bandwidth_bytes_per_s is None else f"{size(link.bandwidth_bytes_per_s)}/s"
     return bandwidth if isinstance(link, SharedLink) else f"{bandwidth}, {seconds(link.latency_s)}"
 
 
 def shared_words(shared: SharedLink) -> str:
-    """Return a shared link and the pairs that share it."""
+    """Return name and pairs of a shared link."""
     return f"{shared.name}, shared by {_several([f'{source}->{target}' for source, target in shared.members])}"
 
 
 def link_table(topology: ClusterTopology) -> FittedTable:
-    """Return the links of a topology."""
-    rows = [(f"{link.source} {'->' if link.one_way else '<->'} {link.target}", link_words(link)) for link in topology.links]
-    for shared in topology.shared_links:
-        rows.append((shared_words(shared), link_words(shared)))
+    """Return a row for each link, the default last."""
+    rows = [(link_ends(link), link_words(link)) for link in topology.links]
+    rows += [(shared_words(shared), link_words(shared)) for shared in topology.shared_links]
     if topology.default_link:
         rows.append(("any other pair", link_words(topology.default_link)))
     return FittedTable(("link", "bandwidth, latency"), rows)
@@ -94,7 +161,7 @@ _LAYER_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def layer_report(layer: LayerProfile, *more: Figure, bar: str | None = None) -> Report:
-    """Return the measured figures of a layer, with a bar for its share of the time and figures that the profile does not hold."""
+    """Return the figures of a layer, with a bar for its time and figures beyond the profile's."""
     values = {name: value for name, value in asdict(layer).items() if value is not None}
     return Report(
         Figure("name", values.pop("name"), "layer"),
@@ -105,7 +172,7 @@ def layer_report(layer: LayerProfile, *more: Figure, bar: str | None = None) -> 
 
 
 def profile_table(profile: ModelProfile) -> FittedTable:
-    """Return the layers of a profile, with a bar for the share of each in the time."""
+    """Return a row for each layer, with a bar for its time."""
     longest_s = max(layer.forward_s + layer.backward_s for layer in profile.layers) or 1.0
     bars = ["#" * round(_BAR * (layer.forward_s + layer.backward_s) / longest_s) for layer in profile.layers]
     return rows_table([layer_report(layer, bar=bar) for layer, bar in zip(profile.layers, bars, strict=True)], left=2)

@@ -1,4 +1,4 @@
-"""Traces in figures: one, where its time went, and predicted against measured."""
+"""Figures of traces."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from raypipe.analysis.idle import IDLE, Cause, Division
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
 from raypipe.errors import InputError
-from raypipe.show.report import Figure, FittedTable, Report, rows_table
+from raypipe.show.report import Figure, FittedTable, Report
 from raypipe.units import ratio, seconds, size
 
 
 def trace_report(trace: Trace, memory_bytes: Sequence[int | None] = ()) -> Report:
-    """Return the figures of a trace, with the memory of each device beside its peak; the names are a contract."""
+    """Return the figures of a trace, with the memory of each device beside its peak; names are JSON keys."""
     require_finite(trace)
     limits = memory_bytes or [None] * len(trace.devices)
     peaks = [
@@ -40,7 +40,7 @@ def trace_report(trace: Trace, memory_bytes: Sequence[int | None] = ()) -> Repor
 
 
 def plan_trace_report(plan: Plan, trace: Trace) -> Report:
-    """Return the figures of a plan's simulated trace; the names are a contract."""
+    """Return the figures of a plan's simulated trace."""
     return Report(
         Figure("plan", plan.name),
         Figure("planner", plan.planner),
@@ -51,34 +51,26 @@ def plan_trace_report(plan: Plan, trace: Trace) -> Report:
 
 
 def require_finite(trace: Trace) -> None:
-    """Refuse a trace whose times add up to infinity.
-
-    Raises:
-        InputError: A sum of times is infinite.
-    """
+    """Raise `InputError` if times add up to infinity."""
     if not all(map(math.isfinite, (trace.makespan_s, *trace.busy_s, *trace.wait_s))):
         raise InputError(f"{trace.name}: its times add up to more than a number can hold; use shorter times, or faster devices and links")
 
 
-_IDLE_COLUMNS: Mapping[str, frozenset[Cause]] = {
-    "computing": frozenset({Cause.COMPUTE}),
-    "warm-up": frozenset({Cause.WARM_UP}),
-    "activation": frozenset({Cause.ACTIVATION}),
-    "gradient": frozenset({Cause.GRADIENT}),
-    "collective": frozenset({Cause.COLLECTIVE}),
-    "transfer": frozenset(cause for cause in Cause if cause.is_transfer),
-    "overhead": frozenset({Cause.OVERHEAD}),
-    "drain": frozenset({Cause.DRAIN}),
+_IDLE_COLUMNS: Mapping[str, Sequence[Cause]] = {
+    "computing": [Cause.COMPUTE],
+    "warm-up": [Cause.WARM_UP],
+    "activation": [Cause.ACTIVATION],
+    "gradient": [Cause.GRADIENT],
+    "collective": [Cause.COLLECTIVE],
+    "transfer": [cause for cause in Cause if cause.is_transfer],
+    "overhead": [Cause.OVERHEAD],
+    "drain": [Cause.DRAIN],
 }
 _LEAST_SHARE = 0.0005
 
 
 def idle_report(division: Division) -> Report:
-    """Return where the time of each device went: seconds in the document, shares of the window in the table.
-
-    In the table, `activation`, `gradient` and `collective` are waits for devices that had not finished, `transfer` for what was on its
-    way. The last column names the device that this one waited for most.
-    """
+    """Return where the time of each device went: seconds in the document; shares and the longest wait's peer in the table."""
     whole_s = division.trace.makespan_s or 1.0
     columns = {
         name: [sum(row.get(cause, 0.0) for cause in causes) / whole_s for row in division.by_cause_s]
@@ -90,14 +82,8 @@ def idle_report(division: Division) -> Report:
     return Report(
         Figure("compute_s", {kind: [row.get(kind, 0.0) for row in division.compute_s] for kind in kinds}),
         Figure("causes_s", {str(cause): [row.get(cause, 0.0) for row in division.by_cause_s] for cause in IDLE}),
-        Figure("waits", [{"device": wait.device, "for": wait.peer, "wait_s": wait.wait_s} for wait in division.waits]),
-        Figure(
-            "traced_back",
-            [
-                {"to": str(culprit.root), "device": culprit.device, "sender": culprit.sender, "wait_s": culprit.wait_s}
-                for culprit in division.culprits
-            ],
-        ),
+        Figure("waits", [dict(zip(("device", "for", "wait_s"), wait, strict=True)) for wait in division.waits]),
+        Figure("traced_back", [dict(zip(("to", "device", "sender", "wait_s"), culprit, strict=True)) for culprit in division.culprits]),
         Figure("", list(names), "device"),
         *(
             Figure("", shares, name, ratio)
@@ -112,17 +98,10 @@ _FIGURE_TEXTS: Mapping[str, Callable[[float], str]] = {"s": "{:.4f} s".format, "
 
 
 def comparison_table(figures: Iterable[ComparedFigure], *, measured: str = "measured", title: str | None = None) -> FittedTable:
-    """Return predicted against measured figures; `measured` is the heading of the measured values."""
+    """Return predicted against measured figures; `measured` is a heading."""
     rows = []
     for figure in figures:
         text = _FIGURE_TEXTS[figure.unit]
-        values = {"predicted": figure.predicted, measured: figure.measured, "spread": figure.spread}
         error = ("" if figure.error < 0 else "+") + ratio(figure.error) + ("" if figure.is_amount else " points")
-        rows.append(
-            Report(
-                Figure("", figure.name, "figure"),
-                *(Figure("", value, name, text) for name, value in values.items()),
-                Figure("", error, "error"),
-            )
-        )
-    return rows_table(rows, title=title)
+        rows.append((figure.name, *map(text, (figure.predicted, figure.measured, figure.spread)), error))
+    return FittedTable(("figure", "predicted", measured, "spread", "error"), rows, title=title)

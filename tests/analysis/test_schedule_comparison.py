@@ -19,7 +19,7 @@ from raypipe.schedules import catalogue
 from raypipe.schedules.ir import Schedule, UpdateScope, WeightRule
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.show.report import rows_table
-from raypipe.show.schedule_comparison import comparison_report
+from raypipe.show.schedules import comparison_report
 
 Rows = dict[str, dict[str, Any]]
 

@@ -13,7 +13,7 @@ import pytest
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerTimes, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
-from raypipe.show.plans import plan_report
+from raypipe.show.tables import plan_report
 from raypipe.simulation.simulator import simulate
 from tests.cli.test_cli import Run, refused, run
 

@@ -25,9 +25,8 @@ from raypipe.schedules.lower import lower
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.show import differences, tables
 from raypipe.show.grid import timed_grid, timed_grids
-from raypipe.show.labels import Labels
+from raypipe.show.labels import COLOURS, KIND_NAMES, Labels, colour
 from raypipe.show.network import draw_topology
-from raypipe.show.palette import COLOURS, NAMES, colour
 from raypipe.show.report import FittedTable
 from raypipe.show.svg import draw_traces
 from raypipe.show.traces import comparison_table, trace_report
@@ -98,7 +97,7 @@ def test_counts_agree_with_their_nouns() -> None:
 
 
 def test_every_kind_has_a_colour_and_a_name_of_its_own() -> None:
-    assert set(COLOURS) == set(NAMES) == set(OpKind)
+    assert set(COLOURS) == set(KIND_NAMES) == set(OpKind)
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
