@@ -35,13 +35,9 @@ class SpanKind(StrEnum):
     """What happened in a span."""
 
     COMPUTE = "compute"
-    """An Op ran."""
-    RECV = "recv"
-    """The device waited for a message."""
-    COLLECTIVE = "collective"
-    """The device waited for a collective."""
-    TRANSFER = "transfer"
-    """A message was on its way; the device is the receiver and may compute meanwhile."""
+    RECV = "recv"  # the device waited for a message
+    COLLECTIVE = "collective"  # the device waited for a collective
+    TRANSFER = "transfer"  # a message was on its way; the device is the receiver and may compute meanwhile
 
 
 class Span(NamedTuple):
@@ -275,13 +271,12 @@ class Trace:
     def to_chrome(self) -> list[dict[str, Any]]:
         """Return Chrome trace events, which Perfetto opens: one process, a thread for each device."""
         pid = {Source.SIMULATED: 1, Source.REHEARSED: 2, Source.MEASURED: 3}[self.source]
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"{self.name} ({self.source})"}},
-        ]
+        meta: dict[str, Any] = {"ph": "M", "pid": pid}
+        events = [{**meta, "name": "process_name", "args": {"name": f"{self.name} ({self.source})"}}]
         for device, name in enumerate(self.devices):
             for track, suffix in ((2 * device, ""), (2 * device + 1, " incoming")):
-                events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": track, "args": {"name": f"device {name}{suffix}"}})
-                events.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": track, "args": {"sort_index": track}})
+                events.append({**meta, "name": "thread_name", "tid": track, "args": {"name": f"device {name}{suffix}"}})
+                events.append({**meta, "name": "thread_sort_index", "tid": track, "args": {"sort_index": track}})
         for span in self.spans:
             events.append({
                 "ph": "X",
@@ -294,11 +289,9 @@ class Trace:
                 "args": {"bytes": span.bytes} if span.bytes else {},
             })
         events += [{"ph": "i", "name": note, "pid": pid, "tid": 0, "ts": 0.0, "s": "p"} for note in self.notes]
-        for device, steps in enumerate(self.memory):
-            events += [
-                {"ph": "C", "name": f"memory {self.devices[device]}", "pid": pid, "ts": at * 1e6, "args": {"bytes": held}}
-                for at, held in steps
-            ]
+        for owner, steps in zip(self.devices, self.memory, strict=False):
+            memory = {"ph": "C", "name": f"memory {owner}", "pid": pid}
+            events += [memory | {"ts": at * 1e6, "args": {"bytes": held}} for at, held in steps]
         return events
 
 

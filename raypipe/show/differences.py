@@ -17,25 +17,21 @@ _WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.M
 
 def differences(first: Trace, second: Trace) -> list[ComparedFigure]:
     """Compare two traces and the devices of both; the first is `predicted`, the second `measured`."""
-
-    def figure(name: str, unit: str, values: tuple[float, float]) -> ComparedFigure:
-        return ComparedFigure(name, unit, *values, spread=0.0)
-
     figures = [
-        figure("update time", "s", (first.update_s, second.update_s)),
-        figure("makespan", "s", (first.makespan_s, second.makespan_s)),
-        figure("bubble", "ratio", (first.bubble_ratio, second.bubble_ratio)),
+        ("update time", "s", first.update_s, second.update_s),
+        ("makespan", "s", first.makespan_s, second.makespan_s),
+        ("bubble", "ratio", first.bubble_ratio, second.bubble_ratio),
     ]
     for device, bare_name in enumerate(first.devices[: len(second.devices)]):
         name = f"device {bare_name}" if bare_name.isdigit() else bare_name
         figures += [
-            figure(f"{name}: busy", "s", (first.busy_s[device], second.busy_s[device])),
-            figure(f"{name}: waiting", "s", (first.wait_s[device], second.wait_s[device])),
-            figure(f"{name}: bubble", "ratio", (first.device_bubble_ratios[device], second.device_bubble_ratios[device])),
+            (f"{name}: busy", "s", first.busy_s[device], second.busy_s[device]),
+            (f"{name}: waiting", "s", first.wait_s[device], second.wait_s[device]),
+            (f"{name}: bubble", "ratio", first.device_bubble_ratios[device], second.device_bubble_ratios[device]),
         ]
         if any(first.peak_memory_bytes) and any(second.peak_memory_bytes):
-            figures.append(figure(f"{name}: peak memory", "bytes", (first.peak_memory_bytes[device], second.peak_memory_bytes[device])))
-    return figures
+            figures.append((f"{name}: peak memory", "bytes", first.peak_memory_bytes[device], second.peak_memory_bytes[device]))
+    return [ComparedFigure(*figure, spread=0.0) for figure in figures]
 
 
 class OpDifference(NamedTuple):
