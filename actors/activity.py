@@ -21,11 +21,7 @@ class Activity:
         return time.monotonic() - self._since
 
     def begin(self, doing: str) -> None:
-        """Begin an activity.
-
-        Raises:
-            AbortedError: The actor was aborted.
-        """
+        """Begin an activity; raises `AbortedError` if the actor was aborted."""
         self.doing = doing
         self._since = time.monotonic()
         if self.abort_reason is not None:

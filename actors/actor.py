@@ -120,11 +120,7 @@ class StageActor:
         return actor_info(self._on, num_cores=self._num_cores)
 
     def check_storage(self, folder: str) -> None:
-        """Check that this node can write to a folder, where checkpoints will go.
-
-        Raises:
-            ConfigError: It cannot.
-        """
+        """Raise `ConfigError` if this node cannot write to the folder where checkpoints will go."""
         probe = Path(folder) / f"probe-{self.identity.device}"
         try:
             probe.touch()
@@ -188,7 +184,7 @@ class StageActor:
         return self._stages.build()
 
     def output_specs(self, stage: int, made: Mapping[int, tuple[LayerOutput, ...]]) -> dict[int, tuple[LayerOutput, ...]]:
-        """Return what a stage gives, from what the stages before it give; prepare its weights for the precision of the run."""
+        """Return what a stage gives, from what the stages before it give; prepare its weights for the precision."""
         return self._built(f"finding the shapes of stage {stage}").output_specs(stage, made)
 
     def save(self, folder: str) -> list[str]:
@@ -213,12 +209,7 @@ class StageActor:
         yield None
 
     def import_layers(self, layers: Sequence[int], *states: Mapping[str, torch.Tensor]) -> None:
-        """Take over layers with their optimizer state.
-
-        Args:
-            layers: Layers that `needed_layers` returned.
-            states: State of each of them, as `export_layers` yielded it.
-        """
+        """Take over layers that `needed_layers` returned, with the states that `export_layers` yielded."""
         self._built("importing layers").import_layers(dict(zip(layers, states, strict=True)))
 
     def _built(self, doing: str) -> DeviceStages:
@@ -271,7 +262,6 @@ class StageActor:
         self._transport.connect()
 
     def _library(self) -> cuda.Cuda | None:
-        """Return CUDA and NCCL, where this device is a GPU."""
         if self._on.type != "cpu" and self._cuda is None:
             self._cuda = cuda.Cuda(self._on)
         return self._cuda

@@ -16,15 +16,7 @@ from raypipe.actors.transport import cuda, shm
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU of a node, as its driver describes it; 0, `unknown` or empty where it does not.
-
-    Attributes:
-        name: Name such as `NVIDIA H200`.
-        pcie_generation: Generation of its PCIe link to the host.
-        pcie_lanes: Width of that link.
-        numa_node: NUMA node whose memory is near; `None` where the system does not tell.
-        num_nvlinks: Number of active NVLinks.
-    """
+    """A GPU of a node, as its driver describes it; 0, `unknown` or empty where it does not."""
 
     name: str
     uuid: str
@@ -40,15 +32,12 @@ class ActorInfo:
     """Where an actor runs.
 
     Attributes:
-        node_id: Ray's name for the node.
-        num_cores: Cores that the process may use.
-        memory_bytes: Memory that the process may use.
         shares_memory: Whether messages within the node can go through shared memory.
         node_gpus: All GPUs of the node.
         gpus: UUIDs of the GPUs that Ray gave to the actor.
         gpu_kind: Kind of the first of them, such as `nvidia-h200`; empty for a CPU slot.
         gpu_bytes: Memory of the first of them.
-        nccl: Version of NCCL, over which GPUs pass messages; empty where it is missing.
+        nccl: Version of NCCL; empty where it is missing.
     """
 
     node_id: str
@@ -66,7 +55,7 @@ class ActorInfo:
 
 
 def actor_info(on: torch.device, *, num_cores: int) -> ActorInfo:
-    """Return where this process runs, which is a Ray actor that computes on a device of torch."""
+    """Return where this Ray actor runs, which computes on a device of torch."""
     import ray  # noqa: PLC0415  # only Ray can tell, and the classes of actors work without it
 
     context = ray.get_runtime_context()
@@ -112,7 +101,6 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
     def asked(function: Callable[..., Any], *arguments: int) -> Any:
-        """Return the driver's answer, or 0 where it refuses or does not know."""
         try:
             return function(handle, *arguments)
         except nvml.NVMLError:

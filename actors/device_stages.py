@@ -23,13 +23,7 @@ WHOLE = (0.0, 1.0)
 
 
 class DeviceStages:
-    """The stages of one device, their weights and the rows that they read.
-
-    Args:
-        order: What to build.
-        stages: Numbers of the stages.
-        on: torch's device.
-    """
+    """The stages of one device, their weights and the rows that they read."""
 
     def __init__(self, order: BuildOrder, stages: Sequence[int], *, on: torch.device) -> None:
         self.order = order

@@ -42,16 +42,8 @@ class BuildOrder:
     """What an actor needs to build its stages.
 
     Attributes:
-        model: Returns the model's description.
-        batches: Opens the rows of a split.
-        weight_rule: How a backward finds its weights.
-        optimizer: Name and parameters of the optimizer.
-        num_rows: Rows of a microbatch.
         num_updates: Updates of the run, for the learning rate.
-        seed: Seed of weights and randomness.
-        faults: Faults to inject.
         make_optimizer: Makes each stage's optimizer, instead of the one that `optimizer` names.
-        precision: Precision in which the stages compute.
     """
 
     model: ModelFunction
@@ -74,9 +66,7 @@ class ConnectOrder:
     Attributes:
         channels: Ordered pairs of devices that exchange messages.
         shared: Those channels that go through shared memory; the others go over gloo, or NCCL between GPUs.
-        host: Address of the store where all meet.
         prefix: Text unique to this run and epoch.
-        connect_timeout_s: Limit until all are connected.
         message_timeout_s: Limit for every later wait.
     """
 
@@ -93,12 +83,7 @@ class ConnectOrder:
 
 @dataclass(frozen=True)
 class LayerSize:
-    """How large a layer's weights are.
-
-    Attributes:
-        num_parameters: Number of parameters; those shared with an earlier layer count there.
-        parameter_bytes: Bytes of all parameters, shared ones included.
-    """
+    """How large a layer's weights are; parameters shared with an earlier layer count there, but their bytes here, too."""
 
     num_parameters: int
     parameter_bytes: int
@@ -109,7 +94,6 @@ class Status:
     """What an actor is doing.
 
     Attributes:
-        doing: The activity in words.
         since_s: Seconds since the actor began the call that it is in.
         computes: Whether it runs an Op of a window, and does not wait for another device.
         failure: Why its window cannot end, where the thread that runs it cannot say so itself.

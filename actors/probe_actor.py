@@ -16,12 +16,7 @@ from raypipe.actors.transport.rendezvous import host_store
 
 
 class ProbeActor:
-    """One device that measures its links.
-
-    Args:
-        device: Number of the device.
-        use_gpu: Whether the device is a GPU, which Ray gave to this process alone.
-    """
+    """One device that measures its links; with `use_gpu` a GPU, which Ray gave to this process alone."""
 
     def __init__(self, device: int, *, use_gpu: bool = False) -> None:
         torch.set_num_threads(1)
@@ -46,11 +41,7 @@ class ProbeActor:
         return port
 
     def meet(self, orders: Sequence[MeetOrder], *, host_ip: str) -> None:
-        """Connect flows; see `Links`.
-
-        Raises:
-            ConfigError: Messages between GPUs need something that is not installed.
-        """
+        """Connect flows; raises `ConfigError` if cupy or NCCL is missing on a GPU."""
         if self._on.type == "cuda" and self._links.library is None:
             self._links.library = cuda.Cuda(self._on)
         self._links.meet(orders, host_ip=host_ip)

@@ -16,33 +16,23 @@ class BatchSource(Protocol):
     """Where the rows of microbatches come from."""
 
     def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
-        """Return the fields of a microbatch; a pure function of its arguments.
-
-        Args:
-            microbatch: Number of the microbatch since the beginning of training, or of the evaluation.
-            rows: First row and end, in shares of the microbatch from 0 to 1.
-        """
+        """Return the fields of a microbatch, counted over training or the evaluation; `rows` is first and end, in shares from 0 to 1."""
 
 
 def row_range(rows: tuple[float, float], num_rows: int) -> tuple[int, int]:
-    """Return first row and end of a share of the rows of a microbatch; neighboring shares meet without gap or overlap."""
+    """Return first row and end of a share of a microbatch; neighboring shares meet without gap or overlap."""
     return round(rows[0] * num_rows), round(rows[1] * num_rows)
 
 
 @dataclass(frozen=True)
 class TokenBatches:
-    """Rows of a token dataset: fields `tokens` and `targets`, both int64 [rows, sequence_length], targets one token later.
-
-    Attributes:
-        dataset: Source of the rows.
-        microbatch_size: Rows of a microbatch.
-    """
+    """Rows of a token dataset: `tokens` and `targets`, both int64 [rows, sequence_length], targets one token later."""
 
     dataset: TokenDataset
     microbatch_size: int
 
     def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
-        """Return `microbatch_size` rows of the dataset's endless stream, from `microbatch * microbatch_size` on."""
+        """Return rows of the dataset's endless stream, from `microbatch * microbatch_size` on."""
         first, end = row_range(rows, self.microbatch_size)
         tokens_BS = torch.from_numpy(self.dataset.rows(microbatch * self.microbatch_size + first, end - first))
         return {"tokens": tokens_BS[:, :-1].contiguous(), "targets": tokens_BS[:, 1:].contiguous()}
@@ -50,14 +40,7 @@ class TokenBatches:
 
 @dataclass(frozen=True)
 class MaskedTokenBatches:
-    """Rows of a token dataset for a masked language model: fields `tokens` and `targets`, both int64 [rows, sequence_length].
-
-    `raypipe.data.masking` says which tokens are masked, by the dataset's seed, and what then stands in both.
-
-    Attributes:
-        dataset: Source of the rows; the last token of each is left out.
-        microbatch_size: Rows of a microbatch.
-    """
+    """Rows for a masked language model, `tokens` and `targets`, both int64 [rows, sequence_length]; see `raypipe.data.masking`."""
 
     dataset: TokenDataset
     microbatch_size: int
@@ -75,11 +58,7 @@ class MaskedTokenBatches:
 
 @dataclass(frozen=True)
 class FixedBatch:
-    """The same rows for every microbatch: for generation and tests.
-
-    Attributes:
-        fields: Tensors by name, each [rows, ...].
-    """
+    """The same rows for every microbatch, for generation and tests; each tensor is [rows, ...]."""
 
     fields: Batch
 
@@ -92,14 +71,7 @@ class FixedBatch:
 
 @dataclass(frozen=True)
 class TokenSource:
-    """How an actor opens its rows; small enough to be sent to it.
-
-    Attributes:
-        path: Parquet file.
-        sequence_length: Tokens of a row.
-        seed: Seed of the order of rows.
-        microbatch_size: Rows of a microbatch.
-    """
+    """How an actor opens its rows, small enough to be sent to it; `path` is a Parquet file, `seed` sets the order of rows."""
 
     path: str
     sequence_length: int

@@ -38,12 +38,7 @@ Edge = tuple[int, int]
 
 
 class StageEdges:
-    """The tensors that cross the edges of the stage graph.
-
-    Args:
-        cut: Layers of all stages.
-        specs: Tensors of each layer on each edge.
-    """
+    """The tensors of each layer that cross the edges of the stage graph."""
 
     def __init__(self, cut: Cut, specs: EdgeSpecs) -> None:
         self.cut = cut
@@ -68,13 +63,7 @@ class StageEdges:
 
 
 def bind(program: DeviceProgram, weights: Mapping[int, Weights], edges: StageEdges, num_rows: int) -> BoundProgram:
-    """Return a program bound to a device.
-
-    Args:
-        program: The device's program.
-        weights: Weights of the stages on the device.
-        edges: Tensors between stages.
-        num_rows: Rows of a whole microbatch.
+    """Return a program bound to a device, for microbatches of `num_rows` rows.
 
     Raises:
         PlanError: An Op has no rows, or the program does not sum the weights that stages of the cut share.

@@ -25,15 +25,7 @@ from raypipe.schedules.ir import OpKind
 
 @dataclass(slots=True)
 class _Saved:
-    """What a forward leaves for its backward.
-
-    Attributes:
-        version: Version of the weights that the forward used.
-        inputs: Tensors from the stages before.
-        outputs: Tensors of each layer.
-        pivot: See `backward_input`.
-        loss: The loss, where the stage takes it.
-    """
+    """What a forward leaves for its backward; `pivot` as of `backward_input`."""
 
     version: int
     inputs: list[Tensor]
@@ -43,18 +35,7 @@ class _Saved:
 
 
 class Computation:
-    """Forwards and backwards of one window on one device.
-
-    Args:
-        model: Description of the whole model.
-        on: torch's name of the device.
-        edges: Tensors between stages.
-        mailbox: Where inputs come from and outputs go.
-        losses: Where losses are taken.
-        batches: Source of the rows; `None` where no stage of this device reads any.
-        first_microbatch: Number of the window's first microbatch since the beginning of training.
-        training: Whether backwards follow.
-    """
+    """Forwards and backwards of one window on one device; `training` says whether backwards follow."""
 
     def __init__(
         self,
@@ -106,7 +87,7 @@ class Computation:
             mailbox.put(output, bound.rows, tuple([tensor for layer in output.layers for tensor in saved.outputs[layer]]))
 
     def recompute(self, bound: BoundOp) -> None:
-        """Run a forward again, with the weights, rows and random numbers that it had, for the backward that follows."""
+        """Run a forward again, with the weights, rows and random numbers that it had."""
         inputs = self.saved[bound.key].inputs
         messages: list[tuple[Tensor, ...]] = []
         first = 0
@@ -175,7 +156,7 @@ class Computation:
         return _Saved(bound.version, inputs, {}, pivot, self._losses.loss(bound, outputs, batch, rng_key))
 
     def _roots(self, bound: BoundOp, saved: _Saved) -> tuple[list[Tensor], list[Tensor]]:
-        """Return where a stage's backward begins: its loss, or its outputs with the sums of the gradients that came back."""
+        """Return where a stage's backward begins: its loss, or its outputs, with their gradients."""
         if saved.loss is not None:
             return [saved.loss], [self._losses.gradient(saved.loss, bound.loss_weight)]
         sums: dict[OutputId, Tensor] = {}
@@ -185,12 +166,10 @@ class Computation:
         return [saved.outputs[layer][number] for layer, number in sums], list(sums.values())
 
     def _origin(self, bound: BoundOp, number: int) -> OutputId:
-        """Return the layer output that an input of a stage is; for errors, so found when it is asked for."""
         edges = [(output.key[2], output.key[1]) for output in bound.outputs]
         return [place for edge in edges for place, _ in self._edges.places(edge)][number]
 
     def _unforeseen(self, place: OutputId, what: str) -> ConfigError:
-        """Return the error about a layer whose gradients depend on values."""
         layer, number = place
         name = self._model.layers[layer].name
         return ConfigError(

@@ -1,10 +1,6 @@
-"""Runs programs on one device. Knows neither Ray nor the name of any schedule.
+"""Runs programs on one device: walks the steps of a bound program. Knows neither Ray nor the name of any schedule.
 
-The executor walks the steps of a bound program. Tensors in flight lie in dicts by stage and microbatch, which are empty between windows:
-
-    Mailbox       what stages have received and not yet used, and what they give to other devices
-    Computation   what forwards leave for backwards, and input gradients for weight gradients
-    Updates       collectives under way, and the summed gradients of weights that stages share
+Tensors in flight lie in dicts of `Mailbox`, `Computation` and `Updates`, by stage and microbatch; all are empty between windows.
 """
 
 from __future__ import annotations
@@ -61,20 +57,8 @@ class Window:
 class Executor:
     """Runs the programs of one device over its stages.
 
-    Args:
-        device: Number of the device.
-        model: Description of the whole model.
-        cut: Layers of all stages.
-        weights: Weights of the stages on this device.
-        transport: Channels of the device.
-        edge_specs: Tensors of each layer on each edge of the stage graph.
-        num_rows: Rows of a whole microbatch.
-        learning_rate: Learning rate of each update.
-        max_grad_norm: Limit of the gradient norm over the scope of an update; `None` for no limit.
-        faults: Faults to inject.
-        on: torch's name of the device.
-        names: Names of all devices, for messages; their numbers by default.
-        timeout_s: Limit for each step of a GPU.
+    `max_grad_norm` limits the gradient norm over the scope of an update, `timeout_s` each step of a GPU. `names` of all devices are for
+    messages.
     """
 
     def __init__(
@@ -158,7 +142,7 @@ class Executor:
         return report
 
     def bound(self, program: DeviceProgram, num_rows: int) -> BoundProgram:
-        """Return a program bound to this device, which is done when it is first asked for."""
+        """Return a program bound to this device, bound when it is first asked for."""
         key = (id(program), num_rows)
         if key not in self._bound:
             # With the program, so that no other one gets its id.
@@ -179,7 +163,6 @@ class Executor:
         self.clock.close()
 
     def _check_transport(self) -> None:
-        """End what runs if messages will not come any more. Called from another thread."""
         try:
             if self.abort_reason is None:
                 self.transport.check()
@@ -187,7 +170,6 @@ class Executor:
             self._fail(error)
 
     def _give_up(self, step: TimedStep) -> None:
-        """End what runs because the device has been at one step for too long. Called from another thread."""
         if self.abort_reason is not None:
             return
         name, limit = self._name(self.device), f"within {self.timeout_s:g} s"
@@ -209,8 +191,6 @@ class Executor:
 
 
 class _WindowRun:
-    """The walk over the steps of one window."""
-
     def __init__(self, executor: Executor, program: DeviceProgram, bound: BoundProgram, window: Window) -> None:
         self.executor = executor
         self.window = window

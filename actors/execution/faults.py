@@ -37,11 +37,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultScript:
-    """The faults of a run.
-
-    Example:
-        `FaultScript().fail_at(device=2, op="2B1")`
-    """
+    """The faults of a run, such as `FaultScript().fail_at(device=2, op="2B1")`."""
 
     faults: tuple[Fault, ...] = ()
 
@@ -50,11 +46,7 @@ class FaultScript:
         return replace(self, faults=(*self.faults, Fault(device, op, kind, window, hang_s)))
 
     def strike(self, *, device: int, op: str, window: int) -> None:
-        """Inject the faults that the script has before this Op.
-
-        Raises:
-            ScriptedFault: A fault is of kind `raise`.
-        """
+        """Inject the faults before this Op; one of kind `raise` raises `ScriptedFault`."""
         for fault in self.faults:
             if (fault.device, fault.op, fault.window) == (device, op, window):
                 if fault.kind is FaultKind.KILL:

@@ -14,12 +14,7 @@ from raypipe.model import Batch, Model
 
 
 class WindowLosses:
-    """The losses, and where asked for the model's outputs, of the microbatches of a window.
-
-    Args:
-        model: Description of the whole model.
-        keep_outputs: Whether the outputs of the last layer are reported.
-    """
+    """The losses, and if asked for the model's outputs, of the microbatches of a window."""
 
     def __init__(self, model: Model, *, keep_outputs: bool) -> None:
         self._model = model

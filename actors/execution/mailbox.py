@@ -13,11 +13,7 @@ from raypipe.actors.transport.protocol import Transport
 
 
 class Mailbox:
-    """What stages of this device have received and not yet used, and what they give to other devices.
-
-    Args:
-        transport: Channels of the device.
-    """
+    """What stages of this device have received and not yet used, and what they give to other devices."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

@@ -8,11 +8,7 @@ from raypipe.schedules.lower import DeviceProgram, Placement, lower
 
 
 def executable_programs(schedule: Schedule, placement: Placement | None = None) -> tuple[DeviceProgram, ...]:
-    """Return the programs of all devices for a valid schedule.
-
-    Raises:
-        ScheduleError: The executor cannot run the schedule.
-    """
+    """Return the programs of all devices for a valid schedule; raises `ScheduleError` as `check_executable`."""
     check_executable(schedule)
     return lower(schedule, placement)
 

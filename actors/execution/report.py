@@ -17,14 +17,7 @@ from raypipe.schedules.lower import Compute, DeviceProgram, Item, Recv
 
 @dataclass
 class SpanLog:
-    """The spans of a device in columns, which reach the driver much faster than objects.
-
-    Attributes:
-        positions: Positions of the items that took time.
-        starts_s: Starts in seconds since the device began.
-        ends_s: Ends in seconds since the device began.
-        sizes_bytes: Sizes of what was received or summed.
-    """
+    """The spans of a device in columns, which reach the driver much faster than objects; seconds since the device began."""
 
     positions: array[int] = field(default_factory=lambda: array("Q"))
     starts_s: array[float] = field(default_factory=lambda: array("d"))
@@ -77,7 +70,6 @@ class WindowReport:
 
     Attributes:
         began_s: Time of `time.time` at which the first item began.
-        log: Spans in seconds since then.
         losses: Mean loss of each microbatch over the rows of this device.
         norms: Gradient norm of each update: over all stages if the update's scope is global, else over this device's primary stages.
         outputs: Outputs of the last layer by microbatch, if they were asked for.
@@ -95,7 +87,7 @@ class WindowReport:
 
 
 def norms_of(reports: Sequence[WindowReport], *, scope: UpdateScope) -> dict[int, float]:
-    """Return the gradient norm over all stages by update, from the norms that devices report."""
+    """Return the gradient norm over all stages by update."""
     known: dict[int, list[float]] = {}
     for report in reports:
         for update, norm in report.norms.items():

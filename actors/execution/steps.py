@@ -1,6 +1,5 @@
 """The steps of a device: its program's items with everything that they need to run already looked up.
 
-An item names an Op or a message. A step holds the weights, the rows, the positions of tensors and the text for status that belong to it.
 Between two stages that wait, caches are cold and every lookup costs several times what it does in a loop. So `binding` makes the steps
 once, before the first window. The Sends behind an Op belong to the Op's step: nothing else is done before its messages are on their way.
 """
@@ -39,11 +38,7 @@ class ActivationInput:
 
 @dataclass(frozen=True, slots=True)
 class GradientInput:
-    """The gradients that a backward gets from another stage.
-
-    Attributes:
-        outputs: For each tensor of the message, the output of this stage that it is the gradient of.
-    """
+    """The gradients that a backward gets from another stage; `outputs` are the outputs of this stage that they are of."""
 
     key: MessageKey
     outputs: tuple[OutputId, ...]
@@ -75,8 +70,6 @@ class BoundOp:
         key: Stage, microbatch and part.
         version: Version of the weights that the Op uses.
         loss_weight: Factor of the rows' mean loss in the loss of the update.
-        takes_loss: Whether the stage computes the loss.
-        takes_batch: Whether the stage reads the batch.
         recomputed: Whether the forward runs again before its backward; until then only its inputs are kept.
         constants: Outputs of a forward that must not require a gradient, because none is sent back for them.
     """
@@ -101,12 +94,7 @@ class BoundOp:
 
 @dataclass(frozen=True, slots=True)
 class OutgoingMessage:
-    """A message that leaves the device.
-
-    Attributes:
-        key: Key of the `StageOutput` that it carries rows of.
-        rows: First row and end within the output, or `None` for all rows.
-    """
+    """A message that leaves the device: rows of the `StageOutput` with a key, `None` for all."""
 
     message: Message
     device: int
@@ -116,13 +104,7 @@ class OutgoingMessage:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStep:
-    """One slot of Ops, and the messages that leave right behind it.
-
-    Attributes:
-        doing: What the device does, for status.
-        after: What the device does right behind the slot, for status.
-        releases: Versions of weights that nothing reads after this step.
-    """
+    """One slot of Ops, the messages that leave right behind it, and the versions of weights that nothing reads later."""
 
     position: int
     doing: str
@@ -134,12 +116,7 @@ class ComputeStep:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveStep:
-    """The wait for a message.
-
-    Attributes:
-        doing: What the device does, for status.
-        key: Key of the `StageOutput` that it carries rows of.
-    """
+    """The wait for a message."""
 
     position: int
     doing: str
@@ -158,11 +135,7 @@ class StartStep:
 
 @dataclass(frozen=True, slots=True)
 class AwaitStep:
-    """The wait for the end of a collective.
-
-    Attributes:
-        doing: What the device does, for status.
-    """
+    """The wait for the end of a collective."""
 
     position: int
     doing: str
@@ -178,11 +151,7 @@ Announced = dict[int, list[Expected]]
 
 @dataclass(frozen=True)
 class BoundProgram:
-    """A program bound to one device, for microbatches of a fixed number of rows.
-
-    Attributes:
-        updated: Stages that this device updates; its other stages get their weights by publication.
-    """
+    """A program bound to one device, for a fixed number of rows; `updated` are the stages that it updates itself."""
 
     steps: tuple[Step, ...]
     updated: frozenset[int]

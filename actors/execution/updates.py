@@ -37,18 +37,7 @@ def _hypot(one: Number, other: Number) -> Number:
 
 
 class Updates:
-    """Norms, shared gradients, collectives and updates of one window on one device.
-
-    Args:
-        program: The device's program.
-        updated: Stages that the device updates.
-        weights: Weights of the stages on the device.
-        transport: Where collectives run.
-        on: torch's name of the device.
-        first_update: Updates done before the window.
-        learning_rate: Learning rate of each update.
-        max_grad_norm: Limit of the gradient norm; `None` for no limit.
-    """
+    """Norms, shared gradients, collectives and updates of one window on one device."""
 
     def __init__(
         self,
@@ -150,7 +139,6 @@ class Updates:
         return 1.0 if norm <= limit else limit / (norm + 1e-6)
 
     def _norm(self, op: Op) -> Number:
-        """Return the gradient norm that limits an update: over all stages, over its tie's, or over what its stage shares with none."""
         scope = self._program.update_scope
         if scope is UpdateScope.GLOBAL:
             if op.index not in self._norms:  # no other device: there was no collective
@@ -167,7 +155,7 @@ class Updates:
         return self._tied_norms[tie, op.index]
 
     def _local_squared_norm(self, update: int, stages: Collection[int]) -> Tensor:
-        """Return this device's part of a norm over some stages; shared weights count with the first stage of their tie."""
+        """Sum over stages of this device; shared weights count with the first stage of their tie."""
         parts = [torch.zeros((), dtype=torch.float64, device=self._on)]
         tie_of = self._program.graph.tie_of
         for stage in self._program.primary_stages.intersection(stages):
@@ -181,7 +169,6 @@ class Updates:
     # Weights that stages share
 
     def _shared(self, stage: int, update: int) -> Tensor | None:
-        """Return the summed gradients of all weights that a stage's tie shares; `None` where it has none."""
         tie = self._program.graph.tie_of.get(stage)
         if tie is None:
             return None
@@ -194,7 +181,7 @@ class Updates:
             self.shared[stage, update] = total
 
     def _local_shared(self, tie: int, update: int, stages: Collection[int]) -> Tensor:
-        """Return the sum over some of the stages of this device, added up in one order everywhere; zeros where none is tied."""
+        """Add up in one order everywhere; return zeros where no stage is tied."""
         present = [stage for stage in self._ties[tie] if stage in self._weights]
         parts = [self._weights[stage].shared_gradients(update) for stage in present if stage in stages]
         return sum(parts[1:], start=parts[0]) if parts else torch.zeros_like(self._weights[present[0]].shared_gradients(update))

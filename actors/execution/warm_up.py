@@ -1,7 +1,6 @@
 """Runs each stage of a GPU once before the device meets others.
 
-CUDA loads kernels when they are first asked for, torch compiles layers when they first run, and both may wait until the GPU has done all
-that it was told. In a window, that would include receiving messages, whose senders may wait for this device.
+In a window, loading kernels and compiling layers may wait for the GPU, which may wait for messages of devices that wait for this one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from raypipe.model import Batch, Model
 
 
 def warm_up(weights: Mapping[int, Weights], edges: StageEdges, model: Model, batch: Batch, *, on: torch.device) -> None:
-    """Run each stage forwards and backwards over zeros, with the whole backward and with one in two parts, and drop the results."""
+    """Run each stage over zeros, with the whole backward and with one in two parts, and drop the results."""
     batch = devices.upload(batch, on)
     for of_stage in weights.values():
         of_stage.module.train()

@@ -58,7 +58,6 @@ class _FlowEnd:
         return self._epoch_s + time.perf_counter()
 
     def recv(self, message: Message) -> tuple[Tensor, ...]:
-        """Return the next message once it is here; on a GPU, too."""
         transport = self.transport
         tensors = transport.recv(message, self.peer)
         if not devices.settle(self.on, timeout_s=transport.timeout_s):
@@ -68,8 +67,6 @@ class _FlowEnd:
 
 
 class _PingSource(_FlowEnd):
-    """Sends messages of several sizes, and notes when their answers were there."""
-
     def run(self, pattern: Ping) -> None:
         self._exchange([SMALL_BYTES] * _NUM_SMALL)
         largest, took_s, left_bytes = self._scout(pattern)
@@ -81,7 +78,7 @@ class _PingSource(_FlowEnd):
         self._announce([])
 
     def _scout(self, pattern: Ping) -> tuple[int, float, float]:
-        """Return the largest size to measure, the seconds that such a message takes, about, and the bytes that are left to send.
+        """Return the largest size to measure, about the seconds that it takes, and the bytes left to send.
 
         With the smaller sizes it takes twice as long as alone, and all of them shall pass `_REPEATS` times.
         """
@@ -100,7 +97,6 @@ class _PingSource(_FlowEnd):
             size = whole_pages(min(4 * size, wanted, most))
 
     def _exchange(self, sizes: Sequence[int]) -> None:
-        """Send messages of these sizes one by one, each after the answer to the one before."""
         self._announce(sizes)
         messages, answers = _messages(sizes), _messages([1] * len(sizes))
         memory = torch.ones(max(sizes), dtype=torch.uint8, device=self.on)
@@ -115,7 +111,6 @@ class _PingSource(_FlowEnd):
         transport.close_window()
 
     def _announce(self, sizes: Sequence[int]) -> None:
-        """Tell the target how many messages follow, and their sizes, which repeat; no message ends the flow."""
         distinct = list(dict.fromkeys(sizes))
         announcement = torch.zeros(1 + _NUM_SIZES, dtype=torch.int64)
         announcement[0] = len(sizes)
@@ -127,8 +122,6 @@ class _PingSource(_FlowEnd):
 
 
 class _PingTarget(_FlowEnd):
-    """Answers messages until none are announced."""
-
     def run(self) -> None:
         transport, peer = self.transport, self.peer
         answer = (torch.ones(1, dtype=torch.uint8, device=self.on),)
@@ -176,10 +169,7 @@ class _StreamEnd(_FlowEnd):
 
 
 def _epoch_s() -> float:
-    """Return what turns a time of the steady `perf_counter` into one of `time.time`, which all nodes share.
-
-    The two are read one after the other; of several readings the one with the shortest pause in between counts.
-    """
+    """Return what turns the steady `perf_counter` into `time.time`, by the reading with the shortest pause between both."""
     readings: list[tuple[float, float]] = []
     for _ in range(10):
         before_s, now_s, after_s = time.perf_counter(), time.time(), time.perf_counter()

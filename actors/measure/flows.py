@@ -29,12 +29,7 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Ping:
-    """Messages and answers.
-
-    Attributes:
-        seconds: Approximate duration.
-        most_bytes: Limit of the bytes to send, at least `LEAST_PING_BYTES`.
-    """
+    """Messages and answers for about `seconds`, of `LEAST_PING_BYTES` to `most_bytes` bytes."""
 
     seconds: float
     most_bytes: int
@@ -42,18 +37,14 @@ class Ping:
 
 @dataclass(frozen=True)
 class Stream:
-    """Messages without answers.
-
-    Attributes:
-        chunk_bytes: Size of each message.
-    """
+    """Messages without answers."""
 
     chunk_bytes: int
     num_chunks: int
 
     @classmethod
     def lasting(cls, seconds: float, *, bytes_per_s: float, most_bytes: int) -> Stream:
-        """Return the stream that takes so long at a rate once it is warm, in messages of a sixteenth of it or a page."""
+        """Return the stream that, once warm, takes so long at a rate, in messages of a sixteenth of it or a page."""
         num_bytes = min(max(seconds * bytes_per_s, WARM_UP_BYTES) + WARM_UP_BYTES, most_bytes)
         chunk_bytes = whole_pages(min(num_bytes / 16, MOST_BYTES / 4))
         return cls(chunk_bytes, max(4, round(num_bytes / chunk_bytes)))
@@ -66,11 +57,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Flow:
-    """What one device sends another.
-
-    Attributes:
-        pattern: What they exchange.
-    """
+    """What one device sends another."""
 
     source: int
     target: int
@@ -87,14 +74,11 @@ class MeetOrder:
     """What the two devices of a flow need to find each other.
 
     Attributes:
-        source: Number of the device that sends.
-        target: Number of the device that receives.
-        names: Names of the two, for messages.
+        names: Names of source and target, for messages.
         shared: Whether their messages go through shared memory; else they go over gloo, or NCCL between GPUs.
         store: Host and port of the store where they meet.
         prefix: Text unique to this flow and attempt.
-        connect_timeout_s: Limit until both are connected.
-        timeout_s: Limit for every later wait.
+        timeout_s: Limit for every wait once connected.
     """
 
     source: int

@@ -20,15 +20,7 @@ T = TypeVar("T")
 
 
 class Links:
-    """One device's ends of its flows.
-
-    Each flow has a transport of its own with a channel each way, and runs in a thread, so that flows can run at the same time.
-
-    Args:
-        device: Number of the device.
-        on: torch's name of it.
-        library: CUDA and NCCL, where it is a GPU.
-    """
+    """One device's ends of its flows. Each flow has a transport of its own, a channel each way, and runs in a thread."""
 
     def __init__(self, device: int, *, on: torch.device = devices.CPU, library: SharingLibrary | None = None) -> None:
         self.device = device
@@ -92,7 +84,6 @@ class Links:
 
 
 def _at_once(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Return the results of calls that run at the same time, each in a thread; one alone needs none."""
     if len(calls) < 2:
         return [call() for call in calls]
     with ThreadPoolExecutor(len(calls), thread_name_prefix="raypipe probes") as threads:

@@ -26,11 +26,7 @@ class AbortGroup:
         self._members: set[Interruptible] = set()
 
     def add(self, members: Iterable[Interruptible]) -> None:
-        """Add connections.
-
-        Raises:
-            AbortedError: `abort` was called.
-        """
+        """Add connections; raises `AbortedError` after `abort`."""
         with self._lock:
             self._members.update(members)
         self.check()
@@ -55,10 +51,6 @@ class AbortGroup:
             member.shut_down()
 
     def check(self) -> None:
-        """Refuse to go on after an abort.
-
-        Raises:
-            AbortedError: `abort` was called.
-        """
+        """Raise `AbortedError` after `abort`."""
         if self.reason is not None:
             raise AbortedError(self.reason)

@@ -17,12 +17,7 @@ CLOSED_BY_PEER = "connection closed by peer: its process ended, or gave up after
 
 
 class ChannelError(Exception):
-    """Why a channel or a sum failed. The transport, which knows the message and the peer, raises a `TransportError` for it.
-
-    Args:
-        problem: What happened.
-        kind: Class of the transport's error.
-    """
+    """Why a channel or a sum failed. The transport, which knows message and peer, raises an error of class `kind` for it."""
 
     def __init__(self, problem: str, *, kind: type[TransportError] = TransportError) -> None:
         super().__init__(problem)
@@ -36,11 +31,7 @@ _MAX_LISTS = 8
 
 
 class Prepared(Generic[P]):
-    """What a channel has prepared for the lists of messages of its windows, so that a list that comes again costs nothing.
-
-    Args:
-        prepare: Prepares one message.
-    """
+    """What a channel has prepared for the lists of messages of its windows, so that a list that comes again costs nothing."""
 
     def __init__(self, prepare: Callable[[Expected], P]) -> None:
         self._prepare = prepare
@@ -57,11 +48,7 @@ class Prepared(Generic[P]):
 
 
 def check_tensors(expected: Expected, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors to send that are not as announced: layers made them.
-
-    Raises:
-        ChannelError: Number, shape or dtype differ.
-    """
+    """Raise `ChannelError` if tensors to send, which layers made, differ from what was announced in number, shape or dtype."""
     if len(tensors) == len(expected.tensors):
         for tensor, spec in zip(tensors, expected.tensors, strict=True):
             if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
@@ -92,14 +79,10 @@ class IncomingChannel(Protocol):
         """Begin a window that will bring these messages; those of the last one were all received."""
 
     def recv(self) -> tuple[Tensor, ...]:
-        """Wait for the next message.
-
-        Raises:
-            ChannelError: It did not come, or is not as announced.
-        """
+        """Wait for the next message; raises `ChannelError` if it does not come, or is not as announced."""
 
     def close(self) -> None:
-        """Release everything; called after the connection was shut down."""
+        """Release everything, after the connection was shut down."""
 
 
 class OutgoingChannel(Protocol):
@@ -109,19 +92,10 @@ class OutgoingChannel(Protocol):
         """Begin a window in which these messages will be sent; those of the last one were all sent."""
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Begin to send the next message.
-
-        Raises:
-            ChannelError: It, or one before it, cannot be delivered, or its tensors are not as announced.
-        """
+        """Begin to send the next message; raises `ChannelError` if it, or one before it, cannot be delivered or is not as announced."""
 
     def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
-        """Wait until all that was sent has left; return the first message that did not leave, if there is one.
-
-        Args:
-            timeout_s: Limit for each message.
-            aborted: Ends the wait, after `wake`.
-        """
+        """Wait until all that was sent has left, each message within `timeout_s`; return the first that did not leave, if any."""
 
     @property
     def error(self) -> ChannelError | None:
@@ -131,24 +105,16 @@ class OutgoingChannel(Protocol):
         """Let `flush` see that it was aborted."""
 
     def close(self) -> None:
-        """Release everything and end the threads; called after the connection was shut down."""
+        """Release everything and end the threads, after the connection was shut down."""
 
 
 class SumUnderWay(Protocol):
-    """A sum under way.
-
-    Attributes:
-        tensor: This member's share; holds the sum after `wait`.
-    """
+    """A sum under way; `tensor` is this member's share, and holds the sum after `wait`."""
 
     tensor: Tensor
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the sum is there; on a GPU its computing stream waits, and not the host.
-
-        Raises:
-            ChannelError: It did not come.
-        """
+        """Wait until the sum is there (on a GPU the computing stream waits, not the host); raises `ChannelError` if it does not come."""
 
 
 class SumGroup(Protocol):

@@ -13,8 +13,6 @@ from raypipe.errors import TransportError
 
 
 class _Kind(StrEnum):
-    """What the members of a set of devices make together."""
-
     CHANNEL = "channel"
     GROUP = "group"
     MEMORY = "memory"
@@ -22,14 +20,7 @@ class _Kind(StrEnum):
 
 @dataclass
 class Endpoints:
-    """One device's ends of its channels and sums.
-
-    Attributes:
-        outgoing: Channel to each device.
-        incoming: Channel from each device.
-        groups: Sums by members.
-        communicators: NCCL's communicators, each with the names of its other members.
-    """
+    """One device's ends of its channels and sums; each communicator of NCCL with the names of its other members."""
 
     outgoing: dict[int, OutgoingChannel] = field(default_factory=dict)
     incoming: dict[int, IncomingChannel] = field(default_factory=dict)
@@ -37,7 +28,7 @@ class Endpoints:
     communicators: list[tuple[nccl.Communicator, str]] = field(default_factory=list)
 
     def close(self) -> None:
-        """Close all channels; called after their connections were shut down."""
+        """Close all channels, after their connections were shut down."""
         for outgoing in self.outgoing.values():
             outgoing.close()
         for incoming in self.incoming.values():
@@ -49,18 +40,7 @@ class Endpoints:
 
 
 class Connector:
-    """Makes what `ProcessTransport` is told to connect.
-
-    Args:
-        endpoints: Where the ends are put as they are made.
-        channels: All channels of the run as (source, target).
-        shared: Those channels that go through shared memory, or through the memory of one GPU.
-        groups: Members of all collectives of the run.
-        timeout_s: Limit for each message.
-        receives_ahead: Messages of a gloo channel whose receives are posted ahead.
-        library: CUDA and NCCL, for devices that are GPUs.
-        host_ip: Address of the interface that carries gloo's traffic.
-    """
+    """Makes what `ProcessTransport` is told to connect, and puts the ends into `endpoints` as they are made."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ _TYPES = {torch.float32: "NCCL_FLOAT32", torch.float64: "NCCL_FLOAT64", torch.in
 
 
 def environment(host: str) -> dict[str, str]:
-    """Return the environment variables to set in each process before it uses CUDA; those that are set already are left out.
+    """Return the environment variables to set in each process before it uses CUDA, but for those that are set already.
 
     Args:
         host: Unique text for each process that shares a GPU, so that NCCL treats each as a host; empty otherwise.
@@ -72,9 +72,6 @@ def nccl_version() -> str:
 
 class Cuda:
     """The CUDA device of this process; its current stream is the computing stream.
-
-    Args:
-        device: Device of torch.
 
     Raises:
         ConfigError: cupy or NCCL is missing.
@@ -150,7 +147,6 @@ class Cuda:
         return SharedBuffer(address, num_bytes, filled, taken, b"".join(map(bytes, handles)))
 
     def _malloc(self, num_bytes: int) -> int:
-        """Allocate memory of CUDA; torch gives its cache back if there is none."""
         try:
             return int(self.runtime.malloc(num_bytes))
         except self.runtime.CUDARuntimeError:
@@ -192,18 +188,11 @@ class Cuda:
 
 
 def _extra() -> str:
-    """Return the extra of raypipe for torch's CUDA."""
     return "cuda13" if (torch.version.cuda or "13").startswith("13") else "cuda12"
 
 
 class CupyCommunicator:
-    """A communicator of cupy for tensors of torch.
-
-    Args:
-        nccl: cupy's module.
-        communicator: cupy's communicator.
-        stream: Stream of the communicator.
-    """
+    """A communicator of cupy (`nccl` is its module) for tensors of torch."""
 
     def __init__(self, nccl: Any, communicator: Any, stream: torch.cuda.Stream) -> None:
         self.nccl = nccl
@@ -251,11 +240,7 @@ class CupyCommunicator:
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep the communicator alive during a call.
-
-        Raises:
-            ChannelError: The communicator was aborted, or NCCL has failed.
-        """
+        """Keep the communicator alive during a call; raises `ChannelError` if it was aborted, or NCCL fails."""
         with self._lock:
             if self._ended:
                 raise ChannelError(CLOSED_BY_PEER)

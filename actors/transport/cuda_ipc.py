@@ -4,12 +4,9 @@
     socket              which buffer, and which message                         how many messages were taken
     receiver's stream   waits for `filled`, copies the message out, records `taken`
 
-Why the code is as it is:
-
 * Another process may wait for an event only after the owner's host has recorded it. So a packet follows each record, and the receiver's
   host waits for the packet: until the sender's host has launched the copy, not until it has run.
-* A send never waits: where no buffer is free, a new one is made. There are as many as messages were ever under way at once.
-* A packet that finds the socket full is written by a thread, which lives as long as there are such packets.
+* A send never waits: if no buffer is free, it makes one. A thread writes the packets that find the socket full.
 * Memory that another process may have open must not be freed. What a channel leaves is kept for the next one of this process.
 """
 
@@ -50,11 +47,9 @@ class SharedBuffer:
     """GPU memory for one message, mapped into one of the two processes.
 
     Attributes:
-        address: Address of the memory.
-        num_bytes: Size of the memory.
         filled: Event behind the copy of a message into the memory.
         taken: Event behind the copy out of it.
-        handles: Handles by which another process opens all three.
+        handles: Handles by which another process opens memory and events.
     """
 
     address: int
@@ -68,21 +63,13 @@ class SharingLibrary(Library, Protocol):
     """Also memory and events that other processes can open."""
 
     def make_buffer(self, num_bytes: int) -> SharedBuffer:
-        """Allocate a buffer.
-
-        Raises:
-            torch.OutOfMemoryError: There is no memory for it.
-        """
+        """Allocate a buffer; raises `torch.OutOfMemoryError` without memory."""
 
     def keep_buffer(self, slot: SharedBuffer) -> None:
         """Keep a buffer for the next `make_buffer`: another process may still have it open."""
 
     def open_buffer(self, num_bytes: int, handles: bytes) -> SharedBuffer:
-        """Open a buffer that another process made.
-
-        Raises:
-            RuntimeError: This process cannot open it.
-        """
+        """Open a buffer that another process made; raises `RuntimeError` if this process cannot."""
 
     def close_buffer(self, slot: SharedBuffer) -> None:
         """Close an opened buffer."""
@@ -94,12 +81,10 @@ class SharingLibrary(Library, Protocol):
         """Let a stream wait for an event as it was last recorded."""
 
     def copy(self, target: int, source: int, num_bytes: int, stream: Any | None) -> None:
-        """Launch a copy from address to address on a stream; `None` for the computing stream."""
+        """Launch a copy between addresses on a stream; `None` for the computing stream."""
 
 
 class _Description:
-    """A message as announced: where its tensors lie in a buffer, and a digest to compare."""
-
     def __init__(self, expected: Expected) -> None:
         self.expected = expected
         self.places: list[tuple[int, int]] = []
@@ -113,13 +98,7 @@ class _Description:
 
 
 class Incoming:
-    """The receiving end of a channel.
-
-    Args:
-        library: CUDA.
-        packets: Socket to the sender.
-        timeout_s: Limit for each message.
-    """
+    """The receiving end; `timeout_s` limits the wait for each message."""
 
     def __init__(self, library: SharingLibrary, packets: PacketSocket, *, timeout_s: float) -> None:
         packets.limit(timeout_s)
@@ -185,13 +164,7 @@ class Incoming:
 
 
 class Outgoing:
-    """The sending end of a channel.
-
-    Args:
-        library: CUDA.
-        packets: Socket to the receiver.
-        name: Name of the thread that writes what found the socket full.
-    """
+    """The sending end; a thread called `name` writes what found the socket full."""
 
     def __init__(self, library: SharingLibrary, packets: PacketSocket, *, name: str) -> None:
         self.library = library
@@ -252,7 +225,6 @@ class Outgoing:
         return len(self._slots) - 1
 
     def _hear(self) -> None:
-        """Free the buffers of messages that were taken."""
         while (taken := self.packets.read_number()) is not None:
             while self._num_taken < taken:
                 self._free.append(self._under_way.popleft()[1])

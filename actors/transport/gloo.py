@@ -1,14 +1,14 @@
 """Process groups of torch's gloo, which carry messages and sums between processes and hosts over TCP.
 
-Each channel over gloo has a process group of two ranks, and so has each set of devices that sums. None is torch's default group.
-Why the code here and in `gloo_channel` is as it is:
+Each channel has a process group of two ranks, and so has each set of devices that sums; none is torch's default group. Why the code here
+and in `gloo_channel` is as it is:
 
 * Gloo sends no data before the receive is posted. So receives are posted ahead, and sends wait in memory, never in the program.
 * Gloo only learns that a send has ended when somebody waits for it. A thread per channel does, now and then.
 * A message longer than its receive would end the process. So the tag by which gloo pairs them hashes the message, its number on the
   channel, shape and dtype. If the two ends differ, nothing passes and the receiver times out.
-* A wait inside gloo ends early only if its connection does. `abort` shuts the group's connections down. To find them, the process compares
-  its connections before and after the group is made with those that the other members see.
+* A wait inside gloo ends early only if its connection does, so `abort` shuts the group's connections down. To find them, the process
+  compares its connections before and after the group is made with those that the other members see.
 * A receive that times out breaks its connection. A transport with an error is therefore out of use.
 * A sum waits for its neighbors in the ring alone. So its waits poll the connections of all members.
 """
@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 0.3
 
 
 def choose_interface(host_ip: str) -> None:
-    """Let gloo use the interface with this address, unless the user chose one; gloo reads it from the process's environment."""
+    """Let gloo use the interface with this address for the whole process, unless the user set GLOO_SOCKET_IFNAME."""
     if _INTERFACE_VARIABLE not in os.environ:
         interface = interface_of(host_ip)
         if interface is not None:
@@ -44,10 +44,7 @@ def choose_interface(host_ip: str) -> None:
 
 
 def make_group(rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> tuple[Group, list[Connection]]:
-    """Make a process group, once all members have come, which takes a millisecond; its ranks follow `members`.
-
-    Returns:
-        The group, and its connections in this process.
+    """Make a process group, once all members have come; its ranks follow `members`. Return it with its connections in this process.
 
     Raises:
         TransportTimeoutError: A member did not come in time.
@@ -77,12 +74,7 @@ def make_group(rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> t
 
 
 class GlooSumGroup:
-    """A set of devices that sums over gloo.
-
-    Args:
-        group: Process group of the members.
-        connections: Connections of the group.
-    """
+    """A set of devices that sums over gloo."""
 
     def __init__(self, group: Group, connections: list[Connection]) -> None:
         self.group = group
@@ -94,15 +86,7 @@ class GlooSumGroup:
 
 
 class Sum:
-    """A sum under way.
-
-    16-bit floats are summed in float32 and rounded once, at the cost of twice the bytes.
-
-    Args:
-        group: Process group of the members.
-        connections: Connections of the group.
-        tensor: This member's share; holds the sum after `wait`.
-    """
+    """A sum under way. 16-bit floats are summed in float32 and rounded once, at the cost of twice the bytes."""
 
     def __init__(self, group: Group, connections: list[Connection], tensor: Tensor) -> None:
         self.connections = connections
@@ -117,11 +101,7 @@ class Sum:
             raise failure(error) from error
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the sum is there.
-
-        Raises:
-            ChannelError: It did not come.
-        """
+        """See `SumUnderWay`."""
         deadline_s = time.monotonic() + timeout_s
         ended = completed = False
         while True:

@@ -47,12 +47,7 @@ def cause(error: RuntimeError) -> str:
 
 
 def failure(error: RuntimeError, *, waited_s: float | None = None) -> ChannelError:
-    """Return the channel error for an error of gloo.
-
-    Args:
-        error: Error of gloo.
-        waited_s: Limit of the wait if it is over, which gloo's error does not tell.
-    """
+    """Return the channel error for an error of gloo; `waited_s` is the limit of the wait if it is over, which gloo does not tell."""
     if waited_s is not None:
         problem = f"nothing came within {waited_s:g} s; the peer is stuck, or sent another message or shape"
         return ChannelError(problem, kind=TransportTimeoutError)
@@ -60,15 +55,6 @@ def failure(error: RuntimeError, *, waited_s: float | None = None) -> ChannelErr
 
 
 class _Description:
-    """A message as announced.
-
-    Args:
-        expected: The message.
-
-    Attributes:
-        marks: Hash of each tensor on the wire.
-    """
-
     def __init__(self, expected: Expected) -> None:
         message = expected.message
         self.expected = expected
@@ -79,10 +65,6 @@ class _Description:
         self.marks = [zlib.crc32(f"{place} {spec.shape} {spec.dtype}".encode(), start) for place, spec in enumerate(specs)]
 
     def tags(self, number: int) -> list[int]:
-        """Return the tags by which gloo pairs sends and receives, for the message with this number on its channel.
-
-        Tensors with equal tags are paired in order.
-        """
         shift = number * _STRIDE
         return [(mark + shift) & 0x7FFFFFFF for mark in self.marks]
 
@@ -104,13 +86,7 @@ def _on_the_wire(tensor: Tensor) -> Tensor:
 
 
 class Incoming:
-    """The receiving end of a channel.
-
-    Args:
-        group: Process group, in which this device is rank 1.
-        ahead: Number of messages whose receives are posted ahead.
-        timeout_s: Limit for each message.
-    """
+    """The receiving end, rank 1 of its group; `ahead` receives are posted ahead, `timeout_s` limits the wait for each message."""
 
     def __init__(self, group: Group, *, ahead: int, timeout_s: float) -> None:
         self.group = group
@@ -160,14 +136,10 @@ class Incoming:
 
 
 class Outgoing:
-    """The sending end of a channel, with the thread that drops what has left.
+    """The sending end, rank 0 of its group, with a thread that drops what has left.
 
     The thread looks every 50 ms while a window is open. It waits for the oldest send that has not ended, and after a wait
     that took time it rests again, so that it does not wake for each message.
-
-    Args:
-        group: Process group, in which this device is rank 0.
-        name: Name of the thread.
     """
 
     def __init__(self, group: Group, *, name: str) -> None:

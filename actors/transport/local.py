@@ -22,13 +22,7 @@ _SumKey = tuple[tuple[int, ...], int]
 
 
 class LocalNetwork:
-    """All channels between the devices of one process, each of which runs in a thread of its own.
-
-    Args:
-        num_devices: Number of devices.
-        timeout_s: Limit for every wait.
-        names: Names of the devices, for messages; their numbers by default.
-    """
+    """All channels between the devices of one process, each of which runs in a thread of its own; `timeout_s` limits every wait."""
 
     def __init__(self, num_devices: int, *, timeout_s: float, names: Sequence[str] | None = None) -> None:
         self.names = tuple(names) if names is not None else tuple(map(str, range(num_devices)))
@@ -55,7 +49,6 @@ class LocalNetwork:
 
 
 def _sum(shares: Sequence[tuple[Collective, Tensor]]) -> Tensor | str:
-    """Return the sum in the order of the members, or a text that says how the shares disagree."""
     for descriptions in (
         [str(collective) for collective, _ in shares],
         [str(TensorSpec(tuple(tensor.shape), tensor.dtype)) for _, tensor in shares],
@@ -70,7 +63,7 @@ def _sum(shares: Sequence[tuple[Collective, Tensor]]) -> Tensor | str:
 
 
 class _Inbox:
-    """What has arrived for one device. All that can end one of its waits comes here, under one condition."""
+    """All that can end a wait of one device comes here, under one condition."""
 
     def __init__(self) -> None:
         self.condition = threading.Condition()
@@ -100,7 +93,6 @@ class _Inbox:
             self.condition.notify_all()
 
     def wait(self, arrived: Callable[[], bool], lost: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until something arrived (then return True) or never will; called with the condition held."""
         self.condition.wait_for(lambda: self.abort_reason is not None or arrived() or lost(), timeout_s)
         self.check()
         return arrived()
@@ -113,11 +105,8 @@ class _Inbox:
 class LocalTransport:
     """The end of one device of a `LocalNetwork`.
 
-    Sent tensors are cloned, so that nothing the receiver does to them reaches the sender. A message has left when it is in
-    the receiver's hands, which is at once. Sums are made in the order of the members, the same at each run.
-
-    `abort` ends the waits of this device and of no other; after `close`, peers that wait for this device get a
-    TransportError, once they have taken what it sent before.
+    Sent tensors are cloned, so that the sender's do not change; a message has left at once. Sums are made in the order of the members, the
+    same at each run. `abort` ends the waits of this device alone. After `close`, peers still take what it sent, then get a TransportError.
     """
 
     def __init__(self, network: LocalNetwork, device: int) -> None:

@@ -9,9 +9,7 @@ Each channel has a communicator of two ranks and a stream of its own, and so has
 * Making a communicator and passing its first message block the host until the other end does so, too. Both happen in `connect`, set by
   set in one order for all. NCCL has no limit for that wait, so it runs in a thread, which is left behind on timeout.
 * Only aborting a communicator, from any thread, ends its waits. `DeviceClock` watches the limits.
-* A message is received into memory of the computing stream, one message ahead: more would take memory and the GPU's blocks.
-* Memory that is sent or received is marked as in use by that stream (`record_stream`).
-* Tensors travel as bytes. Sums of 16-bit floats are made in float32 and rounded once.
+* A message is received one ahead: more would take memory and the GPU's blocks. `record_stream` keeps the memory of what is under way.
 """
 
 from __future__ import annotations
@@ -37,24 +35,20 @@ _LOOK_EVERY_S = 0.001
 
 
 class Communicator(Protocol):
-    """Ranks that pass messages and sum, in the order of a stream.
-
-    Attributes:
-        stream: Stream of the communicator.
-    """
+    """Ranks that pass messages and sum, in the order of a stream."""
 
     @property
     def stream(self) -> Any:
         """Stream of the communicator."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, stream: Any) -> None:
-        """Launch the sending of contiguous, non-empty tensors on a stream."""
+        """Launch the sending of contiguous, non-empty tensors."""
 
     def recv(self, tensors: Sequence[Tensor], peer: int, stream: Any) -> None:
-        """Launch the receiving into contiguous, non-empty tensors on a stream."""
+        """Launch the receiving into contiguous, non-empty tensors."""
 
     def all_reduce(self, tensor: Tensor, stream: Any) -> None:
-        """Launch the in-place sum of a contiguous, non-empty tensor on a stream."""
+        """Launch the in-place sum of a contiguous, non-empty tensor."""
 
     def problem(self) -> str | None:
         """Return the asynchronous error, if there is one. Called from any thread."""
@@ -88,11 +82,7 @@ class Library(Protocol):
         """Record an event behind the work of a stream so far."""
 
     def wait(self, event: Any, *, timeout_s: float) -> None:
-        """Let the computing stream wait for an event; the limit is for libraries whose host computes.
-
-        Raises:
-            ChannelError: The event did not happen.
-        """
+        """Let the computing stream wait for an event. A library whose host computes raises `ChannelError` after `timeout_s`."""
 
     def happened(self, event: Any) -> bool:
         """Return whether an event has happened."""
@@ -141,7 +131,6 @@ def _pass_the_first(library: Library, communicator: Communicator, rank: int, *, 
 
 
 def _with_limit(make: Callable[[], T], rendezvous: Rendezvous, peers: str) -> T:
-    """Return what a function makes, in a thread that is left behind if the meeting's time runs out."""
     made: list[T] = []
     failed: list[Exception] = []
 
@@ -164,18 +153,12 @@ def _with_limit(make: Callable[[], T], rendezvous: Rendezvous, peers: str) -> T:
 
 
 def _with_bytes(library: Library, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the non-empty tensors of a message, or one byte, because NCCL passes no empty messages."""
+    """Return the non-empty tensors, or one byte: NCCL passes no empty messages."""
     return [tensor for tensor in tensors if tensor.numel()] or [library.empty((1,), torch.uint8)]
 
 
 class Incoming:
-    """The receiving end of a channel.
-
-    Args:
-        library: CUDA and NCCL.
-        communicator: Communicator, in which this device is rank 1.
-        timeout_s: Limit of `Library.wait`.
-    """
+    """The receiving end, rank 1 of its communicator; `timeout_s` is the limit of `Library.wait`."""
 
     def __init__(self, library: Library, communicator: Communicator, *, timeout_s: float) -> None:
         self.library = library
@@ -220,12 +203,7 @@ class Incoming:
 
 
 class Outgoing:
-    """The sending end of a channel.
-
-    Args:
-        library: CUDA and NCCL.
-        communicator: Communicator, in which this device is rank 0.
-    """
+    """The sending end, rank 0 of its communicator."""
 
     def __init__(self, library: Library, communicator: Communicator) -> None:
         self.library = library
@@ -281,12 +259,7 @@ class Outgoing:
 
 
 class NcclSumGroup:
-    """A set of devices that sums over NCCL.
-
-    Args:
-        library: CUDA and NCCL.
-        communicator: Communicator of the members.
-    """
+    """A set of devices that sums over NCCL."""
 
     def __init__(self, library: Library, communicator: Communicator) -> None:
         self.library = library
@@ -299,12 +272,7 @@ class NcclSumGroup:
 
 
 class Sum:
-    """A sum under way.
-
-    Args:
-        group: The members.
-        tensor: This member's share; holds the sum after `wait`.
-    """
+    """A sum under way; 16-bit floats are summed in float32 and rounded once."""
 
     def __init__(self, group: NcclSumGroup, tensor: Tensor) -> None:
         self.group = group
@@ -318,11 +286,7 @@ class Sum:
         self._event = library.reached(group.stream)
 
     def wait(self, timeout_s: float) -> None:
-        """Let the computing stream wait until the sum is there.
-
-        Raises:
-            ChannelError: It did not come.
-        """
+        """See `SumUnderWay`."""
         self.group.library.wait(self._event, timeout_s=timeout_s)
         target = self.tensor.detach()
         if target.numel() and target.data_ptr() != self._summed.data_ptr():

@@ -28,24 +28,22 @@ from raypipe.schedules.lower import Message
 class ProcessTransport:
     """One device's channels and collectives with devices in other processes; connected by `connect`.
 
-    Only what is needed is made: a device all of whose channels go through shared memory, and which takes part in no collective,
-    has nothing of gloo. A transport with an error is out of use: close it.
+    Makes only what is needed: nothing of gloo for a device without sums whose channels all go through shared memory. A transport with an
+    error is out of use: close it.
 
     Args:
         device: Number of this device.
         names: Names of all devices, for messages.
         channels: All channels of the run as (source, target); the same for all devices, in any order.
-        shared: Those channels that go through shared memory, whose ends are processes of one host, or of one GPU; the same for all devices.
-        groups: The members, ascending, of all collectives of the run; the same for all devices, in any order.
+        shared: Channels through shared memory, whose ends are processes of one host, or of one GPU; the same for all devices.
+        groups: Members, ascending, of all collectives of the run; the same for all devices, in any order.
         store: Host and port of the store that one process opened with `host_store`.
         prefix: Text that keeps runs, and the attempts of a run, apart in the store; never use one twice.
         timeout_s: Limit for every wait once connected.
         connect_timeout_s: Limit for `connect`; `timeout_s` by default.
-        host_ip: Address of this node at the interface that carries gloo's traffic. Gloo learns of it by the environment variable
-            GLOO_SOCKET_IFNAME, which is set for the whole process unless it is set already. Without it gloo looks up the host name.
+        host_ip: Address of this node at the interface for gloo, set as GLOO_SOCKET_IFNAME; without it gloo looks up the host name.
         receives_ahead: Messages of a channel over gloo whose memory waits for them; further ones wait at the sender.
-        library: CUDA and NCCL, for devices that are GPUs; groups are then NCCL's, and so are channels that are not shared. `None` for CPU
-            devices.
+        library: CUDA and NCCL, which then carry sums and channels that are not shared; `None` for CPU devices.
     """
 
     def __init__(
@@ -210,7 +208,6 @@ class ProcessTransport:
     # Errors
 
     def _refuse(self, subject: Message | Collective | None = None, peer: int | None = None) -> NoReturn:
-        """Raise why this transport is out of use."""
         self._aborting.check()
         problem = f"this transport is out of use ({self._unusable})"
         if subject is None:
@@ -218,7 +215,6 @@ class ProcessTransport:
         raise self._error(ChannelError(problem), subject, peer)
 
     def _failure(self, error: ChannelError, subject: Message | Collective, peer: int | None = None) -> TransportError:
-        """Return the error for users of the transport, which may not be used any more."""
         self._aborting.check()
         failure = self._error(error, subject, peer)
         self._unusable = str(failure)

@@ -1,10 +1,7 @@
 """How devices pass tensors: what every transport does.
 
-A transport serves one device. It carries messages on channels (ordered pairs of devices), each channel in the order in which lowered
-programs name them, and collectives in one order that all members share. It needs no polling: sends never wait, receives are posted
-before they are needed and waited for late.
-
-One thread at a time uses a transport; only `abort` and `check` may be called from another one.
+A transport serves one device. Channels (ordered pairs of devices) and collectives keep the order of the lowered programs. One thread at a
+time uses a transport; only `abort` and `check` may be called from another one.
 """
 
 from __future__ import annotations
@@ -47,20 +44,20 @@ class Pending(Protocol):
     """A collective under way."""
 
     def wait(self) -> Tensor:
-        """Wait for the end; return the tensor that was given to `Transport.start`, now holding the sum."""
+        """Wait for the end; return the tensor given to `Transport.start`, now holding the sum."""
 
 
 class Transport(Protocol):
     """One device's end of all its channels and collectives."""
 
     def open_window(self, incoming: Mapping[int, Sequence[Expected]], outgoing: Mapping[int, Sequence[Expected]]) -> None:
-        """Begin a window, in which exactly these messages pass. Receives are posted from here on.
+        """Begin a window, in which exactly these messages pass; post receives.
 
-        A list that is given again, as the same object, costs nothing: what it needs is prepared once.
+        A list that is given again, as the same object, costs nothing: what it needs is prepared once. So the lists must not change.
 
         Args:
-            incoming: For each peer, the messages that it will send, in the order of the channel. The lists must not change.
-            outgoing: For each peer, the messages that will be sent to it, in the order of the channel. The lists must not change.
+            incoming: For each peer, the messages that it will send, in the order of the channel.
+            outgoing: For each peer, the messages that will be sent to it, in the order of the channel.
         """
 
     def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
@@ -106,12 +103,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class ErrorPlace:
-    """Where a transport's errors happen.
-
-    Attributes:
-        device: Number of the transport's device.
-        names: Names of all devices.
-    """
+    """The device where a transport's errors happen, and the names of all devices."""
 
     device: int
     names: Sequence[str]

@@ -4,10 +4,8 @@
     collective.register()
     ray.util.collective.init_collective_group(world_size, rank, backend="raypipe_nccl")
 
-Takes tensors of torch, and arrays of cupy as tensors of the same memory (DLPack). Everything runs in the order of torch's current stream,
-and no host waits. As with NCCL itself, two ranks that both send first wait for ever.
-
-Ray's own backend fails for arrays of cupy, and is not ordered with torch's streams (Ray 2.60).
+Takes tensors of torch, and arrays of cupy (DLPack). All work follows torch's current stream; no host waits. Two ranks that both send
+first wait for ever, as with NCCL itself. Ray's own backend fails for cupy's arrays, and is not ordered with torch's streams (Ray 2.60).
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ _OPERATIONS = {ReduceOp.SUM: "NCCL_SUM", ReduceOp.PRODUCT: "NCCL_PROD", ReduceOp
 
 
 class NcclLibrary(Protocol):
-    """What a group needs of `Cuda`."""
+    """What a group needs of `Cuda`; `nccl` is cupy's module."""
 
     nccl: Any
     """cupy's module."""
@@ -81,13 +79,10 @@ def _library() -> NcclLibrary:
 
 
 class _Keeper:
-    """Keeps the id of a communicator."""
-
     def __init__(self, unique_id: bytes) -> None:
         self._unique_id = unique_id
 
     def kept(self) -> bytes:
-        """Return the id."""
         return self._unique_id
 
 
@@ -106,11 +101,6 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
         return f"{NAME}/{self.group_name}/{self.world_size}"
 
     def _meet(self) -> bytes:
-        """Return the id of the communicator, which rank 0 keeps in an actor with the group's name.
-
-        Raises:
-            RunError: Rank 0 did not come in time.
-        """
         name = self._keeper_name
         if self.rank == 0:
             unique_id = self._library.unique_id()

@@ -33,18 +33,9 @@ def host_store(host: str, *, timeout_s: float) -> tuple[TCPStore, int]:
 
 
 class Rendezvous:
-    """One device's presence at the store, from `with` to its end.
+    """One device's presence at the store, from `with` to its end; `timeout_s` limits the whole rendezvous.
 
-    A wait in the store cannot be ended from outside, and complains on stderr. So this polls until the others have published what it
-    waits for.
-
-    Args:
-        device: Number of this device.
-        names: Names of all devices, for messages.
-        address: Host and port of the store.
-        prefix: Text that keeps runs, and the attempts of a run, apart in the store; never use one twice.
-        timeout_s: Limit for the whole rendezvous.
-        aborting: Ends the rendezvous on abort.
+    A wait in the store cannot be ended from outside, and complains on stderr. So this polls until the others have published.
     """
 
     def __init__(
@@ -117,10 +108,6 @@ class Rendezvous:
         return max(0.001, self._deadline_s - time.monotonic())
 
     def check_deadline(self, peer: str, problem: str) -> None:
-        """Refuse to wait longer than the limit.
-
-        Raises:
-            TransportTimeoutError: The time is over.
-        """
+        """Raise `TransportTimeoutError` once the time is over."""
         if time.monotonic() >= self._deadline_s:
             raise TransportTimeoutError(self.name, peer, "connecting", f"{problem} within {self._timeout_s:g} s")

@@ -7,21 +7,17 @@
 
 Why the code here and in `shm_channel` is as it is:
 
-* A send never waits. If no slot is free, a thread moves the message when one becomes free; it lives as long as there are such messages.
-* The receiver copies messages out, so that a slot is free as soon as its message was received, however long the tensors live.
+* A send never waits: if no slot is free, a thread moves the message when one becomes free.
+* The receiver copies messages out, so a slot is free at once, however long the tensors live.
 * The sender makes the ring with the first message, and one of at least twice the size when a message does not fit. The receiver takes
   messages in order, so it can drop the former ring when it hears of the next.
-* The ring is an unnamed file (memfd), whose descriptor travels over the socket. Nothing can be left behind, and the size of /dev/shm does
-  not matter. Its memory is allocated before it is written to: where it lacks, the send fails, and no process dies of SIGBUS.
+* The ring is an unnamed file (memfd), whose descriptor travels over the socket: nothing is left behind, and the size of /dev/shm does
+  not matter. Its memory is allocated first: if it lacks, the send fails, and no process dies of SIGBUS.
 * The socket (AF_UNIX, which keeps packets whole) ends with either process, which the peer sees at once. It wakes a receiver in 16 to 34 us
-  where a core is idle, as fast as a named pipe, an eventfd or a semaphore.
-* The packet describes the message in text: what it is, shapes and dtypes. Each end prepares it once for all windows. So the receiver
-  compares two byte strings, and can say in what they differ.
+  where a core is idle, as fast as a named pipe, an eventfd or a semaphore. Its system calls order all accesses to the memory.
+* The packet is the text of the message, shapes and dtypes, prepared once; so the receiver compares bytes, and can say what differs.
 * Between two stages that sleep, caches are cold: copying 64 KB takes 25 us with `copy_` and 12 us with memmove, allocating them 20 us
   instead of 1 us. So small tensors of a window are allocated when it begins, and bytes are copied, not tensors.
-* The receiver waits in the system call that returns the packet; the limit is an option of the socket.
-
-The memory needs no other synchronization: the socket's system calls order all accesses.
 """
 
 from __future__ import annotations
@@ -110,8 +106,7 @@ NEW_RING = b"\0"
 class PacketSocket:
     """One end of a channel's socket, over which packets and file descriptors travel in order.
 
-    Args:
-        end: Connected socket, closed by `close`.
+    Reads raise `BlockingIOError` after `limit`; reads and writes raise `ChannelError` if the peer is gone.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -122,18 +117,13 @@ class PacketSocket:
         self._lock = threading.Lock()
 
     def limit(self, timeout_s: float) -> None:
-        """Let waiting reads end with BlockingIOError after this time, which restarts with each signal that Python handles."""
+        """Set the limit of waiting reads, which restarts with each signal that Python handles."""
         # To the socket, 0 means for ever.
         seconds, microseconds = divmod(max(1, math.ceil(1e6 * timeout_s)), 1_000_000)
         self.end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(seconds, microseconds))
 
     def read(self) -> bytes:
-        """Wait for the next packet.
-
-        Raises:
-            BlockingIOError: It did not come in time.
-            ChannelError: The peer is gone.
-        """
+        """Wait for the next packet."""
         try:
             packet = self.end.recv(PACKET_BYTES)
         except ConnectionResetError:
@@ -143,12 +133,7 @@ class PacketSocket:
         return packet
 
     def read_file(self) -> tuple[int, int]:
-        """Wait for a number and the file descriptor that comes with it.
-
-        Raises:
-            BlockingIOError: It did not come in time.
-            ChannelError: The peer is gone.
-        """
+        """Wait for a number and the file descriptor that comes with it."""
         try:
             packet, ancillary, _, _ = self.end.recvmsg(_NUMBER.size, _ANCILLARY_BYTES)
         except ConnectionResetError:
@@ -158,11 +143,7 @@ class PacketSocket:
         return _NUMBER.unpack(packet)[0], array.array("i", ancillary[0][2])[0]
 
     def read_number(self) -> int | None:
-        """Return the next number, or None if there is none yet.
-
-        Raises:
-            ChannelError: The peer is gone.
-        """
+        """Return the next number, or `None` if there is none yet."""
         try:
             packet = self.end.recv(_NUMBER.size, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -179,41 +160,25 @@ class PacketSocket:
         self._poll.poll()
 
     def write(self, packet: bytes) -> None:
-        """Send a packet.
-
-        Raises:
-            ChannelError: The peer is gone.
-        """
+        """Send a packet; raises `BlockingIOError` if the socket is full."""
         try:
             self.end.send(packet, socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelError(CLOSED_BY_PEER) from error
 
     def write_when_there_is_room(self, packet: bytes) -> None:
-        """Send a packet; wait while the socket is full.
-
-        Raises:
-            ChannelError: The peer is gone.
-        """
+        """Send a packet; wait while the socket is full."""
         try:
             self.end.send(packet)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelError(CLOSED_BY_PEER) from error
 
     def write_number(self, number: int) -> None:
-        """Send a number.
-
-        Raises:
-            ChannelError: The peer is gone.
-        """
+        """Send a number."""
         self.write(_NUMBER.pack(number))
 
     def write_file(self, number: int, descriptor: int) -> None:
-        """Send a number and a file descriptor.
-
-        Raises:
-            ChannelError: The peer is gone.
-        """
+        """Send a number and a file descriptor."""
         try:
             socket.send_fds(self.end, [_NUMBER.pack(number)], [descriptor], socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionResetError) as error:

@@ -36,12 +36,9 @@ _memmove = ctypes.memmove
 class Description:
     """A message as announced.
 
-    Args:
-        expected: The message.
-
     Attributes:
         packet: Text that the receiver compares with its own.
-        places: For each tensor in a slot: shape, dtype, first byte and number of bytes.
+        places: Shape, dtype, first byte and number of bytes of each tensor in a slot.
         is_real: Whether no tensor is complex, so that none is a lazily conjugated view.
     """
 
@@ -71,13 +68,7 @@ def _rounded(size: int, unit: int) -> int:
 
 
 class Ring:
-    """The slots of a channel, mapped into one of the two processes.
-
-    Args:
-        descriptor: File descriptor of the memory, which the caller closes.
-        slot_bytes: Size of each slot.
-        first: Number of the first message in the ring.
-    """
+    """The slots of a channel, mapped into one of the two processes; `first` is the number of the first message in it."""
 
     def __init__(self, descriptor: int, *, slot_bytes: int, first: int) -> None:
         self.slot_bytes = slot_bytes
@@ -117,12 +108,7 @@ def _memory_for(description: Description) -> tuple[tuple[Tensor, ...], list[int]
 
 
 class Incoming:
-    """The receiving end of a channel.
-
-    Args:
-        packets: Socket to the sender.
-        timeout_s: Limit for each message.
-    """
+    """The receiving end; `timeout_s` limits the wait for each message."""
 
     def __init__(self, packets: PacketSocket, *, timeout_s: float) -> None:
         packets.limit(timeout_s)
@@ -178,11 +164,6 @@ class Incoming:
         return ChannelError(f"it did not come within {self.timeout_s:g} s; the peer is stuck", kind=TransportTimeoutError)
 
     def _understand(self, packet: bytes, description: Description) -> None:
-        """Handle a packet that differs: map new rings until the packet of the message comes.
-
-        Raises:
-            ChannelError: It did not come, or is of another message.
-        """
         try:
             packet = packet or self.packets.read()
             while packet == NEW_RING:
@@ -215,12 +196,7 @@ Outbound = tuple[Description, Sequence[Tensor]]
 
 
 class Outgoing:
-    """The sending end of a channel.
-
-    Args:
-        packets: Socket to the receiver.
-        name: Name of the thread that moves what found no free slot.
-    """
+    """The sending end; a thread called `name` moves what found no free slot."""
 
     def __init__(self, packets: PacketSocket, *, name: str) -> None:
         self.packets = packets
@@ -252,7 +228,6 @@ class Outgoing:
             self._defer(description, tensors)
 
     def _defer(self, description: Description, tensors: Sequence[Tensor]) -> None:
-        """Leave a message to the mover, unless a slot has become free."""
         check_tensors(description.expected, tensors)
         with self._condition:
             if self.error is not None:
@@ -265,7 +240,6 @@ class Outgoing:
                     self._mover.start()
 
     def _place(self, description: Description, tensors: Sequence[Tensor]) -> bool:
-        """Put a message into a free slot and tell the receiver; return whether there was one."""
         ring = self._ring
         if ring is None or description.num_bytes > ring.slot_bytes:
             ring = self._make_ring(description.num_bytes)
@@ -295,7 +269,6 @@ class Outgoing:
         return True
 
     def _make_ring(self, size: int) -> Ring:
-        """Make the next ring, for messages of a size, and tell the receiver."""
         slot_bytes = _rounded(max(size, 1), _PAGE_BYTES)
         if self._ring is not None:
             # Growing so fast, it stays at a few rings, even if none of their messages is ever taken.
@@ -321,7 +294,6 @@ class Outgoing:
             self._ring = None
 
     def _move(self) -> None:
-        """Put the waiting messages into slots as these become free; runs in a thread."""
         try:
             while True:
                 with self._condition:

@@ -81,7 +81,6 @@ def _connection(descriptor: int) -> Connection | None:
 
 
 def _open_copy(descriptor: int) -> socket.socket | None:
-    """Return a duplicate of a socket, so that its descriptor is not reused meanwhile; None if it is gone or no socket."""
     try:
         copy = os.dup(descriptor)
     except OSError:
