@@ -23,7 +23,7 @@ _MOMENTUM_DECAY = 1e9
 
 
 class Weights:
-    """The weights of one stage, their gradients and their optimizer."""
+    """The weights of one stage, their gradients and optimizer."""
 
     def __init__(self, module: StageModule, *, optimizer: Optimizer, rule: WeightRule) -> None:
         self.module = module
