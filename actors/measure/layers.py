@@ -71,8 +71,7 @@ class Effort:
     passes: int = 1
 
 
-USUAL_EFFORT = Effort()
-"""Takes about a second for a small model, so that it can precede every run."""
+USUAL_EFFORT = Effort()  # about a second for a small model, so that it can precede every run
 
 
 def measure_layers(
@@ -178,11 +177,11 @@ class _Layer:
         self._forward()  # warms the caches, as in a stage at work
         roots, leaves, forward_s = self._forward()
         gradients = [torch.ones_like(root) for root in roots]
-        self._bind()
+        self.weights.bind(0, self.weights.versions.newest)
         _, backward_s = self._timed(lambda: backward_full(roots, gradients, leaves, self.parameters))
         self._clear()
         roots, leaves, _ = self._forward()
-        self._bind()
+        self.weights.bind(0, self.weights.versions.newest)
         _, deferred = backward_input(roots, gradients, leaves, self.parameters, pivot=self.module.pivot(leaves))
         _, weight_grad_s = self._timed(deferred.run)
         samples.forward_s.append(forward_s)
@@ -210,7 +209,7 @@ class _Layer:
         del roots
         self.module.first[0] = ()
         weight_grad_saved_bytes = self._storage_bytes([*(saved.tensor for saved in alive), *deferred.gradients()])
-        self._bind()
+        self.weights.bind(0, self.weights.versions.newest)
         deferred.run()
         self._clear()
         return saved_bytes, weight_grad_saved_bytes
@@ -254,9 +253,6 @@ class _Layer:
         stop = devices.stop_watch(self.on)
         result = work()
         return result, stop()
-
-    def _bind(self) -> None:
-        self.weights.bind(0, self.weights.versions.newest)
 
     def _clear(self) -> None:
         self.weights.gradients.pop(self.weights.versions.newest)

@@ -50,13 +50,17 @@ def backward_full(
 
     `inputs` are leaves without `.grad`; one that no gradient reaches gets `None`. Frozen and unused parameters keep their `.grad`.
     """
-    pairs = [pair for pair in zip(outputs, output_gradients, strict=True) if pair[1] is not None and pair[0].requires_grad]
+    roots: list[Tensor] = []
+    root_gradients: list[Tensor] = []
+    for output, gradient in zip(outputs, output_gradients, strict=True):
+        if gradient is not None and output.requires_grad:
+            roots.append(output)
+            root_gradients.append(gradient)
     leaves = [tensor for tensor in (*inputs, *parameters) if tensor.requires_grad]
-    if not pairs or not leaves:
+    if not roots or not leaves:
         return (None,) * len(inputs)
-    roots, root_gradients = zip(*pairs, strict=True)
     if _ENGINE is not None:
-        _ENGINE.run_backward(roots, root_gradients, False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
+        _ENGINE.run_backward(tuple(roots), tuple(root_gradients), False, False, tuple(leaves), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(roots, root_gradients, inputs=leaves)
     gradients = tuple([tensor.grad for tensor in inputs])
