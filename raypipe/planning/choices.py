@@ -29,11 +29,7 @@ _MOST_SWAPS = 60  # Most changes of one choice that ran, and most swaps of worke
 
 @dataclass(frozen=True)
 class Choice:
-    """Configuration of a run.
-
-    Attributes:
-        rows: Rows of each worker's devices.
-    """
+    """Configuration of a run, with the rows of each worker's devices."""
 
     num_microbatches: int
     microbatch_size: int
@@ -47,12 +43,7 @@ class Choice:
 
 
 class ChoicePlanner:
-    """Evaluates and searches choices in the current state of the cluster.
-
-    Attributes:
-        problem: State at the beginning.
-        problems: Current state, by division (microbatches of an update, rows of each).
-    """
+    """Evaluates and searches choices in the current state, by division (microbatches of an update, rows of each)."""
 
     def __init__(self, problem: Problem, schedules: Sequence[str], divisions: Sequence[tuple[int, int]], check: PlanCheck | None) -> None:
         self.problem = problem

@@ -25,11 +25,7 @@ class ClusterState:
 
 
 class Change(NamedTuple):
-    """Change of one figure.
-
-    Attributes:
-        factor: Ratio of the new figure to the old one.
-    """
+    """Ratio of a new figure to the old one, and its description."""
 
     factor: float
     text: str

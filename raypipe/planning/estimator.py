@@ -23,12 +23,7 @@ _MANY_DEVICES = 64  # With more devices, arrays are faster than loops.
 
 
 class Channel(NamedTuple):
-    """Cost of messages between two workers.
-
-    Attributes:
-        s_per_byte: Seconds per byte of the whole tensor on the busiest link, which serves transfers one by one.
-        loads: Seconds per byte of the whole tensor, by link.
-    """
+    """Cost of messages between two workers: seconds per byte of the whole tensor on the busiest link, latency, the former by link."""
 
     s_per_byte: float
     latency_s: float
@@ -36,11 +31,7 @@ class Channel(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of a stage on its slowest device, per microbatch.
-
-    Attributes:
-        sum_s: Sum of the gradients of an update.
-    """
+    """Seconds of a microbatch on a stage's slowest device, and of the sum of an update's gradients."""
 
     forward_s: float
     backward_s: float

@@ -33,12 +33,7 @@ def short_lengths(num_microbatches: int, num_devices: int) -> tuple[int, int] | 
 
 @dataclass
 class ShortEvaluator(LayoutEvaluator):
-    """Evaluates layouts by two short updates.
-
-    Attributes:
-        lengths: Microbatches of the two updates.
-        best: Best layouts of each schedule, the best first.
-    """
+    """Evaluates layouts by updates of two `lengths` in microbatches, and keeps the `best` of each schedule."""
 
     lengths: tuple[int, int] = (1, 2)
     best: dict[str, list[Evaluation]] = field(default_factory=dict, repr=False)

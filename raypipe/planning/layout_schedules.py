@@ -111,16 +111,9 @@ class ScheduleCache:
         schedule = layout_schedule(problem, layout, num_updates=num_updates)
         if self.check is not None:
             self.check(schedule, workers, problem.microbatch_size)
-        if not self._is_fresh_enough(problem, layout, window):
-            return None
+        if problem.staleness and window > 1:
+            staleness = metrics(layout_schedule(problem, layout, num_updates=window))
+            if problem.staleness.exceeded_by(staleness):
+                self.too_stale.add(StalenessLimits.of(staleness))
+                return None
         return schedule, CompiledOrder(lower(schedule, workers))
-
-    def _is_fresh_enough(self, problem: Problem, layout: Layout, window: int) -> bool:
-        limits = problem.staleness
-        if not limits or window == 1:
-            return True
-        staleness = metrics(layout_schedule(problem, layout, num_updates=window))
-        if not limits.exceeded_by(staleness):
-            return True
-        self.too_stale.add(StalenessLimits.of(staleness))
-        return False

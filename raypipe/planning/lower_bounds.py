@@ -16,12 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Block:
-    """Seconds of one block for one microbatch on a device of speed 1.
-
-    Attributes:
-        update_s: Seconds of U.
-        sources: Smaller numbers of the blocks that feed this one.
-    """
+    """Seconds of one block for one microbatch at speed 1; `sources` are the earlier blocks that feed it."""
 
     forward_s: float
     input_grad_s: float
@@ -37,11 +32,7 @@ class Block:
 
 @dataclass(frozen=True)
 class LowerBound:
-    """Least seconds of one update, from its first forward to its last change of weights.
-
-    Attributes:
-        work_s: Holds also for updates that do not wait for each other.
-    """
+    """Least seconds of an update from first forward to last U; `work_s` holds also where updates overlap."""
 
     work_s: float
     ramp_s: float

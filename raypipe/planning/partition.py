@@ -46,7 +46,6 @@ class Partition:
 
     Attributes:
         half_duplex: Whether both directions of a channel take turns, as in the paper's model.
-        most_units: Most runs of devices into which the order is divided.
     """
 
     estimator: Estimator
@@ -106,7 +105,7 @@ class Partition:
         empty = np.tril(np.ones((size, size), dtype=bool))
         fixed_s = sum(problem.overheads_s)
         stages: dict[Run, _Seconds] = {}
-        again: dict[Run, _Seconds] = {}
+        again: dict[Run, _Seconds] | None = {} if self.limited and problem.recompute else None
         for i in range(self.num_units):
             for j in range(i + 1, self.num_units + 1):
                 group = self.group(i, j)
@@ -118,9 +117,9 @@ class Partition:
                 update_s = problem.num_microbatches * microbatch_s + problem.sum_s(group, parameter_bytes)
                 microbatch_s[empty] = update_s[empty] = math.inf
                 stages[i, j] = (microbatch_s, update_s)
-                if self._may_recompute:
+                if again is not None:
                     again[i, j] = (microbatch_s + forward_s, update_s + problem.num_microbatches * forward_s)
-        return stages, again if self._may_recompute else None
+        return stages, again
 
     @cached_property
     def _channels(self) -> dict[Run, _Seconds]:
@@ -203,10 +202,6 @@ class Partition:
 
         stages, again = self._stages
         return _Costs(chosen(stages), None if again is None else chosen(again), chosen(self._channels))
-
-    @property
-    def _may_recompute(self) -> bool:
-        return self.limited and self.estimator.problem.recompute
 
     def _solve(
         self,

@@ -21,12 +21,7 @@ _MOST_BORDERS = 64
 
 @dataclass(frozen=True)
 class PlanBound:
-    """Least seconds of one update, whatever the plan.
-
-    Attributes:
-        copies_s: With a sum of some layer's gradients, or without copies.
-        border_s: Over the worst set of slow links.
-    """
+    """Least seconds of one update, whatever the plan."""
 
     work_s: float
     copies_s: float

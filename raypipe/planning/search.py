@@ -29,13 +29,7 @@ _POOL = 6  # Number of simulated layouts around which the search continues.
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """Effort of a search.
-
-    Attributes:
-        num_estimates: Layouts that annealing estimates.
-        num_simulations: Layouts that are simulated.
-        num_starts: Layouts of the dynamic programs from which annealing starts.
-    """
+    """Numbers of layouts that annealing estimates, that are simulated, and from which annealing starts."""
 
     num_estimates: int = 24_000
     num_simulations: int = 240
@@ -53,11 +47,7 @@ class SearchBudget:
 
 @dataclass
 class LayoutSearch:
-    """Local search over layouts of one stage per worker.
-
-    Attributes:
-        others: Layouts of other planners to begin with; simulated besides the budget.
-    """
+    """Local search over layouts of one stage per worker, which begins with `others`, too."""
 
     evaluator: LayoutEvaluator
     schedules: tuple[str, ...] = ("1f1b", "list")
@@ -85,28 +75,25 @@ class LayoutSearch:
         """Yield the layouts of the dynamic programs and of other planners."""
         for layout in self.others:
             yield layout if layout.order in self.schedules else replace(layout, order=self.schedules[0])
-        few = self.evaluator.problem.num_devices > MOST_UNITS
-        for name, order in (*orders(self.evaluator.problem), *self._random_orders()):
-            if few and name not in _ORDERS_OF_MANY:
+        num_devices = self.evaluator.problem.num_devices
+        many = num_devices > MOST_UNITS
+        rng = random.Random(2)
+        num_random = _NUM_RANDOM if num_devices <= _MOST_FOR_RANDOM else 0  # For networks without structure.
+        shuffled = (("random", tuple(rng.sample(range(num_devices), num_devices))) for _ in range(num_random))
+        for name, order in (*orders(self.evaluator.problem), *shuffled):
+            if many and name not in _ORDERS_OF_MANY:
                 continue
             partition = Partition(self.evaluator.estimator, order)
             # Schedules differ in what fits: where all fits, and with many devices, one stands for the others.
-            for schedule in self.schedules if partition.limited and not few else self.schedules[:1]:
+            for schedule in self.schedules if partition.limited and not many else self.schedules[:1]:
                 least_s = partition.least_limit_s(schedule)
                 if math.isfinite(least_s):
-                    for factor in _LIMITS[::_FEW_LIMITS] if few else _LIMITS:
+                    for factor in _LIMITS[::_FEW_LIMITS] if many else _LIMITS:
                         for best in partition.least_sum(least_s * factor * (1 + 1e-9), schedule):
                             yield best.layout
                             for other in self.schedules:
                                 if other != schedule:
                                     yield replace(best.layout, order=other)
-
-    def _random_orders(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        rng = random.Random(2)
-        num_devices = self.evaluator.problem.num_devices
-        if num_devices <= _MOST_FOR_RANDOM:
-            for _ in range(_NUM_RANDOM):
-                yield "random", tuple(rng.sample(range(num_devices), num_devices))
 
     def estimate_s(self, layout: Layout) -> float:
         """Return the estimated seconds of an update; infinite where memory is short."""

@@ -59,11 +59,7 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
 
 
 def _check_possible(problem: Problem) -> None:
-    """Refuse a problem that no plan can solve.
-
-    Raises:
-        PlanError: Some kind of device has no work, a layer fits nowhere, or all layers need more memory than there is.
-    """
+    """Refuse work that takes no time, a layer that fits nowhere, and layers that need more memory than there is."""
     for kind, whole in zip(problem.kinds, problem.prefix_s[:, :, -1], strict=True):
         if not whole.any():
             where = f" on devices of kind {kind!r}" if kind else ""

@@ -128,14 +128,9 @@ class _GradientBytes:
 
     def started(self, collective: Collective) -> tuple[int, int]:
         """Return the bytes needed for a moment, and those held from then on."""
-        match collective.kind:
-            case CollectiveKind.GRADIENTS:
-                # Gradients are copied into one vector, which takes their place.
-                return self.gradient_bytes[collective.stage], 0
-            case CollectiveKind.WEIGHTS:
-                return 0, self.weight_bytes[collective.stage]
-            case _:
-                return 0, 0
+        # Gradients are copied into one vector, which takes their place.
+        for_a_moment = self.gradient_bytes[collective.stage] if collective.kind is CollectiveKind.GRADIENTS else 0
+        return for_a_moment, self.weight_bytes[collective.stage] if collective.kind is CollectiveKind.WEIGHTS else 0
 
     def awaited(self, collective: Collective) -> int:
         if collective.kind is not CollectiveKind.WEIGHTS:
