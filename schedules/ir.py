@@ -270,8 +270,9 @@ class Schedule:
         """All Ops with their places, worker by worker."""
         for worker, program in enumerate(self.programs):
             for position, slot in enumerate(program):
+                place = ProgramPlace(worker, position)
                 for op in ops_of(slot):
-                    yield op, ProgramPlace(worker, position)
+                    yield op, place
 
     @cached_property
     def places(self) -> dict[Op, ProgramPlace]:
@@ -292,7 +293,7 @@ class Schedule:
         """For each stage, the copies of its weights, by first pipeline."""
         return tuple(tuple(replica for replica in self.first_pipeline if replica.stage == stage) for stage in range(self.num_stages))
 
-    @property
+    @cached_property
     def forward_only(self) -> bool:
         """Whether it evaluates: no Op of it has a gradient or changes weights."""
         return not any(op.kind.writes_gradient or op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH for op in self.places)
@@ -390,7 +391,13 @@ def inputs(schedule: Schedule, op: Op) -> list[Op]:
 
 
 def _at(schedule: Schedule, op: Op, kind: OpKind, stage: int) -> list[Op]:
-    return schedule.find(Op(kind, stage, op.index, op.pipeline, op.part))
+    _, _, index, pipeline, part = op
+    sought = _new_op(Op, (kind, stage, index, pipeline, part))
+    return [sought] if sought in schedule.places else schedule.find(sought)
+
+
+_new_op = tuple.__new__
+"""Makes an `Op` without the call that looks at default values: `dependencies` makes several for every Op of a schedule."""
 
 
 def _before_backward(schedule: Schedule, op: Op) -> list[Op]:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from raypipe.errors import PlanError
 from raypipe.schedules.collectives import NOT_COMPUTED, Await, CollectiveOrder, Start
@@ -37,8 +38,7 @@ class Direction(StrEnum):
     GRADIENT = "gradient"
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """What one stage gives another for one microbatch.
 
     Attributes:
@@ -54,7 +54,7 @@ class Message:
     direction: Direction
     source: int
     target: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index gives way to the field's own word
     pipeline: int = 0
     part: int = 0
     rows: tuple[float, float] = (0.0, 1.0)
@@ -64,8 +64,7 @@ class Message:
         return f"{self.direction} {self.source}->{self.target} of microbatch {self.index}{part}"
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """One slot.
 
     Attributes:
@@ -223,8 +222,8 @@ class _Lowering:
         self._routes: dict[object, list[_Route]] = {}
         self._channels: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
         """By sender and receiver."""
-        self._positions: defaultdict[tuple[int, int, int], dict[Op, int]] = defaultdict(dict)
-        """By sender, receiver and receiving stage."""
+        self._arrivals: defaultdict[tuple[int, int, int, int], dict[int, tuple[list[Message], dict[Op, int]]]] = defaultdict(dict)
+        """By receiver, source stage, target stage and pipeline: the channel and the positions of each sender."""
 
     def programs(self) -> tuple[DeviceProgram, ...]:
         """Return the programs, by device."""
@@ -278,7 +277,9 @@ class _Lowering:
                 peer_first, peer_end = self._rows(op, share)
                 rows = max(first, peer_first), min(end, peer_end)
                 if rows[0] < rows[1]:
-                    yield _Route(peer, stage, rows, self._channels[device, peer], self._positions[device, peer, stage])
+                    arrivals = self._arrivals[peer, op.stage, stage, op.pipeline]
+                    channel, positions = arrivals.setdefault(device, (self._channels[device, peer], {}))
+                    yield _Route(peer, stage, rows, channel, positions)
 
     def _send(self, worker: int, device: int) -> None:
         """Put a device's messages on its channels."""
@@ -291,34 +292,37 @@ class _Lowering:
 
     def _items(self, worker: int, device: int) -> list[Item]:
         schedule, collectives = self.schedule, self.collectives
+        concerned = collectives.concerned
         received = Counter[int]()
         share = self.rows[worker][device]
+        # Few versions and rows differ: one object for all that are equal spares the garbage collector a third of its work.
+        equal: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         items: list[Item] = []
         for slot in schedule.programs[worker]:
             ops = ops_of(slot)
             for op in ops:
-                self._receive(op, worker, device, received, items)
-            meets = not collectives.concerned.isdisjoint(ops)
+                self._receive(op, device, received, items)
+            meets = not concerned.isdisjoint(ops)
             if meets:
                 items += collectives.before(ops)
-            computed = tuple(op for op in ops if op.kind not in NOT_COMPUTED) if meets else ops
-            if computed:
-                versions = tuple([reads(schedule, op) for op in computed])
-                items.append(Compute(computed, versions, tuple([self._rows(op, share) for op in computed])))
-            for op in computed:
-                items += [Send(route.channel[route.positions[op]], route.peer) for route in self._routes_of(op, device)]
+                ops = tuple([op for op in ops if op.kind not in NOT_COMPUTED])
+            if ops:
+                versions = tuple([reads(schedule, op) for op in ops])
+                rows = tuple([self._rows(op, share) for op in ops])
+                items.append(Compute(ops, equal.setdefault(versions, versions), equal.setdefault(rows, rows)))
+            for op in ops:
+                for route in self._routes_of(op, device):
+                    items.append(Send(route.channel[route.positions[op]], route.peer))
             if meets:
-                items += collectives.behind(ops)
+                items += collectives.behind(ops_of(slot))
         return items + [Await(collective) for collective in collectives.at_end.get(worker, ())]
 
-    def _receive(self, op: Op, worker: int, device: int, received: Counter[int], items: list[Item]) -> None:
+    def _receive(self, op: Op, device: int, received: Counter[int], items: list[Item]) -> None:
         """Add the Recvs that stand before an Op: of its inputs, and of what was sent before these on the same channels."""
-        workers = self.schedule.pipelines[op.pipeline]
         for source in inputs(self.schedule, op):
-            if workers[source.stage] == worker:
-                continue
-            for peer in self.rows[workers[source.stage]]:
-                position = self._positions[peer, device, op.stage].get(source, -1)
-                if position >= received[peer]:
-                    items += [Recv(message, peer) for message in self._channels[peer, device][received[peer] : position + 1]]
-                    received[peer] = position + 1
+            for peer, (channel, positions) in self._arrivals[device, source.stage, op.stage, op.pipeline].items():
+                end = positions.get(source, -1) + 1
+                if end > (first := received[peer]):
+                    for message in channel[first:end]:
+                        items.append(Recv(message, peer))
+                    received[peer] = end

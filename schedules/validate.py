@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import graphlib
 import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 
 from raypipe.errors import ScheduleError
@@ -91,15 +92,15 @@ def _check_places(schedule: Schedule) -> None:
 
 
 def _check_completeness(schedule: Schedule) -> None:
-    pipelines: dict[int, set[int]] = {}
-    work: dict[tuple[int, int], set[tuple[OpKind, int]]] = {}
+    pipelines: defaultdict[int, set[int]] = defaultdict(set)
+    work: defaultdict[tuple[int, int], set[tuple[OpKind, int]]] = defaultdict(set)
     for op in schedule.places:
         if not op.kind.per_update:
-            pipelines.setdefault(op.index, set()).add(op.pipeline)
-            work.setdefault((op.index, op.stage), set()).add((op.kind, op.part))
+            pipelines[op.index].add(op.pipeline)
+            work[op.index, op.stage].add((op.kind, op.part))
     complete: set[frozenset[tuple[OpKind, int]]] = set()
     for microbatch in range(schedule.num_microbatches * schedule.num_updates):
-        passed = pipelines.get(microbatch, set())
+        passed = pipelines[microbatch]
         if len(passed) != 1:
             raise _refuse(
                 schedule,
@@ -107,7 +108,7 @@ def _check_completeness(schedule: Schedule) -> None:
                 *(place for op, place in schedule.places.items() if op.index == microbatch and not op.kind.per_update),
             )
         for stage in range(schedule.num_stages):
-            kinds_and_parts = frozenset(work.get((microbatch, stage), ()))
+            kinds_and_parts = frozenset(work[microbatch, stage])
             if kinds_and_parts not in complete:
                 _check_microbatch(schedule, microbatch, stage, min(passed))
                 complete.add(kinds_and_parts)
@@ -126,8 +127,8 @@ def _check_completeness(schedule: Schedule) -> None:
 
 def _check_members(schedule: Schedule) -> None:
     """Return what one copy of a stage reduces or publishes, all copies do."""
-    for op, place in schedule.ops():
-        if op.kind in {OpKind.REDUCE, OpKind.PUBLISH}:
+    for op, place in schedule.places.items():
+        if op.kind in NOT_COMPUTED:
             replicas = schedule.replicas[op.stage]
             for replica in replicas:
                 if (other := op._replace(pipeline=schedule.first_pipeline[replica])) not in schedule.places:
@@ -267,11 +268,13 @@ def _check_collectives(schedule: Schedule, needs: _Needs) -> None:
         problem = f"workers meet the collectives [{names}] in different orders; give all workers one order"
         raise _refuse_collectives(schedule, problem, error.args[1]) from None
 
+    # G and P only hand over: a slot of nothing else waits for nobody.
+    places = {schedule.places[op] for op in collectives.concerned if op.kind in NOT_COMPUTED}
+    handed = {at for at in places if all(op.kind in NOT_COMPUTED for op in ops_of(schedule.programs[at.worker][at.position]))}
+
     def waits_for(worker: int, step: Start | Await | int) -> Sequence[tuple[int, int]]:
         if isinstance(step, int):
-            # G and P only hand over.
-            handed = all(op.kind in NOT_COMPUTED for op in ops_of(schedule.programs[worker][step]))
-            return () if handed else [(other, step_of[other][position]) for other, position in needs[worker][step]]
+            return () if (worker, step) in handed else [(other, step_of[other][position]) for other, position in needs[worker][step]]
         return starts[step.collective] if isinstance(step, Await) else ()
 
     waits = _waits([[waits_for(worker, step) for step in row] for worker, row in enumerate(steps)])

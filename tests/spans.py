@@ -65,7 +65,7 @@ def traces(draw: st.DrawFn) -> Trace:
 def waited_for() -> st.SearchStrategy[SpanItem]:
     """A message, a collective, or a text of neither."""
     return st.one_of(
-        st.builds(Message, st.sampled_from(Direction), SMALL, SMALL, SMALL, part=SMALL),
+        st.builds(Message, st.sampled_from(Direction), SMALL, SMALL, SMALL, pipeline=st.just(0), part=SMALL, rows=st.just((0.0, 1.0))),
         st.builds(Collective, st.sampled_from([CollectiveKind.GRADIENTS, CollectiveKind.TIED]), SMALL, SMALL, st.just(0), st.just(())),
         st.text(max_size=9),
     )

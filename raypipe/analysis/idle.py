@@ -128,7 +128,11 @@ class Division:
         """Seconds of every kind of Op for each device: `F`, or `F&B` where kinds overlap."""
         kinds = {item: "&".join(dict.fromkeys(op.kind for op in item)) for item in {span.ops for span in self.trace.spans}}
         return tuple(
-            _sums([(kinds[interval.item], interval.duration_s) for interval in row if isinstance(interval.item, tuple)])
+            _sums([
+                (kinds[interval.item], interval.duration_s)
+                for interval in row
+                if isinstance(interval.item, tuple) and not isinstance(interval.item, Message)
+            ])
             for row in self.intervals
         )
 

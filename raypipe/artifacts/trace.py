@@ -63,7 +63,7 @@ class Span(NamedTuple):
     @property
     def ops(self) -> tuple[Op, ...]:
         """Ops that ran; empty for a wait."""
-        return self.item if isinstance(self.item, tuple) else ()
+        return () if isinstance(self.item, Message | Collective | str) else self.item
 
     @property
     def name(self) -> str:
@@ -73,9 +73,9 @@ class Span(NamedTuple):
 
 def item_text(item: SpanItem) -> str:
     """Return an item as files and drawings write it."""
-    if isinstance(item, tuple):
-        return str(item[0]) if len(item) == 1 else f"({';'.join(map(str, item))})"
-    return str(item)
+    if isinstance(item, Message | Collective | str):
+        return str(item)
+    return str(item[0]) if len(item) == 1 else f"({';'.join(map(str, item))})"
 
 
 @dataclass(frozen=True)

@@ -104,10 +104,10 @@ def _column(values: list[int]) -> list[int] | int:
 
 def _short(item: SpanItem | None) -> str:
     match item:
-        case tuple():
-            return item_text(item)
         case Message():
             letter = "A" if item.direction is Direction.ACTIVATION else "G"  # such as A0>1:3
             return f"{letter}{item.source}>{item.target}:{item.index}" + (f".{item.part}" if item.part else "")
+        case tuple():
+            return item_text(item)
         case _:
             return f" {item}" if item else ""

@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, StageReplica, UpdateScope, WeightRule, dependencies, reads
-from raypipe.schedules.lower import lower
+from raypipe.schedules.lower import Recv, Send, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.reductions import add_reductions
@@ -130,7 +130,7 @@ def test_branches_of_equal_depth_take_the_time_of_a_chain_of_that_depth() -> Non
 def test_messages_of_branches_go_along_edges_only() -> None:
     schedule = two_branches()
     edges = {
-        (item.message.source, item.message.target) for program in lower(schedule) for item in program.items if hasattr(item, "message")
+        (item.message.source, item.message.target) for program in lower(schedule) for item in program.items if isinstance(item, Send | Recv)
     }
     assert edges == {edge for source, target in schedule.graph.edges for edge in ((source, target), (target, source))}
 

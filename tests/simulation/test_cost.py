@@ -83,7 +83,7 @@ def test_a_message_has_the_bytes_of_its_rows_in_both_directions() -> None:
     forward = Message(Direction.ACTIVATION, 0, 1, 0)
     assert cost().message_bytes(forward) == 80
     assert cost().message_bytes(Message(Direction.GRADIENT, 1, 0, 0)) == 80
-    assert cost().message_bytes(replace(forward, rows=(0.25, 0.5))) == 20
+    assert cost().message_bytes(forward._replace(rows=(0.25, 0.5))) == 20
     assert cost().message_bytes(Message(Direction.ACTIVATION, 1, 2, 0)) == 0
 
 
