@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from raypipe.actors import cores, devices
-from raypipe.actors.activity import Activity
 from raypipe.actors.actor_info import ActorInfo, actor_info
 from raypipe.actors.device_stages import WHOLE, DeviceStages
 from raypipe.actors.execution.batches import BatchSource
@@ -30,8 +29,35 @@ from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.rendezvous import host_store
 from raypipe.config import OptimizerConfig, Precision
-from raypipe.errors import ConfigError, RunError, StageFailedError
+from raypipe.errors import AbortedError, ConfigError, RunError, StageFailedError
 from raypipe.schedules.lower import DeviceProgram
+
+
+class Activity:
+    """The call that an actor is in."""
+
+    def __init__(self) -> None:
+        self.doing = "starting"
+        self.abort_reason: str | None = None
+        self._since = time.monotonic()
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since the activity began."""
+        return time.monotonic() - self._since
+
+    def begin(self, doing: str) -> None:
+        """Begin an activity; raises `AbortedError` if the actor was aborted."""
+        self.doing = doing
+        self._since = time.monotonic()
+        if self.abort_reason is not None:
+            raise AbortedError(self.abort_reason)
+
+    def wait(self, doing: str) -> None:
+        """Note that the actor has nothing to do."""
+        self.doing = doing
+        self._since = time.monotonic()
+
 
 _LOG = logging.getLogger("raypipe.stage")
 

@@ -1,9 +1,10 @@
-"""Runs the forwards and backwards of one window."""
+"""Runs the forwards and backwards of one window, with their messages and losses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -11,16 +12,109 @@ from torch import Tensor
 from raypipe.actors import devices
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.binding import StageEdges
-from raypipe.actors.execution.losses import WindowLosses
-from raypipe.actors.execution.mailbox import Mailbox
-from raypipe.actors.execution.steps import BoundOp
+from raypipe.actors.execution.report import WindowReport
+from raypipe.actors.execution.steps import BoundOp, MessageKey, OutgoingMessage, ReceiveStep, Rows, StageOutput
 from raypipe.actors.stage.backward import PendingWeightGradient, backward_full, backward_input
 from raypipe.actors.stage.gradient_flow import OutputId
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.module import Outputs
+from raypipe.actors.transport.protocol import Transport
 from raypipe.errors import ConfigError
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import OpKind
+
+
+class Mailbox:
+    """What stages of this device have received and not yet used, and what they give to other devices."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.inbox: dict[MessageKey, list[tuple[Rows, tuple[Tensor, ...]]]] = {}
+        self.outbox: dict[MessageKey, tuple[Tensor, ...]] = {}
+
+    def put(self, output: StageOutput, rows: Rows, tensors: tuple[Tensor, ...]) -> None:
+        """Put a stage's output where the other stage finds it: on this device, or for the sends of this step."""
+        if output.local:
+            self.inbox[output.key] = [(rows, tuple([tensor.detach() for tensor in tensors]))]
+        else:
+            self.outbox[output.key] = tensors
+
+    def take(self, key: MessageKey) -> tuple[Tensor, ...]:
+        """Return the tensors that a stage gets from another one, joined where their rows came in several messages."""
+        pieces = self.inbox.pop(key)
+        if len(pieces) == 1:
+            return pieces[0][1]
+        pieces.sort(key=itemgetter(0))
+        return tuple(torch.cat(parts) for parts in zip(*(tensors for _, tensors in pieces), strict=True))
+
+    def receive(self, step: ReceiveStep) -> None:
+        """Wait for a message."""
+        piece = (step.message.rows, self._transport.recv(step.message, step.device))
+        pieces = self.inbox.setdefault(step.key, [piece])
+        if pieces[0] is not piece:
+            pieces.append(piece)
+
+    def send(self, messages: Sequence[OutgoingMessage]) -> None:
+        """Send what the Ops of a step have put."""
+        for outgoing in messages:
+            tensors = self.outbox[outgoing.key]
+            if outgoing.rows is not None:
+                first, end = outgoing.rows
+                tensors = tuple(tensor[first:end] for tensor in tensors)
+            self._transport.send(outgoing.message, outgoing.device, tensors)
+        self.outbox.clear()
+
+
+class WindowLosses:
+    """The losses, and if asked for the model's outputs, of the microbatches of a window."""
+
+    def __init__(self, model: Model, *, keep_outputs: bool) -> None:
+        self._model = model
+        self._keep_outputs = keep_outputs
+        self._losses: dict[int, list[tuple[int, Tensor]]] = {}
+        self._outputs: dict[int, Tensor] = {}
+        self._gradients: dict[float, Tensor] = {}
+
+    def loss(self, bound: BoundOp, outputs: Outputs, batch: Batch, rng_key: RngKey) -> Tensor:
+        """Return the loss of a forward.
+
+        Raises:
+            ConfigError: The last layer has several outputs, or the loss is no scalar or has no gradient.
+        """
+        output = outputs[len(self._model.layers) - 1]
+        if len(output) != 1:
+            raise ConfigError(f"the model's last layer gives {len(output)} tensors; the loss takes one")
+        if self._keep_outputs:
+            self._outputs[bound.op.index] = output[0].detach()
+        with bound.weights.module.seeded_loss(rng_key):
+            loss = self._model.loss(output[0], batch)
+        if not isinstance(loss, Tensor) or loss.dim():
+            what = f"has shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is of type {type(loss).__name__}"
+            raise ConfigError(f"the model's loss {what}; expected a scalar tensor, the mean over the rows")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ConfigError(
+                "the model's loss has no gradient, so nothing would be trained: no weight takes one, or the loss is detached or made of "
+                "constants alone"
+            )
+        return loss
+
+    def add(self, bound: BoundOp, loss: Tensor) -> None:
+        """Add the loss of a forward to the report."""
+        self._losses.setdefault(bound.op.index, []).append((bound.num_rows, loss.detach()))
+
+    def gradient(self, loss: Tensor, weight: float) -> Tensor:
+        """Return the gradient with which a loss's backward begins: its weight, one graph node less than a product."""
+        gradient = self._gradients.get(weight)
+        if gradient is None:
+            gradient = self._gradients[weight] = torch.full_like(loss, weight)
+        return gradient
+
+    def write(self, report: WindowReport) -> None:
+        """Write losses and outputs into a report."""
+        report.outputs = {index: output.cpu() for index, output in self._outputs.items()}
+        for index, parts in self._losses.items():
+            report.num_rows[index] = sum(rows for rows, _ in parts)
+            report.losses[index] = sum(rows * float(loss) for rows, loss in parts) / report.num_rows[index]
 
 
 @dataclass(slots=True)
@@ -34,37 +128,26 @@ class _Saved:
     loss: Tensor | None
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
 class Computation:
     """Forwards and backwards of one window on one device; `training` says whether backwards follow."""
 
-    def __init__(
-        self,
-        *,
-        model: Model,
-        on: torch.device,
-        edges: StageEdges,
-        mailbox: Mailbox,
-        losses: WindowLosses,
-        batches: BatchSource | None,
-        first_microbatch: int,
-        training: bool,
-    ) -> None:
-        self._model = model
-        self._on = on
-        self._edges = edges
-        self._mailbox = mailbox
-        self._losses = losses
-        self._batches = batches
-        self._first_microbatch = first_microbatch
-        self._training = training
-        self.saved: dict[tuple[int, int, int], _Saved] = {}
-        """What forwards have left, by stage, microbatch and part."""
-        self.deferred: dict[tuple[int, int, int], tuple[int, PendingWeightGradient]] = {}
-        """What input gradients have left for weight gradients, with the version of the weights."""
+    model: Model
+    on: torch.device
+    edges: StageEdges
+    mailbox: Mailbox
+    losses: WindowLosses
+    batches: BatchSource | None
+    first_microbatch: int
+    training: bool
+    saved: dict[tuple[int, int, int], _Saved] = field(default_factory=dict)
+    """What forwards have left, by stage, microbatch and part."""
+    deferred: dict[tuple[int, int, int], tuple[int, PendingWeightGradient]] = field(default_factory=dict)
+    """What input gradients have left for weight gradients, with the version of the weights."""
 
     def forward(self, bound: BoundOp) -> None:
         """Run a forward."""
-        mailbox = self._mailbox
+        mailbox = self.mailbox
         messages = [mailbox.take(activation.key) for activation in bound.activations]
         if bound.recomputed:
             inputs = [tensor for tensors in messages for tensor in tensors]
@@ -78,11 +161,11 @@ class Computation:
             # The inputs alone are kept: they are what the stages before hold anyway, or next to nothing beside what layers save.
             self.saved[bound.key] = replace(saved, inputs=inputs, outputs={}, pivot=(), loss=None)
         else:
-            saved = self._run_layers(bound, messages, with_gradients=self._training)
-            if self._training:
+            saved = self._run_layers(bound, messages, with_gradients=self.training)
+            if self.training:
                 self.saved[bound.key] = saved
         if saved.loss is not None:
-            self._losses.add(bound, saved.loss)
+            self.losses.add(bound, saved.loss)
         for output in bound.outputs:
             mailbox.put(output, bound.rows, tuple([tensor for layer in output.layers for tensor in saved.outputs[layer]]))
 
@@ -116,7 +199,7 @@ class Computation:
             for number in output.unsent_inputs:
                 if gradients[number] is not None:
                     raise self._unforeseen(self._origin(bound, number), f"gets a gradient from {bound.op}")
-            self._mailbox.put(output, bound.rows, tuple(tensors))
+            self.mailbox.put(output, bound.rows, tuple(tensors))
 
     def weight_gradient(self, bound: BoundOp) -> None:
         """Run the part of a backward that gives the gradients of the weights."""
@@ -136,11 +219,11 @@ class Computation:
             inputs += tensors
             for layer, first, end in activation.layers:
                 by_layer[layer] = tensors[first:end]
-        microbatch = self._first_microbatch + bound.op.index
+        microbatch = self.first_microbatch + bound.op.index
         batch: Batch = {}
         if bound.takes_batch:
-            assert self._batches is not None, "a device whose stages read rows has a source of them"
-            batch = devices.upload(self._batches.batch(microbatch, bound.rows), self._on)
+            assert self.batches is not None, "a device whose stages read rows has a source of them"
+            batch = devices.upload(self.batches.batch(microbatch, bound.rows), self.on)
         rng_key = RngKey(microbatch, bound.first_row)
         outputs = bound.weights.run(bound.version, by_layer, batch, rng_key)
         if with_gradients:
@@ -153,25 +236,25 @@ class Computation:
         if not bound.takes_loss:
             return _Saved(bound.version, inputs, outputs, pivot, None)
         # The loss stands for the outputs: its backward begins with it, and logits are large.
-        return _Saved(bound.version, inputs, {}, pivot, self._losses.loss(bound, outputs, batch, rng_key))
+        return _Saved(bound.version, inputs, {}, pivot, self.losses.loss(bound, outputs, batch, rng_key))
 
     def _roots(self, bound: BoundOp, saved: _Saved) -> tuple[list[Tensor], list[Tensor]]:
         """Return where a stage's backward begins: its loss, or its outputs, with their gradients."""
         if saved.loss is not None:
-            return [saved.loss], [self._losses.gradient(saved.loss, bound.loss_weight)]
+            return [saved.loss], [self.losses.gradient(saved.loss, bound.loss_weight)]
         sums: dict[OutputId, Tensor] = {}
         for message in bound.gradients:
-            for place, gradient in zip(message.outputs, self._mailbox.take(message.key), strict=True):
+            for place, gradient in zip(message.outputs, self.mailbox.take(message.key), strict=True):
                 sums[place] = sums[place] + gradient if place in sums else gradient
         return [saved.outputs[layer][number] for layer, number in sums], list(sums.values())
 
     def _origin(self, bound: BoundOp, number: int) -> OutputId:
         edges = [(output.key[2], output.key[1]) for output in bound.outputs]
-        return [place for edge in edges for place, _ in self._edges.places(edge)][number]
+        return [place for edge in edges for place, _ in self.edges.places(edge)][number]
 
     def _unforeseen(self, place: OutputId, what: str) -> ConfigError:
         layer, number = place
-        name = self._model.layers[layer].name
+        name = self.model.layers[layer].name
         return ConfigError(
             f"output {number} of layer {name!r} {what}, but none of the forwards before training had a gradient of it, so that stages "
             f"exchange none; say Layer({name!r}, ..., gradients_vary=True)"

@@ -16,10 +16,8 @@ from raypipe.actors import devices
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.binding import StageEdges, bind
 from raypipe.actors.execution.clock import Clock, DeviceClock, HostClock
-from raypipe.actors.execution.computation import Computation
+from raypipe.actors.execution.computation import Computation, Mailbox, WindowLosses
 from raypipe.actors.execution.faults import FaultScript
-from raypipe.actors.execution.losses import WindowLosses
-from raypipe.actors.execution.mailbox import Mailbox
 from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.execution.steps import AwaitStep, BoundOp, BoundProgram, ComputeStep, ReceiveStep, StartStep, Step, TimedStep
 from raypipe.actors.execution.updates import LearningRate, Updates

@@ -15,11 +15,10 @@ from typing import NoReturn
 from torch import Tensor
 
 from raypipe.actors.transport import cuda_ipc, gloo_channel
-from raypipe.actors.transport.abort import AbortGroup
 from raypipe.actors.transport.channel import ChannelError, SumUnderWay
 from raypipe.actors.transport.connecting import Connector, Endpoints
 from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending
-from raypipe.actors.transport.rendezvous import Rendezvous
+from raypipe.actors.transport.rendezvous import AbortGroup, Rendezvous
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
