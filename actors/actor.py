@@ -75,13 +75,8 @@ def remedy_of(error: BaseException) -> str:
 class StageActor:
     """One device and the stages on it.
 
-    Methods run one at a time, but for `status`, `read_clock` and `abort`, which Ray gives threads of their own.
-
-    Args:
-        identity: Who the actor is.
-        num_threads: Number of torch's threads on the CPU.
-        gpu_share: Share of a GPU that it computes on; 0 for a CPU device.
-        node_position: Position among the actors of its node if it binds to some cores; `None` otherwise.
+    Methods run one at a time, but for `status`, `read_clock` and `abort`, which Ray gives threads of their own. `gpu_share` is 0 for a CPU
+    device. An actor with a `node_position` among those of its node binds to some cores.
     """
 
     def __init__(
@@ -175,11 +170,7 @@ class StageActor:
         return measure_layers(model(), batch, optimizer=make, seed=seed, effort=effort, precision=precision, on=self._on, on_layer=begin)
 
     def probe_link(self, order: MeetOrder, flow: Flow, *, host_ip: str) -> Readings:
-        """Take part in measuring a link, over a channel of its own; return what this end noted.
-
-        Raises:
-            TransportError: The other end did not come, or a message did not pass.
-        """
+        """Take part in measuring a link, over a channel of its own; return what this end noted, or raise `TransportError`."""
         self._activity.begin(f"probing a link with device {order.names[self._links.device == order.source]}")
         self._links.meet([order], host_ip=host_ip)
         return self._links.run([flow])[0]
@@ -301,12 +292,7 @@ class StageActor:
     # Windows
 
     def run(self, name: str, *, number: int, first_update: int, split: str) -> WindowReport:
-        """Run a window of a program over the rows of a split.
-
-        Raises:
-            StageFailedError: An Op raised.
-            TransportError: A message did not pass.
-        """
+        """Run a window of a program over the rows of a split; raises `StageFailedError` or `TransportError`."""
         assert self._stages is not None, "build comes first"
         return self._run(name, Window(number, first_update, self._stages.rows(split)))
 

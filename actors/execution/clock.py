@@ -3,9 +3,8 @@
     host     F0 F1 B0 | waits for F0's end | F2 | ...        launches work a little ahead
     device         F0 ------- F1 ------- B0 -------          times are read afterwards
 
-A mark is the present on a CPU, and on a GPU the moment when all work launched so far is done. The host stays at most `_STEPS_AHEAD` steps
-ahead: a full launch queue would block it in a wait that nothing can end. The GPU may wait for another device's message, so a thread watches
-whether steps end, and reports a step that does not.
+The host stays at most `_STEPS_AHEAD` steps ahead: a full launch queue would block it in a wait that nothing can end. As the GPU may wait
+for another device's message, a thread watches whether steps end.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Clock(Protocol):
         """Begin a window; return the time of `time.time`."""
 
     def mark(self) -> Mark:
-        """Return the moment when the work launched so far is done."""
+        """Return the moment when the work launched so far is done: now on a CPU."""
 
     def note(self, step: TimedStep, since: Mark, until: Mark, num_bytes: int) -> None:
         """Log a step that lies between two marks."""
@@ -87,13 +86,9 @@ class HostClock:
 
 
 class DeviceClock:
-    """The clock of a device that works behind the host.
+    """The clock of a device that works behind the host; `module` is torch's for its type, such as `torch.cuda`.
 
-    Args:
-        module: torch's module for this type of device, such as `torch.cuda`.
-        timeout_s: Limit for each step.
-        check: Called regularly from another thread; ends waits for messages that will never come.
-        stuck: Called from that thread with a step that exceeds the limit; ends it.
+    A thread calls `check`, which ends waits for messages that will never come, and `stuck` with a step that exceeds `timeout_s`.
     """
 
     def __init__(self, module: Any, *, timeout_s: float, check: Callable[[], None], stuck: Callable[[TimedStep], None]) -> None:

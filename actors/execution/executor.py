@@ -39,7 +39,6 @@ class Window:
 
     Attributes:
         number: Number of the window among those of its program, from 0; for faults and messages.
-        first_update: Updates done before the window.
         batches: Source of the rows; `None` for a device whose stages read none.
         keep_outputs: Whether the last layer's outputs are reported (evaluation only).
         num_rows: Rows of a microbatch, where the stages were connected for another number.

@@ -72,8 +72,7 @@ class WindowReport:
         began_s: Time of `time.time` at which the first item began.
         losses: Mean loss of each microbatch over the rows of this device.
         norms: Gradient norm of each update: over all stages if the update's scope is global, else over this device's primary stages.
-        outputs: Outputs of the last layer by microbatch, if they were asked for.
-        peak_memory_bytes: Most memory held, as `raypipe.actors.measure.memory` counts it; `None` if unknown.
+        peak_memory_bytes: Most memory held; `None` if unknown.
     """
 
     device: int

@@ -1,7 +1,7 @@
-"""The steps of a device: its program's items with everything that they need to run already looked up.
+"""The steps of a device: its program's items with everything that they need to run already looked up, once.
 
-Between two stages that wait, caches are cold and every lookup costs several times what it does in a loop. So `binding` makes the steps
-once, before the first window. The Sends behind an Op belong to the Op's step: nothing else is done before its messages are on their way.
+Between two stages that wait, caches are cold and a lookup costs several times what it does in a loop. The Sends behind an Op belong to
+its step: nothing else is done before they are on their way.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class StageOutput:
 
     Attributes:
         layers: Layers whose output tensors form the message (activations).
-        inputs: Positions, over all edges of the stage, of the inputs whose gradients form the message (gradients).
+        inputs: Positions, over all edges of the stage, of the inputs whose gradients form the message.
         unsent_inputs: Positions of the inputs from the same stage that must get no gradient, because none is sent.
-        local: Whether the other stage is on this device, so that nothing is sent.
     """
 
     key: MessageKey
@@ -68,7 +67,6 @@ class BoundOp:
 
     Attributes:
         key: Stage, microbatch and part.
-        version: Version of the weights that the Op uses.
         loss_weight: Factor of the rows' mean loss in the loss of the update.
         recomputed: Whether the forward runs again before its backward; until then only its inputs are kept.
         constants: Outputs of a forward that must not require a gradient, because none is sent back for them.

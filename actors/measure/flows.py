@@ -97,8 +97,8 @@ class Readings:
 
     Attributes:
         first_s: When the message was handed over (source) or had arrived (target).
-        second_s: When the answer had arrived (source) or was handed over (target); the same as `first_s` for a `Stream`.
-        num_bytes: Bytes of all messages, including those that were dropped from the lists.
+        second_s: When the answer had arrived (source) or was handed over (target); `first_s` for a `Stream`.
+        num_bytes: Bytes of all messages, including those dropped from the lists.
     """
 
     sizes_bytes: list[int] = field(default_factory=list)

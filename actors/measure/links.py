@@ -29,12 +29,7 @@ class Links:
         self._transports: dict[tuple[int, int], ProcessTransport] = {}
 
     def meet(self, orders: Sequence[MeetOrder], *, host_ip: str) -> None:
-        """Connect flows, all at the same time; those that are connected already stay so.
-
-        Raises:
-            TransportTimeoutError: A device, which the error names, did not come in time.
-            TransportError: A device came and went.
-        """
+        """Connect flows at the same time, but for those that are connected; raises `TransportError` if a device does not come."""
         _at_once([partial(self._meet, order, host_ip) for order in orders])
 
     def _meet(self, order: MeetOrder, host_ip: str) -> None:
@@ -59,12 +54,7 @@ class Links:
         self._transports[ends] = transport
 
     def run(self, flows: Sequence[Flow]) -> list[Readings]:
-        """Take part in flows at the same time; return what this end noted, in their order.
-
-        Raises:
-            TransportTimeoutError: A message took too long.
-            TransportError: The other end is gone.
-        """
+        """Take part in flows at the same time; return what this end noted, in their order, or raise `TransportError`."""
         return _at_once([partial(self._run, flow) for flow in flows])
 
     def _run(self, flow: Flow) -> Readings:

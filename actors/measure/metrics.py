@@ -13,13 +13,7 @@ _TAGS = ("run", "device", "stages")
 
 
 class StageMetrics:
-    """Seconds and bytes of one device over the run; Ray exports them as `ray_raypipe_...`.
-
-    Args:
-        run: Name of the run.
-        device: Name of the device.
-        stages: Stages on the device, in text.
-    """
+    """Seconds and bytes of one device over the run; Ray exports them as `ray_raypipe_...`."""
 
     def __init__(self, *, run: str, device: str, stages: str) -> None:
         tags = {"run": run, "device": device, "stages": stages}
@@ -47,11 +41,7 @@ class StageMetrics:
 
 
 class RunMetrics:
-    """Metrics of the whole run, set by the driver.
-
-    Args:
-        run: Name of the run.
-    """
+    """Metrics of the whole run, set by the driver."""
 
     def __init__(self, *, run: str) -> None:
         self._gauges = {
@@ -76,11 +66,7 @@ class RunMetrics:
 
 
 class LinkMetrics:
-    """Current estimates of the links between nodes, set by the driver.
-
-    Args:
-        run: Name of the run.
-    """
+    """Current estimates of the links between nodes, set by the driver."""
 
     def __init__(self, *, run: str) -> None:
         tags = ("run", "source", "target")

@@ -32,8 +32,7 @@ _TYPES = {torch.float32: "NCCL_FLOAT32", torch.float64: "NCCL_FLOAT64", torch.in
 def environment(host: str) -> dict[str, str]:
     """Return the environment variables to set in each process before it uses CUDA, but for those that are set already.
 
-    Args:
-        host: Unique text for each process that shares a GPU, so that NCCL treats each as a host; empty otherwise.
+    `host` is a unique text for each process that shares a GPU, so that NCCL treats each as a host; empty otherwise.
     """
     found = {
         # Each stream gets a queue of its own, up to so many: in a common one, a kernel that waits for a peer holds up the others.

@@ -4,10 +4,9 @@
     socket              which buffer, and which message                         how many messages were taken
     receiver's stream   waits for `filled`, copies the message out, records `taken`
 
-* Another process may wait for an event only after the owner's host has recorded it. So a packet follows each record, and the receiver's
-  host waits for the packet: until the sender's host has launched the copy, not until it has run.
+* A process may wait for another's event only after that one's host recorded it. So a packet follows each record.
 * A send never waits: if no buffer is free, it makes one. A thread writes the packets that find the socket full.
-* Memory that another process may have open must not be freed. What a channel leaves is kept for the next one of this process.
+* Memory that another process may have open must not be freed: the next channel of this process uses it.
 """
 
 from __future__ import annotations
@@ -44,13 +43,7 @@ _SIZE = struct.Struct("<Q")
 
 @dataclass(frozen=True)
 class SharedBuffer:
-    """GPU memory for one message, mapped into one of the two processes.
-
-    Attributes:
-        filled: Event behind the copy of a message into the memory.
-        taken: Event behind the copy out of it.
-        handles: Handles by which another process opens memory and events.
-    """
+    """GPU memory for one message, mapped into one of two processes; events `filled` and `taken` follow the copies in and out."""
 
     address: int
     num_bytes: int

@@ -1,15 +1,14 @@
 """Process groups of torch's gloo, which carry messages and sums between processes and hosts over TCP.
 
-Each channel has a process group of two ranks, and so has each set of devices that sums; none is torch's default group. Why the code here
-and in `gloo_channel` is as it is:
+Each channel has a process group of two ranks, and so has each set of devices that sums; none is torch's default group.
 
-* Gloo sends no data before the receive is posted. So receives are posted ahead, and sends wait in memory, never in the program.
-* Gloo only learns that a send has ended when somebody waits for it. A thread per channel does, now and then.
-* A message longer than its receive would end the process. So the tag by which gloo pairs them hashes the message, its number on the
-  channel, shape and dtype. If the two ends differ, nothing passes and the receiver times out.
-* A wait inside gloo ends early only if its connection does, so `abort` shuts the group's connections down. To find them, the process
-  compares its connections before and after the group is made with those that the other members see.
-* A receive that times out breaks its connection. A transport with an error is therefore out of use.
+* Gloo sends no data before the receive is posted. So receives are posted ahead, and sends wait in memory.
+* Gloo learns that a send has ended only when somebody waits for it: a thread per channel does.
+* A message longer than its receive would end the process. So the tag by which gloo pairs them hashes message, number on the channel,
+  shape and dtype; if the ends differ, the receiver times out.
+* A wait ends early only if its connection does, so `abort` shuts connections down: those that are new in this process, and that the other
+  members see, too.
+* A receive that times out breaks its connection.
 * A sum waits for its neighbors in the ring alone. So its waits poll the connections of all members.
 """
 
@@ -44,7 +43,7 @@ def choose_interface(host_ip: str) -> None:
 
 
 def make_group(rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> tuple[Group, list[Connection]]:
-    """Make a process group, once all members have come; its ranks follow `members`. Return it with its connections in this process.
+    """Make a process group whose ranks follow `members`, once all have come; return it with its connections in this process.
 
     Raises:
         TransportTimeoutError: A member did not come in time.

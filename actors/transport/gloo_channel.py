@@ -138,8 +138,7 @@ class Incoming:
 class Outgoing:
     """The sending end, rank 0 of its group, with a thread that drops what has left.
 
-    The thread looks every 50 ms while a window is open. It waits for the oldest send that has not ended, and after a wait
-    that took time it rests again, so that it does not wake for each message.
+    The thread looks every 50 ms while a window is open, and rests after a wait that took time, so that it does not wake for each message.
     """
 
     def __init__(self, group: Group, *, name: str) -> None:

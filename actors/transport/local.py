@@ -105,8 +105,8 @@ class _Inbox:
 class LocalTransport:
     """The end of one device of a `LocalNetwork`.
 
-    Sent tensors are cloned, so that the sender's do not change; a message has left at once. Sums are made in the order of the members, the
-    same at each run. `abort` ends the waits of this device alone. After `close`, peers still take what it sent, then get a TransportError.
+    Sent tensors are cloned. Sums go in the order of the members, the same at each run. `abort` ends the waits of this device alone. After
+    `close`, peers still take what it sent, then get a TransportError.
     """
 
     def __init__(self, network: LocalNetwork, device: int) -> None:

@@ -1,15 +1,14 @@
 """Messages and sums between GPUs over NCCL, in the order of streams; the host never waits.
 
-Each channel has a communicator of two ranks and a stream of its own, and so has each set of devices that sums. Why the code is as it is:
+Each channel has a communicator of two ranks and a stream of its own, and so has each set of devices that sums.
 
-* NCCL pairs the operations of a communicator's ends in order, without looking at them. Both ends follow the lowered programs, which the
-  validator has run.
-* Work of several communicators may pass in any order only if all of it can be on the GPU at once. So CUDA is asked for as many queues as it
-  has (`cuda.environment`), and NCCL for few blocks of threads, which computation lacks while they wait.
-* Making a communicator and passing its first message block the host until the other end does so, too. Both happen in `connect`, set by
-  set in one order for all. NCCL has no limit for that wait, so it runs in a thread, which is left behind on timeout.
-* Only aborting a communicator, from any thread, ends its waits. `DeviceClock` watches the limits.
-* A message is received one ahead: more would take memory and the GPU's blocks. `record_stream` keeps the memory of what is under way.
+* NCCL pairs the operations of both ends in order, without looking at them. Both follow the lowered programs, which the validator has run.
+* Communicators may go in any order only if all their work fits on the GPU at once. So CUDA is asked for as many queues as it has
+  (`cuda.environment`), and NCCL for few blocks of threads, which computation lacks while they wait.
+* Making a communicator and passing its first message block the host until the other end does so, too, without a limit. Both happen in
+  `connect`, set by set in one order for all, in a thread that is left behind on timeout.
+* Only aborting a communicator ends its waits. `DeviceClock` watches the limits.
+* Messages are received one ahead: more would take memory and the GPU's blocks. `record_stream` keeps their memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`ProcessTransport`: messages and sums between processes.
 
-Devices that compute on the CPU pass messages through shared memory or over gloo, and sum over gloo. GPUs do both over NCCL, but for
-messages between processes of one GPU, which stay in its memory.
+CPU devices pass messages through shared memory or over gloo, and sum over gloo; GPUs use NCCL, and memory within one GPU.
 """
 
 from __future__ import annotations
@@ -25,23 +24,20 @@ from raypipe.schedules.lower import Message
 
 
 class ProcessTransport:
-    """One device's channels and collectives with devices in other processes; connected by `connect`.
-
-    Makes only what is needed: nothing of gloo for a device without sums whose channels all go through shared memory. A transport with an
-    error is out of use: close it.
+    """One device's channels and collectives with devices in other processes, connected by `connect`; with an error it is out of use.
 
     Args:
         device: Number of this device.
         names: Names of all devices, for messages.
         channels: All channels of the run as (source, target); the same for all devices, in any order.
-        shared: Channels through shared memory, whose ends are processes of one host, or of one GPU; the same for all devices.
+        shared: Channels whose ends are processes of one host, or of one GPU, and share memory; the same for all devices.
         groups: Members, ascending, of all collectives of the run; the same for all devices, in any order.
         store: Host and port of the store that one process opened with `host_store`.
-        prefix: Text that keeps runs, and the attempts of a run, apart in the store; never use one twice.
+        prefix: Text that keeps runs and their attempts apart in the store; never use one twice.
         timeout_s: Limit for every wait once connected.
         connect_timeout_s: Limit for `connect`; `timeout_s` by default.
         host_ip: Address of this node at the interface for gloo, set as GLOO_SOCKET_IFNAME; without it gloo looks up the host name.
-        receives_ahead: Messages of a channel over gloo whose memory waits for them; further ones wait at the sender.
+        receives_ahead: Messages of a gloo channel whose receives are posted ahead.
         library: CUDA and NCCL, which then carry sums and channels that are not shared; `None` for CPU devices.
     """
 

@@ -51,13 +51,9 @@ class Transport(Protocol):
     """One device's end of all its channels and collectives."""
 
     def open_window(self, incoming: Mapping[int, Sequence[Expected]], outgoing: Mapping[int, Sequence[Expected]]) -> None:
-        """Begin a window, in which exactly these messages pass; post receives.
+        """Begin a window, in which exactly these messages pass, by peer and in the order of the channel; post receives.
 
-        A list that is given again, as the same object, costs nothing: what it needs is prepared once. So the lists must not change.
-
-        Args:
-            incoming: For each peer, the messages that it will send, in the order of the channel.
-            outgoing: For each peer, the messages that will be sent to it, in the order of the channel.
+        What a list needs is prepared once, when it is given for the first time. So lists must not change.
         """
 
     def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:

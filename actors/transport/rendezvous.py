@@ -69,12 +69,7 @@ def limit(seconds: float) -> timedelta:
 
 
 def host_store(host: str, *, timeout_s: float) -> tuple[TCPStore, int]:
-    """Open the store through which transports connect; return it, which must be kept alive, and its port.
-
-    Args:
-        host: Address of this host as the others reach it.
-        timeout_s: Limit for each request to the store.
-    """
+    """Open the store, which must be kept alive, and return it with its port; `host` is this host as the others reach it."""
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit(timeout_s))
     return store, store.port
 

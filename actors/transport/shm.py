@@ -5,19 +5,17 @@
     a free slot, sends      --> socket: a packet                --> wakes up, compares the packet
     counts free slots       <-- socket: how many were taken     <-- every n/4 messages
 
-Why the code here and in `shm_channel` is as it is:
-
-* A send never waits: if no slot is free, a thread moves the message when one becomes free.
+* A send never waits: if no slot is free, a thread moves the message later.
 * The receiver copies messages out, so a slot is free at once, however long the tensors live.
-* The sender makes the ring with the first message, and one of at least twice the size when a message does not fit. The receiver takes
-  messages in order, so it can drop the former ring when it hears of the next.
-* The ring is an unnamed file (memfd), whose descriptor travels over the socket: nothing is left behind, and the size of /dev/shm does
-  not matter. Its memory is allocated first: if it lacks, the send fails, and no process dies of SIGBUS.
-* The socket (AF_UNIX, which keeps packets whole) ends with either process, which the peer sees at once. It wakes a receiver in 16 to 34 us
-  where a core is idle, as fast as a named pipe, an eventfd or a semaphore. Its system calls order all accesses to the memory.
-* The packet is the text of the message, shapes and dtypes, prepared once; so the receiver compares bytes, and can say what differs.
-* Between two stages that sleep, caches are cold: copying 64 KB takes 25 us with `copy_` and 12 us with memmove, allocating them 20 us
-  instead of 1 us. So small tensors of a window are allocated when it begins, and bytes are copied, not tensors.
+* The first message makes the ring; one that does not fit makes a ring of at least twice the size. Messages are taken in order, so the
+  receiver drops the former ring when it hears of the next.
+* The ring is an unnamed file (memfd), whose descriptor travels over the socket: nothing is left behind, whatever the size of /dev/shm.
+  Its memory is allocated first: if it lacks, the send fails, and no process dies of SIGBUS.
+* The socket (AF_UNIX) keeps packets whole, ends with either process, orders accesses to the memory, and wakes a receiver in 16 to 34 us on
+  an idle core, as fast as a pipe, an eventfd or a semaphore.
+* The packet is the text of the message, prepared once: the receiver compares bytes, and can say what differs.
+* When caches are cold, copying 64 KB takes 25 us with `copy_` and 12 us with memmove, allocating them 20 us instead of 1 us. So small
+  tensors are allocated when the window begins, and bytes are copied, not tensors.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ class Description:
     """A message as announced.
 
     Attributes:
-        packet: Text that the receiver compares with its own.
         places: Shape, dtype, first byte and number of bytes of each tensor in a slot.
         is_real: Whether no tensor is complex, so that none is a lazily conjugated view.
     """

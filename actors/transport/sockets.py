@@ -20,13 +20,10 @@ _PEER_ENDED = getattr(select, "POLLRDHUP", 0)  # of Linux alone
 
 @dataclass(frozen=True)
 class Connection:
-    """One connected socket of this process, whoever opened it.
+    """One connected socket of this process, whoever opened it; the ends are "address:port".
 
     Attributes:
         inode: Tells it from another socket that got the same descriptor later.
-        descriptor: File descriptor when it was found.
-        local: "address:port" of this end.
-        remote: "address:port" of the other end.
     """
 
     inode: int
@@ -98,11 +95,7 @@ def _text(address: tuple[str, int]) -> str:
 
 
 def interface_of(host_ip: str) -> str | None:
-    """Return the name of the network interface with this IPv4 address; None where the system does not tell (not Linux).
-
-    Raises:
-        InputError: No interface has it.
-    """
+    """Return the network interface with this IPv4 address, `None` on other systems than Linux; raises `InputError` if none has it."""
     if sys.platform != "linux":
         return None
     addresses = {name: address for _, name in socket.if_nameindex() if (address := _address(name))}
