@@ -108,16 +108,7 @@ class TransportTimeoutError(TransportError):
 
 
 class StageFailedError(RunError):
-    """A stage actor died, or raised while it ran its program.
-
-    Args:
-        device: Device of the actor.
-        stages: Stages that the actor holds, in text.
-        node: Node that the actor ran on.
-        during: Work that was under way, such as "window 3, 2B5".
-        problem: What was observed.
-        remedy: What to do.
-    """
+    """A stage actor died, or raised `during` some work, such as "window 3, 2B5"."""
 
     def __init__(self, device: str, stages: str, node: str, during: str, problem: str, remedy: str) -> None:
         self.device = device
@@ -140,7 +131,7 @@ class AbortedError(RunError):
 
 
 def suggestion(name: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest choice, or an empty text."""
+    """Return `; did you mean 'x'?` for the nearest choice, or nothing."""
     near = difflib.get_close_matches(name, list(choices), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

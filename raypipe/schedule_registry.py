@@ -204,7 +204,7 @@ def _checked(what: str, function: Callable[[ScheduleRequest], object], size: Sch
 
 
 def _place(error: BaseException) -> str:
-    """Return the place in the user's code: the command line prints no traceback."""
+    # The command line prints no traceback.
     last = traceback.extract_tb(error.__traceback__)[-1]
     return "" if last.filename == __file__ else f" ({PurePath(last.filename).name}, line {last.lineno})"
 

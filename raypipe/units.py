@@ -10,7 +10,7 @@ _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """Return the unit, as name and seconds, in which a time has one to three digits before its point."""
+    """Return the unit, as name and seconds, for one to three digits before the point."""
     return next((unit for unit in _TIME_UNITS if abs(seconds) >= unit[1] * 0.99995), _TIME_UNITS[0] if not seconds else _TIME_UNITS[-1])
 
 
@@ -27,7 +27,7 @@ def size(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number with four significant digits; from a thousand to ten million without an exponent."""
+    """Return a number with four significant digits, without exponent below ten million."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
@@ -42,7 +42,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def ticks(end: float, most: int) -> Sequence[float]:
-    """Return at most `most` round numbers from 0 to `end`: 1, 2 or 5 times a power of ten apart."""
+    """Return at most `most` round numbers from 0 to `end`, 1, 2 or 5 times a power of ten apart."""
     if not end or most < 2:
         return [0.0]
     rough = end / (most - 1)

@@ -26,10 +26,7 @@ def resolve(name: str) -> Callable[..., Any]:
 
 
 def named(name: str, *, what: str, such_as: str) -> object:
-    """Return the object that `module:name` or `file.py:name` names, or raise `ConfigError`; a file is relative to the working directory.
-
-    Error messages begin with `what`, such as the key that holds the name, and give the example `such_as`.
-    """
+    """Return the object that `module:name` or `file.py:name` names, or raise `ConfigError`; `what` begins its text."""
     module_name, colon, attribute = name.rpartition(":")
     if not colon or not module_name or not attribute:
         raise ConfigError(f"{what} {name!r}: expected module:function, such as {such_as}, or file.py:function")
@@ -75,7 +72,7 @@ def make_model(function: str | Callable[..., Any], options: Mapping[str, Any], *
 
 
 def keyword(function: str | Callable[..., Any], options: Mapping[str, Any], name: str) -> object:
-    """Return the value that a function gets for an argument, or its default; `None` without such an argument."""
+    """Return a function's value for an argument, or its default; `None` without such an argument."""
     if name in options:
         return options[name]
     parameter = inspect.signature(resolve(function) if isinstance(function, str) else function).parameters.get(name)

@@ -39,22 +39,19 @@ class LayerTimes:
 
 @record()
 class LayerProfile:
-    """The costs of one layer for one microbatch.
+    """The costs of one layer for one microbatch; None stands for not measured, or for no such weights.
 
     Attributes:
-        forward_s: Seconds of the forward.
-        backward_s: Seconds of the full backward.
         weight_grad_s: Part of `backward_s` that computes the weight gradient; the rest computes the input gradient.
-        output_bytes: Size of the output.
         saved_bytes: Bytes kept from forward to backward, the input included.
         parameter_bytes: Size of the weights, without gradients and optimizer state.
-        weight_grad_saved_bytes: Bytes kept from a separate input gradient to its weight gradient; None if not measured.
-        tied: Name of a weight that all layers with the same text here share; None if it shares none.
+        weight_grad_saved_bytes: Bytes kept from a separate input gradient to its weight gradient.
+        tied: Name of a weight that all layers with the same text here share.
         tied_bytes: Size of the shared weights; None for all weights of the layer.
         gradient_rows: Rows of the weight that the gradient of one microbatch touches, as for an embedding; None for all.
-        update_s: Seconds of the optimizer's step, once per update; None if not measured.
+        update_s: Seconds of the optimizer's step, once per update.
         low_precision_bytes: Size of low-precision copies of weights that the layer computes with.
-        working_bytes: Most temporary bytes beyond what is kept, such as gradients of activations; None if not measured.
+        working_bytes: Most temporary bytes beyond what is kept, such as gradients of activations.
         input_grad_working_bytes: The same for the input gradient, where the backward is split.
         frozen_bytes: Size of the weights that are not trained: no gradients, no optimizer state.
     """
@@ -102,7 +99,7 @@ class LayerProfile:
 
 
 def held_once(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
-    """Return the layers of one device, with each shared weight counted in only one of them."""
+    """Return the layers of one device, with each shared weight counted once."""
     with_most: dict[str, LayerProfile] = {}
     for layer in layers:
         if layer.tied is not None and (layer.tied not in with_most or layer.shared_bytes > with_most[layer.tied].shared_bytes):

@@ -32,7 +32,7 @@ class Device:
     """One GPU, or one CPU slot.
 
     Attributes:
-        kind: Kind of device, such as `cpu` or `h200`; a model profile may hold times for it.
+        kind: Such as `cpu` or `h200`; a model profile may hold times for it.
         memory_bytes: Memory that a stage may use; None for no limit.
         speed: Speed relative to the device that the profile was measured on.
     """
@@ -45,7 +45,7 @@ class Device:
 
 @record()
 class NodeLink:
-    """The link between any two devices of a node, one for each ordered pair, or the default link; bandwidth None for no limit."""
+    """The link for each ordered pair of a node's devices, or the default link; bandwidth None for no limit."""
 
     bandwidth_bytes_per_s: Bandwidth | None = None
     latency_s: NonNegativeFloat
@@ -53,11 +53,9 @@ class NodeLink:
 
 @record()
 class Link:
-    """A full-duplex link between two nodes, two devices, or a node and a device.
+    """A full-duplex link between nodes or devices, `from` and `to` in files.
 
     Attributes:
-        source: Name of a node or device; `from` in files.
-        target: Name of a node or device; `to` in files.
         bandwidth_bytes_per_s: Bytes per second each way, shared by all pairs of devices that the link serves; None for no limit.
         latency_s: Seconds until the first byte arrives.
     """

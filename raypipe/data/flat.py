@@ -1,6 +1,6 @@
 """Flat copies of large token splits in `~/.cache/raypipe/tokens`, mapped by all processes of a node (compressed Parquet cannot be).
 
-One process writes while the others wait. The name holds the hashes of path and content; copies of earlier content are removed.
+One process writes while others wait; copies of earlier content are removed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class FlatCopyError(Exception):
 
 
 def mapped_tokens(source: str, *, split: str, content: bytes, num_bytes: int, write: Callable[[BinaryIO], None]) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a split's tokens, mapped read-only from its flat copy, which `write` writes first if needed.
-
-    `content` are bytes that change with the content of the source.
+    """Return a split's tokens as bytes, mapped from its flat copy, which `write` writes first if needed; `content` changes with the source.
 
     Raises:
         FlatCopyError: The copy cannot be written here, or another process does not finish writing it.

@@ -53,15 +53,13 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text before it is cut into documents: a file, or the text itself."""
-
     name: str
     content: Path | bytes
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Sorted texts, and the length beyond which a text is cut into documents."""
+    """Texts, and the length beyond which one is cut into documents."""
 
     name: str
     license: str
@@ -79,13 +77,11 @@ def prepare(
 ) -> PreparedData:
     """Write the text of a source as the token file `output`, whole or not at all, and return its summary.
 
-    Each document ends with one separator. The hash of its name decides its split, so the split's share comes near `validation_fraction`
-    only with many documents. A single file is cut at line ends into documents of about 4 KiB, a file of a folder into ones of about
-    1 MiB, called `NAME#0`, `NAME#1`, and so on. Files without text are left out.
+    The hash of a document's name decides its split, so the split's share comes near `validation_fraction` only with many documents. A
+    single file is cut at line ends into documents of about 4 KiB, a file of a folder into ones of about 1 MiB, called `NAME#0`, `NAME#1`.
 
     Args:
-        source: "python-stdlib" (sources and reference topics of the running Python, without tests), a text file with any suffix, or a
-            folder with all its folders; hidden ones and links to folders are left out.
+        source: "python-stdlib" (without its tests), a text file, or a folder with all its folders; without hidden ones and links.
         output: File to write; its folder is created if needed.
         validation_fraction: Share of documents for validation, at least 0 and less than 1.
         suffixes: Suffixes of the text files in a folder.

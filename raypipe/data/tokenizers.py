@@ -50,11 +50,9 @@ class Bytes:
 
 
 class FileTokenizer:
-    """A tokenizer in the file format of the library `tokenizers`, such as a published model's `tokenizer.json`.
+    """A tokenizer in the format of the library `tokenizers`, such as a published model's `tokenizer.json`.
 
-    Args:
-        path: File of the tokenizer.
-        separator: Token that ends each document; left out for its usual name.
+    `separator` is the token that ends each document, by default its usual name.
 
     Raises:
         ConfigError: The library is not installed, or the tokenizer has no such token.

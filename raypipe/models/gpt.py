@@ -38,17 +38,8 @@ def gpt(
     """Return layers `embedding`, `block-0` ... and `head`, and the mean cross entropy; 3.3 million parameters by default.
 
     Batch fields: `tokens` and `targets`, int64 [B, T], T at most `sequence_length`. Layers pass on [B, T, d_model]; the last returns
-    logits [B, T, vocabulary_size].
-
-    Args:
-        num_layers: Number of blocks.
-        d_model: Width of the hidden states.
-        num_heads: Attention heads per block; divides `d_model`.
-        sequence_length: Number of learned positions.
-        vocabulary_size: Number of tokens.
-        dropout: Share of the values that training drops after the embedding, in the attention and before each residual sum.
-        dtype: "float32", "float64" or "bfloat16".
-        tie_embeddings: Whether the head's logits share the weights of the token embedding (Press and Wolf 2017, arXiv 1608.05859).
+    logits [B, T, vocabulary_size]. Dropout acts after the embedding, in the attention and before each residual sum. `tie_embeddings`: the
+    head's logits share the token embedding's weights (Press and Wolf 2017, arXiv 1608.05859).
 
     Raises:
         ConfigError: A size is out of range, or `num_heads` does not divide `d_model`.

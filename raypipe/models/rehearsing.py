@@ -25,12 +25,12 @@ NUMBER_BYTES = 4
 
 @dataclass(frozen=True)
 class StageWaits:
-    """The seconds that one stage on one device waits for a whole microbatch, and its numbers of parameters.
+    """Seconds that one stage on one device waits for a whole microbatch, and its numbers of parameters.
 
     Attributes:
         input_grad_s: Seconds of I; B takes these and those of W.
         num_parameters: Number of parameters whose gradients are summed over replicas.
-        num_tied: Number of these parameters shared with other stages; the same on all stages of a tie and on all devices.
+        num_tied: Number of these shared with other stages, the same on all stages of a tie.
     """
 
     forward_s: float
@@ -46,16 +46,8 @@ def rehearsing(
 ) -> Model:
     """Return the stages as layers, several per stage: `layers_per_stage` gives their number; the loss is the mean output.
 
-    Batch field: `inputs`, [rows, 1] of float32.
-
-    Args:
-        stages: Waits of each stage.
-        widths: Numbers per row on each edge (source, target) of the stage graph.
-        num_rows: Rows of a whole microbatch; a stage with fewer rows waits in proportion.
-        ties: Groups of stages that share a weight.
-
-    Raises:
-        ConfigError: Several stages feed no other.
+    Batch field: `inputs`, [rows, 1] of float32; with fewer rows than `num_rows`, stages wait in proportion. `widths` are numbers per row on
+    each edge (source, target); `ties` are groups of stages. Raises `ConfigError` if several stages feed no other.
     """
     layers: list[Layer] = []
     for stage, waits_of_stage in enumerate(stages):
@@ -82,7 +74,7 @@ def layers_per_stage(num_stages: int, edges: Sequence[tuple[int, int]]) -> list[
 
 
 class _Wait(torch.autograd.Function):
-    """A function from tensors to one; its backward waits, then returns zeros in existing memory."""
+    """Waits in its backward, then returns zeros in existing memory."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, wait_s: float, output: Tensor, zeros: Callable[[int], Tensor], *inputs: Tensor) -> Tensor:
@@ -101,7 +93,7 @@ class _Wait(torch.autograd.Function):
 
 
 class _Widen(torch.autograd.Function):
-    """A function from [rows, 1] to [rows, width] that copies nothing; the gradient of the first column goes back."""
+    """[rows, 1] to [rows, width] without a copy; the gradient of the first column goes back."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, wide: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from raypipe.errors import RunError
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question and its answer: readings in seconds of the asking, twice the answering, and the asking node's clock."""
+    """A question and its answer: readings in seconds of the asking, twice the answering, and the asking clock."""
 
     asked_s: float
     heard_s: float
@@ -28,18 +28,17 @@ class Exchange:
 
     @property
     def delay_s(self) -> float:
-        """Return the seconds under way in both directions together, at least 0 even with coarse clocks."""
+        """Return the seconds under way both ways, at least 0 even with coarse clocks."""
         return max((self.returned_s - self.asked_s) - (self.answered_s - self.heard_s), 0.0)
 
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """The offset of a clock from the reference, subtracted from its readings.
+    """The offset of a clock from the reference, subtracted from its readings, with the largest error `residual_s`.
 
     Attributes:
-        residual_s: Largest error of the offset.
         at_s: Time of the measurement, by the reference's clock.
-        drift: Growth of the offset in seconds per second; `None` if measured once only, or within the residuals.
+        drift: Growth in seconds per second; `None` if measured once only, or within the residuals.
     """
 
     offset_s: float
@@ -54,7 +53,7 @@ class ClockOffset:
 
 
 def offset(exchanges: Iterable[Exchange]) -> ClockOffset:
-    """Return the offset of the answering node's clock, by the exchange with the least delay; raise `RunError` without exchanges."""
+    """Return the answering node's offset, by the exchange with the least delay, or raise `RunError`."""
     best = min(exchanges, key=lambda exchange: exchange.delay_s, default=None)
     if best is None:
         raise RunError("no exchange of clock readings came back; see that the nodes reach each other")
@@ -71,10 +70,7 @@ def with_drift(earlier: ClockOffset, later: ClockOffset) -> ClockOffset:
 
 
 def from_reference(offsets: Mapping[tuple[int, int], ClockOffset], *, reference: int) -> dict[int, ClockOffset]:
-    """Return each node's offset from the reference, along the pairs with the least sum of residuals (Dijkstra, 1959).
-
-    Offsets are by (asking, answering) node; each pair serves both ways.
-    """
+    """Return each node's offset, along the pairs (asking, answering) with the least sum of residuals (Dijkstra, 1959)."""
     near: dict[int, list[tuple[int, ClockOffset]]] = {}
     for (asking, answering), seen in offsets.items():
         near.setdefault(asking, []).append((answering, seen))

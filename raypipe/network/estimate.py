@@ -150,7 +150,7 @@ class NetworkEstimate:
         self._bottlenecks: dict[str, _Bottleneck] = {}
 
     def seed(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None, at_s: float = 0.0) -> None:
-        """Start with a topology's rates of pairs alone, or latencies of links without limit; `names` maps nodes to its names."""
+        """Start with a topology's rates of pairs alone; `names` maps nodes to its names."""
         by_pair = _between_nodes(topology)
         known = {node.name for node in topology.nodes}
         called = {pair: (_called(pair[0], names), _called(pair[1], names)) for pair in self.links}
@@ -201,10 +201,7 @@ class NetworkEstimate:
         return sorted(old, key=lambda pair: (self.links[pair].seen_at_s, pair))
 
     def snapshot(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None) -> ClusterTopology:
-        """Return the topology with the current bandwidth of each observed link; `names` maps nodes to its names.
-
-        Links that distinguish devices of a node stay: transfers between two nodes do not show which of them they took.
-        """
+        """Return the topology with the current bandwidth of each observed link between whole nodes; `names` maps nodes to its names."""
         by_pair = _between_nodes(topology)
         seen: dict[NodePair, Link] = {}
         for (a, b), estimate in self.links.items():

@@ -34,7 +34,7 @@ class Budget:
 
     @property
     def for_search(self) -> Budget:
-        """Return the budget until the search for shared links ends."""
+        """Return the budget until the search for bottlenecks ends."""
         return Budget(seconds=_SEARCHED * self.seconds, num_bytes=int(_SEARCHED * self.num_bytes))
 
     def allows(self, seconds: float, num_bytes: int) -> bool:
@@ -103,13 +103,7 @@ def divide(
 ) -> Allowance:
     """Return the allowance of each measurement, or raise `InputError` with a sufficient budget.
 
-    Args:
-        budget: Budget of all measurements.
-        classes: Class of each node.
-        num_inside: Measurements within nodes, each a quarter of one between nodes.
-        rounds_inside: Rounds within nodes; different machines measure at the same time.
-        least_ping_bytes: Fewest bytes that measure a link.
-        least_stream_bytes: Fewest bytes that measure a rate.
+    Measurements within nodes (`num_inside`) cost a quarter of those between nodes; different machines measure at the same time.
     """
     met, rounds = tournament(classes), num_rounds(classes)
     num_pings = 2 * sum(map(len, met)) + num_inside

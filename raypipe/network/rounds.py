@@ -37,10 +37,7 @@ def directed(matching: Sequence[Pair]) -> tuple[Round, Round]:
 
 
 def paired_rounds(matching: Sequence[Pair]) -> list[Round]:
-    """Return rounds in which every two pairs of a matching run in the same direction and, in another, against each other.
-
-    The directions are the bits of the places in the matching: 2 (1 + log2 m) rounds for m pairs, rounded up.
-    """
+    """Return 2 (1 + log2 m) rounds in which every two of m pairs run in the same direction and against each other."""
     patterns = [[False] * len(matching)]
     patterns += [[bool(place >> bit & 1) for place in range(len(matching))] for bit in range((len(matching) - 1).bit_length())]
     rounds: list[Round] = []
@@ -51,7 +48,7 @@ def paired_rounds(matching: Sequence[Pair]) -> list[Round]:
 
 
 def hypercube(num_nodes: int) -> list[tuple[Pair, ...]]:
-    """Return log2 n matchings, rounded up, that join all nodes: in the k-th, numbers that differ in bit k meet."""
+    """Return log2 n matchings that join all nodes: in the k-th, numbers that differ in bit k meet."""
     return [
         tuple((node, node | 1 << bit) for node in range(num_nodes) if not node >> bit & 1 and node | 1 << bit < num_nodes)
         for bit in range((num_nodes - 1).bit_length())

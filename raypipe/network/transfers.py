@@ -28,7 +28,7 @@ _LEAST_BYTES = 16_384  # fewer bytes show the latency, not the bandwidth
 
 @dataclass(frozen=True)
 class _Carried:
-    """A message on a link; `taken_s` is its arrival if the receiver waited (`awaited`), else a later time."""
+    """A message on a link; `taken_s` is its arrival only if `awaited`."""
 
     handed_s: float
     taken_s: float
@@ -37,8 +37,6 @@ class _Carried:
 
 
 class _Times:
-    """A union of time spans."""
-
     def __init__(self, spans: Iterable[tuple[float, float]]) -> None:
         self.starts_s: list[float] = []
         self.ends_s: list[float] = []
@@ -56,7 +54,7 @@ class _Times:
 
 @dataclass(frozen=True)
 class _Run:
-    """Messages that follow each other on a link without a pause, in order."""
+    """Messages on a link without a pause."""
 
     messages: list[_Carried]
 
@@ -73,7 +71,6 @@ class _Run:
         return sum(message.num_bytes for message in self.messages)
 
     def tells(self, in_the_way: _Times) -> bool:
-        """Return whether begin and end are known and belong to these messages alone."""
         begin_s, end_s = self.begin_s, self.end_s
         return (
             all(message.awaited for message in self.messages)
