@@ -283,7 +283,7 @@ def test_any_times_and_limits_make_a_valid_order(data: st.DataObject) -> None:
 
 def test_the_same_task_has_the_same_order_in_every_process() -> None:
     code = (
-        "from raypipe.schedules import catalogue; from raypipe.schedules.ir import ScheduleRequest, StageTimes; "
+        "from raypipe.schedules import catalogue; from raypipe.schedules.request import ScheduleRequest, StageTimes; "
         "print(catalogue.build('zb-auto', ScheduleRequest(4, 9, times=(StageTimes(2, 3, 1),), latency_s=0.3)).programs)"
     )
     printed = set()
