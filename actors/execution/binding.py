@@ -63,11 +63,7 @@ class StageEdges:
 
 
 def bind(program: DeviceProgram, weights: Mapping[int, Weights], edges: StageEdges, num_rows: int) -> BoundProgram:
-    """Return a program bound to a device, for microbatches of `num_rows` rows.
-
-    Raises:
-        PlanError: An Op has no rows, or the program does not sum the weights that stages of the cut share.
-    """
+    """Return a program bound to a device; raises `PlanError` if an Op has no rows, or shared weights are not summed."""
     if program.graph.ties != edges.cut.graph.ties and not program.forward_only:
         tied = f"the cut of the model ties the stages {edges.cut.graph.ties}, the schedule {program.graph.ties}"
         raise PlanError(f"{tied}; put the schedule on the cut's graph with raypipe.schedules.passes.over_graph")

@@ -25,7 +25,7 @@ from raypipe.schedules.ir import OpKind
 
 
 class Mailbox:
-    """What stages of this device have received and not yet used, and what they give to other devices."""
+    """What stages of this device have received and not yet used, and what they send."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -33,14 +33,14 @@ class Mailbox:
         self.outbox: dict[MessageKey, tuple[Tensor, ...]] = {}
 
     def put(self, output: StageOutput, rows: Rows, tensors: tuple[Tensor, ...]) -> None:
-        """Put a stage's output where the other stage finds it: on this device, or for the sends of this step."""
+        """Put a stage's output where the other stage finds it, or for the sends of this step."""
         if output.local:
             self.inbox[output.key] = [(rows, tuple([tensor.detach() for tensor in tensors]))]
         else:
             self.outbox[output.key] = tensors
 
     def take(self, key: MessageKey) -> tuple[Tensor, ...]:
-        """Return the tensors that a stage gets from another one, joined where their rows came in several messages."""
+        """Return the tensors from another stage, joined where their rows came in several messages."""
         pieces = self.inbox.pop(key)
         if len(pieces) == 1:
             return pieces[0][1]
@@ -76,11 +76,7 @@ class WindowLosses:
         self._gradients: dict[float, Tensor] = {}
 
     def loss(self, bound: BoundOp, outputs: Outputs, batch: Batch, rng_key: RngKey) -> Tensor:
-        """Return the loss of a forward.
-
-        Raises:
-            ConfigError: The last layer has several outputs, or the loss is no scalar or has no gradient.
-        """
+        """Return the loss of a forward; raises `ConfigError` if the model gives no scalar with a gradient, or several outputs."""
         output = outputs[len(self._model.layers) - 1]
         if len(output) != 1:
             raise ConfigError(f"the model's last layer gives {len(output)} tensors; the loss takes one")
@@ -103,7 +99,7 @@ class WindowLosses:
         self._losses.setdefault(bound.op.index, []).append((bound.num_rows, loss.detach()))
 
     def gradient(self, loss: Tensor, weight: float) -> Tensor:
-        """Return the gradient with which a loss's backward begins: its weight, one graph node less than a product."""
+        """Return the gradient of a loss: its weight, one graph node less than a product."""
         gradient = self._gradients.get(weight)
         if gradient is None:
             gradient = self._gradients[weight] = torch.full_like(loss, weight)
@@ -130,7 +126,7 @@ class _Saved:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Computation:
-    """Forwards and backwards of one window on one device; `training` says whether backwards follow."""
+    """Forwards, and in `training` backwards, of one window on one device."""
 
     model: Model
     on: torch.device

@@ -14,11 +14,7 @@ def executable_programs(schedule: Schedule, placement: Placement | None = None) 
 
 
 def check_executable(schedule: Schedule) -> None:
-    """Refuse losses coupled over microbatches, and a microbatch that its Ops divide into different numbers of parts.
-
-    Raises:
-        ScheduleError: The executor cannot run the schedule.
-    """
+    """Raise `ScheduleError` for losses coupled over microbatches, and for a microbatch that its Ops divide differently."""
     if schedule.loss_group_size != 1:
         raise ScheduleError(f"loss_group_size {schedule.loss_group_size} can be simulated but not yet run; use 1")
     num_parts: dict[int, int] = {}

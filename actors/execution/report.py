@@ -17,7 +17,7 @@ from raypipe.schedules.lower import Compute, DeviceProgram, Item, Recv
 
 @dataclass
 class SpanLog:
-    """The spans of a device in columns, which reach the driver much faster than objects; seconds since the device began."""
+    """The spans of a device in columns, which travel faster than objects; seconds since the device began."""
 
     positions: array[int] = field(default_factory=lambda: array("Q"))
     starts_s: array[float] = field(default_factory=lambda: array("d"))

@@ -31,14 +31,14 @@ _MAX_LISTS = 8
 
 
 class Prepared(Generic[P]):
-    """What a channel has prepared for the lists of messages of its windows, so that a list that comes again costs nothing."""
+    """What a channel has prepared for lists of messages, so that a list that comes again costs nothing."""
 
     def __init__(self, prepare: Callable[[Expected], P]) -> None:
         self._prepare = prepare
         self._lists: dict[int, tuple[Sequence[Expected], list[P]]] = {}
 
     def of(self, messages: Sequence[Expected]) -> list[P]:
-        """Return what was prepared for each message; the same list each time, not to be changed."""
+        """Return what was prepared for each message, not to be changed."""
         known = self._lists.get(id(messages))
         if known is None:  # no other list has this id: those that are known are kept alive here
             if len(self._lists) == _MAX_LISTS:
@@ -48,7 +48,7 @@ class Prepared(Generic[P]):
 
 
 def check_tensors(expected: Expected, tensors: Sequence[Tensor]) -> None:
-    """Raise `ChannelError` if tensors to send, which layers made, differ from what was announced in number, shape or dtype."""
+    """Raise `ChannelError` if tensors of layers differ from what was announced in number, shape or dtype."""
     if len(tensors) == len(expected.tensors):
         for tensor, spec in zip(tensors, expected.tensors, strict=True):
             if tensor.shape != spec.shape or tensor.dtype is not spec.dtype:
@@ -62,7 +62,7 @@ def check_tensors(expected: Expected, tensors: Sequence[Tensor]) -> None:
 
 
 def wait_until_empty(condition: threading.Condition, queue: Sized, *, given_up: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until a queue is empty or given up, or has not become shorter for `timeout_s`; called with the condition held."""
+    """Wait, with the condition held, until a queue is empty, given up, or not shorter for `timeout_s`."""
 
     def moved(left: int) -> bool:
         return len(queue) < left or given_up()
@@ -76,10 +76,10 @@ class IncomingChannel(Protocol):
     """The receiving end of a channel."""
 
     def open(self, messages: Sequence[Expected]) -> None:
-        """Begin a window that will bring these messages; those of the last one were all received."""
+        """Begin a window with these messages; those of the last one were all received."""
 
     def recv(self) -> tuple[Tensor, ...]:
-        """Wait for the next message; raises `ChannelError` if it does not come, or is not as announced."""
+        """Wait for the next message; raises `ChannelError`."""
 
     def close(self) -> None:
         """Release everything, after the connection was shut down."""
@@ -89,10 +89,10 @@ class OutgoingChannel(Protocol):
     """The sending end of a channel."""
 
     def open(self, messages: Sequence[Expected]) -> None:
-        """Begin a window in which these messages will be sent; those of the last one were all sent."""
+        """Begin a window with these messages; those of the last one were all sent."""
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Begin to send the next message; raises `ChannelError` if it, or one before it, cannot be delivered or is not as announced."""
+        """Begin to send the next message; raises `ChannelError` if it, or one before it, cannot be delivered."""
 
     def flush(self, timeout_s: float, aborted: threading.Event) -> Message | None:
         """Wait until all that was sent has left, each message within `timeout_s`; return the first that did not leave, if any."""
@@ -114,7 +114,7 @@ class SumUnderWay(Protocol):
     tensor: Tensor
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the sum is there (on a GPU the computing stream waits, not the host); raises `ChannelError` if it does not come."""
+        """Wait for the sum (on a GPU the computing stream waits, not the host); raises `ChannelError`."""
 
 
 class SumGroup(Protocol):

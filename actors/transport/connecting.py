@@ -20,7 +20,7 @@ class _Kind(StrEnum):
 
 @dataclass
 class Endpoints:
-    """One device's ends of its channels and sums; each communicator of NCCL with the names of its other members."""
+    """One device's ends of its channels and sums; communicators with the names of their other members."""
 
     outgoing: dict[int, OutgoingChannel] = field(default_factory=dict)
     incoming: dict[int, IncomingChannel] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Endpoints:
 
 
 class Connector:
-    """Makes what `ProcessTransport` is told to connect, and puts the ends into `endpoints` as they are made."""
+    """Makes what `ProcessTransport` is told to connect, and puts it into `endpoints` as it is made."""
 
     def __init__(
         self,

@@ -70,11 +70,7 @@ def nccl_version() -> str:
 
 
 class Cuda:
-    """The CUDA device of this process; its current stream is the computing stream.
-
-    Raises:
-        ConfigError: cupy or NCCL is missing.
-    """
+    """The CUDA device of this process, computing on its current stream; raises `ConfigError` if cupy or NCCL is missing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

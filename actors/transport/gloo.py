@@ -35,7 +35,7 @@ _LOOK_EVERY_S = 0.3
 
 
 def choose_interface(host_ip: str) -> None:
-    """Let gloo use the interface with this address for the whole process, unless the user set GLOO_SOCKET_IFNAME."""
+    """Let gloo use the interface with this address for the whole process, unless GLOO_SOCKET_IFNAME is set."""
     if _INTERFACE_VARIABLE not in os.environ:
         interface = interface_of(host_ip)
         if interface is not None:
@@ -43,13 +43,7 @@ def choose_interface(host_ip: str) -> None:
 
 
 def make_group(rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> tuple[Group, list[Connection]]:
-    """Make a process group whose ranks follow `members`, once all have come; return it with its connections in this process.
-
-    Raises:
-        TransportTimeoutError: A member did not come in time.
-        TransportError: A member came and went.
-        AbortedError: `abort` was called.
-    """
+    """Make a process group whose ranks follow `members`; return it with its connections here. Raises as `ProcessTransport.connect`."""
     others = [member for member in members if member != rendezvous.device]
     name = f"{kind} {'-'.join(map(str, members))}"
     rendezvous.publish(f"{name} ready")

@@ -88,13 +88,7 @@ class Library(Protocol):
 
 
 def connect(library: Library, rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> Communicator:
-    """Make a communicator, once all members have come; its ranks follow `members`.
-
-    Raises:
-        TransportTimeoutError: A member did not come in time.
-        TransportError: A member came and went, or NCCL failed.
-        AbortedError: `abort` was called.
-    """
+    """Make a communicator whose ranks follow `members`, once all have come. Raises as `ProcessTransport.connect`."""
     name = f"{kind} {'-'.join(map(str, members))}"
     rank = members.index(rendezvous.device)
     others = [member for member in members if member != rendezvous.device]

@@ -64,7 +64,7 @@ class AbortGroup:
 
 
 def limit(seconds: float) -> timedelta:
-    """Return a limit as torch understands it: whole milliseconds, rounded up, and never 0, which means for ever."""
+    """Return a limit for torch: whole milliseconds, rounded up, never 0, which means for ever."""
     return timedelta(milliseconds=max(1, math.ceil(1000 * seconds)))
 
 
@@ -127,12 +127,7 @@ class Rendezvous:
         self.store.set(f"{topic}/{self.device}", value)
 
     def wait_for(self, topic: str, devices: Sequence[int]) -> list[str]:
-        """Return what these devices publish, once all have.
-
-        Raises:
-            TransportTimeoutError: Some did not, which the error names.
-            AbortedError: `abort` was called.
-        """
+        """Return what these devices publish, once all have; raises `TransportTimeoutError` or, after `abort`, `AbortedError`."""
         keys = [f"{topic}/{device}" for device in devices]
         pause_s = 0.001
         while not self.store.check(keys):

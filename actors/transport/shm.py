@@ -52,13 +52,7 @@ def available() -> bool:
 
 
 def connect(rendezvous: Rendezvous, source: int, target: int) -> PacketSocket:
-    """Connect one end of a channel, together with the other end.
-
-    Raises:
-        TransportTimeoutError: The other end did not come in time.
-        TransportError: The two cannot reach each other.
-        AbortedError: `abort` was called.
-    """
+    """Connect one end of a channel, together with the other end. Raises as `ProcessTransport.connect`."""
     channel = f"memory {source}-{target}"
     return PacketSocket(_listen(rendezvous, channel, target) if rendezvous.device == source else _call(rendezvous, channel, source))
 
