@@ -10,28 +10,14 @@ from raypipe.schedules.request import ScheduleRequest
 
 
 def synchronous(name: str, request: ScheduleRequest, *, workers: Sequence[int], one_update: Sequence[Sequence[Slot]]) -> Schedule:
-    """Return a synchronous schedule of one pipeline: the same order for each update, with the updates of a worker's stages behind it.
-
-    Args:
-        name: of the schedule.
-        request: for how many microbatches and updates.
-        workers: the worker of each stage of the chain.
-        one_update: for each worker, the slots of update 0.
-    """
+    """Return a schedule of one pipeline that repeats one order for each update, with the updates of each worker behind it."""
     return synchronous_pipelines(name, request, pipelines=[workers], one_update=one_update)
 
 
 def synchronous_pipelines(
     name: str, request: ScheduleRequest, *, pipelines: Sequence[Sequence[int]], one_update: Sequence[Sequence[Slot]]
 ) -> Schedule:
-    """Return the same for several pipelines: each worker ends an update with a U for every copy of a stage that it holds.
-
-    Args:
-        name: of the schedule.
-        request: for how many microbatches and updates.
-        pipelines: for each laying of the chain, the worker of each stage.
-        one_update: for each worker, the slots of update 0.
-    """
+    """Return `synchronous` for several pipelines: each worker ends an update with a U for every copy of a stage that it holds."""
     replicas: dict[StageReplica, int] = {}
     for pipeline, workers in enumerate(pipelines):
         for stage, worker in enumerate(workers):
@@ -63,13 +49,7 @@ def synchronous_pipelines(
 
 
 def in_turn(forwards: Sequence[Slot], backwards: Sequence[Slot], *, warm_up: int) -> list[Slot]:
-    """Return some forwards, then a forward and a backward in turn, then the backwards left over.
-
-    Args:
-        forwards: in order.
-        backwards: as many, in order.
-        warm_up: forwards before the first backward but one; all of them if there are fewer.
-    """
+    """Return `warm_up` forwards (or all), then a forward and a backward in turn, then the backwards left over; both are as many."""
     lead = min(warm_up, len(forwards))
     num_pairs = len(forwards) - lead
     pairs = [slot for pair in zip(forwards[lead:], backwards[:num_pairs], strict=True) for slot in pair]
@@ -79,15 +59,7 @@ def in_turn(forwards: Sequence[Slot], backwards: Sequence[Slot], *, warm_up: int
 def unflushed(
     name: str, request: ScheduleRequest, *, workers: Sequence[int], programs: Sequence[Sequence[Slot]], weight_rule: WeightRule
 ) -> Schedule:
-    """Return a schedule of one pipeline that goes on while it updates: each stage's U stands right behind its last backward of the update.
-
-    Args:
-        name: of the schedule.
-        request: for how many microbatches and updates.
-        workers: the worker of each stage of the chain.
-        programs: for each worker, the slots of all updates.
-        weight_rule: how a backward finds its weights.
-    """
+    """Return a schedule of one pipeline that goes on while it updates: a stage's U stands right behind its last backward of the update."""
     updated: list[tuple[Slot, ...]] = []
     for program in programs:
         left = Counter[tuple[int, int]]()
@@ -115,6 +87,5 @@ def unflushed(
 
 
 def _later(slot: Slot, by: int) -> Slot:
-    """Return the slot with all indices larger by a number."""
     moved = tuple(op._replace(index=op.index + by) for op in ops_of(slot))
     return Overlap(moved) if isinstance(slot, Overlap) else moved[0]

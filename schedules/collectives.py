@@ -123,13 +123,12 @@ class CollectiveOrder:
                 self._join(CollectiveKind.NORM, 0, self.joints[0], update)
 
     def _joints(self) -> list[frozenset[int]]:
-        """Return the sets of stages whose updates wait for each other."""
         if self.schedule.update_scope is UpdateScope.GLOBAL:
             return [frozenset(range(self.schedule.num_stages))]
         return [frozenset(tie) for tie in self.schedule.graph.ties]
 
     def _is_at_hand(self, tie: frozenset[int], update: int) -> bool:
-        """Whether every worker that updates any stage of a tie updates all of them, so that each adds their gradients up by itself."""
+        """Whether each worker that updates a stage of a tie updates all of them, and so adds their gradients by itself."""
         updated: dict[int, set[int]] = {}
         for replica, pipeline in self.schedule.first_pipeline.items():
             if replica.stage in tie and Op(OpKind.UPDATE, replica.stage, update, pipeline) in self.schedule.places:
@@ -140,7 +139,6 @@ class CollectiveOrder:
         return tuple(sorted({device for worker in workers for device in self.devices[worker]}))
 
     def _first_updates(self, stages: Collection[int], update: int) -> dict[int, Op]:
-        """Return the first U of some stages on each worker that has one."""
         found: dict[int, tuple[int, Op]] = {}
         for replica, pipeline in self.schedule.first_pipeline.items():
             op = Op(OpKind.UPDATE, replica.stage, update, pipeline)
@@ -150,7 +148,6 @@ class CollectiveOrder:
         return {worker: op for worker, (_, op) in found.items()}
 
     def _next_use(self) -> Callable[[Op], Op | None]:
-        """For a P, the next Op of its stage on its worker; `None` at the end."""
         uses: dict[StageReplica, list[tuple[int, Op]]] = {}
         for op, place in self.schedule.ops():
             if op.kind is not OpKind.REDUCE:
@@ -186,7 +183,6 @@ class CollectiveOrder:
                 self.at_end.setdefault(place.worker, []).append(collective)
 
     def _join(self, kind: CollectiveKind, number: int, stages: frozenset[int], update: int) -> None:
-        """One collective over the workers that update any of some stages."""
         schedule, places = self.schedule, self.schedule.places
         # All that an update meets for stands where its worker first updates any of the stages that wait for each other.
         meeting = next(joint for joint in self.joints if stages <= joint)

@@ -120,10 +120,7 @@ class WeightRule(StrEnum):
 
 
 class UpdateScope(StrEnum):
-    """What an update waits for, and whose norm limits its gradients.
-
-    Under any of them it waits for the stages that share a weight with its own: their gradients of it are one sum.
-    """
+    """What an update waits for, and whose norm limits its gradients; stages that share a weight always wait for each other."""
 
     STAGE = "stage"
     """The gradients of its own stage; these have a norm of their own, and so has a weight that it shares."""
@@ -300,7 +297,6 @@ class Schedule:
 
     @cached_property
     def _parts(self) -> dict[Op, list[Op]]:
-        """The parts of each Op that is divided, by the whole."""
         parts: dict[Op, list[Op]] = {}
         for op in self.places:
             if op.part:
@@ -316,7 +312,6 @@ class Schedule:
 
     @cached_property
     def _gradient_ops(self) -> dict[tuple[StageReplica, int], list[Op]]:
-        """The Ops that write the gradient of (replica, update), in program order."""
         written: dict[tuple[StageReplica, int], list[Op]] = {}
         for op in self.places:
             if op.kind.writes_gradient:
@@ -329,7 +324,6 @@ class Schedule:
 
     @cached_property
     def _version_places(self) -> dict[StageReplica, list[tuple[int, int]]]:
-        """For each copy, (position, version) of the U or P that brings each version to it."""
         brought: dict[StageReplica, list[tuple[int, int]]] = {}
         for op, place in self.places.items():
             if op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH:
@@ -359,9 +353,8 @@ def reads(schedule: Schedule, op: Op) -> int:
 def dependencies(schedule: Schedule, op: Op) -> list[Op]:
     """Return the Ops that must have ended before an Op starts, on its own worker and on others.
 
-    The one rule about order: neighbours in the stage graph, the Op's own earlier half, the weights it reads, coupled
-    losses, the replicas of its stage and the scope of its update. Ops that stand before it in its program for no such
-    reason are not named. Time: proportional to the answer.
+    The one rule about order. Ops that stand before it in its program for no such reason are not named.
+    Time: proportional to the answer.
     """
     needed = _RULES[op.kind](schedule, op)
     if not op.kind.per_update and (version := reads(schedule, op)):
@@ -452,7 +445,6 @@ _RULES: dict[OpKind, Callable[[Schedule, Op], list[Op]]] = {
 
 
 def _coupled(schedule: Schedule, op: Op) -> list[Op]:
-    """Return the forwards, or their exchanges, that the loss of a microbatch needs besides its own."""
     size = schedule.loss_group_size
     if size == 1:
         return _at(schedule, op, OpKind.EXCHANGE, op.stage)
@@ -467,10 +459,7 @@ def _coupled(schedule: Schedule, op: Op) -> list[Op]:
 
 
 def _gradient_ready(schedule: Schedule, replica: StageReplica, update: int) -> list[Op]:
-    """Return what a copy's gradient for an update waits for: its reductions where there are any, else its last gradient Op.
-
-    Replicas without reductions (a schedule before the pass that adds them) wait for each other all the same.
-    """
+    """Return the reductions of a copy's gradient for an update, or the last gradient Op of each copy before the pass that adds them."""
     replicas = schedule.replicas[replica.stage]
     reductions = [
         found for replica in replicas for found in schedule.find(Op(OpKind.REDUCE, replica.stage, update, schedule.first_pipeline[replica]))
@@ -479,7 +468,6 @@ def _gradient_ready(schedule: Schedule, replica: StageReplica, update: int) -> l
 
 
 def _scope(schedule: Schedule, replica: StageReplica) -> Sequence[StageReplica]:
-    """One copy of each other stage whose gradients an update of this one waits for; those of all its replicas go with it."""
     graph = schedule.graph
     if schedule.update_scope is UpdateScope.GLOBAL:
         stages: Iterable[int] = range(schedule.num_stages)

@@ -9,10 +9,8 @@ tensor where it comes from and where it goes. Simulator and executor run these i
     Start      takes part in a collective and goes on
     Await      waits for the end of a collective
 
-A channel is an ordered pair of devices. Messages travel on it in the order in which the sender's program sends them, and
-the receiver takes them in that order: a Recv stands before the Op that needs it, behind the Recvs of all that was sent
-before it on the same channel. Sends do not wait. So every wait is for something that the sender's program does before what
-the validator already knows the Op to depend on, and an order that cannot deadlock still cannot once it is lowered.
+A channel is an ordered pair of devices. A Recv stands before the Op that needs its message, behind the Recvs of all that was sent
+before it on the same channel. Sends do not wait, so an order that cannot deadlock still cannot once it is lowered.
 """
 
 from __future__ import annotations
@@ -42,13 +40,9 @@ class Message(NamedTuple):
     """What one stage gives another for one microbatch.
 
     Attributes:
-        direction: activations go along an edge of the stage graph, gradients against it.
-        source: the stage that made it.
-        target: the stage that needs it.
-        index: the microbatch.
-        pipeline: of the Ops at both ends.
-        part: of the Op that made it.
-        rows: first row and end, counted in the microbatch, in shares of the microbatch from 0 to 1.
+        pipeline: Pipeline of the Ops at both ends.
+        part: Part of the Op that made it.
+        rows: First row and end, as shares of the microbatch from 0 to 1.
     """
 
     direction: Direction
@@ -65,13 +59,7 @@ class Message(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """One slot.
-
-    Attributes:
-        ops: what runs, together if there are several.
-        versions: of the weights that each Op uses.
-        rows: of the microbatch that each Op works on, as in `Message`; an update's are the device's.
-    """
+    """The Ops of one slot, with the version of the weights and the rows of each (as in `Message`)."""
 
     ops: tuple[Op, ...]
     versions: tuple[int, ...]
@@ -108,15 +96,8 @@ class DeviceProgram:
     """What one device does in a window, and what it must know of the schedule.
 
     Attributes:
-        device: Number of the device in the plan.
         worker: The worker that the device is, or is a replica of.
         rows: The device's share of every microbatch's rows, from 0 to 1.
-        items: Items in execution order.
-        graph: The stage graph.
-        num_microbatches: Number of microbatches per update.
-        num_updates: Number of updates in the window.
-        update_scope: The stages whose gradient norm limits an update.
-        forward_only: Whether the schedule evaluates.
         primary_stages: Stages whose first copy is on this device. Only that copy counts in norms, in sums of ties and in checkpoints.
     """
 
@@ -149,11 +130,7 @@ class DeviceProgram:
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of each worker, with their shares of the rows.
-
-    Attributes:
-        workers: for each worker, pairs (device, share); the shares of a worker sum to 1.
-    """
+    """The devices of each worker, as pairs (device, share of the rows); the shares of a worker sum to 1."""
 
     workers: tuple[tuple[tuple[int, float], ...], ...]
 
@@ -182,12 +159,7 @@ class Placement:
 
 
 def lower(schedule: Schedule, placement: Placement | None = None) -> tuple[DeviceProgram, ...]:
-    """Return the programs of the devices, by device number.
-
-    Args:
-        schedule: a valid one; reductions are added where replicas lack them.
-        placement: the devices of each worker; `None` for one device a worker, in order.
-    """
+    """Return the programs of the devices, by number, for a valid schedule; replicas that lack reductions get them."""
     placement = placement or Placement.one_each(schedule.num_workers)
     replicated = {worker for worker, members in enumerate(placement.workers) if len(members) > 1}
     return _Lowering(add_reductions(schedule, replicated_workers=replicated), placement).programs()
@@ -195,15 +167,7 @@ def lower(schedule: Schedule, placement: Placement | None = None) -> tuple[Devic
 
 @dataclass(frozen=True)
 class _Route:
-    """The messages from a device to another one for one stage.
-
-    Attributes:
-        peer: The receiving device.
-        target: The receiving stage.
-        rows: Rows that the messages carry, in shares of the microbatch.
-        channel: All messages from the device to the peer in the sender's order; other stages may share it.
-        positions: For each Op that sends on this route, its message's position on the channel.
-    """
+    """Messages from a device to a stage on another; `channel` also holds other stages' messages, `positions` their places on it by Op."""
 
     peer: int
     target: int
@@ -213,8 +177,6 @@ class _Route:
 
 
 class _Lowering:
-    """One run of `lower`: first what every device sends, then what it waits for."""
-
     def __init__(self, schedule: Schedule, placement: Placement) -> None:
         self.schedule = schedule
         self.rows = [dict(placement.rows(worker)) for worker in range(schedule.num_workers)]
@@ -252,14 +214,13 @@ class _Lowering:
         return tuple(sorted(programs, key=lambda program: program.device))
 
     def _rows(self, op: Op, share: tuple[float, float]) -> tuple[float, float]:
-        """Return the rows of the microbatch on which an Op works at a device with this share: part p of P has rows (p-1)/P to p/P."""
+        """Return the rows on which an Op works: part p of P has (p-1)/P to p/P of the share."""
         if not op.part:
             return share
         num_parts = len(self.schedule.find(op._replace(part=0)))
         return (op.part - 1 + share[0]) / num_parts, (op.part - 1 + share[1]) / num_parts
 
     def _routes_of(self, op: Op, device: int) -> list[_Route]:
-        """Return the routes on which a device sends what an Op makes."""
         num_parts = op.part and len(self.schedule.find(op._replace(part=0)))
         key = (op.kind, op.stage, op.pipeline, device, op.part, num_parts)
         routes = self._routes.get(key)
@@ -282,7 +243,6 @@ class _Lowering:
                     yield _Route(peer, stage, rows, channel, positions)
 
     def _send(self, worker: int, device: int) -> None:
-        """Put a device's messages on its channels."""
         for slot in self.schedule.programs[worker]:
             for op in ops_of(slot):
                 for route in self._routes_of(op, device):
@@ -318,7 +278,7 @@ class _Lowering:
         return items + [Await(collective) for collective in collectives.at_end.get(worker, ())]
 
     def _receive(self, op: Op, device: int, received: Counter[int], items: list[Item]) -> None:
-        """Add the Recvs that stand before an Op: of its inputs, and of what was sent before these on the same channels."""
+        """Add the Recvs of inputs, and of what was sent before these on the same channels."""
         for source in inputs(self.schedule, op):
             for peer, (channel, positions) in self._arrivals[device, source.stage, op.stage, op.pipeline].items():
                 end = positions.get(source, -1) + 1

@@ -54,7 +54,7 @@ def metrics(schedule: Schedule) -> ScheduleMetrics:
 
 
 def _peak_in_flight(schedule: Schedule, worker: int) -> int:
-    """Return the most activations held; parts of one count in proportion, and what is begun of the next whole one counts whole."""
+    """Count parts in proportion; what is begun of the next whole activation counts whole."""
     held = peak = Fraction(0)
     for slot in schedule.programs[worker]:
         ops = ops_of(slot)
@@ -68,7 +68,7 @@ def _peak_in_flight(schedule: Schedule, worker: int) -> int:
 
 
 def _peak_versions(schedule: Schedule, replica: StageReplica) -> int:
-    """Return the most versions of one copy that are still to be read at once, the newest included."""
+    """Count the versions of one copy that are still to be read at once, with the newest."""
     if not schedule.weight_rule.keeps_versions:
         return 1
     born = {0: -1}

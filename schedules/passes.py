@@ -14,15 +14,8 @@ from raypipe.schedules.search.dispatch import TimedPipelines, defer_updates
 def over_graph(schedule: Schedule, graph: StageGraph, *, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0) -> Schedule:
     """Return the order of a chain of stages over a stage graph of as many, as the cut of a model has it.
 
-    Updates of stages that share a weight wait for each other's gradients. Where pipelines go on while they update, these stand where
-    all gradients have arrived, so that nobody waits for them; of several pipelines, those of a worker's other stages with them, or
-    workers would meet in different orders.
-
-    Args:
-        schedule: the order.
-        graph: takes the place of its own.
-        times: of the stages, as of `ScheduleRequest`.
-        latency_s: likewise.
+    Updates of stages that share a weight wait for each other's gradients. Where updates overlap with microbatches, a U stands where all
+    gradients have arrived; with several pipelines, next to the worker's other updates, or workers would meet in different orders.
     """
     laid = replace(schedule, graph=graph)
     in_line = graph.edges == StageGraph.chain(graph.num_stages).edges and all(op.kind in _IN_LINE for op in schedule.places)
@@ -66,12 +59,7 @@ def evaluation(schedule: Schedule, *, num_microbatches: int) -> Schedule:
 
 
 def repeated(schedule: Schedule, *, num_updates: int) -> Schedule:
-    """Return the order of one update again and again, each worker's next update directly behind its last.
-
-    Args:
-        schedule: of one update.
-        num_updates: how often.
-    """
+    """Return the order of one update again and again, each worker's next update directly behind its last."""
     assert schedule.num_updates == 1, "an order of several updates may overlap them"
 
     def later(slot: Slot, update: int) -> Slot:
@@ -96,10 +84,9 @@ def one_of_repeated(schedule: Schedule) -> Schedule | None:
 
 
 def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """Return the schedule in which some stages keep their inputs alone and run each forward again right before its backward (R).
+    """Return the schedule in which some stages keep only their inputs and run each forward again right before its backward (R).
 
-    R stands before the message that brings the gradient is awaited, so that it may fill that wait (Chen et al., 2016, arXiv 1604.06174,
-    for whole stages).
+    R stands before the Recv of the gradient, so that it may fill that wait (Chen et al., 2016, arXiv 1604.06174, for whole stages).
     """
     programs: list[tuple[Slot, ...]] = []
     for program in schedule.programs:
@@ -118,12 +105,10 @@ def recomputed_stages(schedule: Schedule) -> tuple[int, ...]:
 
 
 def shard_optimizer(schedule: Schedule) -> Schedule:
-    """Return the schedule in which one copy of each stage is updated, the first pipeline's, and published to the others (P).
+    """Return the schedule in which the first copy of each stage is updated and published to the others (P).
 
-    The others need no optimizer state: ZeRO stage 1 over the copies of a stage (Rajbhandari et al., SC 2020, arXiv 1910.02054). Of the
-    updates that follow each other a worker's own come first, so that owners work at the same time, then the publications in the
-    order of the stages, in which all workers meet. They only begin there. Where a worker's updates are scattered, they are gathered
-    where the gradients of all stages have arrived, or workers would meet in different orders.
+    ZeRO stage 1 over the copies of a stage (Rajbhandari et al., SC 2020, arXiv 1910.02054). A worker's own updates come first, so that
+    owners work at the same time, then the publications in the order of the stages, in which all workers meet.
     """
     if all(len(replicas) == 1 for replicas in schedule.replicas):
         return schedule
@@ -139,7 +124,7 @@ def shard_optimizer(schedule: Schedule) -> Schedule:
 
 
 def _gathered(schedule: Schedule) -> Schedule:
-    """Return the schedule with the U of each worker for an update behind each other, where the gradients of all stages have arrived."""
+    """Return the schedule with the U of each worker together, where the gradients of all stages have arrived."""
     if all(len(found) <= schedule.num_updates for found in map(_runs_of_updates, schedule.programs)):
         return schedule
     meeting = replace(schedule, update_scope=UpdateScope.GLOBAL)
@@ -152,12 +137,10 @@ def _is_update(slot: Slot) -> bool:
 
 
 def _runs_of_updates(program: Sequence[Slot]) -> list[bool]:
-    """One for each time that updates follow each other."""
     return [is_update for is_update, _ in itertools.groupby(program, key=_is_update) if is_update]
 
 
 def _owned(schedule: Schedule, updates: Sequence[Op]) -> list[Op]:
-    """Return what takes the place of a worker's updates where each stage has one owner."""
     found: list[Op] = []
     for update in sorted({op.index for op in updates}):
         mine = sorted((op.stage, op) for op in updates if op.index == update)

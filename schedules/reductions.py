@@ -14,16 +14,14 @@ from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, UpdateScope
 
 
 def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
-    """Return the schedule with a G right behind the last gradient of each update, where a stage has replicas.
+    """Return the schedule with a G behind the last gradient of each update, where a stage has replicas; a schedule with G is unchanged.
 
-    A copy that no microbatch of an update passes through takes part all the same, before its worker's first U or P of that update.
-    Where workers would reduce their stages in orders that do not fit together, some G stand later, but before their own U or P. Where
-    updates meet for more than their own stage (a norm, or a weight that stages share), or weights are published, a G stands before
-    the first U or P of its worker for the same update, and behind those of the updates before.
+    A copy without microbatches takes part before its worker's first U or P of that update. Some G stand later, so that all workers reduce
+    in one order; where updates meet for more than their own stage, before the worker's first U or P of the same update.
 
     Args:
-        schedule: one that has no G yet is given them; one that has keeps its own.
-        replicated_workers: workers that are several devices each, whose copies count as replicas too.
+        schedule: A valid schedule.
+        replicated_workers: Workers that are several devices each, whose copies count as replicas too.
     """
     if schedule.forward_only or any(op.kind is OpKind.REDUCE for op in schedule.places):
         return schedule
@@ -59,7 +57,7 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
 
 
 def _meeting_stages(schedule: Schedule) -> list[Sequence[int]]:
-    """For each stage, those whose reductions for an update stand before the first U or P of any of them."""
+    """List for each stage those whose reductions stand before the first U or P of any of them."""
     graph, everything = schedule.graph, range(schedule.num_stages)
     publishes = any(op.kind is OpKind.PUBLISH for op in schedule.places)
     # Among copies on several workers, those of all stages: a worker that sums a tie in between would be out of order with others.
@@ -70,7 +68,6 @@ def _meeting_stages(schedule: Schedule) -> list[Sequence[int]]:
 
 
 def _with_added(program: Sequence[Slot], added: Sequence[tuple[int, Op]]) -> tuple[Slot, ...]:
-    """Return a program with Ops before the slots at some positions, ascending."""
     slots: list[Slot] = []
     done = 0
     for position, op in added:
@@ -82,12 +79,7 @@ def _with_added(program: Sequence[Slot], added: Sequence[tuple[int, Op]]) -> tup
 def _in_one_order(
     eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
 ) -> Sequence[Sequence[tuple[int, Op]]]:
-    """Return the reductions of each worker with their positions, some of them later so that all workers meet in one order.
-
-    Args:
-        eager: for each worker, the reductions in the order of their earliest positions.
-        latest: by worker, stage and update, the position to stay before; where it would have to be passed, all stay where they are.
-    """
+    """Delay some reductions so that all workers meet in one order; where one would pass its `latest` position, all stay where they are."""
     wished = _common_order([[_meeting(op) for _, op in row] for row in eager])
     rank = {meeting: number for number, meeting in enumerate(_that_can_be_kept(wished, eager, latest))}
     placed: list[list[tuple[int, Op]]] = []
@@ -105,10 +97,7 @@ def _in_one_order(
 def _that_can_be_kept(
     wished: Sequence[tuple[int, int]], eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
 ) -> list[tuple[int, int]]:
-    """Return the wished order, but for what a worker must reduce before its gradients of another reduction are there.
-
-    Where even that goes round in a circle the wish is returned; the validator will name it.
-    """
+    """Adjust the preferred order where a worker must finish one reduction before the gradients of another exist; on a cycle keep it."""
     rank: dict[tuple[int, ...], int] = {meeting: number for number, meeting in enumerate(wished)}
     behind: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     count: Counter[tuple[int, ...]] = Counter()
@@ -144,15 +133,11 @@ def _that_can_be_kept(
 
 
 def _meeting(reduction: Op) -> tuple[int, int]:
-    """Return what the G of all copies of a stage have in common: stage and update."""
     return reduction.stage, reduction.index
 
 
 def _common_order(queues: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """All members of some queues in one order: that of the queues, but for a member that has to pass others to resolve a circle.
-
-    Of those at the head of any queue, it is the one that has the fewest before it in all.
-    """
+    """Merge the queues into one order; on a cycle the head with the fewest members before it in all passes the others."""
     positions: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for number, queue in enumerate(queues):
         for position, member in enumerate(queue):

@@ -52,35 +52,19 @@ class ScheduleRequest:
     weight_grad_share: float = 1.0
 
     def require_one_chunk(self, name: str, *, instead: str = "interleaved") -> None:
-        """Refuse several stages a worker for a schedule that places one.
-
-        Args:
-            name: Name of the schedule.
-            instead: Name of the schedule that takes several.
-
-        Raises:
-            ScheduleError: `num_chunks` is not 1.
-        """
+        """Refuse several stages a worker, naming the schedule that takes them `instead`."""
         if self.num_chunks != 1:
             raise ScheduleError(
                 f"{name} holds one stage a device, got {self.num_chunks} chunks; use --chunks 1, or the schedule {instead!r}"
             )
 
     def require_one_pipeline(self, name: str) -> None:
-        """Refuse several pipelines for a schedule that has one.
-
-        Raises:
-            ScheduleError: `num_pipelines` is neither 0 nor 1.
-        """
+        """Refuse several pipelines for a schedule that has one."""
         if self.num_pipelines not in {0, 1}:
             raise ScheduleError(f"{name} has one pipeline, got {self.num_pipelines}; leave --pipelines out")
 
     def require_even_devices(self, name: str) -> None:
-        """Refuse an odd number of devices for a schedule of pipelines in opposite directions.
-
-        Raises:
-            ScheduleError: `num_devices` is odd.
-        """
+        """Refuse an odd number of devices for a schedule of pipelines in opposite directions."""
         if self.num_devices % 2:
             near = " or ".join(f"--devices {number}" for number in (self.num_devices - 1, self.num_devices + 1) if number)
             raise ScheduleError(

@@ -19,13 +19,7 @@ def rounded_up(mean: float) -> float:
 
 @dataclass(frozen=True)
 class StalenessLimits:
-    """What is allowed; `None` for no limit.
-
-    Attributes:
-        max_staleness: the most updates between the weights of a forward and those that its gradient changes (`ScheduleMetrics.max_delay`).
-        max_mismatch: the most weight versions between the forward and the backward of a microbatch.
-        max_mean_staleness: the updates of `max_staleness` on average over microbatches and stages (`ScheduleMetrics.mean_delay`).
-    """
+    """Limits of `ScheduleMetrics.max_delay`, `max_mismatch` and `mean_delay`; `None` for no limit."""
 
     max_staleness: int | None = None
     max_mismatch: int | None = None

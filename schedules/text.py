@@ -99,11 +99,7 @@ def from_csv(text: str, *, path: str) -> tuple[tuple[Slot, ...], ...]:
 def order_grid(programs: Sequence[Sequence[Slot]], marks: Mapping[ProgramPlace, str] | None = None, *, around: int = 12) -> str:
     """Return the programs as lines of text, in order and without times.
 
-    Args:
-        programs: the slots of each worker.
-        marks: slots to mark `>like this<`; the lines then show `around` slots before and behind the marked ones,
-            and `...` for what is left out.
-        around: slots to show on each side of a mark.
+    Slots in `marks` are drawn `>like this<`, with `around` slots on each side and `...` for what is left out; a mark's text is a note.
     """
     marks = marks or {}
     positions = [place.position for place in marks]

@@ -126,7 +126,6 @@ def _check_completeness(schedule: Schedule) -> None:
 
 
 def _check_members(schedule: Schedule) -> None:
-    """Return what one copy of a stage reduces or publishes, all copies do."""
     for op, place in schedule.places.items():
         if op.kind in NOT_COMPUTED:
             replicas = schedule.replicas[op.stage]
@@ -165,7 +164,7 @@ def _check_microbatch(schedule: Schedule, microbatch: int, stage: int, pipeline:
 
 
 def _check_parts(schedule: Schedule, found: Sequence[list[Op]]) -> None:
-    """Return the parts of what is divided count from 1 without a gap, and all that a stage does with a microbatch is divided alike."""
+    """Require parts numbered from 1 without a gap, and as many for each kind of Op of a stage and microbatch."""
     divided = [sorted(ops, key=lambda op: op.part) for ops in found if ops and ops[0].part]
     most = max(map(len, divided), default=0)
     for ops in divided:
@@ -176,11 +175,6 @@ def _check_parts(schedule: Schedule, found: Sequence[list[Op]]) -> None:
 
 
 def _slot_needs(schedule: Schedule) -> _Needs:
-    """Return what each slot waits for on other workers.
-
-    Raises:
-        ScheduleError: An Op stands before another of its own worker that it needs.
-    """
     places = schedule.places
     needs: _Needs = []
     for worker, program in enumerate(schedule.programs):
@@ -203,7 +197,7 @@ _Needs = list[list[Sequence[tuple[int, int]]]]
 
 
 def _waits(needs: _Needs) -> dict[tuple[int, int], tuple[int, int]]:
-    """Run an order without times; return the steps at which workers wait for ever, and a step that each of these waits for."""
+    """Run an order without times; return the steps at which workers wait for ever, each with a step that it waits for."""
     heads = [0] * len(needs)
     waiting: list[set[int]] = [set() for _ in needs]
     waits: dict[int, tuple[int, int]] = {}
@@ -242,11 +236,7 @@ def _slot_reason(schedule: Schedule, at: tuple[int, int], needed: tuple[int, int
 
 
 def _check_collectives(schedule: Schedule, needs: _Needs) -> None:
-    """Find one order for the collectives that share a worker, and run the schedule with them.
-
-    Lowered programs wait for messages and collectives alone. Messages cannot hang where the Ops do not; collectives can, because a
-    worker may reach its part of one late.
-    """
+    """Find one order for the collectives that share a worker; run the schedule with them, since a worker may reach its part late."""
     collectives = CollectiveOrder(schedule, [(worker,) for worker in range(schedule.num_workers)])
     if not collectives.concerned:
         return
@@ -292,7 +282,6 @@ def _check_collectives(schedule: Schedule, needs: _Needs) -> None:
 
 
 def _steps(collectives: CollectiveOrder, worker: int) -> list[Start | Await | int]:
-    """Return the positions of a worker's slots, with the collectives that it starts and awaits in between."""
     steps: list[Start | Await | int] = []
     for position, slot in enumerate(collectives.schedule.programs[worker]):
         ops = ops_of(slot)
@@ -304,7 +293,6 @@ def _steps(collectives: CollectiveOrder, worker: int) -> list[Start | Await | in
 
 
 def _refuse_collectives(schedule: Schedule, problem: str, collectives: Sequence[Collective]) -> ScheduleError:
-    """Return the refusal with the Ops marked that bring workers to the collectives."""
     marked = {
         place: ""
         for op, place in schedule.ops()
@@ -316,7 +304,6 @@ def _refuse_collectives(schedule: Schedule, problem: str, collectives: Sequence[
 
 
 def _concerned(schedule: Schedule, collective: Collective) -> Sequence[int]:
-    """Return the stages that a collective is of."""
     if collective.kind is CollectiveKind.NORM:
         return range(schedule.num_stages)
     return schedule.graph.ties[collective.stage] if collective.kind.of_tie else (collective.stage,)
