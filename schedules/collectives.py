@@ -40,14 +40,11 @@ class CollectiveKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One meeting of several devices.
+    """One exchange among several devices.
 
     Attributes:
-        kind: what they put together.
-        stage: the stage concerned; for a tie its number; 0 for the norm.
-        update: the update it belongs to.
-        part: the bucket, 0 for all.
-        devices: the members, ascending.
+        stage: Stage concerned; the number of a tie; 0 for the norm.
+        part: Bucket, 0 for all.
     """
 
     kind: CollectiveKind
@@ -89,17 +86,11 @@ _IN_TURN = (
 
 
 class CollectiveOrder:
-    """Where the devices of a schedule start and await their collectives.
+    """Where the devices of a valid schedule with its reductions start and await their collectives.
 
-    Sums of replicas start at their G. Weights that are published are taken part in at the P and awaited by what next concerns the
-    stage there. What joins several stages, the sum of what they share and then a norm, starts behind a worker's last gradient for it,
-    and is awaited by the first U that needs it there. Where these gradients are summed first, over replicas or over a tie, the sums
-    must be there: it starts right before that U. So each worker has, for one update after the other: sums of replicas, sums of ties,
-    norms.
-
-    Args:
-        schedule: A valid schedule with its reductions.
-        devices: Devices of each worker.
+    Sums of replicas start at their G. Published weights start at the P and are awaited by the next Op of the stage. What joins several
+    stages (sums of ties, norms) starts behind a worker's last gradient for it, or, where these gradients are summed first, right before
+    the first U that needs it and awaits it. So each worker has, for each update: sums of replicas, sums of ties, norms.
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Sequence[int]]) -> None:

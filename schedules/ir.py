@@ -202,14 +202,14 @@ class StageGraph:
 
 
 class ProgramPlace(NamedTuple):
-    """Where an Op stands: its worker and the position of its slot in that worker's program."""
+    """A worker and the position of a slot in its program."""
 
     worker: int
     position: int
 
 
 class StageReplica(NamedTuple):
-    """One copy of a stage's weights: the worker that holds it. Several pipelines may pass through it."""
+    """One copy of a stage's weights on a worker; several pipelines may pass through it."""
 
     worker: int
     stage: int
@@ -264,7 +264,7 @@ class Schedule:
         return op.index if op.kind.per_update else op.index // self.num_microbatches
 
     def ops(self) -> Iterator[tuple[Op, ProgramPlace]]:
-        """All Ops with their places, worker by worker."""
+        """Yield all Ops with their places, worker by worker."""
         for worker, program in enumerate(self.programs):
             for position, slot in enumerate(program):
                 place = ProgramPlace(worker, position)
@@ -278,7 +278,7 @@ class Schedule:
 
     @cached_property
     def first_pipeline(self) -> dict[StageReplica, int]:
-        """Every copy of a stage's weights, and the first pipeline that passes through it (which its U, G and P name)."""
+        """The first pipeline through every copy of a stage's weights, which its U, G and P name."""
         found: dict[StageReplica, int] = {}
         for pipeline, workers in enumerate(self.pipelines):
             for stage, worker in enumerate(workers):
@@ -336,10 +336,7 @@ class Schedule:
 
 
 def reads(schedule: Schedule, op: Op) -> int:
-    """Return the version of the weights that an Op uses: the number of updates that they have seen since the window began.
-
-    The one rule about versions. Its second use is by U, which changes version `op.index` into the next.
-    """
+    """Return the version of the weights that an Op uses: the updates seen since the window began. U changes it to the next."""
     if op.kind.per_update:
         return op.index
     version = schedule.weight_rule.fixed_version(op.index // schedule.num_microbatches)
@@ -371,7 +368,7 @@ def takers(graph: StageGraph, op: Op) -> tuple[int, ...]:
 
 
 def inputs(schedule: Schedule, op: Op) -> list[Op]:
-    """Return the Ops of neighboring stages whose tensors an Op takes: the other end of `takers`."""
+    """Return the Ops of neighboring stages whose tensors an Op takes."""
     if op.kind is OpKind.FORWARD:
         return [given for stage in schedule.graph.predecessors[op.stage] for given in _at(schedule, op, OpKind.FORWARD, stage)]
     if op.kind.gives_input_gradient:

@@ -31,7 +31,7 @@ class ScheduleMetrics:
 
 
 def metrics(schedule: Schedule) -> ScheduleMetrics:
-    """Return the facts of a valid schedule. Time: proportional to its Ops (times versions in flight, where weights are stashed)."""
+    """Return the metrics of a valid schedule. Time: proportional to its Ops (times versions in flight, where weights are stashed)."""
     in_flight = tuple(_peak_in_flight(schedule, worker) for worker in range(schedule.num_workers))
     copies = Counter[int]()
     for replica in schedule.first_pipeline:

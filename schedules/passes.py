@@ -31,10 +31,10 @@ _IN_LINE = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.
 
 
 def evaluation(schedule: Schedule, *, num_microbatches: int) -> Schedule:
-    """Return a schedule of forwards only, with the same stages on the same workers: microbatches flow through the first pipeline.
+    """Return a schedule of forwards only, with the same stages on the same workers, through the first pipeline.
 
-    Forwards stand in the order of microbatch plus depth of the stage. Each needs one that is earlier in that order, on
-    whichever worker, so that the order cannot deadlock however the stages are placed.
+    Forwards stand in the order of microbatch plus depth of the stage. Each needs one that is earlier in that order, so that the
+    order cannot deadlock however the stages are placed.
     """
     depths = schedule.graph.depths
     programs: list[tuple[Slot, ...]] = []

@@ -39,7 +39,7 @@ class TimedPipelines:
 
     @classmethod
     def of(cls, pipelines: tuple[tuple[int, ...], ...], request: ScheduleRequest) -> TimedPipelines:
-        """Pipelines with the times of a size; F = I = W = 1 where it has none, the same for all stages where it has one."""
+        """Return pipelines with the times of a request; F = I = W = 1 where it has none."""
         times = request.times or (StageTimes(1.0, 1.0, 1.0),)
         of_stage = [times[stage % len(times)] for stage in range(len(pipelines[0]))]
         backward_s = tuple(each.input_grad_s + each.weight_grad_s for each in of_stage)
@@ -77,7 +77,6 @@ class TimedPipelines:
         return self._beside(op, OpKind.FORWARD)
 
     def _beside(self, op: Op, towards_first: OpKind) -> Op | None:
-        """One step along the chain, up to the last stage and, as the other kind, back to the first."""
         kind, stage, index, pipeline, part = op
         if kind is towards_first:
             return Op(kind, stage - 1, index, pipeline, part) if stage else None
@@ -88,13 +87,7 @@ class TimedPipelines:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An Op and when it ran.
-
-    Attributes:
-        op: F or B.
-        start_s: since the window began.
-        end_s: likewise.
-    """
+    """An F, R or B with its start and end in seconds since the window began."""
 
     op: Op
     start_s: float
@@ -102,16 +95,10 @@ class Started:
 
 
 def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> list[list[Started]]:
-    """Return what each worker does, in order.
+    """Return what each worker does, in order. Microbatch m is turn m // N of pipeline m mod N, of N pipelines.
 
-    Microbatch m is the turn m // N of pipeline m mod N, N being the number of pipelines. Time: that of the Ops, times what waits at once.
-
-    Args:
-        line: the pipelines.
-        turns: microbatches of each pipeline.
-        in_flight: a pipeline's microbatch is admitted when the one that many before it has ended, or at 0; also that of every other
-            pipeline one turn earlier, so that none of them falls behind.
-        key: which of those that wait a free worker takes.
+    A microbatch is admitted when the one `in_flight` before it in its pipeline has ended and, in every other pipeline, the one a turn
+    before that. `key` chooses among the Ops that wait for a worker. Time: that of the Ops, times what waits at once.
     """
     num_pipelines = len(line.pipelines)
     ways = [_way(line, pipeline) for pipeline in range(num_pipelines)]
@@ -163,15 +150,7 @@ def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> l
 
 
 class _Step(NamedTuple):
-    """What is the same for all microbatches of a pipeline, worked out once: searches run this loop millions of times.
-
-    Attributes:
-        kind: F or B.
-        stage: of the chain.
-        worker: that has it.
-        seconds: that it takes.
-        hop_s: until the next step may start.
-    """
+    """What is the same for all microbatches of a pipeline, computed once: searches run this loop millions of times."""
 
     kind: OpKind
     stage: int
@@ -181,7 +160,6 @@ class _Step(NamedTuple):
 
 
 def _way(line: TimedPipelines, pipeline: int) -> list[_Step]:
-    """Return the steps of a microbatch."""
     steps: list[_Step] = []
     op: Op | None = Op(OpKind.FORWARD, 0, pipeline, pipeline)
     while op is not None:
@@ -220,12 +198,8 @@ def timed(line: TimedPipelines, programs: Sequence[Sequence[Op]]) -> list[list[S
 def defer_updates(schedule: Schedule, line: TimedPipelines) -> Schedule:
     """Return the schedule with each U where nobody would wait for it: before the first Op that starts when its gradients are there.
 
-    Those are the gradients of all copies of its stage and of the stages that share a weight with it, of all stages for the scope
-    `global`. A U stands before what is bound to read its version all the same (`WeightRule.fixed_version`).
-
-    Args:
-        schedule: with whole backwards; where its U stand does not matter.
-        line: its pipelines and their times.
+    Those are the gradients of all copies of its stage and of the stages tied to it, of all stages for the scope `global`. A U stands
+    before what reads its version all the same (`WeightRule.fixed_version`). Backwards must be whole.
     """
     programs = [[op for slot in program for op in ops_of(slot) if op.kind is not OpKind.UPDATE] for program in schedule.programs]
     return replace(schedule, programs=tuple(map(tuple, with_updates(schedule, timed(line, programs)))))
