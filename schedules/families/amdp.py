@@ -1,9 +1,9 @@
 """AMDP: asynchronous pipelines in several directions (Chen, Wu and Yu, ICML 2026, arXiv 2605.29664).
 
-Devices form a ring. Pipeline j lays stage s on device (2j + s) mod D if j is even, on (2j + 1 - s) mod D if it is odd, so that with
-N = D/2 pipelines each device has D/2 stages of both ends of the model, and with D a multiple of 4 all copies of a stage lie within one
-half of the devices. A round is 2 microbatches a pipeline; an update takes the gradients of K = M/D rounds, and each Op uses the
-weights that it finds (`live`). Rounds follow each other without a pause; the U of an update stand within the first round of the next.
+Devices form a ring. Pipeline j places stage s on device (2j + s) mod D if j is even, on (2j + 1 - s) mod D if it is odd. With
+N = D/2 pipelines each device holds D/2 stages of both ends of the model; if 4 divides D, all copies of a stage lie within one
+half of the devices. A round is 2 microbatches a pipeline; an update takes the gradients of K = M/D rounds, and each Op uses
+the current weights (`live`). Rounds follow each other without a pause; the U of an update stand within the next round.
 Four devices, K = 1, from the second round on (b is the backward left over from the round before):
 
     device 0   F0 F2 b2 F1 B1 U F3 B3 B0        stages 0, 3
@@ -12,19 +12,18 @@ Four devices, K = 1, from the second round on (b is the backward left over from 
     device 3   F1 F3 b3 F0 B0 U F2 B2 B1        stages 3, 0
 
 A round takes D(F+B) + (B-F) + max(0, B-2F) where B >= F: 3D + 1 where B = 2F. A forward and its backward are at most one
-update apart (mismatch 1, in the first round of an update alone), and so are the weights of a forward and those that its gradient
-changes (delay 1). Gradients have one buffer an update, so that a backward behind the reduction of an update counts for the next.
+update apart (mismatch 1, only in the first round of an update), and so are the weights of a forward and those that its
+gradient changes (delay 1). A backward behind the reduction of an update counts for the next update.
 
-The orders of that case follow from one round (`_one_round`), as in the authors' code for D = 4 and 8: every worker takes what
-arrives first, those of a pipeline's first microbatch before others, backwards before forwards, later stages before earlier ones.
+One round (`_one_round`) gives these orders, as in the authors' code for D = 4 and 8: a worker takes what arrives first; ties
+go to a pipeline's first microbatch, then to backwards, then to later stages.
 
-Other numbers of devices or pipelines, or a limit on activations, are searched for (`_searched`). Pipelines are laid in the better of two
-ways, and orders made by four rules for what a free worker takes (`dispatch`), each with some numbers of microbatches in flight, and by
-giving every Op a place in a period (`cyclic`). Of those within 3 % of the fastest the one with the fewest activations is taken. There the U
-stand where their gradients have just arrived, and mismatch and delay are at most 1 where an update has as many microbatches as are
-under way at once.
+Other sizes, and limits on activations, are searched (`_searched`): two placements, four rules for what a free worker takes
+(`dispatch`) with several numbers of microbatches in flight, and periodic orders (`cyclic`). Of those within 3 % of the
+fastest the one with the fewest activations wins. There U stand where their gradients have just arrived; mismatch and delay
+are at most 1 where an update has as many microbatches as are in flight at once.
 
-`amdp-flush` is the same, drained before each update: synchronous, for 3 units an update more (F + B).
+`amdp-flush` drains the pipelines before each update: synchronous, for 3 units an update more (F + B).
 """
 
 from __future__ import annotations
@@ -43,75 +42,60 @@ from raypipe.schedules.search.ring import (
     Pipelines,
     check_pipelines,
     forms,
-    layings,
     most_held,
     num_pipelines,
+    placements,
     ring,
     rules,
     too_many_activations,
 )
 from raypipe.schedules.spec import ScheduleSpec
 
-_TRIAL_TURNS = 24
-"""Microbatches of each pipeline that are timed in a trial, between so many more that it takes to fill and to drain."""
-_MOST_SPARE = 4
-"""Microbatches of each pipeline besides those that it needs at least: more are no faster."""
-_NEARLY = 1.03
-"""Of two orders whose turns differ by less, the one with fewer activations is taken."""
+_TRIAL_TURNS = 24  # microbatches of each pipeline that a trial times, besides those that fill and drain
+_MOST_SPARE = 4  # microbatches of each pipeline beyond the minimum; more are no faster
+_NEARLY = 1.03  # times the fastest: the order with the fewest activations of these wins
 
 
 def amdp(request: ScheduleRequest) -> Schedule:
-    """Run rounds without a pause."""
-    found = _form("amdp", request, flushed=False)
+    """Return rounds that follow each other without a pause."""
+    form = _form("amdp", request, flushed=False)
     schedule = Schedule(
         name="amdp",
         graph=StageGraph.chain(request.num_devices),
-        pipelines=ring(request.num_devices, num_pipelines(request)) if found is None else found.line.pipelines,
+        pipelines=ring(request.num_devices, num_pipelines(request)) if form is None else form.line.pipelines,
         programs=((),) * request.num_devices,
         num_microbatches=request.num_microbatches,
         num_updates=request.num_updates,
         weight_rule=WeightRule.LIVE,
         update_scope=request.update_scope or UpdateScope.STAGE,
     )
-    programs = _stitched(request) if found is None else with_updates(schedule, found.run(_turns(request)))
+    programs = _stitched(request) if form is None else with_updates(schedule, form.run(_turns(request)))
     return replace(schedule, programs=tuple(map(tuple, programs)))
 
 
 def amdp_flush(request: ScheduleRequest) -> Schedule:
-    """Return the rounds of one update, then its U; the next update begins behind them."""
+    """Return the rounds of each update, drained before its U."""
     single = replace(request, num_updates=1)
-    found = _form("amdp-flush", request, flushed=True)
-    if found is None:
+    form = _form("amdp-flush", request, flushed=True)
+    if form is None:
         pipelines = ring(request.num_devices, num_pipelines(request))
         programs = rounds(request.num_devices, request.num_microbatches // request.num_devices)
     else:
-        pipelines = found.line.pipelines
-        programs = [[started.op for started in row] for row in found.run(_turns(single))]
+        pipelines = form.line.pipelines
+        programs = [[started.op for started in row] for row in form.run(_turns(single))]
     return synchronous_pipelines("amdp-flush", request, pipelines=pipelines, one_update=programs)
 
 
 def _turns(request: ScheduleRequest) -> int:
-    """Microbatches of each pipeline in the window."""
     return request.num_microbatches * request.num_updates // num_pipelines(request)
 
 
 def _tabled(request: ScheduleRequest) -> bool:
-    """Whether the authors' rounds serve a request."""
     depth = request.num_devices
     return depth % 4 == 0 and num_pipelines(request) == depth // 2 and (request.max_in_flight is None or request.max_in_flight >= depth)
 
 
 def _form(name: str, request: ScheduleRequest, *, flushed: bool) -> Form | None:
-    """Return what the search found for a size; `None` where the authors' rounds serve it.
-
-    Args:
-        name: of the schedule.
-        request: what is asked for.
-        flushed: whether each update is drained.
-
-    Raises:
-        ScheduleError: the size is one that cannot be served.
-    """
     request.require_one_chunk(name, instead="interleaved" if flushed else "async-interleaved")
     depth, number = request.num_devices, num_pipelines(request)
     tabled = _tabled(request)
@@ -121,17 +105,16 @@ def _form(name: str, request: ScheduleRequest, *, flushed: bool) -> Form | None:
     shape = ScheduleRequest(
         depth, 1, num_pipelines=number, times=request.times, latency_s=request.latency_s, max_in_flight=request.max_in_flight
     )
-    found = _searched(shape, request.num_microbatches // number if flushed else None)
-    if isinstance(found, int):
-        raise too_many_activations(name, request, found)
-    return found.form
+    best = _searched(shape, request.num_microbatches // number if flushed else None)
+    if isinstance(best, int):
+        raise too_many_activations(name, request, best)
+    return best.form
 
 
 # The rounds of the authors
 
 
 def _one_round(depth: int) -> list[list[Op]]:
-    """Return what each worker does with the microbatches 0 to D-1, first come first served, with F = 1 and B = 2."""
     line = TimedPipelines(ring(depth, depth // 2), (1.0,) * depth, (2.0,) * depth)
 
     def first_come(at_s: float, op: Op) -> tuple[float, ...]:
@@ -141,13 +124,12 @@ def _one_round(depth: int) -> list[list[Op]]:
 
 
 def rounds(depth: int, number: int) -> list[list[Op]]:
-    """So many rounds, one after the other, without any U; for a depth that is a multiple of 4."""
+    """Return `number` of the authors' rounds without any U; `depth` is a multiple of 4."""
     programs = _stitched(ScheduleRequest(depth, depth * number))
     return [[op for op in program if op.kind is not OpKind.UPDATE] for program in programs]
 
 
 def _stitched(request: ScheduleRequest) -> list[list[Op]]:
-    """Round r of a worker: its two leading forwards if a pipeline starts there, what is left of round r-1, and all but its last Op."""
     depth = request.num_devices
     rounds_per_update = request.num_microbatches // depth
     num_rounds = rounds_per_update * request.num_updates
@@ -188,28 +170,15 @@ def _in_round(op: Op, number: int, depth: int) -> Op:
 
 @dataclass(frozen=True)
 class _Timed:
-    """A form and what it costs.
-
-    Attributes:
-        form: how the order is made.
-        turn_s: seconds of a microbatch of each pipeline, far from the ends.
-        held: the most activations of a worker.
-    """
-
     form: Form
     turn_s: float
     held: int
 
     def cost_s(self, turns: int | None) -> float:
-        """Seconds of so many turns from the first Op to the last, or of one far from the ends."""
         return self.turn_s if turns is None else max(started.end_s for row in self.form.run(turns) for started in row)
 
 
 def _searched(shape: ScheduleRequest, turns: int | None) -> _Timed | int:
-    """Return the form with the fewest activations among those that are nearly the fastest within the limit.
-
-    Fastest in so many turns and no more, or far from the ends. Where none is within the limit, the least activations of any form.
-    """
     tried = _all_timed(replace(shape, max_in_flight=None), shape.max_in_flight is not None)
     possible = [form for form in tried if shape.max_in_flight is None or form.held <= shape.max_in_flight]
     if not possible:
@@ -222,21 +191,19 @@ def _searched(shape: ScheduleRequest, turns: int | None) -> _Timed | int:
 
 
 @lru_cache(maxsize=256)
-def _laying(depth: int, num_pipelines: int) -> Pipelines:
-    """Return the way to lay the pipelines that is best for equal stages."""
-    found = _searched(ScheduleRequest(depth, 1, num_pipelines=num_pipelines), None)
-    assert isinstance(found, _Timed), "there is no limit"
-    return found.form.line.pipelines
+def _placement(depth: int, num_pipelines: int) -> Pipelines:
+    best = _searched(ScheduleRequest(depth, 1, num_pipelines=num_pipelines), None)
+    assert isinstance(best, _Timed), "there is no limit"
+    return best.form.line.pipelines
 
 
 @lru_cache(maxsize=256)
 def _all_timed(shape: ScheduleRequest, sparing: bool) -> tuple[_Timed, ...]:
-    """All forms for so many devices and pipelines, with few microbatches in flight, too, where memory is short."""
     depth, number = shape.num_devices, shape.num_pipelines
     tried: list[_Timed] = []
-    for pipelines in layings(depth, number):
-        if (shape.times or shape.latency_s) and pipelines != _laying(depth, number):
-            continue  # where the stages lie must not depend on how long they take, which is measured where they lie
+    for pipelines in placements(depth, number):
+        if (shape.times or shape.latency_s) and pipelines != _placement(depth, number):
+            continue  # the placement must not depend on times, which were measured on a placement
         line = TimedPipelines.of(pipelines, shape)
         for form in forms(line, rules(depth), spare=_MOST_SPARE, sparing=sparing):
             done = form.run(_TRIAL_TURNS + 6 * form.in_flight)
@@ -245,7 +212,6 @@ def _all_timed(shape: ScheduleRequest, sparing: bool) -> tuple[_Timed, ...]:
 
 
 def _turn_s(done: Sequence[Sequence[Started]], num_in_turn: int, *, first: int) -> float:
-    """Seconds of one microbatch of each pipeline, from the end of the turn `first` on."""
     ends_s: dict[int, float] = {}
     for row in done:
         for started in row:
@@ -255,7 +221,6 @@ def _turn_s(done: Sequence[Sequence[Started]], num_in_turn: int, *, first: int) 
 
 
 def _makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
-    """K rounds and what drains, for the rounds of the authors where B >= F."""
     forward_s, backward_s = times.forward_s, times.input_grad_s + times.weight_grad_s
     depth = request.num_devices
     if not _tabled(request) or backward_s < forward_s:

@@ -1,16 +1,14 @@
-"""AMDP's pipelines in an order that is nearly as fast as any found and, of these, the least stale.
+"""AMDP's pipelines in an order that is nearly the fastest found and, among those, the least stale.
 
-The orders of AMDP's authors (`amdp`) leave a bubble of 1/(3D+1), and nearly all forwards of the first round of an update read weights
-that are about to change: their U stand late. Neither is in the nature of their pipelines. On 4 devices, with F = 1, B = 2 and 16
-microbatches an update, there is an order without a bubble in which 1 of 8 microbatches is late where theirs has 7 of 32, with as many
-activations. On 8 devices with 32 microbatches their own rounds are the best, with each U where its gradients have arrived: 1 of 32 is late
-instead of 8.
+The orders of AMDP's authors (`amdp`) leave a bubble of 1/(3D+1), and nearly all forwards of the first round of an update read
+weights that are about to change: their U stand late. On 4 devices with F = 1, B = 2 and 16 microbatches an update, another order
+has no bubble and as many activations, and 1 of 8 microbatches is late instead of 7 of 32. On 8 devices with 32 microbatches
+the authors' rounds are the best, with each U where its gradients have arrived: 1 of 32 is late instead of 8.
 
-What is tried are the two ways to lay the pipelines and, on each, orders in which a free worker takes what a rule says (`ring`), also what
-belongs to the earlier update first, orders that repeat, and the authors' own: all for some updates, with each U where its gradients
-have just arrived. Mismatch and delay are at most 1 where any order is so. Of the orders within `max_in_flight`, half as many
-activations again as devices where none is given, the least stale on average among those within 5 % of the fastest is taken; where
-`max_mean_staleness` says what is enough, the fastest that keeps it.
+Candidates are, on two placements of the pipelines, orders by rules (`ring`; also with the earlier update first), periodic
+orders and the authors' rounds, each U where its gradients have just arrived. Mismatch and delay are at most 1 where any
+candidate allows it. Within `max_in_flight` activations (3D/2 by default), the least stale on average among those within 5 %
+of the fastest wins; with `max_mean_staleness`, the fastest that keeps this limit.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ from raypipe.schedules.search.ring import (
     Pipelines,
     check_pipelines,
     forms,
-    layings,
     most_held,
     num_pipelines,
+    placements,
     ring,
     rules,
     too_many_activations,
@@ -43,40 +41,20 @@ from raypipe.schedules.search.ring import (
 from raypipe.schedules.spec import ScheduleSpec
 from raypipe.schedules.staleness import rounded_up
 
-_NEARLY = 1.05
-"""Of orders whose updates take at most this times as long as the fastest's, the least stale is taken, unless a limit is given."""
-_ACTIVATIONS = 1.5
-"""For each device of the line, that a device may hold where no limit is given."""
-_MOST_SPARE = 3
-"""Microbatches of each pipeline besides those that it needs at least: more are staler and no faster."""
-_LEAST_STALE = 3
-"""Orders that are tried all the same where they seem staler than the limit, for windows differ from what is far from their ends."""
-_IN_ROUNDS = 3
-"""Microbatches of each pipeline that are under way in the authors' rounds: two of a round, and what is left of the one before."""
-_NOTHING = 1e-9
-"""Of a time, what is no difference."""
-_FEW_TURNS = 24
-"""Microbatches of each pipeline, at least, over which all orders are measured."""
-_MANY_TURNS = 96
-"""Likewise those that may be taken: some by rules go round in several updates, of which a few say little of the time."""
-_MOST_WRONG = 1.1
-"""By what factor the time over a few may differ from the time over many."""
-_FASTEST = 4
-"""Orders that may be the fastest, of those measured over a few."""
+_NEARLY = 1.05  # times the fastest order's update: the least stale of these orders wins
+_ACTIVATIONS = 1.5  # default limit on those of a device, times the number of devices
+_MOST_SPARE = 3  # microbatches of each pipeline beyond the minimum; more are staler and no faster
+_LEAST_STALE = 3  # orders tried although they seem staler than the limit: a whole window has ends, their measurement has not
+_IN_ROUNDS = 3  # microbatches of each pipeline in flight in the authors' rounds: two, and one left of the round before
+_NOTHING = 1e-9  # relative difference of times that counts as none
+_FEW_TURNS = 24  # microbatches of each pipeline over which all orders are measured, at least
+_MANY_TURNS = 96  # the same for the best orders: some repeat only after several updates, so that few turns mislead
+_MOST_WRONG = 1.1  # factor by which the time over few turns may differ from that over many
+_FASTEST = 4  # orders timed over many turns
 
 
 @dataclass(frozen=True)
 class _Tried:
-    """An order and what it is like far from the ends of a window.
-
-    Attributes:
-        form: how it is made.
-        update_s: seconds of an update.
-        held: the most activations of a worker.
-        max_delay: most updates between the weights of a forward and those that its gradient changes.
-        mean_delay: the same on average.
-    """
-
     form: Form
     update_s: float
     held: int
@@ -85,7 +63,7 @@ class _Tried:
 
 
 def amdp_auto(request: ScheduleRequest) -> Schedule:
-    """Return the order that was chosen, for as many updates as are asked for."""
+    """Return the chosen order for the requested updates."""
     request.require_one_chunk("amdp-auto", instead="async-interleaved")
     check_pipelines("amdp-auto", request)
     request = replace(request, num_pipelines=num_pipelines(request))
@@ -108,7 +86,6 @@ def amdp_auto(request: ScheduleRequest) -> Schedule:
 
 
 def _frame(pipelines: Pipelines, request: ScheduleRequest) -> Schedule:
-    """Return the schedule without its Ops."""
     return Schedule(
         name="amdp-auto",
         graph=StageGraph.chain(request.num_devices),
@@ -122,22 +99,16 @@ def _frame(pipelines: Pipelines, request: ScheduleRequest) -> Schedule:
 
 
 def _filled(frame: Schedule, done: Sequence[Sequence[Started]]) -> Schedule:
-    """Return the schedule with Ops and its U among them."""
     return replace(frame, programs=tuple(map(tuple, with_updates(frame, done))))
 
 
 @lru_cache(maxsize=256)
 def _ranked(request: ScheduleRequest) -> tuple[Form, ...]:
-    """Orders of one way to lay the pipelines, the best one first: one, or with a limit on the mean staleness those that may keep it.
-
-    Raises:
-        ScheduleError: none has as few activations as it must; says how many that would have to be.
-    """
     tried = _all_tried(replace(request, max_in_flight=None, max_mean_staleness=None), request.max_in_flight is not None)
     if request.times or request.latency_s:
-        # Where the stages lie must not depend on how long they take, which is measured where they lie.
-        laying = _ranked(replace(request, times=(), latency_s=0.0))[0].line.pipelines
-        tried = tuple(each for each in tried if each.form.line.pipelines == laying)
+        # The placement must not depend on times, which were measured on a placement.
+        placement = _ranked(replace(request, times=(), latency_s=0.0))[0].line.pipelines
+        tried = tuple(each for each in tried if each.form.line.pipelines == placement)
     least = min(each.held for each in tried)
     most = max(least, _ACTIVATIONS * request.num_devices) if request.max_in_flight is None else request.max_in_flight
     small = [each for each in tried if each.held <= most]
@@ -162,17 +133,15 @@ def _time(tried: _Tried) -> float:
 
 
 def _staleness(tried: _Tried) -> tuple[float, ...]:
-    """Return the less stale first, of those that are equally stale what holds less, then the faster."""
     return round(tried.mean_delay, 9), tried.held, tried.update_s
 
 
 @lru_cache(maxsize=256)
 def _all_tried(request: ScheduleRequest, sparing: bool) -> tuple[_Tried, ...]:
-    """All orders for one update of a request, with few microbatches in flight, too, where memory is short."""
     depth = request.num_devices
     keys = [*rules(depth), *_update_rules(request.num_microbatches)]
     tried: list[_Tried] = []
-    for pipelines in layings(depth, request.num_pipelines):
+    for pipelines in placements(depth, request.num_pipelines):
         line = TimedPipelines.of(pipelines, request)
         tried += [_measured(form, request) for form in forms(line, keys, spare=_MOST_SPARE, sparing=sparing)]
         if pipelines == ring(depth, depth // 2) and depth % 4 == 0 and request.num_microbatches % depth == 0:
@@ -181,12 +150,10 @@ def _all_tried(request: ScheduleRequest, sparing: bool) -> tuple[_Tried, ...]:
 
 
 def _authors(line: TimedPipelines, turns: int) -> list[list[Started]]:
-    """Return the rounds of AMDP's authors, of two turns each."""
     return timed(line, amdp.rounds(line.num_workers, turns // 2))
 
 
 def _update_rules(num_microbatches: int) -> list[Key]:
-    """Return a free worker takes what belongs to the earlier update, then forwards, of the earliest or of the latest stage."""
     return [
         lambda at_s, op: (op.index // num_microbatches, op.kind is not OpKind.FORWARD, op.stage, at_s, op.index),
         lambda at_s, op: (op.index // num_microbatches, op.kind is not OpKind.FORWARD, -op.stage, at_s, op.index),
@@ -194,7 +161,6 @@ def _update_rules(num_microbatches: int) -> list[Key]:
 
 
 def _measured(form: Form, request: ScheduleRequest) -> _Tried:
-    """Return an order, tried for as many updates as it takes to see some far from the ends."""
     schedule, done, first, count = _run(form, request, _FEW_TURNS)
     delays = []
     for program in _filled(schedule, done).programs:
@@ -214,12 +180,10 @@ def _measured(form: Form, request: ScheduleRequest) -> _Tried:
 
 
 def _update_s(form: Form, request: ScheduleRequest) -> float:
-    """Seconds of an update, over many of them."""
     return _steady_s(form, *_run(form, request, _MANY_TURNS))
 
 
 def _run(form: Form, request: ScheduleRequest, num_turns: int) -> tuple[Schedule, list[list[Started]], int, int]:
-    """Return an order of some updates, the first of them that is far from the ends, and how many are, with at least so many turns."""
     turns = request.num_microbatches // request.num_pipelines
     filling = -(-form.in_flight // turns)
     first, count = 1 + filling, max(2, -(-num_turns // turns))
@@ -228,7 +192,6 @@ def _run(form: Form, request: ScheduleRequest, num_turns: int) -> tuple[Schedule
 
 
 def _steady_s(form: Form, schedule: Schedule, done: Sequence[Sequence[Started]], first: int, count: int) -> float:
-    """Seconds of an update of these."""
     ends_s = [0.0] * schedule.num_updates
     for started in itertools.chain.from_iterable(done):
         if started.op.stage == 0 and started.op.kind is OpKind.BACKWARD:  # a microbatch ends there

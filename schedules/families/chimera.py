@@ -1,22 +1,21 @@
 """Chimera: pipelines in opposite directions fill each other's bubbles (Li and Hoefler, SC 2021, arXiv 2107.06925, section 3).
 
-N pipelines of D stages lie on the same D devices; N is even and divides D. Half of them run down, pipeline 2q with stage s on
-device 2qD/N + s (mod D); half of them run up, pipeline 2q+1 with stage s on the device opposite to that. Each device holds N
-stages. Microbatch m passes through pipeline m mod N. Four devices, two pipelines, F = B (even microbatches run down):
+N pipelines of D stages share the same D devices; N is even and divides D. Pipeline 2q runs down, with stage s on device
+2qD/N + s (mod D); pipeline 2q+1 runs up, with stage s on the opposite device. Each device holds N stages. Microbatch m passes
+through pipeline m mod N. Four devices, two pipelines, F = B (even microbatches run down):
 
     worker 0   F0 F2 .  F1 B1 F3 B3 B0 .  B2
     worker 1   .  F0 F1 F2 F3 B1 B0 B3 B2
     worker 2   .  F1 F0 F3 F2 B0 B1 B2 B3
     worker 3   F1 F3 .  F0 B0 F2 B2 B1 .  B3
 
-This is a unit: D/N forward slots of each pipeline on each device, and as many backward slots. The k-th of a pipeline has its F
-of stage s in slot 2k+s and its B in slot 2k+2D-1-s. The stages that a device holds of pipelines down differ from those of
-pipelines up by odd numbers and among themselves by multiples of 2D/N, and the backwards of one direction begin where the
-forwards of the other end: no two Ops meet in a slot. A worker runs its Ops in the order of their slots, however long they take.
+This is a unit: D/N forward slots of each pipeline on each device, and as many backward slots. The k-th microbatch of a
+pipeline has its F of stage s in slot 2k+s and its B in slot 2k+2D-1-s; no two Ops of a device meet in a slot. A worker runs
+its Ops in the order of their slots, however long they take.
 
-More than D microbatches need several units. There are three ways to put them together (section 3.5):
+More than D microbatches need several units, which are joined in one of three ways (section 3.5):
 
-chimera           one unit after the other, 2D slots apart. While B takes longer than F, there are bubbles between them.
+chimera           units follow each other, 2D slots apart. While B takes longer than F, there are bubbles between them.
 chimera-doubling  a forward slot runs two microbatches, so that it takes as long as a B where B = 2F (slots of 2F):
 
     worker 0   F0+2 F4+6 .    F1+3 B1   F5+7 B3   B0   B5   B2   B7   B4   .    B6
@@ -31,18 +30,15 @@ chimera-halving   a backward slot runs half the rows of a microbatch, so that it
     worker 2   .    F1   F0   F3   F2   B0.1 B1.1 B0.2 B1.2 B2.1 B3.1 B2.2 B3.2
     worker 3   F1   F3   .    F0   B0.1 F2   B0.2 B1.1 B2.1 B1.2 B2.2 B3.1 .    B3.2
 
-In these two a unit has twice as many backward slots as forward slots: the second half of them D slots behind the first, on
-every device right where that ends. The next unit begins 3D slots behind this one, and its forwards fit behind these backwards
-as the backwards of the other direction do.
-
-With f and b the times of a forward and of a backward slot, K whole units (M/D, with doubled forwards M/2D) leave each device
-idle for
+The last two have twice as many backward slots as forward slots, the second half D slots behind the first; units begin 3D
+slots apart. With f and b the times of a forward and a backward slot, K whole units (M/D, with doubled forwards M/2D) leave
+each device idle for
 
     (2D/N - 2) (max(f, b) + (K - 1) |f - b|)
 
-With two pipelines and B = 2F these are (D-2)(2F + (K-1)F) in chimera, (D-2) 2F in chimera-doubling and (D-2) F in
-chimera-halving, where 1F1B has (D-1) 3F; with D pipelines there are no bubbles at all. Activations held: at most D, 2D where
-forwards are doubled; D/N - 1 less on a device where a pipeline starts, half of that less where backwards are halved.
+With two pipelines and B = 2F: (D-2)(2F + (K-1)F) in chimera, (D-2) 2F in chimera-doubling and (D-2) F in chimera-halving,
+where 1F1B has (D-1) 3F; with D pipelines there are no bubbles. Activations held: at most D, 2D where forwards are doubled;
+D/N - 1 less on a device where a pipeline starts, half of that less where backwards are halved.
 
 A number of microbatches that makes no whole unit leaves out the last ones; pipelines differ by one microbatch at most.
 """
@@ -65,13 +61,7 @@ _DEFAULT_PIPELINES = 2
 
 @dataclass(frozen=True)
 class _Form:
-    """How a schedule of this file divides its work.
-
-    Attributes:
-        name: of the schedule.
-        width: pieces of work in a forward slot; a backward slot has one.
-        num_parts: pieces of a microbatch.
-    """
+    """How a schedule divides its work: pieces in a forward slot (a backward slot has one), and parts of a microbatch."""
 
     name: str
     width: int
@@ -84,17 +74,17 @@ _HALVING = _Form("chimera-halving", width=2, num_parts=2)
 
 
 def chimera(request: ScheduleRequest) -> Schedule:
-    """Units of D microbatches, one directly behind the other."""
+    """Return units of D microbatches, one directly behind the other."""
     return _build(_DIRECT, request)
 
 
 def chimera_doubling(request: ScheduleRequest) -> Schedule:
-    """Run forwards of two microbatches in a slot, backwards of one."""
+    """Return units whose forward slots run two microbatches."""
     return _build(_DOUBLING, request)
 
 
 def chimera_halving(request: ScheduleRequest) -> Schedule:
-    """Run forwards of a microbatch in a slot, backwards of half of one."""
+    """Return units whose backward slots run half a microbatch."""
     return _build(_HALVING, request)
 
 
@@ -109,7 +99,6 @@ def _build(form: _Form, request: ScheduleRequest) -> Schedule:
 
 
 def _pipelines(name: str, request: ScheduleRequest) -> list[list[int]]:
-    """Return the worker of each stage, for each pipeline."""
     request.require_one_chunk(name)
     request.require_even_devices(name)
     depth, count = request.num_devices, request.num_pipelines or _DEFAULT_PIPELINES
@@ -118,11 +107,11 @@ def _pipelines(name: str, request: ScheduleRequest) -> list[list[int]]:
         choices = " or ".join(f"--pipelines {number}" for number in possible)
         raise ScheduleError(f"{name} needs an even number of pipelines that divides the {depth} devices, got {count}; use {choices}")
     down = [[(2 * pair * depth // count + stage) % depth for stage in range(depth)] for pair in range(count // 2)]
-    return [laying for workers in down for laying in (workers, [depth - 1 - worker for worker in workers])]
+    return [placement for workers in down for placement in (workers, [depth - 1 - worker for worker in workers])]
 
 
 def _slots(form: _Form, request: ScheduleRequest, pipeline: int, num_pipelines: int, stage: int) -> Iterator[tuple[int, Slot]]:
-    """Return what a stage does for a pipeline in one update, each with the number of its slot."""
+    """Yield the Ops of a stage in one update, each with the number of its slot."""
     depth, turns = request.num_devices, request.num_devices // num_pipelines
     parts = range(1, form.num_parts + 1) if form.num_parts > 1 else (0,)
     pieces = [(microbatch, part) for microbatch in range(pipeline, request.num_microbatches, num_pipelines) for part in parts]
@@ -137,7 +126,6 @@ def _slots(form: _Form, request: ScheduleRequest, pipeline: int, num_pipelines: 
 
 
 def _makespan_s(form: _Form, request: ScheduleRequest, times: StageTimes) -> float | None:
-    """M(F + B) and the idle time, for whole units."""
     num_units, rest = divmod(request.num_microbatches, request.num_devices * form.width // form.num_parts)
     if rest:
         return None
@@ -149,7 +137,7 @@ def _makespan_s(form: _Form, request: ScheduleRequest, times: StageTimes) -> flo
 
 
 def _peak_in_flight(form: _Form, request: ScheduleRequest, worker: int) -> int:
-    """Return the least where a pipeline starts, one piece more with each device from there, the most in the middle between two starts."""
+    """Return the peak: least where a pipeline starts, then one piece more with each device to the middle."""
     between = _between(request)
     distance = min(worker % between, between - 1 - worker % between)
     pieces = form.width * request.num_devices - (between // 2 - 1) + distance
@@ -157,7 +145,7 @@ def _peak_in_flight(form: _Form, request: ScheduleRequest, worker: int) -> int:
 
 
 def _between(request: ScheduleRequest) -> int:
-    """Devices from the start of one pipeline to the start of the next in the same direction."""
+    """Return the devices between the starts of two pipelines of one direction."""
     return 2 * request.num_devices // (request.num_pipelines or _DEFAULT_PIPELINES)
 
 

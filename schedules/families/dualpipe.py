@@ -1,7 +1,7 @@
 """DualPipe and DualPipeV: forwards and backwards of opposite directions share a slot (DeepSeek-AI, 2024, arXiv 2412.19437).
 
-The report's section 3.2.1 and figures 4 and 5, and the order of its public code (github.com/deepseek-ai/DualPipe). Where the
-forward of one microbatch and the backward of another share a slot, F&B, the messages of each travel while the other computes.
+Section 3.2.1, figures 4 and 5, and the order of the public code (github.com/deepseek-ai/DualPipe). In a slot F&B the forward
+of one microbatch and the backward of another share the device: the messages of each travel while the other computes.
 
 DualPipe has two pipelines in opposite directions: device s holds stage s of pipeline 0 and stage D-1-s of pipeline 1, and
 microbatch m passes through pipeline m mod 2. Four devices with F = I = W and F&B = F + B (even microbatches run down):
@@ -11,17 +11,15 @@ microbatch m passes through pipeline m mod 2. Four devices with F = I = W and F&
     worker 2   .  F1 F0 F3 F2 F5 B0    F4&B1    F7&B2    F6&B3    B4    B5    .  I6 I7 W6 W7
     worker 3   F1 F3 F5 F0 I0 W0 F2 F7&B2    .  F4&B1    B4    .  F6&B3    B6    I5 W5 I7 W7
 
-DualPipeV folds it: one pipeline runs down the devices and up again, and device s holds stages s and 2D-1-s. Each device then
-does what device s of 2D does in DualPipe, and no stage has a replica. Two devices:
+DualPipeV folds it into one pipeline down the devices and up again: device s holds stages s and 2D-1-s and does what device s
+of 2D does in DualPipe; no stage has a replica. Two devices:
 
     worker 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1     .   3F2&0B0     3B2     .   3F3&0B1     3B3     0I2 0W2 0I3 0W3
     worker 1   .   1F0 2F0 1F1 2F1 1F2 2B0     2F2&1B0     1F3&2B1     2F3&1B1     2B2     1B2     .   2I3 1I3 2W3 1W3
 
-Idle time per device (H-1)(F&B + B - 3W) with H = D/2 in DualPipe and H = D in DualPipeV, for F = I >= W, F&B = F + B and at
-least 4H microbatches in all of DualPipe, 2H of DualPipeV; for other times see `_makespan_s`. 2H+1 activations held.
-
-Fewer microbatches than that, and an odd number in DualPipe, are those of the next number that fits without the last ones. The
-order stays good: with H = 4 and 8 microbatches DualPipe takes 33 F where Chimera takes 36 and 1F1B 45.
+Idle time per device (H-1)(F&B + B - 3W), with H = D/2 in DualPipe and H = D in DualPipeV, for F = I >= W, F&B = F + B and at
+least 4H microbatches in DualPipe, 2H in DualPipeV; other times: `_makespan_s`. 2H+1 activations held. Fewer microbatches, or
+an odd number in DualPipe, run the order of the next number that fits without the last microbatches.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from raypipe.schedules.spec import ScheduleSpec
 
 
 def dualpipe(request: ScheduleRequest) -> Schedule:
-    """Two pipelines in opposite directions: device s holds stages s and D-1-s."""
+    """Return two pipelines in opposite directions; device s holds stages s and D-1-s."""
     request.require_one_chunk("dualpipe")
     request.require_even_devices("dualpipe")
     if request.num_pipelines not in {0, 2}:
@@ -55,7 +53,7 @@ def dualpipe(request: ScheduleRequest) -> Schedule:
 
 
 def dualpipe_v(request: ScheduleRequest) -> Schedule:
-    """One pipeline down the devices and up again: device s holds stages s and 2D-1-s."""
+    """Return one pipeline down the devices and up again; device s holds stages s and 2D-1-s."""
     request.require_one_pipeline("dualpipe-v")
     if request.num_chunks != 2:
         raise ScheduleError(f"dualpipe-v holds two stages a device, got {request.num_chunks} chunks; use --chunks 2")
@@ -70,12 +68,7 @@ def dualpipe_v(request: ScheduleRequest) -> Schedule:
 
 
 class _Device:
-    """The Ops of one device in each of its two directions, one microbatch after the other.
-
-    Args:
-        directions: stage and pipeline of each.
-        num_pipelines: of the schedule; microbatch m passes through pipeline m mod that.
-    """
+    """The next Ops of one device in each of its two directions, given as (stage, pipeline)."""
 
     def __init__(self, *directions: tuple[int, int], num_pipelines: int) -> None:
         self.directions = directions
@@ -85,23 +78,20 @@ class _Device:
         self.put_off: deque[Op] = deque()
 
     def forward(self, direction: int) -> Op:
-        """Return the F of the next microbatch."""
         self.num_forwards[direction] += 1
         return self._op(OpKind.FORWARD, direction, self.num_forwards[direction] - 1)
 
     def backward(self, direction: int) -> Op:
-        """Return the B of the next microbatch."""
         self.num_backwards[direction] += 1
         return self._op(OpKind.BACKWARD, direction, self.num_backwards[direction] - 1)
 
     def input_gradient(self, direction: int) -> Op:
-        """Return the I of the next microbatch, whose W is put off."""
+        """Return the next I and put its W off."""
         op = self.backward(direction)
         self.put_off.append(op._replace(kind=OpKind.WEIGHT_GRADIENT))
         return op._replace(kind=OpKind.INPUT_GRADIENT)
 
     def weight_gradient(self) -> Op:
-        """Return the W that was put off first."""
         return self.put_off.popleft()
 
     def _op(self, kind: OpKind, direction: int, number: int) -> Op:
@@ -110,14 +100,7 @@ class _Device:
 
 
 def _order(device: _Device, distance: int, half: int, num_each: int) -> Iterator[Slot]:
-    """Return the slots of a device for one update.
-
-    Args:
-        device: what it runs in its directions, 0 the one that reaches it first.
-        distance: devices between it and where its first direction starts.
-        half: devices from there to the middle.
-        num_each: microbatches of each direction, at least 2 `half`.
-    """
+    """Yield the slots of one update, `distance` devices from the start of direction 0, `half` from there to the middle."""
     nearer, further = distance + 1, half - distance - 1
     for _ in range(2 * further):
         yield device.forward(0)
@@ -147,7 +130,6 @@ def _order(device: _Device, distance: int, half: int, num_each: int) -> Iterator
 
 
 def _without(slots: Iterable[Slot], num_microbatches: int) -> list[Slot]:
-    """Return the slots with the first microbatches only."""
     kept: list[Slot] = []
     for slot in slots:
         ops = tuple(op for op in ops_of(slot) if op.index < num_microbatches)
@@ -157,11 +139,7 @@ def _without(slots: Iterable[Slot], num_microbatches: int) -> list[Slot]:
 
 
 def _makespan_s(request: ScheduleRequest, times: StageTimes, *, half: int) -> float:
-    """Return the work of a device and its idle time, for as many microbatches as the public code asks for and F&B = F + B.
-
-    The idle time is the published one where F = I >= W. For other times it is a formula that agrees with the simulated order,
-    for all ratios of F, I and W.
-    """
+    """Return the published time where F = I >= W; for other times a formula that agrees with the simulated order."""
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
     turn_s = forward_s + input_grad_s + max(forward_s, input_grad_s) - min(weight_grad_s, input_grad_s)
     gained_s = min((half - 1) * max(input_grad_s - forward_s, 0), forward_s)

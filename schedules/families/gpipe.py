@@ -18,7 +18,7 @@ from raypipe.schedules.spec import ScheduleSpec
 
 
 def gpipe(request: ScheduleRequest) -> Schedule:
-    """All forwards of an update, then all its backwards."""
+    """Return all forwards of an update, then all its backwards."""
     request.require_one_chunk("gpipe")
     request.require_one_pipeline("gpipe")
     one_update = [
@@ -29,7 +29,7 @@ def gpipe(request: ScheduleRequest) -> Schedule:
 
 
 def flushed_makespan_s(request: ScheduleRequest, times: StageTimes) -> float:
-    """(M + D - 1)(F + B): one update of GPipe and of 1F1B alike."""
+    """Return (M + D - 1)(F + B), the time of one update of GPipe and 1F1B."""
     return (request.num_microbatches + request.num_devices - 1) * (times.forward_s + times.input_grad_s + times.weight_grad_s)
 
 

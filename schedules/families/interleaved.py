@@ -6,9 +6,9 @@ Two devices, two chunks, four microbatches (stages 0 and 2 on worker 0, 1 and 3 
     worker 0   0F0 0F1 2F0 2F1 .    2B0 0F2 2B1 0F3 0B0 2F2 0B1 2F3 ...
     worker 1   .   1F0 1F1 3F0 3B0  3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 ...
 
-Groups have D microbatches where M is a multiple of D; else M is divided into max(1, M // D) groups whose sizes differ by one
-at most, the larger ones first. Idle time per device (D-1)(F+B)/V of a device's F and B for M >= D, more where M < D; with groups
-of D, D(V-1) + 2(D-1-s) + 1 chunk activations held.
+Groups have D microbatches if D divides M; else max(1, M // D) groups differ by at most one microbatch, the larger ones first.
+Idle time per device (D-1)(F+B)/V of a device's F and B for M >= D, more where M < D. With groups of D,
+D(V-1) + 2(D-1-s) + 1 chunk activations are held.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raypipe.schedules.spec import ScheduleSpec
 
 
 def interleaved(request: ScheduleRequest) -> Schedule:
-    """Warm-up of 2(D-1-s) + (V-1) g forwards, g the largest group, then forwards and backwards in turn."""
+    """Return 2(D-1-s) + (V-1) g warm-up forwards (g: largest group), then forwards and backwards in turn."""
     request.require_one_pipeline("interleaved")
     return synchronous("interleaved", request, workers=round_robin(request), one_update=one_update(request))
 
@@ -39,12 +39,11 @@ def one_update(request: ScheduleRequest) -> list[list[Slot]]:
 
 
 def round_robin(request: ScheduleRequest) -> list[int]:
-    """Return the worker of each stage: they take turns."""
+    """Return the worker of each stage."""
     return [stage % request.num_devices for stage in range(request.num_devices * request.num_chunks)]
 
 
 def _groups(request: ScheduleRequest) -> list[range]:
-    """Return the microbatches of each group, which pass through one chunk before the next chunk's turn."""
     num_groups = max(1, request.num_microbatches // request.num_devices)
     small, larger = divmod(request.num_microbatches, num_groups)
     groups: list[range] = []
@@ -57,7 +56,6 @@ def _groups(request: ScheduleRequest) -> list[range]:
 
 
 def _order(request: ScheduleRequest) -> list[tuple[int, int]]:
-    """Pairs (chunk, microbatch) in the order of the forwards."""
     return [(chunk, microbatch) for group in _groups(request) for chunk in range(request.num_chunks) for microbatch in group]
 
 
@@ -67,7 +65,6 @@ def _warm_up(request: ScheduleRequest, worker: int) -> int:
 
 
 def _makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
-    """(V M + D - 1)(f + b) with the times of one chunk, where M >= D."""
     if request.num_microbatches < request.num_devices:
         return None
     steps = request.num_chunks * request.num_microbatches + request.num_devices - 1

@@ -1,16 +1,14 @@
 """Interleaved 1F1B that never drains: V stages a device, one live copy of the weights, an update every M microbatches.
 
-The order of `interleaved` over all microbatches of the window, with each stage's U right behind its last backward of the update; where
-updates wait for all stages, when the last of them has ended.
-Nobody has published it; it levels coarse stages as pipelines in several directions do, with the weights of one model over the
-devices. Two devices, two chunks, two microbatches an update (stages 0 and 2 on worker 0, 1 and 3 on worker 1):
+The order of `interleaved` over all microbatches of the window; U stands right behind the stage's last backward of the update,
+or where all stages have ended if updates wait for all. Unpublished; it balances coarse stages as pipelines in several
+directions do, without more copies of the weights. Two devices, two chunks, two microbatches an update (stages 0 and 2 on worker 0):
 
     worker 0   0F0 0F1 2F0 2F1 .   2B0 0F2 2B1 2U0 0F3 0B0 2F2 0B1 0U0 2F3 2B2 ...
     worker 1   .   1F0 1F1 3F0 3B0 3F1 3B1 3U0 1F2 1B0 1F3 1B1 1U0 3F2 3B2 ...
 
-It has a bubble at the ends of the window alone, and holds as many activations as `interleaved`. A microbatch is under way for about as
-long as 2D others take, twice as long as in `async-1f1b`; mismatch and delay are at most 1 from 2D microbatches an update, for
-up to four stages a device.
+Bubbles stand only at the ends of the window; as many activations are held as in `interleaved`. A microbatch is in flight while
+about 2D others run, twice as long as in `async-1f1b`; mismatch and delay are at most 1 where M >= 2D, for up to four stages a device.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from raypipe.schedules.search.dispatch import TimedPipelines, defer_updates
 
 
 def async_interleaved(request: ScheduleRequest) -> Schedule:
-    """Return the order of `interleaved` for one long update, which is updated every M microbatches."""
+    """Return the order of `interleaved` over the whole window, with an update every M microbatches."""
     request.require_one_pipeline("async-interleaved")
     programs = interleaved.one_update(_one_long_update(request))
     workers = interleaved.round_robin(request)

@@ -1,20 +1,19 @@
-"""SPP's list order: every stage and every channel between two stages has its turn (Luo et al., INFOCOM 2022, arXiv 2204.10562).
+"""SPP's list order: stages and channels between them take turns (Luo et al., INFOCOM 2022, arXiv 2204.10562).
 
-A chain of D stages has R = 2D - 1 resources: stage, channel, stage and so on, stage s being resource 2s. Time is divided into
-slots as long as the busiest resource takes for one microbatch. The forward of microbatch i is on resource r in slot i + r, its
-backward in slot i + 2R - 2 - r. Run by each stage as soon as possible, forwards first where both fall into one slot:
+A chain of D stages has R = 2D - 1 resources: stage, channel, stage and so on; stage s is resource 2s. A slot is as long as the
+busiest resource takes for one microbatch. The forward of microbatch i is on resource r in slot i + r, its backward in slot
+i + 2R - 2 - r. Each stage runs its list as soon as possible, forwards first where both fall into one slot:
 
     worker 0   F0 F1 F2 F3 F4 F5 F6 F7 F8 F9 F10 F11 F12 B0 F13 B1 F14 B2 ...
     worker 1   .  F0 F1 F2 F3 F4 F5 F6 F7 F8 B0  F9  B1 F10 B2 ...
     worker 2   .  .  F0 F1 F2 F3 F4 B0 F5 B1 F6  B2 ...
     worker 3   .  .  .  F0 B0 F1 B1 F2 B2 ...
 
-1F1B counts stages alone, so that a message's way there and back is idle time; here 4(D-1-s) + 1 activations are held at stage s
-instead of D - s, and messages may take as long as stages do. The paper's theorem could not be read; what is proved here is that
-an update takes at most (M + 4D - 4) C and the longest sum of gradients, with C the seconds of the busiest resource for one
-microbatch (stretch every slot to C: it fits, and running each list as soon as possible is never later).
-
-`max_in_flight` caps the activations: the forward of microbatch i then stands behind the backward of i - `max_in_flight`.
+Stage s holds 4(D-1-s) + 1 activations instead of 1F1B's D - s, so messages may take as long as stages do without idle time.
+The paper's theorem could not be read; proved here: an update takes at most (M + 4D - 4) C and the longest sum of gradients,
+C being the seconds of the busiest resource for one microbatch (slots of length C fit; running each list as soon as possible
+is never later). `max_in_flight` caps the activations: the forward of microbatch i then stands behind the backward of
+i - `max_in_flight`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from raypipe.schedules.spec import ScheduleSpec
 
 
 def one_f_one_b(request: ScheduleRequest) -> Schedule:
-    """Warm-up forwards, then forwards and backwards in turn, then the rest of the backwards."""
+    """Return warm-up forwards, forwards and backwards in turn, then the other backwards."""
     request.require_one_chunk("1f1b")
     request.require_one_pipeline("1f1b")
     one_update: list[list[Slot]] = []

@@ -1,20 +1,19 @@
 """1F1B that never drains: PipeDream, PipeDream-2BW, and the same order with one live copy of the weights.
 
-All three run the order of `one_f_one_b` over all microbatches of the window, with U right behind the last backward of each
-update. Two devices, two microbatches an update, two updates:
+The order of `one_f_one_b` over all microbatches of the window, with U right behind the last backward of each update. Two
+devices, two microbatches an update, two updates:
 
     worker 0   0F0 0F1 0B0 0F2 0B1 0U0 0F3 0B2 .   0B3 0U1
     worker 1   .   1F0 1B0 1F1 1B1 1U0 1F2 1B2 1F3 1B3 1U1
 
-There is no bubble but at both ends of the window, and at most D-s activations are held. They differ in the weights:
+Bubbles stand only at the ends of the window; at most D-s activations are held. The weights differ:
 
-* `pipedream` (Narayanan et al., SOSP 2019, arXiv 1806.03377, section 3.3) updates after every microbatch and keeps the version that
-  each forward used for its backward: D-s versions, mismatch 0, delay D-1-s.
-* `pipedream-2bw` (Narayanan et al., ICML 2021, arXiv 2006.09503, section 3.1) accumulates M microbatches and keeps two versions;
-  microbatch k of 0, 1, ... reads version max(floor(k / M) - 1, 0), forward and backward: delay 1. M >= D-1, or a stage needed a third.
-* `async-1f1b` (PACI, arXiv 2606.07881) accumulates, too, and keeps one version, which forward and backward take as it is. Between
-  the forward and the backward of a microbatch stage s runs D-1-s other backwards, so mismatch and delay are at most
-  ceil((D-1-s)/M): at most 1 exactly where M >= D-1.
+* `pipedream` (Narayanan et al., SOSP 2019, arXiv 1806.03377, section 3.3) updates after every microbatch and keeps the version
+  of each forward for its backward: D-s versions, mismatch 0, delay D-1-s.
+* `pipedream-2bw` (Narayanan et al., ICML 2021, arXiv 2006.09503, section 3.1) accumulates M microbatches and keeps two
+  versions; F and B of microbatch k read version max(floor(k / M) - 1, 0): delay 1. M < D-1 would need a third version.
+* `async-1f1b` (PACI, arXiv 2606.07881) accumulates M microbatches and keeps one live version. Between F and B of a microbatch
+  stage s runs D-1-s other backwards: mismatch and delay are at most ceil((D-1-s)/M), at most 1 exactly where M >= D-1.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from raypipe.schedules.spec import ScheduleSpec
 
 
 def pipedream(request: ScheduleRequest) -> Schedule:
-    """Return an update after each microbatch; backward with the weights of its forward."""
+    """Return an update after each microbatch; the backward reads the weights of its forward."""
     if request.num_microbatches != 1:
         raise ScheduleError(
             f"pipedream updates after every microbatch, got {request.num_microbatches} an update; "
@@ -40,7 +39,7 @@ def pipedream(request: ScheduleRequest) -> Schedule:
 
 
 def pipedream_2bw(request: ScheduleRequest) -> Schedule:
-    """Two versions of the weights."""
+    """Return updates with two versions of the weights."""
     if request.num_microbatches < request.num_devices - 1:
         raise ScheduleError(
             f"pipedream-2bw keeps two versions of the weights, which takes at least {request.num_devices - 1} microbatches an update "
@@ -50,7 +49,7 @@ def pipedream_2bw(request: ScheduleRequest) -> Schedule:
 
 
 def async_one_f_one_b(request: ScheduleRequest) -> Schedule:
-    """One version of the weights, which every Op takes as it is."""
+    """Return updates of one version, which every Op reads as it is."""
     return _build("async-1f1b", request, WeightRule.LIVE)
 
 

@@ -1,21 +1,21 @@
 """ZB-H1 and ZB-H2: weight gradients fill the bubble (Qi et al., ICLR 2024, arXiv 2401.10241, section 2).
 
 The backward is split: the input gradient I stays on the chain of stages, the weight gradient W of a microbatch may run at
-any time after its own I. In the steady state worker s of D runs the triples
+any time after its I. In the steady state worker s of D runs the triples
 
     H1   F[x]  I[x - (D-1-s)]    W[x - (D-1)]         idle (D-1)(F+I-W),   D activations
     H2   F[x]  I[x - 2(D-1-s)]   W[x - 2(D-1)]        idle (D-1)(F+I-2W),  2D-1 activations
 
-for x = 0, 1, ...; leaving out the microbatches that do not exist gives warm-up and cool-down as well. ZB-H1 with D = 4:
+for x = 0, 1, ...; without the microbatches that do not exist this is warm-up and cool-down, too. ZB-H1 with D = 4:
 
     worker 0   F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 ...
     worker 1   .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 ...
     worker 2   .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 ...
     worker 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 ...
 
-The idle times are those between a device's own first start and last end, for F + I >= k W and enough microbatches. ZB-H2's
-devices are shifted against each other: it gains only where an update does not wait for all stages (`update_scope` stage;
-the paper validates the norm afterwards instead).
+Idle time counts from a device's first start to its last end, for F + I >= k W (k = 1 or 2) and enough microbatches. ZB-H2
+gains only where an update does not wait for all stages (`update_scope` stage), since its devices are shifted against each
+other; the paper validates the norm afterwards instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def zb_h1(request: ScheduleRequest) -> Schedule:
 
 
 def zb_h2(request: ScheduleRequest) -> Schedule:
-    """Return the order with twice the memory of 1F1B and no bubble where F = I = W."""
+    """Return the order with twice the memory of 1F1B, without a bubble where F = I = W."""
     return _handcrafted("zb-h2", request, depth=2)
 
 
@@ -55,7 +55,7 @@ def _handcrafted(name: str, request: ScheduleRequest, *, depth: int) -> Schedule
 
 
 def _makespan_s(depth: int, request: ScheduleRequest, times: StageTimes) -> float | None:
-    """Return when the last device ends, for both orders: M(F+I+W) and the way there; `None` outside the assumptions."""
+    """Return when the last device ends; `None` outside the assumptions."""
     ramp = request.num_devices - 1
     idle = times.forward_s + times.input_grad_s - depth * times.weight_grad_s
     if request.num_microbatches < depth * ramp + 1 or idle < 0:

@@ -1,28 +1,26 @@
-"""ZB-auto: a search with the times of the stages, within a limit on memory (Qi et al., ICLR 2024, arXiv 2401.10241, section 3).
+"""ZB-auto: an order searched for, by stage times and a limit on memory (Qi et al., ICLR 2024, arXiv 2401.10241, section 3).
 
-What is asked for: an order that takes F, I and W of each stage as long as `ScheduleRequest.times` says and every dependency between devices
-`latency_s` longer, and that holds at most `max_in_flight` activations a device: 2D where none are given (ZB-2p of the paper); with D
-it is ZB-1p. Letters as in `zero_bubble`. Four devices with room for 5 activations each, updates by stage, F = I = W:
+The search knows F, I and W of each stage (`ScheduleRequest.times`), the latency between devices (`latency_s`) and the most
+activations a device may hold (`max_in_flight`). The default of 2D is ZB-2p of the paper; D is ZB-1p. Letters as in
+`zero_bubble`. Four devices with room for 5 activations each, updates by stage, F = I = W:
 
     worker 0   F0 F1 F2 F3 F4 .  .  I0 W0 F5 I1 W1 I2 I3 W2 W3 I4 W4 I5 W5 .
     worker 1   .  F0 F1 F2 F3 .  I0 F4 I1 W0 F5 I2 I3 W1 W2 I4 W3 I5 W4 W5 .
     worker 2   .  .  F0 F1 .  I0 F2 I1 F3 I2 F4 I3 W0 F5 I4 W1 I5 W2 W3 W4 W5
     worker 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
-1. Drafts. A worker takes the input gradient or forward that is there, else a weight gradient, else it waits. Three flags make
-   twelve drafts: how far forwards run ahead of their input gradients, whether that is rounded up, and which of the two goes first.
-   The paper's drafts may wait rather than run a W that is too long for its gap; here step 3 moves such a W away.
-2. The orders of 1F1B, ZB-H1 and ZB-H2 compete where they keep the limit: what is found is never worse than they are.
-3. The best three are improved by moves along their longest path: two neighbours swapped, or a W put into another gap or to the end.
+1. Twelve greedy drafts: a worker runs the I or F that has arrived, else a W, else it waits. The paper's drafts may wait
+   rather than run a W that is too long for its gap; here step 3 moves that W.
+2. 1F1B, ZB-H1 and ZB-H2 compete where they keep the limit, so the result is never worse than they are.
+3. Moves along their longest path improve the best three: two neighbours swap, or a W moves to another gap or to the end.
 
-Best is, where updates wait for all stages (`update_scope` global, the default), what ends first; where they do not wait, what has
-the shortest longest span, the time from a device's first start to its last end: it is then the time of an update far from the
-ends, and the cost that the paper minimizes. Of equally fast orders the best holds the fewest activations.
+If updates wait for all stages (`update_scope` global, the default), the order that ends first wins. Otherwise the order with
+the shortest longest span wins (from a device's first start to its last end): the time of an update far from the ends, and
+the paper's cost. Ties go to the order that holds the fewest activations.
 
-All end after M(F+I+W) + (D-1)F at the earliest, the last device's way there and its work. Without latency that is reached with room
-for D activations and M >= D where I <= W <= F+I, by ZB-H1 already, and with room for 2D-1 and M >= 2D-1 where I <= 2W <= F+I, by ZB-H2.
-An activation counts from its F to its W, since a stage keeps it for both halves of its backward. The paper counts less of it behind
-I: `weight_grad_share` is that part. 32 devices and 96 microbatches take a second or two, others in proportion.
+Lower bound: M(F+I+W) + (D-1)F. Without latency ZB-H1 reaches it with room for D activations where M >= D and I <= W <= F+I,
+ZB-H2 with room for 2D-1 where M >= 2D-1 and I <= 2W <= F+I. An activation counts from its F to its W; after its I the paper
+counts only the part `weight_grad_share`. 32 devices with 96 microbatches take a second or two.
 """
 
 from __future__ import annotations
@@ -45,22 +43,11 @@ from raypipe.schedules.spec import ScheduleSpec
 _F, _I, _W = OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT
 
 Order = tuple[tuple[OpKind, ...], ...]
-"""For each worker, the kinds of its Ops; those of a kind come in the order of their microbatches."""
+"""The kinds of each worker's Ops; Ops of one kind run in the order of their microbatches."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What the search is given, one stage a worker.
-
-    Attributes:
-        num_microbatches: of one update.
-        times: of each stage.
-        latency_s: of every dependency between workers.
-        max_in_flight: the most activations that a worker may hold.
-        weight_grad_share: what is kept of an activation from I to W.
-        spans: whether the longest time of one worker counts first, else the time of all together.
-    """
-
     num_microbatches: int
     times: tuple[StageTimes, ...]
     latency_s: float
@@ -70,7 +57,7 @@ class _Task:
 
 
 def zb_auto(request: ScheduleRequest) -> Schedule:
-    """Return the best order found for the times of the stages within the limit on activations."""
+    """Return the best order found for the stage times within the limit on activations."""
     request.require_one_chunk("zb-auto")
     request.require_one_pipeline("zb-auto")
     order = _search(_task(request))
@@ -111,13 +98,12 @@ def _task(request: ScheduleRequest) -> _Task:
 @lru_cache(maxsize=256)  # windows of different lengths repeat one order
 def _search(task: _Task) -> Order:
     manners = itertools.starmap(_Manner, itertools.product((0.5, 0.75, 1.0), (False, True), (True, False)))
-    found = dict.fromkeys([*_handcrafted(task), *(_Draft(task, manner).order() for manner in manners)])
-    best = heapq.nsmallest(_NUM_POLISHED, found, key=lambda order: _score(task, _timed(task, order)))
-    return min([*(_polished(task, order) for order in best), *found], key=lambda order: _preference(task, order))
+    orders = dict.fromkeys([*_handcrafted(task), *(_Draft(task, manner).order() for manner in manners)])
+    best = heapq.nsmallest(_NUM_POLISHED, orders, key=lambda order: _score(task, _timed(task, order)))
+    return min([*(_polished(task, order) for order in best), *orders], key=lambda order: _preference(task, order))
 
 
 def _preference(task: _Task, order: Order) -> tuple[float, float, float]:
-    """Return what is to be small in the end: among equally fast orders the one that holds the least comes first."""
     first, second = _score(task, _timed(task, order))
     return first, max(_most_held(task, kinds) for kinds in order), second
 
@@ -126,7 +112,6 @@ _NUM_POLISHED = 3
 
 
 def _handcrafted(task: _Task) -> Iterator[Order]:
-    """Those of the known orders that keep the limit, B as I and W."""
     request = ScheduleRequest(len(task.times), task.num_microbatches)
     for build in (one_f_one_b, zb_h1, zb_h2):
         order = tuple(
@@ -143,12 +128,10 @@ def _handcrafted(task: _Task) -> Iterator[Order]:
 
 
 def _fits(task: _Task, kinds: Sequence[OpKind]) -> bool:
-    """Whether a worker's Ops keep the limit and their own order: F, I, W of each microbatch."""
     return _most_held(task, kinds) <= task.max_in_flight + _EPSILON
 
 
 def _most_held(task: _Task, kinds: Sequence[OpKind]) -> float:
-    """Return the most activations that a worker's Ops hold at once; infinitely many where they are out of their own order."""
     forwards = inputs = weights = 0
     most = 0.0
     for kind in kinds:
@@ -173,25 +156,15 @@ def _seconds(times: StageTimes) -> dict[OpKind, float]:
 
 @dataclass(frozen=True)
 class _Timing:
-    """When the Ops of an order run, and what each waited for last: (worker, position), `None` for nothing.
-
-    Attributes:
-        starts_s: for each worker, of each of its Ops.
-        ends_s: for each worker, of its last Op.
-        causes: for each worker, of each of its Ops.
-    """
-
     starts_s: list[list[float]]
     ends_s: list[float]
     causes: list[list[tuple[int, int] | None]]
 
     def spans_s(self) -> list[float]:
-        """From each worker's first start to its last end."""
         return [end - starts[0] for starts, end in zip(self.starts_s, self.ends_s, strict=True)]
 
 
 def _timed(task: _Task, order: Order) -> _Timing | None:
-    """Return the times of an order in which each worker starts as soon as it can; `None` where it hangs."""
     last = len(order) - 1
     starts_s: list[list[float]] = [[] for _ in order]
     causes: list[list[tuple[int, int] | None]] = [[] for _ in order]
@@ -227,10 +200,9 @@ def _timed(task: _Task, order: Order) -> _Timing | None:
 
 
 def _score(task: _Task, timing: _Timing | None) -> tuple[float, float]:
-    """Return the longest span and the end of all, what counts first in front, rounded so that sums of seconds compare."""
     if timing is None:
         return math.inf, math.inf
-    figures = [float(f"{seconds:.10g}") for seconds in (max(timing.spans_s()), max(timing.ends_s))]
+    figures = [float(f"{seconds:.10g}") for seconds in (max(timing.spans_s()), max(timing.ends_s))]  # rounded: sums of seconds compare
     return (figures[0], figures[1]) if task.spans else (figures[1], figures[0])
 
 
@@ -239,25 +211,12 @@ def _score(task: _Task, timing: _Timing | None) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Manner:
-    """How a draft decides.
-
-    Attributes:
-        ramp: forwards run ahead of their input gradients for so much of the way to the last stage and back.
-        round_up: whether the last of these forwards begins on that way, else it ends there.
-        input_first: whether the input gradient goes first where a forward could run as well.
-    """
-
     ramp: float
     round_up: bool
     input_first: bool
 
 
 class _Draft:
-    """An order made by running it: a worker that is free takes what is there, else a W, else it waits.
-
-    The worker whose next decision is the earliest decides next. What is not known to it yet ends later than that, by an Op.
-    """
-
     def __init__(self, task: _Task, manner: _Manner) -> None:
         self.task = task
         self.manner = manner
@@ -270,18 +229,16 @@ class _Draft:
         self.now_s = [0.0] * len(task.times)
 
     def _most_ahead(self) -> list[float]:
-        """For each worker, the most forwards ahead of their input gradients: as many as come before the first of these does."""
-        found: list[float] = []
+        most: list[float] = []
         pace_s = 0.0
         for worker, seconds in enumerate(self.seconds):
             pace_s = max(pace_s, seconds[_F])
-            way_s = sum(later[_F] + later[_I] + 2 * self.task.latency_s for later in self.seconds[worker + 1 :])
-            number = self.manner.ramp * way_s / pace_s
-            found.append(1 + (math.ceil(number - _EPSILON) if self.manner.round_up else math.floor(number + _EPSILON)))
-        return found
+            path_s = sum(later[_F] + later[_I] + 2 * self.task.latency_s for later in self.seconds[worker + 1 :])
+            number = self.manner.ramp * path_s / pace_s
+            most.append(1 + (math.ceil(number - _EPSILON) if self.manner.round_up else math.floor(number + _EPSILON)))
+        return most
 
     def order(self) -> Order:
-        """Return the kinds of all Ops."""
         queue = [(0.0, worker) for worker in range(len(self.kinds))]
         while queue:
             _, worker = heapq.heappop(queue)
@@ -291,7 +248,6 @@ class _Draft:
         return tuple(map(tuple, self.kinds))
 
     def _decide(self, worker: int) -> None:
-        """One more Op of a worker, or until when it waits."""
         task, now_s = self.task, self.now_s[worker]
         num_forwards, num_inputs, num_weights = (len(self.ends_s[worker][kind]) for kind in (_F, _I, _W))
         num_waiting, num_ahead = num_inputs - num_weights, num_forwards - num_inputs + 1
@@ -311,7 +267,6 @@ class _Draft:
             self.now_s[worker] = min(forward_s, input_s)
 
     def _arrival_s(self, worker: int, kind: OpKind) -> float:
-        """When what the next Op of a kind needs is there, or the earliest time at which it could be."""
         neighbour = worker - 1 if kind is _F else worker + 1
         if not 0 <= neighbour < len(self.kinds):
             return 0.0
@@ -329,7 +284,6 @@ class _Draft:
 
 
 def _polished(task: _Task, order: Order) -> Order:
-    """Return the order after moves along its longest path, one after the other, as long as there is one that makes it better."""
     timing = _timed(task, order)
     assert timing is not None, "drafts and known orders do not hang"
     score = _score(task, timing)
@@ -339,10 +293,10 @@ def _polished(task: _Task, order: Order) -> Order:
         num_left -= 1
         worker, kinds = move
         changed = (*order[:worker], kinds, *order[worker + 1 :])
-        found = _timed(task, changed)
-        if found and (better := _score(task, found)) < score:
+        timing = _timed(task, changed)
+        if timing and (better := _score(task, timing)) < score:
             order, score = changed, better
-            moves = _moves(task, order, found)
+            moves = _moves(task, order, timing)
     return order
 
 
@@ -350,7 +304,6 @@ _MOST_MOVED_OPS = 500_000
 
 
 def _moves(task: _Task, order: Order, timing: _Timing) -> Iterator[tuple[int, tuple[OpKind, ...]]]:
-    """Workers with other orders that may shorten the longest path: two of its neighbours swapped, or a W of it put elsewhere."""
     lengths = timing.spans_s() if task.spans else timing.ends_s
     worker = lengths.index(max(lengths))
     at: tuple[int, int] | None = (worker, len(order[worker]) - 1)
@@ -376,7 +329,7 @@ def _moves(task: _Task, order: Order, timing: _Timing) -> Iterator[tuple[int, tu
 
 
 def _makespan_s(request: ScheduleRequest, times: StageTimes) -> float | None:
-    """Return what is found where one of the known orders is as good as an order can be; else `None`."""
+    # Known only where one of the known orders is as good as an order can be.
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
     if {*(request.times or _EQUAL)} != {times} or request.latency_s or _task(request).spans:
         return None

@@ -1,1 +1,1 @@
-"""Orders that are found by search instead of by a formula."""
+"""Orders found by search instead of by a formula."""

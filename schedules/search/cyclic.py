@@ -1,8 +1,7 @@
-"""Orders that repeat: every Op of a microbatch gets a place in a period, and the next microbatch the same places one period later.
+"""Periodic orders by modulo scheduling, as compilers do it for loops (Rau, MICRO 1994).
 
-Modulo scheduling, as compilers do it for loops (Rau, MICRO 1994). A microbatch of each pipeline is followed along its way; each of its Ops
-takes the first moment that is free on its worker in every period. A worker that is busy all the period has no bubble, however
-many pipelines pass through it; what the ways are too long for a period makes microbatches wait, and activations with them.
+Every Op of a microbatch takes the first moment that is free on its worker in every period; the next microbatch repeats this
+one period later. A worker that is busy all the period has no bubble; microbatches wait where Ops do not meet in time.
 """
 
 from __future__ import annotations
@@ -14,19 +13,12 @@ from dataclasses import dataclass
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.search.dispatch import Started, TimedPipelines
 
-_NOTHING = 1e-9
-"""Of a period, what is no time: places that touch do not overlap."""
+_NOTHING = 1e-9  # share of a period that counts as no time: Ops that touch do not overlap
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """Where the Ops of the first microbatch of each pipeline stand.
-
-    Attributes:
-        line: the pipelines.
-        period_s: from one microbatch of a pipeline to its next.
-        first: F and B of microbatch p of pipeline p at each stage, with the time that they start.
-    """
+    """F and B of the first microbatch of each pipeline, which repeat every period."""
 
     line: TimedPipelines
     period_s: float
@@ -34,7 +26,7 @@ class Cycle:
 
     @property
     def mean_held(self) -> float:
-        """The most activations that a worker has at once, on the average over a period."""
+        """Return the most activations of any worker, averaged over a period."""
         by_worker = [0.0] * self.line.num_workers
         for started in self.first:
             sign = 1 if started.op.kind is OpKind.BACKWARD else -1
@@ -43,7 +35,7 @@ class Cycle:
         return max(by_worker)
 
     def unrolled(self, turns: int) -> list[list[Started]]:
-        """Return each worker's Ops in order for `turns` microbatches of each pipeline; microbatch m is turn m // N of pipeline m mod N."""
+        """Return each worker's Ops for `turns` microbatches of each pipeline; m is turn m // N of pipeline m mod N."""
         pipelines = self.line.pipelines
         rows: list[list[Started]] = [[] for _ in range(self.line.num_workers)]
         for started in self.first:
@@ -58,41 +50,38 @@ class Cycle:
 
 
 def cycle(line: TimedPipelines, *, period_s: float, starts_s: Sequence[float]) -> Cycle | None:
-    """Return the cycle of a period; `None` where some Op finds no place.
+    """Return the periodic order; `None` where some Op does not fit.
 
-    Args:
-        line: the pipelines.
-        period_s: at least what the busiest worker computes for a microbatch of each pipeline.
-        starts_s: for each pipeline, when its first microbatch is there. They decide what meets where, and so how long the ways get.
+    `starts_s` is when the first microbatch of each pipeline arrives: it decides which Ops meet, and so how long microbatches wait.
     """
     busy: list[list[tuple[float, float]]] = [[] for _ in range(line.num_workers)]
-    found: list[Started] = []
+    started: list[Started] = []
     arrivals = [(at_s, pipeline, Op(OpKind.FORWARD, 0, pipeline, pipeline)) for pipeline, at_s in enumerate(starts_s)]
     heapq.heapify(arrivals)
     while arrivals:
         at_s, pipeline, op = arrivals[0]
-        taken = busy[line.pipelines[pipeline][op.stage]]
+        occupied = busy[line.pipelines[pipeline][op.stage]]
         seconds = line.seconds(op)
-        start_s = _first_free(taken, at_s, seconds, period_s)
+        start_s = _first_free(occupied, at_s, seconds, period_s)
         if start_s is None:
             return None
         if start_s > at_s:  # another may come before it
             heapq.heapreplace(arrivals, (start_s, pipeline, op))
             continue
         heapq.heappop(arrivals)
-        taken.append((start_s % period_s, seconds))
-        found.append(Started(op, start_s, start_s + seconds))
+        occupied.append((start_s % period_s, seconds))
+        started.append(Started(op, start_s, start_s + seconds))
         after = line.after(op)
         if after is not None:
             heapq.heappush(arrivals, (start_s + seconds + line.hop_s(op, after), pipeline, after))
-    return Cycle(line, period_s, tuple(found))
+    return Cycle(line, period_s, tuple(started))
 
 
-def _first_free(taken: Sequence[tuple[float, float]], at_s: float, seconds: float, period_s: float) -> float | None:
-    """Return the first moment from `at_s` on at which nothing is in the way in any period."""
+def _first_free(occupied: Sequence[tuple[float, float]], at_s: float, seconds: float, period_s: float) -> float | None:
+    """Return the first moment from `at_s` on that is free in every period."""
     start_s, nothing_s = at_s, _NOTHING * period_s
     while start_s <= at_s + period_s:
-        for other_s, other_seconds in taken:
+        for other_s, other_seconds in occupied:
             since_s = (start_s - other_s) % period_s
             if period_s - since_s < nothing_s:
                 since_s = 0.0

@@ -1,7 +1,6 @@
-"""Orders found by running a window: workers take what has arrived by a rule, and what they took is the order.
+"""Orders found by running a window: each free worker takes what has arrived by a rule.
 
-For schedules without a formula. Several pipelines are laid over the same workers; each admits a next microbatch when the one so many
-before it has ended. The times are those of the stages, so the order suits stages that are unequal and hops that take time.
+For schedules without a formula. Pipelines share workers and admit a bounded number of microbatches; Ops take the stages' times.
 """
 
 from __future__ import annotations
@@ -18,18 +17,16 @@ from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, ops_of
 from raypipe.schedules.request import ScheduleRequest, StageTimes
 
 Key = Callable[[float, Op], tuple[float, ...]]
-"""Of all that has arrived at a worker, the least is taken; given when it arrived, and what it is."""
+"""Rank of an Op by its arrival: a free worker takes the least of all that wait."""
 
 
 @dataclass(frozen=True)
 class TimedPipelines:
-    """The pipelines and what passes through them.
+    """Pipelines and the seconds of their stages.
 
     Attributes:
-        pipelines: for each laying of a chain, the worker of each stage.
-        forward_s: seconds of F by stage.
-        backward_s: of B.
-        latency_s: between the end of an Op and the start of its successor on another worker.
+        pipelines: The worker of each stage, for each placement of the chain.
+        latency_s: Seconds between the end of an Op and the start of its successor on another worker.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -39,7 +36,7 @@ class TimedPipelines:
 
     @classmethod
     def of(cls, pipelines: tuple[tuple[int, ...], ...], request: ScheduleRequest) -> TimedPipelines:
-        """Return pipelines with the times of a request; F = I = W = 1 where it has none."""
+        """Return pipelines with the request's times; without times F = I = W = 1, one time serves all stages."""
         times = request.times or (StageTimes(1.0, 1.0, 1.0),)
         of_stage = [times[stage % len(times)] for stage in range(len(pipelines[0]))]
         backward_s = tuple(each.input_grad_s + each.weight_grad_s for each in of_stage)
@@ -47,12 +44,12 @@ class TimedPipelines:
 
     @property
     def num_workers(self) -> int:
-        """Workers that any stage lies on."""
+        """Return the number of workers that hold stages."""
         return 1 + max(max(workers) for workers in self.pipelines)
 
     @property
     def work_s(self) -> list[float]:
-        """Seconds that each worker computes for a microbatch of every pipeline."""
+        """Return each worker's seconds for one microbatch of every pipeline."""
         work_s = [0.0] * self.num_workers
         for workers in self.pipelines:
             for stage, worker in enumerate(workers):
@@ -60,20 +57,20 @@ class TimedPipelines:
         return work_s
 
     def seconds(self, op: Op) -> float:
-        """Of an F, R or B."""
+        """Return the seconds of an F, R or B."""
         return (self.backward_s if op.kind is OpKind.BACKWARD else self.forward_s)[op.stage]
 
     def hop_s(self, source: Op, target: Op) -> float:
-        """Between the end of an Op and the start of one that follows it on the chain."""
+        """Return the seconds between an Op and its successor on the chain."""
         workers = self.pipelines[source.pipeline]
         return 0.0 if workers[source.stage] == workers[target.stage] else self.latency_s
 
     def after(self, op: Op) -> Op | None:
-        """Return the F or B of the same microbatch that follows; `None` behind the last."""
+        """Return the next F or B of the microbatch; `None` behind the last."""
         return self._beside(op, OpKind.BACKWARD)
 
     def before(self, op: Op) -> Op | None:
-        """Return the F or B of the same microbatch, on any worker, that an F or B follows; `None` for the first."""
+        """Return the previous F or B of the microbatch; `None` for the first."""
         return self._beside(op, OpKind.FORWARD)
 
     def _beside(self, op: Op, towards_first: OpKind) -> Op | None:
@@ -87,7 +84,7 @@ class TimedPipelines:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An F, R or B with its start and end in seconds since the window began."""
+    """An F, R or B with its start and end, in seconds since the window began."""
 
     op: Op
     start_s: float
@@ -95,17 +92,17 @@ class Started:
 
 
 def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> list[list[Started]]:
-    """Return what each worker does, in order. Microbatch m is turn m // N of pipeline m mod N, of N pipelines.
+    """Return what each worker does, in order. Microbatch m is turn m // N of pipeline m mod N for N pipelines.
 
-    A microbatch is admitted when the one `in_flight` before it in its pipeline has ended and, in every other pipeline, the one a turn
-    before that. `key` chooses among the Ops that wait for a worker. Time: that of the Ops, times what waits at once.
+    A pipeline admits a microbatch when its own `in_flight` turns earlier has ended, and those of all others one turn before that,
+    so that none falls behind. `key` ranks what waits at a free worker. Time: the number of Ops times what waits at once.
     """
     num_pipelines = len(line.pipelines)
-    ways = [_way(line, pipeline) for pipeline in range(num_pipelines)]
+    paths = [_path(line, pipeline) for pipeline in range(num_pipelines)]
     waiting: list[list[tuple[tuple[float, ...], int, int, Op]]] = [[] for _ in range(line.num_workers)]
     free: list[bool] = [True] * line.num_workers
     done: list[list[Started]] = [[] for _ in range(line.num_workers)]
-    # When, whether it ends rather than arrives, a number that orders the rest, and which step of its pipeline's way it is.
+    # When, whether it ends rather than arrives, a number that orders the rest, and which step of its pipeline it is.
     events: list[tuple[float, bool, int, int, Op]] = []
     numbers = itertools.count()
     ended = [0] * num_pipelines
@@ -125,16 +122,16 @@ def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> l
         touched: set[int] = set()
         while events and events[0][0] == now_s:
             _, ends, number, at, op = heapq.heappop(events)
-            way = ways[op.pipeline]
-            worker = way[at].worker
+            path = paths[op.pipeline]
+            worker = path[at].worker
             touched.add(worker)
             if not ends:
                 heapq.heappush(waiting[worker], (key(now_s, op), number, at, op))
                 continue
             free[worker] = True
-            if at + 1 < len(way):
-                after = way[at + 1]
-                arrives_s = now_s + way[at].hop_s
+            if at + 1 < len(path):
+                after = path[at + 1]
+                arrives_s = now_s + path[at].hop_s
                 heapq.heappush(events, (arrives_s, False, next(numbers), at + 1, Op(after.kind, after.stage, op.index, op.pipeline)))
             else:
                 ended[op.pipeline] += 1
@@ -142,7 +139,7 @@ def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> l
         for worker in sorted(touched):
             if free[worker] and waiting[worker]:
                 _, _, at, op = heapq.heappop(waiting[worker])
-                end_s = now_s + ways[op.pipeline][at].seconds
+                end_s = now_s + paths[op.pipeline][at].seconds
                 free[worker] = False
                 done[worker].append(Started(op, now_s, end_s))
                 heapq.heappush(events, (end_s, True, next(numbers), at, op))
@@ -150,7 +147,7 @@ def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> l
 
 
 class _Step(NamedTuple):
-    """What is the same for all microbatches of a pipeline, computed once: searches run this loop millions of times."""
+    """What all microbatches of a pipeline share at one step, computed once: searches run this loop millions of times."""
 
     kind: OpKind
     stage: int
@@ -159,7 +156,7 @@ class _Step(NamedTuple):
     hop_s: float
 
 
-def _way(line: TimedPipelines, pipeline: int) -> list[_Step]:
+def _path(line: TimedPipelines, pipeline: int) -> list[_Step]:
     steps: list[_Step] = []
     op: Op | None = Op(OpKind.FORWARD, 0, pipeline, pipeline)
     while op is not None:
@@ -171,7 +168,7 @@ def _way(line: TimedPipelines, pipeline: int) -> list[_Step]:
 
 
 def timed(line: TimedPipelines, programs: Sequence[Sequence[Op]]) -> list[list[Started]]:
-    """When each F, R and B of an order runs, if each starts as soon as it can."""
+    """Return when each F, R and B of an order runs, if each starts as soon as it can."""
     ends_s: dict[Op, float] = {}
     rows: list[list[Started]] = [[] for _ in programs]
     ready = list(range(len(programs)))
@@ -196,17 +193,17 @@ def timed(line: TimedPipelines, programs: Sequence[Sequence[Op]]) -> list[list[S
 
 
 def defer_updates(schedule: Schedule, line: TimedPipelines) -> Schedule:
-    """Return the schedule with each U where nobody would wait for it: before the first Op that starts when its gradients are there.
+    """Return the schedule with each U where nobody waits for it: before the first Op that starts with its gradients there.
 
-    Those are the gradients of all copies of its stage and of the stages tied to it, of all stages for the scope `global`. A U stands
-    before what reads its version all the same (`WeightRule.fixed_version`). Backwards must be whole.
+    These gradients are those of all copies of its stage and of tied stages; of all stages for the scope `global`. A U stands
+    before any Op that must read its version (`WeightRule.fixed_version`). Backwards must be whole.
     """
     programs = [[op for slot in program for op in ops_of(slot) if op.kind is not OpKind.UPDATE] for program in schedule.programs]
     return replace(schedule, programs=tuple(map(tuple, with_updates(schedule, timed(line, programs)))))
 
 
 def with_updates(schedule: Schedule, done: Sequence[Sequence[Started]]) -> list[list[Op]]:
-    """Return the order of `defer_updates`, for Ops that run at these times; of the schedule all but its programs counts."""
+    """Return the order of `defer_updates` for Ops that run at these times, ignoring the programs of `schedule`."""
     waits_for_all = schedule.update_scope is UpdateScope.GLOBAL
     ties = schedule.graph.ties
     # Of the stages that wait for each other, the first.
