@@ -94,7 +94,7 @@ def test_ctrl_c_at_any_moment_leaves_no_process(config: Path, brand: Brand, mome
             assert process.returncode == 130, stderr.decode()[-2000:]
             assert b"Traceback" not in stderr
         if moment == "training":
-            assert re.search(rb"interrupted after update \d+0; it wrote no checkpoint \(run.checkpoint_every is 0\)", stderr)
+            assert re.search(rb"interrupted after update \d*[05]; it wrote no checkpoint \(run.checkpoint_every is 0\)", stderr)
     finally:
         process.kill()
         process.communicate()
