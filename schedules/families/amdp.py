@@ -3,25 +3,23 @@
 Devices form a ring. Pipeline j places stage s on device (2j + s) mod D if j is even, on (2j + 1 - s) mod D if it is odd. With
 N = D/2 pipelines each device holds D/2 stages of both ends of the model; if 4 divides D, all copies of a stage lie within one
 half of the devices. A round is 2 microbatches a pipeline; an update takes the gradients of K = M/D rounds, and each Op uses
-the current weights (`live`). Rounds follow each other without a pause; the U of an update stand within the next round.
-Four devices, K = 1, from the second round on (b is the backward left over from the round before):
+the current weights (`live`). Rounds follow without a pause; the U of an update stand within the next round. Four devices, K = 1,
+from the second round on (b is the backward left over from the round before):
 
     device 0   F0 F2 b2 F1 B1 U F3 B3 B0        stages 0, 3
     device 1   b2 F0 F1 F2 F3 U B1 B0 B3        stages 1, 2
     device 2   b3 F1 F0 F3 F2 U B0 B1 B2        stages 2, 1
     device 3   F1 F3 b3 F0 B0 U F2 B2 B1        stages 3, 0
 
-A round takes D(F+B) + (B-F) + max(0, B-2F) where B >= F: 3D + 1 where B = 2F. A forward and its backward are at most one
-update apart (mismatch 1, only in the first round of an update), and so are the weights of a forward and those that its
-gradient changes (delay 1). A backward behind the reduction of an update counts for the next update.
+A round takes D(F+B) + (B-F) + max(0, B-2F) where B >= F: 3D + 1 where B = 2F. Mismatch is at most 1, only in the first
+round of an update; delay is at most 1. A backward behind the reduction of an update counts for the next update.
 
-One round (`_one_round`) gives these orders, as in the authors' code for D = 4 and 8: a worker takes what arrives first; ties
-go to a pipeline's first microbatch, then to backwards, then to later stages.
+In a round (`_one_round`, as the authors' code for D = 4 and 8) a worker takes what arrives first; ties go to a pipeline's
+first microbatch, then to backwards, then to later stages.
 
-Other sizes, and limits on activations, are searched (`_searched`): two placements, four rules for what a free worker takes
-(`dispatch`) with several numbers of microbatches in flight, and periodic orders (`cyclic`). Of those within 3 % of the
-fastest the one with the fewest activations wins. There U stand where their gradients have just arrived; mismatch and delay
-are at most 1 where an update has as many microbatches as are in flight at once.
+Other sizes and limits on activations are searched (`_searched`) among two placements, four rules (`dispatch`) and periodic
+orders (`cyclic`): of those within 3 % of the fastest, the one with the fewest activations. There each U stands where its
+gradients have just arrived; mismatch and delay are at most 1 if an update has as many microbatches as are in flight.
 
 `amdp-flush` drains the pipelines before each update: synchronous, for 3 units an update more (F + B).
 """
@@ -96,6 +94,7 @@ def _tabled(request: ScheduleRequest) -> bool:
 
 
 def _form(name: str, request: ScheduleRequest, *, flushed: bool) -> Form | None:
+    """Return the chosen form; `None` where the authors' rounds serve the request."""
     request.require_one_chunk(name, instead="interleaved" if flushed else "async-interleaved")
     depth, number = request.num_devices, num_pipelines(request)
     tabled = _tabled(request)
@@ -115,6 +114,7 @@ def _form(name: str, request: ScheduleRequest, *, flushed: bool) -> Form | None:
 
 
 def _one_round(depth: int) -> list[list[Op]]:
+    """Return each worker's Ops of microbatches 0 to D-1 for F = 1 and B = 2."""
     line = TimedPipelines(ring(depth, depth // 2), (1.0,) * depth, (2.0,) * depth)
 
     def first_come(at_s: float, op: Op) -> tuple[float, ...]:
@@ -130,6 +130,7 @@ def rounds(depth: int, number: int) -> list[list[Op]]:
 
 
 def _stitched(request: ScheduleRequest) -> list[list[Op]]:
+    """Return per round r: leading forwards where a pipeline starts, the rest of round r-1, all but the last Op."""
     depth = request.num_devices
     rounds_per_update = request.num_microbatches // depth
     num_rounds = rounds_per_update * request.num_updates
@@ -171,7 +172,7 @@ def _in_round(op: Op, number: int, depth: int) -> Op:
 @dataclass(frozen=True)
 class _Timed:
     form: Form
-    turn_s: float
+    turn_s: float  # for a microbatch of each pipeline, far from the ends
     held: int
 
     def cost_s(self, turns: int | None) -> float:
@@ -179,6 +180,7 @@ class _Timed:
 
 
 def _searched(shape: ScheduleRequest, turns: int | None) -> _Timed | int:
+    """Return the best form for `turns`, or far from the ends; the fewest activations of any if none keeps the limit."""
     tried = _all_timed(replace(shape, max_in_flight=None), shape.max_in_flight is not None)
     possible = [form for form in tried if shape.max_in_flight is None or form.held <= shape.max_in_flight]
     if not possible:

@@ -1,14 +1,14 @@
 """AMDP's pipelines in an order that is nearly the fastest found and, among those, the least stale.
 
 The orders of AMDP's authors (`amdp`) leave a bubble of 1/(3D+1), and nearly all forwards of the first round of an update read
-weights that are about to change: their U stand late. On 4 devices with F = 1, B = 2 and 16 microbatches an update, another order
-has no bubble and as many activations, and 1 of 8 microbatches is late instead of 7 of 32. On 8 devices with 32 microbatches
-the authors' rounds are the best, with each U where its gradients have arrived: 1 of 32 is late instead of 8.
+weights that are about to change. On 4 devices with F = 1, B = 2 and 16 microbatches an update, another order has no bubble and
+as many activations, and 1 of 8 microbatches is late instead of 7 of 32. On 8 devices with 32 microbatches the authors' rounds
+are the best, with each U where its gradients have arrived: 1 of 32 is late instead of 8.
 
-Candidates are, on two placements of the pipelines, orders by rules (`ring`; also with the earlier update first), periodic
-orders and the authors' rounds, each U where its gradients have just arrived. Mismatch and delay are at most 1 where any
-candidate allows it. Within `max_in_flight` activations (3D/2 by default), the least stale on average among those within 5 %
-of the fastest wins; with `max_mean_staleness`, the fastest that keeps this limit.
+Candidates are orders by rules (`ring`; also the earlier update first), periodic orders and the authors' rounds on two
+placements, each U where its gradients have just arrived. Mismatch and delay are at most 1 if any candidate allows it. Within
+`max_in_flight` activations (3D/2 by default), the least stale on average among those within 5 % of the fastest wins; with
+`max_mean_staleness`, the fastest that keeps this limit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Tried:
     form: Form
     update_s: float
     held: int
-    max_delay: int
+    max_delay: int  # updates between the weights of a forward and those that its gradient changes
     mean_delay: float
 
 
@@ -104,6 +104,7 @@ def _filled(frame: Schedule, done: Sequence[Sequence[Started]]) -> Schedule:
 
 @lru_cache(maxsize=256)
 def _ranked(request: ScheduleRequest) -> tuple[Form, ...]:
+    """Return the best order, or those that may keep the limit on staleness, best first; all of one placement."""
     tried = _all_tried(replace(request, max_in_flight=None, max_mean_staleness=None), request.max_in_flight is not None)
     if request.times or request.latency_s:
         # The placement must not depend on times, which were measured on a placement.
@@ -184,6 +185,7 @@ def _update_s(form: Form, request: ScheduleRequest) -> float:
 
 
 def _run(form: Form, request: ScheduleRequest, num_turns: int) -> tuple[Schedule, list[list[Started]], int, int]:
+    """Return an order, its first update far from the ends, and how many there are."""
     turns = request.num_microbatches // request.num_pipelines
     filling = -(-form.in_flight // turns)
     first, count = 1 + filling, max(2, -(-num_turns // turns))

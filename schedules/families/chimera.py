@@ -9,21 +9,20 @@ through pipeline m mod N. Four devices, two pipelines, F = B (even microbatches 
     worker 2   .  F1 F0 F3 F2 B0 B1 B2 B3
     worker 3   F1 F3 .  F0 B0 F2 B2 B1 .  B3
 
-This is a unit: D/N forward slots of each pipeline on each device, and as many backward slots. The k-th microbatch of a
-pipeline has its F of stage s in slot 2k+s and its B in slot 2k+2D-1-s; no two Ops of a device meet in a slot. A worker runs
-its Ops in the order of their slots, however long they take.
+This is a unit: on each device D/N forward and D/N backward slots of each pipeline. The k-th microbatch of a pipeline has its
+F of stage s in slot 2k+s, its B in slot 2k+2D-1-s; no two Ops of a device share a slot, and a worker runs them in this order.
 
-More than D microbatches need several units, which are joined in one of three ways (section 3.5):
+Several units, for more than D microbatches, are joined in three forms (section 3.5):
 
-chimera           units follow each other, 2D slots apart. While B takes longer than F, there are bubbles between them.
-chimera-doubling  a forward slot runs two microbatches, so that it takes as long as a B where B = 2F (slots of 2F):
+chimera           units follow 2D slots apart, with bubbles between them where B takes longer than F.
+chimera-doubling  a forward slot runs two microbatches, as long as a B where B = 2F (slots of 2F):
 
     worker 0   F0+2 F4+6 .    F1+3 B1   F5+7 B3   B0   B5   B2   B7   B4   .    B6
     worker 1   .    F0+2 F1+3 F4+6 F5+7 B1   B0   B3   B2   B5   B4   B7   B6
     worker 2   .    F1+3 F0+2 F5+7 F4+6 B0   B1   B2   B3   B4   B5   B6   B7
     worker 3   F1+3 F5+7 .    F0+2 B0   F4+6 B2   B1   B4   B3   B6   B5   .    B7
 
-chimera-halving   a backward slot runs half the rows of a microbatch, so that it takes as long as an F where B = 2F (slots of F):
+chimera-halving   a backward slot runs half the rows of a microbatch, as long as an F where B = 2F (slots of F):
 
     worker 0   F0   F2   .    F1   B1.1 F3   B1.2 B0.1 B3.1 B0.2 B3.2 B2.1 .    B2.2
     worker 1   .    F0   F1   F2   F3   B1.1 B0.1 B1.2 B0.2 B3.1 B2.1 B3.2 B2.2
@@ -61,7 +60,7 @@ _DEFAULT_PIPELINES = 2
 
 @dataclass(frozen=True)
 class _Form:
-    """How a schedule divides its work: pieces in a forward slot (a backward slot has one), and parts of a microbatch."""
+    """Pieces of work in a forward slot (`width`; a backward slot has one) and parts of a microbatch."""
 
     name: str
     width: int
@@ -111,7 +110,7 @@ def _pipelines(name: str, request: ScheduleRequest) -> list[list[int]]:
 
 
 def _slots(form: _Form, request: ScheduleRequest, pipeline: int, num_pipelines: int, stage: int) -> Iterator[tuple[int, Slot]]:
-    """Yield the Ops of a stage in one update, each with the number of its slot."""
+    """Yield (number of the slot, slot) for a stage in one update."""
     depth, turns = request.num_devices, request.num_devices // num_pipelines
     parts = range(1, form.num_parts + 1) if form.num_parts > 1 else (0,)
     pieces = [(microbatch, part) for microbatch in range(pipeline, request.num_microbatches, num_pipelines) for part in parts]
@@ -137,7 +136,7 @@ def _makespan_s(form: _Form, request: ScheduleRequest, times: StageTimes) -> flo
 
 
 def _peak_in_flight(form: _Form, request: ScheduleRequest, worker: int) -> int:
-    """Return the peak: least where a pipeline starts, then one piece more with each device to the middle."""
+    """Return the peak, which grows by a piece with each device from the start of a pipeline to the middle."""
     between = _between(request)
     distance = min(worker % between, between - 1 - worker % between)
     pieces = form.width * request.num_devices - (between // 2 - 1) + distance
@@ -145,7 +144,6 @@ def _peak_in_flight(form: _Form, request: ScheduleRequest, worker: int) -> int:
 
 
 def _between(request: ScheduleRequest) -> int:
-    """Return the devices between the starts of two pipelines of one direction."""
     return 2 * request.num_devices // (request.num_pipelines or _DEFAULT_PIPELINES)
 
 

@@ -1,7 +1,7 @@
 """DualPipe and DualPipeV: forwards and backwards of opposite directions share a slot (DeepSeek-AI, 2024, arXiv 2412.19437).
 
-Section 3.2.1, figures 4 and 5, and the order of the public code (github.com/deepseek-ai/DualPipe). In a slot F&B the forward
-of one microbatch and the backward of another share the device: the messages of each travel while the other computes.
+Section 3.2.1, figures 4 and 5, and github.com/deepseek-ai/DualPipe. In a slot F&B the forward of one microbatch and the
+backward of another overlap: the messages of each travel while the other computes.
 
 DualPipe has two pipelines in opposite directions: device s holds stage s of pipeline 0 and stage D-1-s of pipeline 1, and
 microbatch m passes through pipeline m mod 2. Four devices with F = I = W and F&B = F + B (even microbatches run down):
@@ -68,7 +68,7 @@ def dualpipe_v(request: ScheduleRequest) -> Schedule:
 
 
 class _Device:
-    """The next Ops of one device in each of its two directions, given as (stage, pipeline)."""
+    """The next Ops of one device in its two directions, each a (stage, pipeline)."""
 
     def __init__(self, *directions: tuple[int, int], num_pipelines: int) -> None:
         self.directions = directions
@@ -86,7 +86,6 @@ class _Device:
         return self._op(OpKind.BACKWARD, direction, self.num_backwards[direction] - 1)
 
     def input_gradient(self, direction: int) -> Op:
-        """Return the next I and put its W off."""
         op = self.backward(direction)
         self.put_off.append(op._replace(kind=OpKind.WEIGHT_GRADIENT))
         return op._replace(kind=OpKind.INPUT_GRADIENT)
@@ -100,7 +99,7 @@ class _Device:
 
 
 def _order(device: _Device, distance: int, half: int, num_each: int) -> Iterator[Slot]:
-    """Yield the slots of one update, `distance` devices from the start of direction 0, `half` from there to the middle."""
+    """Yield the slots of one update; direction 0 starts `distance` devices away, `half` devices from the middle."""
     nearer, further = distance + 1, half - distance - 1
     for _ in range(2 * further):
         yield device.forward(0)
@@ -139,7 +138,7 @@ def _without(slots: Iterable[Slot], num_microbatches: int) -> list[Slot]:
 
 
 def _makespan_s(request: ScheduleRequest, times: StageTimes, *, half: int) -> float:
-    """Return the published time where F = I >= W; for other times a formula that agrees with the simulated order."""
+    """Return the published time where F = I >= W; else a formula that agrees with the simulated order."""
     forward_s, input_grad_s, weight_grad_s = times.forward_s, times.input_grad_s, times.weight_grad_s
     turn_s = forward_s + input_grad_s + max(forward_s, input_grad_s) - min(weight_grad_s, input_grad_s)
     gained_s = min((half - 1) * max(input_grad_s - forward_s, 0), forward_s)

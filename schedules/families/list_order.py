@@ -1,7 +1,7 @@
 """SPP's list order: stages and channels between them take turns (Luo et al., INFOCOM 2022, arXiv 2204.10562).
 
-A chain of D stages has R = 2D - 1 resources: stage, channel, stage and so on; stage s is resource 2s. A slot is as long as the
-busiest resource takes for one microbatch. The forward of microbatch i is on resource r in slot i + r, its backward in slot
+D stages and the channels between them are R = 2D - 1 resources; stage s is resource 2s. A slot is as long as the busiest
+resource takes for one microbatch. The forward of microbatch i is on resource r in slot i + r, its backward in slot
 i + 2R - 2 - r. Each stage runs its list as soon as possible, forwards first where both fall into one slot:
 
     worker 0   F0 F1 F2 F3 F4 F5 F6 F7 F8 F9 F10 F11 F12 B0 F13 B1 F14 B2 ...

@@ -1,22 +1,22 @@
 """ZB-auto: an order searched for, by stage times and a limit on memory (Qi et al., ICLR 2024, arXiv 2401.10241, section 3).
 
-The search knows F, I and W of each stage (`ScheduleRequest.times`), the latency between devices (`latency_s`) and the most
-activations a device may hold (`max_in_flight`). The default of 2D is ZB-2p of the paper; D is ZB-1p. Letters as in
-`zero_bubble`. Four devices with room for 5 activations each, updates by stage, F = I = W:
+The search knows `ScheduleRequest.times`, `latency_s` between devices and the most activations a device may hold
+(`max_in_flight`; 2D by default: ZB-2p of the paper; D: ZB-1p). Letters as in `zero_bubble`. Four devices with room for 5
+activations each, updates by stage, F = I = W:
 
     worker 0   F0 F1 F2 F3 F4 .  .  I0 W0 F5 I1 W1 I2 I3 W2 W3 I4 W4 I5 W5 .
     worker 1   .  F0 F1 F2 F3 .  I0 F4 I1 W0 F5 I2 I3 W1 W2 I4 W3 I5 W4 W5 .
     worker 2   .  .  F0 F1 .  I0 F2 I1 F3 I2 F4 I3 W0 F5 I4 W1 I5 W2 W3 W4 W5
     worker 3   .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 F5 I5 W1 W2 W3 W4 W5
 
-1. Twelve greedy drafts: a worker runs the I or F that has arrived, else a W, else it waits. The paper's drafts may wait
-   rather than run a W that is too long for its gap; here step 3 moves that W.
-2. 1F1B, ZB-H1 and ZB-H2 compete where they keep the limit, so the result is never worse than they are.
-3. Moves along their longest path improve the best three: two neighbours swap, or a W moves to another gap or to the end.
+1. Twelve greedy drafts: a worker runs the I or F that has arrived, else a W, else it waits. The paper's may wait instead of
+   running a W too long for its gap; here step 3 moves that W.
+2. 1F1B, ZB-H1 and ZB-H2 where they keep the limit: the result is never worse.
+3. The best three, improved along their longest path: two neighbours swap, or a W moves to another gap or the end.
 
-If updates wait for all stages (`update_scope` global, the default), the order that ends first wins. Otherwise the order with
-the shortest longest span wins (from a device's first start to its last end): the time of an update far from the ends, and
-the paper's cost. Ties go to the order that holds the fewest activations.
+If updates wait for all stages (`update_scope` global, the default), the order that ends first wins; else the one with the
+shortest longest span (a device's first start to its last end), the time of an update far from the ends and the paper's
+cost. Ties go to the fewest activations.
 
 Lower bound: M(F+I+W) + (D-1)F. Without latency ZB-H1 reaches it with room for D activations where M >= D and I <= W <= F+I,
 ZB-H2 with room for 2D-1 where M >= 2D-1 and I <= 2W <= F+I. An activation counts from its F to its W; after its I the paper
@@ -53,7 +53,7 @@ class _Task:
     latency_s: float
     max_in_flight: float
     weight_grad_share: float
-    spans: bool
+    spans: bool  # the longest span of one worker counts first, else the end of all
 
 
 def zb_auto(request: ScheduleRequest) -> Schedule:
@@ -132,6 +132,7 @@ def _fits(task: _Task, kinds: Sequence[OpKind]) -> bool:
 
 
 def _most_held(task: _Task, kinds: Sequence[OpKind]) -> float:
+    """Return the most activations held; infinity if F, I, W of a microbatch are out of order."""
     forwards = inputs = weights = 0
     most = 0.0
     for kind in kinds:
@@ -158,13 +159,14 @@ def _seconds(times: StageTimes) -> dict[OpKind, float]:
 class _Timing:
     starts_s: list[list[float]]
     ends_s: list[float]
-    causes: list[list[tuple[int, int] | None]]
+    causes: list[list[tuple[int, int] | None]]  # the (worker, position) that each Op waited for last
 
     def spans_s(self) -> list[float]:
         return [end - starts[0] for starts, end in zip(self.starts_s, self.ends_s, strict=True)]
 
 
 def _timed(task: _Task, order: Order) -> _Timing | None:
+    """Return the times if each worker starts as soon as it can; `None` if the order hangs."""
     last = len(order) - 1
     starts_s: list[list[float]] = [[] for _ in order]
     causes: list[list[tuple[int, int] | None]] = [[] for _ in order]
@@ -211,12 +213,14 @@ def _score(task: _Task, timing: _Timing | None) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Manner:
-    ramp: float
-    round_up: bool
-    input_first: bool
+    ramp: float  # forwards run ahead for this share of the path to the last stage and back
+    round_up: bool  # the last of these forwards begins on that path, else it ends there
+    input_first: bool  # the input gradient goes before a forward
 
 
 class _Draft:
+    """A greedy order, made by running it: the worker whose next decision is the earliest decides next."""
+
     def __init__(self, task: _Task, manner: _Manner) -> None:
         self.task = task
         self.manner = manner

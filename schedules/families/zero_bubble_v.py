@@ -1,7 +1,7 @@
 """ZB-V: no bubble in the memory of 1F1B, with two stages a device (Qi et al., ICLR 2024, arXiv 2401.10241, section 6).
 
-Device s of D holds the stages s and 2D-1-s: forwards run down the devices and back up, so that forward and backward both
-start and end on device 0. Letters as in `zero_bubble`. Four devices, stages 0 to 3 down, 4 to 7 up:
+Device s of D holds the stages s and 2D-1-s: forwards run down the devices and back up. Letters as in `zero_bubble`. Four
+devices, stages 0 to 3 down, 4 to 7 up:
 
     worker 0   0F0 0F1 0F2 0F3 0F4 0F5 0F6 7F0 7I0 7W0 7F1 7I1 7W1 7F2 7I2 7W2 7F3 7I3 7W3 0F7 0I0 0W0 7F4 7I4 7W4 0I1 ...
     worker 1   .   1F0 1F1 1F2 1F3 1F4 6F0 1F5 6F1 6I0 6W0 6F2 6I1 6W1 6F3 6I2 6W2 1F6 1I0 1W0 6F4 6I3 6W3 1F7 1I1 1W1 ...
@@ -9,16 +9,14 @@ start and end on device 0. Letters as in `zero_bubble`. Four devices, stages 0 t
     worker 3   .   .   .   3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 4I0 4W0 3F4 3I0 3W0 4F4 4I1 4W1 3F5 3I1 3W1 4F5 4I2 4W2 3F6 ...
 
 Device s warms up with 2(D-s)-1 forwards of its first stage, s forwards of both in turn, and D-s times F I W of its second.
-Then F I W of the first and of the second stage take turns. The last s input gradients of each stage go before their weight
-gradients, which come at the end.
+Then F I W of both stages take turns. The last s weight gradients of each stage come at the end.
 
 With M >= 2D-1 and I >= F >= W of a stage, device s is idle for 2(D-1)(I-W) - s(F+I-2W) between its first start and its last
 end, and the update takes 2M(F+I+W) + (D-1) max(2(I-W), I). With F = I = W no device is idle. At most 2D stage activations are
 held, as much as D of 1F1B's stages, which are twice as long.
 
-Where 2M < 3D-1 too few weight gradients exist to fill the gaps: each waits as long as 2D activations allow, the last ones fill
-the cool-down. With F = I = W the update takes max(6M+D-1, 3M+4D-2) F for any M; where M >= D nothing can be shorter than the
-first, the ramp to the last device and its work.
+Where 2M < 3D-1 weight gradients are too few to fill the gaps: each waits as long as 2D activations allow. With F = I = W the
+update takes max(6M+D-1, 3M+4D-2) F for any M; the first is a lower bound where M >= D.
 """
 
 from __future__ import annotations
@@ -72,7 +70,6 @@ def _program(request: ScheduleRequest, worker: int) -> list[Op]:
 
 
 def _put_off(ops: Sequence[Op], num_devices: int, worker: int) -> list[Op]:
-    """Return the Ops with each W as late as memory and the gaps at the end allow."""
     chain = [op for op in ops if op.kind is not OpKind.WEIGHT_GRADIENT]
     waiting: deque[Op] = deque()
     order: list[Op] = []

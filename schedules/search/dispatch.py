@@ -36,7 +36,7 @@ class TimedPipelines:
 
     @classmethod
     def of(cls, pipelines: tuple[tuple[int, ...], ...], request: ScheduleRequest) -> TimedPipelines:
-        """Return pipelines with the request's times; without times F = I = W = 1, one time serves all stages."""
+        """Return pipelines with the times of a request, by default F = I = W = 1."""
         times = request.times or (StageTimes(1.0, 1.0, 1.0),)
         of_stage = [times[stage % len(times)] for stage in range(len(pipelines[0]))]
         backward_s = tuple(each.input_grad_s + each.weight_grad_s for each in of_stage)
@@ -44,7 +44,7 @@ class TimedPipelines:
 
     @property
     def num_workers(self) -> int:
-        """Return the number of workers that hold stages."""
+        """Return how many workers hold stages."""
         return 1 + max(max(workers) for workers in self.pipelines)
 
     @property
@@ -94,8 +94,8 @@ class Started:
 def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> list[list[Started]]:
     """Return what each worker does, in order. Microbatch m is turn m // N of pipeline m mod N for N pipelines.
 
-    A pipeline admits a microbatch when its own `in_flight` turns earlier has ended, and those of all others one turn before that,
-    so that none falls behind. `key` ranks what waits at a free worker. Time: the number of Ops times what waits at once.
+    A microbatch waits for the one `in_flight` turns earlier in its pipeline, and one turn more in all others, to end. `key` ranks
+    what waits for a worker. Time: the number of Ops times what waits at once.
     """
     num_pipelines = len(line.pipelines)
     paths = [_path(line, pipeline) for pipeline in range(num_pipelines)]
@@ -147,7 +147,7 @@ def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> l
 
 
 class _Step(NamedTuple):
-    """What all microbatches of a pipeline share at one step, computed once: searches run this loop millions of times."""
+    """One step of all microbatches of a pipeline, computed once: searches run this loop millions of times."""
 
     kind: OpKind
     stage: int

@@ -93,7 +93,7 @@ def too_many_activations(name: str, request: ScheduleRequest, least: int) -> Sch
 
 
 def rules(depth: int) -> list[Key]:
-    """Return what a free worker prefers: first come, forward first, backward first, or longest remaining path."""
+    """Return preferences of a free worker: first come, forward first, backward first, longest remaining path."""
 
     def path_left(op: Op) -> int:
         return 3 * depth - op.stage if op.kind is OpKind.FORWARD else 2 * (op.stage + 1)
@@ -109,7 +109,7 @@ def rules(depth: int) -> list[Key]:
 def forms(line: TimedPipelines, keys: Sequence[Key], *, spare: int, sparing: bool) -> Iterator[Form]:
     """Yield the orders by rules, then the periodic one with the shortest feasible period.
 
-    `spare` bounds the microbatches in flight beyond what keeps all workers busy; `sparing` tries fewer than that, too.
+    In flight are fewer than `spare` microbatches beyond what keeps workers busy; `sparing` tries fewer than that, too.
     """
     least = -(-line.num_workers // len(line.pipelines))
     for in_flight, key in itertools.product(range(1 if sparing else least, least + spare), keys):
