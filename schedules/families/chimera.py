@@ -29,9 +29,8 @@ chimera-halving   a backward slot runs half the rows of a microbatch, as long as
     worker 2   .    F1   F0   F3   F2   B0.1 B1.1 B0.2 B1.2 B2.1 B3.1 B2.2 B3.2
     worker 3   F1   F3   .    F0   B0.1 F2   B0.2 B1.1 B2.1 B1.2 B2.2 B3.1 .    B3.2
 
-The last two have twice as many backward slots as forward slots, the second half D slots behind the first; units begin 3D
-slots apart. With f and b the times of a forward and a backward slot, K whole units (M/D, with doubled forwards M/2D) leave
-each device idle for
+The last two have twice as many backward as forward slots, and units 3D slots apart. With f and b the times of a forward and a
+backward slot, K whole units (M/D, with doubled forwards M/2D) leave each device idle for
 
     (2D/N - 2) (max(f, b) + (K - 1) |f - b|)
 

@@ -44,7 +44,7 @@ def dualpipe(request: ScheduleRequest) -> Schedule:
     num_each = max((request.num_microbatches + 1) // 2, request.num_devices)
     one_update: list[list[Slot]] = []
     for worker in range(request.num_devices):
-        # What a device calls its first direction starts in its own half of the devices.
+        # The first direction of a device starts in the same half of the devices.
         first = (worker, 0) if worker < last - worker else (last - worker, 1)
         device = _Device(first, (last - first[0], 1 - first[1]), num_pipelines=2)
         one_update.append(_without(_order(device, first[0], request.num_devices // 2, num_each), request.num_microbatches))

@@ -2,7 +2,7 @@
 
 The order of `interleaved` over all microbatches of the window; U stands right behind the stage's last backward of the update,
 or where all stages have ended if updates wait for all. Unpublished; it balances coarse stages as pipelines in several
-directions do, without more copies of the weights. Two devices, two chunks, two microbatches an update (stages 0 and 2 on worker 0):
+directions do, with one copy of the weights. Two devices, two chunks, two microbatches an update (stages 0 and 2 on worker 0):
 
     worker 0   0F0 0F1 2F0 2F1 .   2B0 0F2 2B1 2U0 0F3 0B0 2F2 0B1 0U0 2F3 2B2 ...
     worker 1   .   1F0 1F1 3F0 3B0 3F1 3B1 3U0 1F2 1B0 1F3 1B1 1U0 3F2 3B2 ...
@@ -30,7 +30,7 @@ def async_interleaved(request: ScheduleRequest) -> Schedule:
     at_once = unflushed("async-interleaved", request, workers=workers, programs=programs, weight_rule=WeightRule.LIVE)
     if at_once.update_scope is UpdateScope.STAGE:
         return at_once
-    # Right behind the last gradient of its own stage an update would wait for the other stages of its own worker.
+    # Right behind its stage's last gradient an update would wait for the other stages of the same worker.
     return defer_updates(at_once, TimedPipelines.of(at_once.pipelines, request))
 
 

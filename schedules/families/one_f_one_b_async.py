@@ -29,7 +29,7 @@ from raypipe.schedules.spec import ScheduleSpec
 
 
 def pipedream(request: ScheduleRequest) -> Schedule:
-    """Return an update after each microbatch; the backward reads the weights of its forward."""
+    """Return an update after each microbatch, with stashed weights."""
     if request.num_microbatches != 1:
         raise ScheduleError(
             f"pipedream updates after every microbatch, got {request.num_microbatches} an update; "

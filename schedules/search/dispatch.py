@@ -102,7 +102,7 @@ def dispatch(line: TimedPipelines, *, turns: int, in_flight: int, key: Key) -> l
     waiting: list[list[tuple[tuple[float, ...], int, int, Op]]] = [[] for _ in range(line.num_workers)]
     free: list[bool] = [True] * line.num_workers
     done: list[list[Started]] = [[] for _ in range(line.num_workers)]
-    # When, whether it ends rather than arrives, a number that orders the rest, and which step of its pipeline it is.
+    # (time, ends rather than arrives, tie-breaking number, position on the path of the pipeline, Op)
     events: list[tuple[float, bool, int, int, Op]] = []
     numbers = itertools.count()
     ended = [0] * num_pipelines

@@ -66,7 +66,7 @@ def num_pipelines(request: ScheduleRequest) -> int:
 
 
 def check_pipelines(name: str, request: ScheduleRequest, *, rounds_of: int = 0) -> None:
-    """Check the numbers of pipelines and microbatches; an update has multiples of `rounds_of`, or of one turn if 0.
+    """Check the numbers of pipelines and microbatches (multiples of `rounds_of`, or of one turn if 0).
 
     Raises:
         ScheduleError: A device would start two pipelines, or the microbatches do not divide into rounds.
@@ -93,7 +93,7 @@ def too_many_activations(name: str, request: ScheduleRequest, least: int) -> Sch
 
 
 def rules(depth: int) -> list[Key]:
-    """Return preferences of a free worker: first come, forward first, backward first, longest remaining path."""
+    """Return rules for a free worker: first come, forward first, backward first, longest path left."""
 
     def path_left(op: Op) -> int:
         return 3 * depth - op.stage if op.kind is OpKind.FORWARD else 2 * (op.stage + 1)
