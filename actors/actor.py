@@ -24,7 +24,7 @@ from raypipe.actors.measure.memory import MemoryMeter, memory_meter
 from raypipe.actors.measure.metrics import StageMetrics
 from raypipe.actors.orders import BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput
-from raypipe.actors.stage.weights import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.rendezvous import host_store

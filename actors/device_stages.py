@@ -13,9 +13,10 @@ from raypipe.actors.orders import BuildOrder, LayerSize
 from raypipe.actors.stage.checkpoint import load_stage, save_stage
 from raypipe.actors.stage.gradient_flow import LayerOutput
 from raypipe.actors.stage.module import StageModule
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
 from raypipe.actors.stage.state import export_layers, import_layers
-from raypipe.actors.stage.weights import Weights, build_optimizer
+from raypipe.actors.stage.weights import Weights
 from raypipe.model import Batch
 
 WHOLE = (0.0, 1.0)

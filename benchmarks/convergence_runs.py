@@ -19,7 +19,7 @@ from in_turn import in_turn
 from raypipe.actors.execution.batches import BatchSource, MaskedTokenBatches, TokenBatches
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.stage.weights import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig, OptimizerName
 from raypipe.data.tokens import Split, TokenDataset

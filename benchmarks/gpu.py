@@ -38,7 +38,7 @@ from raypipe.actors.devices import upload
 from raypipe.actors.execution.batches import FixedBatch
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.layers import build_layer
-from raypipe.actors.stage.weights import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.cluster.session import session
 from raypipe.config import Precision, Transport

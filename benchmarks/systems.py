@@ -34,7 +34,7 @@ from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import norms_of
 from raypipe.actors.orders import BatchFunction, BuildOrder
 from raypipe.actors.stage.layers import build_layer
-from raypipe.actors.stage.weights import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.calibration import Calibration
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.topology import Overheads, Path

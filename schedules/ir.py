@@ -51,7 +51,7 @@ class Op(NamedTuple):
         kind: what it does.
         stage: the stage it belongs to.
         index: the microbatch, counted on over the window; for U, G and P the update.
-        pipeline: the laying of the stage graph that the microbatch passes through.
+        pipeline: the pipeline that processes the microbatch.
         part: 0 for the whole; buckets, slices or halves of divided work count from 1.
     """
 
@@ -222,7 +222,7 @@ class Schedule:
     Attributes:
         name: the name it is registered under, or one of the user's own.
         graph: which stage feeds which.
-        pipelines: for each laying of the stage graph, the worker of each stage.
+        pipelines: for each pipeline, the worker of each stage.
         programs: for each worker, its slots in order.
         num_microbatches: microbatches of one update, summed over all pipelines.
         num_updates: updates of the window.

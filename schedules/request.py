@@ -29,7 +29,7 @@ class ScheduleRequest:
         num_microbatches: of one update, over all pipelines, at least 1.
         num_updates: updates of the window, at least 1.
         num_chunks: stages a worker, for the schedules that take several.
-        num_pipelines: layings of the stage graph, for the schedules that have several; 0 lets the schedule choose.
+        num_pipelines: pipelines, for the schedules that have several; 0 lets the schedule choose.
         update_scope: what an update waits for; `None` for the schedule's own default.
         times: of each stage, or one for all of them, for the schedules that are searched for; F = I = W = 1 where there are none.
         latency_s: seconds of every dependency between devices, likewise.

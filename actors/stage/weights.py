@@ -12,14 +12,11 @@ from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.module import Outputs, StageModule
 from raypipe.actors.stage.ties import SharedGradients
 from raypipe.actors.stage.versions import WeightVersions
-from raypipe.config import OptimizerConfig, OptimizerName
 from raypipe.model import Batch
 from raypipe.schedules.ir import WeightRule
 
 Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of one stage from its weights."""
-# Makes NAdam use `beta1` from the first update; torch's default takes hundreds of updates from half of it.
-_MOMENTUM_DECAY = 1e9
 
 
 class Weights:
@@ -122,22 +119,3 @@ class Weights:
             for part, master in zip(torch.split(vector, [master.numel() for master in self.masters]), self.masters, strict=True):
                 master.copy_(part.view_as(master))
         self.versions.set_newest(update + 1)
-
-
-def build_optimizer(config: OptimizerConfig, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer of some weights; biases and gains do not decay."""
-    matrices = [weight for weight in weights if weight.dim() >= 2]
-    vectors = [weight for weight in weights if weight.dim() < 2]
-    groups = [{"params": group, "weight_decay": decay} for group, decay in ((matrices, config.weight_decay), (vectors, 0.0)) if group]
-    betas = (config.beta1, config.beta2)
-    if config.name is OptimizerName.NADAMW:
-        return torch.optim.NAdam(
-            groups,
-            lr=config.learning_rate,
-            betas=betas,
-            eps=config.epsilon,
-            momentum_decay=_MOMENTUM_DECAY,
-            decoupled_weight_decay=True,
-        )
-    fused = all(weight.is_floating_point() for weight in weights)  # there is no fused kernel for complex weights
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=fused)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raypipe.actors.execution.faults import FaultScript, ScriptedFault
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.stage.weights import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig
 from raypipe.model import Batch, Layer, Model

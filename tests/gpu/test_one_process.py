@@ -16,8 +16,9 @@ from raypipe.actors.execution import executor as of_programs
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.execution.updates import Updates
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import export_layers, import_layers
-from raypipe.actors.stage.weights import Optimizer, build_optimizer
+from raypipe.actors.stage.weights import Optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.trace import SpanKind
 from raypipe.config import OptimizerConfig, OptimizerName, Precision

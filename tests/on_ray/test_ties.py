@@ -14,7 +14,7 @@ from torch import Tensor
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.checkpoint import Checkpoint, load_modules
-from raypipe.actors.stage.weights import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.trace import SpanKind

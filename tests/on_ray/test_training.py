@@ -16,7 +16,7 @@ from raypipe.actors.execution.faults import FaultKind, FaultScript
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.checkpoint import Checkpoint
-from raypipe.actors.stage.weights import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Trace
 from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, OptimizerName, RunConfig, ScalingConfig, ScheduleConfig, Transport

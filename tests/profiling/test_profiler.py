@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.actors.measure.layers import Effort, LayerMeasurement, measure_layers
-from raypipe.actors.stage.weights import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.profile import LayerTimes
 from raypipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from raypipe.errors import ConfigError, InputError

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.gradient_flow import EdgeTensor
-from raypipe.actors.stage.weights import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig
 from raypipe.errors import ConfigError

@@ -10,7 +10,7 @@ from torch import nn
 
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.stage.weights import build_optimizer
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig, OptimizerName
 from raypipe.models.mlp import mlp

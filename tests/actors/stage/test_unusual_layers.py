@@ -18,8 +18,9 @@ from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex, load_modules, load_stage, save_stage
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.module import StageModule
+from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import export_layers, import_layers
-from raypipe.actors.stage.weights import Weights, build_optimizer
+from raypipe.actors.stage.weights import Weights
 from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig, OptimizerName, Precision
 from raypipe.errors import ConfigError
