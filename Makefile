@@ -31,9 +31,9 @@ test-all: test-units test-processes test-nodes  ## runs all tests that need no G
 test-units: $(INSTALLED)
 	$(BIN)/pytest -n auto --dist loadfile --durations=20 $(PURE)
 
-# A stand-in for a GPU is compiled; without a C++ compiler its tests are skipped.
+# All tests on the shared Ray run in one process. A stand-in for a GPU is compiled; without a C++ compiler its tests are skipped.
 test-processes: $(INSTALLED)
-	$(BIN)/pytest --durations=20 tests/gpu tests/processes tests/on_ray
+	$(BIN)/pytest -n auto --dist loadgroup --durations=20 tests/gpu tests/processes tests/on_ray
 
 # Several nodes are network namespaces; without root and iproute2 these tests are skipped.
 test-nodes: $(INSTALLED)
@@ -54,7 +54,7 @@ gpu-bench:  ## prints the figures of stages on a GPU, and writes them as JSON; m
 check: $(INSTALLED)  ## checks style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy raypipe tests
+	$(BIN)/mypy raypipe tests benchmarks examples
 
 docs: $(INSTALLED)  ## builds the site of docs/ into build/docs; a warning is an error
 	$(BIN)/sphinx-build -W --keep-going -q docs build/docs

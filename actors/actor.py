@@ -17,7 +17,7 @@ from raypipe.actors.device_stages import WHOLE, DeviceStages
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.executor import Executor, Window
 from raypipe.actors.execution.report import WindowReport
-from raypipe.actors.measure.flows import Flow, MeetOrder, Readings
+from raypipe.actors.measure.flows import Flow, FlowConnection, Readings
 from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers, start_profiler
 from raypipe.actors.measure.links import Links
 from raypipe.actors.measure.memory import MemoryMeter, memory_meter
@@ -169,10 +169,10 @@ class StageActor:
         make = partial(build_optimizer, optimizer)
         return measure_layers(model(), batch, optimizer=make, seed=seed, effort=effort, precision=precision, on=self._on, on_layer=begin)
 
-    def probe_link(self, order: MeetOrder, flow: Flow, *, host_ip: str) -> Readings:
+    def probe_link(self, connection: FlowConnection, flow: Flow, *, host_ip: str) -> Readings:
         """Take part in measuring a link, over a channel of its own; return what this end noted, or raise `TransportError`."""
-        self._activity.begin(f"probing a link with device {order.names[self._links.device == order.source]}")
-        self._links.meet([order], host_ip=host_ip)
+        self._activity.begin(f"probing a link with device {connection.names[self._links.device == connection.source]}")
+        self._links.connect([connection], host_ip=host_ip)
         return self._links.run([flow])[0]
 
     # Stages

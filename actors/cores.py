@@ -24,7 +24,7 @@ class NodePosition(NamedTuple):
 
 
 def share(cores: Sequence[int], actor: NodePosition, *, num_threads: int) -> list[int]:
-    """Return an actor's equal share of a node's cores; all of them if there are fewer cores than threads."""
+    """Return an actor's equal share of a node's cores, or all cores if the node has fewer cores than threads."""
     size = len(cores) // actor.num_actors
     return list(cores[actor.position * size :][:size] if size >= num_threads else cores)
 

@@ -85,7 +85,7 @@ def own_stream(device: torch.device) -> AbstractContextManager[object]:
     return context
 
 
-def settle(device: torch.device, *, timeout_s: float) -> bool:
+def wait_for_queued(device: torch.device, *, timeout_s: float) -> bool:
     """Wait, without sleep, for the work that this thread has queued; return whether it ended in time."""
     if device.type == "cpu":
         return True

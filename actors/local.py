@@ -28,9 +28,10 @@ from raypipe.schedules.lower import DeviceProgram, Placement
 
 
 class LocalPipeline:
-    """The devices of one schedule as threads; arguments as of `Executor` and `build_stage`.
+    """The devices of one schedule, each a thread of this process.
 
-    `cut` has as many stages as `schedule`; `placement` names each worker's devices, `None` for one each.
+    `cut` and `schedule` have the same number of stages. `placement` names the devices of each worker, `None` means one
+    device each. `Executor` and `build_stage` explain the other arguments.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import torch
 
 from raypipe.actors import devices
 from raypipe.actors.actor_info import ActorInfo, actor_info
-from raypipe.actors.measure.flows import Flow, MeetOrder, Readings
+from raypipe.actors.measure.flows import Flow, FlowConnection, Readings
 from raypipe.actors.measure.links import Links
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.rendezvous import host_store
@@ -36,15 +36,15 @@ class ProbeActor:
         return actor_info(self._on, num_cores=len(os.sched_getaffinity(0)))
 
     def host_store(self, *, host: str, timeout_s: float) -> int:
-        """Open the store where flows meet; return its port."""
+        """Open the store where the devices of flows find each other; return its port."""
         self._store, port = host_store(host, timeout_s=timeout_s)
         return port
 
-    def meet(self, orders: Sequence[MeetOrder], *, host_ip: str) -> None:
+    def connect(self, connections: Sequence[FlowConnection], *, host_ip: str) -> None:
         """Connect flows; raises `ConfigError` if cupy or NCCL is missing on a GPU."""
         if self._on.type == "cuda" and self._links.library is None:
             self._links.library = cuda.Cuda(self._on)
-        self._links.meet(orders, host_ip=host_ip)
+        self._links.connect(connections, host_ip=host_ip)
 
     def run(self, flows: Sequence[Flow]) -> list[Readings]:
         """Take part in flows; see `Links`."""

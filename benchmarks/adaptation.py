@@ -34,7 +34,6 @@ from raypipe.errors import PlanError
 from raypipe.planning.plan import plan_problem
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import SearchBudget
-from tests.multinode.adapting_run import UPDATES_PER_WINDOW
 from tests.multinode.cluster import Cluster, cluster
 from tests.on_ray.plans import lab
 
@@ -42,6 +41,7 @@ RATE = 25e6
 GOODPUT = 0.992
 LATENCY_S = 4e-4
 SCHEDULES = ("1f1b", "list", "zb-h1", "zb-h2", "interleaved", "zb-v", "chimera", "async-1f1b", "async-interleaved", "pipedream-2bw", "amdp")
+UPDATES_PER_WINDOW = 10
 FIXED_WINDOWS = 4
 DROP_AFTER = 3
 WINDOWS_AFTER = 7
@@ -50,7 +50,7 @@ Watcher = Callable[[dict[str, Any]], None]
 
 
 def topology(slow: tuple[str, str] | None = None, part: float = 1.0) -> ClusterTopology:
-    """The four nodes; between two of them the links may carry less."""
+    """Four nodes; the links between the two nodes of `slow` carry `part` of the others' rate."""
     names = [f"node{number}" for number in range(4)]
     links = [
         Link(
@@ -67,7 +67,7 @@ def topology(slow: tuple[str, str] | None = None, part: float = 1.0) -> ClusterT
     return lab(dict.fromkeys(names, 1), links=links)
 
 
-def run(machines: Cluster, folder: Path, *arguments: str, watch: Watcher = lambda _: None) -> list[dict[str, Any]]:
+def run(machines: Cluster, folder: Path, num_updates: int, *arguments: str, watch: Watcher = lambda _: None) -> list[dict[str, Any]]:
     """What a run says, line by line."""
     lines: list[dict[str, Any]] = []
     with machines.start([
@@ -76,6 +76,8 @@ def run(machines: Cluster, folder: Path, *arguments: str, watch: Watcher = lambd
         "tests.multinode.adapting_run",
         str(folder / "topology.yaml"),
         str(folder),
+        str(num_updates),
+        str(UPDATES_PER_WINDOW),
         *arguments,
     ]) as run:
         assert run.stdout is not None
@@ -148,7 +150,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, cluster(nodes=4, cpus_per_node=2, rates=RATE) as machines:
         folder = Path(name)
         topology().save(folder / "topology.yaml")
-        constant = run(machines, folder, str((arguments.windows + 2) * UPDATES_PER_WINDOW), "auto")
+        constant = run(machines, folder, (arguments.windows + 2) * UPDATES_PER_WINDOW, "auto")
         asked = decisions(constant)
         document["constant"] = {"windows": len(asked), "switches": sum(line["switch"] for line in asked), **noise(asked)}
         print_table(
@@ -165,7 +167,7 @@ def main() -> None:
             if line.get("update") == DROP_AFTER * UPDATES_PER_WINDOW:
                 set_pair(machines, pair, RATE * arguments.drop_to)
 
-        adapted = run(machines, folder, str((DROP_AFTER + WINDOWS_AFTER) * UPDATES_PER_WINDOW), "auto", watch=drop)
+        adapted = run(machines, folder, (DROP_AFTER + WINDOWS_AFTER) * UPDATES_PER_WINDOW, "auto", watch=drop)
         switches = [line for line in decisions(adapted) if line["switch"]]
         for line in switches:
             print(f"after update {line['update']}, in {line['took_s']:.1f} s: {line['text']}")
@@ -184,7 +186,7 @@ def main() -> None:
         set_pair(machines, pair, RATE * arguments.drop_to)
         document["fixed"] = {}
         for schedule, predicted_s, path in fixed_plans(folder, Path(adapted[-1]["path"]), slow, arguments.drop_to)[: arguments.fixed]:
-            measured = updates(run(machines, folder, str(FIXED_WINDOWS * UPDATES_PER_WINDOW), schedule, str(path)))
+            measured = updates(run(machines, folder, FIXED_WINDOWS * UPDATES_PER_WINDOW, schedule, str(path)))
             rows.append(row(f"fixed: {schedule}", measured, after, predicted_s))
             document["fixed"][schedule] = {"predicted_s": predicted_s, "update_s": measured.median, "spread": measured.spread}
         print_table(f"the link {slow[0]} - {slow[1]} drops to {arguments.drop_to:g} of its rate", rows)

@@ -7,9 +7,8 @@ A GPT of 1.56 and a BERT of 1.04 thousand million parameters (48 and 32 blocks, 
 Wu and Yu (ICML 2026, arXiv 2605.29664), whose figures are 8 A800 on NVLink; 16 devices are two such nodes with 100 Gbit/s a device.
 Times of layers are counted, not measured (`models.py`), and an Adam step moves 28 bytes a parameter. Every schedule runs the same work
 with two cuts: equal numbers of blocks, with the embedding in the first stage and the head in the last, as in the paper; and its own
-best one, chosen by simulation among cuts for the longest stage, for the sums over each device's stages and what single layers more or
-less make of them. Reductions of gradients, publications of weights (ZeRO-1 where a stage has
-copies) and the messages' bytes are in the times.
+best one, chosen by simulation: first among cuts that balance the stages or the sums over each device's stages, then by moving single
+layers. Reductions of gradients, publications of weights (ZeRO-1 where a stage has copies) and the messages' bytes are in the times.
 
 `stage`: untied weights, each stage clips by its own norm; `global`: one norm over all stages, for which every update waits. Under it the
 asynchronous schedules of one pipeline update where all gradients have arrived (`defer_updates`), not where their own stage's have.

@@ -17,7 +17,7 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.errors import ScheduleError
 from raypipe.planning.balance import balanced_cut
-from raypipe.planning.chunks import balanced, neighbours
+from raypipe.planning.chunks import balanced, neighbors
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
@@ -27,7 +27,7 @@ from raypipe.schedules.lower import Placement, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import repeated, shard_optimizer
 from raypipe.schedules.request import ScheduleRequest, StageTimes
-from raypipe.schedules.search.dispatch import Line, defer_updates
+from raypipe.schedules.search.dispatch import TimedPipelines, defer_updates
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.plan_cost import layout_cost, published_copies, weight_versions
@@ -123,7 +123,7 @@ def schedule_of(case: Case, size: ScheduleRequest) -> Schedule:
     """The case's order, with the scope's updates where nobody waits for them and one optimizer for all copies of a stage."""
     schedule = build(case.name, size)
     if size.update_scope is UpdateScope.GLOBAL and case.name in {"pipedream-2bw", "async-1f1b"}:
-        schedule = defer_updates(schedule, Line.of(schedule.pipelines, size))
+        schedule = defer_updates(schedule, TimedPipelines.of(schedule.pipelines, size))
     return shard_optimizer(schedule)
 
 
@@ -150,9 +150,9 @@ def timed(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...
     schedule = build(case.name, ScheduleRequest(problem.num_devices, problem.num_microbatches, 1, case.chunks, case.pipelines, scope))
     cost = cost_of(problem, cuts, schedule)
     # Orders that are searched for are searched with the times of their stages.
-    laying = schedule.pipelines[0]
+    worker_of = schedule.pipelines[0]
     kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
-    times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(laying))
+    times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(worker_of))
     count = 1 if not schedule.weight_rule.overlaps_updates and scope is UpdateScope.GLOBAL else num_updates
     size = ScheduleRequest(problem.num_devices, problem.num_microbatches, count, case.chunks, case.pipelines, scope, times, LATENCY_S)
     schedule = schedule_of(case, size)
@@ -160,7 +160,7 @@ def timed(case: Case, problem: Problem, scope: UpdateScope, cuts: tuple[int, ...
 
 
 def best_cut(case: Case, problem: Problem, scope: UpdateScope, *known: tuple[int, ...]) -> tuple[int, ...]:
-    """The fastest of several cuts, also of those that are known, with single layers moved between neighbours as long as that helps."""
+    """The fastest of several cuts, also of those that are known, with single layers moved between neighbors as long as that helps."""
 
     def update_s(cuts: tuple[int, ...]) -> float:
         return timed(case, problem, scope, cuts, NUM_TRIAL_UPDATES)[1].steady_update_s
@@ -176,7 +176,7 @@ def best_cut(case: Case, problem: Problem, scope: UpdateScope, *known: tuple[int
     ]
     best_s, best = min((update_s(cuts), cuts) for cuts in dict.fromkeys(begin))
     for _ in range(MOST_STEPS):
-        moved = [layout.cuts for layout in neighbours(Layout(best, workers, case.name))]
+        moved = [layout.cuts for layout in neighbors(Layout(best, workers, case.name))]
         moved_s, found = min((update_s(cuts), cuts) for cuts in moved)
         if moved_s >= best_s:
             break

@@ -33,13 +33,13 @@ LIMIT = 0.01
 _SMOOTHED = 25
 """Updates over which losses are averaged in drawings."""
 _BEYOND = 0.06
-"""What the drawings show of differences, to both sides."""
+"""Range of the axis for differences, to both sides of zero."""
 
 Table = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Group:
+class SeedGroup:
     """The runs that differ in nothing but their seeds, by seed."""
 
     optimizer: str
@@ -54,11 +54,11 @@ class Group:
 
     @property
     def mean(self) -> float:
-        """Of these losses."""
+        """The mean of the final validation losses over the seeds."""
         return statistics.fmean(self.losses.values())
 
-    def over(self, other: Group) -> list[float]:
-        """How far the final losses are above those of another group with the same seeds, in shares of them."""
+    def over(self, other: SeedGroup) -> list[float]:
+        """For each seed, the final loss relative to the other group's: 0.01 is 1 % above."""
         theirs = other.losses
         return [loss / theirs[seed] - 1 for seed, loss in self.losses.items() if math.isfinite(theirs.get(seed, math.inf))]
 
@@ -70,7 +70,7 @@ class Group:
         return f"{self.case}, {self.optimizer}, {self.learning_rate:g}"
 
 
-def groups(there: Mapping[Run, Sequence[Row]], task: str) -> list[Group]:
+def groups(there: Mapping[Run, Sequence[Row]], task: str) -> list[SeedGroup]:
     """The groups of a task, in the order of optimizers, cases and rates."""
     found: dict[tuple[str, str, float], dict[int, Sequence[Row]]] = {}
     for run, rows in there.items():
@@ -78,15 +78,15 @@ def groups(there: Mapping[Run, Sequence[Row]], task: str) -> list[Group]:
             found.setdefault((run.optimizer, run.case, run.learning_rate), {})[run.seed] = rows
     optimizers, cases = list(OPTIMIZERS), list(CASES)
     ordered = sorted(found, key=lambda key: (optimizers.index(key[0]), cases.index(key[1]), key[2]))
-    return [Group(*key, found[key]) for key in ordered]
+    return [SeedGroup(*key, found[key]) for key in ordered]
 
 
-def best(of: Sequence[Group], case: str) -> Group | None:
+def best(of: Sequence[SeedGroup], case: str) -> SeedGroup | None:
     """The group of a case with the lowest mean loss."""
     return min((group for group in of if group.case == case), key=lambda group: group.mean, default=None)
 
 
-def table_of(of: Sequence[Group]) -> Table:
+def table_of(of: Sequence[SeedGroup]) -> Table:
     """A line a group of one optimizer: its final validation loss, and how far it is above the synchronous schedule's."""
     synchronous = {group.learning_rate: group for group in of if group.case == SYNCHRONOUS}
     reference = best(of, SYNCHRONOUS)
@@ -111,7 +111,7 @@ def table_of(of: Sequence[Group]) -> Table:
     return rows
 
 
-def over(group: Group, other: Group | None) -> str:
+def over(group: SeedGroup, other: SeedGroup | None) -> str:
     """How far a group is above another one, in words."""
     differences = group.over(other) if other is not None else []
     return with_spread(differences, "+.2%") if differences else ""
@@ -125,7 +125,7 @@ def with_spread(values: Sequence[float], form: str) -> str:
     return f"{mean:{form}}" + (f" +-{statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else "")
 
 
-def verdicts(of: Sequence[Group]) -> list[str]:
+def verdicts(of: Sequence[SeedGroup]) -> list[str]:
     """For each AMDP that was run at several learning rates, those at which it is not within the limit of the synchronous schedule."""
     synchronous = {group.learning_rate: group for group in of if group.case == SYNCHRONOUS}
     words: list[str] = []
@@ -151,7 +151,7 @@ def report(runs: Runs) -> None:
     for task in TASKS:
         rows: Table = []
         words: list[str] = []
-        curves: list[Group] = []
+        curves: list[SeedGroup] = []
         for optimizer in OPTIMIZERS:
             of = [group for group in groups(there, task) if group.optimizer == optimizer]
             if best(of, SYNCHRONOUS) is not None:
@@ -173,7 +173,7 @@ def write_csv(path: Path, table: Table) -> None:
         writer.writerows(table)
 
 
-def curve_panels(task: str, of: Sequence[Group]) -> list[Panel]:
+def curve_panels(task: str, of: Sequence[SeedGroup]) -> list[Panel]:
     """The training losses, and how far they are above those of the first group, smoothed."""
     curves = {str(group): smoothed(group.curve()) for group in of}
     base = next(iter(curves.values()))

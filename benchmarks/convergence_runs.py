@@ -22,7 +22,8 @@ from raypipe.actors.local import LocalPipeline
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig, OptimizerName
-from raypipe.data.tokens import Split, TokenDataset
+from raypipe.data.samples import Split
+from raypipe.data.tokens import TokenDataset
 from raypipe.model import Model
 from raypipe.models.bert import bert
 from raypipe.models.gpt import gpt

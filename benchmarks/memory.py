@@ -101,14 +101,14 @@ class RandomTokens:
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, and how long.
+    """The model, its rows and the length of each run.
 
     Attributes:
-        model: makes the description of the GPT.
-        batches: its rows.
-        num_blocks: of it.
-        num_windows: of each run.
-        folder: for what the runs write.
+        model: Function that describes the GPT.
+        batches: Rows of the batches.
+        num_blocks: Number of blocks of the GPT.
+        num_windows: Number of windows of each run.
+        folder: Folder that the runs write to.
     """
 
     model: partial[Model]

@@ -4,7 +4,7 @@
 
 Links with latency and bandwidth, one of which all transfers share, and memory are part of the simulation. `simulate` is numbering,
 running, the ends of the updates and the memory curves: what a search pays for the first time; `time again` is what it pays for
-each further cost; `trace` makes the spans of it. Medians over the rounds, with half the distance of the quartiles.
+each further cost; `trace` makes the spans. Medians over the rounds, with half the distance of the quartiles.
 """
 
 from __future__ import annotations

@@ -81,15 +81,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came out for a case, in seconds per update.
+    """The figures of one case, in seconds per update.
 
     Attributes:
-        case: which.
-        ideal_s: of raypipe's order, by simulation with the nominal waits.
-        torch_ideal_s: likewise of torch's order.
-        layers_s: raypipe's order by its own measure of the layers, and nothing else.
-        predicted_s: for each of raypipe's, by its own measure of the layers and the machine's calibration.
-        update_s: of each system.
+        ideal_s: Simulation of raypipe's order with the nominal waits.
+        torch_ideal_s: Simulation of torch's order with the nominal waits.
+        layers_s: Simulation of raypipe's order with its measured layers alone.
+        predicted_s: Simulation with measured layers and the machine's calibration, for each transport of raypipe.
+        update_s: Measured time of each system.
     """
 
     case: Case

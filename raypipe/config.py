@@ -66,8 +66,9 @@ class DataConfig:
     """The training data.
 
     Attributes:
-        path: Parquet file made by `raypipe data prepare`; every node with a first or last stage must be able to read it.
-        sequence_length: Tokens per row.
+        path: Parquet file made by `raypipe data prepare`, of tokens or of named fields; every node whose stages read rows or have the
+            loss must be able to read it.
+        sequence_length: Tokens per row of a token file.
         num_validation_microbatches: Microbatches of held-out rows per evaluation; 0 for no evaluation.
     """
 
@@ -77,11 +78,9 @@ class DataConfig:
 
     @property
     def file(self) -> str:
-        """Return the absolute path of the token file; raise `ConfigError` if the run has batches of its own instead."""
+        """Return the absolute path of the file; raise `ConfigError` if the run has batches of its own instead."""
         if not self.path:
-            raise ConfigError(
-                "data.path names no token file; a run with batches of its own is started from Python, with Trainer(batches=...)"
-            )
+            raise ConfigError("data.path names no file; a run with batches of its own is started from Python, with Trainer(batches=...)")
         return os.path.abspath(self.path)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from graphlib import CycleError, TopologicalSorter
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -32,9 +33,10 @@ class Layer:
         name: Unique name in the model; letters, digits, `_`, `-` and `.`.
         build: Function that returns a new module on every call. Actors call it with torch's generator seeded for this layer, once to
             profile the layer and again to train it.
-        inputs: Layers whose outputs the module takes, in this order; `None` for the previous layer in the list. All tensors of a tuple
-            are passed on.
+        inputs: Layers whose outputs the module takes, in this order; `None` for the previous layer in the list, or of the same branch.
+            All tensors of a tuple are passed on.
         batch: Fields of the batch that the module takes after its inputs.
+        branch: Name of the branch that the layer belongs to; `None` for a layer of no branch, such as one in which branches meet.
         gradients_vary: Whether its outputs have gradients, or later layers return gradients of them, in some microbatches only. Stages
             then always exchange such gradients, as zeros where there are none.
     """
@@ -43,6 +45,7 @@ class Layer:
     build: Callable[[], nn.Module]
     inputs: tuple[str, ...] | None = None
     batch: tuple[str, ...] = ()
+    branch: str | None = None
     gradients_vary: bool = False
 
 
@@ -52,37 +55,66 @@ class Model:
 
     Attributes:
         layers: Layers, each taking outputs of earlier ones only; exactly one has no consumer.
-        loss: `loss(output, batch)`, a scalar: the mean over the rows of one microbatch.
+        loss: `loss(output, batch)`, a scalar: the mean over the rows of one microbatch, unless it couples them.
         ties: Weights that several layers share, such as `(("embedding", "token.weight"), ("head", "logits.weight"))`. The first layer
             of a tie initializes the weight. On one stage it is one parameter; on several it has equal copies.
+        loss_couples_rows: Whether the loss of a microbatch is not the mean of the losses of its rows, as with a contrastive loss, which
+            compares the rows with each other. raypipe then never divides the rows of a microbatch where the loss is taken, nor the rows of
+            an update into other microbatches, and refuses what would.
 
     Raises:
-        ConfigError: Names repeat, an input is unknown or later, several layers have no consumer, or a tie names an unknown layer, fewer
-            than two weights or a weight that is tied already.
+        ConfigError: Names repeat, an input is unknown or later, layers take each other's outputs in a circle, a branch is in pieces,
+            several layers have no consumer, or a tie names an unknown layer, fewer than two weights or a weight that is tied already.
     """
 
     layers: tuple[Layer, ...]
     loss: Callable[[Tensor, Batch], Tensor]
     ties: tuple[Tie, ...] = ()
+    loss_couples_rows: bool = False
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError("the model has no layers")
         known: list[str] = []
         for layer in self.layers:
-            if not _NAME.fullmatch(layer.name):
-                raise ConfigError(f"a layer is called {layer.name!r}; use letters, digits, `_`, `-` and `.`")
+            for name in (layer.name, *([] if layer.branch is None else [layer.branch])):
+                if not _NAME.fullmatch(name):
+                    raise ConfigError(f"a layer or a branch is called {name!r}; use letters, digits, `_`, `-` and `.`")
             if layer.name in known:
                 raise ConfigError(f"two layers of the model are called {layer.name!r}; give each its own name")
-            for name in layer.inputs or ():
-                if name not in known:
-                    raise ConfigError(f"layer {layer.name!r} takes {name!r}, which is no earlier layer{suggestion(name, known)}")
             known.append(layer.name)
+        self._check_inputs(known)
+        self._check_branches()
         consumed = {source for source, _ in self.edges()}
         sinks = [layer.name for index, layer in enumerate(self.layers) if index not in consumed]
         if len(sinks) != 1:
             raise ConfigError(f"layers {', '.join(sinks)} have no consumer; join them in one last layer, whose output the loss takes")
         self._check_ties(known)
+
+    def _check_inputs(self, known: Sequence[str]) -> None:
+        for layer in self.layers:
+            for name in layer.inputs or ():
+                if name not in known:
+                    raise ConfigError(f"layer {layer.name!r} takes {name!r}, but no layer is called that{suggestion(name, known)}")
+        graph: TopologicalSorter[int] = TopologicalSorter()
+        for source, target in self.edges():
+            graph.add(target, source)
+        try:
+            graph.prepare()
+        except CycleError as error:
+            circle = " -> ".join(known[position] for position in error.args[1])
+            raise ConfigError(f"layers take each other's outputs in a circle: {circle}; let one of them take an earlier layer") from None
+        for source, target in self.edges():
+            if source > target:
+                raise ConfigError(f"layer {known[target]!r} takes {known[source]!r}, which comes after it in the list; list it before")
+
+    def _check_branches(self) -> None:
+        edges = set(self.edges())
+        for branch, members in self.branches().items():
+            for position in members[1:]:
+                if not any((earlier, position) in edges for earlier in members):
+                    problem = f"layer {self.layers[position].name!r} takes no layer of its branch {branch!r}"
+                    raise ConfigError(f"{problem}; let it take one, or give it a branch of its own")
 
     def _check_ties(self, known: list[str]) -> None:
         seen: set[tuple[str, str]] = set()
@@ -101,15 +133,29 @@ class Model:
         index = {layer.name: position for position, layer in enumerate(self.layers)}
         return tuple(tuple(dict.fromkeys(index[layer] for layer, _ in tie)) for tie in self.ties)
 
+    def branches(self) -> dict[str, tuple[int, ...]]:
+        """Return the layer indices of each branch, in the order of the list."""
+        members: dict[str, tuple[int, ...]] = {}
+        for position, layer in enumerate(self.layers):
+            if layer.branch is not None:
+                members[layer.branch] = (*members.get(layer.branch, ()), position)
+        return members
+
     def edges(self) -> tuple[tuple[int, int], ...]:
         """Return the pairs (producer, consumer) of layer indices, in the order that the consumers take them."""
         index = {layer.name: position for position, layer in enumerate(self.layers)}
+        last: dict[str, int] = {}
         pairs: list[tuple[int, int]] = []
         for position, layer in enumerate(self.layers):
-            if layer.inputs is None:
-                pairs += [(position - 1, position)] if position else []
+            if layer.inputs is not None:
+                sources = [index[name] for name in layer.inputs]
+            elif layer.branch is None:
+                sources = [position - 1] if position else []
             else:
-                pairs += [(index[name], position) for name in layer.inputs]
+                sources = [last[layer.branch]] if layer.branch in last else []
+            pairs += [(source, position) for source in sources]
+            if layer.branch is not None:
+                last[layer.branch] = position
         return tuple(pairs)
 
 

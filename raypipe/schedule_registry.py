@@ -74,9 +74,9 @@ def is_file(name: str) -> bool:
     return name.endswith((".csv", ".json"))
 
 
-def build(name: str, size: ScheduleRequest) -> Schedule:
+def build(name: str, request: ScheduleRequest) -> Schedule:
     """Return a schedule of this size, or raise `InputError`."""
-    return catalogue.of_size(spec(name), size)
+    return catalogue.of_size(spec(name), request)
 
 
 def build_schedule(
@@ -116,25 +116,25 @@ def build_schedule(
 
 
 def _described(
-    name: str, build_size: Callable[[ScheduleRequest], Schedule], *, title: str, chunks: int = 1, weight_rule: WeightRule = WeightRule.FLUSH
+    name: str, build: Callable[[ScheduleRequest], Schedule], *, title: str, chunks: int = 1, weight_rule: WeightRule = WeightRule.FLUSH
 ) -> ScheduleSpec:
     return ScheduleSpec(
         name=name,
-        build=build_size,
+        build=build,
         title=title,
         paper=_UNKNOWN,
         bubble=_UNKNOWN,
         memory=_UNKNOWN,
         mismatch=_UNKNOWN,
         delay=_UNKNOWN,
-        makespan_s=lambda size, times: None,
-        peak_in_flight=lambda size, worker: metrics(build_size(size)).peak_in_flight[worker],
+        makespan_s=lambda request, times: None,
+        peak_in_flight=lambda request, worker: metrics(build(request)).peak_in_flight[worker],
         default_chunks=chunks,
         weight_rule=weight_rule,
     )
 
 
-def _fail(error: InputError, size: ScheduleRequest) -> Schedule:
+def _fail(error: InputError, request: ScheduleRequest) -> Schedule:
     raise error
 
 
@@ -174,23 +174,23 @@ def _of_object(name: str, what: str, loaded: Any) -> ScheduleSpec:
     return _described(name, partial(_checked, what, loaded), title=title or "a user's function")
 
 
-def _checked(what: str, function: Callable[[ScheduleRequest], object], size: ScheduleRequest) -> Schedule:
+def _checked(what: str, function: Callable[[ScheduleRequest], object], request: ScheduleRequest) -> Schedule:
     try:
-        returned = function(size)
+        returned = function(request)
     except RaypipeError:
         raise
     except (Exception, SystemExit) as error:  # sys.exit() shall not end the command in silence
-        words = f"{size.num_devices} devices, {size.num_microbatches} microbatches and {size.num_updates} updates"
+        words = f"{request.num_devices} devices, {request.num_microbatches} microbatches and {request.num_updates} updates"
         raise ScheduleError(f"{what} failed for {words}: {type(error).__name__}: {error}{_place(error)}") from error
     if not isinstance(returned, Schedule):
         raise ScheduleError(f"{what} returned {type(returned).__name__}, expected a raypipe.schedules.ir.Schedule")
     schedule = _well_formed(what, returned)
     for words, asked, got in (
-        ("devices", size.num_devices, schedule.num_workers),
-        ("microbatches an update", size.num_microbatches, schedule.num_microbatches),
-        ("updates", size.num_updates, schedule.num_updates),
-        ("pipelines", size.num_pipelines or len(schedule.pipelines), len(schedule.pipelines)),
-        ("as the scope of updates", size.update_scope or schedule.update_scope, schedule.update_scope),
+        ("devices", request.num_devices, schedule.num_workers),
+        ("microbatches an update", request.num_microbatches, schedule.num_microbatches),
+        ("updates", request.num_updates, schedule.num_updates),
+        ("pipelines", request.num_pipelines or len(schedule.pipelines), len(schedule.pipelines)),
+        ("as the scope of updates", request.update_scope or schedule.update_scope, schedule.update_scope),
     ):
         if asked != got:
             raise ScheduleError(
@@ -248,29 +248,29 @@ def _of_file(path: str) -> ScheduleSpec:
     return _described(path, partial(_sized, path, order), title=title, chunks=chunks, weight_rule=order.weight_rule)
 
 
-def _sized(path: str, order: Schedule, size: ScheduleRequest) -> Schedule:
-    if (size.num_devices, size.num_microbatches) != (order.num_workers, order.num_microbatches):
+def _sized(path: str, order: Schedule, request: ScheduleRequest) -> Schedule:
+    if (request.num_devices, request.num_microbatches) != (order.num_workers, order.num_microbatches):
         raise ScheduleError(
             f"{path} is an order for {order.num_workers} devices and {order.num_microbatches} microbatches an update, asked for "
-            f"{size.num_devices} devices and {size.num_microbatches} microbatches; use --devices {order.num_workers} --microbatches "
+            f"{request.num_devices} devices and {request.num_microbatches} microbatches; use --devices {order.num_workers} --microbatches "
             f"{order.num_microbatches} (scaling.num_devices, schedule.num_microbatches), or a schedule for any size"
         )
     chunks, pipelines = math.ceil(order.num_stages / order.num_workers), len(order.pipelines)
-    if size.num_chunks != chunks or size.num_pipelines not in {0, pipelines}:
+    if request.num_chunks != chunks or request.num_pipelines not in {0, pipelines}:
         raise ScheduleError(
             f"{path} has {order.num_stages} stages on {order.num_workers} devices in {pipelines} pipelines; "
             "leave --chunks and --pipelines (schedule.num_chunks, schedule.num_pipelines) out"
         )
-    order = replace(order, update_scope=size.update_scope or order.update_scope)
-    if size.num_updates != order.num_updates:
+    order = replace(order, update_scope=request.update_scope or order.update_scope)
+    if request.num_updates != order.num_updates:
         if order.num_updates > 1:
             # A plan of a synchronous order is one of an update.
             options = "--updates-per-window, " if order.weight_rule.overlaps_updates else ""
             raise ScheduleError(
-                f"{path} is the order of {order.num_updates} updates, asked for {size.num_updates}; use --updates {order.num_updates} "
+                f"{path} is the order of {order.num_updates} updates, asked for {request.num_updates}; use --updates {order.num_updates} "
                 f"({options}schedule.updates_per_window), or write the order of one update, which is repeated"
             )
-        order = repeated(order, num_updates=size.num_updates)
+        order = repeated(order, num_updates=request.num_updates)
     try:
         validate(order)
     except ScheduleError as error:

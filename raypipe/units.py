@@ -1,4 +1,4 @@
-"""Seconds and bytes as text, and round numbers for axes."""
+"""Seconds and bytes as text, round numbers for axes, and the typical of several times."""
 
 from __future__ import annotations
 
@@ -49,3 +49,9 @@ def ticks(end: float, most: int) -> Sequence[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     return [index * step for index in range(int(end / step * (1 + 1e-9)) + 1)]
+
+
+def lower_quartile(times_s: Sequence[float]) -> float:
+    """Return the lower quartile of repeated measurements: disturbances only ever add time, often to more than half of a few repeats."""
+    # One of the values: between two of them, a disturbance of the larger would count.
+    return sorted(times_s)[len(times_s) // 4]

@@ -15,7 +15,12 @@ def synchronous(name: str, request: ScheduleRequest, *, workers: Sequence[int], 
 
 
 def synchronous_pipelines(
-    name: str, request: ScheduleRequest, *, pipelines: Sequence[Sequence[int]], one_update: Sequence[Sequence[Slot]]
+    name: str,
+    request: ScheduleRequest,
+    *,
+    pipelines: Sequence[Sequence[int]],
+    one_update: Sequence[Sequence[Slot]],
+    graph: StageGraph | None = None,
 ) -> Schedule:
     """Return `synchronous` for several pipelines: each worker ends an update with a U for every copy of a stage that it holds."""
     replicas: dict[StageReplica, int] = {}
@@ -39,7 +44,7 @@ def synchronous_pipelines(
     )
     return Schedule(
         name=name,
-        graph=StageGraph.chain(len(pipelines[0])),
+        graph=graph or StageGraph.chain(len(pipelines[0])),
         pipelines=tuple(map(tuple, pipelines)),
         programs=programs,
         num_microbatches=request.num_microbatches,

@@ -1,4 +1,4 @@
-"""The bundled schedules by name. A family in this list is subject to every law test."""
+"""The bundled schedules by name. Every law test runs on each of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from raypipe.errors import ScheduleError, UnknownNameError
 from raypipe.schedules.families import (
     amdp,
     amdp_auto,
+    branch_aware,
     chimera,
     dualpipe,
     gpipe,
@@ -43,18 +44,19 @@ SPECS: tuple[ScheduleSpec, ...] = (
     amdp.SPEC,
     amdp.SPEC_FLUSH,
     amdp_auto.SPEC,
+    branch_aware.SPEC,
 )
 
 
 def spec(name: str) -> ScheduleSpec:
-    """Return the family of that name.
+    """Return the spec of the bundled schedule of that name.
 
     Raises:
-        UnknownNameError: lists the names there are.
+        UnknownNameError: no bundled schedule has that name; the message lists the names.
     """
-    for found in SPECS:
-        if found.name == name:
-            return found
+    for bundled in SPECS:
+        if bundled.name == name:
+            return bundled
     raise UnknownNameError("schedule", name, [known.name for known in SPECS])
 
 
@@ -63,14 +65,18 @@ def build(name: str, request: ScheduleRequest) -> Schedule:
 
     Raises:
         UnknownNameError: no schedule has that name.
-        ScheduleError: the size is one that the schedule cannot take.
+        ScheduleError: the schedule cannot take the size.
     """
     return of_size(spec(name), request)
 
 
-def of_size(found: ScheduleSpec, request: ScheduleRequest) -> Schedule:
-    """Return the schedule of a family, bundled or not; errors as of `build`."""
+def of_size(schedule_spec: ScheduleSpec, request: ScheduleRequest) -> Schedule:
+    """Return the schedule of a spec, bundled or not, for a request; it is not yet validated.
+
+    Raises:
+        ScheduleError: the schedule cannot take the size.
+    """
     for what in ("num_devices", "num_microbatches", "num_updates", "num_chunks"):
         if (number := getattr(request, what)) < 1:
             raise ScheduleError(f"{what} must be at least 1, got {number}")
-    return found.build(request)
+    return schedule_spec.build(request)

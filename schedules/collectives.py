@@ -13,7 +13,7 @@ from raypipe.schedules.ir import Op, OpKind, Schedule, StageReplica, UpdateScope
 
 
 class CollectiveKind(StrEnum):
-    """What the members of a collective put together."""
+    """What a collective sums or passes on."""
 
     GRADIENTS = "gradients"
     """The gradients of one stage, summed over its replicas."""
@@ -26,12 +26,12 @@ class CollectiveKind(StrEnum):
 
     @property
     def of_tie(self) -> bool:
-        """Whether its members are those of a tie."""
+        """Whether the members are the stages of a tie."""
         return self in {CollectiveKind.TIED, CollectiveKind.TIED_NORM}
 
     @property
     def is_norm(self) -> bool:
-        """Whether it is made of a few bytes."""
+        """Whether the collective sums norms, which take a few bytes."""
         return self in {CollectiveKind.NORM, CollectiveKind.TIED_NORM}
 
     WEIGHTS = "weights"
@@ -43,8 +43,8 @@ class Collective:
     """One exchange among several devices.
 
     Attributes:
-        stage: Stage concerned; the number of a tie; 0 for the norm.
-        part: Bucket, 0 for all.
+        stage: Number of the stage; of the tie for sums and norms of a tie; 0 for the norm over all stages.
+        part: Number of the bucket; 0 for undivided gradients.
     """
 
     kind: CollectiveKind
@@ -82,7 +82,7 @@ _IN_TURN = (
     {CollectiveKind.TIED},
     {CollectiveKind.NORM, CollectiveKind.TIED_NORM},
 )
-"""Each is made of those before it."""
+"""Order within one update: each group reads the results of the groups before it."""
 
 
 class CollectiveOrder:
@@ -119,7 +119,7 @@ class CollectiveOrder:
         return [frozenset(tie) for tie in self.schedule.graph.ties]
 
     def _is_at_hand(self, tie: frozenset[int], update: int) -> bool:
-        """Whether each worker that updates a stage of a tie updates all of them, and so adds their gradients by itself."""
+        """Whether each worker that updates one stage of a tie updates all its stages, and so adds their gradients by itself."""
         updated: dict[int, set[int]] = {}
         for replica, pipeline in self.schedule.first_pipeline.items():
             if replica.stage in tie and Op(OpKind.UPDATE, replica.stage, update, pipeline) in self.schedule.places:
@@ -175,11 +175,11 @@ class CollectiveOrder:
 
     def _join(self, kind: CollectiveKind, number: int, stages: frozenset[int], update: int) -> None:
         schedule, places = self.schedule, self.schedule.places
-        # All that an update meets for stands where its worker first updates any of the stages that wait for each other.
-        meeting = next(joint for joint in self.joints if stages <= joint)
-        first = self._first_updates(meeting, update)
-        members = first if stages == meeting else self._first_updates(stages, update)
-        earlier = self._first_updates(meeting, update - 1) if schedule.graph.ties else {}
+        # A worker has all collectives of an update where it first updates any of the stages that wait for each other.
+        joint = next(joint for joint in self.joints if stages <= joint)
+        first = self._first_updates(joint, update)
+        members = first if stages == joint else self._first_updates(stages, update)
+        earlier = self._first_updates(joint, update - 1) if schedule.graph.ties else {}
         collective = Collective(kind, number, update, 0, self._members(members))
         for worker in members:
             update_op = first[worker]
@@ -198,12 +198,12 @@ class CollectiveOrder:
 
     @cached_property
     def concerned(self) -> frozenset[Op]:
-        """The Ops beside which something is started or awaited, and the G and P, which are nothing else."""
+        """The Ops before or behind which a collective starts or is awaited, and all G and P."""
         named = (op for op in self.schedule.places if op.kind in NOT_COMPUTED)
         return frozenset({*self.starts, *self.awaits, *self.late_starts, *named})
 
     def before(self, ops: tuple[Op, ...]) -> Iterator[Start | Await]:
-        """Return what is awaited before a slot."""
+        """Return the collectives that start, and those that are awaited, right before a slot."""
         for op in ops:
             for kinds in _IN_TURN:
                 for item, collectives in ((Start, self.late_starts), (Await, self.awaits)):
@@ -211,6 +211,6 @@ class CollectiveOrder:
                     yield from map(item, found)
 
     def behind(self, ops: tuple[Op, ...]) -> Iterator[Start | Await]:
-        """Return what is started behind a slot."""
+        """Return the collectives that start right behind a slot."""
         for op in ops:
             yield from (Start(collective) for collective in self.starts.get(op, ()) if len(collective.devices) > 1)

@@ -32,27 +32,26 @@ class OpKind(StrEnum):
     UPDATE = "U"
     REDUCE = "G"
     PUBLISH = "P"
-    EXCHANGE = "X"
 
     # Attributes rather than properties: every rule asks them of every Op.
     def __init__(self, letter: str) -> None:
         self.per_update = letter in "UGP"
         """Whether the index of an Op of this kind is an update and not a microbatch."""
         self.gives_input_gradient = letter in "BI"
-        """Whether the stages before this one wait for it in the backward pass."""
+        """Whether earlier stages wait for an Op of this kind in the backward pass."""
         self.writes_gradient = letter in "BW"
-        """Whether it adds to the gradient buffer of its update."""
+        """Whether an Op of this kind adds to the gradient buffer of its update."""
 
 
 class Op(NamedTuple):
     """One piece of work of one stage.
 
     Attributes:
-        kind: what it does.
-        stage: the stage it belongs to.
-        index: the microbatch, counted on over the window; for U, G and P the update.
+        kind: what the Op does.
+        stage: number of the stage.
+        index: number of the microbatch in the window; of the update for U, G and P.
         pipeline: the pipeline that processes the microbatch.
-        part: 0 for the whole; buckets, slices or halves of divided work count from 1.
+        part: 0 for undivided work; the parts of divided work (buckets, slices, halves) count from 1.
     """
 
     kind: OpKind
@@ -69,7 +68,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """One slot whose Ops overlap, with a duration of its own; it starts when all of them can."""
+    """One slot whose Ops run at the same time. It starts when all its Ops can start, and has a duration of its own."""
 
     ops: tuple[Op, ...]
 
@@ -91,15 +90,15 @@ class WeightRule(StrEnum):
     FLUSH = "flush"
     """Every microbatch of update u uses version u: synchronous."""
     STASH = "stash"
-    """Forward uses what is newest, backward the version its forward used (PipeDream)."""
+    """A forward uses the newest version, its backward the version that the forward used (PipeDream)."""
     DOUBLE_BUFFER = "double_buffer"
-    """Both use version max(u - 1, 0) for update u (PipeDream-2BW, Narayanan et al., 2021, arXiv 2006.09503, section 3.1)."""
+    """Forward and backward of update u use version max(u - 1, 0) (PipeDream-2BW, Narayanan et al., 2021, arXiv 2006.09503, section 3.1)."""
     LIVE = "live"
-    """Each Op uses whatever is newest on its worker when it runs."""
+    """Each Op uses the newest version on its worker when it runs."""
 
     @property
     def overlaps_updates(self) -> bool:
-        """Whether a microbatch may start before the update of the one before it has ended."""
+        """Whether the microbatches of an update may start before the previous update has ended."""
         return self is not WeightRule.FLUSH
 
     @property
@@ -109,7 +108,7 @@ class WeightRule(StrEnum):
 
     @property
     def allows_mismatch(self) -> bool:
-        """Whether a backward may use another version than its forward used."""
+        """Whether a backward may use another version than its forward."""
         return self is WeightRule.LIVE
 
     def fixed_version(self, update: int) -> int | None:
@@ -120,23 +119,23 @@ class WeightRule(StrEnum):
 
 
 class UpdateScope(StrEnum):
-    """What an update waits for, and whose norm limits its gradients; stages that share a weight always wait for each other."""
+    """Which gradients an update waits for and clips by one norm. Stages that share a weight always wait for each other."""
 
     STAGE = "stage"
-    """The gradients of its own stage; these have a norm of their own, and so has a weight that it shares."""
+    """The gradients of one stage. The stage has a norm of its own, and so does each weight that it shares."""
     TIED = "tied"
-    """Those of the stages that share a weight with it, for a norm over all of these."""
+    """The gradients of all stages that share a weight with the stage, under one norm."""
     GLOBAL = "global"
-    """Those of all stages, for a norm over all of them."""
+    """The gradients of all stages, under one norm."""
 
 
 @dataclass(frozen=True)
 class StageGraph:
-    """Which stage feeds which.
+    """The stages of a model and the edges between them.
 
     Attributes:
-        num_stages: stages are 0 .. num_stages - 1, in topological order.
-        edges: pairs (producer, consumer), the producer's number being the smaller one.
+        num_stages: number of stages; stages count from 0, in topological order.
+        edges: pairs (producer, consumer); the producer has the smaller number.
         ties: groups of stages that share a weight; a stage is in one group at most.
     """
 
@@ -164,17 +163,17 @@ class StageGraph:
 
     @classmethod
     def chain(cls, num_stages: int) -> StageGraph:
-        """Stages one after the other."""
+        """Return the graph of stages in a line, each feeding the next."""
         return cls(num_stages, tuple((stage, stage + 1) for stage in range(num_stages - 1)))
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, those that feed it, ascending."""
+        """For each stage, the stages that feed it, ascending."""
         return tuple(tuple(sorted(s for s, t in self.edges if t == stage)) for stage in range(self.num_stages))
 
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage, those that it feeds, ascending."""
+        """For each stage, the stages that it feeds, ascending."""
         return tuple(tuple(sorted(t for s, t in self.edges if s == stage)) for stage in range(self.num_stages))
 
     @cached_property
@@ -188,13 +187,29 @@ class StageGraph:
         return tuple(stage for stage in range(self.num_stages) if not self.successors[stage])
 
     @cached_property
+    def needs(self) -> dict[tuple[OpKind, int], tuple[tuple[OpKind, int], ...]]:
+        """The rule of data flow: for each kind and stage of an Op, the kinds and stages whose Ops of the same microbatch end first.
+
+        A schedule may have I for B, and R for the F of the same stage.
+        """
+        needs: dict[tuple[OpKind, int], tuple[tuple[OpKind, int], ...]] = {}
+        for stage in range(self.num_stages):
+            forward = (OpKind.FORWARD, stage)
+            needs[forward] = tuple((OpKind.FORWARD, source) for source in self.predecessors[stage])
+            needs[OpKind.RECOMPUTE, stage] = (forward,)
+            for kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT):
+                needs[kind, stage] = (forward, *((kind, target) for target in self.successors[stage]))
+            needs[OpKind.WEIGHT_GRADIENT, stage] = ((OpKind.INPUT_GRADIENT, stage),)
+        return needs
+
+    @cached_property
     def tie_of(self) -> dict[int, int]:
-        """The number of the tie of each stage that has one."""
+        """For each stage that shares a weight, the number of its tie."""
         return {stage: number for number, tie in enumerate(self.ties) for stage in tie}
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """For each stage, the number of edges on the longest way to it."""
+        """For each stage, the number of edges on the longest path to the stage."""
         depths: list[int] = []
         for stage in range(self.num_stages):
             depths.append(max((depths[source] + 1 for source in self.predecessors[stage]), default=0))
@@ -220,15 +235,14 @@ class Schedule:
     """The order of Ops on workers for one window.
 
     Attributes:
-        name: the name it is registered under, or one of the user's own.
-        graph: which stage feeds which.
+        name: name of a registered schedule, or one that the user chose.
+        graph: stages and the edges between them.
         pipelines: for each pipeline, the worker of each stage.
         programs: for each worker, its slots in order.
-        num_microbatches: microbatches of one update, summed over all pipelines.
-        num_updates: updates of the window.
-        weight_rule: how backward finds its weights.
-        update_scope: what an update waits for.
-        loss_group_size: microbatches, consecutive from a multiple of it, whose losses are coupled.
+        num_microbatches: microbatches per update, summed over all pipelines.
+        num_updates: updates per window.
+        weight_rule: rule by which a backward finds its weights.
+        update_scope: which gradients an update waits for.
     """
 
     name: str
@@ -239,16 +253,15 @@ class Schedule:
     num_updates: int = 1
     weight_rule: WeightRule = WeightRule.FLUSH
     update_scope: UpdateScope = UpdateScope.GLOBAL
-    loss_group_size: int = 1
 
     @property
     def num_workers(self) -> int:
-        """Workers, one program each."""
+        """Number of workers; each has one program."""
         return len(self.programs)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model, not counting replicas."""
+        """Number of stages of the model, without replicas."""
         return self.graph.num_stages
 
     def worker(self, op: Op) -> int:
@@ -273,12 +286,12 @@ class Schedule:
 
     @cached_property
     def places(self) -> dict[Op, ProgramPlace]:
-        """Where each Op stands."""
+        """The place of each Op."""
         return dict(self.ops())
 
     @cached_property
     def first_pipeline(self) -> dict[StageReplica, int]:
-        """The first pipeline through every copy of a stage's weights, which its U, G and P name."""
+        """For each copy of a stage's weights, the first pipeline through it: the one that the copy's U, G and P name."""
         found: dict[StageReplica, int] = {}
         for pipeline, workers in enumerate(self.pipelines):
             for stage, worker in enumerate(workers):
@@ -292,7 +305,7 @@ class Schedule:
 
     @cached_property
     def forward_only(self) -> bool:
-        """Whether it evaluates: no Op of it has a gradient or changes weights."""
+        """Whether the schedule only evaluates: no Op writes a gradient or changes weights."""
         return not any(op.kind.writes_gradient or op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH for op in self.places)
 
     @cached_property
@@ -369,43 +382,39 @@ def takers(graph: StageGraph, op: Op) -> tuple[int, ...]:
 
 def inputs(schedule: Schedule, op: Op) -> list[Op]:
     """Return the Ops of neighboring stages whose tensors an Op takes."""
-    if op.kind is OpKind.FORWARD:
-        return [given for stage in schedule.graph.predecessors[op.stage] for given in _at(schedule, op, OpKind.FORWARD, stage)]
-    if op.kind.gives_input_gradient:
-        return [
-            given
-            for stage in schedule.graph.successors[op.stage]
-            for given in _at(schedule, op, OpKind.BACKWARD, stage) or _at(schedule, op, OpKind.INPUT_GRADIENT, stage)
-        ]
-    return []
+    needs = schedule.graph.needs.get((op.kind, op.stage), ())
+    return [found for kind, stage in needs if stage != op.stage for found in _at(schedule, op, kind, stage)]
+
+
+def outputs(schedule: Schedule, op: Op, stage: int) -> list[Op]:
+    """Return the Ops of a neighboring stage that take the tensors of an Op."""
+    return _at(schedule, op, op.kind, stage)
+
+
+def _before_compute(schedule: Schedule, op: Op) -> list[Op]:
+    needed: list[Op] = []
+    for kind, stage in schedule.graph.needs[op.kind, op.stage]:
+        needed += _at(schedule, op, kind, stage)
+    return needed
 
 
 def _at(schedule: Schedule, op: Op, kind: OpKind, stage: int) -> list[Op]:
-    _, _, index, pipeline, part = op
+    """Return the Ops of a kind and stage for the microbatch of `op`, or those that stand for them in this schedule."""
+    _, own, index, pipeline, part = op
+    if kind is OpKind.FORWARD and stage == own and op.kind.gives_input_gradient:
+        again = _new_op(Op, (OpKind.RECOMPUTE, stage, index, pipeline, part))
+        if found := [again] if again in schedule.places else schedule.find(again):
+            return found
     sought = _new_op(Op, (kind, stage, index, pipeline, part))
-    return [sought] if sought in schedule.places else schedule.find(sought)
+    found = [sought] if sought in schedule.places else schedule.find(sought)
+    if not found and kind.gives_input_gradient:
+        other = OpKind.INPUT_GRADIENT if kind is OpKind.BACKWARD else OpKind.BACKWARD
+        found = schedule.find(sought._replace(kind=other))
+    return found
 
 
 _new_op = tuple.__new__
 """Makes an `Op` without the call that looks at default values: `dependencies` makes several for every Op of a schedule."""
-
-
-def _before_backward(schedule: Schedule, op: Op) -> list[Op]:
-    own = _at(schedule, op, OpKind.RECOMPUTE, op.stage) or _at(schedule, op, OpKind.FORWARD, op.stage)
-    coupled = [] if schedule.graph.successors[op.stage] else _coupled(schedule, op)
-    return own + inputs(schedule, op) + coupled
-
-
-def _before_weight_gradient(schedule: Schedule, op: Op) -> list[Op]:
-    return _at(schedule, op, OpKind.INPUT_GRADIENT, op.stage)
-
-
-def _before_recompute(schedule: Schedule, op: Op) -> list[Op]:
-    return _at(schedule, op, OpKind.FORWARD, op.stage)
-
-
-def _before_exchange(schedule: Schedule, op: Op) -> list[Op]:
-    return [found for sink in schedule.graph.sinks for found in _at(schedule, op, OpKind.FORWARD, sink)]
 
 
 def _before_reduction(schedule: Schedule, op: Op) -> list[Op]:
@@ -429,30 +438,15 @@ def _before_publication(schedule: Schedule, op: Op) -> list[Op]:
 
 
 _RULES: dict[OpKind, Callable[[Schedule, Op], list[Op]]] = {
-    OpKind.FORWARD: inputs,
-    OpKind.BACKWARD: _before_backward,
-    OpKind.INPUT_GRADIENT: _before_backward,
-    OpKind.WEIGHT_GRADIENT: _before_weight_gradient,
-    OpKind.RECOMPUTE: _before_recompute,
-    OpKind.EXCHANGE: _before_exchange,
+    OpKind.FORWARD: _before_compute,
+    OpKind.BACKWARD: _before_compute,
+    OpKind.INPUT_GRADIENT: _before_compute,
+    OpKind.WEIGHT_GRADIENT: _before_compute,
+    OpKind.RECOMPUTE: _before_compute,
     OpKind.REDUCE: _before_reduction,
     OpKind.UPDATE: _before_update,
     OpKind.PUBLISH: _before_publication,
 }
-
-
-def _coupled(schedule: Schedule, op: Op) -> list[Op]:
-    size = schedule.loss_group_size
-    if size == 1:
-        return _at(schedule, op, OpKind.EXCHANGE, op.stage)
-    first = op.index // size * size
-    members = [
-        Op(OpKind.EXCHANGE, sink, index, pipeline)
-        for index in range(first, first + size)
-        for sink in schedule.graph.sinks
-        for pipeline in range(len(schedule.pipelines))
-    ]
-    return [found for member in members for found in schedule.find(member) or schedule.find(member._replace(kind=OpKind.FORWARD))]
 
 
 def _gradient_ready(schedule: Schedule, replica: StageReplica, update: int) -> list[Op]:

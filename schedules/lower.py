@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from raypipe.errors import PlanError
+from raypipe.errors import PlanError, ScheduleError
 from raypipe.schedules.collectives import NOT_COMPUTED, Await, CollectiveOrder, Start
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, inputs, ops_of, reads, takers
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, inputs, ops_of, outputs, reads, takers
 from raypipe.schedules.reductions import add_reductions
 
 
@@ -34,6 +34,10 @@ class Direction(StrEnum):
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+
+
+Rows = tuple[float, float]
+"""First row and end, as shares of a microbatch from 0 to 1."""
 
 
 class Message(NamedTuple):
@@ -51,7 +55,7 @@ class Message(NamedTuple):
     index: int  # type: ignore[assignment]  # tuple.index gives way to the field's own word
     pipeline: int = 0
     part: int = 0
-    rows: tuple[float, float] = (0.0, 1.0)
+    rows: Rows = (0.0, 1.0)
 
     def __str__(self) -> str:
         part = f".{self.part}" if self.part else ""
@@ -63,7 +67,7 @@ class Compute(NamedTuple):
 
     ops: tuple[Op, ...]
     versions: tuple[int, ...]
-    rows: tuple[tuple[float, float], ...]
+    rows: tuple[Rows, ...]
 
     def __str__(self) -> str:
         return str(self.ops[0]) if len(self.ops) == 1 else "(" + ";".join(map(str, self.ops)) + ")"
@@ -103,7 +107,7 @@ class DeviceProgram:
 
     device: int
     worker: int
-    rows: tuple[float, float]
+    rows: Rows
     items: tuple[Item, ...]
     graph: StageGraph
     num_microbatches: int
@@ -123,7 +127,7 @@ class DeviceProgram:
         }
 
     @cached_property
-    def row_ranges(self) -> frozenset[tuple[float, float]]:
+    def row_ranges(self) -> frozenset[Rows]:
         """The distinct rows that Ops of this device work on, in shares of a microbatch."""
         return frozenset(rows for item in self.items if isinstance(item, Compute) for rows in item.rows)
 
@@ -149,7 +153,7 @@ class Placement:
         """Worker w is device w."""
         return cls(tuple(((worker, 1.0),) for worker in range(num_workers)))
 
-    def rows(self, worker: int) -> Iterator[tuple[int, tuple[float, float]]]:
+    def rows(self, worker: int) -> Iterator[tuple[int, Rows]]:
         """Each device of a worker with its range of the rows."""
         members = self.workers[worker]
         # Rounded, so that equal borders of two workers are equal however their shares add up.
@@ -165,15 +169,45 @@ def lower(schedule: Schedule, placement: Placement | None = None) -> tuple[Devic
     return _Lowering(add_reductions(schedule, replicated_workers=replicated), placement).programs()
 
 
+def check_whole_losses(schedule: Schedule, placement: Placement) -> None:
+    """Refuse an order or a placement that divides the rows of a microbatch where its loss is taken.
+
+    Raises:
+        ScheduleError: An Op there takes a part of the rows.
+        PlanError: A worker there has several devices, which share the rows.
+    """
+    reason = "the loss couples the rows of a microbatch, so that this would change its value"
+    sinks = schedule.graph.sinks
+    for op, _ in schedule.ops():
+        if op.part and op.stage in sinks and not op.kind.per_update:
+            raise ScheduleError(
+                f"the order {schedule.name!r} divides microbatch {op.index} into parts ({op}) at stage {op.stage}, which takes the loss; "
+                f"{reason}: choose an order of whole microbatches, such as 1f1b"
+            )
+    for workers in schedule.pipelines:
+        for stage in sinks:
+            if (count := len(placement.workers[workers[stage]])) > 1:
+                raise PlanError(
+                    f"worker {workers[stage]} has {count} devices, which share the rows of each microbatch, and stage {stage}, which takes "
+                    f"the loss; {reason}: give this worker one device"
+                )
+
+
 @dataclass(frozen=True)
 class _Route:
-    """Messages from a device to a stage on another; `channel` also holds other stages' messages, `positions` their places on it by Op."""
+    """Messages from a device to a stage on another.
+
+    Attributes:
+        rows: Rows of each message of an Op; several where a replica takes parts that are not neighbors.
+        channel: All messages from the device to the peer.
+        ends: For each Op, where its messages end on the channel.
+    """
 
     peer: int
     target: int
-    rows: tuple[float, float]
+    rows: tuple[Rows, ...]
     channel: list[Message]
-    positions: dict[Op, int]
+    ends: dict[Op, int]
 
 
 class _Lowering:
@@ -181,11 +215,17 @@ class _Lowering:
         self.schedule = schedule
         self.rows = [dict(placement.rows(worker)) for worker in range(schedule.num_workers)]
         self.collectives = CollectiveOrder(schedule, [[device for device, _ in members] for members in placement.workers])
+        self._num_parts: dict[tuple[int, int, OpKind], int] = {}
+        """Of what is divided, by microbatch, stage and kind."""
+        for op in schedule.places:
+            if op.part:
+                key = (op.index, op.stage, op.kind)
+                self._num_parts[key] = max(op.part, self._num_parts.get(key, 0))
         self._routes: dict[object, list[_Route]] = {}
         self._channels: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
         """By sender and receiver."""
         self._arrivals: defaultdict[tuple[int, int, int, int], dict[int, tuple[list[Message], dict[Op, int]]]] = defaultdict(dict)
-        """By receiver, source stage, target stage and pipeline: the channel and the positions of each sender."""
+        """By receiver, source stage, target stage and pipeline: the channel of each sender, and where the messages of each Op end."""
 
     def programs(self) -> tuple[DeviceProgram, ...]:
         """Return the programs, by device."""
@@ -213,16 +253,19 @@ class _Lowering:
         ]
         return tuple(sorted(programs, key=lambda program: program.device))
 
-    def _rows(self, op: Op, share: tuple[float, float]) -> tuple[float, float]:
-        """Return the rows on which an Op works: part p of P has (p-1)/P to p/P of the share."""
+    def _rows(self, op: Op, share: Rows) -> Rows:
+        """Return the rows on which a device with a share of each part works: part p of P goes from (p-1)/P to p/P."""
         if not op.part:
             return share
-        num_parts = len(self.schedule.find(op._replace(part=0)))
+        num_parts = self._num_parts[op.index, op.stage, op.kind]
         return (op.part - 1 + share[0]) / num_parts, (op.part - 1 + share[1]) / num_parts
 
     def _routes_of(self, op: Op, device: int) -> list[_Route]:
-        num_parts = op.part and len(self.schedule.find(op._replace(part=0)))
-        key = (op.kind, op.stage, op.pipeline, device, op.part, num_parts)
+        key: tuple[object, ...] = (op.kind, op.stage, op.pipeline, device)
+        if self._num_parts:
+            kinds = _GRADIENT_KINDS if op.kind.gives_input_gradient else (op.kind,)
+            stages = (op.stage, *takers(self.schedule.graph, op))
+            key += (op.part, *(self._num_parts.get((op.index, stage, kind), 0) for stage in stages for kind in kinds))
         routes = self._routes.get(key)
         if routes is None:
             routes = self._routes[key] = list(self._routes_between(op, device))
@@ -234,21 +277,21 @@ class _Lowering:
         first, end = self._rows(op, self.rows[worker][device])
         for stage in takers(self.schedule.graph, op):
             for peer, share in self.rows[workers[stage]].items() if workers[stage] != worker else ():
-                # Both ends divide a microbatch alike, or the message carries all that its maker has.
-                peer_first, peer_end = self._rows(op, share)
-                rows = max(first, peer_first), min(end, peer_end)
-                if rows[0] < rows[1]:
+                taken = [self._rows(taking, share) for taking in outputs(self.schedule, op, stage)] if self._num_parts else [share]
+                rows = tuple(_joined((max(first, start), min(end, stop)) for start, stop in taken))
+                if rows:
                     arrivals = self._arrivals[peer, op.stage, stage, op.pipeline]
-                    channel, positions = arrivals.setdefault(device, (self._channels[device, peer], {}))
-                    yield _Route(peer, stage, rows, channel, positions)
+                    channel, ends = arrivals.setdefault(device, (self._channels[device, peer], {}))
+                    yield _Route(peer, stage, rows, channel, ends)
 
     def _send(self, worker: int, device: int) -> None:
         for slot in self.schedule.programs[worker]:
             for op in ops_of(slot):
                 for route in self._routes_of(op, device):
                     direction = Direction.ACTIVATION if op.kind is OpKind.FORWARD else Direction.GRADIENT
-                    route.positions[op] = len(route.channel)
-                    route.channel.append(Message(direction, op.stage, route.target, op.index, op.pipeline, op.part, route.rows))
+                    for rows in route.rows:
+                        route.channel.append(Message(direction, op.stage, route.target, op.index, op.pipeline, op.part, rows))
+                    route.ends[op] = len(route.channel)
 
     def _items(self, worker: int, device: int) -> list[Item]:
         schedule, collectives = self.schedule, self.collectives
@@ -272,7 +315,9 @@ class _Lowering:
                 items.append(Compute(ops, equal.setdefault(versions, versions), equal.setdefault(rows, rows)))
             for op in ops:
                 for route in self._routes_of(op, device):
-                    items.append(Send(route.channel[route.positions[op]], route.peer))
+                    end = route.ends[op]
+                    for position in range(end - len(route.rows), end):
+                        items.append(Send(route.channel[position], route.peer))
             if meets:
                 items += collectives.behind(ops_of(slot))
         return items + [Await(collective) for collective in collectives.at_end.get(worker, ())]
@@ -280,9 +325,28 @@ class _Lowering:
     def _receive(self, op: Op, device: int, received: Counter[int], items: list[Item]) -> None:
         """Add the Recvs of inputs, and of what was sent before these on the same channels."""
         for source in inputs(self.schedule, op):
-            for peer, (channel, positions) in self._arrivals[device, source.stage, op.stage, op.pipeline].items():
-                end = positions.get(source, -1) + 1
+            for peer, (channel, ends) in self._arrivals[device, source.stage, op.stage, op.pipeline].items():
+                end = ends.get(source, 0)
                 if end > (first := received[peer]):
                     for message in channel[first:end]:
                         items.append(Recv(message, peer))
                     received[peer] = end
+
+
+def _joined(ranges: Iterable[Rows]) -> Iterator[Rows]:
+    """Yield ranges that are not empty, in order, with neighbors joined."""
+    first = end = 0.0
+    for start, stop in sorted(ranges):
+        if stop - start < _LEAST_SHARE:
+            continue
+        if start - end > _LEAST_SHARE:
+            if first < end:
+                yield first, end
+            first = start
+        end = stop
+    if first < end:
+        yield first, end
+
+
+_GRADIENT_KINDS = (OpKind.BACKWARD, OpKind.INPUT_GRADIENT)
+_LEAST_SHARE = 1e-9  # less is rounding, no row

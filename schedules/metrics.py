@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,15 +13,15 @@ from raypipe.schedules.ir import OpKind, Schedule, StageReplica, ops_of, reads
 
 @dataclass(frozen=True)
 class ScheduleMetrics:
-    """What an order holds and how stale it computes.
+    """The memory and the staleness of an order.
 
     Attributes:
-        peak_in_flight: per worker, the most stage activations held at once, from the start of F to the end of B, or of W
-            where the backward is split.
-        weight_copies: per worker, the most stage weights held at once, counting versions.
-        max_mismatch: most weight versions between forward and backward of a microbatch at a stage.
-        max_delay: most updates between the weights of a forward and those its gradient is applied to.
-        mean_delay: the same on average over microbatches and stages, in a window as long as the schedule.
+        peak_in_flight: for each worker, the most stage activations held at once; each is held from the start of F to the end
+            of B, or of W where the backward is split.
+        weight_copies: for each worker, the most stage weights held at once; every version counts.
+        max_mismatch: most updates between the weights that a microbatch's forward and backward use.
+        max_delay: most updates between the weights that a forward reads and the weights that its gradient changes.
+        mean_delay: mean of the delay over all microbatches and stages of the window.
     """
 
     peak_in_flight: tuple[int, ...]
@@ -30,9 +31,12 @@ class ScheduleMetrics:
     mean_delay: float
 
 
-def metrics(schedule: Schedule) -> ScheduleMetrics:
-    """Return the metrics of a valid schedule. Time: proportional to its Ops (times versions in flight, where weights are stashed)."""
-    in_flight = tuple(_peak_in_flight(schedule, worker) for worker in range(schedule.num_workers))
+def metrics(schedule: Schedule, *, holds_nothing: Collection[int] = ()) -> ScheduleMetrics:
+    """Return the metrics of a valid schedule; activations of the stages `holds_nothing` do not count.
+
+    Time: proportional to its Ops (times versions in flight, where weights are stashed).
+    """
+    in_flight = tuple(_peak_in_flight(schedule, worker, holds_nothing) for worker in range(schedule.num_workers))
     copies = Counter[int]()
     for replica in schedule.first_pipeline:
         copies[replica.worker] += _peak_versions(schedule, replica)
@@ -53,11 +57,11 @@ def metrics(schedule: Schedule) -> ScheduleMetrics:
     )
 
 
-def _peak_in_flight(schedule: Schedule, worker: int) -> int:
+def _peak_in_flight(schedule: Schedule, worker: int, holds_nothing: Collection[int]) -> int:
     """Count parts in proportion; what is begun of the next whole activation counts whole."""
     held = peak = Fraction(0)
     for slot in schedule.programs[worker]:
-        ops = ops_of(slot)
+        ops = [op for op in ops_of(slot) if op.stage not in holds_nothing]
         held += sum(Fraction(1, len(schedule.find(op._replace(part=0)))) for op in ops if op.kind is OpKind.FORWARD)
         peak = max(peak, held)
         if schedule.forward_only:

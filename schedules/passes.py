@@ -18,16 +18,17 @@ def over_graph(schedule: Schedule, graph: StageGraph, *, times: tuple[StageTimes
     gradients have arrived; with several pipelines, next to the worker's other updates, or workers would meet in different orders.
     """
     laid = replace(schedule, graph=graph)
-    in_line = graph.edges == StageGraph.chain(graph.num_stages).edges and all(op.kind in _IN_LINE for op in schedule.places)
-    if not graph.ties or not schedule.weight_rule.overlaps_updates or schedule.forward_only or not in_line:
+    whole = all(op.kind in _WHOLE for op in schedule.places)
+    if not graph.ties or not schedule.weight_rule.overlaps_updates or schedule.forward_only or not whole:
         return laid
     if len(schedule.pipelines) > 1:
         return _gathered(laid)
-    return defer_updates(laid, TimedPipelines.of(laid.pipelines, ScheduleRequest(laid.num_workers, 1, times=times, latency_s=latency_s)))
+    request = ScheduleRequest(laid.num_workers, 1, times=times, latency_s=latency_s)
+    return defer_updates(laid, TimedPipelines.of(laid.pipelines, request, graph))
 
 
-_IN_LINE = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.UPDATE})
-"""What can be timed without more than a line of stages."""
+_WHOLE = frozenset({OpKind.FORWARD, OpKind.RECOMPUTE, OpKind.BACKWARD, OpKind.UPDATE})
+"""The kinds of Op of an order whose backwards are whole."""
 
 
 def evaluation(schedule: Schedule, *, num_microbatches: int) -> Schedule:
@@ -54,7 +55,6 @@ def evaluation(schedule: Schedule, *, num_microbatches: int) -> Schedule:
         programs=tuple(programs),
         num_microbatches=num_microbatches,
         num_updates=1,
-        loss_group_size=1,
     )
 
 
@@ -128,7 +128,8 @@ def _gathered(schedule: Schedule) -> Schedule:
     if all(len(found) <= schedule.num_updates for found in map(_runs_of_updates, schedule.programs)):
         return schedule
     meeting = replace(schedule, update_scope=UpdateScope.GLOBAL)
-    gathered = defer_updates(meeting, TimedPipelines.of(schedule.pipelines, ScheduleRequest(schedule.num_workers, 1)))
+    line = TimedPipelines.of(schedule.pipelines, ScheduleRequest(schedule.num_workers, 1), schedule.graph)
+    gathered = defer_updates(meeting, line)
     return replace(gathered, update_scope=schedule.update_scope)
 
 

@@ -17,7 +17,7 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     """Return the schedule with a G behind the last gradient of each update, where a stage has replicas; a schedule with G is unchanged.
 
     A copy without microbatches takes part before its worker's first U or P of that update. Some G stand later, so that all workers reduce
-    in one order; where updates meet for more than their own stage, before the worker's first U or P of the same update.
+    in one order. Where an update waits for several stages, they stand before the worker's first U or P of the same update.
 
     Args:
         schedule: A valid schedule.
@@ -25,16 +25,16 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     """
     if schedule.forward_only or any(op.kind is OpKind.REDUCE for op in schedule.places):
         return schedule
-    met = _meeting_stages(schedule)
+    joint = _joint_stages(schedule)
     first: dict[tuple[int, int], int] = {}
     latest: dict[tuple[int, int, int], int] = {}
     behind: dict[tuple[int, int, int], int] = {}
     for op, place in schedule.places.items():
         if op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH:
             first.setdefault((place.worker, op.index), place.position)
-            for stage in met[op.stage]:
+            for stage in joint[op.stage]:
                 latest.setdefault((place.worker, stage, op.index), place.position)
-                if len(met[op.stage]) > 1:
+                if len(joint[op.stage]) > 1:
                     behind[place.worker, stage, op.index + 1] = place.position + 1
     added: list[list[tuple[int, Op]]] = [[] for _ in schedule.programs]
     for replica, pipeline in schedule.first_pipeline.items():
@@ -56,8 +56,8 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     return replace(schedule, programs=programs)
 
 
-def _meeting_stages(schedule: Schedule) -> list[Sequence[int]]:
-    """List for each stage those whose reductions stand before the first U or P of any of them."""
+def _joint_stages(schedule: Schedule) -> list[Sequence[int]]:
+    """List for each stage the stages that wait with it: their reductions stand before the first U or P of any of these stages."""
     graph, everything = schedule.graph, range(schedule.num_stages)
     publishes = any(op.kind is OpKind.PUBLISH for op in schedule.places)
     # Among copies on several workers, those of all stages: a worker that sums a tie in between would be out of order with others.
@@ -79,14 +79,14 @@ def _with_added(program: Sequence[Slot], added: Sequence[tuple[int, Op]]) -> tup
 def _in_one_order(
     eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
 ) -> Sequence[Sequence[tuple[int, Op]]]:
-    """Delay some reductions so that all workers meet in one order; where one would pass its `latest` position, all stay where they are."""
-    wished = _common_order([[_meeting(op) for _, op in row] for row in eager])
-    rank = {meeting: number for number, meeting in enumerate(_that_can_be_kept(wished, eager, latest))}
+    """Delay some reductions so that all workers reduce in one order; if one would pass its `latest` position, all stay in place."""
+    wished = _common_order([[_reduction_key(op) for _, op in row] for row in eager])
+    rank = {key: number for number, key in enumerate(_that_can_be_kept(wished, eager, latest))}
     placed: list[list[tuple[int, Op]]] = []
     for worker, row in enumerate(eager):
         at = 0
         placed.append([])
-        for position, op in sorted(row, key=lambda reduction: rank[_meeting(reduction[1])]):
+        for position, op in sorted(row, key=lambda reduction: rank[_reduction_key(reduction[1])]):
             at = max(at, position)
             if at > max(position, latest.get((worker, op.stage, op.index), at)):
                 return eager
@@ -98,7 +98,7 @@ def _that_can_be_kept(
     wished: Sequence[tuple[int, int]], eager: Sequence[Sequence[tuple[int, Op]]], latest: Mapping[tuple[int, int, int], int]
 ) -> list[tuple[int, int]]:
     """Adjust the preferred order where a worker must finish one reduction before the gradients of another exist; on a cycle keep it."""
-    rank: dict[tuple[int, ...], int] = {meeting: number for number, meeting in enumerate(wished)}
+    rank: dict[tuple[int, ...], int] = {key: number for number, key in enumerate(wished)}
     behind: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     count: Counter[tuple[int, ...]] = Counter()
 
@@ -107,17 +107,17 @@ def _that_can_be_kept(
         count[after] += 1
 
     for worker, row in enumerate(eager):
-        # A gate for each place in the row: who must come before one of them comes before all that follow. No meeting has three numbers.
+        # A gate for each place in the row: what must come before a gate comes before all that follow. A reduction's key has two numbers.
         gates: list[tuple[int, ...]] = [(worker, place, 0) for place in range(len(row))]
         for gate, after in itertools.pairwise(gates):
             precedes(gate, after)
         for gate, (_, op) in zip(gates, row, strict=True):
-            precedes(gate, _meeting(op))
+            precedes(gate, _reduction_key(op))
         positions = [position for position, _ in row]
         for _, op in row:
             place = bisect.bisect_right(positions, latest.get((worker, op.stage, op.index), positions[-1] + 1))
             if place < len(row):
-                precedes(_meeting(op), gates[place])
+                precedes(_reduction_key(op), gates[place])
     ready = [(rank.get(node, -1), node) for node in {*behind, *rank} if not count[node]]
     heapq.heapify(ready)
     order: list[tuple[int, int]] = []
@@ -132,7 +132,7 @@ def _that_can_be_kept(
     return order if len(order) == len(wished) else list(wished)
 
 
-def _meeting(reduction: Op) -> tuple[int, int]:
+def _reduction_key(reduction: Op) -> tuple[int, int]:
     return reduction.stage, reduction.index
 
 

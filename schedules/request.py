@@ -1,42 +1,59 @@
-"""What a generator of schedules is asked for."""
+"""The size and the options for which a generator builds a schedule."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
-from raypipe.schedules.ir import UpdateScope
+from raypipe.schedules.ir import OpKind, UpdateScope
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one stage and microbatch, the same for all stages: forward, input gradient and weight gradient.
-
-    The full backward takes the sum of the last two.
-    """
+    """Times of one stage for one microbatch. The full backward takes `input_grad_s + weight_grad_s`."""
 
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
 
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the full backward."""
+        return self.input_grad_s + self.weight_grad_s
+
+    def of(self, kind: OpKind) -> float:
+        """Return the seconds of an F, R, B, I or W."""
+        match kind:
+            case OpKind.BACKWARD:
+                return self.backward_s
+            case OpKind.INPUT_GRADIENT:
+                return self.input_grad_s
+            case OpKind.WEIGHT_GRADIENT:
+                return self.weight_grad_s
+        return self.forward_s
+
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What a generator is asked for.
+    """The size and the options for which a generator builds a schedule.
 
     Attributes:
-        num_devices: workers, at least 1.
-        num_microbatches: of one update, over all pipelines, at least 1.
-        num_updates: updates of the window, at least 1.
-        num_chunks: stages a worker, for the schedules that take several.
-        num_pipelines: pipelines, for the schedules that have several; 0 lets the schedule choose.
-        update_scope: what an update waits for; `None` for the schedule's own default.
-        times: of each stage, or one for all of them, for the schedules that are searched for; F = I = W = 1 where there are none.
-        latency_s: seconds of every dependency between devices, likewise.
-        max_in_flight: the most stage activations that a worker may hold, likewise; `None` for the schedule's own limit.
-        max_mean_staleness: the most updates between the weights of a forward and those that its gradient changes, on average,
-            for `amdp-auto`; `None` for no limit.
-        weight_grad_share: of an activation, what a worker keeps from I to W, likewise; 1 for all of it, as raypipe's executor does.
+        num_devices: number of workers, at least 1.
+        num_microbatches: microbatches per update, summed over all pipelines, at least 1.
+        num_updates: updates per window, at least 1.
+        num_chunks: stages per worker, for schedules that take several.
+        num_pipelines: number of pipelines, for schedules that have several; 0 lets the schedule choose.
+        update_scope: which gradients an update waits for; `None` selects the schedule's default.
+        times: times of each stage, or one entry for all stages, for schedules that are searched; empty means F = I = W = 1.
+        latency_s: seconds that every dependency between devices adds, for schedules that are searched.
+        max_in_flight: largest number of stage activations per worker, for `list` and schedules that are searched; `None` selects
+            the schedule's own limit.
+        max_mean_staleness: largest mean number of updates between the weights that a forward reads and the weights that its
+            gradient changes, for `amdp-auto`; `None` means no limit.
+        weight_grad_share: share of an activation that a worker keeps between I and W, for `zb-auto`; raypipe's executor keeps 1.
+        branches: relative work of each branch of the model, for `branch-aware`.
+        coupled: whether one loss takes all microbatches of an update, for `branch-aware`.
+        split: whether backwards are split into I and W, for `branch-aware`.
     """
 
     num_devices: int
@@ -50,9 +67,12 @@ class ScheduleRequest:
     max_in_flight: float | None = None
     max_mean_staleness: float | None = None
     weight_grad_share: float = 1.0
+    branches: tuple[float, ...] = ()
+    coupled: bool = False
+    split: bool = False
 
     def require_one_chunk(self, name: str, *, instead: str = "interleaved") -> None:
-        """Refuse several stages a worker, naming the schedule that takes them `instead`."""
+        """Refuse several stages per worker, naming the schedule that takes them `instead`."""
         if self.num_chunks != 1:
             raise ScheduleError(
                 f"{name} holds one stage a device, got {self.num_chunks} chunks; use --chunks 1, or the schedule {instead!r}"

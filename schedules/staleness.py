@@ -1,4 +1,4 @@
-"""How stale an order's weights may be: limits, and what an order has of each."""
+"""Limits on how stale the weights of an order may be."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from raypipe.schedules.metrics import ScheduleMetrics
 
 _PARTS = 1000
-"""Of an update: how exactly limits are told."""
+"""Limits are reported in this many parts of an update."""
 
 
 def rounded_up(mean: float) -> float:
-    """Return a limit in few digits that allows a mean."""
+    """Return the smallest limit of few digits that allows a mean delay."""
     return math.ceil(mean * _PARTS) / _PARTS
 
 
@@ -26,33 +26,33 @@ class StalenessLimits:
     max_mean_staleness: float | None = None
 
     @classmethod
-    def of(cls, known: ScheduleMetrics) -> StalenessLimits:
-        """Return the least in few digits that allows an order."""
-        return cls(known.max_delay, known.max_mismatch, rounded_up(known.mean_delay))
+    def of(cls, metrics: ScheduleMetrics) -> StalenessLimits:
+        """Return the smallest limits of few digits that allow an order with these metrics."""
+        return cls(metrics.max_delay, metrics.max_mismatch, rounded_up(metrics.mean_delay))
 
     def __bool__(self) -> bool:
         """Whether there is a limit."""
-        return bool(self._given())
+        return bool(self._limits())
 
-    def _given(self) -> dict[str, float]:
+    def _limits(self) -> dict[str, float]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
     def allow_delay(self) -> bool:
-        """Whether any delay was asked for: some limit of it is above zero, and none is zero."""
+        """Whether the user asked for delay: a limit on delay is set, and none that is set is zero."""
         limits = [limit for limit in (self.max_staleness, self.max_mean_staleness) if limit is not None]
         return bool(limits) and all(limits)
 
-    def exceeded_by(self, known: ScheduleMetrics) -> dict[str, float]:
-        """Return the limits that an order does not keep, with what it has of each."""
-        exact = vars(StalenessLimits(known.max_delay, known.max_mismatch, known.mean_delay))
-        told = vars(StalenessLimits.of(known))
-        return {name: told[name] for name, limit in self._given().items() if exact[name] > limit}
+    def exceeded_by(self, metrics: ScheduleMetrics) -> dict[str, float]:
+        """Return, by name, the limits that an order exceeds, each with the order's value."""
+        exact = vars(StalenessLimits(metrics.max_delay, metrics.max_mismatch, metrics.mean_delay))
+        rounded = vars(StalenessLimits.of(metrics))
+        return {name: rounded[name] for name, limit in self._limits().items() if exact[name] > limit}
 
-    def nearest(self, found: Iterable[StalenessLimits]) -> str:
-        """Of what would allow several orders the least, in words: of what is limited here."""
-        values = min([getattr(each, name) for name in self._given()] for each in found)
-        return ", ".join(f"{name} {value:g}" for name, value in zip(self._given(), values, strict=True))
+    def nearest(self, candidates: Iterable[StalenessLimits]) -> str:
+        """Return the smallest candidate as text; name only the limits that are set here."""
+        values = min([getattr(each, name) for name in self._limits()] for each in candidates)
+        return ", ".join(f"{name} {value:g}" for name, value in zip(self._limits(), values, strict=True))
 
     def __str__(self) -> str:
         return self.nearest([self])

@@ -17,7 +17,7 @@ from raypipe.schedules.ir import Op, OpKind, Overlap, ProgramPlace, Slot, ops_of
 
 _OP = re.compile(r"(\d{1,9})([A-Z])(\d{1,9})(?:\.(\d{1,9}))?(?:@(\d{1,9}))?", re.ASCII)
 _KINDS = {str(kind): kind for kind in OpKind}
-_TOGETHER = re.compile(r"\(([^()]+)\)(?:OVERLAP_F_B)?")
+_OVERLAP = re.compile(r"\(([^()]+)\)(?:OVERLAP_F_B)?")
 _TORCH_KINDS = frozenset({OpKind.FORWARD, OpKind.BACKWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT})
 
 
@@ -36,7 +36,7 @@ def parse_op(text: str) -> Op:
 
 def parse_slot(text: str) -> Slot:
     """Return the Op, or the Ops that overlap, that `2F5` or `(2F5;0B3)` writes."""
-    match = _TOGETHER.fullmatch(text.strip())
+    match = _OVERLAP.fullmatch(text.strip())
     return Overlap(tuple(parse_op(part) for part in match[1].split(";"))) if match else parse_op(text)
 
 

@@ -15,6 +15,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedules.collectives import NOT_COMPUTED, Await, Collective, CollectiveKind, CollectiveOrder, Start
 from raypipe.schedules.ir import Op, OpKind, ProgramPlace, Schedule, dependencies, ops_of
 from raypipe.schedules.reductions import add_reductions
+from raypipe.schedules.steps import run_steps
 from raypipe.schedules.text import order_grid
 
 
@@ -48,16 +49,11 @@ def _check_shape(schedule: Schedule) -> None:
     for what, number in (
         ("num_microbatches", schedule.num_microbatches),
         ("num_updates", schedule.num_updates),
-        ("loss_group_size", schedule.loss_group_size),
         ("pipelines", len(schedule.pipelines)),
         ("workers", schedule.num_workers),
     ):
         if number < 1:
             raise ScheduleError(f"schedule {schedule.name!r} has {number} {what}; it needs at least 1")
-    if schedule.num_microbatches % schedule.loss_group_size:
-        raise ScheduleError(
-            f"{schedule.num_microbatches} microbatches an update cannot be grouped by loss_group_size {schedule.loss_group_size}"
-        )
     for pipeline, workers in enumerate(schedule.pipelines):
         if len(workers) != schedule.num_stages:
             raise ScheduleError(f"pipeline {pipeline} places {len(workers)} stages, the stage graph has {schedule.num_stages}")
@@ -197,29 +193,10 @@ _Needs = list[list[Sequence[tuple[int, int]]]]
 
 
 def _waits(needs: _Needs) -> dict[tuple[int, int], tuple[int, int]]:
-    """Run an order without times; return the steps at which workers wait for ever, each with a step that it waits for."""
-    heads = [0] * len(needs)
-    waiting: list[set[int]] = [set() for _ in needs]
-    waits: dict[int, tuple[int, int]] = {}
-    ready = list(range(len(needs)))
-    while ready:
-        worker = ready.pop()
-        waits.pop(worker, None)
-        steps, head = needs[worker], heads[worker]
-        while head < len(steps):
-            for other, step in steps[head]:
-                if heads[other] <= step:
-                    waits[worker] = other, step
-                    break
-            if worker in waits:
-                waiting[waits[worker][0]].add(worker)
-                break
-            head += 1
-        if head > heads[worker]:
-            heads[worker] = head
-            ready += waiting[worker]
-            waiting[worker].clear()
-    return {(worker, heads[worker]): needed for worker, needed in waits.items()}
+    """Return the steps at which workers wait for ever, each with a step that it waits for."""
+    programs = [[(worker, number) for number in range(len(row))] for worker, row in enumerate(needs)]
+    run = run_steps(programs, seconds=lambda _: 0.0, needs=lambda at: [(needed, 0.0) for needed in needs[at[0]][at[1]]])
+    return {(worker, len(run.starts_s[worker])): needed for worker, needed in run.stuck.items()}
 
 
 def _check_deadlock(schedule: Schedule, needs: _Needs) -> None:

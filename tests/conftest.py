@@ -27,6 +27,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Replace `--dist loadgroup`, which this xdist cannot do with this pytest."""
+    from tests.scheduler import RayInOneProcess
+
+    return RayInOneProcess(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--regenerate-golden", action="store_true", help="rewrite tests/golden from what the code gives now")
 

@@ -59,7 +59,9 @@ def traces(draw: st.DrawFn) -> Trace:
         spans.append(Span(draw(st.integers(0, len(devices) - 1)), kind, item, start_s, end_s, draw(st.integers(0, 2**62))))
     steps = st.lists(st.tuples(NUMBERS, st.integers(0, 2**62)), max_size=3).map(tuple)
     memory = tuple(draw(steps) for _ in devices) if draw(st.booleans()) else ()
-    return Trace(draw(st.text(max_size=9)), draw(st.sampled_from(Source)), tuple(devices), draw(st.integers(1, 9)), tuple(spans), memory)
+    branches = tuple(draw(st.lists(st.text(max_size=5), max_size=3)))
+    source, num_updates = draw(st.sampled_from(Source)), draw(st.integers(1, 9))
+    return Trace(draw(st.text(max_size=9)), source, tuple(devices), num_updates, tuple(spans), memory, branches=branches)
 
 
 def waited_for() -> st.SearchStrategy[SpanItem]:

@@ -37,6 +37,7 @@ BIDIRECTIONAL = (*CHIMERAS, "dualpipe")
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw", "async-1f1b", "async-interleaved", "amdp", "amdp-auto")
 AMDPS = ("amdp", "amdp-flush", "amdp-auto")
 DIVIDED = ("chimera-halving",)
+BRANCHED = "branch-aware"
 
 
 def pipelines(name: str, num_devices: int) -> tuple[int, ...]:
@@ -57,6 +58,8 @@ def num_pipelines(name: str, size: ScheduleRequest) -> int:
 def takes(name: str, size: ScheduleRequest) -> bool:
     """Whether a family should accept a size, as its documentation says."""
     if name in BIDIRECTIONAL and size.num_devices % 2:
+        return False
+    if name == BRANCHED and not size.branches:
         return False
     if name == "pipedream" and size.num_microbatches != 1:
         return False
@@ -88,7 +91,8 @@ def near(name: str, num_devices: int, num_microbatches: int, num_updates: int = 
     if name in AMDPS:
         rounds = unit(name, ScheduleRequest(num_devices, 1))
         num_microbatches = -(-num_microbatches // rounds) * rounds
-    return ScheduleRequest(num_devices, num_microbatches, num_updates, catalogue.spec(name).default_chunks)
+    branches = (1.0, 1.0) if name == BRANCHED else ()
+    return ScheduleRequest(num_devices, num_microbatches, num_updates, catalogue.spec(name).default_chunks, branches=branches)
 
 
 @st.composite
@@ -106,6 +110,10 @@ def sizes(draw: st.DrawFn, name: str, *, max_devices: int = 8, max_microbatches:
     )
     if name in AMDPS:
         return replace(size, num_microbatches=-(-size.num_microbatches // unit(name, size)) * unit(name, size))
+    if name == BRANCHED:
+        # What is searched for takes time.
+        few = replace(size, num_devices=min(num_devices, 3), num_microbatches=min(size.num_microbatches, 4))
+        return replace(few, branches=draw(st.sampled_from([(1.0, 1.0), (1.0, 2.0)])), split=draw(st.booleans()))
     return replace(size, num_microbatches=near(name, num_devices, size.num_microbatches).num_microbatches)
 
 
@@ -140,28 +148,28 @@ class _Work:
     weight_rule: WeightRule
     update_scope: UpdateScope
     reduced: bool
-    laying: list[int]
+    pipeline_of: list[int]
     split: list[bool]
 
     def __post_init__(self) -> None:
-        self.holders: dict[StageReplica, int] = {}
+        self.pipeline_through: dict[StageReplica, int] = {}
         for pipeline, workers in enumerate(self.pipelines):
             for stage, worker in enumerate(workers):
-                self.holders.setdefault(StageReplica(worker, stage), pipeline)
+                self.pipeline_through.setdefault(StageReplica(worker, stage), pipeline)
 
     def worker(self, op: Op) -> int:
         return self.pipelines[op.pipeline][op.stage]
 
     def needs(self) -> dict[Op, list[Op]]:
         found: dict[Op, list[Op]] = {}
-        for microbatch, pipeline in enumerate(self.laying):
+        for microbatch, pipeline in enumerate(self.pipeline_of):
             for stage in range(self.graph.num_stages):
                 found |= self._microbatch(microbatch, stage, pipeline)
-        for (worker, stage), pipeline in self.holders.items():
+        for (worker, stage), pipeline in self.pipeline_through.items():
             for update in range(self.num_updates):
                 op = Op(OpKind.UPDATE, stage, update, pipeline)
                 found[op] = list(self._before_update(worker, stage, update))
-                if self.reduced and sum(holder.stage == stage for holder in self.holders) > 1:
+                if self.reduced and sum(replica.stage == stage for replica in self.pipeline_through) > 1:
                     found[op._replace(kind=OpKind.REDUCE)] = list(self._gradients(stage, update, worker))
         # Reductions that share a worker need one order on all: here that of updates and stages.
         reductions = sorted((self.worker(op), op.index, op.stage, op) for op in found if op.kind is OpKind.REDUCE)
@@ -179,7 +187,9 @@ class _Work:
         update = microbatch // self.num_microbatches
         version = {WeightRule.FLUSH: update, WeightRule.DOUBLE_BUFFER: max(update - 1, 0)}.get(self.weight_rule, 0)
         if version:
-            forward_needs.append(Op(OpKind.UPDATE, stage, version - 1, self.holders[StageReplica(self.worker(op(OpKind.FORWARD)), stage)]))
+            forward_needs.append(
+                Op(OpKind.UPDATE, stage, version - 1, self.pipeline_through[StageReplica(self.worker(op(OpKind.FORWARD)), stage)])
+            )
         found = {
             op(OpKind.FORWARD): forward_needs,
             op(backward): [op(OpKind.FORWARD), *(op(backward, target) for target in self.graph.successors[stage])],
@@ -188,7 +198,7 @@ class _Work:
 
     def _gradients(self, stage: int, update: int, worker: int | None = None) -> Iterator[Op]:
         for microbatch in range(update * self.num_microbatches, (update + 1) * self.num_microbatches):
-            op = Op(OpKind.WEIGHT_GRADIENT if self.split[microbatch] else OpKind.BACKWARD, stage, microbatch, self.laying[microbatch])
+            op = Op(OpKind.WEIGHT_GRADIENT if self.split[microbatch] else OpKind.BACKWARD, stage, microbatch, self.pipeline_of[microbatch])
             if worker is None or self.worker(op) == worker:
                 yield op
 
@@ -199,16 +209,16 @@ class _Work:
         stages.update(other for tie in self.graph.ties if stage in tie for other in tie)
         for other in stages:
             yield from self._gradients(other, update)
-            copies = [(holder, pipeline) for holder, pipeline in self.holders.items() if holder.stage == other]
+            copies = [(replica, pipeline) for replica, pipeline in self.pipeline_through.items() if replica.stage == other]
             if self.reduced and len(copies) > 1:
                 yield from (Op(OpKind.REDUCE, other, update, pipeline) for _, pipeline in copies)
         if update:
-            yield Op(OpKind.UPDATE, stage, update - 1, self.holders[StageReplica(worker, stage)])
+            yield Op(OpKind.UPDATE, stage, update - 1, self.pipeline_through[StageReplica(worker, stage)])
 
 
 @st.composite
 def random_schedules(draw: st.DrawFn, *, max_workers: int = 4, weight_rules: tuple[WeightRule, ...] = tuple(WeightRule)) -> Schedule:
-    """A valid schedule by chance: any stage graph, layings and order that keeps what must come first.
+    """A valid schedule by chance: any stage graph, pipelines and order that keeps what must come first.
 
     All Ops are put in one random order in which each stands behind what it needs, and dealt to their workers.
     """
@@ -226,7 +236,7 @@ def random_schedules(draw: st.DrawFn, *, max_workers: int = 4, weight_rules: tup
         weight_rule=draw(st.sampled_from(weight_rules)),
         update_scope=draw(st.sampled_from(UpdateScope)),
         reduced=draw(st.booleans()),
-        laying=[draw(st.integers(0, num_pipelines - 1)) for _ in range(count)],
+        pipeline_of=[draw(st.integers(0, num_pipelines - 1)) for _ in range(count)],
         split=[draw(st.booleans()) for _ in range(count)],
     )
     programs: list[list[Slot]] = [[] for _ in range(num_workers)]

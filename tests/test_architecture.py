@@ -39,7 +39,15 @@ HEAVY = {"ray", "torch", "cupy"}
 HEAVY_FOLDERS = {"models", "actors", "cluster", "profiling", "training"} | COMMAND_LINE
 
 # Distributions that are not called like the module they hold. Pydantic requires pydantic_core in the one version that fits it.
-DISTRIBUTION_OF = {"cupy": "cupy-cuda12x", "pydantic_core": "pydantic", "pynvml": "nvidia-ml-py", "svg": "svg.py", "yaml": "pyyaml"}
+DISTRIBUTION_OF = {
+    "PIL": "pillow",
+    "cupy": "cupy-cuda12x",
+    "easy_vqa": "easy-vqa",
+    "pydantic_core": "pydantic",
+    "pynvml": "nvidia-ml-py",
+    "svg": "svg.py",
+    "yaml": "pyyaml",
+}
 
 SYS_PATH_EDITS = {f"sys.path.{method}" for method in ("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort")}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from raypipe import schedule_registry
-from raypipe.artifacts.schedule import save_schedule
+from raypipe.artifacts.schedule import to_json
 from raypipe.cli import main
 from raypipe.config import ScheduleConfig
 from raypipe.errors import ConfigError, FormatError, InputError, ScheduleError, UnknownNameError
@@ -31,7 +31,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 EAGER = f"{EXAMPLES}/own_schedule.py:eager"
 EAGER_CSV = f"{EXAMPLES}/own_schedule.csv"
 SPECS = pytest.mark.parametrize(
-    "spec", [pytest.param(spec, id=spec.name) for spec in catalogue.SPECS if spec.weight_rule is WeightRule.FLUSH]
+    "spec",
+    [
+        pytest.param(spec, id=spec.name)
+        for spec in catalogue.SPECS
+        if spec.weight_rule is WeightRule.FLUSH and spec.name != strategies.BRANCHED
+    ],
 )
 
 
@@ -97,7 +102,7 @@ def test_the_order_of_one_update_comes_back_from_a_file_for_any_window(
 
 def written(schedule: Schedule, path: Path) -> str:
     if path.suffix == ".json":
-        save_schedule(schedule, path)
+        path.write_text(to_json(schedule))
     else:
         assert schedule.weight_rule is WeightRule.FLUSH, "a CSV is synchronous"
         path.write_text(to_csv(schedule.programs))
@@ -165,7 +170,7 @@ def test_a_file_says_whether_its_updates_overlap(tmp_path: Path) -> None:
 
 def test_a_json_file_keeps_graph_rule_and_scope(tmp_path: Path) -> None:
     schedule = replace(handwritten.two_branches(4), weight_rule=WeightRule.STASH, update_scope=UpdateScope.STAGE)
-    save_schedule(schedule, tmp_path / "branches.json")
+    (tmp_path / "branches.json").write_text(to_json(schedule))
     read = schedule_registry.build(str(tmp_path / "branches.json"), ScheduleRequest(3, 4, 2, num_chunks=2))
     assert (read.graph, read.weight_rule, read.update_scope) == (schedule.graph, WeightRule.STASH, UpdateScope.STAGE)
     other = schedule_registry.build(str(tmp_path / "branches.json"), ScheduleRequest(3, 4, num_chunks=2, update_scope=UpdateScope.GLOBAL))
@@ -371,7 +376,7 @@ def test_a_model_that_ends_the_process_is_named() -> None:
 def test_lists_and_texts_will_do_for_tuples_and_rules(own: Callable[[str], str], tmp_path: Path) -> None:
     built = schedule_registry.build(own("lists"), ScheduleRequest(2, 3, 2))
     assert built == catalogue.build("gpipe", ScheduleRequest(2, 3, 2))
-    save_schedule(built, tmp_path / "order.json")
+    (tmp_path / "order.json").write_text(to_json(built))
     assert schedule_registry.build(str(tmp_path / "order.json"), ScheduleRequest(2, 3, 2)) == built
 
 
@@ -403,7 +408,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return install
 
 
-def test_a_registered_schedule_goes_by_its_name(installed: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_registered_schedule_goes_by_its_name(
+    installed: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     installed(lists="my_orders:lists", twice="my_orders:INTERLEAVED")
     assert schedule_registry.build("lists", ScheduleRequest(2, 3)) == catalogue.build("gpipe", ScheduleRequest(2, 3))
     assert schedule_registry.spec("twice").default_chunks == 2
@@ -411,7 +419,7 @@ def test_a_registered_schedule_goes_by_its_name(installed: Callable[..., None], 
     assert schedule_request(config, num_devices=2, num_updates=1).num_chunks == 2
     assert main(["schedule", "twice", "--devices", "2", "--microbatches", "4"]) == 0
     assert main(["schedules"]) == 0
-    listed = capsys.readouterr().out.splitlines()[-2:]
+    listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("lists", "twice"))]
     assert [line.split()[0] for line in listed] == ["lists", "twice"]
     assert "1F1B with V stages a device" in listed[1]
     with pytest.raises(UnknownNameError, match=r"did you mean 'twice'.*, lists, twice"):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from raypipe.data.fields import FieldDataset, holds_fields
 from raypipe.data.masking import mask_rows
 from raypipe.data.tokens import TokenDataset
 from raypipe.model import Batch
@@ -57,6 +58,20 @@ class MaskedTokenBatches:
 
 
 @dataclass(frozen=True)
+class FieldBatches:
+    """Rows of a dataset of named fields: each field is [rows, ...] of the type that it has in the file."""
+
+    dataset: FieldDataset
+    microbatch_size: int
+
+    def batch(self, microbatch: int, rows: tuple[float, float]) -> Batch:
+        """Return rows of the dataset's endless stream, from `microbatch * microbatch_size` on."""
+        first, end = row_range(rows, self.microbatch_size)
+        fields = self.dataset.rows(microbatch * self.microbatch_size + first, end - first)
+        return {name: torch.from_numpy(values) for name, values in fields.items()}
+
+
+@dataclass(frozen=True)
 class FixedBatch:
     """The same rows for every microbatch, for generation and tests; each tensor is [rows, ...]."""
 
@@ -70,8 +85,8 @@ class FixedBatch:
 
 
 @dataclass(frozen=True)
-class TokenSource:
-    """How an actor opens its rows, small enough to be sent to it; `path` is a Parquet file, `seed` sets the order of rows."""
+class FileSource:
+    """How an actor opens its rows, small enough to be sent to it; `path` is a file of tokens or of named fields, `seed` orders its rows."""
 
     path: str
     sequence_length: int
@@ -80,12 +95,14 @@ class TokenSource:
 
     def __call__(self, split: str) -> BatchSource:
         """Return the rows of a split, `train` or `validation`."""
+        if holds_fields(self.path):
+            return FieldBatches(FieldDataset(self.path, seed=self.seed, split=split), self.microbatch_size)
         dataset = TokenDataset(self.path, sequence_length=self.sequence_length, seed=self.seed, split=split)
         return TokenBatches(dataset, self.microbatch_size)
 
 
 @dataclass(frozen=True)
-class MaskedTokenSource(TokenSource):
+class MaskedTokenSource(FileSource):
     """How an actor opens the rows of a masked language model: `Trainer(bert, batches=MaskedTokenSource(...))`."""
 
     def __call__(self, split: str) -> BatchSource:

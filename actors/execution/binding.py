@@ -19,7 +19,7 @@ from raypipe.actors.execution.steps import (
     MessageKey,
     OutgoingMessage,
     ReceiveStep,
-    Rows,
+    RowRange,
     StageOutput,
     StartStep,
     Step,
@@ -31,7 +31,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.errors import PlanError
 from raypipe.schedules.collectives import Await, Start
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Item, Message, Recv, Send
+from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Item, Message, Recv, Rows, Send
 
 Edge = tuple[int, int]
 """Source and target stage."""
@@ -107,7 +107,8 @@ class _Binding:
                     specs = self.edges.message_specs(item.message, self.num_rows)
                     num_bytes = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs)
                     doing = f"waiting for {item} from device {item.device}"
-                    yield ReceiveStep(position, doing, item.message, item.device, _key(item.message), num_bytes)
+                    rows = row_range(item.message.rows, self.num_rows)
+                    yield ReceiveStep(position, doing, item.message, item.device, _arrived(_key(item.message)), rows, num_bytes)
                 case Start():
                     yield StartStep(item.collective)
                 case Await():
@@ -151,10 +152,11 @@ class _Binding:
         runs_forward = op.kind in {OpKind.FORWARD, OpKind.RECOMPUTE}
         outputs: tuple[StageOutput, ...] = ()
         if op.kind is OpKind.FORWARD:
-            outputs = tuple(self._activation_output(op, edge) for edge in targets)
+            outputs = tuple(self._activation_output(op, edge, (first, end)) for edge in targets)
         elif op.kind.gives_input_gradient:
-            outputs = tuple(self._gradient_outputs(op, sources))
+            outputs = tuple(self._gradient_outputs(op, sources, (first, end)))
         takes_loss = op.stage in graph.sinks
+        taken = (first, end) if op.part else None
         return BoundOp(
             op=op,
             key=(op.stage, op.index, op.part),
@@ -168,40 +170,52 @@ class _Binding:
             takes_loss=takes_loss,
             takes_batch=takes_loss or weights.module.takes_batch,
             recomputed=op.kind is OpKind.FORWARD and op._replace(kind=OpKind.RECOMPUTE) in self.ops,
-            activations=tuple(self._activation_input(op, edge) for edge in sources) if runs_forward else (),
-            gradients=tuple(self._gradient_input(op, edge) for edge in targets) if op.kind.gives_input_gradient else (),
+            activations=tuple(self._activation_input(op, edge, taken) for edge in sources) if runs_forward else (),
+            gradients=tuple(self._gradient_input(op, edge, taken) for edge in targets) if op.kind.gives_input_gradient else (),
             outputs=outputs,
             constants=tuple(place for edge in targets for place, tensor in self.edges.places(edge) if not tensor.takes_gradient)
             if runs_forward
             else (),
         )
 
-    def _activation_input(self, op: Op, edge: Edge) -> ActivationInput:
+    def _activation_input(self, op: Op, edge: Edge, rows: RowRange | None) -> ActivationInput:
         layers: list[tuple[int, int, int]] = []
         first = 0
         for layer, specs in zip(self.edges.cut.crossing[edge], self.edges.specs[edge], strict=True):
             layers.append((layer, first, first + len(specs)))
             first += len(specs)
         leaves = tuple(number for number, tensor in enumerate(self.edges.tensors(edge)) if tensor.takes_gradient)
-        return ActivationInput((Direction.ACTIVATION, *edge, op.index, op.pipeline, op.part), tuple(layers), leaves)
+        return ActivationInput((Direction.ACTIVATION, *edge, op.index, op.pipeline, 0), rows, tuple(layers), leaves)
 
-    def _gradient_input(self, op: Op, edge: Edge) -> GradientInput:
+    def _gradient_input(self, op: Op, edge: Edge, rows: RowRange | None) -> GradientInput:
         outputs = tuple(place for place, tensor in self.edges.places(edge) if tensor.returns)
-        return GradientInput((Direction.GRADIENT, edge[1], edge[0], op.index, op.pipeline, op.part), outputs)
+        return GradientInput((Direction.GRADIENT, edge[1], edge[0], op.index, op.pipeline, 0), rows, outputs)
 
-    def _activation_output(self, op: Op, edge: Edge) -> StageOutput:
+    def _activation_output(self, op: Op, edge: Edge, rows: RowRange) -> StageOutput:
         key = (Direction.ACTIVATION, *edge, op.index, op.pipeline, op.part)
-        return StageOutput(key, self.edges.cut.crossing[edge], (), (), local=not self.num_sends[key])
+        return self._output(key, rows, layers=self.edges.cut.crossing[edge])
 
-    def _gradient_outputs(self, op: Op, edges: list[Edge]) -> Iterator[StageOutput]:
+    def _gradient_outputs(self, op: Op, edges: list[Edge], rows: RowRange) -> Iterator[StageOutput]:
         first = 0
         for edge in edges:
             key = (Direction.GRADIENT, edge[1], edge[0], op.index, op.pipeline, op.part)
             tensors = list(enumerate(self.edges.tensors(edge), start=first))
             sent = tuple(number for number, tensor in tensors if tensor.returns)
             unsent = tuple(number for number, tensor in tensors if tensor.takes_gradient and not tensor.returns)
-            yield StageOutput(key, (), sent, unsent, local=not self.num_sends[key])
+            yield self._output(key, rows, inputs=sent, unsent_inputs=unsent)
             first += len(tensors)
+
+    def _output(
+        self,
+        key: MessageKey,
+        rows: RowRange,
+        *,
+        layers: tuple[int, ...] = (),
+        inputs: tuple[int, ...] = (),
+        unsent_inputs: tuple[int, ...] = (),
+    ) -> StageOutput:
+        local = not self.num_sends[key]
+        return StageOutput(_arrived(key) if local else key, rows, layers, inputs, unsent_inputs, local=local)
 
 
 def _sends_behind(items: Sequence[Item], position: int) -> Iterator[Send]:
@@ -211,3 +225,7 @@ def _sends_behind(items: Sequence[Item], position: int) -> Iterator[Send]:
 
 def _key(message: Message) -> MessageKey:
     return (message.direction, message.source, message.target, message.index, message.pipeline, message.part)
+
+
+def _arrived(key: MessageKey) -> MessageKey:
+    return (*key[:5], 0)

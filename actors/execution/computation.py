@@ -13,7 +13,7 @@ from raypipe.actors import devices
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.binding import StageEdges
 from raypipe.actors.execution.report import WindowReport
-from raypipe.actors.execution.steps import BoundOp, MessageKey, OutgoingMessage, ReceiveStep, Rows, StageOutput
+from raypipe.actors.execution.steps import BoundOp, MessageKey, OutgoingMessage, ReceiveStep, RowRange, StageOutput
 from raypipe.actors.stage.backward import PendingWeightGradient, backward_full, backward_input
 from raypipe.actors.stage.gradient_flow import OutputId
 from raypipe.actors.stage.layers import RngKey
@@ -23,25 +23,28 @@ from raypipe.errors import ConfigError
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import OpKind
 
+_Piece = tuple[RowRange, tuple[Tensor, ...]]
+"""Tensors, and the rows of the microbatch that they are."""
+
 
 class Mailbox:
     """What stages of this device have received and not yet used, and what they send."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self.inbox: dict[MessageKey, list[tuple[Rows, tuple[Tensor, ...]]]] = {}
+        self.inbox: dict[MessageKey, list[_Piece]] = {}
         self.outbox: dict[MessageKey, tuple[Tensor, ...]] = {}
 
-    def put(self, output: StageOutput, rows: Rows, tensors: tuple[Tensor, ...]) -> None:
+    def put(self, output: StageOutput, tensors: tuple[Tensor, ...]) -> None:
         """Put a stage's output where the other stage finds it, or for the sends of this step."""
         if output.local:
-            self.inbox[output.key] = [(rows, tuple([tensor.detach() for tensor in tensors]))]
+            self._arrive(output.key, (output.rows, tuple([tensor.detach() for tensor in tensors])))
         else:
             self.outbox[output.key] = tensors
 
-    def take(self, key: MessageKey) -> tuple[Tensor, ...]:
-        """Return the tensors from another stage, joined where their rows came in several messages."""
-        pieces = self.inbox.pop(key)
+    def take(self, key: MessageKey, rows: RowRange | None) -> tuple[Tensor, ...]:
+        """Return some rows, or all, of the tensors from another stage, joined where they came in several pieces."""
+        pieces = self.inbox.pop(key) if rows is None else self._cut_out(key, rows)
         if len(pieces) == 1:
             return pieces[0][1]
         pieces.sort(key=itemgetter(0))
@@ -49,10 +52,7 @@ class Mailbox:
 
     def receive(self, step: ReceiveStep) -> None:
         """Wait for a message."""
-        piece = (step.message.rows, self._transport.recv(step.message, step.device))
-        pieces = self.inbox.setdefault(step.key, [piece])
-        if pieces[0] is not piece:
-            pieces.append(piece)
+        self._arrive(step.key, (step.rows, self._transport.recv(step.message, step.device)))
 
     def send(self, messages: Sequence[OutgoingMessage]) -> None:
         """Send what the Ops of a step have put."""
@@ -63,6 +63,36 @@ class Mailbox:
                 tensors = tuple(tensor[first:end] for tensor in tensors)
             self._transport.send(outgoing.message, outgoing.device, tensors)
         self.outbox.clear()
+
+    def _arrive(self, key: MessageKey, piece: _Piece) -> None:
+        pieces = self.inbox.setdefault(key, [piece])
+        if pieces[0] is not piece:
+            pieces.append(piece)
+
+    def _cut_out(self, key: MessageKey, rows: RowRange) -> list[_Piece]:
+        """Return the pieces of these rows; those of other rows stay for the parts that take them."""
+        first, end = rows
+        taken: list[_Piece] = []
+        left: list[_Piece] = []
+        for piece in self.inbox.pop(key):
+            start, stop = piece[0]
+            inside = max(first, start), min(end, stop)
+            if inside[0] < inside[1]:
+                taken.append(_rows_of(piece, inside))
+                left += [_rows_of(piece, outside) for outside in ((start, inside[0]), (inside[1], stop)) if outside[0] < outside[1]]
+            elif start < stop:
+                left.append(piece)
+        if left:
+            self.inbox[key] = left
+        return taken
+
+
+def _rows_of(piece: _Piece, rows: RowRange) -> _Piece:
+    start = piece[0][0]
+    if rows == piece[0]:
+        return piece
+    # Detached, so that autograd takes each slice for a leaf and not for a view of all rows.
+    return rows, tuple([tensor[rows[0] - start : rows[1] - start].detach() for tensor in piece[1]])
 
 
 class WindowLosses:
@@ -115,7 +145,7 @@ class WindowLosses:
 
 @dataclass(slots=True)
 class _Saved:
-    """What a forward leaves for its backward; `pivot` as of `backward_input`."""
+    """What a forward keeps for its backward; `backward_input` explains `pivot`."""
 
     version: int
     inputs: list[Tensor]
@@ -137,14 +167,14 @@ class Computation:
     first_microbatch: int
     training: bool
     saved: dict[tuple[int, int, int], _Saved] = field(default_factory=dict)
-    """What forwards have left, by stage, microbatch and part."""
+    """What forwards keep for their backwards, by stage, microbatch and part."""
     deferred: dict[tuple[int, int, int], tuple[int, PendingWeightGradient]] = field(default_factory=dict)
     """What input gradients have left for weight gradients, with the version of the weights."""
 
     def forward(self, bound: BoundOp) -> None:
         """Run a forward."""
         mailbox = self.mailbox
-        messages = [mailbox.take(activation.key) for activation in bound.activations]
+        messages = [mailbox.take(activation.key, activation.rows) for activation in bound.activations]
         if bound.recomputed:
             inputs = [tensor for tensors in messages for tensor in tensors]
             # A layer may write into what takes no gradient, and the forward that runs again must find it as it was.
@@ -163,7 +193,7 @@ class Computation:
         if saved.loss is not None:
             self.losses.add(bound, saved.loss)
         for output in bound.outputs:
-            mailbox.put(output, bound.rows, tuple([tensor for layer in output.layers for tensor in saved.outputs[layer]]))
+            mailbox.put(output, tuple([tensor for layer in output.layers for tensor in saved.outputs[layer]]))
 
     def recompute(self, bound: BoundOp) -> None:
         """Run a forward again, with the weights, rows and random numbers that it had."""
@@ -195,7 +225,7 @@ class Computation:
             for number in output.unsent_inputs:
                 if gradients[number] is not None:
                     raise self._unforeseen(self._origin(bound, number), f"gets a gradient from {bound.op}")
-            self.mailbox.put(output, bound.rows, tuple(tensors))
+            self.mailbox.put(output, tuple(tensors))
 
     def weight_gradient(self, bound: BoundOp) -> None:
         """Run the part of a backward that gives the gradients of the weights."""
@@ -240,7 +270,7 @@ class Computation:
             return [saved.loss], [self.losses.gradient(saved.loss, bound.loss_weight)]
         sums: dict[OutputId, Tensor] = {}
         for message in bound.gradients:
-            for place, gradient in zip(message.outputs, self.mailbox.take(message.key), strict=True):
+            for place, gradient in zip(message.outputs, self.mailbox.take(message.key, message.rows), strict=True):
                 sums[place] = sums[place] + gradient if place in sums else gradient
         return [saved.outputs[layer][number] for layer, number in sums], list(sums.values())
 

@@ -13,13 +13,16 @@ from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Expected
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.ir import Op
-from raypipe.schedules.lower import Direction, Message
+from raypipe.schedules.lower import Direction, Message, Rows
 
-Rows = tuple[float, float]
-"""First row and end, in shares of a microbatch."""
+RowRange = tuple[int, int]
+"""First row and end."""
 
 MessageKey = tuple[Direction, int, int, int, int, int]
-"""Direction, source stage, target stage, microbatch, pipeline and part: what an Op gives another stage, in however many messages."""
+"""Direction, source stage, target stage, microbatch, pipeline and part: what an Op gives another stage, in however many messages.
+
+What has arrived has part 0, since the Ops that take it may be of other parts: its rows tell it apart.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +30,23 @@ class ActivationInput:
     """The activations that a forward gets from another stage.
 
     Attributes:
+        rows: Rows of the microbatch that a part takes of what arrives; `None` where all that arrives is for one Op.
         layers: For each layer that crosses the edge: the layer, its first tensor in the message, and the end.
         leaves: Positions of the tensors whose gradients the stage computes.
     """
 
     key: MessageKey
+    rows: RowRange | None
     layers: tuple[tuple[int, int, int], ...]
     leaves: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GradientInput:
-    """The gradients that a backward gets from another stage; `outputs` are the outputs of this stage that they are of."""
+    """The gradients that a backward gets from another stage; `outputs` are the outputs of this stage that they are of, `rows` as above."""
 
     key: MessageKey
+    rows: RowRange | None
     outputs: tuple[OutputId, ...]
 
 
@@ -52,9 +58,11 @@ class StageOutput:
         layers: Layers whose output tensors form the message (activations).
         inputs: Positions, over all edges of the stage, of the inputs whose gradients form the message.
         unsent_inputs: Positions of the inputs from the same stage that must get no gradient, because none is sent.
+        local: Whether the other stage is on this device.
     """
 
     key: MessageKey
+    rows: RowRange
     layers: tuple[int, ...]
     inputs: tuple[int, ...]
     unsent_inputs: tuple[int, ...]
@@ -92,12 +100,12 @@ class BoundOp:
 
 @dataclass(frozen=True, slots=True)
 class OutgoingMessage:
-    """A message that leaves the device: rows of the `StageOutput` with a key, `None` for all."""
+    """A message that leaves the device: some of the rows of the `StageOutput` with a key, counted from its first; `None` for all."""
 
     message: Message
     device: int
     key: MessageKey
-    rows: tuple[int, int] | None
+    rows: RowRange | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,7 @@ class ReceiveStep:
     message: Message
     device: int
     key: MessageKey
+    rows: RowRange
     num_bytes: int
 
 

@@ -77,7 +77,7 @@ class Updates:
         shared = self._shared(op.stage, op.index)
         norm = self._norm(op)
         if shared is not None:
-            # What stages share is limited alike on all of them. A product: other stages of this device may be yet to use the sum.
+            # All stages that share a weight clip its gradient alike. Not in place: other stages of this device may use the sum later.
             stage_only = self._program.update_scope is UpdateScope.STAGE
             shared = shared * self._scale(root(weights.shared.squared_norm(shared)) if stage_only else norm)
             del self.shared[op.stage, op.index]

@@ -23,6 +23,8 @@ SOURCE, TARGET = 0, 1
 
 _NUM_SMALL = 16
 _NUM_SCOUTS = 2
+_NUM_AT_ONCE = 4
+_SLOW_S = 1.0  # if so many small messages take as long, the link carries so little that more of them would pass for silence
 _SHARES = (16, 8, 4, 2)
 """The largest message is so many times as large as the others."""
 _NUM_SIZES = len(_SHARES) + 1
@@ -60,7 +62,7 @@ class _FlowEnd:
     def recv(self, message: Message) -> tuple[Tensor, ...]:
         transport = self.transport
         tensors = transport.recv(message, self.peer)
-        if not devices.settle(self.on, timeout_s=transport.timeout_s):
+        if not devices.wait_for_queued(self.on, timeout_s=transport.timeout_s):
             problem = f"it did not come within {transport.timeout_s:g} s"
             raise TransportTimeoutError(transport.names[transport.device], transport.names[self.peer], str(message), problem)
         return tensors
@@ -68,10 +70,15 @@ class _FlowEnd:
 
 class _PingSource(_FlowEnd):
     def run(self, pattern: Ping) -> None:
-        self._exchange([SMALL_BYTES] * _NUM_SMALL)
+        took_s = 0.0
+        while len(self.readings.sizes_bytes) < _NUM_SMALL and took_s < _SLOW_S:
+            since_s = self.now_s()
+            self._exchange([SMALL_BYTES] * _NUM_AT_ONCE)
+            took_s = self.now_s() - since_s
+        num_small = len(self.readings.sizes_bytes)
         largest, took_s, left_bytes = self._scout(pattern)
         # What the scouts measured may be an idle path.
-        self.readings.keep_first(_NUM_SMALL)
+        self.readings.keep_first(num_small)
         sizes = [largest, *(whole_pages(largest / share) for share in _SHARES)]
         repeats = int(min(pattern.seconds / (2 * took_s), left_bytes / sum(sizes), _MOST_REPEATS))
         self._exchange(sizes * max(repeats, 1))
@@ -80,7 +87,7 @@ class _PingSource(_FlowEnd):
     def _scout(self, pattern: Ping) -> tuple[int, float, float]:
         """Return the largest size to measure, about the seconds that it takes, and the bytes left to send.
 
-        With the smaller sizes it takes twice as long as alone, and all of them shall pass `_REPEATS` times.
+        All sizes together take twice as long as the largest, and shall pass `_REPEATS` times.
         """
         size, left_bytes = SCOUT_BYTES, float(pattern.most_bytes)
         while True:

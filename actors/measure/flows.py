@@ -1,4 +1,4 @@
-"""The traffic with which links are measured, and what both ends note of it.
+"""The traffic that measures links, and the times that both ends note.
 
 Each flow is a directed pair of devices. What it does is a pattern:
 
@@ -15,13 +15,13 @@ from raypipe.network.clocks import Exchange
 from raypipe.network.fit import RoundTrip
 
 LEAST_PING_BYTES = 1 << 20
-"""The fewest bytes with which a link can be measured."""
+"""Fewest bytes that suffice to measure a link."""
 WARM_UP_BYTES = 160_000
-"""Bytes at the beginning of a stream that do not count: an idle path may accept so many faster than it carries them."""
+"""Bytes at the start of a stream that are not timed: an idle path may accept this many faster than it carries them."""
 SCOUT_BYTES = 64 << 10
 """The smallest message whose time depends on the bandwidth."""
-SMALL_BYTES = 1024
-"""Size of messages whose time is the latency."""
+SMALL_BYTES = 64
+"""Size of messages whose time is the latency: on a slow link, too, where 1 KB takes as long as the rest."""
 MOST_BYTES = 16 << 20
 """Size of the largest message."""
 _PAGE_BYTES = 4096
@@ -44,7 +44,7 @@ class Stream:
 
     @classmethod
     def lasting(cls, seconds: float, *, bytes_per_s: float, most_bytes: int) -> Stream:
-        """Return the stream that, once warm, takes so long at a rate, in messages of a sixteenth of it or a page."""
+        """Return a stream that, once warm, lasts `seconds` at `bytes_per_s`; it has at most `most_bytes`."""
         num_bytes = min(max(seconds * bytes_per_s, WARM_UP_BYTES) + WARM_UP_BYTES, most_bytes)
         chunk_bytes = whole_pages(min(num_bytes / 16, MOST_BYTES / 4))
         return cls(chunk_bytes, max(4, round(num_bytes / chunk_bytes)))
@@ -70,13 +70,13 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class MeetOrder:
-    """What the two devices of a flow need to find each other.
+class FlowConnection:
+    """The settings with which the two devices of a flow connect.
 
     Attributes:
         names: Names of source and target, for messages.
         shared: Whether their messages go through shared memory; else they go over gloo, or NCCL between GPUs.
-        store: Host and port of the store where they meet.
+        store: Host and port of the store through which the devices find each other.
         prefix: Text unique to this flow and attempt.
         timeout_s: Limit for every wait once connected.
     """

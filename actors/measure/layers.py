@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -26,6 +26,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.config import Precision
 from raypipe.model import Batch, Model
 from raypipe.schedules.ir import WeightRule
+from raypipe.units import lower_quartile
 
 T = TypeVar("T")
 
@@ -145,13 +146,13 @@ class _Layer:
         working_bytes, input_grad_working_bytes = (max(peak_bytes - saved_bytes, 0) for peak_bytes in self._peaks())
         for repeat in range(effort.warm_up + effort.repeats):
             self._run_once(samples if repeat >= effort.warm_up else _Samples())
-        backward_s = _lower_quartile(samples.backward_s)
+        backward_s = lower_quartile(samples.backward_s)
         frozen_bytes = sum(weight.nbytes for weight in self.module.parameters() if not weight.requires_grad)
         return LayerMeasurement(
             name=self.model.layers[self.index].name,
-            forward_s=_lower_quartile(samples.forward_s),
+            forward_s=lower_quartile(samples.forward_s),
             backward_s=backward_s,
-            weight_grad_s=min(_lower_quartile(samples.weight_grad_s), backward_s),
+            weight_grad_s=min(lower_quartile(samples.weight_grad_s), backward_s),
             output_bytes=sum(math.prod(output.spec.shape) * output.spec.dtype.itemsize for output in self.outputs),
             saved_bytes=saved_bytes,
             weight_grad_saved_bytes=weight_grad_saved_bytes,
@@ -159,7 +160,7 @@ class _Layer:
             tied_bytes=self._tied_bytes(),
             low_precision_bytes=self.weights.versions.low_precision_bytes,
             frozen_bytes=frozen_bytes,
-            update_s=_lower_quartile(samples.update_s),
+            update_s=lower_quartile(samples.update_s),
             spread=samples.spread,
             working_bytes=working_bytes,
             input_grad_working_bytes=input_grad_working_bytes,
@@ -256,11 +257,6 @@ class _Layer:
 
     def _clear(self) -> None:
         self.weights.gradients.pop(self.weights.versions.newest)
-
-
-def _lower_quartile(seconds: Sequence[float]) -> float:
-    # Disturbances only ever add time, often to more than half of a few repeats. "inclusive": never below the smallest sample.
-    return statistics.quantiles(seconds, n=4, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
 
 
 def start_profiler() -> None:

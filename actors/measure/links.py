@@ -11,7 +11,7 @@ import torch
 
 from raypipe.actors import devices
 from raypipe.actors.measure.flow_ends import SOURCE, TARGET, run_flow
-from raypipe.actors.measure.flows import Flow, MeetOrder, Readings
+from raypipe.actors.measure.flows import Flow, FlowConnection, Readings
 from raypipe.actors.transport.cuda_ipc import SharingLibrary
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.errors import TransportError
@@ -28,25 +28,25 @@ class Links:
         self.library = library
         self._transports: dict[tuple[int, int], ProcessTransport] = {}
 
-    def meet(self, orders: Sequence[MeetOrder], *, host_ip: str) -> None:
-        """Connect flows at the same time, but for those that are connected; raises `TransportError` if a device does not come."""
-        _at_once([partial(self._meet, order, host_ip) for order in orders])
+    def connect(self, connections: Sequence[FlowConnection], *, host_ip: str) -> None:
+        """Connect flows, except connected ones, at the same time; raise `TransportError` if a device does not come."""
+        _at_once([partial(self._connect, connection, host_ip) for connection in connections])
 
-    def _meet(self, order: MeetOrder, host_ip: str) -> None:
-        ends = (order.source, order.target)
+    def _connect(self, connection: FlowConnection, host_ip: str) -> None:
+        ends = (connection.source, connection.target)
         if ends in self._transports:
             return
         channels = ((SOURCE, TARGET), (TARGET, SOURCE))
         transport = ProcessTransport(
-            SOURCE if self.device == order.source else TARGET,
-            names=order.names,
+            SOURCE if self.device == connection.source else TARGET,
+            names=connection.names,
             channels=channels,
-            shared=channels if order.shared else (),
+            shared=channels if connection.shared else (),
             groups=(),
-            store=order.store,
-            prefix=order.prefix,
-            timeout_s=order.timeout_s,
-            connect_timeout_s=order.connect_timeout_s,
+            store=connection.store,
+            prefix=connection.prefix,
+            timeout_s=connection.timeout_s,
+            connect_timeout_s=connection.connect_timeout_s,
             host_ip=host_ip,
             library=self.library,
         )
@@ -62,12 +62,12 @@ class Links:
             with devices.own_stream(self.on):
                 return run_flow(flow, self._transports[flow.ends], on=self.on)
         except TransportError:
-            # The transport is out of use; another `meet` makes a new one.
+            # The transport is out of use; another `connect` makes a new one.
             self._transports.pop(flow.ends).close()
             raise
 
     def close(self) -> None:
-        """Release sockets, threads and memory. The other ends see it at once, and may meet again."""
+        """Release sockets, threads and memory. The other ends see it at once, and may connect again."""
         closing, self._transports = self._transports, {}
         for transport in closing.values():
             transport.close()

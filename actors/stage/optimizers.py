@@ -7,7 +7,7 @@ import torch
 from raypipe.config import OptimizerConfig, OptimizerName
 
 _MOMENTUM_DECAY = 1e9
-"""Momentum decay that makes NAdam use `beta1` from the first update; torch's default takes hundreds of updates from half of it."""
+"""Momentum decay with which NAdam uses `beta1` from the first update on; with torch's default it starts at half of `beta1`."""
 
 
 def build_optimizer(config: OptimizerConfig, weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

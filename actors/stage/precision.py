@@ -102,7 +102,7 @@ def prepare(weights: Weights, outputs: StageOutputs, batch: Batch, *, num_rows: 
         both = uses.cast & uses.plain
         if both and weights.rule.allows_mismatch:
             raise ConfigError(
-                f"stage {module.stage}: autocast needs {', '.join(sorted(both))} in bfloat16 and as built; what it makes of it in a "
+                f"stage {module.stage}: autocast needs {', '.join(sorted(both))} in bfloat16 and as built; the copy that it makes in a "
                 "forward would be out of date in the backward. Set model.precision to bf16 or float32, use two weights, or choose a "
                 "schedule whose backward reads the weights of its forward"
             )

@@ -48,8 +48,8 @@ def tie_layers(model: Model, layers: Mapping[int, nn.Module], *, seed: int, on: 
                 )
             for alias, parameter in list(module.named_parameters(remove_duplicate=False)):
                 if parameter is weight:
-                    holder, _, attribute = alias.rpartition(".")
-                    setattr(module.get_submodule(holder), attribute, shared)
+                    owner, _, attribute = alias.rpartition(".")
+                    setattr(module.get_submodule(owner), attribute, shared)
 
 
 def _weight(module: nn.Module, layer: str, name: str) -> nn.Parameter:

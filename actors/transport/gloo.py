@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp  # type: ignore[attr-defined]  # public, says the manual
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
-from raypipe.actors.transport.gloo_channel import UNLIMITED, Group, cause, failure
+from raypipe.actors.transport.gloo_channel import UNLIMITED, ProcessGroup, cause, failure
 from raypipe.actors.transport.protocol import summing_dtype
 from raypipe.actors.transport.rendezvous import Rendezvous, limit
 from raypipe.actors.transport.sockets import Connection, connections, interface_of
@@ -42,7 +42,7 @@ def choose_interface(host_ip: str) -> None:
             os.environ[_INTERFACE_VARIABLE] = interface
 
 
-def make_group(rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> tuple[Group, list[Connection]]:
+def make_group(rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> tuple[ProcessGroup, list[Connection]]:
     """Make a process group whose ranks follow `members`; return it with its connections here. Raises as `ProcessTransport.connect`."""
     others = [member for member in members if member != rendezvous.device]
     name = f"{kind} {'-'.join(map(str, members))}"
@@ -51,7 +51,7 @@ def make_group(rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> t
     before = connections()
     rank = members.index(rendezvous.device)
     try:
-        group = cast(Group, ProcessGroupGloo(PrefixStore(name, rendezvous.store), rank, len(members), limit(rendezvous.left_s)))
+        group = cast(ProcessGroup, ProcessGroupGloo(PrefixStore(name, rendezvous.store), rank, len(members), limit(rendezvous.left_s)))
     except RuntimeError as error:
         rendezvous.aborting.check()
         peers = ", ".join(rendezvous.names[other] for other in others)
@@ -69,7 +69,7 @@ def make_group(rendezvous: Rendezvous, kind: str, members: tuple[int, ...]) -> t
 class GlooSumGroup:
     """A set of devices that sums over gloo."""
 
-    def __init__(self, group: Group, connections: list[Connection]) -> None:
+    def __init__(self, group: ProcessGroup, connections: list[Connection]) -> None:
         self.group = group
         self.connections = connections
 
@@ -81,7 +81,7 @@ class GlooSumGroup:
 class Sum:
     """A sum under way. 16-bit floats are summed in float32 and rounded once, at the cost of twice the bytes."""
 
-    def __init__(self, group: Group, connections: list[Connection], tensor: Tensor) -> None:
+    def __init__(self, group: ProcessGroup, connections: list[Connection], tensor: Tensor) -> None:
         self.connections = connections
         self.tensor = tensor
         # An empty tensor is not sent; its members sum a stand-in.

@@ -25,7 +25,7 @@ UNLIMITED = timedelta(days=10)
 _REAP_EVERY_S = 0.05
 
 
-class Group(Protocol):
+class ProcessGroup(Protocol):
     """The used part of ProcessGroupGloo, which torch's type stubs leave out."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work:
@@ -88,7 +88,7 @@ def _on_the_wire(tensor: Tensor) -> Tensor:
 class Incoming:
     """The receiving end, rank 1 of its group; `ahead` receives are posted ahead, `timeout_s` limits the wait for each message."""
 
-    def __init__(self, group: Group, *, ahead: int, timeout_s: float) -> None:
+    def __init__(self, group: ProcessGroup, *, ahead: int, timeout_s: float) -> None:
         self.group = group
         self.ahead = ahead
         self.timeout_s = timeout_s
@@ -141,7 +141,7 @@ class Outgoing:
     The thread looks every 50 ms while a window is open, and rests after a wait that took time, so that it does not wake for each message.
     """
 
-    def __init__(self, group: Group, *, name: str) -> None:
+    def __init__(self, group: ProcessGroup, *, name: str) -> None:
         self.group = group
         self.number = 0
         self.sent: deque[tuple[Message, Work]] = deque()

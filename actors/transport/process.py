@@ -24,21 +24,23 @@ from raypipe.schedules.lower import Message
 
 
 class ProcessTransport:
-    """One device's channels and collectives with devices in other processes, connected by `connect`; with an error it is out of use.
+    """One device's channels and collectives with devices in other processes.
+
+    Call `connect` first. After an error the transport cannot be used again.
 
     Args:
         device: Number of this device.
-        names: Names of all devices, for messages.
-        channels: All channels of the run as (source, target); the same for all devices, in any order.
-        shared: Channels whose ends are processes of one host, or of one GPU, and share memory; the same for all devices.
-        groups: Members, ascending, of all collectives of the run; the same for all devices, in any order.
+        names: Names of all devices, for error messages.
+        channels: All channels of the run as (source, target). Every device passes the same channels, in any order.
+        shared: Channels through shared memory: both ends are processes of one host, or use one GPU. Every device passes the same.
+        groups: Members, ascending, of each collective of the run. Every device passes the same groups, in any order.
         store: Host and port of the store that one process opened with `host_store`.
         prefix: Text that keeps runs and their attempts apart in the store; never use one twice.
         timeout_s: Limit for every wait once connected.
         connect_timeout_s: Limit for `connect`; `timeout_s` by default.
         host_ip: Address of this node at the interface for gloo, set as GLOO_SOCKET_IFNAME; without it gloo looks up the host name.
         receives_ahead: Messages of a gloo channel whose receives are posted ahead.
-        library: CUDA and NCCL, which then carry sums and channels that are not shared; `None` for CPU devices.
+        library: CUDA and NCCL, which carry sums and the channels that are not in `shared`; `None` for CPU devices.
     """
 
     def __init__(

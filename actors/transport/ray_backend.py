@@ -94,13 +94,13 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
         self._library = _library()
         self._keeper: Any = None
         self._nccl = self._library.nccl
-        self._communicator = self._nccl.NcclCommunicator(world_size, self._meet(), rank)
+        self._communicator = self._nccl.NcclCommunicator(world_size, self._shared_id(), rank)
 
     @property
     def _keeper_name(self) -> str:
         return f"{NAME}/{self.group_name}/{self.world_size}"
 
-    def _meet(self) -> bytes:
+    def _shared_id(self) -> bytes:
         name = self._keeper_name
         if self.rank == 0:
             unique_id = self._library.unique_id()
@@ -142,9 +142,9 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
 
     def allreduce(self, tensor: Sequence[Any], allreduce_options: Any = AllReduceOptions()) -> None:  # noqa: B008  # as Ray has it
         """Combine a tensor of each rank, in place."""
-        given = _one(tensor)
+        own = _one(tensor)
         operation = self._operation(allreduce_options)
-        self._communicator.allReduce(given.data_ptr(), given.data_ptr(), given.numel(), self._kind(given), operation, self._stream())
+        self._communicator.allReduce(own.data_ptr(), own.data_ptr(), own.numel(), self._kind(own), operation, self._stream())
 
     def barrier(self, barrier_options: Any = BarrierOptions()) -> None:  # noqa: B008
         """Let the streams of all ranks wait for each other."""
@@ -152,21 +152,21 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
 
     def reduce(self, tensor: Sequence[Any], reduce_options: Any = ReduceOptions()) -> None:  # noqa: B008
         """Combine a tensor of each rank in the root's; the others' do not change."""
-        given, root = _one(tensor), reduce_options.root_rank
+        own, root = _one(tensor), reduce_options.root_rank
         operation = self._operation(reduce_options)
-        self._communicator.reduce(given.data_ptr(), given.data_ptr(), given.numel(), self._kind(given), operation, root, self._stream())
+        self._communicator.reduce(own.data_ptr(), own.data_ptr(), own.numel(), self._kind(own), operation, root, self._stream())
 
     def broadcast(self, tensor: Sequence[Any], broadcast_options: Any = BroadcastOptions()) -> None:  # noqa: B008
         """Send the tensor of the root to all ranks."""
-        given, root = _one(tensor), broadcast_options.root_rank
-        self._communicator.broadcast(given.data_ptr(), given.data_ptr(), given.numel(), self._kind(given), root, self._stream())
+        own, root = _one(tensor), broadcast_options.root_rank
+        self._communicator.broadcast(own.data_ptr(), own.data_ptr(), own.numel(), self._kind(own), root, self._stream())
 
     def allgather(self, tensor_list: Sequence[Sequence[Any]], tensor: Sequence[Any], allgather_options: Any = AllGatherOptions()) -> None:  # noqa: B008
         """Send the tensors of all ranks to all ranks."""
-        given = _one(tensor)
+        own = _one(tensor)
         targets = [_tensor(each) for each in tensor_list[0]]
-        gathered = torch.empty((len(targets), *given.shape), dtype=given.dtype, device=given.device)
-        self._communicator.allGather(given.data_ptr(), gathered.data_ptr(), given.numel(), self._kind(given), self._stream())
+        gathered = torch.empty((len(targets), *own.shape), dtype=own.dtype, device=own.device)
+        self._communicator.allGather(own.data_ptr(), gathered.data_ptr(), own.numel(), self._kind(own), self._stream())
         for target, part in zip(targets, gathered, strict=True):
             target.copy_(part)
 
@@ -178,19 +178,19 @@ class NcclGroup(BaseGroup):  # type: ignore[misc]  # Ray has no types
     ) -> None:
         """Combine the n-th tensors of all ranks in the tensor of rank n."""
         target = _one(tensor)
-        given = torch.stack([_tensor(each) for each in tensor_list[0]])
+        own = torch.stack([_tensor(each) for each in tensor_list[0]])
         operation = self._operation(reducescatter_options)
-        self._communicator.reduceScatter(given.data_ptr(), target.data_ptr(), target.numel(), self._kind(target), operation, self._stream())
+        self._communicator.reduceScatter(own.data_ptr(), target.data_ptr(), target.numel(), self._kind(target), operation, self._stream())
 
     def send(self, tensor: Sequence[Any], send_options: Any = SendOptions()) -> None:  # noqa: B008
         """Send a tensor to a rank, which receives one of the same size."""
-        given = _one(tensor)
-        self._communicator.send(given.data_ptr(), given.numel(), self._kind(given), send_options.dst_rank, self._stream())
+        own = _one(tensor)
+        self._communicator.send(own.data_ptr(), own.numel(), self._kind(own), send_options.dst_rank, self._stream())
 
     def recv(self, tensor: Sequence[Any], recv_options: Any = RecvOptions()) -> None:  # noqa: B008
         """Receive a tensor from a rank."""
-        given = _one(tensor)
-        self._communicator.recv(given.data_ptr(), given.numel(), self._kind(given), recv_options.src_rank, self._stream())
+        own = _one(tensor)
+        self._communicator.recv(own.data_ptr(), own.numel(), self._kind(own), recv_options.src_rank, self._stream())
 
     def _kind(self, tensor: Tensor) -> int:
         if tensor.dtype not in _KINDS:
@@ -209,8 +209,8 @@ def _one(tensors: Sequence[Any]) -> Tensor:
     return _tensor(tensor)
 
 
-def _tensor(given: Any) -> Tensor:
-    tensor: Tensor = given if isinstance(given, Tensor) else dlpack.from_dlpack(given)
+def _tensor(own: Any) -> Tensor:
+    tensor: Tensor = own if isinstance(own, Tensor) else dlpack.from_dlpack(own)
     if not tensor.is_contiguous():
         raise ValueError("NCCL takes contiguous tensors; give `tensor.contiguous()`")
     return tensor

@@ -4,11 +4,16 @@
     1 |wwww F0 B0---- F1 B1---- ~~~~~~~~~ === U0 dd    w warm-up, d drain, . overhead
 
 The intervals of a device have no gaps; their causes sum to the makespan. Ramps between the updates of a window count as waits.
+A wait for a message that a stage of another branch makes is that branch's doing until the message is made. Where branches meet, a wait
+is another branch's doing from when one branch had arrived until the others had: a stage of no branch waits for the last of them, and a
+branch for a gradient that needs the activations of the others. How long activations were on their way to it does not count.
+
 Limits: a trace from a file does not name senders, so of several replicas the last to finish is taken. Clocks are not aligned.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections import defaultdict
@@ -35,6 +40,7 @@ class Cause(StrEnum):
     ACTIVATION_TRANSFER = "activation_transfer"
     GRADIENT = "gradient"
     GRADIENT_TRANSFER = "gradient_transfer"
+    OTHER_BRANCH = "other_branch"  # what it waits for needs an Op of another branch, which has not finished
     COLLECTIVE = "collective"
     COLLECTIVE_TRANSFER = "collective_transfer"
     OVERHEAD = "overhead"  # no span: the framework, or the machine
@@ -52,7 +58,7 @@ class Cause(StrEnum):
 
 
 _TRANSFERS = frozenset({Cause.ACTIVATION_TRANSFER, Cause.GRADIENT_TRANSFER, Cause.COLLECTIVE_TRANSFER})
-_WAITS = _TRANSFERS | {Cause.ACTIVATION, Cause.GRADIENT, Cause.COLLECTIVE}
+_WAITS = _TRANSFERS | {Cause.ACTIVATION, Cause.GRADIENT, Cause.OTHER_BRANCH, Cause.COLLECTIVE}
 IDLE = tuple(cause for cause in Cause if cause is not Cause.COMPUTE)
 
 
@@ -229,6 +235,15 @@ def _intervals_of(span: Span, device: int, start_s: float, first_s: float, maker
     awaited = makers.of(span, device)
     causes = (Cause.WARM_UP, Cause.WARM_UP) if start_s < first_s else (awaited.before, awaited.behind)
     ready_s = min(max(awaited.ready_s, start_s), span.end_s)
+    late = makers.late_branch(span, device) if causes[0].is_wait else None
+    if late is not None:
+        late_s, late_end_s = (min(max(at_s, start_s), ready_s) for at_s in (late.start_s, late.end_s))
+        if late_end_s > late_s:
+            if late_s > start_s:
+                yield Interval(causes[0], start_s, late_s, span.item, awaited.peer, span.bytes)
+            peer = awaited.peer if late.peer in {None, device} else late.peer
+            yield Interval(Cause.OTHER_BRANCH, late_s, late_end_s, span.item, peer, span.bytes)
+            start_s = late_end_s
     if ready_s > start_s:
         yield Interval(causes[0], start_s, ready_s, span.item, awaited.peer, span.bytes)
     if span.end_s > ready_s:
@@ -240,6 +255,12 @@ class _Awaited(NamedTuple):
     behind: Cause  # from then on
     ready_s: float  # when the peer finished; -infinity if before the trace
     peer: int | None
+
+
+class _Late(NamedTuple):
+    start_s: float  # when a branch had arrived; -infinity if that does not matter
+    end_s: float  # when the others had
+    peer: int | None = None  # device that finished them; None for the sender
 
 
 _CAUSES = {
@@ -258,6 +279,13 @@ class _Makers:
         # By stage and update, and by stage and microbatch: for each device, when the update or its last gradient was done.
         self.updated: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
         self._written: dict[tuple[int, int], dict[int, float]] = defaultdict(dict)
+        self._trace = trace
+        # By direction, stage and microbatch: the same with all parts.
+        self._made_whole: dict[tuple[Direction, int, int], list[tuple[float, int]]] = defaultdict(list)
+        self._stages_of: dict[str, list[int]] = defaultdict(list)
+        for stage, branch in enumerate(trace.branches):
+            if branch:
+                self._stages_of[branch].append(stage)
         for span in trace.spans:
             for op in span.ops:
                 self._add(op, span)
@@ -278,10 +306,11 @@ class _Makers:
 
     def _add(self, op: Op, span: Span) -> None:
         self.stages[span.device].add(op.stage)
-        if op.kind is OpKind.FORWARD:
-            self.made[Direction.ACTIVATION, op.stage, op.index, op.part].append((span.end_s, span.device))
-        elif op.kind.gives_input_gradient:
-            self.made[Direction.GRADIENT, op.stage, op.index, op.part].append((span.end_s, span.device))
+        if op.kind is OpKind.FORWARD or op.kind.gives_input_gradient:
+            direction = Direction.ACTIVATION if op.kind is OpKind.FORWARD else Direction.GRADIENT
+            self.made[direction, op.stage, op.index, op.part].append((span.end_s, span.device))
+            if self._stages_of:
+                self._made_whole[direction, op.stage, op.index].append((span.end_s, span.device))
         if op.kind.writes_gradient or op.kind is OpKind.UPDATE:
             ends = (self.updated if op.kind is OpKind.UPDATE else self._written)[op.stage, op.index]
             ends[span.device] = max(ends.get(span.device, span.end_s), span.end_s)
@@ -304,6 +333,48 @@ class _Makers:
         holders = [peer for peer, stages in enumerate(self.stages) if message.source in stages and peer != device]
         only = holders[0] if len(holders) == 1 else None
         return _Awaited(*causes, -math.inf, only if span.sender is None else span.sender)
+
+    def late_branch(self, span: Span, device: int) -> _Late | None:
+        """Return when a wait was another branch's doing, at most until the message was made; None if it never was."""
+        message = span.item
+        if not isinstance(message, Message) or not self._stages_of:
+            return None
+        source, target = self._trace.branch(message.source), self._trace.branch(message.target)
+        if source and target and source != target:
+            return _Late(-math.inf, math.inf)
+        if source and not target:  # the target is where branches meet: from when the first of the others was there
+            arrived = self._arrived(message, message.target)
+            first_s = min((end_s for branch, (end_s, _) in arrived.items() if branch != source), default=math.inf)
+            return _Late(first_s, math.inf)
+        if target and message.direction is Direction.GRADIENT:  # branches meet behind the target: until the others are there
+            joint = self._joint(message.source)
+            arrived = self._arrived(message._replace(direction=Direction.ACTIVATION), joint) if joint is not None else {}
+            others = [made for branch, made in arrived.items() if branch != target]
+            return _Late(arrived[target][0], *max(others)) if others and target in arrived else None
+        if not target:  # the source is where branches meet
+            ends = self._arrived(message, message.source).values()
+            return _Late(min(ends)[0], *max(ends)) if ends else None
+        return None
+
+    def _joint(self, stage: int) -> int | None:
+        # The stage itself, or the next behind it, that is of no branch.
+        branches = self._trace.branches
+        return next((behind for behind in range(stage, len(branches)) if not branches[behind]), None)
+
+    def _arrived(self, message: Message, joint: int) -> dict[str, tuple[float, int]]:
+        # When and where each branch did all that a stage of no branch needs for the microbatch; -infinity if before the trace.
+        direction, index, part = message.direction, message.index, message.part
+        is_whole = not part or (direction, joint, index, part) not in self.made
+        arrived: dict[str, tuple[float, int]] = {}
+        for branch, stages in self._stages_of.items():
+            needed = [stage for stage in stages if (stage < joint if direction is Direction.ACTIVATION else stage > joint)]
+            ends = (
+                self._made_whole.get((direction, stage, index), ()) if is_whole else self.made.get((direction, stage, index, part), ())
+                for stage in needed
+            )
+            if needed:
+                arrived[branch] = max(itertools.chain.from_iterable(ends), default=(-math.inf, -1))
+        return arrived
 
     def _collective(self, collective: Collective, span: Span, device: int) -> _Awaited:
         members = collective.devices or range(len(self.stages))

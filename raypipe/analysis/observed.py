@@ -1,6 +1,7 @@
 """Corrections of profile and speeds from measured windows.
 
-Deviations in the first window are attributed to the layers, which keep the factor wherever they are; later changes to the devices.
+Deviations in the first window are attributed to the layers, which keep the factor wherever they are. Later changes are attributed to
+the device as far as all its stages share them, else to the layers of a stage.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from raypipe.artifacts.trace import Trace
 from raypipe.schedules.ir import OpKind
 
 _WINDOWS = 3  # the median of the last windows counts: one may have been disturbed
+_LEAST_SHARE = 0.05  # of a device's work; stages with less tell nothing
+_SIGNIFICANT = 1.15  # factor by which stages of a device must differ to be a change of their layers, not of the device
 
 DeviceStage = tuple[str, int]
 """A device and its stage; -1 for slots with several Ops."""
@@ -27,13 +30,17 @@ def factors(measured: Trace, expected: Trace) -> dict[DeviceStage, float]:
 
     `expected` simulates the same programs, for as many updates or fewer.
     """
+    return {place: measured_s / expected_s for place, (measured_s, expected_s) in _sums(measured, expected).items()}
+
+
+def _sums(measured: Trace, expected: Trace) -> dict[DeviceStage, tuple[float, float]]:
     sums: dict[DeviceStage, list[float]] = defaultdict(lambda: [0.0, 0.0])
     medians = _medians(expected)
     for (place, kinds), (seconds, count) in _medians(measured).items():
         if (place, kinds) in medians and medians[place, kinds][0] > 0:
             sums[place][0] += seconds * count
             sums[place][1] += medians[place, kinds][0] * count
-    return {place: measured_s / expected_s for place, (measured_s, expected_s) in sums.items() if measured_s > 0}
+    return {place: (measured_s, expected_s) for place, (measured_s, expected_s) in sums.items() if measured_s > 0}
 
 
 def _medians(trace: Trace) -> dict[tuple[DeviceStage, tuple[OpKind, ...]], tuple[float, int]]:
@@ -58,27 +65,48 @@ def _scaled(profile: ModelProfile, by_stage: Mapping[int, float], stages: Sequen
 
 
 class ObservedSpeeds:
-    """The profile, scaled by the first window (then `settled`), and the speeds of devices as later windows show them."""
+    """The profile, scaled by the first window (then `is_scaled`), and what later windows show of devices and layers.
+
+    Attributes:
+        first: The profile as scaled by the first window, against which later windows are compared.
+    """
 
     def __init__(self, profile: ModelProfile) -> None:
-        self.profile = profile
-        self.settled = False
+        self.first = profile
+        self.is_scaled = False
         # A device that is left out keeps what was last seen.
-        self._slowness: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOWS))
+        self._of_devices: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_WINDOWS))
+        # One window is enough: what disturbs a machine slows all stages of a device.
+        self._of_layers: dict[int, float] = {}
+
+    @property
+    def profile(self) -> ModelProfile:
+        """The profile now, with the layers that have changed."""
+        changed = {layer: factor for layer, factor in self._of_layers.items() if not 1 / _SIGNIFICANT <= factor <= _SIGNIFICANT}
+        return _scaled(self.first, changed, [(layer,) for layer in range(self.first.num_layers)]) if changed else self.first
 
     def observe(self, measured: Trace, expected: Trace, stages: Sequence[Sequence[int]]) -> None:
-        """Learn from a window; `expected` simulates it with this profile and the assumed speeds, `stages` lists layers."""
+        """Learn from a window; `expected` simulates it with the `first` profile and the assumed speeds, `stages` lists layers."""
         by_stage: dict[int, list[float]] = defaultdict(list)
-        by_device: dict[str, list[float]] = defaultdict(list)
-        for (device, stage), factor in factors(measured, expected).items():
-            by_stage[stage].append(factor)
-            by_device[device].append(factor)
-        if not self.settled:
-            self.profile = _scaled(self.profile, {stage: statistics.fmean(several) for stage, several in by_stage.items()}, stages)
-            self.settled = True
+        by_device: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
+        for (device, stage), (measured_s, expected_s) in _sums(measured, expected).items():
+            by_stage[stage].append(measured_s / expected_s)
+            by_device[device][stage] = (measured_s, expected_s)
+        if not self.is_scaled:
+            self.first = _scaled(self.first, {stage: statistics.fmean(several) for stage, several in by_stage.items()}, stages)
+            self.is_scaled = True
             return
-        for device, several in by_device.items():
-            self._slowness[device].append(math.exp(statistics.fmean(map(math.log, several))))
+        of_stages: dict[int, list[float]] = defaultdict(list)
+        for device, sums in by_device.items():
+            shared = _shared_factor(list(sums.values()))
+            self._of_devices[device].append(shared)
+            whole_s = sum(expected_s for _, expected_s in sums.values())
+            for stage, (measured_s, expected_s) in sums.items():
+                if expected_s >= _LEAST_SHARE * whole_s:
+                    of_stages[stage].append(measured_s / expected_s / shared)
+        for stage, layers in enumerate(stages):
+            for layer in layers if of_stages[stage] else ():
+                self._of_layers[layer] = statistics.median(of_stages[stage])
 
     def topology(self, topology: ClusterTopology) -> ClusterTopology:
         """Return a topology with speeds corrected by observation."""
@@ -89,5 +117,15 @@ class ObservedSpeeds:
         return replace(topology, nodes=nodes)
 
     def _factor(self, device: str) -> float:
-        seen = self._slowness.get(device)
+        seen = self._of_devices.get(device)
         return statistics.median(seen) if seen else 1.0
+
+
+def _shared_factor(stages: Sequence[tuple[float, float]]) -> float:
+    """Return by how much a device is slower, by measured and expected seconds of its stages: the mean, or the least if they differ."""
+    whole_s = sum(expected_s for _, expected_s in stages)
+    # Next to nothing measures badly.
+    counted = [measured_s / expected_s for measured_s, expected_s in stages if expected_s >= _LEAST_SHARE * whole_s]
+    if max(counted) <= _SIGNIFICANT * min(counted):
+        return math.exp(statistics.fmean(map(math.log, counted)))
+    return min(counted, key=lambda factor: abs(math.log(factor)))

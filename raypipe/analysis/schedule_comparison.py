@@ -1,4 +1,4 @@
-"""All schedules at one size, on the same model."""
+"""Compares all schedules at one size, on the same model."""
 
 from __future__ import annotations
 

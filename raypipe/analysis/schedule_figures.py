@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from raypipe.artifacts.branches import stage_branches
 from raypipe.artifacts.trace import Trace
 from raypipe.errors import InputError, ScheduleError
 from raypipe.schedules import catalogue
@@ -54,42 +56,50 @@ class ScheduleFigures:
     Attributes:
         long_window: The schedule for so many updates that most are far from the ends; None if there is none or updates are alike.
         steady_update_s: Seconds per update far from the ends.
+        work: Seconds of each stage over the stage's whose times were asked for; empty where all are equal.
     """
 
     schedule: Schedule
     trace: Trace
     long_window: Schedule | None
     steady_update_s: float
+    work: tuple[float, ...] = ()
 
     @cached_property
     def metrics(self) -> ScheduleMetrics:
         """Metrics of the window."""
-        return metrics(self.schedule)
+        return self._metrics(self.schedule)
 
     @cached_property
     def steady_metrics(self) -> ScheduleMetrics:
         """Metrics of the long window, where overlapping updates reach their peaks."""
-        return metrics(self.long_window or self.schedule)
+        return self._metrics(self.long_window or self.schedule)
+
+    def _metrics(self, schedule: Schedule) -> ScheduleMetrics:
+        return metrics(schedule, holds_nothing=[stage for stage, each in enumerate(self.work) if not each])
 
 
 def figures_of(spec: ScheduleSpec, schedule: Schedule, request: ScheduleRequest, times: StageSeconds) -> ScheduleFigures:
     """Simulate a schedule built to a request."""
-    trace = simulated(schedule, times)
+    work = spec.stage_work(request) if spec.stage_work else ()
+    trace = simulated(schedule, times, work)
     window = _long_window(spec, schedule, request)
-    steady = trace if window is None else simulated(window, times)
-    return ScheduleFigures(schedule, trace, window, steady.steady_update_s)
+    steady = trace if window is None else simulated(window, times, work)
+    return ScheduleFigures(schedule, trace, window, steady.steady_update_s, work)
 
 
-def simulated(schedule: Schedule, times: StageSeconds) -> Trace:
-    """Simulate a valid schedule with equal stages."""
+def simulated(schedule: Schedule, times: StageSeconds, work: Sequence[float] = ()) -> Trace:
+    """Simulate a valid schedule whose stages are equal, or take `work` times as long."""
     cost = equal_stages(
         schedule,
         forward_s=times.forward_s,
         backward_s=times.backward_s,
         weight_grad_s=times.weight_grad_s,
         latency_s=times.latency_s,
+        work=work,
     )
-    return simulate_programs(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates, with_memory=False)
+    trace = simulate_programs(lower(schedule), cost, name=schedule.name, num_updates=schedule.num_updates, with_memory=False)
+    return replace(trace, branches=stage_branches(schedule.graph))
 
 
 def flushes(schedule: Schedule) -> bool:

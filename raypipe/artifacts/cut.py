@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 
 from raypipe.errors import PlanError
 from raypipe.schedules.ir import StageGraph
@@ -12,7 +13,7 @@ from raypipe.schedules.ir import StageGraph
 
 @dataclass(frozen=True)
 class Cut:
-    """The layers of each stage, with edges (producer, consumer) and ties between layers.
+    """The layers of each stage, with edges (producer, consumer) and ties between layers; `names` of layers are for messages.
 
     Raises:
         PlanError: A layer is in no stage or in two, a stage is empty, or two stages feed each other.
@@ -21,6 +22,7 @@ class Cut:
     stages: tuple[tuple[int, ...], ...]
     edges: tuple[tuple[int, int], ...]
     ties: tuple[tuple[int, ...], ...] = ()
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         stage_of: dict[int, int] = {}
@@ -38,9 +40,35 @@ class Cut:
             raise PlanError(f"layers {missing or sorted(set(range(len(stage_of))) - stage_of.keys())} are in no stage")
         for source, target in self.edges:
             if stage_of[source] > stage_of[target]:
+                self._check_circles(stage_of)
                 raise PlanError(
-                    f"layer {source} in stage {stage_of[source]} feeds layer {target} in the earlier stage {stage_of[target]}; "
-                    "number the stages in topological order"
+                    f"{self._layer(source)} in stage {stage_of[source]} feeds {self._layer(target)} in the earlier stage "
+                    f"{stage_of[target]}; number the stages in topological order"
+                )
+
+    def _layer(self, layer: int) -> str:
+        return f"layer {self.names[layer]!r}" if self.names else f"layer {layer}"
+
+    def _check_circles(self, stage_of: Mapping[int, int]) -> None:
+        sorter = TopologicalSorter[int]()
+        crossing = [(source, target) for source, target in self.edges if stage_of[source] != stage_of[target]]
+        for source, target in crossing:
+            sorter.add(stage_of[target], stage_of[source])
+        try:
+            sorter.prepare()
+        except CycleError as error:
+            circle: list[int] = error.args[1]
+        else:
+            return
+        # Of each stage of the circle, what it reads from the one before and what it feeds the next.
+        for before, stage, behind in zip(circle, circle[1:], (*circle[2:], circle[1]), strict=True):
+            read = [target for source, target in crossing if (stage_of[source], stage_of[target]) == (before, stage)]
+            fed = [source for source, target in crossing if (stage_of[source], stage_of[target]) == (stage, behind)]
+            # Layers are in topological order: what is fed first cannot need what is read later.
+            if min(fed) < max(read):
+                raise PlanError(
+                    f"the stages {' -> '.join(map(str, circle))} wait for each other: {self._layer(min(fed))} of stage {stage} feeds stage "
+                    f"{behind}, and {self._layer(max(read))} of stage {stage} reads stage {before}; cut stage {stage} between these layers"
                 )
 
     @classmethod

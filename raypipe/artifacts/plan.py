@@ -9,6 +9,7 @@ from functools import cached_property
 from pydantic import PositiveInt
 
 from raypipe.artifacts import codec
+from raypipe.artifacts.branches import stage_branches
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.record import record
@@ -122,7 +123,15 @@ class Plan:
                 if name not in index:
                     raise PlanError(f"stage {stage} has layer {name!r}, which the profile does not{suggestion(name, index)}")
         stages = tuple(tuple(index[name] for name in names) for names in self.stages)
-        return Cut(stages, tuple((edge.producer, edge.consumer) for edge in self.profile.edges()), self.profile.ties())
+        edges = tuple((edge.producer, edge.consumer) for edge in self.profile.edges())
+        return Cut(stages, edges, self.profile.ties(), tuple(index))
+
+    @cached_property
+    def branches(self) -> tuple[str, ...]:
+        """Return the branch of each stage, empty text for a stage of none; nothing for a model without concurrent stages."""
+        layers = self.profile.layers
+        names = [{name for layer in stage if (name := layers[layer].branch) is not None} for stage in self.cut.stages]
+        return stage_branches(self.schedule.graph, names)
 
     @cached_property
     def devices(self) -> tuple[str, ...]:

@@ -54,6 +54,7 @@ class LayerProfile:
         working_bytes: Most temporary bytes beyond what is kept, such as gradients of activations.
         input_grad_working_bytes: The same for the input gradient, where the backward is split.
         frozen_bytes: Size of the weights that are not trained: no gradients, no optimizer state.
+        branch: Name of the branch that the layer belongs to.
     """
 
     name: Annotated[str, Field(min_length=1, json_schema_extra={"expected": "a name"})]
@@ -72,6 +73,7 @@ class LayerProfile:
     working_bytes: NonNegativeInt | None = None
     input_grad_working_bytes: NonNegativeInt | None = None
     frozen_bytes: NonNegativeInt | None = None
+    branch: str | None = None
 
     def __post_init__(self) -> None:
         _check_times(self)
@@ -149,6 +151,8 @@ class ModelProfile:
         layers: Layers in topological order.
         named_edges: Edges by layer name, `edges` in files; None for a chain. `edges()` resolves them.
         device_kinds: By kind of device that was measured too, the times of all layers in order.
+        loss_couples_rows: Whether the loss of a microbatch is not the mean of the losses of its rows, as with a contrastive loss; None
+            for no. No plan then divides the rows of a microbatch where the loss is taken.
 
     Raises:
         FormatError: Two layers share a name, an edge names no layer or does not lead forward, or a kind of device lacks layers.
@@ -159,6 +163,7 @@ class ModelProfile:
     layers: tuple[LayerProfile, ...]
     named_edges: Annotated[tuple[NamedEdge, ...] | None, Field(alias="edges")] = None
     device_kinds: dict[str, tuple[LayerTimes, ...]] = field(default_factory=dict, hash=False)
+    loss_couples_rows: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -26,7 +26,11 @@ FORMAT = "raypipe.schedule/1"
 
 @record()
 class ScheduleFile:
-    """The file form of a `Schedule`, also inside a plan."""
+    """The file form of a `Schedule`, also inside a plan.
+
+    Attributes:
+        loss_group_size: Always 1; files of earlier versions may have other numbers, which are refused.
+    """
 
     name: str
     num_stages: int
@@ -53,12 +57,16 @@ class ScheduleFile:
             num_updates=schedule.num_updates,
             weight_rule=schedule.weight_rule,
             update_scope=schedule.update_scope,
-            loss_group_size=schedule.loss_group_size,
             ties=schedule.graph.ties,
         )
 
     def schedule(self) -> Schedule:
         """Return the schedule, not yet validated; raise `ScheduleError` if an Op cannot be read."""
+        if self.loss_group_size != 1:
+            raise ScheduleError(
+                f"loss_group_size {self.loss_group_size} is no longer read: microbatches with one loss are parts of one microbatch, "
+                "and the loss is a stage that works on the whole, as `raypipe schedule branch-aware --coupled` writes it"
+            )
         return Schedule(
             name=self.name,
             graph=StageGraph(self.num_stages, self.edges, self.ties),
@@ -68,7 +76,6 @@ class ScheduleFile:
             num_updates=self.num_updates,
             weight_rule=self.weight_rule,
             update_scope=self.update_scope,
-            loss_group_size=self.loss_group_size,
         )
 
 
@@ -142,11 +149,11 @@ def _of_programs(programs: tuple[tuple[Slot, ...], ...], *, name: str) -> Schedu
 
 
 def _with_updates(programs: tuple[tuple[Slot, ...], ...], where: Mapping[tuple[int, int], int]) -> tuple[tuple[Slot, ...], ...]:
-    holders: dict[tuple[int, int], int] = {}
+    first_pipelines: dict[tuple[int, int], int] = {}
     for (pipeline, stage), worker in sorted(where.items()):
-        holders.setdefault((worker, stage), pipeline)
+        first_pipelines.setdefault((worker, stage), pipeline)
     return tuple(
-        (*program, *(Op(OpKind.UPDATE, stage, 0, pipeline) for (at, stage), pipeline in sorted(holders.items()) if at == worker))
+        (*program, *(Op(OpKind.UPDATE, stage, 0, pipeline) for (at, stage), pipeline in sorted(first_pipelines.items()) if at == worker))
         for worker, program in enumerate(programs)
     )
 
@@ -156,6 +163,6 @@ def load_order(path: str | os.PathLike[str]) -> Schedule:
     return load_csv(path) if os.fspath(path).endswith(".csv") else load_schedule(path)
 
 
-def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write a schedule as JSON."""
-    codec.save_json(ScheduleFile.of(schedule), path, format_name=FORMAT)
+def to_json(schedule: Schedule) -> str:
+    """Return a schedule as `load_schedule` reads it."""
+    return codec.to_json(ScheduleFile.of(schedule), format_name=FORMAT)

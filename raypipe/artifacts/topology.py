@@ -178,13 +178,15 @@ class ClusterTopology:
 
     def only(self, devices: Collection[str]) -> ClusterTopology:
         """Return the cluster with only the named devices."""
-        gone = {device.name for device in self.devices} - set(devices)
+        dropped = {device.name for device in self.devices} - set(devices)
         return replace(
             self,
-            nodes=tuple(replace(node, devices=tuple(device for device in node.devices if device.name not in gone)) for node in self.nodes),
-            links=tuple(link for link in self.links if not {link.source, link.target} & gone),
+            nodes=tuple(
+                replace(node, devices=tuple(device for device in node.devices if device.name not in dropped)) for node in self.nodes
+            ),
+            links=tuple(link for link in self.links if not {link.source, link.target} & dropped),
             shared_links=tuple(
-                replace(shared, members=tuple(pair for pair in shared.members if not set(pair) & gone)) for shared in self.shared_links
+                replace(shared, members=tuple(pair for pair in shared.members if not set(pair) & dropped)) for shared in self.shared_links
             ),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,7 @@ _COLLECTIVE = re.compile(r"(\w+)(?: of (?:stage|tie) (\d{1,9}))? for update (\d{
 
 
 SpanItem = tuple[Op, ...] | Message | Collective | str
-"""The Ops of a slot, a message or a collective; text where a file names none of these."""
+"""The Ops of a slot, a message or a collective; any other text of a file stays text."""
 
 
 class SpanKind(StrEnum):
@@ -128,6 +128,7 @@ class Trace:
         spans: Spans in no particular order.
         memory: For each device, steps (seconds, bytes held from then on); only the peak if measured; empty if unknown.
         notes: Lines for the reader, such as why the run was re-planned.
+        branches: Name of the branch of each stage, empty for a stage of none; empty for a model without concurrent stages.
     """
 
     name: str
@@ -137,6 +138,11 @@ class Trace:
     spans: tuple[Span, ...]
     memory: tuple[tuple[tuple[float, int], ...], ...] = ()
     notes: tuple[str, ...] = ()
+    branches: tuple[str, ...] = ()
+
+    def branch(self, stage: int) -> str:
+        """Return the branch of a stage, or empty text."""
+        return self.branches[stage] if stage < len(self.branches) else ""
 
     @cached_property
     def by_device(self) -> tuple[tuple[Span, ...], ...]:
@@ -220,7 +226,8 @@ class Trace:
             if span.end_s > since and (span.start_s < until or span.end_s == until)  # the last update may take no time
         )
         memory = tuple(_clipped(steps, since, until) for steps in self.memory)
-        return Trace(f"{self.name}, updates {first} to {end - 1}", self.source, self.devices, end - first, spans, memory, self.notes)
+        name = f"{self.name}, updates {first} to {end - 1}"
+        return replace(self, name=name, num_updates=end - first, spans=spans, memory=memory)
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -238,7 +245,16 @@ class Trace:
             self._save_parquet(path, columns)
             return
         memory = [list(steps) for steps in self.memory]
-        content = _TraceFile(self.name, self.source, list(self.devices), self.num_updates, _Columns(**columns), memory, list(self.notes))
+        content = _TraceFile(
+            self.name,
+            self.source,
+            list(self.devices),
+            self.num_updates,
+            _Columns(**columns),
+            memory,
+            list(self.notes),
+            list(self.branches) or None,
+        )
         codec.save_json(content, path, format_name=FORMAT)
 
     def _save_parquet(self, path: str | Path, columns: dict[str, list[Any]]) -> None:
@@ -266,7 +282,16 @@ class Trace:
         memory = tuple(map(tuple, content.memory))
         if memory and len(memory) != len(content.devices):
             raise FormatError(str(path), "memory", f"has {len(memory)} devices, the trace {len(content.devices)}")
-        return cls(content.name, content.source, tuple(content.devices), content.num_updates, spans, memory, tuple(content.notes))
+        return cls(
+            content.name,
+            content.source,
+            tuple(content.devices),
+            content.num_updates,
+            spans,
+            memory,
+            tuple(content.notes),
+            tuple(content.branches or ()),
+        )
 
     def to_chrome(self) -> list[dict[str, Any]]:
         """Return Chrome trace events, which Perfetto opens: one process, a thread for each device."""
@@ -325,6 +350,7 @@ class _TraceFile:
     spans: _Columns
     memory: list[list[tuple[float, int]]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    branches: list[str] | None = None  # left out for a chain
 
 
 def _spans(content: _TraceFile, *, path: str) -> tuple[Span, ...]:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import click
 
+from raypipe.artifacts.calibration import TransportCosts
 from raypipe.cli.options import check_output, example, json_option
 from raypipe.cli.screen import console, notice, print_json
 from raypipe.config import ClusterConfig, calibration_file
 from raypipe.errors import InputError
-from raypipe.show.report import FittedTable
+from raypipe.show.report import Figure, Report, columns_table
 from raypipe.units import seconds, size
 
 
@@ -35,23 +36,17 @@ def calibrate(*, output: str | None, address: str | None, as_json: bool) -> None
     notice("measuring for about a minute; keep the machine quiet meanwhile")
     calibration = calibrate(ClusterConfig(address=address, dashboard=False), transports=TRANSPORTS)
     calibration.save(path)
-    transports = calibration.transports
+    reports = {name: _report(name, costs) for name, costs in calibration.transports.items()}
+    report = Report(
+        Figure("file", str(path)),
+        Figure("host", calibration.host),
+        Figure("date", calibration.date),
+        Figure("transports", Report(*(Figure(name, costs) for name, costs in reports.items()))),
+    )
     if as_json:
-        document = {
-            name: {
-                "overheads": {key: getattr(costs.overheads, key) for key in _COSTS},
-                "latency_s": costs.link.latency_s,
-                "bandwidth_bytes_per_s": costs.link.bandwidth_bytes_per_s,
-            }
-            for name, costs in transports.items()
-        }
-        print_json({"file": str(path), "host": calibration.host, "date": calibration.date, "transports": document})
+        print_json(report.document())
         return
-    rows = [(label, [seconds(getattr(costs.overheads, key)) for costs in transports.values()]) for key, label in _COSTS.items()]
-    rows.append(("latency of a message", [seconds(costs.link.latency_s) for costs in transports.values()]))
-    limits = [costs.link.bandwidth_bytes_per_s for costs in transports.values()]
-    rows.append(("bandwidth of messages", ["-" if limit is None else f"{size(limit)}/s" for limit in limits]))
-    console().print(FittedTable(("cost", *transports), ((label, *values) for label, values in rows)))
+    console().print(columns_table(list(reports.values())))
     console().print(f"\nwritten to {path}", soft_wrap=True)
 
 
@@ -63,3 +58,13 @@ _COSTS = {
     "send_s": "sending a message",
     "recv_s": "receiving a message",
 }
+
+
+def _report(transport: str, costs: TransportCosts) -> Report:
+    link = costs.link
+    return Report(
+        Figure("", transport, "cost"),
+        Figure("overheads", Report(*(Figure(key, getattr(costs.overheads, key), label, seconds) for key, label in _COSTS.items()))),
+        Figure("latency_s", link.latency_s, "latency of a message", seconds),
+        Figure("bandwidth_bytes_per_s", link.bandwidth_bytes_per_s, "bandwidth of messages", lambda rate: f"{size(rate)}/s"),
+    )

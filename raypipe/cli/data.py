@@ -20,34 +20,55 @@ def data(context: click.Context) -> None:
 
 @data.command(
     epilog=example(
-        "raypipe data prepare python-stdlib -o tokens.parquet", "raypipe data prepare texts/ --tokenizer tokenizer.json -o t.parquet"
+        "raypipe data prepare python-stdlib -o tokens.parquet",
+        "raypipe data prepare texts/ --tokenizer tokenizer.json -o t.parquet",
+        "raypipe data prepare glyphs -o glyphs.parquet",
     )
 )
 @click.argument("source")
-@click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="File to write the tokens to (.parquet).")
-@click.option("--validation-fraction", type=float, default=0.05, help="Share of the documents to keep for validation.")
+@click.option("-o", "--output", required=True, type=click.Path(), metavar="FILE", help="File to write (.parquet).")
+@click.option(
+    "--validation-fraction", type=float, help="Share of the documents, or of easy-vqa's images, to keep for validation.  [default: 0.05]"
+)
 @click.option(
     "--tokenizer", type=click.Path(), metavar="FILE", help="Tokenizer in the tokenizer.json format.  [default: each byte is a token]"
 )
 @click.option("--separator", metavar="TOKEN", help="Token of the tokenizer that ends each document.  [default: its end-of-text token]")
 @json_option
-def prepare(source: str, *, output: str, validation_fraction: float, tokenizer: str | None, separator: str | None, as_json: bool) -> None:
-    """Turn text into tokens: one a byte, or those of a tokenizer.
+def prepare(
+    source: str, *, output: str, validation_fraction: float | None, tokenizer: str | None, separator: str | None, as_json: bool
+) -> None:
+    """Turn text into tokens (one a byte, or those of a tokenizer), or images and text into named fields.
 
-    SOURCE is a text file, a folder of them, or python-stdlib for the source of Python's standard library.
+    SOURCE is a text file, a folder of them, python-stdlib for the source of Python's standard library, easy-vqa for questions about
+    images, or glyphs for rendered characters and their names.
     """
     if separator is not None and tokenizer is None:
         raise click.UsageError("--separator is a token of a --tokenizer; bytes are separated by byte 0")
     check_not_input(output, tokenizer)
-    from raypipe.data.prepare import prepare as prepare_tokens  # noqa: PLC0415  # loads pyarrow: not for --help
-    from raypipe.data.tokenizers import FileTokenizer  # noqa: PLC0415  # likewise
+    # These load pyarrow, which --help does without.
+    from raypipe.data import prepare as sources  # noqa: PLC0415
+    from raypipe.data.tokenizers import FileTokenizer  # noqa: PLC0415
 
-    made = None if tokenizer is None else FileTokenizer(tokenizer, separator=separator)
-    prepared = prepare_tokens(source, output=output, validation_fraction=validation_fraction, tokenizer=made)
+    made: sources.PreparedData | sources.PreparedRows
+    if source in sources.FIELD_SOURCES:
+        if tokenizer is not None:
+            raise click.UsageError(f"{source} has tokens of its own; leave --tokenizer out")
+        made = sources.prepare_rows(source, output=output, validation_fraction=validation_fraction)
+        counts = ", ".join(f"{count} rows {split}" for split, count in made.num_rows.items())
+        text = f"{made.path}: {made.source}, {counts}, {made.file_bytes} bytes"
+    else:
+        made = sources.prepare(
+            source,
+            output=output,
+            validation_fraction=sources.DEFAULT_FRACTION if validation_fraction is None else validation_fraction,
+            tokenizer=None if tokenizer is None else FileTokenizer(tokenizer, separator=separator),
+        )
+        text = (
+            f"{made.path}: {made.num_documents} documents of {made.source}, {made.num_train_tokens} tokens to train with, "
+            f"{made.num_validation_tokens} to validate with, {made.file_bytes} bytes"
+        )
     if as_json:
-        print_json(dataclasses.asdict(prepared))
-        return
-    click.echo(
-        f"{prepared.path}: {prepared.num_documents} documents of {prepared.source}, {prepared.num_train_tokens} tokens to train with, "
-        f"{prepared.num_validation_tokens} to validate with, {prepared.file_bytes} bytes"
-    )
+        print_json(dataclasses.asdict(made))
+    else:
+        click.echo(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -18,10 +18,11 @@ from raypipe.cli.screen import console, print_json, progress_console
 from raypipe.errors import InputError
 from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
+from raypipe.planning.limits import without_limits
 from raypipe.planning.planners import AUTO, PLANNERS
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import plan_report, prediction, stage_table
-from raypipe.units import counted, seconds
+from raypipe.units import counted, seconds, size
 
 
 @click.command(
@@ -76,6 +77,12 @@ from raypipe.units import counted, seconds
     default=1.0,
     help="Search effort as a multiple of the usual effort; more takes longer and may find better plans.",
 )
+@click.option(
+    "--explain",
+    is_flag=True,
+    help="Also show the best that was found with each schedule, and what an update would take without limits on memory, without transfers "
+    "and without interactions of branches.",
+)
 @click.option("--compare", is_flag=True, help="Also show the plans of all other planners.")
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="File to write the plan to (.json).")
 @json_option
@@ -94,6 +101,7 @@ def plan(
     updates_per_window: int,
     recompute: bool,
     effort: float,
+    explain: bool,
     compare: bool,
     output: str | None,
     as_json: bool,
@@ -102,10 +110,9 @@ def plan(
     check_output(output, profile, topology)
     if (batch_size is None) == (microbatches is None) or (batch_size is not None and microbatch_size is not None):
         raise click.UsageError("give either --microbatches, with --microbatch-size if it is not the profile's, or --batch-size")
+    model = (ModelProfile.load(profile), ClusterTopology.load(topology))
     make = partial(
         planning.plan,
-        ModelProfile.load(profile),
-        ClusterTopology.load(topology),
         max_staleness=max_staleness,
         max_mismatch=max_mismatch,
         max_mean_staleness=max_mean_staleness,
@@ -114,8 +121,10 @@ def plan(
         effort=effort,
     )
     began_s = time.perf_counter()
-    with _watched() as on_evaluated:
+    tried: dict[str, Evaluation] = {}
+    with _watched(tried) as on_evaluated:
         found = make(
+            *model,
             microbatches or 1,
             microbatch_size=microbatch_size,
             batch_size=batch_size,
@@ -127,31 +136,39 @@ def plan(
     if output:
         found.save(output)
     report = plan_report(found, planning_s=took_s)
-    others: dict[str, Plan | str] = {}
+    explained = _explained(tried, found, partial(make, planner=planner, schedule=schedule)) if explain else {}
+    others: dict[str, Report] = {}
     if compare:
-        with _watched() as on_evaluated:
-            divided = (found.schedule.num_microbatches, found.microbatch_size)
-            others = _others(partial(make, divided[0], microbatch_size=divided[1], on_evaluated=on_evaluated), besides=planner)
+        with _watched({}) as on_evaluated:
+            again = partial(make, *model, found.schedule.num_microbatches, microbatch_size=found.microbatch_size, on_evaluated=on_evaluated)
+            others = {other.name: _compared(again, other.name, found) for other in PLANNERS if other.name != planner}
     if as_json:
-        compared = {
-            name: {"error": other} if isinstance(other, str) else {"schedule": other.schedule.name, "update_s": prediction(other).update_s}
-            for name, other in others.items()
-        }
-        print_json(report.document() | ({"compared": compared} if compare else {}))
+        compared = [Figure("compared", Report(*(Figure(name, other) for name, other in others.items())))] if compare else []
+        documents = [Figure(name, rows) for name, rows in explained.items()]
+        print_json(Report(*report.figures, *documents, *compared).document())
         return
-    _print(found, report, others)
+    _print(found, report)
+    for rows in explained.values():
+        console().print()
+        console().print(rows_table(rows))
+    if others:
+        _print_others(others)
     if output:
-        console().print(f"\nwritten to {output}", soft_wrap=True, markup=False)
+        console().print(f"\nwritten to {output}", soft_wrap=True)
 
 
 @contextmanager
-def _watched() -> Iterator[OnEvaluated]:
+def _watched(tried: dict[str, Evaluation]) -> Iterator[OnEvaluated]:
+    """Show how planning goes; note the best of each schedule in `tried`."""
     update_s, num_evaluated = math.inf, 0
     with progress_console().status("planning") as status:
 
         def on_evaluated(evaluation: Evaluation) -> None:
             nonlocal update_s, num_evaluated
             num_evaluated += 1
+            order = evaluation.layout.order
+            if order not in tried or evaluation.rank < tried[order].rank:
+                tried[order] = evaluation
             update_s = min(update_s, math.inf if evaluation.missing_bytes else evaluation.update_s)
             best = "none fits yet" if update_s == math.inf else f"the best takes {seconds(update_s)} an update"
             status.update(f"planning: {counted(num_evaluated, 'plan')} simulated, {best}")
@@ -159,18 +176,48 @@ def _watched() -> Iterator[OnEvaluated]:
         yield on_evaluated
 
 
-def _others(make: Callable[..., Plan], *, besides: str) -> dict[str, Plan | str]:
-    found: dict[str, Plan | str] = {}
-    for other in PLANNERS:
-        if other.name != besides:
-            try:
-                found[other.name] = make(planner=other.name)
-            except InputError as error:
-                found[other.name] = str(error)
-    return found
+def _explained(tried: Mapping[str, Evaluation], found: Plan, make: Callable[..., Plan]) -> dict[str, list[Report]]:
+    """Return why a plan was chosen: the best of each schedule, and updates without limits."""
+    chosen_s = prediction(found).update_s
+    by_schedule = [
+        Report(
+            Figure("schedule", order, "schedule tried"),
+            Figure("update_s", evaluation.update_s, "best update", seconds),
+            Figure("", evaluation.update_s / chosen_s if chosen_s else None, "over this plan's", "{:.3f}".format),
+            Figure("missing_bytes", round(evaluation.missing_bytes), "lacks", lambda missing: size(missing) if missing else "-"),
+        )
+        for order, evaluation in sorted(tried.items(), key=lambda item: item[1].rank)
+    ]
+    with _watched({}) as on_evaluated:
+        again = partial(
+            make, num_microbatches=found.schedule.num_microbatches, microbatch_size=found.microbatch_size, on_evaluated=on_evaluated
+        )
+        limits = [
+            Report(
+                Figure("limit", without.limit, "without"),
+                Figure("update_s", without.update_s, "update", seconds),
+                Figure("cost_s", chosen_s - without.update_s, "so it costs", seconds),
+            )
+            for without in without_limits(found, again)
+        ]
+    return {"tried": by_schedule, "without": limits}
 
 
-def _print(found: Plan, report: Report, others: dict[str, Plan | str]) -> None:
+def _compared(make: Callable[..., Plan], planner: str, found: Plan) -> Report:
+    try:
+        other = make(planner=planner)
+    except InputError as error:
+        return Report(Figure("", planner, "planner"), Figure("error", str(error)))
+    other_s, update_s = prediction(other).update_s, prediction(found).update_s
+    return Report(
+        Figure("", planner, "planner"),
+        Figure("schedule", other.schedule.name, "schedule"),
+        Figure("update_s", other_s, "update", seconds),
+        Figure("", other_s / update_s if update_s else None, "over this plan's", "{:.3f}".format),
+    )
+
+
+def _print(found: Plan, report: Report) -> None:
     screen = console()
     screen.print(
         f"{found.name} on {found.topology.name}: {counted(len(found.stages), 'stage')} on {counted(len(found.devices), 'device')}, "
@@ -185,19 +232,12 @@ def _print(found: Plan, report: Report, others: dict[str, Plan | str]) -> None:
     if figures["idle_devices"]:
         screen.print(f"\nidle: {', '.join(figures['idle_devices'])}")
     screen.print(f"\n{report.sentence()}")
-    if others:
-        screen.print()
-        screen.print(rows_table([_other_row(name, other, prediction(found).update_s) for name, other in others.items()], left=2))
-        for name, other in others.items():
-            if isinstance(other, str):
-                screen.print(f"{name}: {other}", style="dim")
 
 
-def _other_row(name: str, other: Plan | str, update_s: float) -> Report:
-    other_s = None if isinstance(other, str) else prediction(other).update_s
-    return Report(
-        Figure("", name, "planner"),
-        Figure("", None if isinstance(other, str) else other.schedule.name, "schedule"),
-        Figure("", other_s, "update", seconds),
-        Figure("", other_s / update_s if other_s is not None and update_s else None, "over this plan's", "{:.3f}".format),
-    )
+def _print_others(others: Mapping[str, Report]) -> None:
+    screen = console()
+    screen.print()
+    screen.print(rows_table(list(others.values()), left=2))
+    for name, other in others.items():
+        if error := other.document().get("error"):
+            screen.print(f"{name}: {error}", style="dim")

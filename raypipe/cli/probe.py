@@ -78,7 +78,7 @@ def _print(found: Probed, report: Report) -> None:
             screen.print()
             screen.print(rows_table(shown, left=2))
     for shared in found.topology.shared_links:
-        screen.print(f"{shared_words(shared)}: {_rate(shared.bandwidth_bytes_per_s)}", soft_wrap=True)
+        screen.print(f"{shared_words(shared)}: {_rate(shared.bandwidth_bytes_per_s)}")
     screen.print(f"\n{report.sentence()}")
 
 
@@ -94,16 +94,16 @@ def _node_report(node: ProbedNode) -> Report:
         Figure("num_devices", node.num_devices, "devices"),
         Figure("num_cores", info.num_cores, "cores"),
         Figure("memory_bytes", info.memory_bytes, "memory", size),
-        Figure("inside", None if node.inside is None else Report(*_link_figures(node.inside, "within: "))),
+        Figure("inside", None if node.inside is None else Report(*_link_figures(node.inside, "within\n"))),
         Figure(
             "clock",
             Report(
-                Figure("offset_s", clock.offset_s, "clock ahead", seconds),
-                Figure("residual_s", clock.residual_s, "at most off by", seconds),
-                Figure("drift", clock.drift, "clock gains", lambda drift: f"{drift * 1e6:+.0f} us/s"),
+                Figure("offset_s", clock.offset_s, "clock\nahead", seconds),
+                Figure("residual_s", clock.residual_s, "at most\noff by", seconds),
+                Figure("drift", clock.drift, "clock\ngains", lambda drift: f"{drift * 1e6:+.0f} us/s"),
             ),
         ),
-        Figure("gpus", [gpu.document() for gpu in _gpu_reports(node)]),
+        Figure("gpus", _gpu_reports(node)),
     )
 
 
@@ -142,13 +142,13 @@ def _gpu_reports(node: ProbedNode) -> list[Report]:
 
 
 def _report(found: Probed) -> Report:
-    topology, rounds = found.topology, found.allowance.rounds
+    topology, rounds = found.topology, found.measurements.rounds
     return Report(
         Figure("name", topology.name),
         Figure("digest", topology.digest),
         Figure("num_devices", topology.num_devices),
-        Figure("nodes", [_node_report(node).document() for node in found.nodes]),
-        Figure("links", [link.document() for link in _link_reports(found)]),
+        Figure("nodes", list(map(_node_report, found.nodes))),
+        Figure("links", _link_reports(found)),
         Figure(
             "shared_links",
             [
@@ -157,8 +157,8 @@ def _report(found: Probed) -> Report:
             ],
         ),
         Figure("num_rounds", {"tournament": rounds.tournament, "company": rounds.paired, "fans": rounds.one_to_all}),
-        Figure("", found.allowance.num_rounds, "rounds between nodes"),
-        Figure("looks", found.allowance.looks),
+        Figure("", found.measurements.num_rounds, "rounds between nodes"),
+        Figure("looks", found.measurements.looks),
         Figure("num_steps", found.num_steps, "measurements"),
         Figure("num_bytes", found.num_bytes, "sent", size),
         Figure("seconds", found.seconds, "in", seconds),

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -32,7 +32,7 @@ _READING = ("microbatch_size", "weight_grad_share", "name")
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Result:
     profile: ModelProfile
     chain: Chain | None
     kinds: tuple[Measured, ...] = ()
@@ -116,17 +116,17 @@ def profile(
     if from_pipedream is not None:
         assert microbatch_size is not None, "checked with the options"
         read = read_pipedream(from_pipedream, microbatch_size=microbatch_size, weight_grad_share=weight_grad_share, name=name)
-        found = _found(read, most)
+        result = _result(read, most)
     else:
         assert config is not None, "checked with the options"
         loaded = _configured(config, overrides, address, as_json=as_json)
-        found = _measured(loaded, device_kinds, repeats=repeats, passes=passes, at_once=at_once, max_tensors=most)
-    found.profile.save(output)
+        result = _measured(loaded, device_kinds, repeats=repeats, passes=passes, at_once=at_once, max_tensors=most)
+    result.profile.save(output)
     if as_json:
-        print_json(_document(found, output))
+        print_json(_report(result, output).document())
     else:
-        _show(found, output)
-    for warning in found.warnings:
+        _show(result, output)
+    for warning in result.warnings:
         click.echo(f"warning: {warning}", err=True)
 
 
@@ -156,14 +156,16 @@ def _configured(config: str, overrides: Sequence[str], address: str | None, *, a
     return dataclasses.replace(loaded, cluster=cluster)
 
 
-def _found(profile: ModelProfile, max_tensors: int | None, kinds: tuple[Measured, ...] = (), warnings: tuple[str, ...] = ()) -> _Found:
+def _result(profile: ModelProfile, max_tensors: int | None, kinds: tuple[Measured, ...] = (), warnings: tuple[str, ...] = ()) -> _Result:
     if max_tensors is None:
-        return _Found(profile, None, kinds, tuple(kind.spreads for kind in kinds), warnings)
+        return _Result(profile, None, kinds, tuple(kind.spreads for kind in kinds), warnings)
     chain = linearize(profile, max_tensors=max_tensors)
-    return _Found(chain.profile, chain, kinds, tuple(kind.merged_spreads(chain.members) for kind in kinds), warnings)
+    return _Result(chain.profile, chain, kinds, tuple(kind.merged_spreads(chain.members) for kind in kinds), warnings)
 
 
-def _measured(config: TrainConfig, device_kinds: str | None, *, repeats: int, passes: int, at_once: int, max_tensors: int | None) -> _Found:
+def _measured(
+    config: TrainConfig, device_kinds: str | None, *, repeats: int, passes: int, at_once: int, max_tensors: int | None
+) -> _Result:
     with put_off():
         from raypipe.actors.measure.layers import Effort  # noqa: PLC0415  # loads torch: not before the configuration is known to be good
         from raypipe.profiling.profiler import DeviceKind, profile_model  # noqa: PLC0415
@@ -172,7 +174,7 @@ def _measured(config: TrainConfig, device_kinds: str | None, *, repeats: int, pa
     kinds = [DeviceKind.of(text.strip()) for text in device_kinds.split(",")] if device_kinds else []
     profiled = profile_model(config, kinds=kinds, effort=Effort(repeats=repeats, passes=passes), num_at_once=at_once, notice=notice)
     warnings = [warning for kind in profiled.kinds if (warning := _warning(kind, profiled.profile, repeats=repeats, passes=passes))]
-    return _found(profiled.profile, max_tensors, profiled.kinds, tuple(warnings))
+    return _result(profiled.profile, max_tensors, profiled.kinds, tuple(warnings))
 
 
 def _warning(measured: Measured, profile: ModelProfile, *, repeats: int, passes: int) -> str:
@@ -192,46 +194,52 @@ def _warning(measured: Measured, profile: ModelProfile, *, repeats: int, passes:
     )
 
 
-def _document(found: _Found, output: str) -> dict[str, Any]:
-    profile = found.profile
-    document: dict[str, Any] = {
-        "file": output,
-        "name": profile.name,
-        "microbatch_size": profile.microbatch_size,
-        "num_layers": profile.num_layers,
-        "layers": [layer.document() for layer in _layer_reports(found)],
-        "device_kinds": {
-            measured.kind: {
-                "device": measured.device,
-                "layers": [
-                    dataclasses.asdict(times) | {"spread": spread}
-                    for times, spread in zip(profile.for_kind(measured.kind), of_kind, strict=True)
-                ],
-            }
-            for measured, of_kind in zip(found.kinds, found.spreads, strict=True)
-        },
-        "warnings": list(found.warnings),
-    }
-    if found.chain is not None:
-        document["chain"] = {"members": [list(group) for group in found.chain.members], "num_tensors": list(found.chain.num_tensors)}
-    return document
+def _report(result: _Result, output: str) -> Report:
+    profile, chain = result.profile, result.chain
+    of_kinds = [
+        Figure(
+            measured.kind,
+            Report(
+                Figure("device", measured.device),
+                Figure(
+                    "layers",
+                    [
+                        dataclasses.asdict(times) | {"spread": spread}
+                        for times, spread in zip(profile.for_kind(measured.kind), spreads, strict=True)
+                    ],
+                ),
+            ),
+        )
+        for measured, spreads in zip(result.kinds, result.spreads, strict=True)
+    ]
+    merged = chain and Report(Figure("members", [list(group) for group in chain.members]), Figure("num_tensors", list(chain.num_tensors)))
+    return Report(
+        Figure("file", output),
+        Figure("name", profile.name),
+        Figure("microbatch_size", profile.microbatch_size),
+        Figure("num_layers", profile.num_layers),
+        Figure("layers", _layer_reports(result)),
+        Figure("device_kinds", Report(*of_kinds)),
+        Figure("warnings", list(result.warnings)),
+        *([Figure("chain", merged)] if merged else []),
+    )
 
 
-def _layer_reports(found: _Found) -> list[Report]:
-    layers = found.profile.layers
-    spreads = found.spreads[0] if found.spreads else (None,) * len(layers)
-    crossing = [[Figure("", number, "tensors")] for number in (*found.chain.num_tensors, 0)] if found.chain else [[]] * len(layers)
+def _layer_reports(result: _Result) -> list[Report]:
+    layers = result.profile.layers
+    spreads = result.spreads[0] if result.spreads else (None,) * len(layers)
+    crossing = [[Figure("", number, "tensors")] for number in (*result.chain.num_tensors, 0)] if result.chain else [[]] * len(layers)
     return [
         layer_report(layer, Figure("spread", spread, "spread", lambda share: f"+-{ratio(share)}"), *tensors)
         for layer, spread, tensors in zip(layers, spreads, crossing, strict=True)
     ]
 
 
-def _show(found: _Found, output: str) -> None:
-    profile, screen = found.profile, console()
-    screen.print(rows_table(_layer_reports(found)))
+def _show(result: _Result, output: str) -> None:
+    profile, screen = result.profile, console()
+    screen.print(rows_table(_layer_reports(result)))
     screen.print()
-    for measured in found.kinds[1:]:
+    for measured in result.kinds[1:]:
         times = profile.for_kind(measured.kind)
         ratios = sorted(
             (slow.forward_s + slow.backward_s) / (layer.forward_s + layer.backward_s)
@@ -239,7 +247,7 @@ def _show(found: _Found, output: str) -> None:
             if layer.forward_s + layer.backward_s
         )
         if ratios:
-            screen.print(f"{measured.kind} ({measured.device}): layers take x{ratios[0]:.2f} to x{ratios[-1]:.2f} of these times")
+            screen.print(f"{measured.kind} ({measured.device}): layers take x{ratios[0]:.2f} to x{ratios[-1]:.2f} of the times above")
     total_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
     shape = "a chain" if profile.named_edges is None else f"{counted(len(profile.named_edges), 'edge')}"
     copies_bytes = sum(layer.low_precision_bytes or 0 for layer in profile.layers)

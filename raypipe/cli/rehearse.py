@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
 from raypipe.artifacts.plan import Plan
 from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_option
-from raypipe.cli.screen import console, device_labels, labelled, notice, print_json
+from raypipe.cli.screen import console, notice, prediction_reports, print_json
 from raypipe.cluster.signals import put_off
 from raypipe.config import ClusterConfig, ScalingConfig, Transport
-from raypipe.show.report import Figure, Report
-from raypipe.show.traces import comparison_table, trace_report
+from raypipe.show.devices import labels_of
+from raypipe.show.report import Figure, Report, rows_table
+from raypipe.show.traces import trace_report
 from raypipe.units import counted, seconds
 
 if TYPE_CHECKING:
@@ -69,24 +70,24 @@ def rehearse(
     if output:
         done.trace.save(output)
     if as_json:
-        print_json(_figures(done))
+        print_json(_report(done).document())
     else:
         _show(done, console())
 
 
-def _figures(done: Rehearsal) -> dict[str, Any]:
-    return {
-        "plan": done.plan.name,
-        "planner": done.plan.planner,
-        "schedule": done.plan.schedule.name,
-        "topology": done.plan.topology.name,
-        "time_scale": done.time_scale,
-        "byte_scale": done.byte_scale,
-        "num_windows": len(done.windows),
-        **trace_report(done.trace).document(),
-        "predicted": trace_report(done.predicted).document(),
-        "update_error": done.error,
-    }
+def _report(done: Rehearsal) -> Report:
+    return Report(
+        Figure("plan", done.plan.name),
+        Figure("planner", done.plan.planner),
+        Figure("schedule", done.plan.schedule.name),
+        Figure("topology", done.plan.topology.name),
+        Figure("time_scale", done.time_scale),
+        Figure("byte_scale", done.byte_scale),
+        Figure("num_windows", len(done.windows)),
+        *trace_report(done.trace).figures,
+        Figure("predicted", trace_report(done.predicted)),
+        Figure("update_error", done.error),
+    )
 
 
 def _show(done: Rehearsal, screen: Console) -> None:
@@ -95,20 +96,16 @@ def _show(done: Rehearsal, screen: Console) -> None:
         f"{plan.name}: {plan.schedule.name} on {counted(len(plan.devices), 'device')} of {plan.topology.name}, "
         f"{counted(len(done.windows), 'window')} of {counted(trace.num_updates, 'update')}",
         style="bold",
-        markup=False,
     )
-    screen.print(f"scales: time {done.time_scale:g}, bytes {done.byte_scale:g}", markup=False)
+    screen.print(f"scales: time {done.time_scale:g}, bytes {done.byte_scale:g}")
     screen.print()
-    screen.print(comparison_table(labelled(done.figures, plan), measured="rehearsed", title="predicted against rehearsed"))
+    screen.print(rows_table(prediction_reports(done.figures, plan, measured="rehearsed"), title="predicted against rehearsed"))
     screen.print()
     busy = Report(
-        Figure("", list(device_labels(plan).values()), "device"),
+        Figure("", labels_of(trace), "device"),
         Figure("", list(predicted.busy_s), "predicted", seconds),
         Figure("", list(trace.busy_s), "rehearsed", seconds),
     )
     screen.print(busy.table(title="busy in a window"))
     screen.print()
-    screen.print(
-        f"update {seconds(trace.update_s)}, predicted {seconds(predicted.update_s)}: error of the prediction {done.error:+.1%}",
-        markup=False,
-    )
+    screen.print(f"update {seconds(trace.update_s)}, predicted {seconds(predicted.update_s)}: error of the prediction {done.error:+.1%}")

@@ -7,10 +7,8 @@ from rich.console import Console
 
 from raypipe import schedule_registry
 from raypipe.analysis.schedule_figures import ScheduleFigures, StageSeconds, figures_of, refuse_large
-from raypipe.artifacts import codec
-from raypipe.artifacts import schedule as schedule_file
 from raypipe.artifacts.files import write_text
-from raypipe.artifacts.schedule import ScheduleFile
+from raypipe.artifacts.schedule import to_json
 from raypipe.cli.options import (
     COUNT,
     SECONDS,
@@ -22,7 +20,7 @@ from raypipe.cli.options import (
     output_suffix,
     weight_grad_option,
 )
-from raypipe.cli.screen import console, plain_console, print_json
+from raypipe.cli.screen import console, print_json
 from raypipe.errors import InputError, ScheduleError
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import UpdateScope
@@ -48,6 +46,13 @@ def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | No
     if weight_grad_s is not None and weight_grad_s > backward_s:
         raise InputError(f"--weight-grad {weight_grad_s:g} is more than --backward {backward_s:g}, of which it is a part")
     return StageSeconds(forward_s, backward_s, backward_s / 2 if weight_grad_s is None else weight_grad_s, latency_s)
+
+
+def _branches(_: click.Context, __: click.Parameter, text: str | None) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(","))) if text else ()
+    except ValueError:
+        raise click.BadParameter(f"{text!r} are not numbers with commas between them, as in 1,2") from None
 
 
 @click.command(
@@ -87,6 +92,15 @@ def stage_seconds(forward_s: float, backward_s: float, weight_grad_s: float | No
     default=1.0,
     help="Share of an activation that stays in memory from the input gradient to the weight gradient; only for schedules found by search.",
 )
+@click.option(
+    "--branches",
+    metavar="WORK,WORK,...",
+    callback=_branches,
+    help="Relative work of each branch of the model, as in 1,1 or 1,2; only for branch-aware. The times are those of one of as many "
+    "stages as there are devices of a branch of work 1.",
+)
+@click.option("--coupled", is_flag=True, help="One loss takes all microbatches of an update; only for branch-aware.")
+@click.option("--split", is_flag=True, help="Split backwards into input and weight gradients; only for branch-aware.")
 @click.option("--format", "format_name", type=click.Choice(_FORMATS), help="Format of the output.  [default: grid]")
 @click.option(
     "-o",
@@ -112,13 +126,16 @@ def schedule(
     max_mean_staleness: float | None,
     max_in_flight: float | None,
     weight_grad_share: float,
+    branches: tuple[float, ...],
+    coupled: bool,
+    split: bool,
     format_name: str | None,
     output: str | None,
     as_json: bool,
 ) -> None:
     """Build, validate and simulate the schedule NAME with equal stages.
 
-    Times are per stage: with two chunks a device has two stages of these times. `raypipe schedules` lists the names; a schedule of
+    Times are per stage: a device with two chunks has two stages, each with these times. `raypipe schedules` lists the names; a schedule of
     your own is named by its file, order.csv or order.json, or by its function, file.py:function or module:function.
     """
     if as_json and format_name and not output:
@@ -129,7 +146,7 @@ def schedule(
         check_output(output, name if schedule_registry.is_file(name) else None)
     spec = schedule_registry.spec(name)
     times = stage_seconds(forward, backward, weight_grad, latency)
-    size = ScheduleRequest(
+    request = ScheduleRequest(
         num_devices=devices,
         num_microbatches=microbatches,
         num_updates=updates,
@@ -141,16 +158,21 @@ def schedule(
         max_in_flight=max_in_flight,
         max_mean_staleness=max_mean_staleness,
         weight_grad_share=weight_grad_share,
+        branches=branches,
+        coupled=coupled,
+        split=split,
     )
-    refuse_large(spec, size)
-    built = catalogue.of_size(spec, size)
+    if (branches or coupled or split) and spec.stage_work is None:
+        raise click.UsageError(f"--branches, --coupled and --split are for branch-aware; {name} runs the stages of a chain")
+    refuse_large(spec, request)
+    built = catalogue.of_size(spec, request)
     validate(built)
     limits = StalenessLimits(max_mean_staleness=max_mean_staleness)
     if too_stale := limits.exceeded_by(metrics(built)):
         needed = too_stale["max_mean_staleness"]
         problem = f"{name} is {needed:g} updates late on average; use --max-mean-staleness {needed:g}"
         raise ScheduleError(f"{problem}, more microbatches, or the schedule 'amdp-auto'")
-    figures = figures_of(spec, built, size, times)
+    figures = figures_of(spec, built, request, times)
     if output:
         format_name = format_name or _FORMAT_OF_SUFFIX[output_suffix(output, *_FORMAT_OF_SUFFIX)]
         write_text(output, _text_of(format_name, figures))
@@ -173,7 +195,7 @@ def _text_of(format_name: str | None, figures: ScheduleFigures) -> str:
         case "torch-csv":
             return to_torch_csv(figures.schedule.programs)
         case "json":
-            return codec.to_json(ScheduleFile.of(figures.schedule), format_name=schedule_file.FORMAT)
+            return to_json(figures.schedule)
         case "svg":
             from raypipe.show.svg import draw_traces  # noqa: PLC0415  # slow to load, and the grid does without
 
@@ -183,8 +205,8 @@ def _text_of(format_name: str | None, figures: ScheduleFigures) -> str:
 
             return draw_page([figures.trace])
         case _:
-            with (paper := plain_console()).capture() as capture:
-                print_schedule(paper, figures)
+            with (screen := console(plain=True)).capture() as capture:
+                print_schedule(screen, figures)
             return capture.get()
 
 
@@ -198,10 +220,9 @@ def print_schedule(screen: Console, figures: ScheduleFigures) -> None:
         f"{schedule.name}: {counted(schedule.num_workers, 'device')}{chunks}{pipelines}, "
         f"{counted(schedule.num_microbatches, 'microbatch')} an update, {counted(schedule.num_updates, 'update')}",
         style="bold",
-        soft_wrap=True,
     )
     screen.print()
-    screen.print(timed_grid(figures.trace, width=screen.width), soft_wrap=True)
+    screen.print(timed_grid(figures.trace, width=screen.width))
     screen.print()
     screen.print(report.table(left=2))
-    screen.print(f"\n{report.sentence()}", soft_wrap=True)
+    screen.print(f"\n{report.sentence()}")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
 
 from raypipe import schedule_registry
 from raypipe.analysis.schedule_comparison import compare_schedules
 from raypipe.analysis.schedule_figures import StageSeconds
 from raypipe.cli.options import COUNT, SECONDS, chunks_option, example, json_option, weight_grad_option
 from raypipe.cli.schedule import stage_seconds
-from raypipe.cli.screen import console, plain_console, print_json
+from raypipe.cli.screen import console, print_json
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.schedules import LEGEND, comparison_report
 from raypipe.units import counted, seconds
 
 _COLUMNS = ("name", "title", "bubble", "memory", "mismatch", "delay", "paper")
-_WIDTH = 300
 _LETTERS = (
     "D devices, M microbatches, V stages a device, N pipelines, K = M/D, s the device; F, B, I and W the seconds of a stage's forward, "
     "backward, and its parts for inputs and weights, F&B of a forward and a backward that overlap; memory in activations of a stage"
@@ -48,10 +46,10 @@ def schedules(
     sort: str | None,
     as_json: bool,
 ) -> None:
-    """List the schedules by name, or compare all of them at one size.
+    """List the schedules by name, or compare all schedules at one size.
 
-    With --devices and --microbatches each is built, validated and simulated on the same model: times are those of a device's share
-    of it, and a schedule with two stages a device has stages of half these times.
+    With --devices and --microbatches each schedule is built, validated and simulated on the same model. Times are those of one
+    device's share of the model; where a device has two stages, each stage takes half of these times.
     """
     if devices is None or microbatches is None:
         given: dict[str, object] = {"--devices": devices, "--microbatches": microbatches, "--updates": updates, "--chunks": chunks}
@@ -69,8 +67,8 @@ def schedules(
         weight_grad,
         default.latency_s if latency is None else latency,
     )
-    size = ScheduleRequest(num_devices=devices, num_microbatches=microbatches, num_updates=updates or 1)
-    _compare(size, times, num_chunks=chunks, sort=sort or "makespan", as_json=as_json)
+    request = ScheduleRequest(num_devices=devices, num_microbatches=microbatches, num_updates=updates or 1)
+    _compare(request, times, num_chunks=chunks, sort=sort or "makespan", as_json=as_json)
 
 
 def _list(*, as_json: bool) -> None:
@@ -81,51 +79,43 @@ def _list(*, as_json: bool) -> None:
     if as_json:
         print_json([report.document() for report in reports])
         return
-    shown = rows_table(reports, left=len(_COLUMNS))
-    screen = _screen()
-    screen.print(shown)
-    if screen.is_terminal:
-        screen.print(_LETTERS)
+    screen = console()
+    screen.print(rows_table(reports, left=len(_COLUMNS)))
+    screen.print(f"\n{_LETTERS}")
 
 
-def _screen() -> Console:
-    terminal = console()
-    return terminal if terminal.is_terminal else plain_console(_WIDTH)
-
-
-def _compare(size: ScheduleRequest, times: StageSeconds, *, num_chunks: int | None, sort: str, as_json: bool) -> None:
-    found = compare_schedules(schedule_registry.specs(), size, times, num_chunks=num_chunks)
+def _compare(request: ScheduleRequest, times: StageSeconds, *, num_chunks: int | None, sort: str, as_json: bool) -> None:
+    found = compare_schedules(schedule_registry.specs(), request, times, num_chunks=num_chunks)
     compared = found.compared
     if sort == "makespan":
         compared = tuple(sorted(compared, key=lambda row: row.figures.trace.makespan_s))
     reports = [comparison_report(each) for each in compared]
+    report = Report(
+        Figure("num_devices", request.num_devices),
+        Figure("num_microbatches", request.num_microbatches),
+        Figure("num_updates", request.num_updates),
+        Figure("schedules", reports),
+        Figure("refused", [{"schedule": name, "reason": reason} for name, reason in found.refused]),
+    )
     if as_json:
-        print_json({
-            "num_devices": size.num_devices,
-            "num_microbatches": size.num_microbatches,
-            "num_updates": size.num_updates,
-            "schedules": [report.document() for report in reports],
-            "refused": [{"schedule": name, "reason": reason} for name, reason in found.refused],
-        })
+        print_json(report.document())
         return
-    screen = _screen()
+    screen = console()
     screen.print(
-        f"{counted(size.num_devices, 'device')}, {counted(size.num_microbatches, 'microbatch')} an update, "
-        f"{counted(size.num_updates, 'update')}",
+        f"{counted(request.num_devices, 'device')}, {counted(request.num_microbatches, 'microbatch')} an update, "
+        f"{counted(request.num_updates, 'update')}",
         style="bold",
-        soft_wrap=True,
     )
     screen.print(
-        f"a device's share of the model: forward {seconds(times.forward_s)}, backward {seconds(times.backward_s)}, of which "
-        f"weight gradient {seconds(times.weight_grad_s)}; latency {seconds(times.latency_s)}",
-        soft_wrap=True,
+        f"a device's share: forward {seconds(times.forward_s)}, backward {seconds(times.backward_s)} "
+        f"(weight gradient {seconds(times.weight_grad_s)}); latency {seconds(times.latency_s)}"
     )
     for line in LEGEND:
-        screen.print(line, soft_wrap=True)
+        screen.print(line)
     if reports:
         screen.print()
         screen.print(rows_table(reports))
     if found.refused:
         screen.print()
         for name, reason in found.refused:
-            screen.print(f"{name} is left out: {reason}", markup=False, soft_wrap=True)
+            screen.print(f"{name} is left out: {reason}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from raypipe.analysis.idle import divide
 from raypipe.analysis.schedule_figures import ScheduleFigures, StageSeconds, simulated
@@ -27,12 +27,12 @@ from raypipe.cli.schedule import print_schedule
 from raypipe.cli.screen import console, print_json
 from raypipe.errors import FormatError, InputError, suggestion
 from raypipe.schedules.ir import Schedule
-from raypipe.show import differences
 from raypipe.show.causes import findings
+from raypipe.show.differences import difference_reports, names
 from raypipe.show.grid import timed_grid, timed_grids
-from raypipe.show.report import FittedTable, Report
+from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.schedules import schedule_report
-from raypipe.show.tables import link_table, node_table, plan_table, profile_table
+from raypipe.show.tables import link_table, node_table, plan_table, profile_report, profile_table, topology_report
 from raypipe.show.traces import idle_report, plan_trace_report, trace_report
 from raypipe.simulation.simulator import simulate
 from raypipe.units import seconds
@@ -50,7 +50,7 @@ _LOADERS: Mapping[str, Callable[[str], Content]] = {
 
 @dataclass(frozen=True)
 class _Drawing:
-    figures: dict[str, Any]
+    report: Report
     text: Callable[[Console], None]
     traces: tuple[Trace, ...] = ()
 
@@ -85,7 +85,7 @@ def show(files: tuple[str, ...], *, output: str | None, as_json: bool) -> None:
     if output:
         write_text(output, _document(contents[0], drawing.traces, suffix))
     if as_json:
-        print_json(drawing.figures)
+        print_json(drawing.report.document())
     elif not output:
         drawing.text(console())
 
@@ -140,15 +140,15 @@ def _of_schedule(schedule: Schedule) -> _Drawing:
     return _Drawing(_with_idle(schedule_report(figures), trace), text, (trace,))
 
 
-def _with_idle(report: Report, trace: Trace) -> dict[str, Any]:
-    return {**report.document(), "idle": idle_report(divide(trace)).document()}
+def _with_idle(report: Report, trace: Trace) -> Report:
+    return Report(*report.figures, Figure("idle", idle_report(divide(trace))))
 
 
 def _of_plan(plan: Plan) -> _Drawing:
     trace = simulate(plan)
 
     def text(screen: Console) -> None:
-        screen.print(f"plan {plan.name}, made by {plan.planner}: {plan.schedule.name} on {plan.topology.name}", style="bold", markup=False)
+        screen.print(f"plan {plan.name}, made by {plan.planner}: {plan.schedule.name} on {plan.topology.name}", style="bold")
         screen.print(plan_table(plan))
         screen.print()
         _print_trace(screen, trace)
@@ -161,14 +161,18 @@ def _of_trace(trace: Trace) -> _Drawing:
 
 
 def _print_trace(screen: Console, trace: Trace) -> None:
-    screen.print(f"{trace.source}: {trace.name}", style="bold", markup=False, soft_wrap=True)
-    screen.print()
-    screen.print(timed_grid(trace, width=screen.width), soft_wrap=True)
-    screen.print()
+    _print_grid(screen, f"{trace.source}: {trace.name}", timed_grid(trace, width=screen.width))
     report = trace_report(trace)
     screen.print(report.table())
-    screen.print(f"\n{report.sentence()}", soft_wrap=True)
+    screen.print(f"\n{report.sentence()}")
     _print_idle(screen, trace)
+
+
+def _print_grid(screen: Console, title: str, grid: Text) -> None:
+    screen.print(title, style="bold")
+    screen.print()
+    screen.print(grid)
+    screen.print()
 
 
 def _print_idle(screen: Console, trace: Trace) -> None:
@@ -176,45 +180,32 @@ def _print_idle(screen: Console, trace: Trace) -> None:
     screen.print(f"\nwhere the {seconds(trace.makespan_s)} of each device went", style="bold")
     screen.print(idle_report(division).table())
     for sentence in findings(division):
-        screen.print(f"\n{sentence}", markup=False)
+        screen.print(f"\n{sentence}")
 
 
 def _of_topology(topology: ClusterTopology) -> _Drawing:
-    figures = {
-        "name": topology.name,
-        "num_nodes": len(topology.nodes),
-        "num_devices": topology.num_devices,
-        "nodes": [{"name": node.name, "devices": [device.name for device in node.devices]} for node in topology.nodes],
-        "num_links": len(topology.links),
-        "num_shared_links": len(topology.shared_links),
-    }
+    report = topology_report(topology)
 
     def text(screen: Console) -> None:
-        screen.print(f"topology {topology.name}", style="bold", markup=False)
-        screen.print(node_table(topology))
-        screen.print()
-        screen.print(link_table(topology))
+        screen.print(f"topology {topology.name}", style="bold")
+        for table in (node_table(topology), link_table(topology)):
+            if table.rows:
+                screen.print(table)
+                screen.print()
+        screen.print(report.sentence())
 
-    return _Drawing(figures, text)
+    return _Drawing(report, text)
 
 
 def _of_profile(profile: ModelProfile) -> _Drawing:
-    figures = {
-        "name": profile.name,
-        "microbatch_size": profile.microbatch_size,
-        "num_layers": profile.num_layers,
-        "forward_s": sum(layer.forward_s for layer in profile.layers),
-        "backward_s": sum(layer.backward_s for layer in profile.layers),
-        "weight_grad_s": sum(layer.weight_grad_s for layer in profile.layers),
-        "parameter_bytes": sum(layer.parameter_bytes for layer in profile.layers),
-        "saved_bytes": sum(layer.saved_bytes for layer in profile.layers),
-    }
+    report = profile_report(profile)
 
     def text(screen: Console) -> None:
-        screen.print(f"profile {profile.name}, microbatches of {profile.microbatch_size}", style="bold", markup=False)
+        screen.print(f"profile {profile.name}, microbatches of {profile.microbatch_size}", style="bold")
         screen.print(profile_table(profile))
+        screen.print(f"\n{report.sentence()}")
 
-    return _Drawing(figures, text)
+    return _Drawing(report, text)
 
 
 def _of_pair(files: tuple[str, ...], contents: list[Content]) -> _Drawing:
@@ -224,21 +215,12 @@ def _of_pair(files: tuple[str, ...], contents: list[Content]) -> _Drawing:
             raise InputError(f"{path}: two files are compared only where both are traces; `raypipe simulate PLAN -o trace.json` makes one")
         traces.append(content)
     first, second = traces
-    compared = differences.differences(first, second)
+    compared = difference_reports(first, second)
 
     def text(screen: Console) -> None:
-        grids = timed_grids(traces, width=screen.width)
-        for trace, word, grid in zip(traces, differences.names(first, second), grids, strict=True):
-            screen.print(f"{word}: {trace.name}", style="bold", markup=False, soft_wrap=True)
-            screen.print(grid, soft_wrap=True)
-            screen.print()
-        screen.print(FittedTable(differences.header(first, second), differences.rows(compared)))
+        for trace, word, grid in zip(traces, names(first, second), timed_grids(traces, width=screen.width), strict=True):
+            _print_grid(screen, f"{word}: {trace.name}", grid)
+        screen.print(rows_table(compared))
 
-    figures = {
-        "traces": [_with_idle(trace_report(trace), trace) for trace in traces],
-        "differences": [
-            {"name": figure.name, "unit": figure.unit, "first": figure.predicted, "second": figure.measured, "error": figure.error}
-            for figure in compared
-        ],
-    }
-    return _Drawing(figures, text, (first, second))
+    report = Report(Figure("traces", [_with_idle(trace_report(trace), trace) for trace in traces]), Figure("differences", compared))
+    return _Drawing(report, text, (first, second))

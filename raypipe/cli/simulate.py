@@ -42,7 +42,6 @@ def simulate(plan: str, *, topology: str | None, output: str | None, as_json: bo
     screen.print(
         f"{loaded.name}: {loaded.schedule.name} on {counted(len(loaded.devices), 'device')} of {loaded.topology.name}",
         style="bold",
-        markup=False,
     )
     screen.print(report.table())
-    screen.print(f"\n{report.sentence()}", soft_wrap=True)
+    screen.print(f"\n{report.sentence()}")

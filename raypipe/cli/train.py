@@ -19,11 +19,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from raypipe.cli.options import example, json_option
 from raypipe.cli.screen import console as stdout_console
-from raypipe.cli.screen import labelled, progress_console
+from raypipe.cli.screen import prediction_reports, progress_console
 from raypipe.cluster.node_matching import is_gpu
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
-from raypipe.show.traces import comparison_table
+from raypipe.show.report import Figure, Report, rows_table
 from raypipe.training.run_folder import without_nan
 
 if TYPE_CHECKING:
@@ -130,37 +130,37 @@ def train(config: str, overrides: tuple[str, ...], *, resume: bool, as_json: boo
         screen.interrupted(loaded.run.checkpoint_every)
         raise
     if as_json:
-        click.echo(json.dumps(without_nan(_document(result))))
+        click.echo(json.dumps(without_nan(_report(result).document())))
         return
     _show(result, stdout_console())
 
 
-def _document(result: Result) -> dict[str, object]:
-    return {
-        "path": result.path,
-        "metrics": result.metrics,
-        "losses": result.losses,
-        "validation_losses": [list(pair) for pair in result.validation_losses],
-        "checkpoint": result.checkpoint.path,
-        "figures": [dataclasses.asdict(figure) | {"error": figure.error} for figure in result.figures],
-        "sample": result.sample,
-    }
+def _report(result: Result) -> Report:
+    return Report(
+        Figure("path", result.path),
+        Figure("metrics", result.metrics),
+        Figure("losses", result.losses),
+        Figure("validation_losses", [list(pair) for pair in result.validation_losses]),
+        Figure("checkpoint", result.checkpoint.path),
+        Figure("figures", prediction_reports(result.figures, result.plan)),
+        Figure("sample", result.sample),
+    )
 
 
 def _show(result: Result, console: Console) -> None:
     if result.sample:
         console.rule("generated text")
-        console.print(result.sample, markup=False, highlight=False)
+        console.print(result.sample)
         console.rule()
     # The measured memory of a CPU process includes more than the predicted tensors.
     has_gpus = all(is_gpu(result.plan.topology.device(device)) for device in result.plan.devices)
     figures = [figure for figure in result.figures if figure.unit != "bytes" or has_gpus]
-    console.print(comparison_table(labelled(figures, result.plan), title="predicted against measured"))
+    console.print(rows_table(prediction_reports(figures, result.plan), title="predicted against measured"))
     losses = f"training loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}"
     if result.validation_losses:
         losses += f", validation loss {result.validation_losses[0][1]:.3f} -> {result.validation_losses[-1][1]:.3f}"
     console.print()
-    console.print(losses, highlight=False)
+    console.print(losses)
     path = os.path.relpath(result.path)
     path = path if not path.startswith(os.pardir) else result.path
     for names, content in (
@@ -168,5 +168,5 @@ def _show(result: Result, console: Console) -> None:
         ("metrics.jsonl", "loss, gradient norm, speed per update"),
         (os.path.relpath(result.checkpoint.path, result.path), "the checkpoint"),
     ):
-        console.print(f"{path}/{names}  {content}", highlight=False, soft_wrap=True)
-    console.print(f"next: `raypipe show {path}/trace.json` says why devices waited", highlight=False, soft_wrap=True)
+        console.print(f"{path}/{names}  {content}", soft_wrap=True)
+    console.print(f"next: `raypipe show {path}/trace.json` says why devices waited", soft_wrap=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import ray
 from ray.exceptions import RayError
 
-from raypipe.actors.measure.flows import LEAST_PING_BYTES, Flow, MeetOrder, Ping, Readings, round_trips
+from raypipe.actors.measure.flows import LEAST_PING_BYTES, Flow, FlowConnection, Ping, Readings, round_trips
 from raypipe.actors.measure.metrics import LinkMetrics
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
@@ -44,7 +44,7 @@ class LinkWatch:
         self._num_failed: dict[NodePair, int] = {}
 
     def seed(self, topology: ClusterTopology, devices: Sequence[str], *, now_s: float) -> None:
-        """Start from a topology's links, unless it is of another cluster: lacks one of these devices."""
+        """Start from the links of a topology, unless it lacks one of the devices and so describes another cluster."""
         names: dict[str, str] = {}
         for node, device in zip(self.nodes, devices, strict=True):
             try:
@@ -125,7 +125,7 @@ class LinkMonitor:
             self._watch.failed(pair, problem, now_s=time.time())
             return
         self._num_probes += 1
-        order = MeetOrder(
+        connection = FlowConnection(
             source=source,
             target=target,
             names=(actors.launched[source].slot.name, actors.launched[target].slot.name),
@@ -137,7 +137,7 @@ class LinkMonitor:
         )
         flow = Flow(source, target, _PATTERN)
         refs = [
-            actors.launched[number].handle.probe_link.remote(order, flow, host_ip=actors.launched_infos[number].ip)
+            actors.launched[number].handle.probe_link.remote(connection, flow, host_ip=actors.launched_infos[number].ip)
             for number in (source, target)
         ]
         try:

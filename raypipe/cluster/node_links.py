@@ -12,7 +12,7 @@ from raypipe.cluster.probe_actors import FlowReadings, ProbeActors
 from raypipe.errors import RunError
 from raypipe.network.clocks import ClockOffset, from_reference, offset
 from raypipe.network.fit import LinkFit, fit
-from raypipe.network.probe_budget import Allowance, Budget
+from raypipe.network.probe_budget import Budget, MeasurementBudget
 from raypipe.network.rounds import Pair, Round, all_paired_rounds, directed, one_to_all_rounds, tournament
 from raypipe.network.sharing import BottleneckSearch, below_their_ends, fastest_of_nodes, rates, shared_when_measured
 
@@ -56,16 +56,16 @@ class _BudgetSpentError(Exception): ...
 class NodeLinks:
     """The links between the nodes of a cluster, as far as they are measured."""
 
-    def __init__(self, actors: ProbeActors, spending: Spending, allowance: Allowance, classes: Sequence[Hashable]) -> None:
+    def __init__(self, actors: ProbeActors, spending: Spending, measurements: MeasurementBudget, classes: Sequence[Hashable]) -> None:
         self.actors = actors
         self.spending = spending
-        self.allowance = allowance
+        self.measurements = measurements
         self.matchings = tournament(classes)
         self.rounds = [pairs for matching in self.matchings for pairs in directed(matching)]
-        self.pattern = Ping(allowance.ping_s, allowance.ping_bytes)
+        self.pattern = Ping(measurements.ping_s, measurements.ping_bytes)
         self.fits: dict[Pair, LinkFit] = {}
         self.clocks: dict[Pair, ClockOffset] = {}  # target against source
-        self.search = BottleneckSearch(self._together)
+        self.search = BottleneckSearch(self._joint_rates)
         self.usable = True  # until a flow fails, in which nodes may still wait
 
     @cached_property
@@ -82,9 +82,9 @@ class NodeLinks:
         Raises:
             RunError: There was no time to measure every pair, or a link carries nothing.
         """
-        num_needed = self.allowance.rounds.tournament
+        num_needed = self.measurements.rounds.tournament
         self.spending.notice(f"{num_needed} rounds for the links between {self.actors.num_nodes} nodes")
-        for number, pairs in enumerate(self.rounds * self.allowance.looks):
+        for number, pairs in enumerate(self.rounds * self.measurements.looks):
             if self.spending.seconds > self.spending.budget.seconds:
                 if number >= num_needed:
                     return
@@ -106,9 +106,9 @@ class NodeLinks:
 
     def look_for_sharing(self) -> None:
         """Look for bottlenecks that links share, then measure again the links that others slowed."""
-        rounds = self.allowance.rounds
+        rounds = self.measurements.rounds
         fastest = max(link.bandwidth_bytes_per_s for link in self.fits.values())
-        if not self.allowance.tells_sharing_of(fastest):
+        if not self.measurements.tells_sharing_of(fastest):
             self.spending.missed(f"shared links were not looked for: the budget is too small; {_MORE}")
         else:
             self.spending.notice(f"{rounds.paired + rounds.one_to_all} rounds for what links share")
@@ -130,11 +130,11 @@ class NodeLinks:
             problem += "; limits of single nodes were left out, since some nodes would have theirs and others not"
         self.spending.missed(f"not all shared links were looked for: {problem}; {remedy}")
 
-    def _together(self, pairs: Round) -> dict[Pair, float]:
+    def _joint_rates(self, pairs: Round) -> dict[Pair, float]:
         bandwidths = {pair: link.bandwidth_bytes_per_s for pair, link in self.fits.items()}
-        streams_s = self.allowance.streams_s(pairs, bandwidths)
+        streams_s = self.measurements.streams_s(pairs, bandwidths)
         patterns = {
-            pair: Stream.lasting(streams_s[pair], bytes_per_s=bandwidths[pair], most_bytes=self.allowance.stream_bytes) for pair in pairs
+            pair: Stream.lasting(streams_s[pair], bytes_per_s=bandwidths[pair], most_bytes=self.measurements.stream_bytes) for pair in pairs
         }
         if not self.spending.allows(sum(pattern.num_bytes for pattern in patterns.values()), for_search=True):
             raise _BudgetSpentError

@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.actors.actor_info import ActorInfo
-from raypipe.actors.measure.flows import SCOUT_BYTES, Flow, MeetOrder, Ping, Readings, by_device
+from raypipe.actors.measure.flows import SCOUT_BYTES, Flow, FlowConnection, Ping, Readings, by_device
 from raypipe.actors.probe_actor import ProbeActor
 from raypipe.cluster.actor_group import STARTING, ActorGroup, Member
 from raypipe.cluster.slots import ClusterNode, DeviceSlot, unique_name
@@ -117,16 +117,16 @@ class ProbeActors(ActorGroup):
 
     def _connect(self, pairs: Collection[Pair]) -> None:
         fresh = [pair for pair in pairs if pair not in self._connected]
-        orders: dict[int, list[MeetOrder]] = {}
+        connections: dict[int, list[FlowConnection]] = {}
         for pair in fresh:
-            order = self._meet_order(*pair)
+            connection = self._connection(*pair)
             for device in pair:
-                orders.setdefault(device, []).append(order)
+                connections.setdefault(device, []).append(connection)
         try:
             self.ask(
                 "connecting",
-                lambda device, actor: actor.meet.remote(orders[device], host_ip=self.infos[device].ip),
-                devices=orders,
+                lambda device, actor: actor.connect.remote(connections[device], host_ip=self.infos[device].ip),
+                devices=connections,
                 timeout_s=_CONNECT_TIMEOUT_S + _GRACE_S,
             )
         except TransportError as error:
@@ -136,9 +136,9 @@ class ProbeActors(ActorGroup):
             ) from error
         self._connected.update(fresh)
 
-    def _meet_order(self, source: int, target: int) -> MeetOrder:
+    def _connection(self, source: int, target: int) -> FlowConnection:
         is_local = not self.use_gpu and self.node_of[source] == self.node_of[target]
-        return MeetOrder(
+        return FlowConnection(
             source=source,
             target=target,
             names=(self.members[source].slot.name, self.members[target].slot.name),

@@ -21,7 +21,7 @@ from raypipe.errors import PlanError
 from raypipe.network.assemble import assemble
 from raypipe.network.clocks import ClockOffset, from_reference, offset, with_drift
 from raypipe.network.fit import LinkFit, fit
-from raypipe.network.probe_budget import Allowance, Budget, divide
+from raypipe.network.probe_budget import Budget, MeasurementBudget, divide
 from raypipe.network.rounds import Pair, hypercube
 
 _CLOCK_PING = Ping(seconds=0.01, most_bytes=LEAST_PING_BYTES)
@@ -46,7 +46,7 @@ class Probed:
     topology: ClusterTopology
     nodes: tuple[ProbedNode, ...]
     links: dict[Pair, LinkFit]
-    allowance: Allowance
+    measurements: MeasurementBudget
     num_steps: int
     num_bytes: int
     seconds: float
@@ -98,7 +98,7 @@ class Probe:
         # Neighbors within each node, in alternating directions.
         neighbors = [pairwise(actors.devices(node)) for node in range(actors.num_nodes)]
         self.inside = [[pair[::-1] if place % 2 else pair for place, pair in enumerate(of_node)] for of_node in neighbors]
-        self.allowance = divide(
+        self.measurements = divide(
             budget,
             classes,
             num_inside=sum(map(len, self.inside)),
@@ -106,7 +106,7 @@ class Probe:
             least_ping_bytes=LEAST_PING_BYTES,
             least_stream_bytes=_LEAST_STREAM_BYTES,
         )
-        self.links = NodeLinks(actors, self.spending, self.allowance, classes)
+        self.links = NodeLinks(actors, self.spending, self.measurements, classes)
 
     def run(self, name: str, overheads: Overheads | None) -> Probed:
         """Measure everything, and describe it as a topology."""
@@ -134,7 +134,7 @@ class Probe:
                 for node in range(actors.num_nodes)
             ),
             links=links.fits,
-            allowance=self.allowance,
+            measurements=self.measurements,
             num_steps=actors.num_steps,
             num_bytes=actors.num_bytes,
             seconds=spending.seconds,
@@ -149,7 +149,7 @@ class Probe:
 
     def _measure_inside(self) -> list[LinkFit | None]:
         # Nodes of one machine take turns, since they share its memory.
-        pattern = Ping(self.allowance.ping_s / 4, self.allowance.ping_bytes)
+        pattern = Ping(self.measurements.ping_s / 4, self.measurements.ping_bytes)
         fits: dict[int, list[LinkFit]] = {}
         for at_once in zip_longest(*self._inside_by_machine()):
             node_of = {pair: node for node, pair in filter(None, at_once)}

@@ -1,1 +1,1 @@
-"""Text to token files, token files to rows; numpy and pyarrow only."""
+"""Text and images to files, files to rows; numpy and pyarrow only, but for what the bundled sources need."""

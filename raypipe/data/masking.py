@@ -15,7 +15,7 @@ NO_TARGET = -100
 _CHOSEN = 0.15
 _MASKED = 0.8
 _RANDOM = 0.1
-_STREAM = 15  # tells these random numbers from those of `raypipe.data.tokens.permutation` under the same seed
+_STREAM = 15  # tells these random numbers from those of `raypipe.data.samples.permutation` under the same seed
 
 
 def num_masked(num_tokens: int) -> int:

@@ -1,11 +1,10 @@
-"""Writes text as a token file (`raypipe.data.tokens`), one row per document.
+"""Writes text as a token file (`raypipe.data.tokens`), one row per document, and bundled sources as named fields (`raypipe.data.fields`).
 
 The same text gives the same bytes under one version of pyarrow: documents are sorted, and neither dates nor folder paths are kept.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import platform
@@ -13,8 +12,8 @@ import runpy
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,11 +21,21 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raypipe.data.easy_vqa import easy_vqa_rows
+from raypipe.data.fields import write_rows
+from raypipe.data.glyphs import glyph_rows
+from raypipe.data.samples import Split, check_fraction, split_of
 from raypipe.data.tokenizers import Bytes, Tokenizer
-from raypipe.data.tokens import FORMAT, SCHEMA, Split, bytes_of_token
-from raypipe.errors import ConfigError, FormatError, InputError, suggestion
+from raypipe.data.tokens import FORMAT, SCHEMA, bytes_of_token
+from raypipe.errors import ConfigError, FormatError, InputError, UnknownNameError, suggestion
 
 PYTHON_STDLIB = "python-stdlib"
+EASY_VQA = "easy-vqa"
+GLYPHS = "glyphs"
+FIELD_SOURCES = {EASY_VQA: {"image", "question", "answer"}, GLYPHS: {"glyph", "name"}}
+"""The bundled sources of named fields, and the fields that each has."""
+DEFAULT_FRACTION = 0.05
+"""Share of the documents for validation."""
 SUFFIXES = (".txt", ".md", ".py", ".rst")
 _FILE_PIECE_BYTES = 4 * 1024  # length of the documents cut from a single text file: short, so that a small file has some for validation
 _FOLDER_PIECE_BYTES = 1024 * 1024  # length beyond which a file of a folder is cut, to bound memory and Parquet pages
@@ -52,6 +61,17 @@ class PreparedData:
 
 
 @dataclass(frozen=True)
+class PreparedRows:
+    """The summary of a file of named fields that `prepare_rows` wrote; rows by split."""
+
+    path: str
+    source: str
+    license: str
+    num_rows: dict[str, int]
+    file_bytes: int
+
+
+@dataclass(frozen=True)
 class _Text:
     name: str
     content: Path | bytes
@@ -71,7 +91,7 @@ def prepare(
     source: str | os.PathLike[str],
     *,
     output: str | os.PathLike[str],
-    validation_fraction: float = 0.05,
+    validation_fraction: float = DEFAULT_FRACTION,
     suffixes: Sequence[str] = SUFFIXES,
     tokenizer: Tokenizer | None = None,
 ) -> PreparedData:
@@ -92,25 +112,13 @@ def prepare(
         FormatError: A file of the source is not text, or cannot be read.
         InputError: The source is unknown or holds no text to train on, or `output` cannot be written.
     """
-    if not 0 <= validation_fraction < 1:
-        raise ConfigError(f"validation_fraction must be at least 0 and less than 1, not {validation_fraction}")
-    path = Path(output)
-    if path.is_dir():
-        raise InputError(f"{path}: the output is a folder; name a file in it, such as {path / 'tokens.parquet'}")
+    check_fraction(validation_fraction)
     texts = _open_source(source, tuple(suffixes))
+    path = Path(output)
     if any(isinstance(text.content, Path) and path.exists() and path.samefile(text.content) for text in texts.texts):
         raise InputError(f"{path}: the output would replace the text that it is made from; choose another output")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _replaced(path) as temporary:
         counts = _write(temporary, texts, validation_fraction, tokenizer or Bytes())
-        temporary.replace(path)
-        file_bytes = path.stat().st_size
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error}); choose an output in a folder that can be written") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
     return PreparedData(
         path=str(path),
         source=texts.name,
@@ -118,8 +126,68 @@ def prepare(
         num_documents=counts["documents"],
         num_train_tokens=counts[Split.TRAIN],
         num_validation_tokens=counts[Split.VALIDATION],
-        file_bytes=file_bytes,
+        file_bytes=path.stat().st_size,
     )
+
+
+def prepare_rows(source: str, *, output: str | os.PathLike[str], validation_fraction: float | None = None) -> PreparedRows:
+    """Write a bundled source as the file of named fields `output`, whole or not at all, and return its summary.
+
+    Args:
+        source: "easy-vqa" or "glyphs".
+        output: File to write; its folder is created if needed.
+        validation_fraction: Share of easy-vqa's training images for validation; glyphs keep a whole face for that.
+
+    Raises:
+        ConfigError: `validation_fraction` is out of range, or given for glyphs.
+        InputError: The source is unknown, a package that it needs is missing, or `output` cannot be written.
+    """
+    if source == GLYPHS:
+        if validation_fraction is not None:
+            raise ConfigError("glyphs keeps a whole face for validation, not a share of its pairs; leave the validation fraction out")
+        rows = glyph_rows()
+    elif source == EASY_VQA:
+        fraction = DEFAULT_FRACTION if validation_fraction is None else validation_fraction
+        check_fraction(fraction)
+        rows = easy_vqa_rows(fraction)
+    else:
+        raise UnknownNameError("source of named fields", source, FIELD_SOURCES)
+    path = Path(output)
+    with _replaced(path) as temporary:
+        write_rows(temporary, rows)
+    return PreparedRows(
+        path=str(path), source=rows.source, license=rows.license, num_rows=dict(Counter(rows.splits)), file_bytes=path.stat().st_size
+    )
+
+
+def check_exists(path: str, fields: Set[str]) -> None:
+    """Raise `FormatError` if there is no file at `path`; the message says what makes one that has the fields."""
+    if Path(path).exists():
+        return
+    source = next((source for source, has in FIELD_SOURCES.items() if fields and fields <= has), None)
+    if source is None and fields <= {"tokens", "targets"}:
+        source = PYTHON_STDLIB
+    remedy = f"write the fields {', '.join(sorted(fields))} with raypipe.data.fields.write_rows"
+    if source is not None:
+        remedy = f"make it with `raypipe data prepare {source} -o {path}`"
+    raise FormatError(path, "", f"there is no such file; {remedy}")
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Yield a file beside `path` that takes its place in the end, or is removed if something fails."""
+    if path.is_dir():
+        raise InputError(f"{path}: the output is a folder; name a file in it, such as {path / 'data.parquet'}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        temporary.replace(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error}); choose an output in a folder that can be written") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _write(path: Path, source: _Source, validation_fraction: float, tokenizer: Tokenizer) -> Counter[str]:
@@ -162,18 +230,13 @@ def _row_groups(source: _Source, validation_fraction: float, tokenizer: Tokenize
     group: list[dict[str, Any]] = []
     num_bytes = 0
     for name, tokens in _documents(source, tokenizer):
-        group.append({"document": name, "split": _split(name, validation_fraction).value, "tokens": tokens})
+        group.append({"document": name, "split": split_of(name, validation_fraction).value, "tokens": tokens})
         num_bytes += len(tokens)
         if num_bytes >= _ROW_GROUP_BYTES:
             yield group
             group, num_bytes = [], 0
     if group:
         yield group
-
-
-def _split(name: str, validation_fraction: float) -> Split:
-    digest = hashlib.sha256(name.encode()).digest()
-    return Split.VALIDATION if int.from_bytes(digest[:8], "big") < validation_fraction * 2**64 else Split.TRAIN
 
 
 def _documents(source: _Source, tokenizer: Tokenizer) -> Iterator[tuple[str, bytes]]:
@@ -221,8 +284,9 @@ def _open_source(source: str | os.PathLike[str], suffixes: tuple[str, ...]) -> _
     if path.exists():
         return _Source(_utf8_name(path.name), unknown_license, [_Text(_utf8_name(path.name), path)], _FILE_PIECE_BYTES)
     raise InputError(
-        f"there is no text source {os.fspath(source)!r}{suggestion(os.fspath(source), [PYTHON_STDLIB])}; "
-        f"give {PYTHON_STDLIB}, or the path of a text file or of a folder with files that end with {' '.join(suffixes)}"
+        f"there is no text source {os.fspath(source)!r}{suggestion(os.fspath(source), [PYTHON_STDLIB, *FIELD_SOURCES])}; "
+        f"give {PYTHON_STDLIB}, or the path of a text file or of a folder with files that end with {' '.join(suffixes)}; "
+        f"{' and '.join(FIELD_SOURCES)} are made into named fields"
     )
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
-from functools import lru_cache
 from os import PathLike, fspath
 from typing import Any, BinaryIO, NamedTuple
 
@@ -21,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from raypipe.data.flat import FlatCopyError, mapped_tokens
+from raypipe.data.samples import Split, check_seed, places
 from raypipe.errors import ConfigError, FormatError, UnknownNameError
 
 _LOG = logging.getLogger("raypipe.data")
@@ -47,18 +46,6 @@ def bytes_of_token(vocabulary_size: int) -> int:
     raise ConfigError(f"a token file holds tokens of at most {max(_TYPES)} bytes, not a vocabulary of {vocabulary_size}")
 
 
-class Split(StrEnum):
-    """The use of a document."""
-
-    TRAIN = "train"
-    VALIDATION = "validation"
-
-    @property
-    def count_key(self) -> str:
-        """Return the metadata's key for the split's number of tokens."""
-        return f"num_{self.value}_tokens"
-
-
 class TokenDataset:
     """The tokens of one split of a token file, as an endless stream of sequences of `sequence_length` + 1 tokens.
 
@@ -74,8 +61,7 @@ class TokenDataset:
     def __init__(self, path: str | PathLike[str], *, sequence_length: int, seed: int, split: str = Split.TRAIN) -> None:
         if sequence_length < 1:
             raise ConfigError(f"sequence_length must be at least 1, not {sequence_length}")
-        if seed < 0:
-            raise ConfigError(f"the seed of the data order must be at least 0, not {seed}")
+        check_seed(seed)
         if split not in tuple(Split):
             raise UnknownNameError("split", split, tuple(Split))
         self.path = fspath(path)
@@ -97,29 +83,12 @@ class TokenDataset:
     def rows(self, first: int, count: int) -> npt.NDArray[np.int64]:
         """Return the samples from `first` on, one per row: [count, sequence_length + 1].
 
-        Sample k is sequence `permutation(seed, k // num_sequences, num_sequences)[k % num_sequences]`; for validation, k % num_sequences.
+        Their order is that of `samples.places`.
         """
-        epochs, places = np.divmod(np.arange(first, first + count), self.num_sequences)
-        if self.split is Split.VALIDATION:
-            sequences = places
-        else:
-            sequences = np.empty(count, dtype=np.int64)
-            for epoch in np.unique(epochs):
-                of_epoch = epochs == epoch
-                sequences[of_epoch] = permutation(self.seed, int(epoch), self.num_sequences)[places[of_epoch]]
+        sequences = places(first, count, size=self.num_sequences, seed=self.seed, split=self.split)
         positions = sequences[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
-        return self._tokens[positions].astype(np.int64)
-
-
-@lru_cache(maxsize=2)  # a batch touches two epochs at most, unless an epoch is shorter than the batch
-def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
-    """Return an epoch's order of `size` sequences, read-only because calls share it.
-
-    It sorts PCG64's raw output, which numpy keeps across versions, unlike `Generator.permutation` (NEP 19).
-    """
-    order = np.argsort(np.random.PCG64([seed, epoch]).random_raw(size), kind="stable").astype(np.int64, copy=False)
-    order.flags.writeable = False
-    return order
+        rows: npt.NDArray[np.int64] = self._tokens[positions].astype(np.int64)
+        return rows
 
 
 class _Header(NamedTuple):

@@ -28,9 +28,9 @@ class StageWaits:
     """Seconds that one stage on one device waits for a whole microbatch, and its numbers of parameters.
 
     Attributes:
-        input_grad_s: Seconds of I; B takes these and those of W.
+        input_grad_s: Seconds of I; B takes `input_grad_s + weight_grad_s`.
         num_parameters: Number of parameters whose gradients are summed over replicas.
-        num_tied: Number of these shared with other stages, the same on all stages of a tie.
+        num_tied: Part of `num_parameters` that other stages share; equal on all stages of a tie.
     """
 
     forward_s: float

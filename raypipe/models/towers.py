@@ -27,5 +27,4 @@ def two_towers(*, num_left_layers: int = 3, num_right_layers: int = 3, width: in
 
 
 def _tower(name: str, num_layers: int, build: partial[Dense]) -> tuple[Layer, ...]:
-    first = Layer(f"{name}-0", build, inputs=(), batch=(name,))
-    return (first, *(Layer(f"{name}-{index}", build) for index in range(1, num_layers)))
+    return tuple(Layer(f"{name}-{index}", build, batch=() if index else (name,), branch=name) for index in range(num_layers))

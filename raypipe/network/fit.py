@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import RunError
+from raypipe.units import lower_quartile
 
 LEAST_BYTES_PER_S = 65536 / 10.0
 """Links that carry less count as dead: 64 KiB, the least for a rate, would take over 10 s."""
@@ -52,7 +53,7 @@ def fit(round_trips: Iterable[RoundTrip], *, link: str) -> LinkFit:
             f"link {link}: {num_round_trips} messages came back, of {len(by_size)} sizes; see that both ends are up and reach each other"
         )
     sizes = sorted(by_size)
-    took_s = [_lower_quartile(by_size[size]) for size in sizes]
+    took_s = [lower_quartile(by_size[size]) for size in sizes]
     s_per_byte = _slope(sizes, took_s)
     if s_per_byte <= 0:  # so fast that noise hides the bytes: all of the time may be theirs
         s_per_byte = took_s[-1] / sizes[-1]
@@ -70,11 +71,6 @@ def measured_as_zero(link: str, seen: str) -> RunError:
         f"link {link}: its bandwidth was measured as zero ({seen}); see whether it is cut or throttled, and take the node out "
         "of the cluster or mend the link"
     )
-
-
-def _lower_quartile(seconds: Sequence[float]) -> float:
-    """Return the second of four: the fastest, on an idle path, does not count either."""
-    return sorted(seconds)[len(seconds) // 4]
 
 
 def _slope(sizes: Sequence[int], took_s: Sequence[float]) -> float:

@@ -43,8 +43,8 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Allowance:
-    """The seconds and bytes of each measurement.
+class MeasurementBudget:
+    """The seconds and bytes of each measurement, and the number of rounds.
 
     Attributes:
         ping_s: Seconds for latency and bandwidth of a directed pair.
@@ -100,8 +100,8 @@ def divide(
     rounds_inside: int,
     least_ping_bytes: int,
     least_stream_bytes: int,
-) -> Allowance:
-    """Return the allowance of each measurement, or raise `InputError` with a sufficient budget.
+) -> MeasurementBudget:
+    """Return the budget of each measurement; raise `InputError` that names a sufficient budget.
 
     Measurements within nodes (`num_inside`) cost a quarter of those between nodes; different machines measure at the same time.
     """
@@ -137,4 +137,4 @@ def divide(
     looks = 1
     if fixed_s + pings_s + streams * (_STREAM_S + _STEP_S) + again_s <= usable_s and ping_bytes >= 2 * least_ping_bytes:
         looks, ping_bytes = 2, ping_bytes // 2
-    return Allowance(scale * _PING_S, ping_bytes, scale * _STREAM_S, stream_bytes, rounds, looks, sharing)
+    return MeasurementBudget(scale * _PING_S, ping_bytes, scale * _STREAM_S, stream_bytes, rounds, looks, sharing)

@@ -48,19 +48,19 @@ class Bottleneck:
 class BottleneckSearch:
     """Looks for bottlenecks; those found so far stay in `bottlenecks` if a measurement raises."""
 
-    def __init__(self, together: JointRates, alone: Rates | None = None) -> None:
-        self._together = together
+    def __init__(self, joint_rates: JointRates, alone: Rates | None = None) -> None:
+        self._joint_rates = joint_rates
         self.alone: dict[Pair, float] = dict(alone or {})
         self.bottlenecks: list[Bottleneck] = []
 
     def run(self, paired: Iterable[Round], one_to_all: Iterable[Round]) -> None:
         """Measure these rounds, and look closer where pairs are slowed."""
-        rates = [self._together(pairs) for pairs in paired]
+        rates = [self._joint_rates(pairs) for pairs in paired]
         self._measure_alone(rates)
         for seen in rates:
             self._look(seen)
         for pairs in one_to_all:
-            self._look(self._together(pairs))
+            self._look(self._joint_rates(pairs))
 
     def _measure_alone(self, paired: Sequence[Rates]) -> None:
         seen: dict[Pair, list[float]] = {}
@@ -69,7 +69,7 @@ class BottleneckSearch:
         self.alone |= {pair: statistics.median(of_pair) for pair, of_pair in seen.items()}
         for pair, of_pair in seen.items():
             if min(of_pair) < (1 - TOLERANCE) * max(of_pair):
-                self.alone[pair] = max(self._together((pair,))[pair], self.alone[pair])
+                self.alone[pair] = max(self._joint_rates((pair,))[pair], self.alone[pair])
 
     # One round
 
@@ -90,7 +90,7 @@ class BottleneckSearch:
         # A pause of the machine is no bottleneck: what is one shows again and again.
         runs = [rates]
         for _ in range(_NUM_AGAIN):
-            again = self._together(tuple(rates))
+            again = self._joint_rates(tuple(rates))
             runs.append(again)
             rates = {pair: max(rate, again[pair]) for pair, rate in rates.items()}
             if not (unexplained := self._unexplained(rates)):
@@ -106,7 +106,7 @@ class BottleneckSearch:
         if members == runs[0].keys():
             return True
         together = statistics.median(sum(run[pair] for pair in members) for run in runs)
-        return sum(self._together(tuple(sorted(members))).values()) < (1 + _EQUAL) * together
+        return sum(self._joint_rates(tuple(sorted(members))).values()) < (1 + _EQUAL) * together
 
     def _groups(self, rates: Rates) -> list[frozenset[Pair]]:
         slowed = self._slowed(rates, tolerance=_ALSO)
@@ -119,12 +119,12 @@ class BottleneckSearch:
             rate, others = rates[pair], slowed - {pair}
             if not others:
                 continue
-            without = self._together(tuple(other for other in rates if other != pair))
+            without = self._joint_rates(tuple(other for other in rates if other != pair))
             faster = {other for other in others if self._gains(other, rates, without, share=rate / len(others))}
             if not faster:
                 continue
             # Nor is it a gain if the round was disturbed: with the pair, they must be slow again.
-            again = self._together(tuple(rates))
+            again = self._joint_rates(tuple(rates))
             rates = {other: max(slow, again[other]) for other, slow in rates.items()}
             faster = {other for other in faster if self._gains(other, rates, without, share=rate / len(others))}
             groups = _joined(groups, frozenset({pair, *faster}))
@@ -173,7 +173,7 @@ class BottleneckSearch:
             pairs += self._fastest(known.members & shared.members)
         if sum(self.alone[pair] for pair in pairs) < _DECISIVE * bandwidth:
             return False
-        return sum(self._together(pairs).values()) < (1 + _EQUAL) * bandwidth
+        return sum(self._joint_rates(pairs).values()) < (1 + _EQUAL) * bandwidth
 
     def _fastest(self, pairs: Collection[Pair]) -> Round:
         return tuple(sorted(pairs, key=lambda pair: (-self.alone[pair], pair))[:_MOST_OF_EACH])

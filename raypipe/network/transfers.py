@@ -47,7 +47,7 @@ class _Times:
                 self.starts_s.append(start_s)
                 self.ends_s.append(end_s)
 
-    def meet(self, begin_s: float, end_s: float) -> bool:
+    def overlaps(self, begin_s: float, end_s: float) -> bool:
         first = bisect.bisect_right(self.ends_s, begin_s)
         return first < len(self.starts_s) and self.starts_s[first] < end_s
 
@@ -76,7 +76,7 @@ class _Run:
             all(message.awaited for message in self.messages)
             and self.num_bytes >= _LEAST_BYTES
             and end_s > begin_s
-            and not in_the_way.meet(begin_s, end_s)
+            and not in_the_way.overlaps(begin_s, end_s)
         )
 
 

@@ -283,7 +283,9 @@ def metis(estimator: Estimator) -> Iterator[Layout]:
                 continue
             workers = tuple(order[start : start + size] for start in range(0, problem.num_devices, size))
             cuts = _dealt(estimator, workers)
-            candidates.append((_metis_s(estimator, workers, cuts, within, between), Layout(cuts, workers, "1f1b")))
+            update_s = _metis_s(estimator, workers, cuts, within, between)
+            if math.isfinite(update_s):
+                candidates.append((update_s, Layout(cuts, workers, "1f1b")))
     if candidates:
         yield min(candidates, key=lambda candidate: candidate[0])[1]
 

@@ -129,7 +129,7 @@ class ChoicePlanner:
         for choice in ran:
             if (known := self.predicted(choice)) is not None:
                 candidates.append((known.update_s * errors(choice), len(candidates), choice, known))
-                near = climbed(self.evaluator(choice.division), known, most_steps=_STEPS, neighbours=_neighbours)
+                near = climbed(self.evaluator(choice.division), known, most_steps=_STEPS, neighbors=_neighbors)
                 if near is not None and near is not known and not near.missing_bytes:
                     improved = self.choice_of(choice.division, near.layout)
                     candidates.append((near.update_s * errors(improved), len(candidates), improved, near))
@@ -162,7 +162,8 @@ class ChoicePlanner:
         if one.rows != other.rows and one.layout.workers == other.layout.workers:
             parts.append("other rows for the devices of a stage")
         if not parts:
-            parts.append("other cuts" if one.layout.cuts != other.layout.cuts else "another limit on activations or recomputation")
+            stages = [choice.layout.cut(self.problem).stages for choice in (one, other)]
+            parts.append("other cuts" if stages[0] != stages[1] else "another limit on activations or recomputation")
         return ", ".join(parts)
 
     def num_pipelines(self, choice: Choice) -> int:
@@ -175,12 +176,13 @@ class ChoicePlanner:
 
     def _held(self, choice: Choice) -> set[tuple[int, int]]:
         layout = choice.layout
+        stages = layout.cut(self.problem).stages
         return {
             (device, layer)
             for workers in self._pipelines(choice)
             for stage, worker in enumerate(workers)
             for device in layout.workers[worker]
-            for layer in range(layout.cuts[stage], layout.cuts[stage + 1])
+            for layer in stages[stage]
         }
 
 
@@ -189,8 +191,8 @@ def only(problem: Problem, names: Sequence[str]) -> Problem:
     return replace(problem, topology=problem.topology.only(names))
 
 
-def _neighbours(layout: Layout) -> Iterator[Layout]:
-    yield from chunks.neighbours(layout)
+def _neighbors(layout: Layout) -> Iterator[Layout]:
+    yield from chunks.neighbors(layout)
     for one, other in islice(combinations(range(len(layout.workers)), 2), _MOST_SWAPS):
         workers = list(layout.workers)
         workers[one], workers[other] = workers[other], workers[one]

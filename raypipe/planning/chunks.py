@@ -12,15 +12,18 @@ from dataclasses import replace
 import numpy as np
 
 from raypipe.errors import ScheduleError
+from raypipe.planning import branches
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Problem
 from raypipe.schedule_registry import build, is_file, overlaps
+from raypipe.schedules.families import branch_aware
 from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.request import ScheduleRequest
 
-ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v", "amdp-flush")
+CHAIN_ORDERS = ("zb-v", "interleaved", "chimera", "chimera-doubling", "chimera-halving", "dualpipe", "dualpipe-v", "amdp-flush")
+ORDERS = (branch_aware.NAME, *CHAIN_ORDERS)
 # Schedules whose updates overlap; also those of one stage per worker, since their busiest worker alone counts.
 ASYNCHRONOUS = ("async-1f1b", "pipedream-2bw", "pipedream", "async-interleaved", "amdp", "amdp-auto")
 
@@ -31,6 +34,9 @@ more microbatches in flight than `async-1f1b`, which hides messages that take lo
 
 def layouts(evaluator: LayoutEvaluator, workers: tuple[Devices, ...], order: str) -> Iterator[Layout]:
     """Yield layouts of a schedule on these workers with balanced cuts; none where it cannot take the size."""
+    if order == branch_aware.NAME:
+        yield from branches.layouts(evaluator, workers)
+        return
     problem = evaluator.problem
     num_updates = problem.updates_per_window if is_file(order) and overlaps(order) else 1
     for num_chunks in _NUM_CHUNKS.get(order, (2, 1)):
@@ -114,6 +120,6 @@ def _shifts(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
                 yield (*cuts[:at], cut, *cuts[at + 1 :])
 
 
-def neighbours(layout: Layout) -> Iterator[Layout]:
-    """Yield the layout with one layer moved to a neighboring stage."""
+def neighbors(layout: Layout) -> Iterator[Layout]:
+    """Yield the layout with one layer moved to a neighboring stage; none of stages that are not consecutive."""
     return (replace(layout, cuts=cuts) for cuts in _shifts(layout.cuts))

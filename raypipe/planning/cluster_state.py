@@ -37,7 +37,7 @@ def is_significant(factor: float) -> bool:
 
 
 def changes(old: Problem, new: Problem) -> Iterator[Change]:
-    """Yield the change of each link, each device, and all layers together."""
+    """Yield the change of each link, each device, all layers together, and each layer."""
     for sources, targets in new.blocks:
         if sources != targets:
             before, now = (float(problem.bandwidth[sources[0], targets[-1]]) for problem in (old, new))
@@ -50,6 +50,10 @@ def changes(old: Problem, new: Problem) -> Iterator[Change]:
         yield Change(factor, f"device {name} computes {factor:.2f}x as fast as before")
     before_s, now_s = (float(problem.prefix_s[:, :, -1].sum()) for problem in (old, new))
     yield Change(before_s / now_s, f"layers take {now_s / before_s:.2f}x as long as profiled")
+    layers_s = [problem.layer_s.sum(axis=(0, 1)) for problem in (old, new)]
+    for layer, before, after in zip(new.profile.layers, *(seconds.tolist() for seconds in layers_s), strict=True):
+        if before and after and after != before:
+            yield Change(before / after, f"layer {layer.name} takes {after / before:.2f}x as long as before")
 
 
 def have_changed(old: Problem, new: Problem) -> bool:

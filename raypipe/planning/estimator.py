@@ -79,7 +79,7 @@ class Estimator:
     def _stage(self, group: Devices, first: int, end: int) -> StageSeconds:
         problem = self.problem
         factors = problem.factors(group)
-        if factors is None:
+        if factors is None or (end == problem.num_layers and not problem.may_take_loss(group)):
             return StageSeconds(math.inf, math.inf, math.inf)
         forward_s = backward_s = 0.0
         for kind, factor in factors.items():

@@ -79,7 +79,7 @@ class LayoutEvaluator:
 
         If it is open which forwards run again: those that the estimate says, or all if that is not enough.
         """
-        estimated = self.estimator.recomputed(layout) if layout.num_stages == len(layout.workers) else ()
+        estimated = self.estimator.recomputed(layout) if layout.has_estimate else ()
         evaluation = self.simulate_exactly(replace(layout, recomputed=layout.recomputed or estimated))
         if evaluation is None or not evaluation.missing_bytes or layout.recomputed is not None or not self.problem.recompute:
             return evaluation

@@ -10,6 +10,20 @@ from raypipe.planning.problem import Devices, Problem
 from raypipe.schedules.families import list_order
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.request import ScheduleRequest
+from raypipe.schedules.search.branches import BranchSearch
+
+
+@dataclass(frozen=True)
+class BranchStages:
+    """Stages of a model with branches.
+
+    Attributes:
+        layers: Layers of each stage, which need not be consecutive.
+        search: What their order is searched for; the number of microbatches there is that of the layout's problem.
+    """
+
+    layers: tuple[tuple[int, ...], ...]
+    search: BranchSearch
 
 
 @dataclass(frozen=True)
@@ -21,6 +35,7 @@ class Layout:
         max_in_flight: Most activations that a device may hold.
         num_pipelines: 0 lets the schedule choose.
         recomputed: Stages whose forwards run again; `None` for those that do not fit into memory otherwise.
+        branches: Stages of layers that are not consecutive, on workers as placed there; `cuts` is empty then.
     """
 
     cuts: tuple[int, ...]
@@ -29,11 +44,17 @@ class Layout:
     max_in_flight: int | None = None
     num_pipelines: int = 0
     recomputed: tuple[int, ...] | None = None
+    branches: BranchStages | None = None
 
     @property
     def num_stages(self) -> int:
         """Number of stages of the model."""
-        return len(self.cuts) - 1
+        return len(self.cuts) - 1 if self.branches is None else len(self.branches.layers)
+
+    @property
+    def has_estimate(self) -> bool:
+        """Whether estimates hold: of consecutive layers, one stage per worker."""
+        return self.branches is None and self.num_stages == len(self.workers)
 
     @property
     def sizes(self) -> list[int]:
@@ -42,6 +63,8 @@ class Layout:
 
     def cut(self, problem: Problem) -> Cut:
         """Return the layers of each stage."""
+        if self.branches is not None:
+            return Cut(self.branches.layers, problem.edges, problem.profile.ties())
         return Cut.of_sizes(self.sizes, problem.edges, problem.profile.ties())
 
     def shares(self, problem: Problem) -> tuple[tuple[float, ...], ...] | None:
@@ -72,4 +95,10 @@ class Layout:
     def __str__(self) -> str:
         again = f", forwards of stages {list(self.recomputed)} twice" if self.recomputed else ""
         pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines else ""
-        return f"{self.order}: layers {self.sizes} on devices {[list(group) for group in self.workers]}{pipelines}{again}"
+        if self.branches is None:
+            return f"{self.order}: layers {self.sizes} on devices {[list(group) for group in self.workers]}{pipelines}{again}"
+        line = self.branches.search.line
+        stages = zip(self.branches.layers, line.pipelines[0], strict=True)
+        placed = ", ".join(f"{list(layers)} on {list(self.workers[worker])}" for layers, worker in stages)
+        parts = f", {line.num_parts} parts of each microbatch" if line.num_parts > 1 else ""
+        return f"{self.order}: layers {placed}{', split backwards' if line.splits else ''}{parts}{again}"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from raypipe.errors import InputError, ScheduleError
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.schedule_registry import build, is_file, overlaps
+from raypipe.schedules.families import branch_aware
 from raypipe.schedules.ir import Schedule, StageGraph
-from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.lower import Placement, check_whole_losses, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import over_graph, recompute
 from raypipe.schedules.request import ScheduleRequest
@@ -35,6 +36,10 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
     Raises:
         ScheduleError: The schedule cannot take so many workers, stages or microbatches.
     """
+    if layout.branches is not None:
+        search = replace(layout.branches.search, num_microbatches=problem.num_microbatches)
+        schedule = branch_aware.ordered(search, num_updates=num_updates, update_scope=problem.update_scope)
+        return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
     num_workers = len(layout.workers)
     num_chunks, remainder = divmod(layout.num_stages, num_workers)
     if remainder:
@@ -102,13 +107,19 @@ class ScheduleCache:
 
     def _key(self, problem: Problem, layout: Layout) -> object:
         names = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.num_stages, layout.recomputed)
-        return (*names, layout.cut(problem).graph, layout.shares(problem))
+        return (*names, layout.branches or layout.cut(problem).graph, layout.shares(problem))
 
     def _compile(self, problem: Problem, layout: Layout, workers: Placement) -> tuple[Schedule, CompiledOrder] | None:
         window = window_updates(problem, layout)
         # A schedule from a file may exist for the whole window alone.
         num_updates = window if is_file(layout.order) else min(window, _SIMULATED_UPDATES)
         schedule = layout_schedule(problem, layout, num_updates=num_updates)
+        if problem.profile.loss_couples_rows:
+            try:
+                check_whole_losses(schedule, workers)
+            except InputError as error:
+                self.refusals.insert(0, str(error))  # explains more than a size that a schedule cannot take
+                return None
         if self.check is not None:
             self.check(schedule, workers, problem.microbatch_size)
         if problem.staleness and window > 1:

@@ -58,8 +58,10 @@ class Partition:
     def borders(self) -> tuple[int, ...]:
         """Positions in the order where a worker may begin or end.
 
-        While there are too many, the two neighboring runs with the best link (then the shortest) become one.
+        While there are too many, the two neighboring runs with the best link (then the shortest) become one. The last device stays alone
+        where no worker of several devices may take the loss.
         """
+        most = len(self.order) - (not self.estimator.problem.may_take_loss(self.order))
         bandwidth = self.estimator.problem.bandwidth
         ends = {position: position + 1 for position in range(len(self.order))}  # Of each run, by its start.
         starts = {end: start for start, end in ends.items()}
@@ -69,7 +71,7 @@ class Partition:
             weight = float(bandwidth[self.order[middle - 1], self.order[middle]])
             return (-weight, ends[middle] - start, start, ends[middle])
 
-        queue = [candidate(start) for start in ends if ends[start] < len(self.order)]
+        queue = [candidate(start) for start in ends if ends[start] < most]
         heapq.heapify(queue)
         while len(ends) > self.most_units:
             _, _, start, end = heapq.heappop(queue)
@@ -78,7 +80,7 @@ class Partition:
             del starts[ends[start]]
             del ends[ends[start]]
             ends[start], starts[end] = end, start
-            if end < len(self.order):
+            if end < most:
                 heapq.heappush(queue, candidate(start))
             if start:
                 heapq.heappush(queue, candidate(starts[start]))
@@ -116,6 +118,8 @@ class Partition:
                 microbatch_s = forward_s + np.max([backward[kind] * factor for kind, factor in factors.items()], axis=0) + fixed_s
                 update_s = problem.num_microbatches * microbatch_s + problem.sum_s(group, parameter_bytes)
                 microbatch_s[empty] = update_s[empty] = math.inf
+                if not problem.may_take_loss(group):
+                    microbatch_s[:, -1] = update_s[:, -1] = math.inf
                 stages[i, j] = (microbatch_s, update_s)
                 if again is not None:
                     again[i, j] = (microbatch_s + forward_s, update_s + problem.num_microbatches * forward_s)

@@ -60,7 +60,7 @@ class _Bounds:
 
     def _work_s(self, devices: Devices) -> float:
         # The dual of sharing all work, layer by layer: prices y_l <= z_d x seconds of layer l on device d, where z, by power, sums to 1.
-        # Devices that share too few cores count as that many of the best of them, layer by layer.
+        # Devices that share too few cores count as the best ones, as many as there are cores, layer by layer.
         if not devices:
             return math.inf
         members: dict[int, list[int]] = {}

@@ -126,14 +126,18 @@ class Problem:
         return tuple(number.get(device.kind, number.get("", 0)) for device in self.topology.devices)
 
     @cached_property
+    def layer_s(self) -> Floats:
+        """Seconds of each layer at speed 1: [kind, (F, I, W), layer]."""
+        seconds = [
+            [(times.forward_s, times.backward_s - times.weight_grad_s, times.weight_grad_s) for times in self.profile.for_kind(kind)]
+            for kind in self.kinds
+        ]
+        return np.array(seconds).transpose(0, 2, 1) * self.scale
+
+    @cached_property
     def prefix_s(self) -> Floats:
         """Seconds of all layers before each position at speed 1: [kind, (F, I, W), position]."""
-        prefix = np.zeros((len(self.kinds), 3, self.num_layers + 1))
-        for number, kind in enumerate(self.kinds):
-            for layer, times in enumerate(self.profile.for_kind(kind)):
-                of_layer = (times.forward_s, times.backward_s - times.weight_grad_s, times.weight_grad_s)
-                prefix[number, :, layer + 1] = prefix[number, :, layer] + np.array(of_layer) * self.scale
-        return prefix
+        return np.concatenate((np.zeros((len(self.kinds), 3, 1)), np.cumsum(self.layer_s, axis=2)), axis=2)
 
     @cached_property
     def trained_prefix(self) -> Floats:
@@ -255,6 +259,10 @@ class Problem:
         if key not in self._rows:
             self._rows[key] = self._divided([self.powers[device] for device in key])
         return self._rows[key]
+
+    def may_take_loss(self, group: Sequence[int]) -> bool:
+        """Return whether a worker of these devices may have the last layer, behind which the loss is taken."""
+        return len(group) == 1 or not self.profile.loss_couples_rows
 
     def with_rows(self, rows: Mapping[Devices, tuple[int, ...]]) -> Problem:
         """Fix the rows of some workers' devices, whatever their power."""

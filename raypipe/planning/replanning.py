@@ -179,7 +179,7 @@ class ConcurrencyPolicy:
 
     @property
     def _effort(self) -> float:
-        # All devices wait for a search between windows, which takes longer where there are many of them.
+        # All devices wait while a search runs between windows; with many devices it takes longer.
         return _EFFORT * min(1.0, _FEW_DEVICES / self.planner.problem.num_devices)
 
     def _error(self, choice: Choice) -> float:

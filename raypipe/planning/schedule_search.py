@@ -17,10 +17,12 @@ from raypipe.planning.planners import AUTO, proposals
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import LayoutSearch, SearchBudget
 from raypipe.schedule_registry import is_file, overlaps
+from raypipe.schedules.families import branch_aware
 
 # Schedules of one stage per worker that `auto` tries besides those that the local search chooses from.
 ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
 _MARGIN = 1.02
+_NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many ways.
 _SLACK = 1.25  # Most times that schedules with a split backward are faster than estimated.
 
 
@@ -69,11 +71,17 @@ def _searched(
                 best_of_order = better(best_of_order, evaluator.simulate(replace(top, order=order, max_in_flight=None)))
             if best_of_order is not None:
                 others = better(others, search.improved([best_of_order], budget.num_simulations // 4 - 1, slack=_SLACK))
-    flushed = (layout for order in several for top in tops for layout in chunks.layouts(evaluator, top.workers, order))
-    candidates = list(islice(flushed, max(budget.num_simulations // 3, 1)))
-    # Without a flush a long pipeline has no bubble, so that devices need not be replicas for its sake.
     one_each = (tuple((device,) for group in top.workers for device in group) for top in tops)
     workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
+    # Orders in which several workers take the loss may have no replicas there.
+    flushed_workers = workers if evaluator.problem.profile.loss_couples_rows else [top.workers for top in tops]
+    on_chains = [order for order in several if order != branch_aware.NAME]
+    flushed = (layout for order in on_chains for group in flushed_workers for layout in chunks.layouts(evaluator, group, order))
+    candidates = list(islice(flushed, max(budget.num_simulations // 3, 1)))
+    if branch_aware.NAME in several:
+        branched = workers[: max(min(budget.num_simulations // 30, _NUM_BRANCHED), 1)]
+        candidates += [layout for group in branched for layout in chunks.layouts(evaluator, group, branch_aware.NAME)]
+    # Without a flush a long pipeline has no bubble, so that devices need not be replicas for its sake: all workers are tried.
     rows = [chain.from_iterable(map(partial(chunks.layouts, evaluator, order=order), workers)) for order in overlapping]
     # In turns, so that each order is tried on the best workers even where not all are.
     in_turns = (layout for turn in zip_longest(*rows) for layout in turn if layout is not None)
@@ -98,14 +106,14 @@ def climbed(
     evaluation: Evaluation | None,
     *,
     most_steps: int,
-    neighbours: Callable[[Layout], Iterator[Layout]] = chunks.neighbours,
+    neighbors: Callable[[Layout], Iterator[Layout]] = chunks.neighbors,
 ) -> Evaluation | None:
     """Apply the best of the neighboring changes as long as the simulator finds it better."""
     for _ in range(most_steps):
         if evaluation is None:
             return None
         # Which forwards run again is left open: other stages may lack memory after a change.
-        simulated = [evaluator.simulate(layout) for layout in neighbours(replace(evaluation.layout, recomputed=None))]
+        simulated = [evaluator.simulate(layout) for layout in neighbors(replace(evaluation.layout, recomputed=None))]
         best = evaluation
         for candidate in simulated:
             best = better(best, candidate) or best

@@ -48,7 +48,7 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
         raise PlanError(
             f"planner {name!r} has no plan with schedule {schedule!r} for {problem.num_layers} layers, {problem.num_devices} devices and "
             f"{problem.num_microbatches} microbatches of {problem.microbatch_size} rows; try another schedule, or more layers or rows"
-            + (f" (the first that was tried: {evaluator.schedules.refusals[0]})" if evaluator.schedules.refusals else "")
+            + (f" (one that was tried: {evaluator.schedules.refusals[0]})" if evaluator.schedules.refusals else "")
         )
     if best.missing_bytes:
         raise PlanError(
@@ -110,8 +110,13 @@ def best_division(
     A row costs the same in microbatches of any size, besides the overheads per microbatch.
 
     Raises:
-        PlanError: No division has a plan; the message is the last division's.
+        PlanError: No division has a plan; the message is the last division's. Or the loss couples the rows of a microbatch.
     """
+    if problem.profile.loss_couples_rows:
+        raise PlanError(
+            f"the loss of {problem.profile.name!r} couples the rows of a microbatch: another division of an update into microbatches "
+            "trains another loss; give the number of microbatches and microbatch_size instead of batch_size"
+        )
     budget = budget or SearchBudget.usual(problem.num_devices)
     quick = replace(budget, num_estimates=max(budget.num_estimates // 5, 1), num_simulations=max(budget.num_simulations // 5, 4))
     best: tuple[tuple[float, float], Problem] | None = None

@@ -59,6 +59,7 @@ def linearize(profile: ModelProfile, *, max_tensors: int | None = 1) -> Chain:
             device_kinds={
                 kind: tuple(_added([times[layer] for layer in group]) for group in members) for kind, times in profile.device_kinds.items()
             },
+            loss_couples_rows=profile.loss_couples_rows,
         ),
         members=members,
         num_tensors=tuple(num_tensors[end] for end in ends),

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
-from raypipe.actors.execution.batches import TokenSource
+from raypipe.actors.execution.batches import FileSource
 from raypipe.actors.measure.layers import Effort, LayerMeasurement
 from raypipe.actors.orders import BatchFunction, ModelFunction
 from raypipe.artifacts.cut import Cut
@@ -22,7 +22,7 @@ from raypipe.cluster.node_matching import is_cpu_kind
 from raypipe.cluster.session import session
 from raypipe.cluster.slots import NODE_LABEL, DeviceSlot, nodes_called, resource_text, resources_per_device
 from raypipe.config import ScalingConfig, TrainConfig
-from raypipe.data.tokens import TokenDataset
+from raypipe.data.prepare import check_exists
 from raypipe.errors import ConfigError, PlanError
 from raypipe.model import Model
 from raypipe.simulation.cost import StageCost
@@ -116,9 +116,9 @@ def profile_model(
     model = make()
     data, seed, microbatch_size = config.data, config.run.seed, config.schedule.microbatch_size
     if batches is None:
-        # Opened once here: what is wrong with the file shows before actors start.
-        TokenDataset(data.file, sequence_length=data.sequence_length, seed=seed, split="train")
-        batches = TokenSource(path=data.file, sequence_length=data.sequence_length, seed=seed, microbatch_size=microbatch_size)
+        batches = FileSource(path=data.file, sequence_length=data.sequence_length, seed=seed, microbatch_size=microbatch_size)
+        check_exists(data.path, {name for layer in model.layers for name in layer.batch})
+        batches("train")  # what is wrong with the file shows before actors start
     scaling = dataclasses.replace(config.scaling, num_devices=num_at_once)
     by_kind: list[list[list[LayerMeasurement]]] = []
     measured: list[Measured] = []
@@ -212,13 +212,20 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
             working_bytes=layer.working_bytes,
             input_grad_working_bytes=layer.input_grad_working_bytes,
             frozen_bytes=layer.frozen_bytes or None,
+            branch=described.branch,
         )
-        for times, (layer, *others) in zip(_times(measured), zip(*measured, strict=True), strict=True)
+        for times, (layer, *others), described in zip(_times(measured), zip(*measured, strict=True), model.layers, strict=True)
     )
     edges = tuple(dict.fromkeys(model.edges()))  # a layer may take a tensor twice
     named = tuple(NamedEdge(producer=layers[source].name, consumer=layers[target].name) for source, target in edges)
     is_chain = edges == tuple(pairwise(range(len(layers))))
-    return ModelProfile(name=name, microbatch_size=microbatch_size, layers=layers, named_edges=None if is_chain else named)
+    return ModelProfile(
+        name=name,
+        microbatch_size=microbatch_size,
+        layers=layers,
+        named_edges=None if is_chain else named,
+        loss_couples_rows=model.loss_couples_rows or None,
+    )
 
 
 def _tied(model: Model) -> dict[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from raypipe.analysis.idle import Cause, Culprit, Division, Root
-from raypipe.units import counted, ratio
+from raypipe.show.devices import device_labels, device_words
+from raypipe.units import ratio
 
 _WORDS: Mapping[Cause, tuple[str, str]] = {
     Cause.COMPUTE: ("computing", "an Op runs"),
@@ -14,6 +15,7 @@ _WORDS: Mapping[Cause, tuple[str, str]] = {
     Cause.ACTIVATION_TRANSFER: ("activation: on its way", "it waits for an activation that is on its way"),
     Cause.GRADIENT: ("gradient: sender computes", "it waits for a gradient whose sender has not finished"),
     Cause.GRADIENT_TRANSFER: ("gradient: on its way", "it waits for a gradient that is on its way"),
+    Cause.OTHER_BRANCH: ("another branch: it computes", "what it waits for needs an Op of another branch, which has not finished"),
     Cause.COLLECTIVE: ("collective: others compute", "it waits for a norm or sum to which another device has not brought its part"),
     Cause.COLLECTIVE_TRANSFER: ("collective: on its way", "it waits for a norm or sum to which all have brought their parts"),
     Cause.OVERHEAD: ("overhead", "no span explains it: the framework, or the machine"),
@@ -24,31 +26,6 @@ MEANINGS: Mapping[Cause, str] = {cause: meaning for cause, (_, meaning) in _WORD
 
 _MOST_CULPRITS = 3
 _LEAST_SHARE = 0.05
-
-
-def device_words(division: Division, device: int) -> str:
-    """Return a device and its stages, such as `device 2 (stage 2)` or `gpu1 (stages 1 and 5)`."""
-    name, stages = division.trace.devices[device], list(map(str, division.stages[device]))
-    words = f"device {name}" if name.isdigit() else name
-    if not stages:
-        return words
-    if len(stages) > 4:
-        return f"{words} ({counted(len(stages), 'stage')})"
-    listed = " and ".join(part for part in (", ".join(stages[:-1]), stages[-1]) if part)
-    return f"{words} (stage{'s' if len(stages) > 1 else ''} {listed})"
-
-
-def _culprit_words(division: Division, culprit: Culprit) -> str:
-    names = division.trace.devices
-    match culprit.root, culprit.device, culprit.sender:
-        case Root.WORK, int(device), _:
-            return f"{device_words(division, device)} at work"
-        case Root.MESSAGE, int(device), int(sender):
-            return f"messages on their way from {names[sender]} to {names[device]}"
-        case Root.MESSAGE, int(device), None:
-            return f"messages on their way to {names[device]}"
-        case _:
-            return "collectives on their way"
 
 
 def findings(division: Division) -> Iterator[str]:
@@ -64,3 +41,16 @@ def findings(division: Division) -> Iterator[str]:
     roots = f"They trace back to {'; '.join(named)}." if named else "No device or link holds up the others much more than any other."
     share = total_s / (division.trace.makespan_s * len(division.trace.devices))
     yield f"Waits between warm-up and drain take {ratio(share)} of all device time. {roots}"
+
+
+def _culprit_words(division: Division, culprit: Culprit) -> str:
+    labels = device_labels(division.trace.devices, division.stages)
+    match culprit.root, culprit.device, culprit.sender:
+        case Root.WORK, int(device), _:
+            return f"{device_words(division.trace.devices, division.stages)[device]} at work"
+        case Root.MESSAGE, int(device), int(sender):
+            return f"messages on their way from {labels[sender]} to {labels[device]}"
+        case Root.MESSAGE, int(device), None:
+            return f"messages on their way to {labels[device]}"
+        case _:
+            return "collectives on their way"

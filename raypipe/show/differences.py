@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from raypipe.analysis.comparison import ComparedFigure
 from raypipe.artifacts.trace import Source, Trace
 from raypipe.schedules.ir import Op, OpKind
+from raypipe.show.devices import device_words, spoken, stages_of
+from raypipe.show.report import Figure, Report
 from raypipe.units import ratio, seconds, size
 
 _WORDS = {Source.SIMULATED: "predicted", Source.REHEARSED: "rehearsed", Source.MEASURED: "measured"}
 
 
-def differences(first: Trace, second: Trace) -> list[ComparedFigure]:
-    """Compare two traces and the devices of both; the first is `predicted`, the second `measured`."""
+def differences(first: Trace, second: Trace, devices: Sequence[str]) -> list[ComparedFigure]:
+    """Compare two traces and those of their devices that both have; the first is `predicted`, `devices` are names for its own."""
     figures = [
         ("update time", "s", first.update_s, second.update_s),
         ("makespan", "s", first.makespan_s, second.makespan_s),
         ("bubble", "ratio", first.bubble_ratio, second.bubble_ratio),
     ]
-    for device, bare_name in enumerate(first.devices[: len(second.devices)]):
-        name = f"device {bare_name}" if bare_name.isdigit() else bare_name
+    for device, name in enumerate(map(spoken, devices[: len(second.devices)])):
         figures += [
             (f"{name}: busy", "s", first.busy_s[device], second.busy_s[device]),
             (f"{name}: waiting", "s", first.wait_s[device], second.wait_s[device]),
@@ -34,8 +35,48 @@ def differences(first: Trace, second: Trace) -> list[ComparedFigure]:
     return [ComparedFigure(*figure, spread=0.0) for figure in figures]
 
 
+def difference_reports(first: Trace, second: Trace) -> list[Report]:
+    """Return a row for each difference, with devices in words; names are JSON keys."""
+    headings = ("figure", *names(first, second), "difference" if first.source is second.source else "error")
+    labelled = differences(first, second, device_words(first.devices, stages_of(first)))
+    return [
+        _report(figure, label.name, ("first", "second"), headings)
+        for figure, label in zip(differences(first, second, first.devices), labelled, strict=True)
+    ]
+
+
+def prediction_report(figure: ComparedFigure, label: str, *, measured: str = "measured") -> Report:
+    """Return a row for a predicted and a measured figure; `measured` is a heading, names are JSON keys."""
+    spread = Figure("spread", figure.spread, "spread", _TEXTS[figure.unit])
+    return _report(figure, label, ("predicted", "measured"), ("figure", "predicted", measured, "error"), spread)
+
+
+_TEXTS: Mapping[str, Callable[[float], str]] = {"s": seconds, "bytes": size, "ratio": ratio}
+
+
+def _report(figure: ComparedFigure, label: str, keys: tuple[str, str], headings: Sequence[str], *more: Figure) -> Report:
+    text = _TEXTS[figure.unit]
+    return Report(
+        Figure("name", figure.name),
+        Figure("unit", figure.unit),
+        Figure("", label, headings[0]),
+        Figure(keys[0], figure.predicted, headings[1], text),
+        Figure(keys[1], figure.measured, headings[2], text),
+        *more,
+        Figure("error", figure.error, headings[3], lambda _: _error_text(figure)),
+    )
+
+
+def _error_text(figure: ComparedFigure) -> str:
+    # Ratios differ by points; other figures relatively, unless the second is nothing.
+    # Adding zero makes -0.0 positive.
+    if not figure.is_amount:
+        return f"{round(100 * figure.error, 1) + 0.0:+.1f} points"
+    return f"{round(figure.error, 3) + 0.0:+.1%}" if figure.measured or not figure.predicted else "-"
+
+
 class OpDifference(NamedTuple):
-    """Median duration in two traces of a slot, or of `num_slots` slots of one kind and stage; `ops` are of one of these."""
+    """Median durations in two traces of one slot, or of `num_slots` slots of one kind and stage, with the `ops` of the first."""
 
     device: int
     ops: tuple[Op, ...]
@@ -78,21 +119,3 @@ def kind_text(ops: Sequence[Op]) -> str:
 def names(first: Trace, second: Trace) -> tuple[str, str]:
     """Return the sources of two traces, or `first` and `second` for equal sources."""
     return ("first", "second") if first.source is second.source else (_WORDS[first.source], _WORDS[second.source])
-
-
-def header(first: Trace, second: Trace) -> tuple[str, ...]:
-    """Return the headings of `rows`."""
-    return "figure", *names(first, second), "difference" if first.source is second.source else "error"
-
-
-def rows(figures: Sequence[ComparedFigure]) -> list[tuple[str, ...]]:
-    """Return the figures as texts; differences of ratios are in points, others relative."""
-    show = {"s": seconds, "bytes": size, "ratio": ratio}
-    return [(each.name, *(show[each.unit](value) for value in (each.predicted, each.measured)), _error(each)) for each in figures]
-
-
-def _error(figure: ComparedFigure) -> str:
-    if not figure.is_amount:
-        return f"{100 * figure.error:+.1f} points"
-    # Adding zero makes -0.0 positive.
-    return f"{round(figure.error, 3) + 0.0:+.1%}" if figure.measured or not figure.predicted else "-"

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from raypipe.artifacts.trace import Span, SpanKind, Trace
-from raypipe.schedules.ir import Op
+from raypipe.show.branches import branch_words
+from raypipe.show.devices import labels_of
 from raypipe.show.labels import KIND_NAMES, Label, Labels, colour, pipeline_words
 from raypipe.units import number, seconds, ticks, time_unit
 
@@ -29,6 +30,7 @@ class _Scale:
     columns_per_s: float
     num_columns: int
     band: int  # columns of one line; a longer trace goes on below
+    room: int  # columns that a line may have
 
     def column(self, time_s: float) -> int:
         return min(round(time_s * self.columns_per_s), self.num_columns)
@@ -43,7 +45,7 @@ def timed_grids(traces: Sequence[Trace], *, width: int) -> tuple[Text, ...]:
     """Draw traces on one time axis."""
     makespan_s = max(trace.makespan_s for trace in traces)
     drawn = [_Drawn(trace) for trace in traces]
-    head = max((len(name) for trace in traces for name in trace.devices[:_MOST_ROWS]), default=0)
+    head = max((len(name) for each in drawn for name in each.devices), default=0)
     timed = [each for each in drawn if any(each.rows)]
     if not timed:
         return tuple(Text("no Op takes any time") for _ in traces)
@@ -55,6 +57,7 @@ class _Drawn:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.labels = Labels(trace)
+        self.devices = labels_of(trace)[:_MOST_ROWS]
         rows = trace.by_device[:_MOST_ROWS]
         self.rows = [[span for span in row if span.kind is SpanKind.COMPUTE and span.end_s > max(span.start_s, 0.0)] for row in rows]
 
@@ -63,7 +66,7 @@ def _grid(drawn: _Drawn, scale: _Scale, *, head: int, makespan_s: float) -> Text
     trace, labels = drawn.trace, drawn.labels
     if not any(drawn.rows):
         return Text("no Op takes any time")
-    lines = [_Line(name, scale, row, labels, trace.makespan_s) for name, row in zip(trace.devices, drawn.rows, strict=False)]
+    lines = [_Line(name, scale, row, labels, trace.makespan_s) for name, row in zip(drawn.devices, drawn.rows, strict=True)]
     out = Text()
     for start in range(0, scale.column(trace.makespan_s), scale.band):
         for line in lines:
@@ -86,22 +89,32 @@ class _Line:
                 self.hidden += 1
                 continue
             self.text.append("." * (first - at), style="dim")
-            for text, op in self._cell(labels.of(span), end - first):
-                self.text.append(text, style=f"black on {colour(op.kind, op.pipeline)}")
+            for text, part in self._cell(labels.of(span), end - first):
+                ground = colour(part.ops[0].kind, part.ops[0].pipeline)
+                if part.branch is None:
+                    self.text.append(text, style=f"black on {ground}")
+                    continue
+                lead, letter, rest = text.rpartition(part.branch.letter)
+                self.text.append(lead, style=f"black on {ground}")
+                self.text.append(letter, style=f"bold white on {part.branch.colour}")
+                # Without room for the letter, the kind has the branch's colour.
+                self.text.append(rest, style=f"black on {ground}" if letter else f"bold {part.branch.colour} on {ground}")
             at = end
         self.text.append("." * (scale.column(end_s) - at), style="dim")
 
-    def _cell(self, parts: Sequence[Label], width: int) -> Iterator[tuple[str, Op]]:
+    def _cell(self, parts: Sequence[Label], width: int) -> Iterator[tuple[str, Label]]:
         texts = _joined([part.text for part in parts])
         if sum(map(len, texts)) > width:
             self.unlabelled += 1
             # The kinds alone, without stage and index; of Ops that overlap the first one's where there is no more room.
             kinds = [str(part.ops[0].kind) for part in parts]
-            texts = next((short for short in (_joined(kinds), kinds) if sum(map(len, short)) <= width), kinds[:1])
+            marked = [f"{part.branch.letter if part.branch else ''}{kind}" for part, kind in zip(parts, kinds, strict=True)]
+            shorter = (_joined(marked), _joined(kinds), kinds)
+            texts = next((short for short in shorter if sum(map(len, short)) <= width), kinds[:1])
         rest = width - sum(map(len, texts))
         if rest:  # the blank keeps apart what colour does not
             texts[-1] += "-" * (rest - 1) + " "
-        return ((text, part.ops[0]) for text, part in zip(texts, parts, strict=False))
+        return zip(texts, parts, strict=False)
 
 
 def _joined(texts: list[str]) -> list[str]:
@@ -126,11 +139,11 @@ def _scale(drawn: Sequence[_Drawn], *, makespan_s: float, columns: int) -> _Scal
         needed = math.ceil(makespan_s * columns_per_s - 1e-6)
         band = min(needed, max(columns // columns_a_unit, 1) * columns_a_unit)
         if math.ceil(needed / band) * (num_rows + 1) <= _MOST_LINES:
-            fitting.append(_Scale(columns_per_s, needed, band))
+            fitting.append(_Scale(columns_per_s, needed, band, columns))
     in_one_band = [scale for scale in fitting if scale.num_columns == scale.band]
-    if any(each.labels.with_stage for each in drawn):
+    if any(each.labels.with_stage or each.labels.branches for each in drawn):
         in_one_band = [scale for scale in in_one_band if scale is fitting[0]]  # 0F00F1 is hard to read, F0F1 is not
-    return (in_one_band or fitting or [_Scale(columns / makespan_s, columns, columns)])[0]
+    return (in_one_band or fitting or [_Scale(columns / makespan_s, columns, columns, columns)])[0]
 
 
 def _common_unit(durations: Sequence[float]) -> float:
@@ -151,19 +164,22 @@ def _ruler(scale: _Scale, makespan_s: float, start: int) -> str:
     end = min(start + scale.band, scale.num_columns)
     line = ""
     for tick in ticks(makespan_s / size, max(scale.num_columns // 8, 2)):
-        at = round(tick * size * scale.columns_per_s) - start
-        if len(line) + bool(line) <= at <= end - start:
-            line = line.ljust(at) + number(tick)
+        at, text = round(tick * size * scale.columns_per_s) - start, number(tick)
+        if len(line) + bool(line) <= at <= min(end - start, scale.room - len(f"{text} {name}")):
+            line = line.ljust(at) + text
     return f"{line} {name}"
 
 
 def _notes(trace: Trace, lines: Sequence[_Line], labels: Labels, scale: _Scale) -> Iterator[str]:
     words = (*(f"{kind} {KIND_NAMES[kind]}" for kind in labels.kinds), ". waiting", pipeline_words(labels.num_pipelines))
     yield ", ".join(filter(None, words))
+    if labels.branches:
+        marked = [f"{branch.letter} {branch_words(branch, [trace])}" for branch in labels.branches.values()]
+        yield ", ".join([*marked, *(["no letter: where branches meet"] if labels.has_unmarked else [])])
     if unlabelled := sum(line.unlabelled for line in lines):
         column = seconds(1 / scale.columns_per_s)
-        yield f"{unlabelled} Ops are too short for their label at {column} a column; an SVG shows more (-o FILE.svg)"
+        yield f"{unlabelled} Ops are too short for their label at {column} a column; see -o FILE.svg"
     if hidden := sum(line.hidden for line in lines):
         yield f"{hidden} Ops are too short to be seen"
     if left_out := len(trace.devices) - len(lines):
-        yield f"{left_out} more devices are left out; an SVG shows more (-o FILE.svg)"
+        yield f"{left_out} more devices are left out; see -o FILE.svg"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from raypipe.artifacts.trace import Span, Trace
 from raypipe.schedules.ir import Op, OpKind
+from raypipe.show.branches import Branch, branches_of
 
 COLOURS: Mapping[OpKind, str] = {
     OpKind.FORWARD: "#7fb2e5",
@@ -18,7 +19,6 @@ COLOURS: Mapping[OpKind, str] = {
     OpKind.UPDATE: "#b08a78",
     OpKind.REDUCE: "#e59ab8",
     OpKind.PUBLISH: "#d6d06a",
-    OpKind.EXCHANGE: "#6cc4bd",
 }
 
 KIND_NAMES: Mapping[OpKind, str] = {
@@ -43,31 +43,45 @@ def pipeline_words(num_pipelines: int) -> str:
 
 
 class Label(NamedTuple):
-    """Neighbors in a slot of one kind, stage and pipeline: `F3`, `F3@1` for pipeline 1, `F0+2` for two microbatches, `F0.1` for a part."""
+    """Neighbors in a slot of one kind, stage and pipeline: `F3`, `F3@1` for pipeline 1, `F0+2` for two microbatches, `F0.1` for a part.
+
+    The letter of the branch, if any, comes first: `aF3`.
+    """
 
     ops: tuple[Op, ...]
     text: str
+    branch: Branch | None = None
 
 
 class Labels:
-    """Labels of the Ops that take time; `with_stage` where a device holds several stages of one pipeline."""
+    """Labels of the Ops of `drawn`, by default the first trace, that suit all traces.
 
-    def __init__(self, *traces: Trace) -> None:
+    Attributes:
+        with_stage: Whether a device holds several stages of one pipeline and branch.
+        branches: Branches of all traces, by name.
+        has_unmarked: Whether a stage that takes time is of no branch, though others are.
+    """
+
+    def __init__(self, *traces: Trace, drawn: Trace | None = None) -> None:
+        self.branches = branches_of(traces)
+        self._drawn = drawn or traces[0]
         self._known: dict[tuple[Op, ...], tuple[Label, ...]] = {}
         seen: set[OpKind] = set()
-        held: dict[tuple[int, int, int], set[int]] = {}
+        held: dict[tuple[int, int, int, str], set[int]] = {}
         self._num_parts: dict[tuple[OpKind, int, int, int], int] = {}
         for number, trace in enumerate(traces):
             for span in trace.spans:
                 if span.end_s > span.start_s:
                     for op in span.ops:
                         seen.add(op.kind)
-                        held.setdefault((number, span.device, op.pipeline), set()).add(op.stage)
+                        branch = trace.branch(op.stage)
+                        held.setdefault((number, span.device, op.pipeline, branch), set()).add(op.stage)
                         if op.part:
                             self._num_parts[op[:4]] = max(self._num_parts.get(op[:4], 0), op.part)
         self.with_stage = any(len(stages) > 1 for stages in held.values())
         self.kinds = tuple(kind for kind in OpKind if kind in seen)
-        self.num_pipelines = max((pipeline + 1 for _, _, pipeline in held), default=1)
+        self.num_pipelines = max((pipeline + 1 for _, _, pipeline, _ in held), default=1)
+        self.has_unmarked = any(not branch and traces[number].branches for number, _, _, branch in held)
 
     def of(self, span: Span) -> tuple[Label, ...]:
         """Return a label for each group of like Ops."""
@@ -82,7 +96,9 @@ class Labels:
             work = str(index)  # all its parts
         else:
             work = "+".join(f"{op.index}.{op.part}" if op.part else str(op.index) for op in ops)
-        return Label(ops, f"{stage if self.with_stage else ''}{kind}{work}{f'@{pipeline}' if pipeline else ''}")
+        branch = self.branches.get(self._drawn.branch(stage))
+        text = f"{stage if self.with_stage else ''}{kind}{work}{f'@{pipeline}' if pipeline else ''}"
+        return Label(ops, f"{branch.letter}{text}" if branch else text, branch)
 
     def text(self, span: Span) -> str:
         """Return `F3`, `0F3` with the stage, or `F3&B1` where Ops overlap."""

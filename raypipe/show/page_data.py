@@ -11,7 +11,7 @@ from raypipe.analysis.idle import Cause, Division
 from raypipe.artifacts.trace import SpanItem, SpanKind, Trace, item_text
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Direction, Message
-from raypipe.show.causes import MEANINGS, NAMES, device_words
+from raypipe.show.causes import MEANINGS, NAMES
 from raypipe.show.labels import KIND_NAMES, Labels, colour
 from raypipe.show.view import View, has_memory
 
@@ -25,13 +25,14 @@ def page_data(views: Sequence[View]) -> str:
         "with_stage": labels.with_stage,
         "kinds": {str(kind): {"name": KIND_NAMES[kind], "colour": colour(kind), "odd": colour(kind, 1)} for kind in OpKind},
         "causes": [{"key": str(cause), "name": NAMES[cause], "meaning": MEANINGS[cause]} for cause in Cause],
-        "traces": [_trace_data(view) for view in views],
+        "branches": [{"letter": branch.letter, "name": branch.name, "colour": branch.colour} for branch in labels.branches.values()],
+        "traces": [_trace_data(view, labels) for view in views],
     }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _trace_data(view: View) -> dict[str, Any]:
+def _trace_data(view: View, labels: Labels) -> dict[str, Any]:
     trace, division = view.trace, view.division
     ticks = _Ticks(trace)
     incoming: list[list[tuple[int, int, str, int]]] = [[] for _ in trace.devices]
@@ -46,8 +47,9 @@ def _trace_data(view: View) -> dict[str, Any]:
         "tick_s": ticks.tick_s,
         "end": ticks.of(trace.makespan_s),
         "updates": [ticks.of(end_s) for end_s in trace.update_ends_s],
-        "devices": list(trace.devices),
-        "words": [device_words(division, device) for device in range(len(trace.devices))],
+        "devices": view.labels,
+        "branches": [labels.branches[name].number if name else -1 for name in trace.branches],
+        "words": view.device_words,
         "bubbles": [round(bubble, 6) for bubble in trace.device_bubble_ratios],
         "rows": [_row_data(division, device, ticks) for device in range(len(trace.devices))],
         "messages": [_message_data(sorted(row)) for row in incoming],

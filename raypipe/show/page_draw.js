@@ -29,6 +29,8 @@ function readTheme() {
   });
 }
 
+const STRIPE = 0.2; // of an Op, in the colour of its branch
+
 // Pipelines of odd numbers are lighter, the later stages of a device darker.
 function colourOf(kind, pipeline, shade, shades) {
   const key = `${kind} ${pipeline % 2} ${shade} ${shades}`;
@@ -211,7 +213,7 @@ function drawOps(paint, trace, pieces, y, high) {
     const length = pieces.time[i + 1] - pieces.time[i];
     if (length * scale >= LEAST_PIXELS) {
       flush();
-      drawPiece(paint, pieces, i, y, high, length * scale);
+      drawPiece(paint, trace, pieces, i, y, high, length * scale);
       continue;
     }
     if (!total) begin = pieces.time[i];
@@ -226,7 +228,7 @@ function drawOps(paint, trace, pieces, y, high) {
   if (trace.updates.length > 1) for (const end of trace.updates) paint.fillRect(Math.round(xOf(end)) - 1, y - 1, 1, high + 2);
 }
 
-function drawPiece(paint, pieces, i, y, high, width) {
+function drawPiece(paint, trace, pieces, i, y, high, width) {
   const x = xOf(pieces.time[i]);
   paint.globalAlpha = lit < 0 || isOf(pieces, i, lit) ? 1 : pieces.cause[i] ? 0.45 : 0.22;
   if (pieces.cause[i]) {
@@ -236,16 +238,22 @@ function drawPiece(paint, pieces, i, y, high, width) {
   }
   const shown = width > 3 ? width - 1 : width * 0.85;
   const parts = partsOf(pieces.name[i]);
-  parts.forEach(({ kind, index, pipeline, texts }, part) => {
+  parts.forEach(({ kind, stage, index, pipeline, texts }, part) => {
     const top = y + (part * high) / parts.length, tall = high / parts.length;
     paint.fillStyle = colourOf(kind, pipeline, pieces.shade[i], pieces.shades);
     paint.fillRect(x, top, shown, tall);
+    const branch = branchOf(trace, stage);
+    if (branch) {
+      paint.fillStyle = branch.colour;
+      paint.fillRect(x, top, shown, tall * STRIPE);
+    }
     const from = Math.max(x, layout.left), to = Math.min(x + shown, layout.left + layout.pixels);
     if (to - from < 9 || tall < 9) return;
     paint.font = `${tall >= 15 ? 11 : 9}px ${FONT}`;
-    const spare = "8".repeat(Math.max(mostDigits - String(index).length, 0)); // neighbours are labelled all or none
-    const text = texts.find((words) => paint.measureText(words + spare).width + 3 <= to - from);
-    if (text) write(paint, text, (from + to) / 2, top + tall / 2 + 0.5, paint.font, "center", 300, "#111");
+    const spare = "8".repeat(Math.max(mostDigits - String(index).length, 0)); // neighbors are labelled all or none
+    const marked = branch ? [...texts.slice(0, -1).map((words) => branch.letter + words), ...texts.slice(-1)] : texts;
+    const text = marked.find((words) => paint.measureText(words + spare).width + 3 <= to - from);
+    if (text) write(paint, text, (from + to) / 2, top + (tall * (branch ? 1 + STRIPE : 1)) / 2 + 0.5, paint.font, "center", 300, "#111");
   });
 }
 
@@ -262,7 +270,7 @@ function partsOf(name) {
       const { stage, kind, index, pipeline } = ops[0];
       const work = ops.map((op) => (op.part ? `${op.index}.${op.part}` : op.index)).join("+");
       const whole = `${data.with_stage ? stage : ""}${kind}${work}`;
-      return { kind, index, pipeline, texts: [...(pipeline ? [`${whole}@${pipeline}`] : []), whole, work] };
+      return { kind, stage, index, pipeline, texts: [...(pipeline ? [`${whole}@${pipeline}`] : []), whole, work] };
     }));
   }
   return knownParts.get(name);

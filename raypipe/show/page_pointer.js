@@ -80,7 +80,8 @@ function opLines(trace, device, pieces, i, where) {
   const ops = opsOf(pieces.name[i]);
   const kindOf = (op) => data.kinds[op.kind].name;
   const facts = (op) => [
-    ["stage", op.stage], [isPerUpdate(op) ? "update" : "microbatch", op.index], ...(op.pipeline ? [["pipeline", op.pipeline]] : []),
+    ["stage", op.stage], ...(branchOf(trace, op.stage) ? [["branch", branchOf(trace, op.stage).name]] : []),
+    [isPerUpdate(op) ? "update" : "microbatch", op.index], ...(op.pipeline ? [["pipeline", op.pipeline]] : []),
   ];
   const of = ops.length > 1 ? ops.map((op) => [kindOf(op), facts(op).flat().join(" ")]) : facts(ops[0]);
   return [

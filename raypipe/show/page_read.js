@@ -1,6 +1,6 @@
 
 "use strict";
-// Reads what the timeline shows, and has words for times and sizes. page.py says what the data are; page.js follows this file.
+// Reads what the timeline shows, and has words for times and sizes. page_data.py says what the data are; page_draw.js follows this file.
 
 const element = (id) => document.getElementById(id);
 const data = JSON.parse(element("data").textContent);
@@ -17,6 +17,7 @@ const opsOf = (name) =>
   [...name.matchAll(/(\d+)([A-Z])(\d+)(?:\.(\d+))?(?:@(\d+))?/g)].map(([text, stage, kind, index, part, pipeline]) => ({
     text, stage: +stage, kind, index: +index, part: +(part || 0), pipeline: +(pipeline || 0),
   }));
+const branchOf = (trace, stage) => data.branches[trace.branches[stage] ?? -1];
 const isPerUpdate = (op) => "UGP".includes(op.kind);
 
 function messageOf(name) {
@@ -30,8 +31,9 @@ function messageOf(name) {
 const valueAt = (column, position) => (Array.isArray(column) ? column[position] : column);
 
 // The pieces of a device: piece i lasts from time[i] to time[i + 1]. Its group is the kind of its Op, or its cause behind all
-// kinds; its shade tells the stages of the device apart.
-function readRow(row, tick) {
+// kinds; its shade tells the stages of the device and of one branch apart.
+function readRow(trace, row) {
+  const tick = trace.tick_s;
   const count = row.length.length;
   const pieces = {
     count, name: row.name, time: new Float64Array(count + 1), cause: new Uint8Array(count), group: new Uint8Array(count),
@@ -59,9 +61,9 @@ function readRow(row, tick) {
       pieces.several.set(i, microbatches);
     }
     pieces.group[i] = KINDS.indexOf(ops[0].kind);
-    const holder = `${ops[0].pipeline}/${ops[0].stage}`;
-    if (!holders.has(holder)) holders.set(holder, { number: holders.size, pipeline: ops[0].pipeline });
-    pieces.shade[i] = [...holders.values()].filter((one) => one.pipeline === ops[0].pipeline).indexOf(holders.get(holder));
+    const holder = `${ops[0].pipeline}/${ops[0].stage}`, side = `${ops[0].pipeline}/${trace.branches[ops[0].stage] ?? -1}`;
+    if (!holders.has(holder)) holders.set(holder, { number: holders.size, side });
+    pieces.shade[i] = [...holders.values()].filter((one) => one.side === side).indexOf(holders.get(holder));
   }
   pieces.shades = Math.max(...pieces.shade, 0) + 1;
   return pieces;
@@ -91,7 +93,7 @@ const traces = data.traces.map((trace) => ({
   ...trace,
   end: trace.end * trace.tick_s,
   updates: trace.updates.map((update) => update * trace.tick_s),
-  rows: trace.rows.map((row) => readRow(row, trace.tick_s)),
+  rows: trace.rows.map((row) => readRow(trace, row)),
   messages: trace.messages.map((row) => readMessages(row, trace.tick_s)),
   memory: trace.memory.map((row) => readMemory(row, trace.tick_s)),
 }));
@@ -121,7 +123,7 @@ function inUnits(seconds, [name, size], digits) {
   return `${Number((seconds / size).toPrecision(digits))} ${name}`;
 }
 const duration = (seconds) => inUnits(seconds, unitOf(seconds), 4);
-const moment = (seconds) => inUnits(seconds, unitOf(END), 7); // exact enough to tell neighbours apart
+const moment = (seconds) => inUnits(seconds, unitOf(END), 7); // exact enough to tell neighbors apart
 function amount(bytes) {
   const power = bytes >= 1 ? Math.min(Math.floor(Math.log10(bytes * 1.0005) / 3), 5) : 0;
   return `${Number((bytes / 1000 ** power).toPrecision(3))} ${["B", "kB", "MB", "GB", "TB", "PB"][power]}`;

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypipe.artifacts.trace import item_text
-from raypipe.show.causes import MEANINGS, device_words
+from raypipe.show.causes import MEANINGS
 from raypipe.show.differences import kind_differences, kind_text, op_differences
 from raypipe.show.svg_document import escape
-from raypipe.show.view import CAUSES, View, part_s, part_words, parts_of
+from raypipe.show.view import View, parts_of
 from raypipe.units import counted, ratio, seconds, time_unit
 
 _OPEN_ROWS = 24
@@ -28,16 +28,16 @@ def idle_table(views: Sequence[View]) -> Iterator[str]:
     for device in range(max(len(view.trace.devices) for view in views)):
         present = [view for view in views if device < len(view.trace.devices)]
         for view in present:
-            texts = [device_words(view.division, device) if view is present[0] else "", *([view.word] if is_pair else [])]
+            texts = [view.device_words[device] if view is present[0] else "", *([view.word] if is_pair else [])]
             whole_s = 0.0 if is_pair else view.trace.makespan_s
-            cells = [unit.cell(part_s(view, device, part), whole_s=whole_s) for part in parts]
+            cells = [unit.cell(part.seconds(view, device), whole_s=whole_s) for part in parts]
             lines.append(_row(texts, [*cells, ratio(view.trace.device_bubble_ratios[device])], first=view is present[0]))
         if len(present) == 2:
-            deltas = [unit.cell(part_s(views[1], device, part) - part_s(views[0], device, part), sign="+") for part in parts]
+            deltas = [unit.cell(part.seconds(views[1], device) - part.seconds(views[0], device), sign="+") for part in parts]
             bubble = views[1].trace.device_bubble_ratios[device] - views[0].trace.device_bubble_ratios[device]
-            lines.append(_row(["", "difference"], [*deltas, f"{100 * bubble:+.1f} points"], first=False, soft=True))
-    head = ["device", *(["trace"] if is_pair else []), *(part_words(part) for part in parts), "bubble"]
-    hints = {part_words(part): MEANINGS[CAUSES[part]] for part in parts if part in CAUSES}
+            lines.append(_row(["", "difference"], [*deltas, f"{round(100 * bubble, 1) + 0.0:+.1f} points"], first=False, soft=True))
+    head = ["device", *(["trace"] if is_pair else []), *(part.words for part in parts), "bubble"]
+    hints = {part.words: MEANINGS[part.cause] for part in parts if part.cause}
     more = f"; the difference is {views[1].word} less {views[0].word}" if is_pair else ", and its share of the window"
     caption = f"Time of each device in {unit.name}{more}"
     yield from _folded(caption, head, lines, hints, num_text=len(views), is_open=len(lines) <= _OPEN_ROWS)
@@ -108,7 +108,7 @@ def comparison_tables(first: View, second: View) -> Iterator[str]:
     for caption, slots, text, most in tables if differing else ():
         lines = [
             _row(
-                [device_words(first.division, op.device), text(op.ops)],
+                [first.device_words[op.device], text(op.ops)],
                 [seconds(op.first_s), seconds(op.second_s), *_changed(op.first_s, op.second_s)],
             )
             for op in slots[:most]
@@ -134,7 +134,7 @@ def wait_tables(views: Sequence[View]) -> Iterator[str]:
         whole_s = view.trace.makespan_s
         lines = [
             _row(
-                [device_words(division, wait.device), device_words(division, wait.peer)],
+                [view.device_words[wait.device], view.device_words[wait.peer]],
                 [seconds(wait.wait_s), ratio(wait.wait_s / whole_s)],
             )
             for wait in division.waits[:_MOST_WAITS]

@@ -19,7 +19,7 @@ class Figure:
 
     Attributes:
         name: Key in the JSON document; empty if only the terminal shows the figure.
-        value: A list for the rows of a table, a report where the document nests.
+        value: A list for the rows of a table; a report, or a list of them, where the document nests.
         label: Word in a sentence or heading of a column; empty if only the document holds the figure.
     """
 
@@ -41,11 +41,7 @@ class Report:
 
     def document(self) -> dict[str, Any]:
         """Return the JSON object."""
-        return {
-            figure.name: figure.value.document() if isinstance(figure.value, Report) else figure.value
-            for figure in self.figures
-            if figure.name
-        }
+        return {figure.name: _document(figure.value) for figure in self.figures if figure.name}
 
     def silent(self) -> Iterator[Figure]:
         """Yield the figures without labels, for the document only."""
@@ -72,11 +68,24 @@ class Report:
         return FittedTable([figure.label for figure in columns], zip(*texts, strict=True), left=left, title=title)
 
 
+def _document(value: Any) -> Any:
+    if isinstance(value, Report):
+        return value.document()
+    return list(map(_document, value)) if isinstance(value, list) else value
+
+
 def rows_table(reports: Sequence[Report], *, left: int = 1, title: str | None = None) -> FittedTable:
     """Return a row for each report, with `-` for figures that it lacks."""
     rows = [report.cells() for report in reports]
     columns = max((list(row) for row in rows), key=len, default=[])
     return FittedTable(columns, ([row.get(column, "-") for column in columns] for row in rows), left=left, title=title)
+
+
+def columns_table(reports: Sequence[Report]) -> FittedTable:
+    """Return a column for each report, headed by its first figure; all have the same figures."""
+    labels = reports[0].cells()
+    heading, *rows = zip(labels, *(report.cells().values() for report in reports), strict=True)
+    return FittedTable(heading, rows)
 
 
 class FittedTable:
@@ -110,8 +119,10 @@ class FittedTable:
 
     def _table(self, group: Sequence[int], *, title: str | None) -> Table:
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold", title=title, title_justify="left")
+        num_lines = max(self.columns[at].count("\n") for at in group)
         for at in group:
-            table.add_column(self.columns[at], justify="left" if at < self.left else "right", overflow="fold", vertical="bottom")
+            heading = "\n" * (num_lines - self.columns[at].count("\n")) + self.columns[at]
+            table.add_column(heading, justify="left" if at < self.left else "right", overflow="fold")
         for row in self.rows[:MOST_ROWS]:
             table.add_row(*(row[at] for at in group))
         if len(self.rows) > MOST_ROWS:

@@ -12,10 +12,11 @@ from raypipe.show.traces import require_finite
 from raypipe.units import number, ratio, seconds
 
 LEGEND = (
-    "in flight, weight copies: the most that a device holds, from the least to the most loaded device;",
-    "  1 is one stage where each device has one, so that schedules with smaller stages compare",
-    "messages: sent for one update, and by the busiest device; volume: 1 is that of one stage a device",
-    "over bound: time of an update over the least that any order of these stages could take",
+    "over bound: steady update over the least that any order of the stages takes",
+    "in flight, weight copies: the most that a device holds, least to most loaded;",
+    "  1 is a stage where each device has one, so that smaller stages compare",
+    "messages: of an update, and those of the device that sends most;",
+    "  volume: of all, 1 is one stage a device",
 )
 
 
@@ -37,10 +38,10 @@ def schedule_report(figures: ScheduleFigures, metrics: ScheduleMetrics | None = 
         Figure("weight_rule", str(schedule.weight_rule)),
         Figure("makespan_s", trace.makespan_s, "makespan", seconds),
         Figure("bubble_ratio", trace.bubble_ratio, "bubble", ratio),
-        Figure("steady_update_s", figures.steady_update_s, "update far from the ends", seconds),
+        Figure("steady_update_s", figures.steady_update_s, "steady update", seconds),
         Figure("max_mismatch", known.max_mismatch, "mismatch"),
         Figure("max_delay", known.max_delay, "delay"),
-        Figure("mean_delay", known.mean_delay, "mean delay", "{:.2g}".format),
+        Figure("mean_delay", known.mean_delay, "mean delay" if known.max_delay else "", "{:.2g}".format),
         Figure("", list(trace.devices), "device"),
         Figure("", [" ".join(map(str, sorted(held))) for held in stages], "stages"),
         Figure("busy_s", list(trace.busy_s), "busy", seconds),
@@ -58,19 +59,20 @@ def comparison_report(compared: ComparedSchedule) -> Report:
     return Report(
         *schedule_report(figures, known).silent(),
         Figure("schedule", compared.name, "schedule"),
-        Figure("num_stages", schedule.num_stages, "stages"),
-        Figure("num_pipelines", len(schedule.pipelines), "pipe-\nlines"),
         Figure("makespan_s", trace.makespan_s, "makespan", seconds),
         Figure("steady_update_s", figures.steady_update_s, "steady\nupdate", seconds),
         Figure("bubble_ratio", trace.bubble_ratio, "bubble", ratio),
         Figure("over_lower_bound", compared.over_lower_bound, "over\nbound", "x{:.2f}".format),
+        Figure("max_mismatch", known.max_mismatch, "mis-\nmatch"),
+        Figure("max_delay", known.max_delay, "delay"),
         Figure("peak_in_flight_shares", tuple(held * compared.share for held in known.peak_in_flight), "in flight", _range),
+        # A terminal of 80 columns goes on here with a second table.
         Figure("weight_copies_shares", tuple(copies * compared.share for copies in known.weight_copies), "weight\ncopies", _range),
+        Figure("num_stages", schedule.num_stages, "stages"),
+        Figure("num_pipelines", len(schedule.pipelines), "pipe-\nlines"),
         Figure("messages_per_update", sum(compared.num_messages), "messages", number),
         Figure("max_device_messages_per_update", max(compared.num_messages), "most\nsent", number),
         Figure("relative_message_volume", compared.message_volume, "volume", "{:.2f}".format),
-        Figure("max_mismatch", known.max_mismatch, "mis-\nmatch"),
-        Figure("max_delay", known.max_delay, "delay"),
         Figure("lower_bound_s", compared.lower_bound_s),
     )
 

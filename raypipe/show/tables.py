@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from raypipe.artifacts.plan import Plan, Predicted
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Link, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, SharedLink
 from raypipe.schedules.passes import recomputed_stages
 from raypipe.show.report import Figure, FittedTable, Report, rows_table
 from raypipe.simulation.plan_cost import plan_cost
@@ -55,6 +56,7 @@ def _stage_document(plan: Plan, stage: int) -> dict[str, object]:
         "layers": list(plan.stages[stage]),
         "devices": [[replica.device for replica in replicas] for replicas in workers],
         "shares": [[replica.share for replica in replicas] for replicas in workers],
+        **({"branch": plan.branches[stage]} if plan.branches else {}),
     }
 
 
@@ -70,13 +72,18 @@ def stage_table(plan: Plan) -> FittedTable:
             rows.append(
                 Report(
                     Figure("", stage, "stage"),
-                    *([Figure("", at, "pipeline")] if has_several else []),
-                    Figure("", f"{layers[0]} .. {layers[-1]} ({len(layers)})" if len(layers) > 1 else layers[0], "layers"),
-                    Figure("", " ".join(devices), "devices (share of the rows)"),
-                    Figure("", max(peaks[replica.device] for replica in replicas), "peak memory", size),
+                    *([Figure("", at, "pipe-\nline")] if has_several else []),
+                    *_branch_figure(plan, stage),
+                    Figure("", layers, "layers", _range),
+                    Figure("", " ".join(devices), "devices\n(share of the rows)"),
+                    Figure("", max(peaks[replica.device] for replica in replicas), "peak\nmemory", size),
                 )
             )
-    return rows_table(rows, left=3 + has_several)
+    return rows_table(rows, left=3 + has_several + bool(plan.branches))
+
+
+def _branch_figure(plan: Plan, stage: int) -> list[Figure]:
+    return [Figure("", plan.branches[stage] or None, "branch")] if plan.branches else []
 
 
 def plan_table(plan: Plan) -> FittedTable:
@@ -87,38 +94,55 @@ def plan_table(plan: Plan) -> FittedTable:
         workers = sorted({pipeline[stage] for pipeline in plan.schedule.pipelines})
         devices = [device for worker in workers for device, _ in plan.placement.workers[worker]]
         times = cost.stages[devices[0], stage]
-        rows.append((
-            str(stage),
-            _several([plan.devices[device] for device in devices]),
-            _several(layers),
-            seconds(times.forward_s),
-            seconds(times.backward_s),
-            size(times.parameter_bytes),
-        ))
-    return FittedTable(("stage", "devices", "layers", "forward", "backward", "parameters"), rows, left=3)
+        rows.append(
+            Report(
+                Figure("", stage, "stage"),
+                *_branch_figure(plan, stage),
+                Figure("", tuple(plan.devices[device] for device in devices), "devices", _several),
+                Figure("", layers, "layers", _range),
+                Figure("", times.forward_s, "forward", seconds),
+                Figure("", times.backward_s, "backward", seconds),
+                Figure("", times.parameter_bytes, "para-\nmeters", size),
+            )
+        )
+    return rows_table(rows, left=3 + bool(plan.branches))
 
 
-def _several(names: Sequence[str]) -> str:
-    return " ".join(names) if len(names) <= 4 else f"{names[0]} .. {names[-1]} ({len(names)})"
+def _several(names: Sequence[str], most: int = 4) -> str:
+    return " ".join(names) if len(names) <= most else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+_range = partial(_several, most=2)  # of names in a row
+
+
+def topology_report(topology: ClusterTopology) -> Report:
+    """Return the figures of a topology, with a report for each node; names are JSON keys."""
+    return Report(
+        Figure("name", topology.name),
+        Figure("num_nodes", len(topology.nodes), "nodes"),
+        Figure("num_devices", topology.num_devices, "devices"),
+        Figure("nodes", list(map(_node_report, topology.nodes))),
+        Figure("num_links", len(topology.links), "links"),
+        Figure("num_shared_links", len(topology.shared_links), "shared links"),
+    )
+
+
+def _node_report(node: Node) -> Report:
+    memory = sorted({device.memory_bytes for device in node.devices if device.memory_bytes is not None})
+    return Report(
+        Figure("name", node.name, "node"),
+        Figure("devices", tuple(device.name for device in node.devices), "devices", _range),
+        Figure("", " ".join(sorted({device.kind for device in node.devices})), "kind"),
+        Figure("", _span(list(map(size, memory))), "memory\neach"),
+        Figure("", _span(list(map(number, sorted({device.speed for device in node.devices})))), "speed"),
+        Figure("", node.cores, "cores\nshared"),
+        Figure("", link_words(node.link) if node.link else "the default", "link between\ndevices"),
+    )
 
 
 def node_table(topology: ClusterTopology) -> FittedTable:
     """Return a row for each node."""
-    rows = []
-    for node in topology.nodes:
-        kinds = sorted({device.kind for device in node.devices})
-        memory = sorted({device.memory_bytes for device in node.devices if device.memory_bytes is not None})
-        speeds = sorted({device.speed for device in node.devices})
-        rows.append((
-            node.name,
-            _several([device.name for device in node.devices]),
-            " ".join(kinds),
-            _span([size(held) for held in memory]),
-            _span([number(speed) for speed in speeds]),
-            str(node.cores or "-"),
-            link_words(node.link) if node.link else "the default",
-        ))
-    return FittedTable(("node", "devices", "kind", "memory each", "speed", "cores shared", "link between devices"), rows, left=3)
+    return rows_table(list(map(_node_report, topology.nodes)), left=3)
 
 
 def _span(words: Sequence[str]) -> str:
@@ -143,11 +167,10 @@ def shared_words(shared: SharedLink) -> str:
 
 def link_table(topology: ClusterTopology) -> FittedTable:
     """Return a row for each link, the default last."""
-    rows = [(link_ends(link), link_words(link)) for link in topology.links]
-    rows += [(shared_words(shared), link_words(shared)) for shared in topology.shared_links]
-    if topology.default_link:
-        rows.append(("any other pair", link_words(topology.default_link)))
-    return FittedTable(("link", "bandwidth, latency"), rows)
+    links: list[tuple[str, Link | NodeLink | SharedLink]] = [(link_ends(link), link) for link in topology.links]
+    links += [(shared_words(shared), shared) for shared in topology.shared_links]
+    links += [("any other pair", topology.default_link)] if topology.default_link else []
+    return rows_table([Report(Figure("", ends, "link"), Figure("", link, "bandwidth, latency", link_words)) for ends, link in links])
 
 
 _LAYER_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
@@ -158,6 +181,17 @@ _LAYER_COLUMNS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "saved_bytes": ("saved", size),
     "parameter_bytes": ("parameters", size),
 }
+
+
+def profile_report(profile: ModelProfile) -> Report:
+    """Return the sums of a profile; names are JSON keys."""
+    summed = ("forward_s", "backward_s", "weight_grad_s", "parameter_bytes", "saved_bytes")
+    return Report(
+        Figure("name", profile.name),
+        Figure("microbatch_size", profile.microbatch_size),
+        Figure("num_layers", profile.num_layers, "layers"),
+        *(Figure(name, sum(getattr(layer, name) for layer in profile.layers), *_LAYER_COLUMNS[name]) for name in summed),
+    )
 
 
 def layer_report(layer: LayerProfile, *more: Figure, bar: str | None = None) -> Report:

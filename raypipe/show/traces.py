@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from raypipe.analysis.comparison import ComparedFigure
 from raypipe.analysis.idle import IDLE, Cause, Division
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
 from raypipe.errors import InputError
-from raypipe.show.report import Figure, FittedTable, Report
+from raypipe.show.devices import device_labels, labels_of
+from raypipe.show.report import Figure, Report
 from raypipe.units import ratio, seconds, size
 
 
@@ -29,12 +29,14 @@ def trace_report(trace: Trace, memory_bytes: Sequence[int | None] = ()) -> Repor
         Figure("update_s", trace.update_s, "update", seconds),
         Figure("bubble_ratio", trace.bubble_ratio, "bubble", ratio),
         Figure("makespan_s", trace.makespan_s, "makespan", seconds),
-        Figure("devices", list(trace.devices), "device"),
+        Figure("devices", list(trace.devices)),
+        Figure("", labels_of(trace), "device"),
         Figure("busy_s", list(trace.busy_s), "busy", seconds),
         Figure("wait_s", list(trace.wait_s), "waiting", seconds),
         Figure("device_bubble_ratios", list(trace.device_bubble_ratios), "bubble", ratio),
         Figure("span_s", list(trace.span_s)),
         Figure("peak_memory_bytes", list(trace.peak_memory_bytes)),
+        Figure("branches", list(trace.branches)),
         *([Figure("", peaks, "peak memory")] if peaks else []),
     )
 
@@ -57,13 +59,14 @@ def require_finite(trace: Trace) -> None:
 
 
 _IDLE_COLUMNS: Mapping[str, Sequence[Cause]] = {
-    "computing": [Cause.COMPUTE],
-    "warm-up": [Cause.WARM_UP],
-    "activation": [Cause.ACTIVATION],
-    "gradient": [Cause.GRADIENT],
-    "collective": [Cause.COLLECTIVE],
-    "transfer": [cause for cause in Cause if cause.is_transfer],
-    "overhead": [Cause.OVERHEAD],
+    "comput-\ning": [Cause.COMPUTE],
+    "warm-\nup": [Cause.WARM_UP],
+    "acti-\nvation": [Cause.ACTIVATION],
+    "gra-\ndient": [Cause.GRADIENT],
+    "another\nbranch": [Cause.OTHER_BRANCH],
+    "collec-\ntive": [Cause.COLLECTIVE],
+    "trans-\nfer": [cause for cause in Cause if cause.is_transfer],
+    "over-\nhead": [Cause.OVERHEAD],
     "drain": [Cause.DRAIN],
 }
 _LEAST_SHARE = 0.0005
@@ -77,31 +80,18 @@ def idle_report(division: Division) -> Report:
         for name, causes in _IDLE_COLUMNS.items()
     }
     kinds = sorted({kind for row in division.compute_s for kind in row})
-    names = division.trace.devices
-    longest = {wait.device: names[wait.peer] for wait in reversed(division.waits)}  # the last to be set is the longest
+    labels = device_labels(division.trace.devices, division.stages)
+    longest = {wait.device: labels[wait.peer] for wait in reversed(division.waits)}  # the last to be set is the longest
     return Report(
         Figure("compute_s", {kind: [row.get(kind, 0.0) for row in division.compute_s] for kind in kinds}),
         Figure("causes_s", {str(cause): [row.get(cause, 0.0) for row in division.by_cause_s] for cause in IDLE}),
         Figure("waits", [dict(zip(("device", "for", "wait_s"), wait, strict=True)) for wait in division.waits]),
         Figure("traced_back", [dict(zip(("to", "device", "sender", "wait_s"), culprit, strict=True)) for culprit in division.culprits]),
-        Figure("", list(names), "device"),
+        Figure("", labels, "device"),
         *(
             Figure("", shares, name, ratio)
             for name, shares in columns.items()
-            if name == "computing" or any(share >= _LEAST_SHARE for share in shares)
+            if Cause.COMPUTE in _IDLE_COLUMNS[name] or any(share >= _LEAST_SHARE for share in shares)
         ),
-        Figure("", [longest.get(device) for device in range(len(names))], "waits for"),
+        Figure("", [longest.get(device) for device in range(len(labels))], "waits for"),
     )
-
-
-_FIGURE_TEXTS: Mapping[str, Callable[[float], str]] = {"s": "{:.4f} s".format, "bytes": size, "ratio": ratio}
-
-
-def comparison_table(figures: Iterable[ComparedFigure], *, measured: str = "measured", title: str | None = None) -> FittedTable:
-    """Return predicted against measured figures; `measured` is a heading."""
-    rows = []
-    for figure in figures:
-        text = _FIGURE_TEXTS[figure.unit]
-        error = ("" if figure.error < 0 else "+") + ratio(figure.error) + ("" if figure.is_amount else " points")
-        rows.append((figure.name, *map(text, (figure.predicted, figure.measured, figure.spread)), error))
-    return FittedTable(("figure", "predicted", measured, "spread", "error"), rows, title=title)

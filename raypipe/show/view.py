@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from raypipe.analysis.idle import IDLE, Cause, Division, divide
-from raypipe.artifacts.trace import Trace
+from raypipe.artifacts.trace import SpanKind, Trace
 from raypipe.schedules.ir import OpKind
 from raypipe.show.causes import NAMES
+from raypipe.show.devices import device_labels, device_words
 from raypipe.show.differences import names
 from raypipe.show.labels import KIND_NAMES
-
-CAUSES: Mapping[str, Cause] = {str(cause): cause for cause in IDLE}
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,16 @@ class View:
         """Trace that was divided."""
         return self.division.trace
 
+    @cached_property
+    def labels(self) -> list[str]:
+        """Short names of the devices."""
+        return device_labels(self.trace.devices, self.division.stages)
+
+    @cached_property
+    def device_words(self) -> list[str]:
+        """Devices with their stages."""
+        return device_words(self.trace.devices, self.division.stages)
+
 
 def views_of(traces: Sequence[Trace]) -> list[View]:
     """Divide one trace, or two."""
@@ -36,25 +46,42 @@ def views_of(traces: Sequence[Trace]) -> list[View]:
     return [View(word, divide(trace), count) for word, trace, count in zip(words, traces, counts, strict=True)]
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a device's time: Ops of a kind, or of kinds that overlap (`F&B`), or idleness of a cause."""
+
+    key: str
+    cause: Cause | None = None
+
+    @property
+    def fills(self) -> list[str]:
+        """Kinds or cause."""
+        return [self.key] if self.cause else self.key.split("&")
+
+    @property
+    def words(self) -> str:
+        """Name of the cause, or of the kinds."""
+        return NAMES[self.cause] if self.cause else " and ".join(KIND_NAMES[OpKind(kind)] for kind in self.fills)
+
+    def seconds(self, view: View, device: int) -> float:
+        """Return how long the part takes on a device."""
+        division = view.division
+        return division.by_cause_s[device].get(self.cause, 0.0) if self.cause else division.compute_s[device].get(self.key, 0.0)
+
+
+def parts_of(views: Sequence[View]) -> list[Part]:
+    """Return kinds of Ops, then causes."""
+    kinds = {kind for view in views for row in view.division.compute_s for kind in row}
+    causes = [cause for cause in IDLE if any(row.get(cause) for view in views for row in view.division.by_cause_s)]
+    in_order = sorted(kinds, key=lambda kind: ("&" in kind, list(OpKind).index(OpKind(kind[0]))))
+    return [*map(Part, in_order), *(Part(str(cause), cause) for cause in causes)]
+
+
 def has_memory(trace: Trace) -> bool:
     """Return whether memory over time is known."""
     return any(len(steps) > 1 for steps in trace.memory) and max(trace.peak_memory_bytes) > 0
 
 
-def parts_of(views: Sequence[View]) -> list[str]:
-    """Return kinds of Ops, then causes."""
-    kinds = {kind for view in views for row in view.division.compute_s for kind in row}
-    causes = [cause for cause in IDLE if any(row.get(cause) for view in views for row in view.division.by_cause_s)]
-    return [*sorted(kinds, key=lambda kind: ("&" in kind, list(OpKind).index(OpKind(kind[0])))), *map(str, causes)]
-
-
-def part_s(view: View, device: int, part: str) -> float:
-    """Return a device's seconds in a part."""
-    if part in CAUSES:
-        return view.division.by_cause_s[device].get(CAUSES[part], 0.0)
-    return view.division.compute_s[device].get(part, 0.0)
-
-
-def part_words(part: str) -> str:
-    """Return the name of a part."""
-    return NAMES[CAUSES[part]] if part in CAUSES else " and ".join(KIND_NAMES[OpKind(kind)] for kind in part.split("&"))
+def has_messages(trace: Trace) -> bool:
+    """Return whether it is known when messages were on their way."""
+    return any(span.kind is SpanKind.TRANSFER for span in trace.spans)

@@ -26,11 +26,11 @@ class StageCost:
         forward_s: Seconds of F and of R.
         weight_grad_s: Seconds of W; I takes the rest of the backward.
         saved_bytes: Activations held from F to the end of B, or of I where the backward is split.
-        weight_grad_saved_bytes: Part of these that is held until the end of W.
+        weight_grad_saved_bytes: Part of `saved_bytes` that is held until the end of W.
         low_precision_bytes: Half-length copies of weights that one version computes with.
-        kept_bytes: Part of the saved activations that is held from F to R; `None` where there is no R.
-        gradient_bytes: Held from the first backward of an update to its U.
-        working_bytes: Bytes beyond the saved ones while F, B, W or R runs.
+        kept_bytes: Part of `saved_bytes` that is held from F to R; `None` where there is no R.
+        gradient_bytes: Gradients of the weights, held from the first backward of an update to its U.
+        working_bytes: Bytes beyond `saved_bytes` while F, B, W or R runs.
     """
 
     forward_s: float
@@ -56,7 +56,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class SharedCompute:
-    """Devices that are slowed in proportion while more of them compute than there are cores."""
+    """Devices that share cores: while more devices compute than there are cores, all slow down in proportion."""
 
     devices: tuple[int, ...]
     cores: int

@@ -22,7 +22,7 @@ def standing_bytes(cost: Cost, device: int) -> int:
 
     In low precision a version is the copy alone; the weight is held once, as frozen weights are.
     """
-    stages = [stage for (holder, _), stage in cost.stages.items() if holder == device]
+    stages = [stage for (owner, _), stage in cost.stages.items() if owner == device]
     version_bytes = sum(stage.trained_bytes - stage.low_precision_bytes for stage in stages)
     copied_bytes = sum(2 * stage.low_precision_bytes + stage.frozen_bytes for stage in stages)
     versions = cost.weight_versions.get(device, 1.0)
@@ -108,8 +108,8 @@ class _GradientBytes:
     """Gradients of a device's stages, and vectors of its collectives."""
 
     def __init__(self, cost: Cost, device: int, microbatches_per_update: int) -> None:
-        self.gradient_bytes = {stage: stage_cost.gradient_bytes for (holder, stage), stage_cost in cost.stages.items() if holder == device}
-        self.weight_bytes = {stage: stage_cost.trained_bytes for (holder, stage), stage_cost in cost.stages.items() if holder == device}
+        self.gradient_bytes = {stage: stage_cost.gradient_bytes for (owner, stage), stage_cost in cost.stages.items() if owner == device}
+        self.weight_bytes = {stage: stage_cost.trained_bytes for (owner, stage), stage_cost in cost.stages.items() if owner == device}
         self.microbatches_per_update = microbatches_per_update
         self.held: set[tuple[int, int]] = set()
         """Stages and updates whose gradients exist."""

@@ -22,14 +22,24 @@ GRADIENT_BYTES_PER_PARAMETER_BYTE = 1.0  # Gradients alone.
 
 
 def equal_stages(
-    schedule: Schedule, *, forward_s: float = 1.0, backward_s: float = 2.0, weight_grad_s: float = 1.0, latency_s: float = 0.0
+    schedule: Schedule,
+    *,
+    forward_s: float = 1.0,
+    backward_s: float = 2.0,
+    weight_grad_s: float = 1.0,
+    latency_s: float = 0.0,
+    work: Sequence[float] = (),
 ) -> Cost:
-    """Return the cost of equal stages, one device per worker, and a pure delay between any two devices."""
-    stage = StageCost(forward_s, backward_s, weight_grad_s)
+    """Return the cost of stages, one device per worker, and a pure delay between any two devices.
+
+    Stages are equal, or take `work` times as long.
+    """
+    works = work or (1.0,) * schedule.num_stages
+    stages = [StageCost(forward_s * each, backward_s * each, weight_grad_s * each) for each in works]
     local, remote = Path(0.0, float("inf"), ()), Path(latency_s, float("inf"), ())
     return Cost(
         devices=tuple(map(str, range(schedule.num_workers))),
-        stages={(worker, number): stage for workers in schedule.pipelines for number, worker in enumerate(workers)},
+        stages={(worker, number): stages[number] for workers in schedule.pipelines for number, worker in enumerate(workers)},
         edge_bytes={},
         path=lambda source, target: local if source == target else remote,
     )

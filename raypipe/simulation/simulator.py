@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from operator import attrgetter
@@ -115,7 +115,9 @@ def simulate(plan: Plan | str | os.PathLike[str], *, topology: ClusterTopology |
         plan = Plan.load(plan)
     if topology is not None:
         plan = plan.on(topology if isinstance(topology, ClusterTopology) else ClusterTopology.load(topology))
-    return simulate_programs(lower(plan.schedule, plan.placement), plan_cost(plan), name=plan.name, num_updates=plan.schedule.num_updates)
+    programs = lower(plan.schedule, plan.placement)
+    trace = simulate_programs(programs, plan_cost(plan), name=plan.name, num_updates=plan.schedule.num_updates)
+    return replace(trace, branches=plan.branches)
 
 
 def simulate_programs(programs: Sequence[DeviceProgram], cost: Cost, *, name: str, num_updates: int = 1, with_memory: bool = True) -> Trace:

@@ -19,18 +19,21 @@ from raypipe.cluster.discovery import find_slots, planned_slots
 from raypipe.cluster.node_matching import num_slots
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.window import WindowResult
-from raypipe.config import TrainConfig
+from raypipe.config import AUTO, TrainConfig
 from raypipe.errors import ConfigError, InputError, PlanError
 from raypipe.model import Model
 from raypipe.network.estimate import NetworkEstimate
+from raypipe.planning.branches import placed_stages
 from raypipe.planning.choices import Choice
 from raypipe.planning.cluster_state import ClusterState
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.plan import bound_s
-from raypipe.planning.problem import Problem
+from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.replanning import ConcurrencyPolicy, Decision
 from raypipe.schedule_registry import spec
+from raypipe.schedules.families import branch_aware
+from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.metrics import metrics as facts_of
 from raypipe.schedules.passes import one_of_repeated, recomputed_stages
@@ -40,6 +43,7 @@ from raypipe.training.record import RunRecord
 from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import sharded
 from raypipe.training.strategy import Measure, Strategy
+from raypipe.units import counted
 
 _LOG = logging.getLogger("raypipe.training.adaptive")
 
@@ -76,10 +80,16 @@ class AdaptiveStrategy(Strategy):
         self._warming_up = True  # memory and connections are set up in the first window of a choice
         for name in config.adaptation.schedules:
             spec(name)
+        if start is None and config.schedule.name == branch_aware.NAME and len(model.branches()) < 2:
+            raise PlanError(
+                f"schedule.name {branch_aware.NAME}: the model's layers name {counted(len(model.branches()), 'branch')}; "
+                "name two or more by Layer(..., branch=NAME), or choose another schedule"
+            )
         for section, names in (("scaling", ("layers_per_stage",)), ("schedule", ("num_chunks", "num_pipelines", "max_in_flight"))):
             for name in names if start is None else ():
                 if getattr(getattr(config, section), name):
-                    raise ConfigError(f"{section}.{name}: schedule.name auto chooses that, too; leave it out, or name a schedule")
+                    chosen = config.schedule.name
+                    raise ConfigError(f"{section}.{name}: schedule.name {chosen} chooses that, too; leave it out, or name another schedule")
 
     @property
     def stages(self) -> list[tuple[int, ...]]:
@@ -132,6 +142,8 @@ class AdaptiveStrategy(Strategy):
             topology = run_topology(self.config, coordinator, notice, num_devices=scaling.num_devices)
             self._launched = tuple(device.name for device in topology.devices)[: scaling.num_devices]
         topology = topology.only(self._launched)
+        # A plan's profile may be older than what the model says.
+        profile = dataclasses.replace(profile, loss_couples_rows=self.model.loss_couples_rows or None)
         self._follow_links(coordinator, topology, notice)
         self._speeds = ObservedSpeeds(profile)
         self.policy = self._policy(profile, topology)
@@ -189,9 +201,9 @@ class AdaptiveStrategy(Strategy):
         warming_up, self._warming_up = self._warming_up, False
         if warming_up or result.num_updates != self.window_sizes[-1]:
             return None
-        settled = self._speeds.settled
+        was_scaled = self._speeds.is_scaled
         self._speeds.observe(dataclasses.replace(result.trace, devices=self.plan.devices), self._expected, self.plan.cut.stages)
-        if not settled:
+        if not was_scaled:
             self._expected = self._expect()
         topology = self.policy.planner.problem.topology
         if self._nodes is not None:
@@ -209,7 +221,7 @@ class AdaptiveStrategy(Strategy):
             notice(f"the nodes of the topology {topology.name!r} are not those of the cluster: link speeds are not followed")
 
     def _expect(self) -> Trace:
-        return simulate(dataclasses.replace(self.plan, profile=self._speeds.profile, topology=self.policy.planner.problem.topology))
+        return simulate(dataclasses.replace(self.plan, profile=self._speeds.first, topology=self.policy.planner.problem.topology))
 
     def _policy(self, profile: ModelProfile, topology: ClusterTopology) -> ConcurrencyPolicy:
         config = self.config
@@ -232,9 +244,10 @@ class AdaptiveStrategy(Strategy):
         )
         rows = super().num_validation_microbatches * schedule.microbatch_size
         divisions = _divisions(schedule.num_microbatches, schedule.microbatch_size) if self.can_divide else ()
+        named = () if self.start is not None or schedule.name == AUTO else (schedule.name,)
         return ConcurrencyPolicy(
             problem,
-            schedules=adaptation.schedules,
+            schedules=adaptation.schedules or named,
             divisions=[division for division in divisions if rows % division[1] == 0],  # every evaluation has the same rows
             least_gain=adaptation.least_gain,
             horizon_updates=adaptation.horizon_updates,
@@ -308,10 +321,12 @@ class Adaptation:
 def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | None) -> Choice:
     number = {device.name: position for position, device in enumerate(policy.planner.problem.topology.devices)}
     workers = tuple(tuple(number[replica.device] for replica in replicas) for replicas in plan.workers)
-    cuts = (*(layers[0] for layers in plan.cut.stages), len(plan.profile.layers))
-    recomputed = tuple(sorted(recomputed_stages(plan.schedule)))
     division = (plan.schedule.num_microbatches, plan.microbatch_size)
     rows = tuple(tuple(round(replica.share * plan.microbatch_size) for replica in replicas) for replicas in plan.workers)
+    recomputed = tuple(sorted(recomputed_stages(plan.schedule)))
+    if plan.schedule.name == branch_aware.NAME:
+        return _branch_choice(plan, policy, division, workers, rows, recomputed)
+    cuts = (*(layers[0] for layers in plan.cut.stages), len(plan.profile.layers))
     if any(list(layers) != list(range(layers[0], layers[0] + len(layers))) for layers in plan.cut.stages):
         raise ConfigError("adaptation.enabled: a stage of the plan is not of consecutive layers; leave adaptation or the plan out")
     configured = None if max_in_flight is None else int(max_in_flight)
@@ -333,6 +348,32 @@ def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | 
         f"adaptation.enabled: a run cannot begin with the order {plan.schedule.name!r}, which has no generator of its size; "
         "begin with another, or leave adaptation out"
     )
+
+
+def _branch_choice(
+    plan: Plan,
+    policy: ConcurrencyPolicy,
+    division: tuple[int, int],
+    workers: tuple[Devices, ...],
+    rows: tuple[tuple[int, ...], ...],
+    recomputed: tuple[int, ...],
+) -> Choice:
+    schedule = plan.schedule
+    computed = [op for op, _ in schedule.ops() if not op.kind.per_update]
+    evaluator = policy.planner.evaluator_of(Choice(*division, Layout((), workers), rows))
+    layout = placed_stages(
+        evaluator,
+        workers,
+        plan.cut.stages,
+        schedule.pipelines[0],
+        num_parts=max(1, *(op.part for op in computed)),
+        split=any(op.kind is OpKind.INPUT_GRADIENT for op in computed),
+        recomputed=recomputed,
+    )
+    assert layout is not None, "a plan is refused before if several devices take a loss that couples rows"
+    choice = Choice(*division, layout, rows)
+    evaluator.schedules.register(evaluator.problem, layout, one_of_repeated(schedule) or schedule)
+    return choice
 
 
 def _divisions(num_microbatches: int, microbatch_size: int) -> Iterator[tuple[int, int]]:

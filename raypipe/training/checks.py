@@ -16,7 +16,10 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cluster.node_matching import is_gpu
 from raypipe.config import ScalingConfig, ScheduleConfig, TrainConfig
-from raypipe.errors import ConfigError, PlanError
+from raypipe.data.fields import FieldDataset, holds_fields
+from raypipe.data.prepare import check_exists
+from raypipe.data.tokens import TokenDataset
+from raypipe.errors import ConfigError, PlanError, suggestion
 from raypipe.model import Model
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Placement, lower
@@ -25,6 +28,7 @@ from raypipe.schedules.passes import one_of_repeated
 from raypipe.training.run_cluster import Notice
 from raypipe.training.run_folder import RunFolder
 
+_NUM_BYTES = 256
 _ROW_TOLERANCE = 1e-6
 # Shares are read as fractions with at most this denominator: 0.3333 in a file is not a third, 1 / 3 in a program is.
 _MOST_PARTS = 1000
@@ -87,12 +91,15 @@ def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: in
         InputError: The order is not executable, or cuts a row.
     """
     check_rows(placement, microbatch_size)
-    check_executable(schedule)
+    check_executable(schedule, placement)
     if not any(op.part for op, _ in schedule.ops()):
         return
     for program in lower(schedule, placement):
         if any(abs(end * microbatch_size - round(end * microbatch_size)) > _ROW_TOLERANCE for rows in program.row_ranges for end in rows):
-            raise PlanError(f"the order {schedule.name!r} cuts microbatches of {microbatch_size} rows into parts that are no whole rows")
+            raise PlanError(
+                f"device {program.device} works on a share of a part that is no whole rows: the order {schedule.name!r} divides "
+                f"microbatches of {microbatch_size} rows; use larger microbatches, fewer parts or fewer replicas"
+            )
 
 
 def least_rows(boundaries: Iterable[float], *, most: int) -> int:
@@ -169,6 +176,38 @@ def with_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
     )
 
 
+def check_data(config: TrainConfig, model: Model, *, vocabulary_size: object) -> int:
+    """Refuse a file of data that model and configuration do not fit; return how many tokens a row counts for (1 if it has none).
+
+    Raises:
+        InputError: The file cannot be read, lacks a split or a field, or has more tokens than `vocabulary_size`.
+    """
+    data, splits = config.data, ("train", "validation") if config.data.num_validation_microbatches else ("train",)
+    check_exists(data.path, {name for layer in model.layers for name in layer.batch})
+    if holds_fields(data.path):
+        for split in splits:
+            fields = FieldDataset(data.path, seed=0, split=split).fields
+        for layer in model.layers:
+            for name in layer.batch:
+                if name not in fields:
+                    near = suggestion(name, fields)
+                    raise ConfigError(f"layer {layer.name!r} takes the field {name!r}{near}; {data.path} has {', '.join(fields)}")
+        if config.run.sample_bytes:
+            raise ConfigError(f"run.sample_bytes needs a file of tokens, {data.path} holds named fields; set it to 0")
+        return 1
+    for split in splits:
+        tokens = TokenDataset(data.path, sequence_length=data.sequence_length, seed=0, split=split)
+    if isinstance(vocabulary_size, int) and vocabulary_size < tokens.vocabulary_size:
+        raise ConfigError(
+            f"model.options.vocabulary_size is {vocabulary_size}, {data.path} has {tokens.vocabulary_size} different tokens; set it to that"
+        )
+    if config.run.sample_bytes and tokens.vocabulary_size != _NUM_BYTES:
+        raise ConfigError(
+            f"run.sample_bytes needs tokens that are bytes, {data.path} has {tokens.vocabulary_size} different ones; set it to 0"
+        )
+    return data.sequence_length
+
+
 def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, notice: Notice) -> Checkpoint:
     """Return the newest checkpoint of a run's folder.
 
@@ -196,6 +235,12 @@ def checkpoint_to_resume(folder: RunFolder, config: TrainConfig, model: Model, n
         raise ConfigError(
             f"{checkpoint.path} is of a run with {old_rows} rows an update, got {new_rows}; choose schedule.num_microbatches and "
             f"schedule.microbatch_size with the product {old_rows}"
+        )
+    old_size, new_size = before.schedule.microbatch_size, config.schedule.microbatch_size
+    if model.loss_couples_rows and old_size != new_size:
+        raise ConfigError(
+            f"{checkpoint.path} is of a run with schedule.microbatch_size={old_size}, got {new_size}; the loss of the model couples the "
+            f"rows of a microbatch, so that this would change its value: set it to {old_size}"
         )
     if config.data.path and before.data.sequence_length != config.data.sequence_length:
         raise ConfigError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from raypipe.actors.execution.batches import FixedBatch, TokenSource
+from raypipe.actors.execution.batches import FileSource, FixedBatch
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.orders import BatchFunction, BuildOrder
@@ -18,13 +18,12 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.config import AUTO, OptimizerName, TrainConfig
-from raypipe.data.tokens import TokenDataset
-from raypipe.errors import ConfigError
 from raypipe.model import Model
 from raypipe.profiling.profiler import model_profile
+from raypipe.schedules.families import branch_aware
 from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
-from raypipe.training.checks import check_staleness, checkpoint_to_resume
+from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume
 from raypipe.training.record import RunRecord, write_report
 from raypipe.training.result import Listener, Result
 from raypipe.training.run_cluster import stage_actors
@@ -33,8 +32,7 @@ from raypipe.training.strategy import NamedStrategy, PlannedStrategy, Strategy
 from raypipe.units import counted
 from raypipe.user_code import keyword, make_model
 
-# Generation of text: size of the vocabulary, and the byte that ends a document and pads short contexts.
-_NUM_BYTES = 256
+# Generation of text: the byte that ends a document and pads short contexts.
 _SENTINEL = 0
 _TEMPERATURE = 0.7
 
@@ -66,13 +64,14 @@ class Fit:
         folder = RunFolder.latest(config.run.storage_path, config.run.name) if resume else None
         self.resumed = checkpoint_to_resume(folder, config, self.model, listener.notice) if folder else None
         self.first_update = self.resumed.index.update if self.resumed else 0
-        self.strategy = _strategy(config, self.model, plan, window_sizes={size for _, size in _windows(config, self.first_update)})
+        self.strategy = run_strategy(config, self.model, plan, window_sizes={size for _, size in _windows(config, self.first_update)})
+        tokens_per_row = 1
         if config.data.path:
-            _check_tokens(config, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
+            tokens_per_row = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
         self.folder = folder or RunFolder.create(config.run.storage_path, config.run.name)
         if self.resumed is None:
             self.folder.begin(config)
-        self.record = RunRecord(config, self.folder, listener)
+        self.record = RunRecord(config, self.folder, listener, tokens_per_row=tokens_per_row)
         self.coordinator: Coordinator
         self.adaptation: Adaptation | None = None
         self.checkpoint: Checkpoint
@@ -161,7 +160,7 @@ class Fit:
 
     def _build_order(self) -> BuildOrder:
         batches, size = self.batches, self.strategy.microbatch_size
-        if isinstance(batches, TokenSource):
+        if isinstance(batches, FileSource):
             batches = dataclasses.replace(batches, microbatch_size=size)
         return BuildOrder(
             model=self.model_function,
@@ -242,17 +241,18 @@ class Fit:
         return text
 
 
-def _strategy(config: TrainConfig, model: Model, plan: Plan | None, *, window_sizes: set[int]) -> Strategy:
+def run_strategy(config: TrainConfig, model: Model, plan: Plan | None, *, window_sizes: set[int]) -> Strategy:
+    """Return how a run divides its work, by its configuration."""
     start: Strategy | None = None
     if plan is not None:
         start = PlannedStrategy(plan, config, model, window_sizes=window_sizes)
-    elif config.schedule.name != AUTO:
+    elif config.schedule.name not in {AUTO, branch_aware.NAME}:
         start = NamedStrategy(config, model, window_sizes=window_sizes)
     if start is not None:
         check_staleness(config, start.schedule)
         if not config.adaptation.enabled:
             return start
-    can_divide = bool(config.data.path) and config.adaptation.divisions
+    can_divide = bool(config.data.path) and config.adaptation.divisions and not model.loss_couples_rows
     return AdaptiveStrategy(config, model, window_sizes=window_sizes, start=start, can_divide=can_divide)
 
 
@@ -265,17 +265,3 @@ def _windows(config: TrainConfig, first: int) -> Iterator[tuple[int, int]]:
         ends += [(first // every + 1) * every for every in intervals if every]
         yield first, min(ends) - first
         first = min(ends)
-
-
-def _check_tokens(config: TrainConfig, *, vocabulary_size: object) -> None:
-    data = config.data
-    for split in ("train", "validation") if data.num_validation_microbatches else ("train",):
-        tokens = TokenDataset(data.path, sequence_length=data.sequence_length, seed=0, split=split)
-    if isinstance(vocabulary_size, int) and vocabulary_size < tokens.vocabulary_size:
-        raise ConfigError(
-            f"model.options.vocabulary_size is {vocabulary_size}, {data.path} has {tokens.vocabulary_size} different tokens; set it to that"
-        )
-    if config.run.sample_bytes and tokens.vocabulary_size != _NUM_BYTES:
-        raise ConfigError(
-            f"run.sample_bytes needs tokens that are bytes, {data.path} has {tokens.vocabulary_size} different ones; set it to 0"
-        )

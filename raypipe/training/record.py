@@ -41,7 +41,7 @@ class Phase:
     def add(self, trace: Trace) -> None:
         """Keep the trace of a window, unless it was a short one."""
         if trace.num_updates == self.predicted.num_updates:
-            self.windows.append(trace)
+            self.windows.append(dataclasses.replace(trace, branches=self.predicted.branches))
 
     @property
     def measured(self) -> list[Trace]:
@@ -77,7 +77,7 @@ def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFig
 class RunRecord:
     """The record of one run, for its `Result`."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener) -> None:
+    def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener, *, tokens_per_row: int) -> None:
         self.config = config
         self.folder = folder
         self.listener = listener
@@ -86,6 +86,7 @@ class RunRecord:
         self.figures: dict[str, float] = {}
         self.phases: list[Phase] = []
         self._metrics: RunMetrics
+        self._tokens_per_row = tokens_per_row
         self._has_diverged = False
 
     def start_metrics(self, run: str) -> None:
@@ -108,8 +109,7 @@ class RunRecord:
         self.losses += losses
         self.phases[-1].add(result.trace)
         config = self.config
-        tokens = config.schedule.num_microbatches * config.schedule.microbatch_size
-        tokens *= config.data.sequence_length if config.data.path else 1
+        tokens = config.schedule.num_microbatches * config.schedule.microbatch_size * self._tokens_per_row
         update_s = result.wall_s / result.num_updates
         speed = {"update_s": update_s, "tokens_per_s": tokens / update_s, "bubble_ratio": result.trace.bubble_ratio}
         self.figures |= speed | {"loss": losses[-1], "updates": first_update + result.num_updates}

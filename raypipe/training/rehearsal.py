@@ -103,6 +103,7 @@ def rehearse(
     programs = executable_programs(schedule, plan.placement)
     scaled = _Scaled(plan, schedule, programs, time_scale=time_scale, byte_scale=byte_scale)
     predicted = simulate_programs(programs, scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False)
+    predicted = dataclasses.replace(predicted, branches=plan.branches)
     actors = stage_actors(
         "rehearse",
         stages=device_stages(schedule, plan.placement),
@@ -120,7 +121,7 @@ def rehearse(
             notice(f"messages between devices: {coordinator.channel_text}")
         for number in range(num_windows + 1):
             result = coordinator.run_window("rehearse", num_updates=schedule.num_updates, first_update=number * schedule.num_updates)
-            trace = dataclasses.replace(result.trace, name=plan.name, source=Source.REHEARSED, memory=())
+            trace = dataclasses.replace(result.trace, name=plan.name, source=Source.REHEARSED, memory=(), branches=plan.branches)
             notice(f"window {number + 1} of {num_windows + 1}: {trace.update_s:.4g} s per update, predicted {predicted.update_s:.4g} s")
             traces.append(trace)
     return Rehearsal(plan, time_scale, byte_scale, predicted, tuple(traces[1:]))

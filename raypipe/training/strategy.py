@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial
 
-from raypipe.actors.execution.programs import check_executable, executable_programs
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.orders import LayerSize
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, Predicted, make_plan
@@ -22,11 +22,11 @@ from raypipe.errors import ConfigError, PlanError, ScheduleError
 from raypipe.model import Model
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules.ir import Schedule
-from raypipe.schedules.lower import DeviceProgram, Placement
+from raypipe.schedules.lower import DeviceProgram, Placement, check_whole_losses
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
 from raypipe.simulation.simulator import simulate
-from raypipe.training.checks import check_alike, check_model, check_rows, check_staleness, least_rows
+from raypipe.training.checks import check_alike, check_model, check_runnable, check_staleness, least_rows
 from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import device_stages, named_schedule, sharded, stage_times, window_of
 
@@ -50,6 +50,9 @@ class Strategy(ABC):
         self.model = model
         self.schedules = dict(schedules)
         self.placement = placement
+        if model.loss_couples_rows:
+            for schedule in self.schedules.values():
+                check_whole_losses(schedule, placement)
 
     @property
     @abstractmethod
@@ -214,10 +217,9 @@ class PlannedStrategy(Strategy):
         self.file_plan = plan
         check_model(plan, model)
         check_alike(plan.topology, plan.devices)
-        check_rows(plan.placement, plan.microbatch_size)
+        check_runnable(plan.schedule, plan.placement, plan.microbatch_size)
         schedules = {size: sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
         super().__init__(config, model, schedules=schedules, placement=plan.placement)
-        check_executable(plan.schedule)  # before anything is started
 
     @property
     def num_slots(self) -> int:

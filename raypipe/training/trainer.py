@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from raypipe.actors.execution.batches import TokenSource
+from raypipe.actors.execution.batches import FileSource
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.orders import BatchFunction
 from raypipe.artifacts.plan import Plan
@@ -51,7 +51,7 @@ class Trainer:
         faults: Failures to inject, for drills.
 
     Raises:
-        ConfigError: There is not exactly one of a token file and `batches`, or a value contradicts the plan.
+        ConfigError: There is not exactly one of a file of data and `batches`, or a value contradicts the plan.
 
     Example:
         Trainer("raypipe.models.gpt:gpt", data_config=DataConfig(path="tokens.parquet")).fit().metrics["loss"]
@@ -94,7 +94,7 @@ class Trainer:
             raise ConfigError("give the trainer either data_config or batches")
         if batches is not None and self.config.data.path:
             raise ConfigError("give the trainer either batches or a data_config with a path; without one it says how long evaluations are")
-        self.batches: BatchFunction = batches or TokenSource(
+        self.batches: BatchFunction = batches or FileSource(
             path=self.config.data.file,
             sequence_length=self.config.data.sequence_length,
             seed=self.config.run.seed,

@@ -115,7 +115,7 @@ def _form(name: str, request: ScheduleRequest, *, flushed: bool) -> Form | None:
 
 def _one_round(depth: int) -> list[list[Op]]:
     """Return each worker's Ops of microbatches 0 to D-1 for F = 1 and B = 2."""
-    line = TimedPipelines(ring(depth, depth // 2), (1.0,) * depth, (2.0,) * depth)
+    line = TimedPipelines.of(ring(depth, depth // 2), ScheduleRequest(depth, 1))
 
     def first_come(at_s: float, op: Op) -> tuple[float, ...]:
         return at_s, op.index >= depth // 2, op.kind is not OpKind.BACKWARD, -op.stage

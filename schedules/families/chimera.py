@@ -45,7 +45,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 
 from raypipe.errors import ScheduleError
@@ -59,7 +60,12 @@ _DEFAULT_PIPELINES = 2
 
 @dataclass(frozen=True)
 class _Form:
-    """Pieces of work in a forward slot (`width`; a backward slot has one) and parts of a microbatch."""
+    """How units are joined.
+
+    Attributes:
+        width: pieces of work in a forward slot; a backward slot has one.
+        num_parts: pieces that a microbatch is divided into.
+    """
 
     name: str
     width: int
@@ -69,21 +75,6 @@ class _Form:
 _DIRECT = _Form("chimera", width=1, num_parts=1)
 _DOUBLING = _Form("chimera-doubling", width=2, num_parts=1)
 _HALVING = _Form("chimera-halving", width=2, num_parts=2)
-
-
-def chimera(request: ScheduleRequest) -> Schedule:
-    """Return units of D microbatches, one directly behind the other."""
-    return _build(_DIRECT, request)
-
-
-def chimera_doubling(request: ScheduleRequest) -> Schedule:
-    """Return units whose forward slots run two microbatches."""
-    return _build(_DOUBLING, request)
-
-
-def chimera_halving(request: ScheduleRequest) -> Schedule:
-    """Return units whose backward slots run half a microbatch."""
-    return _build(_HALVING, request)
 
 
 def _build(form: _Form, request: ScheduleRequest) -> Schedule:
@@ -147,40 +138,36 @@ def _between(request: ScheduleRequest) -> int:
 
 
 SPEC = ScheduleSpec(
-    name="chimera",
-    build=chimera,
+    name=_DIRECT.name,
+    build=partial(_build, _DIRECT),
     title="pipelines in opposite directions fill each other's bubbles",
     paper="Li and Hoefler, SC 2021, arXiv 2107.06925",
     bubble="(2D/N-2)(B+(M/D-1)(B-F)) idle",
     memory="[D-D/N+1, D]",
     mismatch="0",
     delay="0",
-    makespan_s=lambda request, times: _makespan_s(_DIRECT, request, times),
-    peak_in_flight=lambda request, worker: _peak_in_flight(_DIRECT, request, worker),
+    makespan_s=partial(_makespan_s, _DIRECT),
+    peak_in_flight=partial(_peak_in_flight, _DIRECT),
 )
 
-SPEC_DOUBLING = ScheduleSpec(
-    name="chimera-doubling",
-    build=chimera_doubling,
+SPEC_DOUBLING = replace(
+    SPEC,
+    name=_DOUBLING.name,
+    build=partial(_build, _DOUBLING),
     title="chimera with forwards of two microbatches at once",
-    paper="Li and Hoefler, SC 2021, arXiv 2107.06925",
     bubble="(2D/N-2)2F idle if B = 2F",
     memory="[2D-D/N+1, 2D]",
-    mismatch="0",
-    delay="0",
-    makespan_s=lambda request, times: _makespan_s(_DOUBLING, request, times),
-    peak_in_flight=lambda request, worker: _peak_in_flight(_DOUBLING, request, worker),
+    makespan_s=partial(_makespan_s, _DOUBLING),
+    peak_in_flight=partial(_peak_in_flight, _DOUBLING),
 )
 
-SPEC_HALVING = ScheduleSpec(
-    name="chimera-halving",
-    build=chimera_halving,
+SPEC_HALVING = replace(
+    SPEC,
+    name=_HALVING.name,
+    build=partial(_build, _HALVING),
     title="chimera with backwards of half a microbatch at a time",
-    paper="Li and Hoefler, SC 2021, arXiv 2107.06925",
     bubble="(2D/N-2)F idle if B = 2F",
     memory="[D-(D/N-1)/2, D]",
-    mismatch="0",
-    delay="0",
-    makespan_s=lambda request, times: _makespan_s(_HALVING, request, times),
-    peak_in_flight=lambda request, worker: _peak_in_flight(_HALVING, request, worker),
+    makespan_s=partial(_makespan_s, _HALVING),
+    peak_in_flight=partial(_peak_in_flight, _HALVING),
 )

@@ -112,7 +112,7 @@ def _order(device: _Device, distance: int, half: int, num_each: int) -> Iterator
         yield device.forward(1)
     for step in range(num_each - 2 * further - nearer):
         pair = device.forward(0), device.backward(1)
-        # In the middle the first backward waits for a forward of the neighbour that waits for this one.
+        # In the middle the first backward waits for a forward of the neighbor that waits for this one.
         yield from pair if step == further == 0 else (Overlap(pair),)
         yield Overlap((device.forward(1), device.backward(0)))
     for _ in range(further):

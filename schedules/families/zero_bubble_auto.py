@@ -30,17 +30,18 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from raypipe.errors import ScheduleError
 from raypipe.schedules.builders import synchronous
 from raypipe.schedules.families.one_f_one_b import one_f_one_b
 from raypipe.schedules.families.zero_bubble import zb_h1, zb_h2
-from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope
 from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.spec import ScheduleSpec
+from raypipe.schedules.steps import StepRun, run_steps
 
-_F, _I, _W = OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT
+_F, _I, _W = _KINDS = OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT
 
 Order = tuple[tuple[OpKind, ...], ...]
 """The kinds of each worker's Ops; Ops of one kind run in the order of their microbatches."""
@@ -54,6 +55,27 @@ class _Task:
     max_in_flight: float
     weight_grad_share: float
     spans: bool  # the longest span of one worker counts first, else the end of all
+
+    def first_step(self, worker: int, kind: OpKind) -> int:
+        """Return the number of the first microbatch's step."""
+        return (worker * len(_KINDS) + _KINDS.index(kind)) * self.num_microbatches
+
+    @cached_property
+    def step_seconds(self) -> list[float]:
+        """The seconds of each step."""
+        return [_seconds(times)[kind] for times in self.times for kind in _KINDS for _ in range(self.num_microbatches)]
+
+    @cached_property
+    def step_needs(self) -> list[list[tuple[int, float]]]:
+        """The steps of other workers that each step needs, with the latency; `_fits` sees to those of its own worker."""
+        needs = StageGraph.chain(len(self.times)).needs
+        return [
+            [(self.first_step(*other) + microbatch, self.latency_s) for other in others]
+            for stage in range(len(self.times))
+            for kind in _KINDS
+            for others in [[(at, needed) for needed, at in needs[kind, stage] if at != stage]]
+            for microbatch in range(self.num_microbatches)
+        ]
 
 
 def zb_auto(request: ScheduleRequest) -> Schedule:
@@ -155,56 +177,29 @@ def _seconds(times: StageTimes) -> dict[OpKind, float]:
     return {_F: times.forward_s, _I: times.input_grad_s, _W: times.weight_grad_s}
 
 
-@dataclass(frozen=True)
-class _Timing:
-    starts_s: list[list[float]]
-    ends_s: list[float]
-    causes: list[list[tuple[int, int] | None]]  # the (worker, position) that each Op waited for last
-
-    def spans_s(self) -> list[float]:
-        return [end - starts[0] for starts, end in zip(self.starts_s, self.ends_s, strict=True)]
-
-
-def _timed(task: _Task, order: Order) -> _Timing | None:
+def _timed(task: _Task, order: Order) -> StepRun[int] | None:
     """Return the times if each worker starts as soon as it can; `None` if the order hangs."""
-    last = len(order) - 1
-    starts_s: list[list[float]] = [[] for _ in order]
-    causes: list[list[tuple[int, int] | None]] = [[] for _ in order]
-    ends_s = [0.0] * len(order)
-    # For each worker and kind, the end and the position of every Op so far.
-    done: list[dict[OpKind, list[tuple[float, int]]]] = [{_F: [], _I: [], _W: []} for _ in order]
-    ready = list(range(last, -1, -1))
-    while ready:
-        worker = ready.pop()
-        kinds, mine, seconds = order[worker], done[worker], _seconds(task.times[worker])
-        now, first = ends_s[worker], len(starts_s[worker])
-        for position in range(first, len(kinds)):
-            kind = kinds[position]
-            cause = (worker, position - 1) if position else None
-            neighbour = worker - 1 if kind is _F else worker + 1
-            if kind is not _W and 0 <= neighbour <= last:
-                others = done[neighbour][kind]
-                if len(others) <= len(mine[kind]):
-                    break
-                end_s, at = others[len(mine[kind])]
-                if end_s + task.latency_s > now:
-                    now, cause = end_s + task.latency_s, (neighbour, at)
-            starts_s[worker].append(now)
-            causes[worker].append(cause)
-            now += seconds[kind]
-            mine[kind].append((now, position))
-        ends_s[worker] = now
-        if len(starts_s[worker]) > first:
-            ready += [neighbour for neighbour in (worker - 1, worker + 1) if 0 <= neighbour <= last and neighbour not in ready]
-    if any(len(starts) < len(kinds) for starts, kinds in zip(starts_s, order, strict=True)):
-        return None
-    return _Timing(starts_s, ends_s, causes)
+    run = run_steps(_numbered(task, order), seconds=task.step_seconds.__getitem__, needs=task.step_needs.__getitem__)
+    return None if run.stuck else run
 
 
-def _score(task: _Task, timing: _Timing | None) -> tuple[float, float]:
+def _numbered(task: _Task, order: Order) -> list[list[int]]:
+    """Return the steps of an order by number: the Ops of each worker, kind and microbatch in turn."""
+    rows: list[list[int]] = []
+    for worker, kinds in enumerate(order):
+        following = {kind: task.first_step(worker, kind) - 1 for kind in _KINDS}
+        row: list[int] = []
+        for kind in kinds:
+            following[kind] += 1
+            row.append(following[kind])
+        rows.append(row)
+    return rows
+
+
+def _score(task: _Task, timing: StepRun[int] | None) -> tuple[float, float]:
     if timing is None:
         return math.inf, math.inf
-    figures = [float(f"{seconds:.10g}") for seconds in (max(timing.spans_s()), max(timing.ends_s))]  # rounded: sums of seconds compare
+    figures = [float(f"{seconds:.10g}") for seconds in (max(timing.spans_s), max(timing.ends_s))]  # rounded: sums of seconds compare
     return (figures[0], figures[1]) if task.spans else (figures[1], figures[0])
 
 
@@ -307,15 +302,18 @@ def _polished(task: _Task, order: Order) -> Order:
 _MOST_MOVED_OPS = 500_000
 
 
-def _moves(task: _Task, order: Order, timing: _Timing) -> Iterator[tuple[int, tuple[OpKind, ...]]]:
-    lengths = timing.spans_s() if task.spans else timing.ends_s
+def _moves(task: _Task, order: Order, timing: StepRun[int]) -> Iterator[tuple[int, tuple[OpKind, ...]]]:
+    lengths = timing.spans_s if task.spans else timing.ends_s
     worker = lengths.index(max(lengths))
-    at: tuple[int, int] | None = (worker, len(order[worker]) - 1)
-    while at:
-        (worker, position), kinds = at, order[at[0]]
-        at = timing.causes[worker][position]
+    rows = _numbered(task, order)
+    places = {step: (worker, position) for worker, row in enumerate(rows) for position, step in enumerate(row)}
+    cause: int | None = rows[worker][-1]
+    while cause is not None:
+        worker, position = places[cause]
+        kinds = order[worker]
+        cause = timing.causes[worker][position]
         tried = []
-        if at == (worker, position - 1) and kinds[position] is not kinds[position - 1]:
+        if position and cause == rows[worker][position - 1] and kinds[position] is not kinds[position - 1]:
             tried.append((*kinds[: position - 1], kinds[position], kinds[position - 1], *kinds[position + 1 :]))
         if kinds[position] is _W:
             starts_s = timing.starts_s[worker]

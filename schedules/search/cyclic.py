@@ -56,24 +56,28 @@ def cycle(line: TimedPipelines, *, period_s: float, starts_s: Sequence[float]) -
     """
     busy: list[list[tuple[float, float]]] = [[] for _ in range(line.num_workers)]
     started: list[Started] = []
-    arrivals = [(at_s, pipeline, Op(OpKind.FORWARD, 0, pipeline, pipeline)) for pipeline, at_s in enumerate(starts_s)]
+    missing = [[step.num_needed for step in steps] for steps in line.steps]
+    ready_s = [[at_s] * len(steps) for at_s, steps in zip(starts_s, line.steps, strict=True)]
+    arrivals = [(at_s, pipeline, at) for pipeline, at_s in enumerate(starts_s) for at, num in enumerate(missing[pipeline]) if not num]
     heapq.heapify(arrivals)
     while arrivals:
-        at_s, pipeline, op = arrivals[0]
-        occupied = busy[line.pipelines[pipeline][op.stage]]
-        seconds = line.seconds(op)
-        start_s = _first_free(occupied, at_s, seconds, period_s)
+        at_s, pipeline, at = arrivals[0]
+        step = line.steps[pipeline][at]
+        start_s = _first_free(busy[step.worker], at_s, step.seconds, period_s)
         if start_s is None:
             return None
         if start_s > at_s:  # another may come before it
-            heapq.heapreplace(arrivals, (start_s, pipeline, op))
+            heapq.heapreplace(arrivals, (start_s, pipeline, at))
             continue
         heapq.heappop(arrivals)
-        occupied.append((start_s % period_s, seconds))
-        started.append(Started(op, start_s, start_s + seconds))
-        after = line.after(op)
-        if after is not None:
-            heapq.heappush(arrivals, (start_s + seconds + line.hop_s(op, after), pipeline, after))
+        end_s = start_s + step.seconds
+        busy[step.worker].append((start_s % period_s, step.seconds))
+        started.append(Started(Op(step.kind, step.stage, pipeline, pipeline), start_s, end_s))
+        for follower, hop_s in step.followers:
+            ready_s[pipeline][follower] = max(ready_s[pipeline][follower], end_s + hop_s)
+            missing[pipeline][follower] -= 1
+            if not missing[pipeline][follower]:
+                heapq.heappush(arrivals, (ready_s[pipeline][follower], pipeline, follower))
     return Cycle(line, period_s, tuple(started))
 
 

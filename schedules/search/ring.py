@@ -129,7 +129,7 @@ def _in_cycles(line: TimedPipelines) -> Form | None:
     if not max(work_s):
         return None  # what takes no time needs no order
     # Starts that are multiples of an Op leave no gaps that nothing fits into, where all stages are equal.
-    step_s = max(min(line.forward_s), max(work_s) / 64)
+    step_s = max(min(times.forward_s for times in line.times), max(work_s) / 64)
     for longer in range(_LONGER_PERIODS):
         period_s = max(work_s) * (1 + longer / 40)
         cycles = []

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.analysis.idle import IDLE, Cause, Culprit, Division, Interval, Root, Wait, divide
+from raypipe.artifacts.branches import stage_branches
 from raypipe.artifacts.topology import Path
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.schedules import catalogue
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Schedule, UpdateScope, ops_of
-from raypipe.schedules.lower import lower
+from raypipe.schedules.lower import Direction, Message, lower
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.text import parse_slot
 from raypipe.simulation.cost import Cost
@@ -245,3 +246,171 @@ def test_numbers_without_limit_take_no_longer() -> None:
 def test_every_cause_of_idleness_is_listed_once() -> None:
     assert set(IDLE) == set(Cause) - {Cause.COMPUTE}
     assert len(set(IDLE)) == len(IDLE)
+
+
+# Image is stages 0 and 1, on devices 2 and 0, text is stage 2 on device 1; they meet in stage 3 on device 2. Messages take half a second:
+#   device 0   www F1 ====== ~~~~ : B1---                   ~ its gradient was computed, : on its way, = the other branch was
+#   device 1   F2---------- ~~~~ : B2----- ddd
+#   device 2   F0 ~~~~ : ===== : F3 B3-- ~~~~ : B0--
+BRANCHES = ("image", "image", "text", "")
+FIRST, IMAGE, TEXT = (Message(Direction.ACTIVATION, source, target, 0) for source, target in ((0, 1), (1, 3), (2, 3)))
+TO_FIRST, TO_IMAGE, TO_TEXT = (Message(Direction.GRADIENT, source, target, 0) for source, target in ((1, 0), (3, 1), (3, 2)))
+MEETING = Trace(
+    name="by hand",
+    source=Source.MEASURED,
+    devices=("left", "middle", "right"),
+    num_updates=1,
+    spans=(
+        Span(0, SpanKind.RECV, FIRST, 0.0, 1.5, 100),
+        computed(0, "1F0", 1.5, 3.0),
+        Span(0, SpanKind.RECV, TO_IMAGE, 3.0, 8.5, 100),
+        computed(0, "1B0", 8.5, 10.0),
+        computed(1, "2F0", 0.0, 6.0),
+        Span(1, SpanKind.RECV, TO_TEXT, 6.0, 8.5, 100),
+        computed(1, "2B0", 8.5, 11.0),
+        computed(2, "0F0", 0.0, 1.0),
+        Span(2, SpanKind.RECV, IMAGE, 1.0, 3.5, 100),
+        Span(2, SpanKind.RECV, TEXT, 3.5, 6.5, 100),
+        computed(2, "3F0", 6.5, 7.0),
+        computed(2, "3B0", 7.0, 8.0),
+        Span(2, SpanKind.RECV, TO_FIRST, 8.0, 10.5, 100),
+        computed(2, "0B0", 10.5, 11.5),
+    ),
+    branches=BRANCHES,
+)
+
+
+def waits(division: Division, device: int) -> list[tuple[Cause, float, float, int | None]]:
+    return [
+        (interval.cause, interval.start_s, interval.end_s, interval.peer)
+        for interval in division.intervals[device]
+        if interval.cause.is_wait
+    ]
+
+
+def test_where_branches_meet_the_wait_for_the_last_is_another_branch_s_doing() -> None:
+    division = divide(MEETING)
+    tiles(division)
+    assert waits(division, 2) == [
+        (Cause.ACTIVATION, 1.0, 3.0, 0),
+        (Cause.ACTIVATION_TRANSFER, 3.0, 3.5, 0),
+        (Cause.OTHER_BRANCH, 3.5, 6.0, 1),
+        (Cause.ACTIVATION_TRANSFER, 6.0, 6.5, 1),
+        (Cause.GRADIENT, 8.0, 10.0, 0),
+        (Cause.GRADIENT_TRANSFER, 10.0, 10.5, 0),
+    ]
+
+
+def test_a_gradient_waits_for_another_branch_until_that_has_arrived_where_they_meet() -> None:
+    division = divide(MEETING)
+    assert waits(division, 0) == [
+        (Cause.OTHER_BRANCH, 3.0, 6.0, 1),
+        (Cause.GRADIENT, 6.0, 8.0, 2),
+        (Cause.GRADIENT_TRANSFER, 8.0, 8.5, 2),
+    ]
+    assert waits(division, 1) == [(Cause.GRADIENT, 6.0, 8.0, 2), (Cause.GRADIENT_TRANSFER, 8.0, 8.5, 2)], "it was the last"
+    assert Culprit(Root.WORK, 1, None, 3.0 + 2.5) in division.culprits
+
+
+def test_the_order_in_which_branches_are_awaited_does_not_matter() -> None:
+    text_first = tuple(
+        span._replace(item=TEXT, start_s=1.0, end_s=6.5) if span.item == IMAGE else span for span in MEETING.spans if span.item != TEXT
+    )
+    assert waits(divide(replace(MEETING, spans=text_first)), 2)[:3] == [
+        (Cause.ACTIVATION, 1.0, 3.0, 1),
+        (Cause.OTHER_BRANCH, 3.0, 6.0, 1),
+        (Cause.ACTIVATION_TRANSFER, 6.0, 6.5, 1),
+    ]
+
+
+def test_a_stage_that_reads_another_branch_waits_for_it() -> None:
+    # Stage 3 is of the image branch, and reads the text.
+    division = divide(replace(MEETING, branches=("image", "image", "text", "image")))
+    assert waits(division, 2)[2:4] == [(Cause.OTHER_BRANCH, 3.5, 6.0, 1), (Cause.ACTIVATION_TRANSFER, 6.0, 6.5, 1)]
+    assert waits(division, 1) == [(Cause.OTHER_BRANCH, 6.0, 8.0, 2), (Cause.GRADIENT_TRANSFER, 8.0, 8.5, 2)]
+    assert waits(division, 0) == [(Cause.GRADIENT, 3.0, 8.0, 2), (Cause.GRADIENT_TRANSFER, 8.0, 8.5, 2)]
+
+
+def test_without_branches_a_wait_is_the_sender_s() -> None:
+    division = divide(replace(MEETING, branches=()))
+    assert [row.get(Cause.OTHER_BRANCH) for row in division.by_cause_s] == [None, None, None]
+    assert waits(division, 0) == [(Cause.GRADIENT, 3.0, 8.0, 2), (Cause.GRADIENT_TRANSFER, 8.0, 8.5, 2)]
+
+
+def test_where_branches_begin_the_gradient_of_the_last_is_awaited() -> None:
+    # Stage 0 feeds the branches of stages 1 and 2; the gradient of stage 1 is there at 3, that of stage 2 at 6.
+    from_slow = Message(Direction.GRADIENT, 2, 0, 0)
+    spans = (
+        computed(0, "0F0", 0.0, 1.0),
+        Span(0, SpanKind.RECV, from_slow, 1.0, 6.0, 100),
+        computed(0, "0B0", 6.0, 7.0),
+        computed(1, "1B0", 2.0, 3.0),
+        computed(2, "2B0", 2.0, 6.0),
+    )
+    trace = Trace("by hand", Source.MEASURED, ("a", "b", "c"), 1, spans, branches=("", "branch 0", "branch 1", ""))
+    assert waits(divide(trace), 0) == [(Cause.GRADIENT, 1.0, 3.0, 2), (Cause.OTHER_BRANCH, 3.0, 6.0, 2)]
+
+
+def test_all_stages_of_a_branch_wait_for_the_other_while_their_gradients_need_it() -> None:
+    # Device 0 holds the first stage of the image and device 1 the last; device 2 holds the text, and the stage where they meet.
+    to_last, to_first = (Message(Direction.GRADIENT, *ends, 0) for ends in ((3, 1), (1, 0)))
+    spans = (
+        computed(0, "0F0", 0.0, 1.0),
+        Span(0, SpanKind.RECV, to_first, 1.0, 9.0, 100),
+        computed(1, "1F0", 1.0, 2.0),
+        Span(1, SpanKind.RECV, to_last, 2.0, 7.0, 100),
+        computed(1, "1B0", 7.0, 9.0),
+        computed(2, "2F0", 0.0, 5.0),
+        computed(2, "3F0", 5.0, 6.0),
+        computed(2, "3B0", 6.0, 7.0),
+    )
+    division = divide(Trace("by hand", Source.MEASURED, ("a", "b", "c"), 1, spans, branches=BRANCHES))
+    assert waits(division, 0) == [(Cause.GRADIENT, 1.0, 2.0, 1), (Cause.OTHER_BRANCH, 2.0, 5.0, 2), (Cause.GRADIENT, 5.0, 9.0, 1)]
+    assert waits(division, 1) == [(Cause.OTHER_BRANCH, 2.0, 5.0, 2), (Cause.GRADIENT, 5.0, 7.0, 2)]
+
+
+def test_what_comes_behind_the_meeting_waits_for_the_last_branch_too() -> None:
+    # Branches of stages 0 and 1 meet in stage 2, which feeds stage 3; device 2 has done another microbatch before.
+    onward = Message(Direction.ACTIVATION, 2, 3, 1)
+    spans = (
+        computed(0, "0F1", 0.0, 2.0),
+        computed(1, "1F1", 0.0, 4.0),
+        computed(1, "2F1", 4.0, 5.0),
+        computed(2, "3F0", 0.0, 1.0),
+        Span(2, SpanKind.RECV, onward, 1.0, 5.0, 100),
+    )
+    trace = Trace("by hand", Source.MEASURED, ("a", "b", "c"), 1, spans, branches=("image", "text", "", ""))
+    assert waits(divide(trace), 2) == [(Cause.ACTIVATION, 1.0, 2.0, 1), (Cause.OTHER_BRANCH, 2.0, 4.0, 1), (Cause.ACTIVATION, 4.0, 5.0, 1)]
+
+
+def test_a_loss_over_parts_needs_all_parts_of_the_other_branch() -> None:
+    # Stage 2 takes both parts of both branches at once; the last part of the other branch ends at 5.
+    gradient = Message(Direction.GRADIENT, 2, 0, 0)
+    spans = (
+        computed(0, "0F0.1", 0.0, 1.0),
+        computed(0, "0F0.2", 1.0, 2.0),
+        Span(0, SpanKind.RECV, gradient, 2.0, 7.0, 100),
+        computed(0, "0B0.1", 7.0, 8.0),
+        computed(1, "1F0.1", 0.0, 2.5),
+        computed(1, "1F0.2", 2.5, 5.0),
+        computed(1, "2F0", 5.0, 6.0),
+        computed(1, "2B0", 6.0, 7.0),
+    )
+    trace = Trace("by hand", Source.MEASURED, ("a", "b"), 1, spans, branches=("image", "text", ""))
+    assert waits(divide(trace), 0) == [(Cause.OTHER_BRANCH, 2.0, 5.0, 1), (Cause.GRADIENT, 5.0, 7.0, 1)]
+
+
+@given(strategies.schedules(), st.sampled_from([0.0, 0.25, 3.0]))
+def test_another_branch_takes_its_time_from_activations_and_gradients_alone(schedule: Schedule, latency_s: float) -> None:
+    trace = timed(schedule, equal_stages(schedule, latency_s=latency_s))
+    plain, branched = divide(trace), divide(replace(trace, branches=stage_branches(schedule.graph)))
+    tiles(branched)
+    mixed = {Cause.ACTIVATION, Cause.GRADIENT, Cause.OTHER_BRANCH}
+    for before, behind in zip(plain.by_cause_s, branched.by_cause_s, strict=True):
+        assert {cause: wait_s for cause, wait_s in before.items() if cause not in mixed} == {
+            cause: wait_s for cause, wait_s in behind.items() if cause not in mixed
+        }
+        sums = [math.fsum(row.get(cause, 0.0) for cause in mixed) for row in (before, behind)]
+        assert sums[0] == pytest.approx(sums[1])
+    if not stage_branches(schedule.graph):
+        assert plain.intervals == branched.intervals

@@ -78,7 +78,7 @@ def test_what_differs_in_the_first_window_is_the_layers_and_stays_theirs_on_othe
     assert speeds.profile.layers[3].forward_s == pytest.approx(0.01)
     turned = Layout((0, 2, 4, 6), ((2,), (1,), (0,)), "1f1b")
     for _ in range(3):
-        speeds.observe(window(truth, layout=turned), window(speeds.profile, layout=turned), STAGES)
+        speeds.observe(window(truth, layout=turned), window(speeds.first, layout=turned), STAGES)
     assert [device.speed for device in speeds.topology(TOPOLOGY).devices] == pytest.approx([1.0, 1.0, 1.0])
 
 
@@ -86,12 +86,12 @@ def test_what_changes_later_is_the_devices_and_goes_with_them() -> None:
     speeds = ObservedSpeeds(PROFILE)
     speeds.observe(window(), window(), STAGES)
     slow = of_speed({1: 0.5})
-    speeds.observe(window(topology=slow), window(speeds.profile), STAGES)
+    speeds.observe(window(topology=slow), window(speeds.first), STAGES)
     assert [device.speed for device in speeds.topology(TOPOLOGY).devices] == pytest.approx([1.0, 0.5, 1.0])
     # Another layout that does without it: what was seen of it last stays.
     others = Layout((0, 3, 6), ((0,), (2,)), "1f1b")
     for _ in range(3):
-        speeds.observe(window(topology=slow, layout=others), window(speeds.profile, layout=others), ((0, 1, 2), (3, 4, 5)))
+        speeds.observe(window(topology=slow, layout=others), window(speeds.first, layout=others), ((0, 1, 2), (3, 4, 5)))
     assert [device.speed for device in speeds.topology(TOPOLOGY).devices] == pytest.approx([1.0, 0.5, 1.0])
 
 
@@ -99,5 +99,22 @@ def test_one_disturbed_window_among_three_does_not_count() -> None:
     speeds = ObservedSpeeds(PROFILE)
     speeds.observe(window(), window(), STAGES)
     for topology in (TOPOLOGY, TOPOLOGY, of_speed({0: 0.2})):
-        speeds.observe(window(topology=topology), window(speeds.profile), STAGES)
+        speeds.observe(window(topology=topology), window(speeds.first), STAGES)
     assert [device.speed for device in speeds.topology(TOPOLOGY).devices] == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_a_change_of_one_stage_of_a_device_is_its_layers_and_goes_with_them() -> None:
+    both = Layout((0, 1, 2, 3, 4, 5, 6), ((0,), (1,), (2,)), "interleaved")  # layers 0 and 3 on device 0
+    stages = tuple((layer,) for layer in range(6))
+    speeds = ObservedSpeeds(PROFILE)
+    speeds.observe(window(layout=both), window(layout=both), stages)
+    truth = slower(PROFILE, {3: 1.5})
+    speeds.observe(window(truth, layout=both), window(speeds.first, layout=both), stages)
+    assert [device.speed for device in speeds.topology(TOPOLOGY).devices] == pytest.approx([1.0, 1.0, 1.0])
+    assert [layer.forward_s for layer in speeds.profile.layers] == pytest.approx([0.01, 0.01, 0.01, 0.015, 0.01, 0.01])
+    speeds.observe(window(layout=both), window(speeds.first, layout=both), stages)
+    assert speeds.profile == speeds.first, "it is as fast as before"
+    for _ in range(2):
+        speeds.observe(window(topology=of_speed({0: 0.5}), layout=both), window(speeds.first, layout=both), stages)
+    assert [device.speed for device in speeds.topology(TOPOLOGY).devices] == pytest.approx([0.5, 1.0, 1.0]), "all stages of the device"
+    assert speeds.profile == speeds.first

@@ -13,7 +13,7 @@ import pytest
 from raypipe.artifacts.cut import Cut, joined
 from raypipe.artifacts.plan import Plan, Predicted, Replica, make_plan
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.schedule import ScheduleFile, load_schedule, save_schedule
+from raypipe.artifacts.schedule import ScheduleFile, load_schedule, to_json
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import FormatError, InputError, PlanError, ScheduleError
 from raypipe.planning.balance import balanced_cut
@@ -100,7 +100,7 @@ def test_a_layer_that_the_profile_does_not_have_is_named_with_the_nearest() -> N
         ((("layer0", "layer1"), ("layer1", "layer2", "layer3"), ("layer4", "layer5")), "in stage 0 and in stage 1"),
         ((("layer0", "layer1"), (), ("layer2", "layer3", "layer4", "layer5")), "stage 1 has no layers"),
         ((("layer1", "layer0"), ("layer2", "layer3"), ("layer4", "layer5")), "not in ascending order"),
-        ((("layer2", "layer3"), ("layer0", "layer1"), ("layer4", "layer5")), "feeds layer 2 in the earlier stage"),
+        ((("layer2", "layer3"), ("layer0", "layer1"), ("layer4", "layer5")), "feeds layer 'layer2' in the earlier stage"),
     ],
 )
 def test_every_layer_has_one_stage_and_none_feeds_an_earlier_one(stages: tuple[tuple[str, ...], ...], problem: str) -> None:
@@ -141,7 +141,7 @@ def test_the_shares_of_a_worker_sum_to_one() -> None:
 # Files
 
 
-@pytest.mark.parametrize("name", [spec.name for spec in catalogue.SPECS])
+@pytest.mark.parametrize("name", [spec.name for spec in catalogue.SPECS if spec.name != strategies.BRANCHED])
 def test_a_saved_plan_is_read_back_as_it_was(tmp_path: Path, name: str) -> None:
     schedule = catalogue.build(name, strategies.near(name, 3, 4, 2))
     made = plan(cut=balanced_cut(PROFILE, schedule.num_stages), schedule=schedule)
@@ -199,8 +199,16 @@ def test_a_malformed_plan_is_refused_with_its_place(tmp_path: Path, edit: Callab
 @pytest.mark.parametrize("name", sorted(strategies.HANDWRITTEN))
 def test_a_saved_schedule_is_read_back_as_it_was(tmp_path: Path, name: str) -> None:
     schedule = strategies.HANDWRITTEN[name]()
-    save_schedule(schedule, tmp_path / "schedule.json")
+    (tmp_path / "schedule.json").write_text(to_json(schedule))
     assert load_schedule(tmp_path / "schedule.json") == schedule
+
+
+def test_a_file_with_coupled_microbatches_says_how_they_are_written_now(tmp_path: Path) -> None:
+    text = to_json(catalogue.build("1f1b", ScheduleRequest(2, 2)))
+    assert '"loss_group_size": 1' in text
+    (tmp_path / "old.json").write_text(text.replace('"loss_group_size": 1', '"loss_group_size": 2'))
+    with pytest.raises(ScheduleError, match=r"old\.json: loss_group_size 2 .* branch-aware --coupled"):
+        load_schedule(tmp_path / "old.json")
 
 
 def test_the_file_form_of_a_schedule_is_text() -> None:
@@ -210,7 +218,7 @@ def test_the_file_form_of_a_schedule_is_text() -> None:
 
 def test_a_schedule_that_cannot_run_is_refused_with_its_file_and_grid(tmp_path: Path) -> None:
     schedule = catalogue.build("gpipe", ScheduleRequest(1, 2))
-    save_schedule(replace(schedule, programs=(schedule.programs[0][::-1],)), tmp_path / "backwards.json")
+    (tmp_path / "backwards.json").write_text(to_json(replace(schedule, programs=(schedule.programs[0][::-1],))))
     with pytest.raises(ScheduleError, match=r"backwards\.json: worker 0, position") as caught:
         load_schedule(tmp_path / "backwards.json")
     assert ">0" in caught.value.grid
@@ -230,6 +238,23 @@ def test_an_equal_cut_has_stages_that_differ_by_one_layer_at_most() -> None:
     assert [len(stage) for stage in Cut.equal(7, 3, ()).stages] == [3, 2, 2]
     with pytest.raises(PlanError, match="2 layers cannot be cut into 3 stages"):
         Cut.equal(2, 3, ())
+
+
+def test_stages_that_wait_for_each_other_are_refused_with_where_to_cut() -> None:
+    # Two branches of two layers, whose second layers also read the other's first.
+    edges = ((0, 2), (1, 2), (1, 3), (0, 3))
+    names = ("image-0", "text-0", "image-1", "text-1")
+    with pytest.raises(PlanError) as caught:
+        Cut(((0, 2), (1, 3)), edges, names=names)
+    assert str(caught.value) == (
+        "the stages 0 -> 1 -> 0 wait for each other: layer 'text-0' of stage 1 feeds stage 0, and layer 'text-1' of stage 1 reads stage 0; "
+        "cut stage 1 between these layers"
+    )
+    assert Cut(((0,), (1, 3), (2,)), edges, names=names).graph.edges == ((0, 1), (0, 2), (1, 2))
+    with pytest.raises(
+        PlanError, match="layer 'image-0' in stage 1 feeds layer 'text-1' in the earlier stage 0; number the stages in topol"
+    ):
+        Cut(((1, 3), (0,), (2,)), edges, names=names)
 
 
 def test_every_error_of_a_plan_is_an_input_error() -> None:

@@ -58,6 +58,7 @@ def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
         frozen_bytes=draw(st.none() | st.integers(0, parameter_bytes)),
         working_bytes=draw(st.none() | amounts),
         input_grad_working_bytes=draw(st.none() | amounts),
+        branch=draw(st.none() | st.text(min_size=1)),
         **draw(times()),
     )
 
@@ -76,6 +77,7 @@ def model_profiles(draw: st.DrawFn) -> ModelProfile:
         layers=tuple(draw(layer_profiles(name)) for name in names),
         named_edges=draw(st.none() | st.just(edges)),
         device_kinds=draw(kinds),
+        loss_couples_rows=draw(st.none() | st.booleans()),
     )
 
 
@@ -134,9 +136,10 @@ def test_the_digest_changes_with_every_field() -> None:
         dataclasses.replace(profile, microbatch_size=9),
         dataclasses.replace(profile, named_edges=None),
         dataclasses.replace(profile, device_kinds={}),
+        dataclasses.replace(profile, loss_couples_rows=True),
         dataclasses.replace(profile, layers=(dataclasses.replace(profile.layers[0], forward_s=0.11), *profile.layers[1:])),
     ]
-    assert len({profile.digest, *(other.digest for other in others)}) == 6
+    assert len({profile.digest, *(other.digest for other in others)}) == 7
 
 
 def change(*steps: str | int, to: object) -> Callable[[Any], None]:

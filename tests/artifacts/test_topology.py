@@ -178,7 +178,7 @@ def test_the_link_of_the_source_comes_before_the_link_of_the_target() -> None:
     assert topology.path("a0", "c1").latency_s == 2.0
 
 
-def test_a_link_between_a_device_and_its_own_node_serves_its_neighbours() -> None:
+def test_a_link_between_a_device_and_its_own_node_serves_its_neighbors() -> None:
     topology = dataclasses.replace(read(LAB), links=(Link(source="a0", target="a", bandwidth_bytes_per_s=7.0, latency_s=1.0),))
     assert topology.path("a0", "a1").resources == (("a0->a", 7.0), ("bus", 1e10))
     assert topology.path("a1", "a0").resources == (("a->a0", 7.0), ("bus", 1e10))

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -18,12 +19,13 @@ import click
 import pytest
 
 import raypipe.cli
+from raypipe.artifacts.calibration import Calibration, TransportCosts
 from raypipe.artifacts.plan import make_plan
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.schedule import load_schedule, save_schedule
-from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, SharedLink
+from raypipe.artifacts.schedule import load_schedule, to_json
+from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, Overheads, SharedLink
 from raypipe.artifacts.topology import Device as TopologyDevice
-from raypipe.artifacts.trace import Trace
+from raypipe.artifacts.trace import Source, Trace
 from raypipe.cli import COMMANDS, commands, main
 from raypipe.errors import RunError
 from raypipe.planning.balance import balanced_cut
@@ -95,7 +97,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     plan.save(paths["plan"])
     profile.save(paths["profile"])
     topology.save(paths["topology"])
-    save_schedule(schedule, paths["schedule"])
+    paths["schedule"].write_text(to_json(schedule))
     paths["csv"].write_text(to_csv(schedule.programs))
     simulate(plan).save(paths["trace"])
     return paths
@@ -111,6 +113,89 @@ FILE_NAMES = {
 }
 
 # The command as a whole
+
+
+@pytest.fixture
+def wide_files(tmp_path: Path) -> dict[str, Path]:
+    """Files with long names: a profile, and a cluster of two nodes with a plan that takes all of it, predicted and measured."""
+    layers = [replace(layer, name=f"transformer.block.{layer.name}") for layer in ModelProfile.uniform(8, saved_bytes=10**9).layers]
+    nodes = tuple(
+        Node(
+            name=name,
+            devices=tuple(TopologyDevice(f"{name}/{slot}", "NVIDIA H100 80GB HBM3", 80 * 10**9) for slot in range(4)),
+            link=NodeLink(bandwidth_bytes_per_s=3e11, latency_s=1e-5),
+            cores=64,
+        )
+        for name in ("ip-10-0-100-201.internal", "ip-10-0-100-202.internal")
+    )
+    profile = ModelProfile(name="wide", microbatch_size=4, layers=tuple(layers))
+    between = Link(source=nodes[0].name, target=nodes[1].name, bandwidth_bytes_per_s=1.25e9, latency_s=1e-3)
+    uplink = SharedLink(name="uplink", bandwidth_bytes_per_s=1e9, members=((nodes[0].name, nodes[1].name),))
+    topology = ClusterTopology(name="wide", nodes=nodes, links=(between,), shared_links=(uplink,))
+    plan = make_plan(
+        name="wide",
+        planner="balanced",
+        cut=balanced_cut(profile, 8),
+        schedule=catalogue.build("chimera", ScheduleRequest(8, 16)),
+        profile=profile,
+        topology=topology,
+        devices=tuple(device.name for device in topology.devices),
+        microbatch_size=4,
+    )
+    trace = simulate(plan)
+    paths = {kind: tmp_path / f"wide-{name}" for kind, name in {**FILE_NAMES, "measured": "measured.json"}.items()}
+    plan.save(paths["plan"])
+    profile.save(paths["profile"])
+    topology.save(paths["topology"])
+    paths["schedule"].write_text(to_json(plan.schedule))
+    trace.save(paths["trace"])
+    replace(trace, source=Source.MEASURED).save(paths["measured"])
+    return paths
+
+
+GNMT = Path(__file__).parents[2] / "benchmarks/data/pipedream_profiles/gnmt.graph.txt"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "schedules",
+        "schedules --devices 4 --microbatches 8",
+        "schedule interleaved --devices 8 --microbatches 16 --chunks 4",
+        "schedule amdp --devices 8 --microbatches 32 --updates 4",
+        "schedule gpipe --devices 50 --microbatches 50 --forward 0.0123",
+        "show schedule",
+        "show plan",
+        "show topology",
+        "show profile",
+        "show trace",
+        "show trace measured",
+        "simulate plan",
+        "plan --profile profile --topology topology --microbatches 8 --schedule 1f1b --effort 0.05 --compare",
+        f"profile --from-pipedream {GNMT} --microbatch-size 128 --chain --max-crossing 3 -o out.json",
+    ],
+)
+def test_a_terminal_of_80_columns_is_enough(
+    run: Run, wide_files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    name, *arguments = command.split()
+    ran = run(name, *(wide_files.get(word, word) for word in arguments))
+    assert ran.code == 0, ran.err
+    assert [line for line in ran.out.splitlines() if len(line) > 80] == []
+
+
+PAGE = (Path(__file__).parents[2] / "docs/schedules.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", re.findall(r"^    \$ raypipe (schedules? [^\n]*--devices [48] .*)$", PAGE, re.MULTILINE))
+def test_the_page_on_schedules_shows_what_is_printed(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = PAGE.partition(f"    $ raypipe {command}\n")[2].splitlines()
+    printed = [f"    {line}".rstrip() for line in run(*command.split()).out.splitlines()]
+    assert shown[: len(printed)] == printed
 
 
 def in_process(
@@ -217,7 +302,8 @@ def test_a_reader_that_stops_reading_causes_no_noise() -> None:
 @pytest.mark.parametrize("name", [spec.name for spec in catalogue.SPECS])
 def test_schedule_prints_every_figure_of_the_contract(run: Run, name: str) -> None:
     count = 1 if name == "pipedream" else 8
-    figures = run("schedule", name, "--devices", 4, "--microbatches", count, "--updates", 2, "--json").document
+    branches = ("--branches", "1,1") if name == "branch-aware" else ()
+    figures = run("schedule", name, "--devices", 4, "--microbatches", count, "--updates", 2, *branches, "--json").document
     assert figures.keys() >= SCHEDULE_KEYS
     assert figures["schedule"] == name
     assert (figures["num_devices"], figures["num_microbatches"], figures["num_updates"]) == (4, count, 2)
@@ -368,11 +454,12 @@ def test_schedule_can_write_a_file_and_print_json(run: Run, tmp_path: Path) -> N
     assert (tmp_path / "out.svg").exists()
 
 
-def test_schedule_draws_plain_text_where_there_is_no_terminal(run: Run) -> None:
+def test_schedule_draws_plain_text_where_there_is_no_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
     out = run("schedule", "1f1b", "--devices", 4, "--microbatches", 8).out
     assert out.isascii()
     assert "\x1b" not in out
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(map(len, out.splitlines())) <= 80
     assert "0 |F0F1F2F3............B0- F4B1- F5B2- F6B3- F7B4- ..B5- ..B6- ..B7-" in out
     assert "makespan 33 s, bubble 27.3%" in out
 
@@ -380,12 +467,12 @@ def test_schedule_draws_plain_text_where_there_is_no_terminal(run: Run) -> None:
 # schedules
 
 
-def test_schedules_lists_a_line_for_each(run: Run) -> None:
-    out = run("schedules").out
+def test_schedules_lists_a_line_for_each(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    lines = run("schedules").out.splitlines()
     listed = run("schedules", "--json").document
     assert [row["name"] for row in listed] == [spec.name for spec in catalogue.SPECS]
-    assert len(out.splitlines()) == 1 + len(listed)
-    for row, line in zip(listed, out.splitlines()[1:], strict=True):
+    for row, line in zip(listed, lines[1 : len(listed) + 1], strict=True):
         assert row.keys() == {"name", "title", "paper", "bubble", "memory", "mismatch", "delay"}
         assert all(value in line for value in row.values())
 
@@ -405,7 +492,7 @@ def test_simulate_prints_every_figure_of_the_contract(run: Run, files: dict[str,
 
 def test_simulate_shows_devices_and_writes_the_trace(run: Run, files: dict[str, Path], tmp_path: Path) -> None:
     ran = run("simulate", files["plan"], "-o", tmp_path / "again.json")
-    assert "device1" in ran.out
+    assert "stage 1" in ran.out
     assert " of 1 MB" in ran.out
     assert Trace.load(tmp_path / "again.json") == Trace.load(files["trace"])
     assert run("simulate", files["plan"], "-o", tmp_path / "again.parquet").code == 0
@@ -507,9 +594,10 @@ def test_show_compares_two_traces(run: Run, files: dict[str, Path], tmp_path: Pa
     ran = run("show", files["trace"], tmp_path / "slow.json")
     assert "first: small" in ran.out
     assert "second: small" in ran.out
-    for figure in ("update time", "device0: busy", "device1: waiting", "device1: bubble"):
+    for figure in ("update time", "stage 0: busy", "stage 1: waiting", "stage 1: bubble"):
         assert figure in ran.out
     document = run("show", files["trace"], tmp_path / "slow.json", "--json").document
+    assert [figure["name"] for figure in document["differences"][3:5]] == ["device0: busy", "device0: waiting"]
     update = document["differences"][0]
     assert update["name"] == "update time"
     assert [update["first"], update["second"]] == [trace["update_s"] for trace in document["traces"]]
@@ -593,6 +681,31 @@ def test_show_draws_topologies_with_every_kind_of_link(run: Run, tmp_path: Path)
         assert words in drawn
 
 
+# calibrate
+
+
+def test_calibrate_prints_a_column_for_each_transport(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overheads = Overheads(forward_s=1e-3, send_s=2e-5)
+    transports = {
+        "shm": TransportCosts(overheads=overheads, link=NodeLink(latency_s=1e-5, bandwidth_bytes_per_s=3e9)),
+        "gloo": TransportCosts(overheads=overheads, link=NodeLink(latency_s=1e-4)),
+    }
+    measured = Calibration(host="here", date="today", transports=transports)
+    monkeypatch.setattr("raypipe.profiling.calibrator.calibrate", lambda *_, **__: measured)
+    document = run("calibrate", "-o", tmp_path / "lab.json", "--json").document
+    assert {name: document[name] for name in ("file", "host", "date")} == {
+        "file": str(tmp_path / "lab.json"),
+        "host": "here",
+        "date": "today",
+    }
+    assert document["transports"]["gloo"]["bandwidth_bytes_per_s"] is None
+    assert document["transports"]["shm"]["overheads"]["send_s"] == 2e-5
+    lines = [" ".join(line.split()) for line in run("calibrate", "-o", tmp_path / "lab.json").out.splitlines()]
+    assert lines[0] == "cost shm gloo"
+    assert "sending a message 20 us 20 us" in lines
+    assert "bandwidth of messages 3 GB/s -" in lines
+
+
 # data prepare
 
 
@@ -617,6 +730,17 @@ def test_data_prepare_keeps_its_tokenizer(run: Run, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_data_prepare_writes_named_fields(run: Run, tmp_path: Path) -> None:
+    ran = run("data", "prepare", "easy-vqa", "-o", tmp_path / "vqa.parquet", "--validation-fraction", 0, "--json")
+    assert ran.document["num_rows"] == {"train": 38575, "test": 9673}
+    assert ran.document["file_bytes"] == (tmp_path / "vqa.parquet").stat().st_size
+
+
+def test_data_prepare_says_which_package_is_missing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "easy_vqa", None)
+    assert "pip install 'raypipe[branches]'" in refused(run("data", "prepare", "easy-vqa", "-o", tmp_path / "vqa.parquet"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -624,6 +748,10 @@ def test_data_prepare_keeps_its_tokenizer(run: Run, tmp_path: Path) -> None:
         (("python-stdlib",), "'--output'"),
         (("python-stdlib", "-o", "tokens.parquet", "--validation-fraction", "1"), "validation_fraction must be"),
         (("python-stdlib", "-o", "tokens.parquet", "--validation-fraction", "nan"), "validation_fraction must be"),
+        (("glyphs", "-o", "glyphs.parquet", "--validation-fraction", "0.1"), "glyphs keeps a whole face for validation"),
+        (("easy-vqa", "-o", "vqa.parquet", "--validation-fraction", "2"), "validation_fraction must be"),
+        (("easy-vqa", "-o", "vqa.parquet", "--tokenizer", "t.json"), "easy-vqa has tokens of its own; leave --tokenizer out"),
+        (("glyph", "-o", "glyphs.parquet"), "no text source 'glyph'; did you mean 'glyphs'"),
     ],
 )
 def test_data_prepare_refuses_what_it_cannot_use(

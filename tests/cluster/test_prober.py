@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.actors.actor_info import ActorInfo
-from raypipe.actors.measure.flows import Flow, Readings, Stream
+from raypipe.actors.measure.flows import SMALL_BYTES, Flow, Readings, Stream
 from raypipe.cli import main
 from raypipe.cluster.probe_actors import FlowReadings, ProbeActors
 from raypipe.cluster.prober import Probe, Probed, probe
@@ -63,7 +63,7 @@ class Simulated(ProbeActors):
             sizes, answer_s = [flow.pattern.chunk_bytes] * flow.pattern.num_chunks, 0.0
         else:
             largest = int(bytes_per_s * flow.pattern.seconds / 8)
-            sizes, answer_s = [*[1024] * 4, *[largest // share for share in (1, 2, 4, 8, 16)] * 4], LATENCY_S
+            sizes, answer_s = [*[SMALL_BYTES] * 4, *[largest // share for share in (1, 2, 4, 8, 16)] * 4], LATENCY_S
         for size in sizes:
             arrived_s = now_s + answer_s + size / bytes_per_s
             source.add(size, now_s, arrived_s + answer_s)

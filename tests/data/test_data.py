@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypipe.data.prepare import prepare
+from raypipe.data.samples import permutation
 from raypipe.data.tokenizers import FileTokenizer
-from raypipe.data.tokens import FORMAT, SCHEMA, TokenDataset, permutation
+from raypipe.data.tokens import FORMAT, SCHEMA, TokenDataset
 from raypipe.errors import ConfigError, FormatError, InputError, UnknownNameError
 
 

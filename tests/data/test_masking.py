@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from raypipe.actors.execution.batches import MaskedTokenSource, TokenSource
+from raypipe.actors.execution.batches import FileSource, MaskedTokenSource
 from raypipe.data.masking import NO_TARGET, mask_rows, num_masked
 from raypipe.data.tokens import FORMAT, SCHEMA
 
@@ -70,7 +70,7 @@ def test_masked_batches_have_the_rows_of_plain_ones_and_parts_of_them_the_same_m
     table = pa.table({"document": ["a"], "split": ["train"], "tokens": pa.array([tokens], pa.binary())}, schema=SCHEMA)
     pq.write_table(table.replace_schema_metadata(header), path)
     options = {"sequence_length": 16, "seed": 1, "microbatch_size": 4}
-    plain, masked = (source(str(path), **options)("train") for source in (TokenSource, MaskedTokenSource))
+    plain, masked = (source(str(path), **options)("train") for source in (FileSource, MaskedTokenSource))
     batch, told = masked.batch(7, (0.0, 1.0)), masked.batch(7, (0.0, 1.0))["targets"] != NO_TARGET
     assert torch.equal(batch["targets"][told], plain.batch(7, (0.0, 1.0))["tokens"][told])
     for field, whole in batch.items():

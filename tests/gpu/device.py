@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -82,8 +83,13 @@ def _built() -> Path:
         pytest.skip("needs a GPU, or a C++ compiler for a device that stands in for one")
     key = hashlib.blake2b(_SOURCE.read_bytes() + torch.__version__.encode(), digest_size=8).hexdigest()
     library = _BUILDS / f"stand_in-{key}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
+    if library.exists():
+        return library
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests run in several processes, of which one compiles
+        if library.exists():
+            return library
         partial = library.with_suffix(f".{os.getpid()}")
         command = [compiler, "-shared", "-fPIC", "-std=c++20", "-O0", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
         command += [f"-isystem{folder}" for folder in cpp_extension.include_paths()]

@@ -16,10 +16,13 @@ from raypipe.data.masking import NO_TARGET, mask_rows
 from raypipe.errors import ConfigError, InputError, UnknownNameError
 from raypipe.model import Model
 from raypipe.models.bert import bert
+from raypipe.models.clip import clip
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
 from raypipe.models.towers import two_towers
+from raypipe.models.vqa import vqa
 from raypipe.models.waiting import sleep
+from tests.models.layers import build, forward, num_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -28,28 +31,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def build(model: Model, *, seed: int = 0) -> dict[str, nn.Module]:
-    """Builds each layer from the same seed, as the actors do."""
-    modules: dict[str, nn.Module] = {}
-    for layer in model.layers:
-        torch.manual_seed(seed)
-        modules[layer.name] = layer.build()
-    return modules
-
-
-def forward(model: Model, modules: Mapping[str, nn.Module], batch: Mapping[str, Tensor]) -> Tensor:
-    """Returns the output of the last layer, computed as the edges and batch fields of the layers say."""
-    outputs: list[Tensor] = []
-    for position, layer in enumerate(model.layers):
-        inputs = [outputs[source] for source, target in model.edges() if target == position]
-        outputs.append(modules[layer.name](*inputs, *(batch[field] for field in layer.batch)))
-    return outputs[-1]
-
-
-def num_parameters(modules: Mapping[str, nn.Module]) -> int:
-    return sum(parameter.numel() for module in modules.values() for parameter in module.parameters())
 
 
 def check_that_it_learns(model: Model, modules: Mapping[str, nn.Module], batch: Mapping[str, Tensor], *, num_steps: int) -> None:
@@ -329,7 +310,9 @@ class TestTwoTowers:
             two_towers(num_right_layers=0)
 
 
-@pytest.mark.parametrize("model", [gpt(), bert(), mlp(), two_towers()], ids=["gpt", "bert", "mlp", "two_towers"])
+@pytest.mark.parametrize(
+    "model", [gpt(), bert(), mlp(), two_towers(), clip(), vqa()], ids=["gpt", "bert", "mlp", "two_towers", "clip", "vqa"]
+)
 def test_a_model_and_its_modules_travel_by_pickle(model: Model) -> None:
     copy: Model = pickle.loads(pickle.dumps(model))
     assert [layer.name for layer in copy.layers] == [layer.name for layer in model.layers]

@@ -1,6 +1,6 @@
 """A run of waiting layers on four nodes that tells how it goes: one JSON document a line, a window each, then its folder.
 
-    python -m tests.multinode.adapting_run TOPOLOGY STORAGE UPDATES SCHEDULE [PLAN]
+    python -m tests.multinode.adapting_run TOPOLOGY STORAGE UPDATES UPDATES_PER_WINDOW SCHEDULE [PLAN]
 
 With `auto` for the schedule it adapts; else it is what is given, or planned, all the way.
 """
@@ -25,7 +25,6 @@ NUM_ROWS = 1
 """Messages of 400 kB; one row cannot be divided among replicas."""
 FORWARD_S, INPUT_GRAD_S, WEIGHT_GRAD_S = 0.008, 0.008, 0.008
 NUM_MICROBATCHES = 8
-UPDATES_PER_WINDOW = 10
 NUM_DEVICES = 4
 
 
@@ -53,7 +52,7 @@ def tell(**document: object) -> None:
     sys.stdout.flush()
 
 
-def main(topology: str, storage: str, num_updates: int, schedule: str, plan: str | None = None) -> None:
+def main(topology: str, storage: str, num_updates: int, updates_per_window: int, schedule: str, plan: str | None = None) -> None:
     """Trains."""
     adapts = schedule == "auto"
     trainer = Trainer(
@@ -71,7 +70,7 @@ def main(topology: str, storage: str, num_updates: int, schedule: str, plan: str
             name="1f1b" if plan else schedule,
             num_microbatches=NUM_MICROBATCHES,
             microbatch_size=NUM_ROWS,
-            updates_per_window=UPDATES_PER_WINDOW,
+            updates_per_window=updates_per_window,
             max_staleness=1 if adapts else None,
             max_mismatch=1 if adapts else None,
         ),
@@ -87,4 +86,4 @@ def main(topology: str, storage: str, num_updates: int, schedule: str, plan: str
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.multinode.cluster import Cluster, cluster
+from tests.multinode.driver import Driver, driver
 from tests.multinode.network import why_not
 
 
@@ -24,4 +25,11 @@ def machines() -> Iterator[Cluster]:
     Tests that kill a node, or cut one off for longer than a moment, bring up nodes of their own.
     """
     with cluster(nodes=4, cpus_per_node=[2, 2, 2, 3], labels={3: {"zone": "far"}}, islands=[[0, 1], [2, 3]]) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def commands(machines: Cluster) -> Iterator[Driver]:
+    """Return what runs raypipe's commands on the shared nodes."""
+    with driver(machines) as made:
         yield made

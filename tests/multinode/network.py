@@ -6,7 +6,8 @@ r"""Several "machines" on this one: network namespaces, joined by a switch, with
 
 Rates are those of `tc`'s htb where a packet leaves: at e0 for each pair, at u0 for what leaves an island, at e0 or p2 for what several
 pairs from one node or to one node share. Packets have 9,000 bytes and are not put together to larger ones, so that what arrives in a
-second is within 1 % of the rate, and a message of 100 kB takes its time and not that of its last segment.
+second is within 1 % of the rate, and a message of 100 kB takes its time and not that of its last segment. Acknowledgements pass the
+queues at once: these hold all that a sender has under way, as no switch does, and data would wait for those of the other direction.
 
 Each node is a process that sleeps, in namespaces of its own for network, process ids and mounts; the switch is another. The kernel
 removes interfaces, queues and all processes of a namespace when that one ends, and ends it when the process that made the network ends,
@@ -60,7 +61,8 @@ ip link add p0 type veth peer name e0
 ip link set p0 master br0 up gso_max_segs 1
 tc qdisc add dev e0 root handle 1: htb default 1
 tc class add dev e0 parent 1: classid 1:1 htb rate 1000000bps quantum 60000
-tc filter add dev e0 parent 1: protocol ip prio 1 u32 match ip dst 10.77.0.1/32 flowid 1:1
+tc filter add dev e0 parent 1: protocol ip prio 1 u32 match u16 0 0xffc0 at 2 flowid 1:1
+tc filter add dev e0 parent 1: protocol ip prio 2 u32 match ip dst 10.77.0.1/32 flowid 1:1
 """
 
 
@@ -253,7 +255,12 @@ class Network:
 
     @contextlib.contextmanager
     def start(
-        self, code: str | Sequence[str], *, node: int = 0, environment: Mapping[str, str] | None = None
+        self,
+        code: str | Sequence[str],
+        *,
+        node: int = 0,
+        environment: Mapping[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> Iterator[subprocess.Popen[str]]:
         """Starts a process on a node, and ends it with the block if it still runs then.
 
@@ -261,6 +268,7 @@ class Network:
             code: Python source, or a command.
             node: where.
             environment: variables besides those of `self.environment`.
+            stdin: what the process reads.
 
         Yields:
             the process; its output and errors are text streams.
@@ -269,7 +277,7 @@ class Network:
         process = subprocess.Popen(
             self._namespaces[node].command("env", f"--chdir={ROOT}", *argv),
             env=self.environment(node) | dict(environment or {}),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -277,7 +285,7 @@ class Network:
         )
         assert process.stdout is not None
         assert process.stderr is not None
-        with process.stdout, process.stderr:
+        with process.stdout, process.stderr, process.stdin or contextlib.nullcontext():
             try:
                 yield process
             finally:
@@ -327,8 +335,8 @@ class Network:
                 ["link set lo up", f"addr add {node.ip}/24 dev e0", f"link set e0 mtu {_MTU_BYTES} gso_max_segs 1 up"],
             )
         for island, rate in enumerate(uplinks):
-            root = f"qdisc add dev u{island} root handle 1: htb default 1"
-            self._switch.configure("tc", [root, f"class add dev u{island} parent 1: classid 1:1 {_amounts(_positive(rate))}"])
+            limited = f"class add dev u{island} parent 1: classid 1:1 {_amounts(_positive(rate))}"
+            self._switch.configure("tc", [*_root(f"u{island}", default="1"), limited])
 
     def _key(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         key = tuple(sorted(set(pairs)))
@@ -370,9 +378,19 @@ def finish(process: subprocess.Popen[str], *, what: str, timeout_s: float, check
     except subprocess.TimeoutExpired as late:
         told = "\n".join(_text(part) for part in (late.stdout, late.stderr))
         raise NetworkError(f"{what} has not ended within {timeout_s:.0f} s; it said:\n{told[-3000:]}") from None
-    if check and process.returncode != 0:
-        raise NetworkError(f"{what} ended with {process.returncode}:\n{stdout[-1500:]}\n{stderr[-3000:]}")
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    done = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    return ended(what, done) if check else done
+
+
+def ended(what: str, done: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:
+    """Return a process that ended well.
+
+    Raises:
+        NetworkError: it failed.
+    """
+    if done.returncode != 0:
+        raise NetworkError(f"{what} ended with {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
+    return done
 
 
 class _Namespace:
@@ -497,7 +515,7 @@ class _Queue:
     """The htb tree of an interface: a class for each peer, below the root or below the class of a bottleneck.
 
     1: -- 1:101 (peer 1)       1: -- 1:802 (a bottleneck) -- 1:102 (peer 2)
-       `- 1:fff (the rest)                                `- 1:103 (peer 3)
+       `- 1:fff (acknowledgements and the rest)           `- 1:103 (peer 3)
     """
 
     def __init__(self, namespace: _Namespace, device: str, end: str, peers: Mapping[int, str], rates: Mapping[int, float]) -> None:
@@ -507,9 +525,7 @@ class _Queue:
         self.peers = peers
         self._rates = dict.fromkeys(peers, UNLIMITED_BYTES_PER_S) | dict(rates)
         self._shares: dict[int, _Share] = {}
-        rest = f"class add dev {device} parent 1: classid 1:fff {_amounts(UNLIMITED_BYTES_PER_S)}"
-        lines = [f"qdisc add dev {device} root handle 1: htb default fff", rest]
-        self._tc(lines + [line for peer in peers for line in self._added(peer)])
+        self._tc([*_root(device, default="fff"), *(line for peer in peers for line in self._added(peer))])
 
     def set_rates(self, rates: Mapping[int, float]) -> None:
         self._rates |= rates
@@ -550,11 +566,11 @@ class _Queue:
 
     def _added(self, peer: int) -> list[str]:
         matched = f"u32 match ip {self._end} {self.peers[peer]}/32 flowid 1:{0x100 + peer:x}"
-        return [self._leaf("add", peer), f"filter add dev {self._device} parent 1: protocol ip prio {1 + peer} {matched}"]
+        return [self._leaf("add", peer), f"filter add dev {self._device} parent 1: protocol ip prio {2 + peer} {matched}"]
 
     def _removed(self, peer: int) -> list[str]:
         return [
-            f"filter del dev {self._device} parent 1: protocol ip prio {1 + peer}",
+            f"filter del dev {self._device} parent 1: protocol ip prio {2 + peer}",
             f"class del dev {self._device} classid 1:{0x100 + peer:x}",
         ]
 
@@ -570,6 +586,15 @@ def _cable(one: str, other: str, where: str = "") -> list[str]:
 
 def _plug(end: str, bridge: str) -> str:
     return f"link set {end} master {bridge} gso_max_segs 1 up"
+
+
+def _root(device: str, *, default: str) -> list[str]:
+    """The lines of `tc` for an htb tree whose class 1:fff takes acknowledgements: packets of less than 64 bytes."""
+    return [
+        f"qdisc add dev {device} root handle 1: htb default {default}",
+        f"class add dev {device} parent 1: classid 1:fff {_amounts(UNLIMITED_BYTES_PER_S)}",
+        f"filter add dev {device} parent 1: protocol ip prio 1 u32 match u16 0 0xffc0 at 2 flowid 1:fff",
+    ]
 
 
 def _amounts(rate: float, *, ceil: float | None = None) -> str:

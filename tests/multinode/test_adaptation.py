@@ -18,8 +18,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 RATE = 25e6
 """Bytes per second from each node to each other one."""
-NUM_UPDATES = 50
-DROP_AFTER = 20
+WINDOW = 5
+"""Updates of a window."""
+NUM_UPDATES = 5 * WINDOW
+DROP_AFTER = 2 * WINDOW
 
 
 def topology(path: Path) -> None:
@@ -45,6 +47,7 @@ def test_a_run_leaves_a_link_that_drops_to_a_tenth_within_two_windows(machines: 
         str(tmp_path / "topology.yaml"),
         str(tmp_path),
         str(NUM_UPDATES),
+        str(WINDOW),
         "auto",
     ]
     try:
@@ -58,13 +61,13 @@ def test_a_run_leaves_a_link_that_drops_to_a_tenth_within_two_windows(machines: 
     finally:
         machines.set_rates(None)
     update_s = {line["update"]: line["update_s"] for line in lines if "update" in line}
-    assert set(update_s) == set(range(10, NUM_UPDATES + 1, 10)), lines
+    assert set(update_s) == set(range(WINDOW, NUM_UPDATES + 1, WINDOW)), lines
     decisions = [json.loads(line) for line in (Path(lines[-1]["path"]) / "adaptation.jsonl").read_text().splitlines()]
     switches = [decision for decision in decisions if decision["switch"]]
-    assert switches[0]["update"] in {DROP_AFTER + 10, DROP_AFTER + 20}
+    assert switches[0]["update"] in {DROP_AFTER + WINDOW, DROP_AFTER + 2 * WINDOW}
     assert "Mbit/s; predicted" in switches[0]["text"]
     assert any(line.get("notice", "").endswith(switches[0]["text"]) for line in lines)
     # Over the link that dropped, a message takes 160 ms: twelve of them take longer than all of an update before.
-    worst_s = max(update_s[DROP_AFTER + 10], update_s[DROP_AFTER + 20])
+    worst_s = max(update_s[DROP_AFTER + WINDOW], update_s[DROP_AFTER + 2 * WINDOW])
     assert worst_s > 1.5 * update_s[DROP_AFTER]
     assert update_s[NUM_UPDATES] < min(worst_s / 1.5, 1.5 * update_s[DROP_AFTER])

@@ -16,6 +16,7 @@ import pytest
 
 from raypipe.artifacts.topology import ClusterTopology
 from tests.multinode.cluster import Cluster
+from tests.multinode.driver import Driver
 from tests.multinode.network import NetworkError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -23,7 +24,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 MBIT = 1e6 / 8
 PAIRS = tuple(itertools.permutations(range(4), 2))
 RATES = dict(zip(PAIRS, (rate * MBIT for rate in (50, 100, 200, 1000, 400, 75, 150, 300, 600, 800, 500, 250)), strict=True))
-PROBE = [sys.executable, "-m", "raypipe", "probe"]
 
 # Prints what Ray exports of the links on the node of the driver, once there is something.
 METRICS = """
@@ -45,8 +45,8 @@ def four(machines: Cluster) -> Cluster:
     return machines
 
 
-def probed(four: Cluster, *arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(four.run([*PROBE, "--json", *arguments], timeout_s=150).stdout)
+def probed(commands: Driver, *arguments: object) -> dict[str, Any]:
+    found: dict[str, Any] = commands.json("probe", *arguments)
     return found
 
 
@@ -76,15 +76,20 @@ def none_left(four: Cluster) -> list[str]:
     return left
 
 
-def test_every_rate_from_50_mbit_to_1_gbit_is_found_within_a_tenth(four: Cluster, tmp_path: Path) -> None:
+def test_every_rate_from_50_mbit_to_1_gbit_is_found_within_a_tenth(four: Cluster, commands: Driver, tmp_path: Path) -> None:
     path = tmp_path / "topology.yaml"
-    found = probed(four, "-o", str(path))
     number = numbers(four)
-    measured = {(number[link["from"]], number[link["to"]]): link["bandwidth_bytes_per_s"] for link in found["links"]}
-    wrong = {pair: measured[pair] / rate for pair, rate in RATES.items() if abs(measured[pair] / rate - 1) > 0.1}
+    # What else runs on the cores of this machine may delay a probe.
+    for _ in range(3):
+        found = probed(commands, "-o", path)
+        measured = {(number[link["from"]], number[link["to"]]): link["bandwidth_bytes_per_s"] for link in found["links"]}
+        wrong = {pair: measured[pair] / rate for pair, rate in RATES.items() if abs(measured[pair] / rate - 1) > 0.1}
+        late = [link for link in found["links"] if not 0 < link["latency_s"] < 0.005]
+        if not wrong and not late:
+            break
     assert measured.keys() == RATES.keys()
     assert wrong == {}
-    assert all(0 < link["latency_s"] < 0.005 for link in found["links"])
+    assert late == []
     # One clock serves all nodes here.
     assert all(abs(node["clock"]["offset_s"]) <= node["clock"]["residual_s"] + 1e-4 for node in found["nodes"])
     assert found["num_rounds"]["tournament"] == 6
@@ -104,7 +109,7 @@ def shared_links(four: Cluster, found: dict[str, Any]) -> dict[frozenset[tuple[i
     }
 
 
-def test_planted_bottlenecks_are_found_and_links_have_what_they_have_alone(four: Cluster) -> None:
+def test_planted_bottlenecks_are_found_and_links_have_what_they_have_alone(four: Cluster, commands: Driver) -> None:
     leaving = ((1, 0), (1, 2), (1, 3))
     four.set_rates(200 * MBIT)
     four.set_uplink(1, 150 * MBIT)
@@ -114,7 +119,7 @@ def test_planted_bottlenecks_are_found_and_links_have_what_they_have_alone(four:
     try:
         # Acknowledgements of a pair that goes the other way queue behind the uplink's data, and may make it look as if it shared a link.
         for _ in range(3):
-            found = probed(four, "--devices-per-node", "1")
+            found = probed(commands, "--devices-per-node", "1")
             if shared_links(four, found) == planted:
                 break
     finally:
@@ -127,14 +132,14 @@ def test_planted_bottlenecks_are_found_and_links_have_what_they_have_alone(four:
     assert alone == {pair: pytest.approx(150 if pair in uplink else 200, rel=0.1) for pair in PAIRS}
 
 
-def test_links_that_shared_an_uplink_are_measured_again_though_shared_links_are_not_looked_for(four: Cluster) -> None:
+def test_links_that_shared_an_uplink_are_measured_again_though_shared_links_are_not_looked_for(four: Cluster, commands: Driver) -> None:
     four.set_rates(200 * MBIT)
     four.set_uplink(1, 200 * MBIT)
     try:
         # A machine that stands still for a moment makes a link look slower; those that shared the uplink would be half as fast each time.
         for _ in range(3):
             # Enough for the streams of slow links only.
-            found = probed(four, "--devices-per-node", "1", "--budget-bytes", str(60 << 20))
+            found = probed(commands, "--devices-per-node", "1", "--budget-bytes", str(60 << 20))
             rates = {(link["from"], link["to"]): link["bandwidth_bytes_per_s"] / MBIT for link in found["links"]}
             if rates == dict.fromkeys(rates, pytest.approx(200, rel=0.1)):
                 break
@@ -147,7 +152,7 @@ def test_links_that_shared_an_uplink_are_measured_again_though_shared_links_are_
 
 
 def test_an_interrupted_probe_leaves_no_actor(four: Cluster) -> None:
-    with four.start([*PROBE, "--devices-per-node", "1"]) as process:
+    with four.start([sys.executable, "-m", "raypipe", "probe", "--devices-per-node", "1"]) as process:
         assert process.stderr is not None
         assert any("rounds for the links" in line for line in process.stderr)
         assert len(probe_processes(four)) == 4
@@ -196,11 +201,11 @@ def read_until(process: subprocess.Popen[str], link: str, bandwidth: float, *, m
     pytest.fail(f"after {told.get('updates')} updates the link is taken to carry {told.get('links')}, not {bandwidth:.3g} bytes/s")
 
 
-def test_a_link_that_carries_nothing_is_named(four: Cluster) -> None:
+def test_a_link_that_carries_nothing_is_named(four: Cluster, commands: Driver) -> None:
     four.set_rate(2, 3, 100)  # bytes per second
     try:
         with pytest.raises(NetworkError, match=r"link node2 -> node3: its bandwidth was measured as zero"):
-            probed(four, "--devices-per-node", "1")
+            probed(commands, "--devices-per-node", "1")
     finally:
         four.set_rate(2, 3, RATES[2, 3])
     assert none_left(four) == []

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import InputError
-from raypipe.network.probe_budget import Allowance, Budget, divide
+from raypipe.network.probe_budget import Budget, MeasurementBudget, divide
 from raypipe.network.rounds import all_paired_rounds, one_to_all_rounds, tournament
 
 LEAST_PING, LEAST_STREAM = 1 << 20, 320_000
@@ -19,7 +19,7 @@ LEAST_PING, LEAST_STREAM = 1 << 20, 320_000
 
 def divided(
     num_nodes: int, *, seconds: float = 60.0, num_bytes: int = 4 << 30, num_inside: int = 0, rounds_inside: int | None = None
-) -> Allowance:
+) -> MeasurementBudget:
     return divide(
         Budget(seconds=seconds, num_bytes=num_bytes),
         ["node"] * num_nodes,
@@ -84,10 +84,10 @@ def test_pairs_are_measured_twice_where_there_is_time_and_the_search_for_shared_
 
 
 def test_streams_that_would_be_over_in_no_time_tell_nothing_of_sharing() -> None:
-    allowance = divided(4, num_bytes=100 << 20)
-    assert allowance.looks_for_sharing
-    assert allowance.tells_sharing_of(10e6)
-    assert not allowance.tells_sharing_of(1e9)
+    measurements = divided(4, num_bytes=100 << 20)
+    assert measurements.looks_for_sharing
+    assert measurements.tells_sharing_of(10e6)
+    assert not measurements.tells_sharing_of(1e9)
     assert divided(4, num_bytes=Budget().num_bytes).tells_sharing_of(3e9)
     assert not divided(8, num_bytes=100 << 20).tells_sharing_of(1.0)
 
@@ -103,12 +103,12 @@ def test_measurements_within_different_machines_take_the_time_of_one() -> None:
 
 
 def test_streams_are_shorter_where_a_node_is_expected_to_carry_several() -> None:
-    allowance = divided(4)
+    measurements = divided(4)
     bandwidths = dict.fromkeys(itertools.permutations(range(4), 2), 1e8) | {(0, 3): 5e7}
-    assert allowance.streams_s(((0, 1), (2, 3)), bandwidths) == {(0, 1): allowance.stream_s, (2, 3): allowance.stream_s}
+    assert measurements.streams_s(((0, 1), (2, 3)), bandwidths) == {(0, 1): measurements.stream_s, (2, 3): measurements.stream_s}
     # Two fast ones and a slow one leave a node that is known to carry as much as a fast one.
-    streams_s = allowance.streams_s(((0, 1), (0, 2), (0, 3)), bandwidths)
-    assert streams_s == dict.fromkeys(streams_s, pytest.approx(allowance.stream_s / 2.5))
+    streams_s = measurements.streams_s(((0, 1), (0, 2), (0, 3)), bandwidths)
+    assert streams_s == dict.fromkeys(streams_s, pytest.approx(measurements.stream_s / 2.5))
     # Where all at once would be too short to tell anything, they take longer.
     many = dict.fromkeys(itertools.permutations(range(20), 2), 1e8)
     streams_s = divided(20).streams_s(tuple(pair for pair in many if pair[0] == 0), many)

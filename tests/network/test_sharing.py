@@ -73,20 +73,20 @@ def test_the_limits_of_equal_nodes_on_one_switch_are_found_within_the_usual_budg
     limits = [frozenset(pair for pair in pairs if pair[end] == node) for node in range(num_nodes) for end in (0, 1)]
     network = Network(dict.fromkeys(pairs, rate), [(rate, members) for members in limits], noise=0.02)
     budget = Budget()
-    allowance = divide(
+    measurements = divide(
         budget, ["node"] * num_nodes, num_inside=3 * num_nodes, rounds_inside=3, least_ping_bytes=1 << 20, least_stream_bytes=320_000
     )
-    assert allowance.tells_sharing_of(rate)
+    assert measurements.tells_sharing_of(rate)
     bandwidths = dict.fromkeys(pairs, rate)
     # What a round takes besides its streams, as on two busy cores.
     step_s = 0.05
-    took_s = (allowance.ping_s + step_s) * (allowance.looks * allowance.rounds.tournament + 3)
+    took_s = (measurements.ping_s + step_s) * (measurements.looks * measurements.rounds.tournament + 3)
 
     def together(pairs: Round) -> dict[Pair, float]:
         nonlocal took_s
         rates = network.together(pairs)
-        streams_s = allowance.streams_s(pairs, bandwidths)
-        num_bytes = {pair: min(max(streams_s[pair] * bandwidths[pair], 160_000) + 160_000, allowance.stream_bytes) for pair in pairs}
+        streams_s = measurements.streams_s(pairs, bandwidths)
+        num_bytes = {pair: min(max(streams_s[pair] * bandwidths[pair], 160_000) + 160_000, measurements.stream_bytes) for pair in pairs}
         took_s += step_s + max(num_bytes[pair] / rates[pair] for pair in pairs)
         return rates
 

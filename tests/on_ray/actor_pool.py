@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from raypipe.actors.orders import Identity
+from raypipe.cluster.actor_group import Member
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.stage_actors import StageActors, launch_stage_actors
 from raypipe.config import ScalingConfig
@@ -24,29 +25,34 @@ POOLED = "pooled"
 
 
 class ActorPool:
-    """Idle stage actors on CPU slots of one node. They reserve no CPU, so that the cluster looks as free as without them."""
+    """Idle stage actors on CPU slots, by node. They reserve no CPU, so that the cluster looks as free as without them."""
 
     def __init__(self) -> None:
-        self._idle: list[Any] = []
+        self._idle: dict[str, list[Any]] = {}
 
     def launch(self, slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[int, ...]], run: str, scaling: ScalingConfig) -> list[Any]:
         """Return an actor for each slot: idle ones, and new ones where these are too few."""
         assert not scaling.use_gpu
         assert not scaling.bind_cores
-        missing = max(len(slots) - len(self._idle), 0)
-        if missing:
-            free = replace(scaling, cpus_per_device=0.0)
-            self._idle += launch_stage_actors(slots[:missing], stages=stages[:missing], run=f"{POOLED} {run}", scaling=free)
-        actors = [self._idle.pop() for _ in slots]
+        nodes = [slot.node.node_id for slot in slots]
+        idle = {node: self._idle.setdefault(node, []) for node in nodes}
+        missing = [device for device, node in enumerate(nodes) if nodes[:device].count(node) >= len(idle[node])]
+        free = replace(scaling, cpus_per_device=0.0)
+        new = launch_stage_actors(
+            [slots[device] for device in missing], stages=[stages[device] for device in missing], run=f"{POOLED} {run}", scaling=free
+        )
+        for device, actor in zip(missing, new, strict=True):
+            idle[nodes[device]].append(actor)
+        actors = [idle[node].pop() for node in nodes]
         for device, (actor, slot, of_device) in enumerate(zip(actors, slots, stages, strict=True)):
             actor.assign.remote(Identity(run=run, device=device, name=slot.name, stages=of_device))
         return actors
 
-    def take_back(self, actors: Sequence[Any]) -> None:
+    def take_back(self, members: Sequence[Member]) -> None:
         """Keep the actors of a run that ended well for the next one."""
-        for actor in actors:
-            actor.assign.remote(None)
-        self._idle += actors
+        for member in members:
+            member.handle.assign.remote(None)
+            self._idle[member.slot.node.node_id].append(member.handle)
 
 
 @contextlib.contextmanager
@@ -62,7 +68,7 @@ def runs_take_their_actors_from(pool: ActorPool) -> Iterator[None]:
         if id(actors) in stopped:
             StageActors.kill(actors)
         else:
-            pool.take_back([member.handle for member in actors.launched])
+            pool.take_back(actors.launched)
 
     pooled = type("PooledActors", (StageActors,), {"abort": abort, "kill": kill})
     with pytest.MonkeyPatch.context() as patch:

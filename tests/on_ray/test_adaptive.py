@@ -57,14 +57,14 @@ def trainer(
     )
 
 
-def scripted(monkeypatch: pytest.MonkeyPatch, layouts: list[Layout]) -> None:
+def scripted(monkeypatch: pytest.MonkeyPatch, layouts: list[Layout], division: tuple[int, int] = (NUM_MICROBATCHES, NUM_ROWS)) -> None:
     """Lets the policy say after each window what stands in a list."""
     script: Iterator[Layout] = iter(layouts)
 
     def decide(self: AdaptiveStrategy, *_: object, **__: object) -> Decision | None:
         layout = next(script, None)
         self.state = ClusterState(self.plan.profile, self.plan.topology)
-        choice = self.policy.choice if layout is None else self.policy.planner.choice_of((NUM_MICROBATCHES, NUM_ROWS), layout)
+        choice = self.policy.choice if layout is None else self.policy.planner.choice_of(division, layout)
         return Decision(choice, switch=layout is not None, gain=1.5, text=f"as scripted: {choice.layout.order}")
 
     monkeypatch.setattr(AdaptiveStrategy, "after_window", decide)

@@ -40,11 +40,11 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def start(config: Path, brand: Brand) -> subprocess.Popen[bytes]:
+def start(brand: Brand, command: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
     environment = brand.environment
     environment.pop("RAY_ADDRESS", None)
     return subprocess.Popen(
-        [sys.executable, "-m", "raypipe", "train", str(config)],
+        [sys.executable, "-m", "raypipe", command, *map(str, arguments)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -53,7 +53,7 @@ def start(config: Path, brand: Brand) -> subprocess.Popen[bytes]:
 
 
 def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
-    """Reads stderr until a line has the text."""
+    """Read stderr until a line has the text."""
     assert process.stderr is not None
     for line in process.stderr:
         if text in line:
@@ -62,7 +62,7 @@ def wait_for(process: subprocess.Popen[bytes], text: bytes) -> None:
 
 
 def none_left(brand: Brand) -> dict[int, str]:
-    """What still runs after a few seconds' grace."""
+    """Return what still runs after a few seconds' grace."""
     deadline = time.monotonic() + 15
     while (left := brand.survivors()) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -72,7 +72,7 @@ def none_left(brand: Brand) -> dict[int, str]:
 @pytest.mark.parametrize("moment", ["importing", "starting-ray", "launching", "training"])
 @pytest.mark.parametrize("to", ["process", "group"])
 def test_ctrl_c_at_any_moment_leaves_no_process(config: Path, brand: Brand, moment: str, to: str) -> None:
-    process = start(config, brand)
+    process = start(brand, "train", config)
     try:
         if moment == "importing":
             time.sleep(0.6)
@@ -101,7 +101,7 @@ def test_ctrl_c_at_any_moment_leaves_no_process(config: Path, brand: Brand, mome
 
 
 def test_sigterm_ends_a_run_as_ctrl_c_does(config: Path, brand: Brand) -> None:
-    process = start(config, brand)
+    process = start(brand, "train", config)
     try:
         wait_for(process, b"update 10/")
         process.terminate()
@@ -114,7 +114,7 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(config: Path, brand: Brand) -> None:
 
 
 def test_a_driver_that_is_killed_leaves_no_actor(config: Path, brand: Brand) -> None:
-    process = start(config, brand)
+    process = start(brand, "train", config)
     try:
         wait_for(process, b"update 10/")
     finally:
@@ -125,3 +125,33 @@ def test_a_driver_that_is_killed_leaves_no_actor(config: Path, brand: Brand) -> 
     while (actors := [line for line in brand.survivors().values() if "Stage" in line]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert actors == []
+
+
+def test_an_interrupted_probe_leaves_no_process(brand: Brand) -> None:
+    process = start(brand, "probe", "--devices-per-node", "2")
+    try:
+        wait_for(process, b"starting 2 probe actors")
+        interrupted(process, brand)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_an_interrupted_measurement_of_layers_leaves_no_process_and_no_file(config: Path, brand: Brand) -> None:
+    output = config.with_name("never.json")
+    process = start(brand, "profile", config, "--passes", "100000", "-o", output)
+    try:
+        wait_for(process, b"measuring 4 layers")
+        interrupted(process, brand)
+        assert not output.exists()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def interrupted(process: subprocess.Popen[bytes], brand: Brand) -> None:
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr.decode()[-2000:]
+    assert b"Traceback" not in stderr
+    assert none_left(brand) == {}

@@ -97,6 +97,8 @@ def test_a_submitted_job_trains_on_the_running_cluster(cluster: Cluster, tmp_pat
         "run.sample_bytes": 3,
         "data.num_validation_microbatches": 1,
         "schedule.microbatch_size": 1,
+        "schedule.num_microbatches": 2,
+        "scaling.num_devices": 2,
         "schedule.updates_per_window": 2,
     }
     overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]

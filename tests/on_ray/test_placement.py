@@ -31,9 +31,10 @@ def plan(workers: Workers, nodes: dict[str, int]) -> Plan:
     )
 
 
-def start(plan: Plan, stages: Sequence[tuple[int, ...]]) -> Coordinator:
-    slots = planned_slots(plan.topology, plan.devices, ScalingConfig())
-    return Coordinator(run="placement", slots=slots, stages=stages, scaling=ScalingConfig(), cluster=ClusterConfig())
+def start(plan: Plan, stages: Sequence[tuple[int, ...]], *, cpus: float = 1.0) -> Coordinator:
+    scaling = ScalingConfig(cpus_per_device=cpus)
+    slots = planned_slots(plan.topology, plan.devices, scaling)
+    return Coordinator(run="placement", slots=slots, stages=stages, scaling=scaling, cluster=ClusterConfig())
 
 
 def test_actors_are_named_after_the_plans_devices_and_found_where_it_says() -> None:
@@ -96,13 +97,14 @@ def test_a_cluster_that_was_started_for_the_run_stands_for_the_only_node_of_a_pl
 def test_slots_that_others_hold_are_waited_for_and_then_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raypipe.cluster.discovery._RELEASE_S", 0.5)
     node = this_node()
-    chosen = plan([[(f"{node}/{number}", 1.0)] for number in range(5)], {node: 5})
-    with start(chosen, [(stage,) for stage in range(5)]) as coordinator:
+    chosen = plan([[(f"{node}/{number}", 1.0)] for number in range(2)], {node: 2})
+    with start(chosen, [(0,), (1,)], cpus=4.0) as coordinator:
         coordinator.actors.wait_until_up()
-        with pytest.raises(PlanError, match="5 CPU are needed, of the cluster's only 4 CPU are free"):
+        with pytest.raises(PlanError, match="2 CPU are needed, of the cluster's only 1 CPU are free"):
             rehearse(chosen)
 
 
+@pytest.mark.usefixtures("shared_actors")
 def test_devices_of_another_kind_are_refused_and_can_be_stood_in_for() -> None:
     node = this_node()
     chosen = plan([[(f"{node}/0", 1.0)], [(f"{node}/1", 1.0)]], {node: 2})

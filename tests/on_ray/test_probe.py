@@ -1,13 +1,9 @@
-"""The prober on one node, and how it ends."""
+"""The prober on one node."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,7 @@ from raypipe.cluster.prober import probe
 from raypipe.config import ClusterConfig
 from raypipe.errors import InputError
 from raypipe.network.probe_budget import Budget
-from tests.on_ray.conftest import NUM_CPUS, Brand
+from tests.on_ray.conftest import NUM_CPUS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
@@ -54,18 +50,12 @@ def test_one_node_is_described_and_measured(local_ray: None, tmp_path: Path, cap
     assert actors() == []
 
 
-def test_all_slots_are_described_though_a_few_measure(local_ray: None) -> None:
-    found = probe(ClusterConfig(), budget=Budget(seconds=10.0))
-    assert found.topology.num_devices == NUM_CPUS
-    assert found.num_steps == 3
-    assert actors() == []
-
-
-def test_the_table_names_the_node(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["probe", "--devices-per-node", "2", "--budget-s", "10"]) == 0
+def test_all_slots_are_described_though_a_few_measure(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--budget-s", "10"]) == 0
     out = capsys.readouterr().out
-    assert "1 node, 2 devices" in out
-    assert "measurements 1," in out
+    assert f"1 node, {NUM_CPUS} devices" in out
+    assert "measurements 3," in out
+    assert actors() == []
 
 
 def test_a_budget_that_is_too_small_is_refused_and_leaves_nothing(local_ray: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,25 +64,3 @@ def test_a_budget_that_is_too_small_is_refused_and_leaves_nothing(local_ray: Non
     with pytest.raises(InputError, match="raise --budget-s to"):
         probe(ClusterConfig(), budget=Budget(seconds=0.01))
     assert actors() == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_probe_leaves_no_process(brand: Brand, number: int) -> None:
-    environment = brand.environment | {"RAY_AUTH_MODE": "disabled"}
-    environment.pop("RAY_ADDRESS", None)
-    command = [sys.executable, "-m", "raypipe", "probe", "--devices-per-node", "2"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    try:
-        assert process.stderr is not None
-        assert any(b"starting 2 probe actors" in line for line in process.stderr)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 130, stderr.decode()[-2000:]
-        assert b"Traceback" not in stderr
-        deadline = time.monotonic() + 15
-        while brand.survivors() and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert brand.survivors() == {}
-    finally:
-        process.kill()
-        process.communicate()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -16,12 +13,13 @@ import torch
 from raypipe.actors.execution.batches import BatchSource, FixedBatch
 from raypipe.actors.measure.layers import Effort
 from raypipe.artifacts.profile import ModelProfile
+from raypipe.cli import main
 from raypipe.config import ClusterConfig, DataConfig, ModelConfig, ScalingConfig, ScheduleConfig, TrainConfig
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError
 from raypipe.profiling.profiler import DeviceKind, profile_model
 from tests.on_ray.actor_pool import POOLED
-from tests.on_ray.conftest import NUM_CPUS, Brand
+from tests.on_ray.conftest import NUM_CPUS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default")]
 
@@ -185,33 +183,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def start(folder: Path, brand: Brand, *options: str) -> subprocess.Popen[str]:
-    environment = brand.environment
-    environment.pop("RAY_ADDRESS", None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "raypipe", "profile", "config.yaml", "-o", "profile.json", *options],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def none_left(brand: Brand) -> dict[int, str]:
-    """What still runs after a few seconds' grace."""
-    deadline = time.monotonic() + 15
-    while (left := brand.survivors()) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return left
-
-
-def test_the_command_writes_a_profile_and_warns_of_restless_layers(folder: Path, brand: Brand) -> None:
-    process = start(folder, brand, "--repeats", "8", "--passes", "2", "--json")
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    document = json.loads(stdout)
+@pytest.mark.usefixtures("local_ray")
+def test_the_command_writes_a_profile_and_warns_of_restless_layers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["profile", "config.yaml", "-o", "profile.json", "--repeats", "8", "--passes", "2", "--json"]) == 0
+    written = capsys.readouterr()
+    document = json.loads(written.out)
     profile = ModelProfile.load(folder / "profile.json")
     assert [layer.name for layer in profile.layers] == [layer["name"] for layer in document["layers"]] == ["restless", "quiet"]
     assert profile.layers[0].forward_s == document["layers"][0]["forward_s"] >= 0.01
@@ -219,22 +198,6 @@ def test_the_command_writes_a_profile_and_warns_of_restless_layers(folder: Path,
     (warning,) = document["warnings"]
     assert "most those of 'restless'" in warning
     assert "--repeats, now 8; --passes, now 2" in warning
-    assert f"warning: {warning}" in stderr
+    assert f"warning: {warning}" in written.err
     assert list(document["device_kinds"]) == ["cpu"]
-    assert none_left(brand) == {}
-
-
-def test_ctrl_c_ends_a_measurement_without_a_trace(folder: Path, brand: Brand) -> None:
-    process = start(folder, brand, "--passes", "100000", "-o", "never.json")
-    try:
-        assert process.stderr is not None
-        assert any("measuring 2 layers" in line for line in process.stderr)
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert "Traceback" not in stderr
-        assert none_left(brand) == {}
-        assert not (folder / "never.json").exists()
-    finally:
-        process.kill()
-        process.communicate()
+    assert actors_left() == []

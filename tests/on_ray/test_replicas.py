@@ -24,7 +24,7 @@ from raypipe.schedules.request import ScheduleRequest
 from raypipe.training.trainer import Trainer
 from tests.actors.oracles import NUM_ROWS, RandomRows, Trained, train_unsplit
 from tests.on_ray.plans import in_turn, lab, plan_of, profile_of, this_node
-from tests.schedules.handwritten import pipedream_2bw
+from tests.schedules.handwritten import divided, pipedream_2bw
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("shared_actors")]
 
@@ -87,6 +87,16 @@ def check_weights(checkpoint: Checkpoint, unsplit: Trained) -> None:
         saved = checkpoint.load_layer(index)
         assert torch.allclose(saved["linear.weight"], weights[0], rtol=0, atol=1e-10)
         assert torch.allclose(saved["linear.bias"], weights[1], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("transport", [Transport.SHM, Transport.GLOO])
+def test_replicas_that_work_on_parts_of_a_whole_loss_equal_the_unsplit_model(
+    tmp_path: Path, unsplit: Trained, transport: Transport
+) -> None:
+    schedule = recompute(divided(build("zb-h1", ScheduleRequest(2, NUM_MICROBATCHES)), {0: 3}), (0,))
+    result = trainer(tmp_path, small_plan((HALVES, (1.0,)), schedule), transport=transport).fit()
+    assert result.losses == pytest.approx(unsplit.losses, abs=1e-10)
+    check_weights(result.checkpoint, unsplit)
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,7 @@ def test_shared_memory_and_gloo_give_the_same_losses_to_the_last_bit(tmp_path: P
     assert {file for file in set(os.listdir("/dev/shm")) - files if "raypipe" in file} == set()
 
 
+@pytest.mark.usefixtures("shared_actors")
 def test_a_run_resumes_at_another_number_of_stages_as_if_it_had_never_stopped(tmp_path: Path, unsplit: Trained) -> None:
     first = trainer(tmp_path, devices=4, num_updates=12).fit()
     second = trainer(tmp_path, schedule="zb-h1", devices=2).fit(resume=True)
@@ -217,9 +218,10 @@ class Watcher:
         import ray
         from ray.util.state import list_actors
 
+        address = ray.get_runtime_context().gcs_address  # there may be other clusters on this machine
         self.seen.append(progress)
         if progress.update == progress.num_updates:
-            alive = list_actors(filters=[("state", "=", "ALIVE")])
+            alive = list_actors(address=address, filters=[("state", "=", "ALIVE")])
             self.names = [actor.name for actor in alive]
             node = ray.nodes()[0]
             address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
@@ -265,7 +267,8 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpt_run(folder: Path, tokens: Path, devices: int, layers: tuple[int, ...] | None = None) -> Result:
     return Trainer(
         "raypipe.models.gpt:gpt",
-        data_config=DataConfig(path=str(tokens), sequence_length=128, num_validation_microbatches=2),
+        model_options={"num_layers": 4, "d_model": 64, "num_heads": 2, "sequence_length": 64},
+        data_config=DataConfig(path=str(tokens), sequence_length=64, num_validation_microbatches=2),
         schedule_config=ScheduleConfig(num_microbatches=2, microbatch_size=2, updates_per_window=2),
         scaling_config=ScalingConfig(num_devices=devices, layers_per_stage=layers),
         run_config=RunConfig(name="gpt", storage_path=str(folder), num_updates=4, sample_bytes=4, sample_prompt="the "),
@@ -273,7 +276,7 @@ def gpt_run(folder: Path, tokens: Path, devices: int, layers: tuple[int, ...] | 
 
 
 @pytest.mark.usefixtures("shared_actors")
-def test_the_3m_gpt_gives_the_same_first_losses_with_1_2_and_4_stages_and_any_cut(tmp_path: Path, tokens: Path) -> None:
+def test_a_gpt_gives_the_same_first_losses_with_1_2_and_4_stages_and_any_cut(tmp_path: Path, tokens: Path) -> None:
     one = gpt_run(tmp_path, tokens, 1)
     for devices, layers in ((2, None), (2, (1, 5)), (4, None)):
         other = gpt_run(tmp_path, tokens, devices, layers)
@@ -305,25 +308,25 @@ def test_the_folder_of_a_run_holds_what_is_needed_to_know_it(tmp_path: Path, tok
 
 @pytest.mark.parametrize("transport", [Transport.SHM, Transport.GLOO])
 def test_a_killed_actor_ends_the_run_within_seconds_and_is_named(tmp_path: Path, transport: Transport) -> None:
-    faults = FaultScript().fail_at(device=2, op="2B1", kind=FaultKind.KILL)
+    faults = FaultScript().fail_at(device=1, op="1B1", kind=FaultKind.KILL)
     since = time.monotonic()
-    with pytest.raises(StageFailedError, match=r"stage 2 .*device .*/2, node .*its process died") as caught:
-        trainer(tmp_path, faults=faults, transport=transport).fit()
+    with pytest.raises(StageFailedError, match=r"stage 1 .*device .*/1, node .*its process died") as caught:
+        trainer(tmp_path, devices=3, faults=faults, transport=transport).fit()
     assert time.monotonic() - since < 40
-    assert caught.value.stages == "2"
+    assert caught.value.stages == "1"
 
 
 @pytest.mark.smoke
 def test_an_op_that_raises_is_named_with_its_stage(tmp_path: Path) -> None:
     faults = FaultScript().fail_at(device=1, op="1F3")
     with pytest.raises(StageFailedError, match=r"stage 1 .*1F3.*scripted fault"):
-        trainer(tmp_path, faults=faults).fit()
+        trainer(tmp_path, devices=2, faults=faults).fit()
 
 
-def test_a_stage_that_hangs_is_named_and_not_the_neighbours_that_wait_for_it(tmp_path: Path) -> None:
+def test_a_stage_that_hangs_is_named_and_not_the_neighbors_that_wait_for_it(tmp_path: Path) -> None:
     faults = FaultScript().fail_at(device=1, op="1B2", kind=FaultKind.HANG, hang_s=100.0)
     with pytest.raises(StageFailedError, match=r"stage 1 .*1B2.* still at it .*within 3 s.*message_timeout_s") as caught:
-        trainer(tmp_path, faults=faults, message_timeout_s=3.0).fit()
+        trainer(tmp_path, devices=3, faults=faults, message_timeout_s=3.0).fit()
     assert caught.value.stages == "1"
 
 
@@ -377,5 +380,5 @@ def test_evaluations_with_batches_of_ones_own_are_as_long_as_said(tmp_path: Path
     assert told.fit().validation_losses == []
     with pytest.raises(ConfigError, match="either batches or a data_config with a path"):
         Trainer("raypipe.models.mlp:mlp", batches=rows, data_config=DataConfig(path="tokens.parquet"))
-    with pytest.raises(ConfigError, match=r"data.path names no token file"):
+    with pytest.raises(ConfigError, match=r"data.path names no file"):
         Trainer("raypipe.models.mlp:mlp", data_config=DataConfig(path=""))

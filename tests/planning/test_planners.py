@@ -10,7 +10,7 @@ import pytest
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile
-from raypipe.artifacts.schedule import save_schedule
+from raypipe.artifacts.schedule import to_json
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Overheads
 from raypipe.errors import PlanError, UnknownNameError
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
@@ -291,6 +291,54 @@ def uniform_chain(num_devices: int = 4, num_microbatches: int = 8, **changed: An
     return Problem(profile, topology, num_microbatches, 1, **changed)
 
 
+def heavy_last_layer(*, couples: bool) -> Problem:
+    """Three equal layers and one of their joint work, for which replicas of the last stage are best."""
+    profile = ModelProfile.uniform(4, microbatch_size=12)
+    layers = (*profile.layers[:3], replace(profile.layers[3], forward_s=3.0, backward_s=6.0, weight_grad_s=3.0))
+    profile = replace(profile, layers=layers, loss_couples_rows=couples or None)
+    return Problem(profile, ClusterTopology.uniform(4), 8, 12)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "chimera"])
+def test_where_the_loss_couples_rows_no_worker_that_takes_it_has_replicas(schedule: str) -> None:
+    def devices_at_loss(problem: Problem) -> list[int]:
+        found = plan_problem(problem, schedule=schedule, budget=SMALL)
+        return [len(found.workers[workers[-1]]) for workers in found.schedule.pipelines]
+
+    assert max(devices_at_loss(heavy_last_layer(couples=False))) > 1
+    assert set(devices_at_loss(heavy_last_layer(couples=True))) == {1}
+
+
+def test_where_the_loss_couples_rows_other_layers_may_have_replicas() -> None:
+    found = plan_problem(heavy_last_layer(couples=True), schedule="gpipe", budget=SMALL)
+    assert [len(replicas) for replicas in found.workers] == [3, 1]
+
+
+def test_where_the_loss_couples_rows_many_devices_are_planned_with_the_last_alone() -> None:
+    profile = replace(ModelProfile.uniform(8, microbatch_size=12), loss_couples_rows=True)
+    problem = Problem(profile, ClusterTopology.uniform(40, devices_per_node=4), 8, 12)
+    found = plan_problem(problem, schedule="1f1b", budget=TINY)
+    assert len(found.workers[-1]) == 1
+    assert len(found.devices) > 8
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "problem"),
+    [
+        ("raypipe", "chimera-halving", r"'chimera-halving' divides microbatch \d into parts .* takes the loss; the loss couples the rows"),
+        ("data-parallel", "auto", r"worker 0 has 4 devices, .* takes the loss; the loss couples the rows .* give this worker one device"),
+    ],
+)
+def test_where_the_loss_couples_rows_what_would_divide_them_is_refused(name: str, schedule: str, problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        plan_problem(heavy_last_layer(couples=True), name=name, schedule=schedule, budget=TINY)
+
+
+def test_where_the_loss_couples_rows_the_planner_does_not_divide_an_update() -> None:
+    with pytest.raises(PlanError, match=r"couples the rows of a microbatch: .* instead of batch_size"):
+        best_division(heavy_last_layer(couples=True))
+
+
 @pytest.mark.parametrize("name", ["async-1f1b", "pipedream-2bw", "async-interleaved", "amdp"])
 def test_a_plan_whose_updates_overlap_promises_its_part_of_a_window(name: str) -> None:
     problem = uniform_chain(updates_per_window=7)
@@ -311,7 +359,7 @@ def test_orders_of_ones_own_whose_updates_overlap_are_planned_as_the_bundled_one
     bundled = plan_problem(problem, name=planner, schedule="async-1f1b", budget=TINY).predicted
     assert bundled is not None
     path = str(tmp_path / "order.json")
-    save_schedule(build("async-1f1b", ScheduleRequest(4, 2, num_updates)), path)
+    Path(path).write_text(to_json(build("async-1f1b", ScheduleRequest(4, 2, num_updates))))
     for name in ("raypipe.schedules.families.one_f_one_b_async:SPEC_ASYNC", path):
         plan = plan_problem(problem, name=planner, schedule=name, budget=TINY)
         assert (plan.schedule.weight_rule, plan.schedule.num_updates) == (WeightRule.LIVE, 7)
@@ -325,7 +373,7 @@ def test_orders_of_ones_own_whose_updates_overlap_are_planned_as_the_bundled_one
 
 def test_a_file_of_a_window_is_refused_for_another_window_with_the_option_that_would_do(tmp_path: Path) -> None:
     path = str(tmp_path / "order.json")
-    save_schedule(build("async-1f1b", ScheduleRequest(4, 8, 3)), path)
+    Path(path).write_text(to_json(build("async-1f1b", ScheduleRequest(4, 8, 3))))
     with pytest.raises(PlanError, match=r"is the order of 3 updates, asked for 7; use --updates 3 \(--updates-per-window, schedule\."):
         plan_problem(uniform_chain(updates_per_window=7), name="1f1b-equal", schedule=path)
 

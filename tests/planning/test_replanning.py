@@ -256,7 +256,7 @@ def test_what_cannot_be_run_is_not_chosen() -> None:
 
 
 def test_fewer_pipelines_are_chosen_where_memory_is_short_and_the_line_says_so() -> None:
-    """Four layings of the model on eight devices do not fit once there is less memory; two do."""
+    """Four pipelines on eight devices do not fit once there is less memory; two do."""
     heavy = ModelProfile.uniform(16, forward_s=0.01, backward_s=0.02, output_bytes=1000, parameter_bytes=10**8, microbatch_size=1)
 
     def eight(memory_bytes: int | None) -> ClusterTopology:

@@ -11,9 +11,10 @@ import pytest
 
 from raypipe.actors.measure.flows import (
     LEAST_PING_BYTES,
+    SMALL_BYTES,
     WARM_UP_BYTES,
     Flow,
-    MeetOrder,
+    FlowConnection,
     Ping,
     Readings,
     Stream,
@@ -33,8 +34,8 @@ _runs = itertools.count()
 Pair = tuple[Links, Links]
 
 
-def order(store_port: int, *, source: int = 0, target: int = 1, shared: bool = False, timeout_s: float = 10.0) -> MeetOrder:
-    return MeetOrder(
+def order(store_port: int, *, source: int = 0, target: int = 1, shared: bool = False, timeout_s: float = 10.0) -> FlowConnection:
+    return FlowConnection(
         source=source,
         target=target,
         names=("first", "second"),
@@ -62,8 +63,8 @@ def pair(loopback: None, request: pytest.FixtureRequest) -> Iterator[Pair]:
         end.close()
 
 
-def meet(pair: Pair, *orders: MeetOrder) -> None:
-    both((lambda: pair[0].meet(orders, host_ip="127.0.0.1"), lambda: pair[1].meet(orders, host_ip="127.0.0.1")))
+def connect(pair: Pair, *orders: FlowConnection) -> None:
+    both((lambda: pair[0].connect(orders, host_ip="127.0.0.1"), lambda: pair[1].connect(orders, host_ip="127.0.0.1")))
 
 
 def run(pair: Pair, *flows: Flow) -> list[tuple[Readings, Readings]]:
@@ -76,12 +77,12 @@ def run(pair: Pair, *flows: Flow) -> list[tuple[Readings, Readings]]:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shm"])
 def test_a_ping_tells_latency_bandwidth_and_clock(pair: Pair, store_port: int, shared: bool) -> None:
-    meet(pair, order(store_port, shared=shared))
+    connect(pair, order(store_port, shared=shared))
     ((source, target),) = run(pair, Flow(0, 1, PING))
     found = fit(round_trips(source), link="first -> second")
     assert 0 <= found.latency_s < 0.05
     assert found.bandwidth_bytes_per_s > 1e6
-    assert source.sizes_bytes[:16] == target.sizes_bytes[:16] == [1024] * 16
+    assert source.sizes_bytes[:16] == target.sizes_bytes[:16] == [SMALL_BYTES] * 16
     assert source.num_bytes <= PING.most_bytes + 2 * (64 << 10), "small messages and answers come on top"
     clock = offset(exchanges(source, target))
     assert abs(clock.offset_s) <= clock.residual_s + 2e-5, "it is one clock"
@@ -89,7 +90,7 @@ def test_a_ping_tells_latency_bandwidth_and_clock(pair: Pair, store_port: int, s
 
 @pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shm"])
 def test_a_stream_tells_when_each_message_came(pair: Pair, store_port: int, shared: bool) -> None:
-    meet(pair, order(store_port, shared=shared))
+    connect(pair, order(store_port, shared=shared))
     stream = Stream(chunk_bytes=65536, num_chunks=20)
     ((source, target),) = run(pair, Flow(0, 1, stream))
     assert target.sizes_bytes == [65536] * 20
@@ -99,7 +100,7 @@ def test_a_stream_tells_when_each_message_came(pair: Pair, store_port: int, shar
 
 
 def test_flows_run_at_the_same_time_in_both_directions(pair: Pair, store_port: int) -> None:
-    meet(pair, order(store_port), order(store_port, source=1, target=0))
+    connect(pair, order(store_port), order(store_port, source=1, target=0))
     flows = (Flow(0, 1, Stream(4096, 30)), Flow(1, 0, PING))
     there, back = run(pair, *flows)
     assert len(there[1].first_s) == 30
@@ -110,15 +111,15 @@ def test_flows_run_at_the_same_time_in_both_directions(pair: Pair, store_port: i
 
 def test_a_device_that_does_not_come_is_named(pair: Pair, store_port: int) -> None:
     with pytest.raises(TransportTimeoutError, match=r"device first: connecting with device second: it did not come within 0\.3 s"):
-        pair[0].meet([order(store_port, timeout_s=0.3)], host_ip="127.0.0.1")
+        pair[0].connect([order(store_port, timeout_s=0.3)], host_ip="127.0.0.1")
 
 
 def test_a_flow_whose_other_end_goes_away_can_be_met_again(pair: Pair, store_port: int) -> None:
-    meet(pair, order(store_port))
+    connect(pair, order(store_port))
     threading.Timer(0.1, pair[1].close).start()
     with pytest.raises(TransportError):
         pair[0].run([Flow(0, 1, PING)])
-    meet(pair, order(store_port))
+    connect(pair, order(store_port))
     ((source, _),) = run(pair, Flow(0, 1, PING))
     assert source.sizes_bytes
 

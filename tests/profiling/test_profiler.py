@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from raypipe.model import Batch, Layer, Model
 from raypipe.models.mlp import mlp
 from raypipe.models.towers import two_towers
 from raypipe.models.waiting import waiting
+from raypipe.profiling.linearize import linearize
 from raypipe.profiling.profiler import DeviceKind, Measured, model_profile, profile_model
 
 NUM_ROWS, WIDTH = 4, 16
@@ -171,7 +173,7 @@ def test_two_runs_tell_of_no_time_shorter_than_theirs(clock: Clock) -> None:
     # Two forwards for shapes and bytes, three for each run, that of warm-up first.
     model = one_layer(partial(Slow, clock, *[0.001] * 9, *[0.010] * 3))
     (measured,) = measure(model, batch("inputs"), Effort(repeats=2, warm_up=1))
-    assert measured.forward_s == pytest.approx(0.001 + 0.009 / 4)
+    assert measured.forward_s == pytest.approx(0.001)
     assert measured.spread == pytest.approx(0.009 / 4 / 0.0055)
 
 
@@ -219,6 +221,13 @@ def test_a_profile_keeps_the_branches_of_its_model() -> None:
     model = two_towers(num_left_layers=1, num_right_layers=1)
     profile = model_profile([[measurement(layer.name, 1.0) for layer in model.layers]], model, name="m", microbatch_size=4)
     assert [(edge.producer, edge.consumer) for edge in profile.edges()] == [(0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(("couples", "written"), [(True, True), (False, None)])
+def test_a_profile_says_of_a_loss_that_couples_rows(couples: bool, written: bool | None) -> None:
+    model = dataclasses.replace(two_towers(num_left_layers=1, num_right_layers=1), loss_couples_rows=couples)
+    profile = model_profile([[measurement(layer.name, 1.0) for layer in model.layers]], model, name="m", microbatch_size=4)
+    assert profile.loss_couples_rows is linearize(profile).profile.loss_couples_rows is written
 
 
 def test_a_tensor_that_a_layer_takes_twice_is_one_edge() -> None:

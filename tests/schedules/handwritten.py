@@ -5,7 +5,7 @@ Two pipelines in opposite directions, a stage graph with branches, and asynchron
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, UpdateScope, WeightRule
@@ -159,6 +159,19 @@ def halved(schedule: Schedule) -> Schedule:
             return [slot]
         halves = slot._replace(part=1), slot._replace(part=2)
         return [Overlap(halves)] if slot.kind is OpKind.FORWARD else list(halves)
+
+    programs = tuple(tuple(part for slot in program for part in parts(slot)) for program in schedule.programs)
+    return replace(schedule, programs=programs)
+
+
+def divided(schedule: Schedule, num_parts: Mapping[int, int]) -> Schedule:
+    """The schedule with each microbatch divided into parts at some stages, which run one by one where the whole stood."""
+
+    def parts(slot: Slot) -> list[Slot]:
+        assert isinstance(slot, Op)
+        if slot.kind.per_update or slot.stage not in num_parts:
+            return [slot]
+        return [slot._replace(part=part) for part in range(1, num_parts[slot.stage] + 1)]
 
     programs = tuple(tuple(part for slot in program for part in parts(slot)) for program in schedule.programs)
     return replace(schedule, programs=programs)

@@ -128,9 +128,9 @@ def test_copies_of_a_stage_lie_in_one_half_of_the_devices() -> None:
             assert {replica.worker % 4 in {0, 3} for replica in replicas} == {replicas[0].stage % 4 in {0, 3}}
 
 
-def test_messages_of_amdp_go_to_neighbours_on_the_ring() -> None:
-    for laying in amdp(8, 1, 1).pipelines:
-        assert {(after - before) % 8 for before, after in itertools.pairwise(laying)} in ({1}, {7})
+def test_messages_of_amdp_go_to_neighbors_on_the_ring() -> None:
+    for workers in amdp(8, 1, 1).pipelines:
+        assert {(after - before) % 8 for before, after in itertools.pairwise(workers)} in ({1}, {7})
 
 
 @ROUND

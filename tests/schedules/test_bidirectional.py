@@ -115,7 +115,7 @@ def test_pairs_of_pipelines_start_evenly_spread_over_the_devices() -> None:
         (4, 5, 6, 7, 0, 1, 2, 3),
         (3, 2, 1, 0, 7, 6, 5, 4),
     )
-    assert [laying[0] for laying in build("chimera", 6, 6, 6).pipelines] == [0, 5, 2, 3, 4, 1]
+    assert [workers[0] for workers in build("chimera", 6, 6, 6).pipelines] == [0, 5, 2, 3, 4, 1]
 
 
 @pytest.mark.parametrize("num_devices", [4, 6, 8])

@@ -116,12 +116,12 @@ def test_each_stage_and_microbatch_is_computed_exactly_once(spec: ScheduleSpec, 
         assert len(schedule.pipelines) == strategies.num_pipelines(spec.name, size)
         work = {(stage, index) for stage in range(schedule.num_stages) for index in range(size.num_microbatches * size.num_updates)}
         copies: dict[tuple[int, int], int] = {}  # pipelines that lay a stage on the same worker share its copy there
-        for pipeline, laying in enumerate(schedule.pipelines):
-            for stage, worker in enumerate(laying):
+        for pipeline, workers in enumerate(schedule.pipelines):
+            for stage, worker in enumerate(workers):
                 copies.setdefault((stage, worker), pipeline)
         assert spec.name in strategies.AMDPS or len(copies) == schedule.num_stages * len(schedule.pipelines)
         parts: dict[tuple[OpKind, int, int], set[int]] = {}
-        layings: dict[int, set[int]] = {}
+        pipelines_of: dict[int, set[int]] = {}
         updates: set[tuple[int, int, int]] = set()
         for op in counts:
             if op.kind is OpKind.UPDATE:
@@ -129,10 +129,10 @@ def test_each_stage_and_microbatch_is_computed_exactly_once(spec: ScheduleSpec, 
                 assert not op.part
             else:
                 parts.setdefault(op[:3], set()).add(op.part)
-                layings.setdefault(op.index, set()).add(op.pipeline)
+                pipelines_of.setdefault(op.index, set()).add(op.pipeline)
         assert updates == {(stage, first, update) for (stage, _), first in copies.items() for update in range(size.num_updates)}
         assert set(map(frozenset, parts.values())) == {frozenset({1, 2} if spec.name in strategies.DIVIDED else {0})}
-        assert all(len(passed) == 1 for passed in layings.values())
+        assert all(len(passed) == 1 for passed in pipelines_of.values())
         kinds: dict[OpKind, set[tuple[int, int]]] = {}
         for kind, stage, index in parts:
             kinds.setdefault(kind, set()).add((stage, index))
@@ -149,8 +149,8 @@ def test_pipelines_share_the_microbatches_and_the_devices_evenly(spec: ScheduleS
         passed = Counter(op.pipeline for op, _ in schedule.ops() if op.kind is OpKind.FORWARD and op.stage == 0 and op.part <= 1)
         shares = [passed[pipeline] / size.num_updates for pipeline in range(len(schedule.pipelines))]
         assert max(shares) - min(shares) <= 1
-        for laying in schedule.pipelines:
-            assert set(Counter(laying).values()) == {size.num_chunks}
+        for workers in schedule.pipelines:
+            assert set(Counter(workers).values()) == {size.num_chunks}
 
 
 @SPECS
@@ -181,7 +181,7 @@ def test_the_stated_bound_on_activations_is_reached_with_many_microbatches(spec:
             size = replace(strategies.near(spec.name, num_devices, 4 * num_devices), num_pipelines=num_pipelines)
             # As much as devices without bubbles need: an order that is searched for their sake uses it up.
             size = replace(size, max_in_flight=2 * num_devices - 1, update_scope=UpdateScope.STAGE)
-            if strategies.takes(spec.name, size):
+            if strategies.takes(spec.name, size) and spec.name != strategies.BRANCHED:  # counts no activations of the loss
                 bound = [spec.peak_in_flight(size, worker) for worker in range(num_devices)]
                 assert max(metrics(catalogue.build(spec.name, size)).peak_in_flight) == max(bound)
 
@@ -245,7 +245,7 @@ def test_the_makespan_is_its_closed_form(spec: ScheduleSpec, num_devices: int) -
 @SPECS
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_a_closed_form_is_stated_for_usual_sizes(spec: ScheduleSpec, num_devices: int) -> None:
-    if spec.name == "amdp-auto" or (spec.name in strategies.AMDPS and num_devices % 4):
+    if spec.name in {"amdp-auto", strategies.BRANCHED} or (spec.name in strategies.AMDPS and num_devices % 4):
         pytest.skip("orders that are searched for have none")
     size = strategies.near(spec.name, num_devices, 4 * num_devices)
     for times in TIMES[:4]:
@@ -259,7 +259,7 @@ def test_no_makespan_is_below_what_the_busiest_device_and_the_way_there_need(spe
             if size.num_updates == 1:
                 makespan_s = reference.asap(schedule, reference.durations(1, 1, 1)).makespan_s
                 work_s = 3 * size.num_microbatches * size.num_chunks
-                ways = [min(laying.index(worker) for laying in schedule.pipelines) for worker in range(num_devices)]
+                ways = [min(workers.index(worker) for workers in schedule.pipelines) for worker in range(num_devices)]
                 assert makespan_s >= work_s + max(ways)
                 if len(schedule.pipelines) == 1:
                     assert max(ways) == num_devices - 1

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypipe.errors import PlanError
+from raypipe.errors import PlanError, ScheduleError
 from raypipe.schedules import catalogue
 from raypipe.schedules.collectives import Await, CollectiveKind, Start
 from raypipe.schedules.ir import Schedule, UpdateScope, ops_of
-from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Item, Message, Placement, Recv, Send, lower
+from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Item, Message, Placement, Recv, Send, check_whole_losses, lower
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.request import ScheduleRequest
 from tests import strategies
@@ -136,6 +136,21 @@ def test_rows_of_messages_are_a_partition_for_any_shares(data: st.DataObject) ->
     reference.check_one_order(reference.run(schedule, programs, seed=1).starts)
 
 
+def test_a_replica_that_works_on_parts_gets_its_rows_of_each() -> None:
+    schedule = handwritten.divided(catalogue.build("1f1b", ScheduleRequest(2, 1)), {0: 2})
+    placement = Placement((((0, 0.5), (1, 0.5)), ((2, 1.0),)))
+    whole, halves = lower(schedule), lower(schedule, placement)
+
+    def sent(program: DeviceProgram) -> list[tuple[int, tuple[float, float]]]:
+        return [(item.device, item.message.rows) for item in program.items if isinstance(item, Send)]
+
+    assert sent(whole[0]) == [(1, (0.0, 0.5)), (1, (0.5, 1.0))]
+    assert sent(whole[1]) == [(0, (0.0, 1.0))]
+    assert sent(halves[0]) == [(2, (0.0, 0.25)), (2, (0.5, 0.75))]
+    assert sent(halves[1]) == [(2, (0.25, 0.5)), (2, (0.75, 1.0))]
+    assert sent(halves[2]) == [(0, (0.0, 0.25)), (0, (0.5, 0.75)), (1, (0.25, 0.5)), (1, (0.75, 1.0))]
+
+
 def test_devices_of_one_worker_sum_their_gradients_before_the_norm() -> None:
     schedule, placement = two_devices([[0.5, 0.5], [1.0]])
     programs = lower(schedule, placement)
@@ -220,3 +235,38 @@ def test_evaluation_of_any_schedule_runs(schedule: Schedule, num_microbatches: i
     programs = lower(forward)
     reference.run(forward, programs)
     assert not any(isinstance(item, Start | Await) for program in programs for item in program.items)
+
+
+def shared_by_two(worker: int, *, num_workers: int) -> Placement:
+    """The worker has two devices, every other one."""
+    members, first = [], 0
+    for number in range(num_workers):
+        count = 2 if number == worker else 1
+        members.append(tuple((first + device, 1 / count) for device in range(count)))
+        first += count
+    return Placement(tuple(members))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "placement"),
+    [
+        (catalogue.build("chimera", ScheduleRequest(4, 4)), Placement.one_each(4)),
+        (catalogue.build("1f1b", ScheduleRequest(4, 4)), shared_by_two(1, num_workers=4)),
+        (catalogue.build("branch-aware", ScheduleRequest(2, 2, branches=(1, 1), coupled=True)), Placement.one_each(2)),
+    ],
+)
+def test_rows_may_be_divided_elsewhere_than_where_the_loss_is_taken(schedule: Schedule, placement: Placement) -> None:
+    check_whole_losses(schedule, placement)
+
+
+def test_parts_of_a_microbatch_are_refused_where_the_loss_needs_all_rows() -> None:
+    schedule = catalogue.build("chimera-halving", ScheduleRequest(4, 4))
+    with pytest.raises(ScheduleError, match=r"'chimera-halving' divides microbatch \d .* at stage 3, .* whole microbatches, such as 1f1b"):
+        check_whole_losses(schedule, Placement.one_each(4))
+
+
+@pytest.mark.parametrize(("name", "num_chunks", "worker"), [("1f1b", 1, 3), ("chimera", 1, 0), ("zb-v", 2, 0)])
+def test_devices_that_share_rows_are_refused_where_the_loss_needs_all(name: str, num_chunks: int, worker: int) -> None:
+    schedule = catalogue.build(name, ScheduleRequest(4, 4, num_chunks=num_chunks))
+    with pytest.raises(PlanError, match=f"worker {worker} has 2 devices, .* give this worker one device"):
+        check_whole_losses(schedule, shared_by_two(worker, num_workers=4))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
 from raypipe.schedules.collectives import Await, CollectiveKind, Start
-from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, dependencies
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, UpdateScope, WeightRule, dependencies
 from raypipe.schedules.lower import Compute, Placement, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import over_graph, shard_optimizer
@@ -120,6 +120,49 @@ def test_reductions_stand_before_the_first_update_of_what_is_tied() -> None:
     for program in schedule.programs:
         kinds = [slot.kind for slot in program if isinstance(slot, Op) and slot.kind.per_update]
         assert kinds == sorted(kinds)  # G before U
+
+
+def gs_behind_who_awaits_them(schedule: Schedule) -> list[tuple[Op, Op]]:
+    """Return each G that does not stand before an Op of its worker that waits for it, with that Op."""
+    return [
+        (needed, op)
+        for op, place in schedule.places.items()
+        for needed in dependencies(schedule, op)
+        if needed.kind is OpKind.REDUCE
+        and schedule.places[needed].worker == place.worker
+        and schedule.places[needed].position >= place.position
+    ]
+
+
+@given(schedule=strategies.random_schedules(), data=st.data())
+def test_every_g_stands_before_what_awaits_it(schedule: Schedule, data: st.DataObject) -> None:
+    replicated = data.draw(st.sets(st.integers(0, schedule.num_workers - 1)))
+    assert gs_behind_who_awaits_them(add_reductions(schedule, replicated_workers=replicated)) == []
+
+
+def test_a_g_does_not_wait_for_an_earlier_update_of_a_tied_stage_that_comes_late() -> None:
+    """Stage 0 makes both updates before its tied stage 1 makes the first: its second G must stand before that."""
+    passes = [
+        Op(kind, stage, index)
+        for index in range(2)
+        for kind, stages in ((OpKind.FORWARD, (0, 1)), (OpKind.BACKWARD, (1, 0)))
+        for stage in stages
+    ]
+    updates = [Op(OpKind.UPDATE, stage, index) for stage in range(2) for index in range(2)]
+    schedule = Schedule(
+        name="late",
+        graph=StageGraph(2, StageGraph.chain(2).edges, ((0, 1),)),
+        pipelines=((0, 0),),
+        programs=((*passes, *updates),),
+        num_microbatches=1,
+        num_updates=2,
+        weight_rule=WeightRule.STASH,
+        update_scope=UpdateScope.STAGE,
+    )
+    validate(schedule)
+    reduced = add_reductions(schedule, replicated_workers=[0])
+    assert sum(op.kind is OpKind.REDUCE for op in reduced.places) == 4
+    assert gs_behind_who_awaits_them(reduced) == []
 
 
 def test_a_stage_in_two_ties_is_refused() -> None:

@@ -45,7 +45,7 @@ def is_complete(schedule: Schedule) -> bool:
         return False
     if any(schedule.pipelines[op.pipeline][op.stage] != at.worker for op, at in schedule.ops()):
         return False
-    copies = {(worker, stage) for laying in schedule.pipelines for stage, worker in enumerate(laying)}
+    copies = {(worker, stage) for workers in schedule.pipelines for stage, worker in enumerate(workers)}
     updates = Counter((at.worker, op.stage, op.index) for op, at in schedule.ops() if op.kind is OpKind.UPDATE)
     if updates != Counter((*copy, update) for copy in copies for update in range(schedule.num_updates)):
         return False
@@ -84,7 +84,7 @@ def test_an_edited_schedule_is_refused_unless_it_still_runs(data: st.DataObject)
         error = refusal(edit.schedule)
         assert ">" in error.grid or edit.what == "drop"
         assert error.grid.count("worker ") == schedule.num_workers
-        # A moved Op and what it collides with, a neighbour of the edit: all concern the same worker, stage or index.
+        # A moved Op and what it collides with, a neighbor of the edit: all concern the same worker, stage or index.
         named = error.problem
         assert any(str(op) in named or f"microbatch {op.index} " in named for op in edit.ops) or names_a_relative(error, edit)
 
@@ -351,7 +351,6 @@ def test_workers_without_stages_are_left_out_of_the_norm() -> None:
         ({"num_updates": 0}, "schedule 'by hand' has 0 num_updates; it needs at least 1"),
         ({"programs": ()}, "schedule 'by hand' has 0 workers; it needs at least 1"),
         ({"pipelines": ()}, "schedule 'by hand' has 0 pipelines; it needs at least 1"),
-        ({"loss_group_size": 2}, "1 microbatches an update cannot be grouped by loss_group_size 2"),
         ({"pipelines": ((0, 0),)}, "pipeline 0 places 2 stages, the stage graph has 1"),
         ({"pipelines": ((1,),)}, "pipeline 0 places stage 0 on worker 1; there are programs for 0..0"),
     ],
@@ -360,10 +359,14 @@ def test_a_malformed_schedule_is_refused(fields: dict[str, Any], problem: str) -
     assert refusal(replace(schedule_of("0F0 0B0 0U0"), **fields)).problem == problem
 
 
-def test_coupled_losses_hold_backwards_until_all_forwards_of_the_group_are_done() -> None:
-    schedule = schedule_of("0F0 0B0 0F1 0B1 0U0", num_microbatches=2, loss_group_size=2)
-    assert refusal(schedule).problem == "worker 0, position 1: 0B0 runs before 0F1"
-    validate(replace(schedule, loss_group_size=1))
+def test_a_stage_that_works_on_a_whole_microbatch_waits_for_all_its_parts() -> None:
+    chain = StageGraph.chain(2)
+    valid = "0F0.1 0F0.2 1F0 1B0 0B0.1 0B0.2 0U0 1U0"
+    validate(schedule_of(valid, graph=chain, pipelines=((0, 0),)))
+    early = schedule_of("0F0.1 1F0 0F0.2 1B0 0B0.1 0B0.2 0U0 1U0", graph=chain, pipelines=((0, 0),))
+    assert refusal(early).problem == "worker 0, position 1: 1F0 runs before 0F0.2"
+    early = schedule_of("0F0.1 0F0.2 1F0 0B0.1 1B0 0B0.2 0U0 1U0", graph=chain, pipelines=((0, 0),))
+    assert refusal(early).problem == "worker 0, position 3: 0B0.1 runs before 1B0"
 
 
 @pytest.mark.parametrize(

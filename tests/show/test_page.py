@@ -25,7 +25,7 @@ from raypipe.artifacts.trace import Source, Span, SpanKind, Trace, item_text
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Direction, Message
-from raypipe.show.causes import device_words, findings
+from raypipe.show.causes import findings
 from raypipe.show.differences import kind_differences, kind_text, op_differences
 from raypipe.show.page import draw_page
 from tests import strategies
@@ -161,12 +161,6 @@ def test_the_ops_of_two_traces_are_compared_by_device_and_name() -> None:
     assert (first.device, kind_text(first.ops), first.num_slots) == (1, "F of stage 1", 4)
     assert [first.first_s, first.second_s] == pytest.approx([1.0, 1.1])
     assert [op.difference_s for op in others] == [0.0] * 3
-
-
-def test_devices_are_named_with_their_stages() -> None:
-    words = [device_words(divide(traced(spec("interleaved", 2, 4, chunks=chunks))), 1) for chunks in (1, 2, 3, 5)]
-    assert words == ["device 1 (stage 1)", "device 1 (stages 1 and 3)", "device 1 (stages 1, 3 and 5)", "device 1 (5 stages)"]
-    assert device_words(divide(replace(TWO_UPDATES, spans=TWO_UPDATES.spans[:1])), 1) == "right"
 
 
 def test_findings_name_what_holds_the_others_up() -> None:

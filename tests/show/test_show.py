@@ -23,13 +23,14 @@ from raypipe.schedules import catalogue
 from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.lower import lower
 from raypipe.schedules.request import ScheduleRequest
-from raypipe.show import differences, tables
+from raypipe.show import tables
+from raypipe.show.differences import difference_reports, prediction_report
 from raypipe.show.grid import timed_grid, timed_grids
 from raypipe.show.labels import COLOURS, KIND_NAMES, Labels, colour
 from raypipe.show.network import draw_topology
-from raypipe.show.report import FittedTable
+from raypipe.show.report import FittedTable, rows_table
 from raypipe.show.svg import draw_traces
-from raypipe.show.traces import comparison_table, trace_report
+from raypipe.show.traces import trace_report
 from raypipe.simulation.cost import StageCost
 from raypipe.simulation.plan_cost import equal_stages
 from raypipe.simulation.simulator import simulate_programs
@@ -291,7 +292,7 @@ def test_two_traces_share_one_axis_and_are_compared() -> None:
     assert "measured: 1f1b" in found
     columns = ["figure", "predicted", "measured", "error"]
     assert [text for text in found if text in columns] == columns
-    assert "device 1: waiting" in found
+    assert "device 1 (stage 1): waiting" in found
     # F and B take the same pixels above and below.
     assert len({round(float(box.get("width", 0))) for box in boxes(root, "F")}) == 1
     assert found.index("predicted: 1f1b") < found.index("measured: 1f1b")
@@ -478,26 +479,37 @@ def text_of(shown: FittedTable) -> str:
     return capture.get()
 
 
+def difference_rows(first: Trace, second: Trace) -> dict[str, tuple[str, ...]]:
+    return {row[0]: row[1:] for row in rows_table(difference_reports(first, second)).rows}
+
+
 def test_differences_are_relative_for_times_and_in_points_for_ratios() -> None:
     first = traced(spec("1f1b", 2, 4))
     second = replace(traced(spec("1f1b", 2, 4), latency_s=1.0), source=Source.MEASURED)
-    found = {figure.name: figure for figure in differences.differences(first, second)}
-    assert found["update time"].error == pytest.approx(first.update_s / second.update_s - 1)
-    assert found["bubble"].error == pytest.approx(first.bubble_ratio - second.bubble_ratio)
-    assert found["device 0: busy"].error == 0
-    shown = {row[0]: row for row in differences.rows(list(found.values()))}
-    assert shown["device 0: busy"] == ("device 0: busy", "12 s", "12 s", "+0.0%")
-    assert shown["bubble"][3].endswith(" points")
-    assert differences.header(first, second) == ("figure", "predicted", "measured", "error")
+    reports = difference_reports(first, second)
+    documents = {document["name"]: document for document in (report.document() for report in reports)}
+    assert documents["update time"] == {
+        "name": "update time",
+        "unit": "s",
+        "first": first.update_s,
+        "second": second.update_s,
+        "error": pytest.approx(first.update_s / second.update_s - 1),
+    }
+    assert documents["bubble"]["error"] == pytest.approx(first.bubble_ratio - second.bubble_ratio)
+    assert documents["device 0: busy"]["error"] == 0
+    assert rows_table(reports).columns == ("figure", "predicted", "measured", "error")
+    shown = difference_rows(first, second)
+    assert shown["device 0 (stage 0): busy"] == ("12 s", "12 s", "+0.0%")
+    assert shown["bubble"][2].endswith(" points")
 
 
 def test_memory_is_compared_where_both_traces_know_it() -> None:
     first = traced(spec("1f1b", 2, 4), saved_bytes=10**6)
     second = replace(first, source=Source.MEASURED, memory=(((0.0, 4 * 10**6),), ((0.0, 10**6),)))
-    shown = {row[0]: row[1:] for row in differences.rows(differences.differences(first, second))}
-    assert shown["device 0: peak memory"] == ("3 MB", "4 MB", "-25.0%")
-    assert shown["device 1: peak memory"] == ("2 MB", "1 MB", "+100.0%")
-    assert "device 0: peak memory" not in {figure.name for figure in differences.differences(first, traced(spec("1f1b", 2, 4)))}
+    shown = difference_rows(first, second)
+    assert shown["device 0 (stage 0): peak memory"] == ("3 MB", "4 MB", "-25.0%")
+    assert shown["device 1 (stage 1): peak memory"] == ("2 MB", "1 MB", "+100.0%")
+    assert not any("memory" in name for name in difference_rows(first, traced(spec("1f1b", 2, 4))))
 
 
 def test_the_comparison_gives_each_figure_its_unit() -> None:
@@ -506,23 +518,24 @@ def test_the_comparison_gives_each_figure_its_unit() -> None:
         ComparedFigure("bubble", "ratio", 0.25, 0.5, 0.0),
         ComparedFigure("memory of device 0", "bytes", 99e6, 100e6, 1e6),
     ]
-    lines = text_of(comparison_table(figures)).splitlines()
-    shown = [" ".join(line.split()) for line in lines]
-    assert "update time 1.5000 s 1.0000 s 0.2500 s +50.0%" in shown
-    assert "bubble 25.0% 50.0% 0.0% -25.0% points" in shown
-    assert "memory of device 0 99 MB 100 MB 1 MB -1.0%" in shown
+    table = rows_table([prediction_report(figure, figure.name, measured="rehearsed") for figure in figures])
+    assert table.columns == ("figure", "predicted", "rehearsed", "spread", "error")
+    assert table.rows == [
+        ("update time", "1.5 s", "1 s", "250 ms", "+50.0%"),
+        ("bubble", "25.0%", "50.0%", "0.0%", "-25.0 points"),
+        ("memory of device 0", "99 MB", "100 MB", "1 MB", "-1.0%"),
+    ]
 
 
 def test_only_devices_that_both_traces_have_are_compared() -> None:
-    found = differences.differences(traced(spec("1f1b", 2, 4)), traced(spec("1f1b", 4, 4)))
-    assert [figure.name for figure in found if figure.name.endswith("busy")] == ["device 0: busy", "device 1: busy"]
+    found = difference_rows(traced(spec("1f1b", 2, 4)), traced(spec("1f1b", 4, 4)))
+    assert [name for name in found if name.endswith("busy")] == ["device 0 (stage 0): busy", "device 1 (stage 1): busy"]
 
 
 def test_a_figure_that_was_nothing_has_no_relative_error() -> None:
     still = Trace("still", Source.MEASURED, ("0",), 1, ())
-    rows_shown = differences.rows(differences.differences(traced(spec("1f1b", 1, 1)), still))
-    assert rows_shown[0] == ("update time", "3 s", "0 s", "-")
-    assert {row[3] for row in differences.rows(differences.differences(still, still))} == {"+0.0%", "+0.0 points"}
+    assert difference_rows(traced(spec("1f1b", 1, 1)), still)["update time"] == ("3 s", "0 s", "-")
+    assert {row[2] for row in difference_rows(still, still).values()} == {"+0.0%", "+0.0 points"}
 
 
 def made_plan() -> Plan:
@@ -543,12 +556,12 @@ def made_plan() -> Plan:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: tables.plan_table(made_plan()), "1      device1  layer6 .. layer11 (6)     12 s      24 s        6 kB"),
+        (lambda: tables.plan_table(made_plan()), "1      device1  layer6 .. layer11 (6)     12 s      24 s    6 kB"),
         (lambda: tables.profile_table(ModelProfile.uniform(2, saved_bytes=1500)), "layer1  ############      1 s       2 s"),
         (lambda: tables.profile_table(ModelProfile.uniform(1, forward_s=0.0, backward_s=0.0)), "layer0            0 s       0 s"),
         (
             lambda: tables.node_table(ClusterTopology(name="t", nodes=nodes(1))),
-            "node0  gpu0.0 gpu0.1  h200       141 GB      2             3",
+            "node0  gpu0.0 gpu0.1  h200  141 GB      2       3  100 GB/s, 5 us",
         ),
         (lambda: tables.link_table(ClusterTopology.uniform(2, latency_s=0.5)), "any other pair    no limit, 500 ms"),
         (lambda: trace_report(TWO_UPDATES, (100, None)).table(), "left    3.75 s   2.25 s   67.4%  30 B of 100 B"),

@@ -56,7 +56,6 @@ def cost(path: Path | None = None, num_devices: int = 4) -> Cost:
         (OpKind.INPUT_GRADIENT, 5.0),
         (OpKind.WEIGHT_GRADIENT, 2.0),
         (OpKind.UPDATE, 0.5),
-        (OpKind.EXCHANGE, 0.0),
     ],
 )
 def test_each_kind_of_op_has_its_time(kind: OpKind, seconds: float) -> None:
@@ -132,7 +131,7 @@ def test_a_norm_takes_the_longest_latency() -> None:
     collective = Collective(CollectiveKind.NORM, 0, 0, 0, (0, 1, 2))
     assert cost(Path(0.5, 1.0)).collective_s(collective) == 0.5
     assert cost().collective_bytes(collective) == 8
-    # Every member sends to every other, neighbours or not.
+    # Every member sends to every other, neighbors or not.
     far = replace(cost(), path=lambda source, target: Path(9.0 if (source, target) == (3, 1) else 0.5))
     assert far.collective_s(replace(collective, devices=(0, 1, 2, 3))) == 9.0
 

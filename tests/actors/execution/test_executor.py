@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +40,7 @@ from tests.actors.oracles import (
     run_beside_hand,
     train_unsplit,
 )
-from tests.schedules.handwritten import halved, opposite_pipelines, pipedream_2bw, two_branches
+from tests.schedules.handwritten import divided, halved, opposite_pipelines, pipedream_2bw, two_branches
 
 LEARNING_RATE = 1e-2
 MAX_GRAD_NORM = 0.5
@@ -135,8 +137,9 @@ def test_twenty_updates_in_float32_equal_the_unsplit_model(
     assert losses_of(run, NUM_UPDATES // 4) == pytest.approx(unsplit[torch.float32].losses, abs=FLOAT32_TOLERANCE)
 
 
-def test_every_bundled_schedule_is_trained_here() -> None:
-    assert {str(case.values[0]) for case in [*SCHEDULES, *ASYNCHRONOUS]} == {spec.name for spec in SPECS}
+def test_every_bundled_schedule_of_a_chain_is_trained_here() -> None:
+    # branch-aware trains a model with branches in tests/models/test_branches.py.
+    assert {str(case.values[0]) for case in [*SCHEDULES, *ASYNCHRONOUS]} == {spec.name for spec in SPECS} - {"branch-aware"}
 
 
 def test_four_pipelines_equal_the_unsplit_model(unsplit: dict[torch.dtype, Trained]) -> None:
@@ -343,13 +346,102 @@ class _Kept:
         self.held.now -= self.tensor.numel()
 
 
-def test_a_microbatch_that_is_not_divided_alike_everywhere_is_refused() -> None:
+DIVIDED = [
+    pytest.param(("1f1b", 3, 1), {1: 3}, id="in-the-middle"),
+    pytest.param(("1f1b", 3, 1), {0: 2, 2: 2}, id="at-the-ends"),
+    pytest.param(("zb-h1", 3, 1), {0: 3, 1: 3}, id="split-backwards"),
+    pytest.param(("zb-h1", 3, 1), {0: 2, 2: 3}, id="differently-around-the-whole"),
+    pytest.param(("interleaved", 2, 2), {1: 2, 2: 2}, id="several-stages-a-worker"),
+    pytest.param(("zb-v", 2, 2), {0: 2, 2: 3}, id="neighbors-on-a-worker"),
+    pytest.param(("gpipe", 1, 1), {0: 6}, id="rows-one-by-one"),
+]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize(("order", "num_parts"), DIVIDED)
+def test_stages_that_divide_microbatches_differently_equal_the_unsplit_model(
+    order: tuple[str, int, int], num_parts: dict[int, int], again: bool
+) -> None:
+    name, devices, chunks = order
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = build(name, ScheduleRequest(devices, NUM_MICROBATCHES, 2, chunks))
+    schedule = divided(recompute(schedule, range(schedule.num_stages)) if again else schedule, num_parts)
+    run = pipeline(model, schedule, Cut.equal(8, schedule.num_stages, model.edges()), RandomRows())
+    assert losses_of(run, 5) == pytest.approx(unsplit_after(10).losses, abs=1e-10)
+    for index, (copy,) in layers_of(run).items():
+        assert largest_difference(copy, unsplit_after(10).layers[index]) < 1e-10
+
+
+@functools.cache
+def unsplit_after(num_updates: int) -> Trained:
+    return train_unsplit(
+        mlp(num_layers=8, dtype="float64"),
+        RandomRows(),
+        num_updates=num_updates,
+        num_microbatches=NUM_MICROBATCHES,
+        learning_rate=LEARNING_RATE,
+        max_grad_norm=MAX_GRAD_NORM,
+    )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("num_parts", [{0: 3}, {1: 3}, {0: 3, 2: 3}, {2: 3}], ids=str)
+@pytest.mark.parametrize(
+    "shares",
+    [
+        pytest.param(((0.5, 0.5), (1.0,), (1.0,)), id="first"),
+        pytest.param(((1.0,), (0.5, 0.5), (1.0,)), id="middle"),
+        pytest.param(((0.5, 0.5), (0.5, 0.5), (1.0,)), id="first-two"),
+        pytest.param(((0.5, 0.5), (1.0,), (0.5, 0.5)), id="first-and-last"),
+    ],
+)
+def test_replicas_of_stages_that_divide_microbatches_differently_equal_the_unsplit_model(
+    name: str, num_parts: dict[int, int], shares: tuple[tuple[float, ...], ...]
+) -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = divided(build(name, ScheduleRequest(3, NUM_MICROBATCHES, 2)), num_parts)
+    numbers = itertools.count()
+    placement = Placement(tuple(tuple((next(numbers), share) for share in worker) for worker in shares))
+    run = pipeline(model, schedule, Cut.equal(8, 3, model.edges()), RandomRows(), placement)
+    assert losses_of(run, 3) == pytest.approx(unsplit_after(6).losses, abs=1e-10)
+    for index, copies in layers_of(run).items():
+        assert all(largest_difference(copy, unsplit_after(6).layers[index]) < 1e-10 for copy in copies)
+
+
+def test_an_evaluation_in_parts_gives_the_losses_of_the_unsplit_model() -> None:
+    model = mlp(num_layers=8, dtype="float64")
+    schedule = build("1f1b", ScheduleRequest(3, 5))
+    run = pipeline(model, divided(schedule, {0: 2, 1: 2}), Cut.equal(8, 3, model.edges()), RandomRows())
+    whole = evaluation(schedule, num_microbatches=5)
+    reports = [run.evaluate(order, batches=RandomRows()) for order in (whole, divided(whole, {0: 2, 1: 2}), divided(whole, {1: 3}))]
+    expected = train_unsplit(model, RandomRows(), num_updates=1, num_microbatches=5, learning_rate=0.0, max_grad_norm=1.0)
+    for report in reports:
+        assert mean_losses(report, num_microbatches=5) == pytest.approx(expected.losses, abs=1e-12)
+
+
+def test_neighbors_that_divide_a_microbatch_into_different_parts_are_refused() -> None:
+    schedule = divided(build("1f1b", ScheduleRequest(3, 2)), {1: 2, 2: 3})
+    validate(schedule)
+    with pytest.raises(ScheduleError, match=r"worker 1, position 0: 1F0\.1 \(2 parts\) and 2F0\.1 \(3 parts\)"):
+        executable_programs(schedule)
+
+
+def test_a_stage_that_divides_only_its_backward_is_refused() -> None:
     schedule = build("1f1b", ScheduleRequest(2, 2))
-    programs = (schedule.programs[0], halved(schedule).programs[1])
-    divided = dataclasses.replace(schedule, programs=programs)
-    validate(divided)
-    with pytest.raises(ScheduleError, match=r"worker 1, position 0: 1F0\.1 .* 2 parts"):
-        executable_programs(divided)
+    halves = divided(schedule, {1: 2}).programs[1]
+    programs = (schedule.programs[0], (schedule.programs[1][0], *(slot for slot in halves if "1F0" not in str(slot))))
+    some = dataclasses.replace(schedule, programs=programs)
+    validate(some)
+    with pytest.raises(ScheduleError, match=r"worker 1, position 1: 1B0\.1 \(2 parts\) and 1F0 \(whole\)"):
+        executable_programs(some)
+
+
+def test_replicas_that_would_have_to_exchange_rows_are_refused() -> None:
+    schedule = divided(build("zb-v", ScheduleRequest(2, 4, num_chunks=2)), {2: 2})
+    executable_programs(schedule)
+    placement = Placement((((0, 1.0),), ((1, 0.5), (2, 0.5))))
+    with pytest.raises(PlanError, match=r"worker 1 has several devices, and runs 1F0 and 2F0\.1"):
+        executable_programs(schedule, placement)
 
 
 def test_a_half_without_a_row_is_refused() -> None:
@@ -488,12 +580,6 @@ def test_the_spans_of_a_device_are_its_program_in_order() -> None:
         assert sum(span.end_s - span.start_s for span in spans if span.kind is SpanKind.RECV) == pytest.approx(
             report.log.seconds(program, SpanKind.RECV)
         )
-
-
-def test_an_order_that_cannot_be_run_yet_is_refused_and_named() -> None:
-    schedule = dataclasses.replace(build("1f1b", ScheduleRequest(2, 2)), loss_group_size=2)
-    with pytest.raises(ScheduleError, match="loss_group_size 2"):
-        executable_programs(schedule)
 
 
 def test_replaying_a_window_from_the_same_weights_gives_the_same_bits() -> None:
