@@ -252,7 +252,9 @@ def run_strategy(config: TrainConfig, model: Model, plan: Plan | None, *, window
         check_staleness(config, start.schedule)
         if not config.adaptation.enabled:
             return start
-    can_divide = bool(config.data.path) and config.adaptation.divisions and not model.loss_couples_rows
+    # A schedule asked for by name keeps the microbatches asked for with it.
+    is_open = config.adaptation.enabled or config.schedule.name == AUTO
+    can_divide = is_open and bool(config.data.path) and config.adaptation.divisions and not model.loss_couples_rows
     return AdaptiveStrategy(config, model, window_sizes=window_sizes, start=start, can_divide=can_divide)
 
 
