@@ -86,7 +86,7 @@ class TrainScreen:
         """Move the bar, or print a line."""
         self.num_done = progress.update
         validation = "-" if progress.validation_loss is None else f"{progress.validation_loss:.3f}"
-        text = f"loss {progress.loss:.3f}  validation {validation}  {progress.tokens_per_s:,.0f} tokens/s"
+        text = f"loss {progress.loss:.3f}  validation {validation}  {progress.tokens_per_s:,.0f} {progress.unit}/s"
         if self.console.is_terminal:
             self.updates.update(self.bar, completed=progress.update, description=text)
             return

@@ -147,6 +147,7 @@ class RunRecord:
         update = int(figures["updates"])
         last = {key: figures[key] for key in ("loss", "tokens_per_s", "update_s", "bubble_ratio")}
         seconds_left = (num_updates - update) * figures["update_s"]
+        unit = "rows" if self._tokens_per_row == 1 else "tokens"
         self.listener.progress(
-            Progress(update, num_updates, validation_loss=figures.get("validation_loss"), seconds_left=seconds_left, **last)
+            Progress(update, num_updates, validation_loss=figures.get("validation_loss"), seconds_left=seconds_left, unit=unit, **last)
         )

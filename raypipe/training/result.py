@@ -18,6 +18,7 @@ class Progress:
         loss: Training loss of the last update.
         tokens_per_s: Rows per second where rows are not tokens.
         bubble_ratio: Idle share of the devices' time in the window.
+        unit: What `tokens_per_s` counts: "tokens" or "rows".
     """
 
     update: int
@@ -28,6 +29,7 @@ class Progress:
     update_s: float
     bubble_ratio: float
     seconds_left: float
+    unit: str = "tokens"
 
 
 class Listener(Protocol):

@@ -124,12 +124,12 @@ def test_a_long_step_without_a_terminal_tells_its_time(monkeypatch: pytest.Monke
     with screen.alive():
         screen.notice("starting 4 actors")
         time.sleep(0.3)
-        screen.progress(Progress(10, 100, 1.0, None, tokens_per_s=9.0, update_s=2.0, bubble_ratio=0.2, seconds_left=180.0))
+        screen.progress(Progress(10, 100, 1.0, None, tokens_per_s=9.0, update_s=2.0, bubble_ratio=0.2, seconds_left=180.0, unit="rows"))
         time.sleep(0.3)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "starting 4 actors"
     assert lines.count("starting 4 actors: 0 s so far") >= 2
-    assert "update 10/100  loss 1.000  validation -  9 tokens/s  left 3:00" in lines
+    assert "update 10/100  loss 1.000  validation -  9 rows/s  left 3:00" in lines
     assert lines.count("training after update 10: 0 s so far") >= 2
 
 
