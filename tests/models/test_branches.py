@@ -203,12 +203,12 @@ def test_a_loss_of_all_parts_trains_as_the_unsplit_model(
     trained_as(replace(schedule, graph=cut.graph), cut, model, Shifted(glyph_batch(), "name"))
 
 
-def placed_order(workers: tuple[int, ...], graph: StageGraph, *, num_parts: int, split: bool) -> Schedule:
-    """The order that is found for `CLIP_STAGES` on these workers, with a loss of all parts."""
+def placed_order(workers: tuple[int, ...], graph: StageGraph, *, num_parts: int, split: bool, num_updates: int = 2) -> Schedule:
+    """The order that is found for four stages of branches and the loss on these workers, with a loss of all parts."""
     times = (*[StageTimes(1.0, 1.0, 1.0)] * 4, StageTimes(0.1, 0.1, 0.1))
     whole_stages = frozenset({4} if num_parts > 1 else ())
     line = TimedPipelines(graph, (workers,), times, splits=split, num_parts=num_parts, whole_stages=whole_stages)
-    return ordered(BranchSearch(line, num_microbatches=2, max_held=100.0), num_updates=2)
+    return ordered(BranchSearch(line, num_microbatches=2, max_held=100.0), num_updates=num_updates)
 
 
 PLACED = [

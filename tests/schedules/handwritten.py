@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, UpdateScope, WeightRule
+from raypipe.schedules.builders import synchronous_pipelines
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.request import ScheduleRequest
 
 
 def opposite_pipelines(num_devices: int = 4) -> Schedule:
@@ -82,6 +84,27 @@ def two_branches(num_microbatches: int = 4, *, num_updates: int = 1, update_scop
         num_microbatches=num_microbatches,
         num_updates=num_updates,
         update_scope=update_scope,
+    )
+
+
+def in_two_pipelines(schedule: Schedule, workers: Sequence[int]) -> Schedule:
+    """The schedule twice, each time with microbatches of its own; worker w of it is `workers[w]` in the second pipeline.
+
+    A worker of both runs the Ops of an update through the first pipeline, then those through the second.
+    """
+    num_microbatches = schedule.num_microbatches
+    one_update: list[list[Slot]] = [[] for _ in range(max((schedule.num_workers - 1, *workers)) + 1)]
+    for pipeline, placed in enumerate((range(schedule.num_workers), workers)):
+        for worker, program in zip(placed, schedule.programs, strict=True):
+            ops = [op for slot in program for op in ops_of(slot) if not op.kind.per_update and schedule.update(op) == 0]
+            one_update[worker] += [op._replace(index=op.index + pipeline * num_microbatches, pipeline=pipeline) for op in ops]
+    (first,) = schedule.pipelines
+    return synchronous_pipelines(
+        f"{schedule.name} twice",
+        ScheduleRequest(len(one_update), 2 * num_microbatches, schedule.num_updates),
+        pipelines=[first, [workers[worker] for worker in first]],
+        one_update=one_update,
+        graph=schedule.graph,
     )
 
 

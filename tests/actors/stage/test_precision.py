@@ -16,7 +16,7 @@ from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.actors.measure.layers import Effort, measure_layers
-from raypipe.actors.stage.layers import RngKey, build_layer
+from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.precision import build_stage, prepare
 from raypipe.actors.stage.state import export_layers, import_layers
@@ -33,6 +33,7 @@ from raypipe.schedules.passes import evaluation, recompute, shard_optimizer
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
 from tests.actors.execution.test_executor import ASYNCHRONOUS
+from tests.actors.low_precision import furthest, masters_of, train_low
 from tests.actors.oracles import (
     HandPipeline,
     LowHandPipeline,
@@ -40,7 +41,6 @@ from tests.actors.oracles import (
     RandomTokens,
     StaleHandPipeline,
     Trained,
-    largest_difference,
     train_unsplit,
 )
 
@@ -71,26 +71,6 @@ def pipeline(
         learning_rate=lambda _: rate,
         precision=precision,
     )
-
-
-def masters_of(run: LocalPipeline) -> list[tuple[int, Tensor]]:
-    """Pairs of a layer and a weight that the optimizer of one of its copies has stepped."""
-    return [
-        (int(name.split(".")[1]), master.detach())
-        for on_device in run.weights
-        for weights in on_device.values()
-        for name, master in zip(weights.names, weights.masters, strict=True)
-    ]
-
-
-def furthest(run: LocalPipeline, expected: list[list[Tensor]]) -> float:
-    """The largest difference between the weights of a run and those expected of each layer."""
-    found: dict[int, list[Tensor]] = {}
-    for layer, weight in masters_of(run):
-        found.setdefault(layer, []).append(weight)
-    assert sorted(found) == list(range(len(expected)))
-    copies = {layer: len(weights) // len(expected[layer]) for layer, weights in found.items()}
-    return max(largest_difference(found[layer], of_layer * copies[layer]) for layer, of_layer in enumerate(expected))
 
 
 def message_dtypes(run: LocalPipeline) -> set[torch.dtype]:
@@ -226,27 +206,9 @@ def test_a_gpt_in_bfloat16_equals_one_process_that_keeps_float32_weights(name: s
     model = gpt(num_layers=4, d_model=32, num_heads=2, sequence_length=16)
     run = pipeline(model, build(name, ScheduleRequest(3, NUM_MICROBATCHES, 3)), Precision.BF16, batches=RandomTokens(), rate=0.1)
     losses = [loss for _ in range(2) for loss in mean_losses(run.run_window(), num_microbatches=NUM_MICROBATCHES)]
-    modules = nn.Sequential(*(build_layer(layer, index=index, seed=0) for index, layer in enumerate(model.layers)))
-    kept = [nn.Parameter(weight.detach().clone()) for weight in modules.parameters()]
-    optimizer = torch.optim.SGD(kept, lr=0.1)
-    modules.bfloat16()
-    expected = []
-    for update in range(6):
-        optimizer.zero_grad(set_to_none=False)
-        found = []
-        for number in range(NUM_MICROBATCHES):
-            batch = RandomTokens().batch(update * NUM_MICROBATCHES + number, (0.0, 1.0))
-            loss = model.loss(modules(batch["tokens"]).float(), batch)
-            gradients = torch.autograd.grad(loss / NUM_MICROBATCHES, list(modules.parameters()))
-            for mine, gradient in zip(kept, gradients, strict=True):
-                mine.grad = gradient.float() if mine.grad is None else mine.grad + gradient
-            found.append(loss.item())
-        optimizer.step()
-        for weight, mine in zip(modules.parameters(), kept, strict=True):
-            weight.data.copy_(mine.data)
-        expected.append(sum(found) / NUM_MICROBATCHES)
-    assert losses == pytest.approx(expected, abs=TOLERANCE)
-    assert largest_difference([weight for _, weight in masters_of(run)], [mine.detach() for mine in kept]) < TOLERANCE
+    expected = train_low(model, RandomTokens(), precision=Precision.BF16, num_updates=6, num_microbatches=NUM_MICROBATCHES)
+    assert losses == pytest.approx(expected.losses, abs=TOLERANCE)
+    assert furthest(run, expected.layers) < TOLERANCE
     assert message_dtypes(run) == {torch.bfloat16}
 
 
