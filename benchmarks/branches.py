@@ -2,7 +2,8 @@
 
     python benchmarks/branches.py [--devices 4 8] [--shapes 1:1 1:2 1:4 1:1:1] [--losses microbatch coupled co-attention]
                                   [--latencies 0 0.25 1] [--links] [--json FILE]
-    python benchmarks/branches.py --rehearse [--devices 4] [--shapes 1:1 1:2] [--time-scale 1] [--rounds 3] [--json FILE]
+    python benchmarks/branches.py --rehearse [--devices 4] [--shapes 1:1 1:2] [--losses microbatch co-attention] [--time-scale 0.02]
+                                  [--rounds 3] [--json FILE]
 
 A branch of work 1 takes D forwards (F) and backwards (B = 2 F, half of it for weights) on D devices; a shape gives the work of each
 branch. An update has 2D microbatches. `coupled` takes one loss over all of them: one microbatch, of which branches take parts. With
@@ -368,7 +369,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, help="default: all; rehearsals take the loss of each microbatch")
     parser.add_argument("--latencies", nargs="+", type=float, default=[0.0, 0.25, 1.0])
     parser.add_argument("--links", action="store_true", help="links of set bandwidths, with sums of gradients")
     parser.add_argument("--rehearse", action="store_true", help="run with waits for computation")
@@ -378,7 +379,7 @@ def main() -> int:
     options = parser.parse_args()
     links = [25.0, 100.0, 400.0] if options.links else [None]
     latencies = [0.0] if options.links or options.rehearse else options.latencies
-    losses = ["microbatch"] if options.rehearse else options.losses
+    losses = options.losses or (["microbatch"] if options.rehearse else LOSSES)
     cases = [Case(*each) for each in itertools.product(options.devices, options.shapes, losses, latencies, links)]
     try:
         if options.rehearse:
