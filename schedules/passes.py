@@ -99,6 +99,35 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return replace(schedule, programs=tuple(programs))
 
 
+def late_updates(schedule: Schedule) -> Schedule:
+    """Return the schedule with each U right before the first Op of its worker that reads the version, so that sums of gradients may last.
+
+    Only where the rule fixes versions, so that no Op reads another one than before. Under `double_buffer` update u + 2 reads first what
+    update u makes: on stage s of D the sum may take (M - D + 1 + s) forwards and backwards (after TriRace, Li et al., TPDS 2024, which
+    schedules all-reduces by what depends on them). Meanwhile its gradients lie next to those of the following update. A U that waits for
+    other stages stays where it is: they would wait for it in turn.
+    """
+    rule, places = schedule.weight_rule, schedule.places
+    if schedule.forward_only or rule.fixed_version(0) is None or any(op.kind is OpKind.PUBLISH for op in places):
+        return schedule
+    if schedule.update_scope is UpdateScope.GLOBAL:
+        return schedule
+    programs: list[tuple[Slot, ...]] = []
+    for program in schedule.programs:
+        waiting: list[Op] = []
+        slots: list[Slot] = []
+        for slot in program:
+            if isinstance(slot, Op) and slot.kind is OpKind.UPDATE and slot.stage not in schedule.graph.tie_of:
+                waiting.append(slot)
+                continue
+            read = {(op.stage, rule.fixed_version(schedule.update(op))) for op in ops_of(slot) if not op.kind.per_update}
+            slots += [op for op in waiting if (op.stage, op.index + 1) in read]
+            waiting = [op for op in waiting if (op.stage, op.index + 1) not in read]
+            slots.append(slot)
+        programs.append((*slots, *waiting))
+    return replace(schedule, programs=tuple(programs))
+
+
 def recomputed_stages(schedule: Schedule) -> tuple[int, ...]:
     """Return the stages that some forward is run again of."""
     return tuple(sorted({op.stage for op, _ in schedule.ops() if op.kind is OpKind.RECOMPUTE}))

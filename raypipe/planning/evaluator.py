@@ -11,6 +11,7 @@ from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache, layout_schedule, window_updates
 from raypipe.planning.problem import Problem
+from raypipe.schedule_registry import overlaps
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
 from raypipe.simulation.compiled import CompiledOrder
@@ -77,13 +78,16 @@ class LayoutEvaluator:
     def simulate(self, layout: Layout) -> Evaluation | None:
         """Return the simulated layout; `None` where its schedule is refused.
 
-        If it is open which forwards run again: those that the estimate says, or all if that is not enough.
+        If it is open which forwards run again: those that the estimate says, or all if that is not enough. Updates do not wait where that
+        takes memory that is lacking.
         """
         estimated = self.estimator.recomputed(layout) if layout.has_estimate else ()
         evaluation = self.simulate_exactly(replace(layout, recomputed=layout.recomputed or estimated))
+        if evaluation is not None and evaluation.missing_bytes and layout.late_updates and layout.has_copies and overlaps(layout.order):
+            evaluation = better(evaluation, self.simulate_exactly(replace(evaluation.layout, late_updates=False)))
         if evaluation is None or not evaluation.missing_bytes or layout.recomputed is not None or not self.problem.recompute:
             return evaluation
-        all_again = self.simulate_exactly(replace(layout, recomputed=tuple(range(layout.num_stages))))
+        all_again = self.simulate_exactly(replace(evaluation.layout, recomputed=tuple(range(layout.num_stages))))
         return better(evaluation, all_again)
 
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:

@@ -36,6 +36,7 @@ class Layout:
         num_pipelines: 0 lets the schedule choose.
         recomputed: Stages whose forwards run again; `None` for those that do not fit into memory otherwise.
         branches: Stages of layers that are not consecutive, on workers as placed there; `cuts` is empty then.
+        late_updates: Whether updates of copies wait for their sums as late as the weight rule allows, which takes memory for gradients.
     """
 
     cuts: tuple[int, ...]
@@ -45,11 +46,17 @@ class Layout:
     num_pipelines: int = 0
     recomputed: tuple[int, ...] | None = None
     branches: BranchStages | None = None
+    late_updates: bool = True
 
     @property
     def num_stages(self) -> int:
         """Number of stages of the model."""
         return len(self.cuts) - 1 if self.branches is None else len(self.branches.layers)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a worker has several devices, whose gradients are summed."""
+        return any(len(group) > 1 for group in self.workers)
 
     @property
     def has_estimate(self) -> bool:

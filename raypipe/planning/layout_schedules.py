@@ -13,7 +13,7 @@ from raypipe.schedules.families import branch_aware
 from raypipe.schedules.ir import Schedule, StageGraph
 from raypipe.schedules.lower import Placement, check_whole_losses, lower
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import over_graph, recompute
+from raypipe.schedules.passes import late_updates, over_graph, recompute
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.simulation.compiled import CompiledOrder
@@ -60,6 +60,8 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
     graph = layout.cut(problem).graph
     if graph != StageGraph.chain(layout.num_stages):
         schedule = over_graph(schedule, graph)
+    if layout.late_updates and layout.has_copies:
+        schedule = late_updates(schedule)
     return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
 
 
@@ -106,7 +108,7 @@ class ScheduleCache:
         self._compiled.clear()
 
     def _key(self, problem: Problem, layout: Layout) -> object:
-        names = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.num_stages, layout.recomputed)
+        names = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.num_stages, layout.recomputed, layout.late_updates)
         return (*names, layout.branches or layout.cut(problem).graph, layout.shares(problem))
 
     def _compile(self, problem: Problem, layout: Layout, workers: Placement) -> tuple[Schedule, CompiledOrder] | None:

@@ -3,14 +3,15 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
-from raypipe.planning.evaluator import LayoutEvaluator
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
 from raypipe.schedules.catalogue import build
@@ -201,3 +202,38 @@ def test_transfers_that_share_a_wire_follow_each_other() -> None:
     assert per_byte == pytest.approx(0.1)
     assert latency_s == 0.5
     assert evaluator.estimator.channel((0,), (1,))[0] == 0.0
+
+
+def test_updates_of_copies_wait_for_slow_sums_where_gradients_have_room() -> None:
+    """Two stages with two copies each, whose sum takes half of an update's work (TriRace, Li et al., TPDS 2024, in small)."""
+    rate, forward_s, num_microbatches = 25e6, 0.04, 8
+    work_s = num_microbatches * 3 * forward_s / 2  # of one device
+    num_bytes = int(rate * work_s / 2)
+    layer = LayerProfile(
+        name="a",
+        forward_s=forward_s,
+        backward_s=2 * forward_s,
+        weight_grad_s=forward_s,
+        output_bytes=1000,
+        saved_bytes=1000,
+        parameter_bytes=num_bytes,
+    )
+    profile = ModelProfile(name="two", microbatch_size=2, layers=(layer, replace(layer, name="b")))
+
+    def simulated(memory_bytes: int | None, *, late: bool = True) -> Evaluation:
+        nodes = tuple(Node(name=f"n{i}", devices=(Device(name=f"n{i}/0", kind="gpu", memory_bytes=memory_bytes),)) for i in range(4))
+        topology = ClusterTopology(name="t", nodes=nodes, default_link=NodeLink(bandwidth_bytes_per_s=rate, latency_s=0.0))
+        problem = Problem(profile, topology, num_microbatches, 2, updates_per_window=10, max_staleness=1)
+        evaluation = LayoutEvaluator(problem).simulate(Layout((0, 1, 2), ((0, 1), (2, 3)), "pipedream-2bw", late_updates=late))
+        assert evaluation is not None
+        return evaluation
+
+    early, late = simulated(None, late=False), simulated(None)
+    assert late.timing.steady_update_s < 1.05 * work_s
+    assert early.timing.steady_update_s > 1.45 * work_s
+    # Gradients of two updates at once are what it takes; without room for them updates do not wait.
+    needs = [max(evaluation.timing.peak_memory_bytes) for evaluation in (early, late)]
+    assert needs[1] == pytest.approx(needs[0] + num_bytes, rel=0.01)
+    crowded = simulated(needs[0])
+    assert not crowded.layout.late_updates
+    assert crowded.timing.steady_update_s == early.timing.steady_update_s

@@ -14,10 +14,10 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.schedules import catalogue
 from raypipe.schedules.collectives import Await, CollectiveKind, Start
-from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, UpdateScope, WeightRule, ops_of
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, UpdateScope, WeightRule, ops_of, reads
 from raypipe.schedules.lower import Compute, lower
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import one_of_repeated, recompute, recomputed_stages, repeated, shard_optimizer
+from raypipe.schedules.passes import late_updates, one_of_repeated, recompute, recomputed_stages, repeated, shard_optimizer
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
 from raypipe.simulation.simulator import simulate
@@ -156,3 +156,28 @@ def test_published_weights_are_awaited_where_they_are_next_used() -> None:
 def test_a_schedule_without_copies_stays_as_it_is() -> None:
     schedule = catalogue.build("async-1f1b", ScheduleRequest(4, 4, 3))
     assert shard_optimizer(schedule) == schedule
+
+
+@given(num_devices=st.integers(1, 6), more_microbatches=st.integers(0, 4), num_updates=st.integers(1, 5))
+def test_late_updates_wait_for_the_first_reader_of_their_version(num_devices: int, more_microbatches: int, num_updates: int) -> None:
+    request = ScheduleRequest(num_devices, max(num_devices - 1, 1) + more_microbatches, num_updates)
+    schedule = catalogue.build("pipedream-2bw", request)
+    late = late_updates(schedule)
+    validate(late)
+    computed = [op for op, _ in schedule.ops() if not op.kind.per_update]
+    assert [reads(late, op) for op in computed] == [reads(schedule, op) for op in computed]
+    now, before = metrics(late), metrics(schedule)
+    assert replace(now, weight_copies=before.weight_copies) == before
+    assert all(copies <= most for copies, most in zip(now.weight_copies, before.weight_copies, strict=True))
+    for program in late.programs:
+        order = [op for slot in program for op in ops_of(slot)]
+        for position, op in enumerate(order):
+            if op.kind is OpKind.UPDATE:
+                behind = [later for later in order[position:] if later.kind is not OpKind.UPDATE]
+                assert not behind or behind[0] == Op(OpKind.FORWARD, op.stage, (op.index + 2) * schedule.num_microbatches)
+
+
+def test_updates_that_others_wait_for_are_not_late() -> None:
+    request = ScheduleRequest(3, 4, 3, update_scope=UpdateScope.GLOBAL)
+    for schedule in (catalogue.build("pipedream-2bw", request), catalogue.build("async-1f1b", ScheduleRequest(3, 4, 3))):
+        assert late_updates(schedule) == schedule
