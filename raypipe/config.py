@@ -239,7 +239,7 @@ class AdaptationConfig:
 
     enabled: bool = False
     schedules: tuple[str, ...] = ()
-    least_gain: Annotated[float, Field(ge=1)] = 1.05
+    least_gain: Annotated[float, Field(ge=1)] = 1.03
     horizon_updates: PositiveInt = 200
     divisions: bool = True
 

@@ -19,7 +19,7 @@ from raypipe.schedules.ir import OpKind
 
 _WINDOWS = 3  # the median of the last windows counts: one may have been disturbed
 _LEAST_SHARE = 0.05  # of a device's work; stages with less tell nothing
-_SIGNIFICANT = 1.15  # factor by which stages of a device must differ to be a change of their layers, not of the device
+_SIGNIFICANT = 1.15  # factor of a change; stages of a device that differ by it show one of their layers, not of the device
 
 DeviceStage = tuple[str, int]
 """A device and its stage; -1 for slots with several Ops."""
@@ -82,7 +82,7 @@ class ObservedSpeeds:
     @property
     def profile(self) -> ModelProfile:
         """The profile now, with the layers that have changed."""
-        changed = {layer: factor for layer, factor in self._of_layers.items() if not 1 / _SIGNIFICANT <= factor <= _SIGNIFICANT}
+        changed = {layer: factor for layer, factor in self._of_layers.items() if _is_significant(factor)}
         return _scaled(self.first, changed, [(layer,) for layer in range(self.first.num_layers)]) if changed else self.first
 
     def observe(self, measured: Trace, expected: Trace, stages: Sequence[Sequence[int]]) -> None:
@@ -122,10 +122,18 @@ class ObservedSpeeds:
 
 
 def _shared_factor(stages: Sequence[tuple[float, float]]) -> float:
-    """Return by how much a device is slower, by measured and expected seconds of its stages: the mean, or the least if they differ."""
+    """Return by how much a device is slower, by measured and expected seconds of its stages.
+
+    The mean; if they differ, the least, or 1 where the least is no change: a stage with a few slower layers slows a little, too.
+    """
     whole_s = sum(expected_s for _, expected_s in stages)
     # Next to nothing measures badly.
     counted = [measured_s / expected_s for measured_s, expected_s in stages if expected_s >= _LEAST_SHARE * whole_s]
     if max(counted) <= _SIGNIFICANT * min(counted):
         return math.exp(statistics.fmean(map(math.log, counted)))
-    return min(counted, key=lambda factor: abs(math.log(factor)))
+    least = min(counted, key=lambda factor: abs(math.log(factor)))
+    return least if _is_significant(least) else 1.0
+
+
+def _is_significant(factor: float) -> bool:
+    return not 1 / _SIGNIFICANT <= factor <= _SIGNIFICANT

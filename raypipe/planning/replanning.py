@@ -65,7 +65,7 @@ class ConcurrencyPolicy:
         *,
         schedules: Sequence[str] = (),
         divisions: Sequence[tuple[int, int]] = (),
-        least_gain: float = 1.05,
+        least_gain: float = 1.03,
         horizon_updates: int = 200,
         check: PlanCheck | None = None,
     ) -> None:

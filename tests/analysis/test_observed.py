@@ -118,3 +118,17 @@ def test_a_change_of_one_stage_of_a_device_is_its_layers_and_goes_with_them() ->
         speeds.observe(window(topology=of_speed({0: 0.5}), layout=both), window(speeds.first, layout=both), stages)
     assert [device.speed for device in speeds.topology(TOPOLOGY).devices] == pytest.approx([0.5, 1.0, 1.0]), "all stages of the device"
     assert speeds.profile == speeds.first
+
+
+def test_a_device_is_not_slower_because_each_of_its_stages_has_slower_layers() -> None:
+    both = Layout((0, 4, 8, 12, 16), ((0,), (1,)), "interleaved")  # layers 0 to 3 and 8 to 11 on device 0
+    stages = tuple(tuple(range(first, first + 4)) for first in range(0, 16, 4))
+    profile = ModelProfile.uniform(16, forward_s=0.01, backward_s=0.03, output_bytes=1000, microbatch_size=1)
+    two = ClusterTopology.uniform(2, latency_s=1e-4, bandwidth_bytes_per_s=1e8)
+    speeds = ObservedSpeeds(profile)
+    speeds.observe(window(profile, two, layout=both), window(profile, two, layout=both), stages)
+    truth = slower(profile, {0: 1.5, 8: 1.5, 9: 1.5, 10: 1.5})
+    for _ in range(3):
+        speeds.observe(window(truth, two, layout=both), window(speeds.first, two, layout=both), stages)
+    assert [device.speed for device in speeds.topology(two).devices] == pytest.approx([1.0, 1.0])
+    assert speeds.profile.layers[8].forward_s == pytest.approx(0.01375)

@@ -191,8 +191,12 @@ def begun(profile: ModelProfile) -> Run:
 TRAINED = towers((1.0, 1.0), num_layers=16, kilobytes=200_000)
 
 
-@pytest.mark.parametrize("layers", [range(1), range(4, 10), range(24, 32)])
-def test_a_branch_that_becomes_slower_is_cut_anew_within_two_windows(layers: range) -> None:
+@pytest.mark.parametrize(
+    "layers",
+    [range(1), range(4, 10), range(24, 32), range(16, 32), (*range(6, 10), *range(22, 26))],
+    ids=["one layer", "six layers", "eight layers", "a branch", "four layers of each branch"],
+)
+def test_a_branch_that_becomes_slower_is_cut_anew_within_two_windows(layers: Sequence[int]) -> None:
     run = begun(TRAINED)
     assert run.policy.choice.layout.order == "branch-aware"
     for _ in range(3):
