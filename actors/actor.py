@@ -28,6 +28,7 @@ from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.rendezvous import host_store
+from raypipe.artifacts.branches import stages_text
 from raypipe.config import OptimizerConfig, Precision
 from raypipe.errors import AbortedError, ConfigError, RunError, StageFailedError
 from raypipe.schedules.lower import DeviceProgram
@@ -312,7 +313,7 @@ class StageActor:
         except RunError:
             raise
         except Exception as error:
-            raise self._failure(error, f"{self._activity.doing}, {executor.progress}") from error
+            raise self._failure(error, executor) from error
         finally:
             self._running = None
         report.peak_memory_bytes = memory.peak_bytes()
@@ -320,12 +321,12 @@ class StageActor:
         self._metrics.record(report, program)
         return report
 
-    def _failure(self, error: Exception, during: str) -> StageFailedError:
+    def _failure(self, error: Exception, executor: Executor) -> StageFailedError:
+        info, during = self.info(), f"{self._activity.doing}, {executor.progress}"
         _LOG.error("%s", during, exc_info=error)  # the driver is told the last line alone
-        info = self.info()
         return StageFailedError(
             device=self.identity.name,
-            stages=self.identity.stage_text,
+            stages=stages_text(self.identity.stages, executor.branches),
             node=f"{info.hostname} {info.ip}",
             during=during,
             problem=f"{type(error).__name__}: {error}",

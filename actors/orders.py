@@ -9,6 +9,7 @@ import torch
 
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.faults import FaultScript
+from raypipe.artifacts.branches import cut_branches, stages_text
 from raypipe.artifacts.cut import Cut
 from raypipe.config import OptimizerConfig, Precision
 from raypipe.errors import RunError
@@ -34,7 +35,7 @@ class Identity:
     @property
     def stage_text(self) -> str:
         """The stages in text, such as `0,4`."""
-        return ",".join(map(str, self.stages)) or "none"
+        return stages_text(self.stages)
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class BuildOrder:
     faults: FaultScript = field(default_factory=FaultScript)
     make_optimizer: StageOptimizer | None = None
     precision: Precision = Precision.FLOAT32
+
+    def branches(self) -> tuple[str, ...]:
+        """Return the branch of each stage; nothing for a model without concurrent stages."""
+        return cut_branches(self.cut, [layer.branch for layer in self.model().layers])
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from raypipe.actors.execution.steps import (
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, EdgeTensor, OutputId
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Expected, TensorSpec
+from raypipe.artifacts.branches import of_branches
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import PlanError
 from raypipe.schedules.collectives import Await, Start
@@ -62,8 +63,13 @@ class StageEdges:
         return tuple(TensorSpec((end - first, *spec.shape[1:]), spec.dtype) for spec in specs)
 
 
-def bind(program: DeviceProgram, weights: Mapping[int, Weights], edges: StageEdges, num_rows: int) -> BoundProgram:
-    """Return a program bound to a device; raises `PlanError` if an Op has no rows, or shared weights are not summed."""
+def bind(
+    program: DeviceProgram, weights: Mapping[int, Weights], edges: StageEdges, num_rows: int, *, branches: Sequence[str] = ()
+) -> BoundProgram:
+    """Return a program bound to a device; raises `PlanError` if an Op has no rows, or shared weights are not summed.
+
+    `branches` of the stages are for messages.
+    """
     if program.graph.ties != edges.cut.graph.ties and not program.forward_only:
         tied = f"the cut of the model ties the stages {edges.cut.graph.ties}, the schedule {program.graph.ties}"
         raise PlanError(f"{tied}; put the schedule on the cut's graph with raypipe.schedules.passes.over_graph")
@@ -74,15 +80,18 @@ def bind(program: DeviceProgram, weights: Mapping[int, Weights], edges: StageEdg
                 f"device {program.device} works on the share {rows} of a microbatch of {num_rows} rows, which is no whole row; "
                 "use larger microbatches, fewer replicas, or a schedule that does not divide microbatches"
             )
-    return _Binding(program, weights, edges, num_rows).bound()
+    return _Binding(program, weights, edges, num_rows, branches).bound()
 
 
 class _Binding:
-    def __init__(self, program: DeviceProgram, weights: Mapping[int, Weights], edges: StageEdges, num_rows: int) -> None:
+    def __init__(
+        self, program: DeviceProgram, weights: Mapping[int, Weights], edges: StageEdges, num_rows: int, branches: Sequence[str]
+    ) -> None:
         self.program = program
         self.weights = weights
         self.edges = edges
         self.num_rows = num_rows
+        self.branches = branches
         self.ops = frozenset(op for item in program.items if isinstance(item, Compute) for op in item.ops)
         self.num_sends = Counter(_key(item.message) for item in program.items if isinstance(item, Send))
 
@@ -124,7 +133,7 @@ class _Binding:
         rows_of = {output.key: bound.rows for bound in ops for output in bound.outputs}
         return ComputeStep(
             position=position,
-            doing=str(item),
+            doing=f"{item}{of_branches((op.stage for op in item.ops), self.branches)}",
             after=f"waiting to go on after {item}",
             ops=ops,
             sends=tuple(self._outgoing(send, rows_of[_key(send.message)]) for send in sends),

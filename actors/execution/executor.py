@@ -26,6 +26,7 @@ from raypipe.actors.stage.backward import disable_buffer_donation
 from raypipe.actors.stage.gradient_flow import EdgeSpecs
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Transport
+from raypipe.artifacts.branches import cut_branches
 from raypipe.artifacts.cut import Cut
 from raypipe.errors import AbortedError, RunError, TransportTimeoutError
 from raypipe.model import Batch, Model
@@ -83,6 +84,7 @@ class Executor:
         self.weights = weights
         self.transport = transport
         self.edges = StageEdges(cut, edge_specs)
+        self.branches = cut_branches(cut, [layer.branch for layer in model.layers])
         self._bound: dict[tuple[int, int], tuple[DeviceProgram, BoundProgram]] = {}
         self.num_rows = num_rows
         self.learning_rate = learning_rate
@@ -143,7 +145,7 @@ class Executor:
         key = (id(program), num_rows)
         if key not in self._bound:
             # With the program, so that no other one gets its id.
-            self._bound[key] = (program, bind(program, self.weights, self.edges, num_rows))
+            self._bound[key] = (program, bind(program, self.weights, self.edges, num_rows, branches=self.branches))
         return self._bound[key][1]
 
     def warm_up(self, batch: Batch) -> None:
@@ -190,6 +192,7 @@ class Executor:
 class _WindowRun:
     def __init__(self, executor: Executor, program: DeviceProgram, bound: BoundProgram, window: Window) -> None:
         self.executor = executor
+        self.program = program
         self.window = window
         self.faults = executor.faults if executor.faults.faults else None
         self.report = WindowReport(executor.device, executor.clock.begin())
@@ -252,7 +255,7 @@ class _WindowRun:
         executor.doing = step.doing
         since = self.mark()
         if self.faults is not None:
-            self.faults.strike(device=executor.device, op=step.doing, window=self.window.number)
+            self.faults.strike(device=executor.device, op=str(self.program.items[step.position]), window=self.window.number)
         for bound in step.ops:
             if bound.op.kind is OpKind.UPDATE:
                 self.updates.update(bound.op, step.position)

@@ -1,9 +1,10 @@
-"""Which branch a stage belongs to."""
+"""Which branch a stage belongs to, and how messages say so."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from raypipe.artifacts.cut import Cut
 from raypipe.schedules.ir import StageGraph
 
 
@@ -29,6 +30,22 @@ def stage_branches(graph: StageGraph, names: Sequence[Collection[str]] = ()) -> 
             ends = (ends - {before}) | {stage}
         branches.append(branch)
     return tuple(branches) if concurrent and len(set(branches) - {""}) > 1 else ()
+
+
+def cut_branches(cut: Cut, layers: Sequence[str | None]) -> tuple[str, ...]:
+    """Return `stage_branches` of a cut whose layers are of these branches."""
+    return stage_branches(cut.graph, [{name for layer in stage if (name := layers[layer]) is not None} for stage in cut.stages])
+
+
+def of_branches(stages: Iterable[int], branches: Sequence[str]) -> str:
+    """Return the branches of some stages, such as ` of image and text`; nothing where they are of none."""
+    names = dict.fromkeys(branches[stage] for stage in stages if branches and branches[stage])
+    return f" of {' and '.join(names)}" if names else ""
+
+
+def stages_text(stages: Sequence[int], branches: Sequence[str] = ()) -> str:
+    """Return stages with their branches: `0,4`, or `0 of image, 3 of text`; `none` for no stages."""
+    return (", " if branches else ",").join(f"{stage}{of_branches([stage], branches)}" for stage in stages) or "none"
 
 
 def _concurrent(graph: StageGraph) -> set[int]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pydantic import PositiveInt
 
 from raypipe.artifacts import codec
-from raypipe.artifacts.branches import stage_branches
+from raypipe.artifacts.branches import cut_branches
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.record import record
@@ -129,9 +129,7 @@ class Plan:
     @cached_property
     def branches(self) -> tuple[str, ...]:
         """Return the branch of each stage, empty text for a stage of none; nothing for a model without concurrent stages."""
-        layers = self.profile.layers
-        names = [{name for layer in stage if (name := layers[layer].branch) is not None} for stage in self.cut.stages]
-        return stage_branches(self.schedule.graph, names)
+        return cut_branches(self.cut, [layer.branch for layer in self.profile.layers])
 
     @cached_property
     def devices(self) -> tuple[str, ...]:

@@ -89,6 +89,7 @@ class Coordinator:
     def build(self, order: BuildOrder | Sequence[BuildOrder]) -> dict[int, LayerSize]:
         """Build the stages from one order for all devices or one for each; return the size of each layer."""
         orders = [order] * len(self.slots) if isinstance(order, BuildOrder) else order
+        self.actors.branches = orders[0].branches()
         sizes = self.actors.ask("building layers", lambda device, actor: actor.build.remote(orders[device]))
         return {layer: size for of_device in sizes.values() for layer, size in of_device.items()}
 

@@ -16,6 +16,7 @@ from raypipe.actors.actor import StageActor
 from raypipe.actors.actor_info import ActorInfo
 from raypipe.actors.cores import NodePosition
 from raypipe.actors.orders import Identity, Status
+from raypipe.artifacts.branches import stages_text
 from raypipe.cluster.actor_group import SILENCE_REMEDY, STARTING, ActorGroup, Failure, Member
 from raypipe.cluster.checks import check_actors
 from raypipe.cluster.slots import DeviceSlot
@@ -66,6 +67,7 @@ class StageActors(ActorGroup):
         super().__init__(self.launched)
         self.launched_infos: tuple[ActorInfo, ...] = ()
         self.devices = tuple(range(len(slots)))  # number of each device's slot
+        self.branches: tuple[str, ...] = ()  # branch of each stage, once stages are built; for messages
         self.patience_s = cluster.start_timeout_s  # time that an actor has to tell its status
         self.leaving: frozenset[int] = frozenset()  # slots whose actors leave the plan, but hold layers that others still need
 
@@ -94,7 +96,7 @@ class StageActors(ActorGroup):
 
     def assign(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]]) -> None:
         """Make these slots' actors the devices 0, 1, ..., others idle; all drop their layers."""
-        self.devices = tuple(devices)
+        self.devices, self.branches = tuple(devices), ()
         self.members = [replace(self.launched[number], stages=of_device) for number, of_device in zip(devices, stages, strict=True)]
         identities = [Identity(self.run, device, member.slot.name, member.stages) for device, member in enumerate(self.members)]
         for number in set(range(len(self.launched))).difference(devices):  # no answer is needed before they get work again
@@ -120,8 +122,8 @@ class StageActors(ActorGroup):
     # Failures
 
     def _error(self, device: int, task: str, problem: str, remedy: str) -> StageFailedError:
-        slot, stages = self.members[device].slot, ",".join(map(str, self.members[device].stages))
-        return StageFailedError(slot.name, stages or "none", slot.node.address, task, problem, remedy)
+        slot, stages = self.members[device].slot, stages_text(self.members[device].stages, self.branches)
+        return StageFailedError(slot.name, stages, slot.node.address, task, problem, remedy)
 
     def _overdue(self, devices: Sequence[int], task: str, *, is_late: bool) -> Failure | None:
         asked = {device: self.members[device] for device in devices}

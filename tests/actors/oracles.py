@@ -196,19 +196,25 @@ class _Dense:
 class HandPipeline:
     """One dense layer a stage, trained by SGD with the weights that the schedule's rule names, Op by Op, in numpy.
 
+    A stage takes the outputs of the stages before it side by side, in their order, or fields of the batch.
+
     Forward keeps x and y of its own weights; backward multiplies with the weights of its own version: what `live` means. Where the
     forward is run again, x is kept alone and y is that of the weights at that moment. Copies of a stage are at a version each; the
     version itself, made when the gradients of all microbatches are there, is one for all of them. Stages of a tie have one weight, whose
     gradient is the sum of theirs, and each a bias.
     """
 
-    def __init__(self, model: Model, schedule: Schedule, batches: RandomRows, *, learning_rate: float, seed: int = 0) -> None:
+    def __init__(
+        self, model: Model, schedule: Schedule, batches: RandomRows, *, learning_rate: float, seed: int = 0, cut: Cut | None = None
+    ) -> None:
         self.schedule = schedule
         self.batches = batches
         self.learning_rate = learning_rate
         self.history: list[list[_Dense]] = []
-        for index, layer in enumerate(model.layers):
-            module = build_layer(layer, index=index, seed=seed)
+        indices = [index for (index,) in cut.stages] if cut else range(len(model.layers))
+        self.fields = [model.layers[index].batch for index in indices]
+        for index in indices:
+            module = build_layer(model.layers[index], index=index, seed=seed)
             weight, bias = (self._array(parameter.detach().clone()) for parameter in module.parameters())
             self.history.append([_Dense(weight, bias, tanh=index < len(model.layers) - 1)])
         self.tied = {stage: tie for tie in schedule.graph.ties for stage in tie}
@@ -219,7 +225,7 @@ class HandPipeline:
         self.counted: dict[tuple[int, int], int] = {}
         self.saved: dict[tuple[int, int], tuple[int, Any, Any]] = {}
         self.outputs: dict[tuple[int, int], Any] = {}
-        self.input_gradients: dict[tuple[int, int], Any] = {}
+        self.input_gradients: dict[tuple[int, int, int], Any] = {}
         self.losses: dict[int, float] = {}
         self.mismatches: dict[int, int] = {}
 
@@ -238,11 +244,11 @@ class HandPipeline:
         assert heads == [len(program) for program in self.schedule.programs]
 
     def _ready(self, op: Op) -> bool:
-        last = self.schedule.num_stages - 1
+        graph = self.schedule.graph
         if op.kind is OpKind.FORWARD:
-            return op.stage == 0 or (op.stage - 1, op.index) in self.outputs
+            return all((source, op.index) in self.outputs for source in graph.predecessors[op.stage])
         if op.kind is OpKind.BACKWARD:
-            return op.stage == last or (op.stage + 1, op.index) in self.input_gradients
+            return all((op.stage, target, op.index) in self.input_gradients for target in graph.successors[op.stage])
         if op.kind is OpKind.UPDATE:
             together = self.tied.get(op.stage, (op.stage,))
             return all(self.counted.get((stage, op.index)) == self.schedule.num_microbatches for stage in together)
@@ -278,7 +284,8 @@ class HandPipeline:
     def _forward(self, op: Op, worker: int) -> None:
         version = self._version(op, worker)
         layer = self.history[op.stage][version]
-        x = self._batch(op, "inputs") if op.stage == 0 else self.outputs[op.stage - 1, op.index]
+        inputs = [self.outputs[source, op.index] for source in self.schedule.graph.predecessors[op.stage]]
+        x = self._side_by_side(inputs or [self._batch(op, field) for field in self.fields[op.stage]])
         y = self._output(layer, x)
         self.saved[op.stage, op.index] = (version, x, y)
         if op.kind is OpKind.RECOMPUTE:
@@ -296,8 +303,13 @@ class HandPipeline:
             targets = self._batch(op, "targets")
             gradient = (y - targets) * (2 / (NUM_ROWS * targets.shape[1]) / self.schedule.num_microbatches)
         else:
-            gradient = self.input_gradients[op.stage + 1, op.index]
-        self.input_gradients[op.stage, op.index], *parts = self._gradients(layer, x, y, gradient)
+            gradient = sum(self.input_gradients[op.stage, target, op.index] for target in self.schedule.graph.successors[op.stage])
+        of_inputs, *parts = self._gradients(layer, x, y, gradient)
+        first = 0
+        for source in self.schedule.graph.predecessors[op.stage]:
+            end = first + self.outputs[source, op.index].shape[1]
+            self.input_gradients[source, op.stage, op.index] = of_inputs[:, first:end]
+            first = end
         key = (op.stage, op.index // self.schedule.num_microbatches)
         before = self.gradients.get(key)
         self.gradients[key] = parts if before is None else [total + part for total, part in zip(before, parts, strict=True)]
@@ -317,6 +329,9 @@ class HandPipeline:
     def _array(self, tensor: Tensor) -> Any:
         return tensor.numpy()
 
+    def _side_by_side(self, arrays: Sequence[Any]) -> Any:
+        return np.concatenate(arrays, axis=1)
+
     def _output(self, layer: _Dense, x: Any) -> Any:
         y = x @ layer.weight.T + layer.bias
         return np.tanh(y) if layer.tanh else y
@@ -334,7 +349,7 @@ class HandPipeline:
 
 def run_beside_hand(model: Model, cut: Cut, schedule: Schedule) -> tuple[LocalPipeline, HandPipeline]:
     """Returns a pipeline and one by hand after a window, whose losses and weights agreed to 1e-12."""
-    batches = RandomRows()
+    batches = RandomRows(tuple(dict.fromkeys([*(field for layer in model.layers for field in layer.batch), "targets"])))
     run = LocalPipeline(
         model,
         cut=cut,
@@ -343,14 +358,14 @@ def run_beside_hand(model: Model, cut: Cut, schedule: Schedule) -> tuple[LocalPi
         optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
         learning_rate=lambda _: 0.1,
     )
-    by_hand = HandPipeline(model, schedule, batches, learning_rate=0.1)
+    by_hand = HandPipeline(model, schedule, batches, learning_rate=0.1, cut=cut)
     by_hand.run()
     losses: dict[int, float] = {}
     for report in run.run_window():
         losses |= report.losses
     assert losses == pytest.approx(by_hand.losses, abs=1e-12)
     for index, copies in layers_of(run).items():
-        newest = by_hand.history[index][-1]
+        newest = by_hand.history[cut.stage_of[index]][-1]
         for copy in copies:
             assert np.allclose(copy[0].numpy(), newest.weight, rtol=0, atol=1e-12)
             assert np.allclose(copy[1].numpy(), newest.bias, rtol=0, atol=1e-12)
@@ -365,6 +380,9 @@ class LowHandPipeline(HandPipeline):
 
     def _array(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def _side_by_side(self, arrays: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(arrays), dim=1)
 
     def _output(self, layer: _Dense, x: Tensor) -> Tensor:
         y = torch.addmm(layer.bias.bfloat16(), x.bfloat16(), layer.weight.bfloat16().T)

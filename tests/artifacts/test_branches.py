@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 
-from raypipe.artifacts.branches import stage_branches
+from raypipe.artifacts.branches import of_branches, stage_branches, stages_text
 from raypipe.schedules import catalogue
 from raypipe.schedules.ir import StageGraph
 from raypipe.schedules.request import ScheduleRequest
@@ -21,6 +21,20 @@ TOWERS = StageGraph(5, ((0, 1), (2, 3), (1, 4), (3, 4)))
 def test_a_chain_has_no_branches_whatever_its_layers_name() -> None:
     assert stage_branches(StageGraph.chain(4)) == ()
     assert stage_branches(StageGraph.chain(2), [{"image"}, {"text"}]) == ()
+
+
+@pytest.mark.parametrize(
+    ("stages", "alone", "with_branches"),
+    [((0, 3), "0,3", "0 of image, 3 of text"), ((4,), "4", "4"), ((), "none", "none")],
+)
+def test_messages_name_the_branches_of_stages(stages: tuple[int, ...], alone: str, with_branches: str) -> None:
+    assert stages_text(stages) == alone
+    assert stages_text(stages, ("image", "image", "text", "text", "")) == with_branches
+
+
+def test_messages_name_each_branch_once() -> None:
+    assert of_branches((3, 0, 4, 2), ("image", "image", "text", "text", "")) == " of text and image"
+    assert not of_branches((3, 0), ())
 
 
 def test_edges_that_skip_stages_make_no_branches() -> None:

@@ -181,6 +181,9 @@ def test_branches_on_the_same_devices_train_as_the_unsplit_model(stages: tuple[t
 CLIP_STAGES = ((0, 1), (2, 3), (4, 5), (6,), (7,))
 """Two stages of images, two of texts, and the loss."""
 
+VQA_STAGES = ((0, 1), (2, 3), (4,), (5,), (6, 7, 8))
+"""Two stages of images, two of questions, which read each other, and the rest."""
+
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("split", [False, True], ids=["whole-backwards", "split-backwards"])
@@ -208,7 +211,7 @@ def placed_order(workers: tuple[int, ...], graph: StageGraph, *, num_parts: int,
     times = (*[StageTimes(1.0, 1.0, 1.0)] * 4, StageTimes(0.1, 0.1, 0.1))
     whole_stages = frozenset({4} if num_parts > 1 else ())
     line = TimedPipelines(graph, (workers,), times, splits=split, num_parts=num_parts, whole_stages=whole_stages)
-    return ordered(BranchSearch(line, num_microbatches=2, max_held=100.0), num_updates=num_updates)
+    return ordered(BranchSearch(line, num_microbatches=2, max_held=100.0, most_moved_ops=50_000), num_updates=num_updates)
 
 
 PLACED = [

@@ -11,6 +11,7 @@ from raypipe.planning.branch_placement import divisions
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.problem import Problem
+from raypipe.schedules.lower import check_whole_losses
 from tests.models.test_branches import NUM_ROWS, Shifted, glyph_batch, question_batch, small_clip, small_vqa, trained_as
 from tests.planning.towers import node
 
@@ -52,6 +53,20 @@ def test_planned_branches_train_as_the_unsplit_model(model: Model, batches: Shif
     assert layouts
     for layout in layouts:
         trained_as(layout_schedule(problem, layout, num_updates=2), layout.cut(problem), model, batches)
+
+
+@pytest.mark.parametrize(("model", "batches", "num_microbatches"), MODELS)
+def test_planned_replicas_of_branches_train_as_the_unsplit_model(model: Model, batches: Shifted, num_microbatches: int) -> None:
+    """All rows of a coupled loss are gathered on one device."""
+    problem = Problem(profile_of(model), node(5), num_microbatches, NUM_ROWS)
+    layout = next(iter(branches.layouts(LayoutEvaluator(problem), ((0, 1), (2, 3), (4,)))))
+    schedule, placement = layout_schedule(problem, layout, num_updates=2), layout.placement(problem)
+    assert placement is not None
+    assert max(map(len, placement.workers)) == 2
+    if model.loss_couples_rows:
+        check_whole_losses(schedule, placement)
+        assert not list(branches.layouts(LayoutEvaluator(problem), ((0, 1), (2, 3))))
+    trained_as(schedule, layout.cut(problem), model, batches, placement)
 
 
 def test_a_co_attention_model_is_also_cut_with_layers_of_both_branches_in_a_stage() -> None:

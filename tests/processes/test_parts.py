@@ -18,6 +18,7 @@ from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import recompute
 from raypipe.schedules.validate import validate
 from tests.actors.oracles import RandomRows, largest_difference, layers_of, train_unsplit
+from tests.processes.fake_nccl import FakeNccl, Network
 from tests.processes.process_ends import Make, all_channels
 from tests.processes.transport_contract import together
 from tests.schedules.handwritten import divided, two_branches
@@ -26,8 +27,16 @@ NEEDS_SHM = pytest.mark.skipif(not shm.available(), reason="needs memfd_create, 
 
 
 @pytest.mark.parametrize("replicated", [False, True], ids=["one-device-each", "replicas"])
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=NEEDS_SHM)], ids=["gloo", "shared-memory"])
-def test_branches_in_parts_before_a_whole_loss_equal_the_unsplit_model(make: Make, shared: bool, replicated: bool) -> None:
+@pytest.mark.parametrize(
+    ("shared", "nccl"),
+    [
+        pytest.param(False, False, id="gloo"),
+        pytest.param(True, False, marks=NEEDS_SHM, id="shared-memory"),
+        pytest.param(False, True, id="nccl"),
+        pytest.param(True, True, id="within-a-gpu"),
+    ],
+)
+def test_branches_in_parts_before_a_whole_loss_equal_the_unsplit_model(make: Make, shared: bool, nccl: bool, replicated: bool) -> None:
     model, batches = two_towers(dtype="float64"), RandomRows(fields=("left", "right", "targets"))
     cut = Cut(((0,), (3,), (1, 2), (4, 5), (6,)), model.edges())
     schedule = replace(recompute(divided(two_branches(num_updates=2), dict.fromkeys(range(4), 3)), (0, 1, 2)), graph=cut.graph)
@@ -51,7 +60,9 @@ def test_branches_in_parts_before_a_whole_loss_equal_the_unsplit_model(make: Mak
         "shared": all_channels(num_devices) if shared else [],
         "connect_timeout_s": 20.0,
     }
-    ends = [make(device, num_devices, **settings) for device in range(num_devices)]
+    network = Network()
+    libraries = [{"library": FakeNccl(network)} if nccl else {} for _ in range(num_devices)]
+    ends = [make(device, num_devices, **settings, **library) for device, library in enumerate(libraries)]
     together(*(end.connect for end in ends))
     for executor, end in zip(run.executors, ends, strict=True):
         executor.transport = end

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from raypipe.schedules.builders import synchronous_pipelines
+from raypipe.schedules.builders import synchronous_pipelines, unflushed
 from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, UpdateScope, WeightRule, ops_of
 from raypipe.schedules.request import ScheduleRequest
 
@@ -85,6 +85,16 @@ def two_branches(num_microbatches: int = 4, *, num_updates: int = 1, update_scop
         num_updates=num_updates,
         update_scope=update_scope,
     )
+
+
+def branches_without_flush(num_microbatches: int, num_updates: int, *, weight_rule: WeightRule) -> Schedule:
+    """The order of `two_branches` over all microbatches of all updates, with U right behind a stage's last backward of each update."""
+    over_all = two_branches(num_microbatches * num_updates)
+    (workers,) = over_all.pipelines
+    programs = [[op for slot in program for op in ops_of(slot) if not op.kind.per_update] for program in over_all.programs]
+    request = ScheduleRequest(over_all.num_workers, num_microbatches, num_updates)
+    schedule = unflushed("branches-without-flush", request, workers=workers, programs=programs, weight_rule=weight_rule)
+    return replace(schedule, graph=over_all.graph)
 
 
 def in_two_pipelines(schedule: Schedule, workers: Sequence[int]) -> Schedule:

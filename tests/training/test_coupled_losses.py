@@ -130,6 +130,18 @@ def test_replicas_whose_shares_of_parts_are_no_whole_rows_are_refused(num_parts:
         PlannedStrategy(replicated, with_plan(replace(config(), schedule=ScheduleConfig()), replicated), clip(), window_sizes={1})
 
 
+@pytest.mark.parametrize(
+    ("num_parts", "problem"),
+    [(1, "which share the rows of each microbatch, and stage 4, which takes the loss"), (4, "4F0, of which one works on a part")],
+)
+def test_replicas_of_the_worker_with_the_loss_of_branches_are_refused(num_parts: int, problem: str) -> None:
+    in_parts = plan_in_parts(num_parts)
+    halves = tuple(Replica(device=f"device{number}", share=0.5) for number in (2, 3))
+    replicated = replace(in_parts, workers=(in_parts.workers[0], halves))
+    with pytest.raises(PlanError, match=rf"worker 1 has .* devices, .*{problem}.* give this worker one device"):
+        PlannedStrategy(replicated, with_plan(replace(config(), schedule=ScheduleConfig()), replicated), clip(), window_sizes={1})
+
+
 @pytest.mark.parametrize("couples", [True, False])
 def test_no_replicas_take_the_loss_after_a_start_with_a_plan_that_did_not_know(couples: bool) -> None:
     model, start_plan = replace(clip(), loss_couples_rows=couples), plan("1f1b-equal")
