@@ -23,7 +23,7 @@ which pipelines in opposite directions need, and for D microbatches of its share
 
 Coupled losses: of the orders for chains, those in which all forwards of an update may stand before all backwards (gpipe), and the order
 that raypipe's search finds for a chain that passes over the devices once, or down and up. `--links` adds sums and messages of towers of
-300 MB of weights a stage, on links of 25, 100 and 400 Gbit/s. `--rehearse` runs chimera and branches in turn, with waits for computation.
+300 MB of weights and 20 MB of output a stage, with F of 10 ms, on links of 25, 100 and 400 Gbit/s. `--rehearse` runs chimera and branches in turn, with waits for computation.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ BASELINES = ("equal", "chimera", "variants", "chain", "chain, whole", "units", "
 _LAYERS = 4  # of a stage of work 1
 _KB = 1000
 _ROWS = 16  # of a microbatch
+_F_S = 0.01  # seconds of F, by which links are slow or fast
 _STEPS = 12  # of the search for a cut
 
 
@@ -84,7 +85,7 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        """The planning problem; F is one second."""
+        """The planning problem; F is the unit of time."""
         num_units = 2 * self.num_devices
         if self.loss == "coupled":
             return Problem(self._profile(num_units), self._topology(), 1, num_units * _ROWS)
@@ -139,7 +140,7 @@ class Case:
         slack = 1 + 2 * self.num_devices / len(profile.layers)
         held = self.num_devices * (2 if self.loss == "coupled" else 1)
         room = math.ceil((2 * weights + held * saved) * slack)
-        bandwidth = math.inf if self.gbit_s is None else self.gbit_s * 1e9 / 8
+        bandwidth = math.inf if self.gbit_s is None else self.gbit_s * 1e9 / 8 * _F_S
         link = NodeLink(latency_s=self.latency, bandwidth_bytes_per_s=None if bandwidth == math.inf else bandwidth)
         devices = tuple(Device(name=f"n/{number}", kind="gpu", memory_bytes=room) for number in range(self.num_devices))
         return ClusterTopology(name="node", nodes=(Node(name="n", devices=devices, link=link),))
