@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raypipe.artifacts.cut import Cut
@@ -37,6 +38,7 @@ class Layout:
         recomputed: Stages whose forwards run again; `None` for those that do not fit into memory otherwise.
         branches: Stages of layers that are not consecutive, on workers as placed there; `cuts` is empty then.
         late_updates: Whether updates of copies wait for their sums as late as the weight rule allows, which takes memory for gradients.
+        listed: The list of layers that `cuts` divides, where it is not the model's own.
     """
 
     cuts: tuple[int, ...]
@@ -47,6 +49,7 @@ class Layout:
     recomputed: tuple[int, ...] | None = None
     branches: BranchStages | None = None
     late_updates: bool = True
+    listed: tuple[int, ...] | None = None
 
     @property
     def num_stages(self) -> int:
@@ -61,7 +64,7 @@ class Layout:
     @property
     def has_estimate(self) -> bool:
         """Whether estimates hold: of consecutive layers, one stage per worker."""
-        return self.branches is None and self.num_stages == len(self.workers)
+        return self.branches is None and self.listed is None and self.num_stages == len(self.workers)
 
     @property
     def sizes(self) -> list[int]:
@@ -72,6 +75,8 @@ class Layout:
         """Return the layers of each stage."""
         if self.branches is not None:
             return Cut(self.branches.layers, problem.edges, problem.profile.ties())
+        if self.listed is not None:
+            return Cut(self._divided(self.listed), problem.edges, problem.profile.ties())
         return Cut.of_sizes(self.sizes, problem.edges, problem.profile.ties())
 
     def shares(self, problem: Problem) -> tuple[tuple[float, ...], ...] | None:
@@ -99,11 +104,25 @@ class Layout:
         """Replace each device by its number in `numbers`."""
         return replace(self, workers=tuple(tuple(numbers[device] for device in group) for group in self.workers))
 
+    def relisted(self, layers: tuple[int, ...]) -> Layout:
+        """Replace each layer by its number in `layers`."""
+        if self.branches is not None:
+            stages = tuple(tuple(sorted(layers[layer] for layer in stage)) for stage in self.branches.layers)
+            return replace(self, branches=replace(self.branches, layers=stages))
+        stages = self._divided([layers[layer] for layer in self.listed or range(len(layers))])
+        listed = tuple(itertools.chain(*stages))
+        return replace(self, listed=None if listed == tuple(range(len(layers))) else listed)
+
+    def _divided(self, listed: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the layers of each stage in ascending order."""
+        return tuple(tuple(sorted(listed[first:end])) for first, end in itertools.pairwise(self.cuts))
+
     def __str__(self) -> str:
         again = f", forwards of stages {list(self.recomputed)} twice" if self.recomputed else ""
         pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines else ""
         if self.branches is None:
-            return f"{self.order}: layers {self.sizes} on devices {[list(group) for group in self.workers]}{pipelines}{again}"
+            given = "" if self.listed is None else f" of {list(self.listed)}"
+            return f"{self.order}: layers {self.sizes}{given} on devices {[list(group) for group in self.workers]}{pipelines}{again}"
         line = self.branches.search.line
         stages = zip(self.branches.layers, line.pipelines[0], strict=True)
         placed = ", ".join(f"{list(layers)} on {list(self.workers[worker])}" for layers, worker in stages)

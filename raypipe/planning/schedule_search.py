@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, zip_longest
 
-from raypipe.planning import chunks
+from raypipe.planning import chunks, layer_order
+from raypipe.planning.branch_placement import Layers
 from raypipe.planning.device_order import canonical
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.extrapolation import ShortEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, proposals
-from raypipe.planning.problem import Problem
+from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.search import LayoutSearch, SearchBudget
 from raypipe.schedule_registry import is_file, overlaps
 from raypipe.schedules.families import branch_aware
@@ -32,66 +33,128 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
     Devices are numbered independently of their names, so that equal clusters get equal plans.
     """
     sorted_problem, numbers = canonical(evaluator.problem)
-    sorted_evaluator = LayoutEvaluator(sorted_problem, evaluator.schedules, evaluator.on_evaluated)
-    few = sorted_problem.num_devices <= MOST_UNITS
-    # Schedules that overlap or come from a file may exist for one number of microbatches alone.
-    short = None if schedule != AUTO and (overlaps(schedule) or is_file(schedule)) else ShortEvaluator.of(sorted_evaluator)
-    searching = short or sorted_evaluator
-    # Other schedules hold more or fewer activations: which forwards run again is left open.
-    begin = [replace(evaluation.layout, recomputed=None) for evaluation in proposals(searching, schedule)] if few else []
-    whole = (lambda evaluation: evaluation) if short is None else partial(short.decided, evaluator=sorted_evaluator)
-    best_sorted = _searched(searching, schedule, budget, begin, whole)
+    _, *others = layer_order.lists(sorted_problem)
+    search = _Search.of(evaluator, sorted_problem, schedule, budget)
+    found = search.on_list()
+    for layers in others:
+        on_other = _Search.of(evaluator, layer_order.listed(sorted_problem, layers), schedule, budget).on_list()
+        found = found.joined(search.of_list(on_other, layers))
+    if schedule in {AUTO, branch_aware.NAME}:
+        found = found.joined(_Found(others=search.on_branches(found.workers)))
+    best_sorted = found.best
     best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
     for evaluation in proposals(evaluator, schedule):
         best = better(best, evaluation)
     return best
 
 
-def _searched(
-    evaluator: LayoutEvaluator,
-    schedule: str,
-    budget: SearchBudget,
-    begin: list[Layout],
-    whole: Callable[[Evaluation | None], Evaluation | None],
-) -> Evaluation | None:
-    overlapping = asynchronous_orders(evaluator.problem, schedule)
-    several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
-    single = ("1f1b", "list") if several or overlapping else (schedule,)
-    search = LayoutSearch(evaluator, single, budget, begin)
-    best = search.run()
-    if not several and not overlapping:
-        return whole(best)
-    tops = search.best_layouts(max(budget.num_simulations // 30, 1))
+@dataclass(frozen=True)
+class _Found:
+    """Best layouts: one whose prediction is certain, and of the other orders; and the workers of the best ones."""
+
+    certain: Evaluation | None = None
     others: Evaluation | None = None
-    if schedule == AUTO:
+    workers: tuple[tuple[Devices, ...], ...] = ()
+
+    @property
+    def best(self) -> Evaluation | None:
+        if self.certain is None or self.others is None:
+            return self.certain or self.others
+        # Split backwards and several stages per worker cost more than predicted: they must be ahead by more than the error of predictions.
+        ahead = (self.others.missing_bytes, self.others.update_s * _MARGIN) < self.certain.rank
+        return self.others if ahead else self.certain
+
+    def joined(self, more: _Found) -> _Found:
+        in_turns = (workers for turn in zip_longest(self.workers, more.workers) for workers in turn if workers is not None)
+        return _Found(better(self.certain, more.certain), better(self.others, more.others), tuple(dict.fromkeys(in_turns)))
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Search over the layouts of one list of layers; `evaluator` may extrapolate short updates, `exact` does not."""
+
+    exact: LayoutEvaluator
+    evaluator: LayoutEvaluator
+    schedule: str
+    budget: SearchBudget
+
+    @classmethod
+    def of(cls, evaluator: LayoutEvaluator, problem: Problem, schedule: str, budget: SearchBudget) -> _Search:
+        exact = LayoutEvaluator(problem, evaluator.schedules, evaluator.on_evaluated)
+        # Schedules that overlap or come from a file may exist for one number of microbatches alone.
+        short = None if schedule != AUTO and (overlaps(schedule) or is_file(schedule)) else ShortEvaluator.of(exact)
+        return cls(exact, short or exact, schedule, budget)
+
+    def on_list(self) -> _Found:
+        """Return the best layouts whose stages are consecutive in the list."""
+        evaluator, schedule, budget = self.evaluator, self.schedule, self.budget
+        few = evaluator.problem.num_devices <= MOST_UNITS
+        # Other schedules hold more or fewer activations: which forwards run again is left open.
+        begin = [replace(evaluation.layout, recomputed=None) for evaluation in proposals(evaluator, schedule)] if few else []
+        overlapping = asynchronous_orders(evaluator.problem, schedule)
+        several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
+        single = ("1f1b", "list") if several or overlapping else (schedule,)
+        search = LayoutSearch(evaluator, single, budget, begin)
+        best = search.run()
+        if not several and not overlapping:
+            return _Found(self._whole(best))
+        tops = search.best_layouts(max(budget.num_simulations // 30, 1))
+        one_each = (tuple((device,) for group in top.workers for device in group) for top in tops)
+        workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
+        others = self._of_one_stage(search) if schedule == AUTO else None
+        for layout in self._of_several(several, overlapping, workers, tops):
+            others = better(others, self._climbed(layout))
+        # Single stages stand for a schedule that is asked for by name only as a way to its workers.
+        return _Found(self._whole(best) if schedule == AUTO else None, self._whole(others), tuple(workers))
+
+    def of_list(self, found: _Found, layers: Layers) -> _Found:
+        """Simulate in the own list what was found in another."""
+
+        def in_own(evaluation: Evaluation | None) -> Evaluation | None:
+            return None if evaluation is None else self.exact.simulate(evaluation.layout.relisted(layers))
+
+        return _Found(in_own(found.certain), in_own(found.others), found.workers)
+
+    def _of_one_stage(self, search: LayoutSearch) -> Evaluation | None:
+        num_simulations = self.budget.num_simulations
+        others: Evaluation | None = None
         # With few simulations, only the order that is fastest if memory allows it.
-        for order in ONE_STAGE_ORDERS[-max(budget.num_simulations // 10, 1) :]:
+        for order in ONE_STAGE_ORDERS[-max(num_simulations // 10, 1) :]:
             best_of_order: Evaluation | None = None
-            for top in search.best_layouts(max(budget.num_simulations // 8, 1)):
-                best_of_order = better(best_of_order, evaluator.simulate(replace(top, order=order, max_in_flight=None)))
+            for top in search.best_layouts(max(num_simulations // 8, 1)):
+                best_of_order = better(best_of_order, self.evaluator.simulate(replace(top, order=order, max_in_flight=None)))
             if best_of_order is not None:
-                others = better(others, search.improved([best_of_order], budget.num_simulations // 4 - 1, slack=_SLACK))
-    one_each = (tuple((device,) for group in top.workers for device in group) for top in tops)
-    workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
-    # Orders in which several workers take the loss may have no replicas there.
-    flushed_workers = workers if evaluator.problem.profile.loss_couples_rows else [top.workers for top in tops]
-    on_chains = [order for order in several if order != branch_aware.NAME]
-    flushed = (layout for order in on_chains for group in flushed_workers for layout in chunks.layouts(evaluator, group, order))
-    candidates = list(islice(flushed, max(budget.num_simulations // 3, 1)))
-    if branch_aware.NAME in several:
-        branched = workers[: max(min(budget.num_simulations // 30, _NUM_BRANCHED), 1)]
-        candidates += [layout for group in branched for layout in chunks.layouts(evaluator, group, branch_aware.NAME)]
-    # Without a flush a long pipeline has no bubble, so that devices need not be replicas for its sake: all workers are tried.
-    rows = [chain.from_iterable(map(partial(chunks.layouts, evaluator, order=order), workers)) for order in overlapping]
-    # In turns, so that each order is tried on the best workers even where not all are.
-    in_turns = (layout for turn in zip_longest(*rows) for layout in turn if layout is not None)
-    for layout in chain(candidates, islice(in_turns, max(budget.num_simulations // 3, 1))):
-        others = better(others, climbed(evaluator, evaluator.simulate(layout), most_steps=budget.num_simulations // 30))
-    best, others = whole(best), whole(others)
-    if schedule != AUTO or best is None or others is None:
-        return others if schedule != AUTO else best or others
-    # Split backwards and several stages per worker cost more than predicted: they must be ahead by more than the error of predictions.
-    return others if (others.missing_bytes, others.update_s * _MARGIN) < best.rank else best
+                others = better(others, search.improved([best_of_order], num_simulations // 4 - 1, slack=_SLACK))
+        return others
+
+    def _of_several(
+        self, several: Sequence[str], overlapping: Sequence[str], workers: Sequence[tuple[Devices, ...]], tops: Sequence[Layout]
+    ) -> Iterator[Layout]:
+        evaluator, most = self.evaluator, max(self.budget.num_simulations // 3, 1)
+        # Orders in which several workers take the loss may have no replicas there.
+        flushed_workers = workers if evaluator.problem.profile.loss_couples_rows else [top.workers for top in tops]
+        on_chains = [order for order in several if order != branch_aware.NAME]
+        yield from islice(
+            (layout for order in on_chains for group in flushed_workers for layout in chunks.layouts(evaluator, group, order)), most
+        )
+        # Without a flush a long pipeline has no bubble, so that devices need not be replicas for its sake: all workers are tried.
+        rows = [chain.from_iterable(map(partial(chunks.layouts, evaluator, order=order), workers)) for order in overlapping]
+        # In turns, so that each order is tried on the best workers even where not all are.
+        yield from islice((layout for turn in zip_longest(*rows) for layout in turn if layout is not None), most)
+
+    def on_branches(self, workers: Sequence[tuple[Devices, ...]]) -> Evaluation | None:
+        """Return the best layout whose stages are of one branch each."""
+        best: Evaluation | None = None
+        for group in workers[: max(min(self.budget.num_simulations // 30, _NUM_BRANCHED), 1)]:
+            for layout in chunks.layouts(self.evaluator, group, branch_aware.NAME):
+                best = better(best, self._climbed(layout))
+        return self._whole(best)
+
+    def _whole(self, evaluation: Evaluation | None) -> Evaluation | None:
+        return self.evaluator.decided(evaluation, self.exact) if isinstance(self.evaluator, ShortEvaluator) else evaluation
+
+    def _climbed(self, layout: Layout) -> Evaluation | None:
+        return climbed(self.evaluator, self.evaluator.simulate(layout), most_steps=self.budget.num_simulations // 30)
 
 
 def asynchronous_orders(problem: Problem, schedule: str) -> tuple[str, ...]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from raypipe.errors import PlanError, UnknownNameError
-from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, ignore
-from raypipe.planning.planners import AUTO, PLANNERS, best_proposal
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, better, ignore
+from raypipe.planning.layer_order import canonical
+from raypipe.planning.planners import AUTO, PLANNERS, Planner, best_proposal
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import searched
 from raypipe.planning.search import SearchBudget
@@ -33,11 +36,7 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
         spec(schedule)
     problem = evaluator.problem
     _check_possible(problem)
-    layouts = by_name[name].layouts
-    if layouts is None:
-        best = searched(evaluator, schedule, budget or SearchBudget.usual(problem.num_devices))
-    else:
-        best = best_proposal(layouts, evaluator, schedule)
+    best = _best_on_any_list(partial(_best, by_name[name], schedule, budget or SearchBudget.usual(problem.num_devices)), evaluator)
     if best is None and evaluator.schedules.too_stale:
         limits = problem.staleness
         raise PlanError(
@@ -56,6 +55,22 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
             "use smaller or more microbatches, more devices, or another planner"
         )
     return best
+
+
+def _best(planner: Planner, schedule: str, budget: SearchBudget, evaluator: LayoutEvaluator) -> Evaluation | None:
+    return searched(evaluator, schedule, budget) if planner.layouts is None else best_proposal(planner.layouts, evaluator, schedule)
+
+
+def _best_on_any_list(search: Callable[[LayoutEvaluator], Evaluation | None], evaluator: LayoutEvaluator) -> Evaluation | None:
+    """Search with the layers in canonical order, so that how the list interleaves branches does not matter."""
+    in_order, layers = canonical(evaluator.problem)
+    if in_order is evaluator.problem:
+        return search(evaluator)
+    best = search(LayoutEvaluator(in_order, evaluator.schedules, evaluator.on_evaluated))
+    if best is not None:
+        best = evaluator.simulate(best.layout.relisted(layers))
+    # The list says in which order a stage computes its layers, and so how much memory it needs for a while.
+    return better(best, search(evaluator)) if best is None or best.missing_bytes else best
 
 
 def _check_possible(problem: Problem) -> None:

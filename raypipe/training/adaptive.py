@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -326,14 +327,14 @@ def _choice_of(plan: Plan, policy: ConcurrencyPolicy, *, max_in_flight: float | 
     recomputed = tuple(sorted(recomputed_stages(plan.schedule)))
     if plan.schedule.name == branch_aware.NAME:
         return _branch_choice(plan, policy, division, workers, rows, recomputed)
-    cuts = (*(layers[0] for layers in plan.cut.stages), len(plan.profile.layers))
-    if any(list(layers) != list(range(layers[0], layers[0] + len(layers))) for layers in plan.cut.stages):
-        raise ConfigError("adaptation.enabled: a stage of the plan is not of consecutive layers; leave adaptation or the plan out")
+    stages = plan.cut.stages
+    cuts = tuple(itertools.accumulate(map(len, stages), initial=0))
+    layers = tuple(itertools.chain(*stages))
     configured = None if max_in_flight is None else int(max_in_flight)
     limits = dict.fromkeys((configured, None, plan.schedule.num_stages, plan.schedule.num_stages + 1))
     for num_pipelines in (0, len(plan.schedule.pipelines)):
         for limit in limits:
-            layout = Layout(cuts, workers, plan.schedule.name, limit, num_pipelines, recomputed)
+            layout = Layout(cuts, workers, plan.schedule.name, limit, num_pipelines, recomputed).relisted(layers)
             choice = Choice(*division, layout, rows)
             evaluator = policy.planner.evaluator_of(choice)
             try:

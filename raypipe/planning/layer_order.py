@@ -1,0 +1,87 @@
+"""Lists of a model's layers that depend on its graph alone, so that no plan depends on how the list interleaves branches.
+
+Planners cut a list of layers into stages. A chain has one list. A model with branches has many, all in topological order; two are tried:
+its branches one behind the other, and all layers by the work from them to the end. Longest paths to the end come first in both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from raypipe.planning.branch_placement import Layers
+from raypipe.planning.problem import Problem
+
+_STEPS = 50  # Lengths of paths to the end that are told apart.
+
+
+def canonical(problem: Problem) -> tuple[Problem, Layers]:
+    """Return the problem with its branches one behind the other, and the former number of each layer."""
+    if _has_one_list(problem):
+        return problem, tuple(range(problem.num_layers))
+    layers = _listed_by_work(problem, follow_branches=True)
+    return listed(problem, layers), layers
+
+
+def lists(problem: Problem) -> Iterator[Layers]:
+    """Yield the lists worth trying: the problem's own, and one that interleaves branches by work."""
+    own = tuple(range(problem.num_layers))
+    yield own
+    if not _has_one_list(problem):
+        interleaved = _listed_by_work(problem, follow_branches=False)
+        if interleaved != own:
+            yield interleaved
+
+
+def _has_one_list(problem: Problem) -> bool:
+    """Return whether each layer needs the one before it."""
+    return set(itertools.pairwise(range(problem.num_layers))) <= set(problem.edges)
+
+
+def listed(problem: Problem, layers: Layers) -> Problem:
+    """Return the problem with its layers, and the edges between them, in another topological order."""
+    profile = problem.profile
+    position = {profile.layers[layer].name: at for at, layer in enumerate(layers)}
+    edges = sorted(profile.named_edges or (), key=lambda edge: (position[edge.producer], position[edge.consumer]))
+    in_order = replace(
+        profile,
+        layers=tuple(profile.layers[layer] for layer in layers),
+        named_edges=tuple(edges) if profile.named_edges is not None else None,
+        device_kinds={kind: tuple(times[layer] for layer in layers) for kind, times in profile.device_kinds.items()},
+    )
+    return replace(problem, profile=in_order)
+
+
+def _listed_by_work(problem: Problem, *, follow_branches: bool) -> Layers:
+    """Return the list in which the layer with the most work to the end is next, or one that continues the branch of the last."""
+    profile = problem.profile
+    targets: list[list[int]] = [[] for _ in profile.layers]
+    num_sources = [0] * problem.num_layers
+    for producer, consumer in problem.edges:
+        targets[producer].append(consumer)
+        num_sources[consumer] += 1
+    left_s = problem.layer_s.mean(axis=0).sum(axis=0).tolist()
+    for layer in reversed(range(problem.num_layers)):
+        left_s[layer] += max((left_s[target] for target in targets[layer]), default=0.0)
+    longest_s = max(left_s) or 1.0
+    # Paths that are about as long are ordered by name: noise of measurements must not turn the list.
+    steps = [round(_STEPS * seconds / longest_s) for seconds in left_s]
+    ready = {layer for layer, count in enumerate(num_sources) if not count}
+    found: list[int] = []
+
+    def rank(layer: int) -> tuple[bool, bool, int, str]:
+        last = found[-1] if found and follow_branches else None
+        follows = last is not None and layer in targets[last]
+        stays = follows and last is not None and profile.layers[layer].branch == profile.layers[last].branch
+        return not follows, not stays, -steps[layer], profile.layers[layer].name
+
+    while ready:
+        layer = min(ready, key=rank)
+        ready.remove(layer)
+        found.append(layer)
+        for target in targets[layer]:
+            num_sources[target] -= 1
+            if not num_sources[target]:
+                ready.add(target)
+    return tuple(found)
