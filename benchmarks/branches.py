@@ -23,7 +23,8 @@ which pipelines in opposite directions need, and for D microbatches of its share
 
 Coupled losses: of the orders for chains, those in which all forwards of an update may stand before all backwards (gpipe), and the order
 that raypipe's search finds for a chain that passes over the devices once, or down and up. `--links` adds sums and messages of towers of
-300 MB of weights and 20 MB of output a stage, with F of 10 ms, on links of 25, 100 and 400 Gbit/s. `--rehearse` runs chimera and branches in turn, with waits for computation.
+300 MB of weights and 20 MB of output a stage, with F of 10 ms, on links of 25, 100 and 400 Gbit/s. `--rehearse` runs chimera and
+branches in turn, with waits for computation.
 """
 
 from __future__ import annotations
