@@ -104,8 +104,8 @@ def late_updates(schedule: Schedule) -> Schedule:
 
     Only where the rule fixes versions, so that no Op reads another one than before. Under `double_buffer` update u + 2 reads first what
     update u makes: on stage s of D the sum may take (M - D + 1 + s) forwards and backwards (after TriRace, Li et al., TPDS 2024, which
-    schedules all-reduces by what depends on them). Meanwhile its gradients lie next to those of the following update. A U that waits for
-    other stages stays where it is: they would wait for it in turn.
+    schedules all-reduces by what depends on them). Meanwhile its gradients lie next to those of the following update. A U stays in place
+    where its update waits for other stages, which would wait for a late U.
     """
     rule, places = schedule.weight_rule, schedule.places
     if schedule.forward_only or rule.fixed_version(0) is None or any(op.kind is OpKind.PUBLISH for op in places):

@@ -231,7 +231,7 @@ def test_updates_of_copies_wait_for_slow_sums_where_gradients_have_room() -> Non
     early, late = simulated(None, late=False), simulated(None)
     assert late.timing.steady_update_s < 1.05 * work_s
     assert early.timing.steady_update_s > 1.45 * work_s
-    # Gradients of two updates at once are what it takes; without room for them updates do not wait.
+    # An update that waits holds its gradients beside those of the next one. Without room for both, it does not wait.
     needs = [max(evaluation.timing.peak_memory_bytes) for evaluation in (early, late)]
     assert needs[1] == pytest.approx(needs[0] + num_bytes, rel=0.01)
     crowded = simulated(needs[0])
