@@ -134,6 +134,11 @@ def test_plans_do_not_depend_on_how_the_list_interleaves_branches(profile: Model
     assert updates[0] == pytest.approx(updates[1], rel=1e-12)
 
 
+def test_interleaved_towers_go_from_branch_to_branch_however_many_layers_they_have() -> None:
+    names = [layer.name for layer in towers((1.0, 1.0), num_layers=12, interleaved=True).layers]
+    assert names == [*(f"{branch}-{at}" for at in range(12) for branch in range(2)), "joint"]
+
+
 @pytest.mark.parametrize("planner", ["spp", "1f1b-equal"])
 def test_other_planners_do_not_depend_on_it_either(planner: str) -> None:
     profile = towers((1.0, 2.0), num_layers=5)

@@ -48,7 +48,7 @@ def towers(
             if at and at >= num_layers - exchanges:
                 edges.append((f"{(branch + 1) % len(work)}-{at - 1}", name))
     if interleaved or exchanges:
-        layers = dict(sorted(layers.items(), key=lambda item: item[0].split("-")[::-1]))
+        layers = {name: layers[name] for at in range(num_layers) for name in (f"{branch}-{at}" for branch in range(len(work)))}
     joint = LayerProfile(name="joint", forward_s=0.0, backward_s=0.0, weight_grad_s=0.0, output_bytes=0, saved_bytes=0, parameter_bytes=0)
     edges += [(f"{branch}-{num_layers - 1}", "joint") for branch in range(len(work))]
     return ModelProfile(
