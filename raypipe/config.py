@@ -203,7 +203,8 @@ class ScalingConfig:
         transport: Transport of messages between stages; sums over several devices use gloo, between GPUs NCCL.
         calibration: `raypipe.calibration/1` file for predictions; left out for the file of `raypipe calibrate` on this machine.
         shard_optimizer: Whether only one of the copies of a stage in several pipelines keeps optimizer state and sends updated weights
-            to the others (ZeRO stage 1). Otherwise all copies update.
+            to the others (ZeRO stage 1). Otherwise all copies update. A run says if its schedule has each stage in one pipeline only,
+            where this changes nothing.
         measure_layers: Whether layers are measured even if a plan brings its profile; this changes predictions, not the plan.
     """
 

@@ -28,6 +28,7 @@ from raypipe.training.record import RunRecord, write_report
 from raypipe.training.result import Listener, Result
 from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
+from raypipe.training.run_schedules import is_sharded
 from raypipe.training.strategy import NamedStrategy, PlannedStrategy, Strategy
 from raypipe.units import counted
 from raypipe.user_code import keyword, make_model
@@ -151,6 +152,8 @@ class Fit:
         )
         notice(f"layers of each stage: {' '.join(str(len(layers)) for layers in strategy.cut.stages)}")
         notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
+        if self.config.scaling.shard_optimizer and not is_sharded(schedule):
+            notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage in one pipeline only")
         mean_delay = metrics(schedule).mean_delay
         if mean_delay and self.config.optimizer.name is OptimizerName.ADAMW:
             notice(

@@ -72,11 +72,16 @@ def window_of(schedule: Schedule, num_updates: int) -> Schedule:
 
 def sharded(config: TrainConfig, schedule: Schedule) -> Schedule:
     """Shard the optimizer over the copies of each stage if so configured."""
-    if not config.scaling.shard_optimizer or any(op.kind is OpKind.PUBLISH for op, _ in schedule.ops()):
+    if not config.scaling.shard_optimizer or is_sharded(schedule):
         return schedule
     schedule = shard_optimizer(schedule)
     validate(schedule)
     return schedule
+
+
+def is_sharded(schedule: Schedule) -> bool:
+    """Return whether copies of stages publish their updated weights to others."""
+    return any(op.kind is OpKind.PUBLISH for op, _ in schedule.ops())
 
 
 def stage_times(plan: Plan) -> tuple[tuple[StageTimes, ...], float]:

@@ -170,6 +170,14 @@ def test_shared_memory_and_gloo_give_the_same_losses_to_the_last_bit(tmp_path: P
 
 
 @pytest.mark.usefixtures("shared_actors")
+@pytest.mark.parametrize(("schedule", "has_copies"), [("1f1b", False), ("chimera", True)])
+def test_a_run_says_if_it_has_no_copies_of_stages_to_share_the_optimizer(tmp_path: Path, schedule: str, has_copies: bool) -> None:
+    notices = Notices()
+    trainer(tmp_path, schedule=schedule, devices=2, num_updates=2, shard_optimizer=True).fit(listener=notices)
+    assert any("shard_optimizer changes nothing" in text for text in notices.texts) == (not has_copies)
+
+
+@pytest.mark.usefixtures("shared_actors")
 def test_a_run_resumes_at_another_number_of_stages_as_if_it_had_never_stopped(tmp_path: Path, unsplit: Trained) -> None:
     first = trainer(tmp_path, devices=4, num_updates=12).fit()
     second = trainer(tmp_path, schedule="zb-h1", devices=2).fit(resume=True)
