@@ -242,10 +242,12 @@ def _is_op(op: object) -> bool:
 
 
 def _of_file(path: str) -> ScheduleSpec:
-    order = load_order(path)
+    sized = load_order(path)
+    order = sized.schedule
     chunks = math.ceil(order.num_stages / order.num_workers)
     title = f"the order in {PurePath(path).name}"
-    return _described(path, partial(_sized, path, order), title=title, chunks=chunks, weight_rule=order.weight_rule)
+    described = _described(path, partial(_sized, path, order), title=title, chunks=chunks, weight_rule=order.weight_rule)
+    return replace(described, stage_work=lambda _: sized.work) if sized.work else described
 
 
 def _sized(path: str, order: Schedule, request: ScheduleRequest) -> Schedule:

@@ -5,8 +5,10 @@ CSV is enough for a synchronous schedule of a chain of stages.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated
 
@@ -30,6 +32,7 @@ class ScheduleFile:
 
     Attributes:
         loss_group_size: Always 1; files of earlier versions may have other numbers, which are refused.
+        work: `SizedSchedule.work`, where stages are not equal.
     """
 
     name: str
@@ -43,10 +46,11 @@ class ScheduleFile:
     update_scope: UpdateScope = UpdateScope.GLOBAL
     loss_group_size: int = 1
     ties: tuple[tuple[int, ...], ...] = ()
+    work: tuple[float, ...] | None = None
 
     @classmethod
-    def of(cls, schedule: Schedule) -> ScheduleFile:
-        """Return the file form of a schedule."""
+    def of(cls, schedule: Schedule, work: tuple[float, ...] = ()) -> ScheduleFile:
+        """Return the file form of a schedule, and of the work of its stages unless they are equal."""
         return cls(
             name=schedule.name,
             num_stages=schedule.num_stages,
@@ -58,6 +62,7 @@ class ScheduleFile:
             weight_rule=schedule.weight_rule,
             update_scope=schedule.update_scope,
             ties=schedule.graph.ties,
+            work=work or None,
         )
 
     def schedule(self) -> Schedule:
@@ -67,6 +72,8 @@ class ScheduleFile:
                 f"loss_group_size {self.loss_group_size} is no longer read: microbatches with one loss are parts of one microbatch, "
                 "and the loss is a stage that works on the whole, as `raypipe schedule branch-aware --coupled` writes it"
             )
+        if self.work is not None and (len(self.work) != self.num_stages or not all(0 <= work < math.inf for work in self.work)):
+            raise ScheduleError(f"work {list(self.work)} does not give each of {self.num_stages} stages a finite number of 0 or more")
         return Schedule(
             name=self.name,
             graph=StageGraph(self.num_stages, self.edges, self.ties),
@@ -92,7 +99,19 @@ ScheduleField = Annotated[Schedule, GetPydanticSchema(_core_schema_of_field)]
 """Type of a field that holds a `Schedule` in Python and a `ScheduleFile` in its file."""
 
 
-def load_schedule(path: str | os.PathLike[str]) -> Schedule:
+@dataclass(frozen=True)
+class SizedSchedule:
+    """A schedule and the work of its stages.
+
+    Attributes:
+        work: Seconds of each stage over those of the stage whose times are stated, as `ScheduleSpec.stage_work`; empty where all are equal.
+    """
+
+    schedule: Schedule
+    work: tuple[float, ...] = ()
+
+
+def load_schedule(path: str | os.PathLike[str]) -> SizedSchedule:
     """Return the valid schedule in a JSON file; raise `FormatError`, or `ScheduleError` if its order cannot run."""
     name = os.fspath(path)
     content = codec.load_json(ScheduleFile, path, format_name=FORMAT)
@@ -101,11 +120,11 @@ def load_schedule(path: str | os.PathLike[str]) -> Schedule:
         validate(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error.problem}", error.grid) from None
-    return schedule
+    return SizedSchedule(schedule, content.work or ())
 
 
-def load_csv(path: str | os.PathLike[str]) -> Schedule:
-    """Return the valid schedule in a CSV file, named after the file; raises as `load_schedule`.
+def load_csv(path: str | os.PathLike[str]) -> SizedSchedule:
+    """Return the valid schedule of equal stages in a CSV file, named after the file; raises as `load_schedule`.
 
     Without Us, as torch writes it, the file is one update: each worker ends with the U of each of its stages.
     """
@@ -116,7 +135,7 @@ def load_csv(path: str | os.PathLike[str]) -> Schedule:
         validate(schedule)
     except ScheduleError as error:
         raise ScheduleError(f"{name}: {error.problem}", error.grid) from None
-    return schedule
+    return SizedSchedule(schedule)
 
 
 def _of_programs(programs: tuple[tuple[Slot, ...], ...], *, name: str) -> Schedule:
@@ -158,11 +177,11 @@ def _with_updates(programs: tuple[tuple[Slot, ...], ...], where: Mapping[tuple[i
     )
 
 
-def load_order(path: str | os.PathLike[str]) -> Schedule:
+def load_order(path: str | os.PathLike[str]) -> SizedSchedule:
     """Return the valid schedule in a CSV or JSON file, told apart by name; raises as `load_schedule`."""
     return load_csv(path) if os.fspath(path).endswith(".csv") else load_schedule(path)
 
 
-def to_json(schedule: Schedule) -> str:
-    """Return a schedule as `load_schedule` reads it."""
-    return codec.to_json(ScheduleFile.of(schedule), format_name=FORMAT)
+def to_json(schedule: Schedule, work: tuple[float, ...] = ()) -> str:
+    """Return a schedule, and the work of its stages unless they are equal, as `load_schedule` reads them."""
+    return codec.to_json(ScheduleFile.of(schedule, work), format_name=FORMAT)

@@ -162,8 +162,8 @@ def schedule(
         coupled=coupled,
         split=split,
     )
-    if (branches or coupled or split) and spec.stage_work is None:
-        raise click.UsageError(f"--branches, --coupled and --split are for branch-aware; {name} runs the stages of a chain")
+    if (branches or coupled or split) and (spec.stage_work is None or schedule_registry.is_file(name)):
+        raise click.UsageError(f"--branches, --coupled and --split are for branch-aware; {name} has stages of its own")
     refuse_large(spec, request)
     built = catalogue.of_size(spec, request)
     validate(built)
@@ -195,7 +195,7 @@ def _text_of(format_name: str | None, figures: ScheduleFigures) -> str:
         case "torch-csv":
             return to_torch_csv(figures.schedule.programs)
         case "json":
-            return to_json(figures.schedule)
+            return to_json(figures.schedule, figures.work)
         case "svg":
             from raypipe.show.svg import draw_traces  # noqa: PLC0415  # slow to load, and the grid does without
 

@@ -20,13 +20,13 @@ from raypipe.artifacts import trace as trace_file
 from raypipe.artifacts.files import write_text
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.schedule import SizedSchedule
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
 from raypipe.cli.options import example, json_option, output_suffix
 from raypipe.cli.schedule import print_schedule
 from raypipe.cli.screen import console, print_json
 from raypipe.errors import FormatError, InputError, suggestion
-from raypipe.schedules.ir import Schedule
 from raypipe.show.causes import findings
 from raypipe.show.differences import difference_reports, names
 from raypipe.show.grid import timed_grid, timed_grids
@@ -37,7 +37,7 @@ from raypipe.show.traces import idle_report, plan_trace_report, trace_report
 from raypipe.simulation.simulator import simulate
 from raypipe.units import seconds
 
-Content = Schedule | Plan | ClusterTopology | ModelProfile | Trace
+Content = SizedSchedule | Plan | ClusterTopology | ModelProfile | Trace
 
 _LOADERS: Mapping[str, Callable[[str], Content]] = {
     schedule_file.FORMAT: schedule_file.load_schedule,
@@ -75,7 +75,7 @@ class _Drawing:
 def show(files: tuple[str, ...], *, output: str | None, as_json: bool) -> None:
     """Draw a schedule, plan, topology, profile or trace; two traces one above the other, with their differences.
 
-    Schedules, which have no times, are drawn with F = 1 s and B = 2 s.
+    Schedules, which have no times, are drawn with F = 1 s and B = 2 s, times the work of a stage where the file states it.
     """
     suffix = output_suffix(output, "svg", "html") if output else ""
     if len(files) > 2:
@@ -117,7 +117,7 @@ def _document(content: Content, traces: tuple[Trace, ...], suffix: str) -> str:
 
 def _of_one(content: Content) -> _Drawing:
     match content:
-        case Schedule():
+        case SizedSchedule():
             return _of_schedule(content)
         case Plan():
             return _of_plan(content)
@@ -129,9 +129,9 @@ def _of_one(content: Content) -> _Drawing:
             return _of_trace(content)
 
 
-def _of_schedule(schedule: Schedule) -> _Drawing:
-    trace = simulated(schedule, StageSeconds())
-    figures = ScheduleFigures(schedule, trace, None, trace.steady_update_s)
+def _of_schedule(sized: SizedSchedule) -> _Drawing:
+    trace = simulated(sized.schedule, StageSeconds(), sized.work)
+    figures = ScheduleFigures(sized.schedule, trace, None, trace.steady_update_s, sized.work)
 
     def text(screen: Console) -> None:
         print_schedule(screen, figures)

@@ -13,7 +13,7 @@ import pytest
 from raypipe.artifacts.cut import Cut, joined
 from raypipe.artifacts.plan import Plan, Predicted, Replica, make_plan
 from raypipe.artifacts.profile import ModelProfile
-from raypipe.artifacts.schedule import ScheduleFile, load_schedule, to_json
+from raypipe.artifacts.schedule import ScheduleFile, SizedSchedule, load_schedule, to_json
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import FormatError, InputError, PlanError, ScheduleError
 from raypipe.planning.balance import balanced_cut
@@ -200,7 +200,7 @@ def test_a_malformed_plan_is_refused_with_its_place(tmp_path: Path, edit: Callab
 def test_a_saved_schedule_is_read_back_as_it_was(tmp_path: Path, name: str) -> None:
     schedule = strategies.HANDWRITTEN[name]()
     (tmp_path / "schedule.json").write_text(to_json(schedule))
-    assert load_schedule(tmp_path / "schedule.json") == schedule
+    assert load_schedule(tmp_path / "schedule.json") == SizedSchedule(schedule)
 
 
 def test_a_file_with_coupled_microbatches_says_how_they_are_written_now(tmp_path: Path) -> None:
@@ -209,6 +209,13 @@ def test_a_file_with_coupled_microbatches_says_how_they_are_written_now(tmp_path
     (tmp_path / "old.json").write_text(text.replace('"loss_group_size": 1', '"loss_group_size": 2'))
     with pytest.raises(ScheduleError, match=r"old\.json: loss_group_size 2 .* branch-aware --coupled"):
         load_schedule(tmp_path / "old.json")
+
+
+@pytest.mark.parametrize("work", [(1.0,), (1.0, -1.0)])
+def test_work_that_stages_cannot_have_is_refused(tmp_path: Path, work: tuple[float, ...]) -> None:
+    (tmp_path / "sized.json").write_text(to_json(catalogue.build("1f1b", ScheduleRequest(2, 2)), work))
+    with pytest.raises(ScheduleError, match=r"sized\.json: work .* each of 2 stages"):
+        load_schedule(tmp_path / "sized.json")
 
 
 def test_the_file_form_of_a_schedule_is_text() -> None:

@@ -436,13 +436,25 @@ def test_schedule_writes_csv_that_can_be_read_back(run: Run) -> None:
     assert not any("U" in cell for row in csv.reader(torch.out.splitlines()) for cell in row)
 
 
+@pytest.mark.parametrize("options", [("--branches", "1,2"), ("--branches", "1,1.5", "--coupled", "--split")])
+def test_a_file_of_branches_is_shown_with_the_times_that_it_was_made_for(run: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
+    path, size = tmp_path / "branches.json", ("--devices", 2, "--microbatches", 4)
+    assert run("schedule", "branch-aware", *size, *options, "-o", path).code == 0
+    made = json.loads(run("schedule", "branch-aware", *size, *options, "--json").out)
+    for command in (("show", path), ("schedule", path, "--devices", 2, "--microbatches", made["num_microbatches"])):
+        found = json.loads(run(*command, "--json").out)
+        assert {name: found[name] for name in made if name != "schedule"} == {name: made[name] for name in made if name != "schedule"}
+    refused = run("schedule", path, *size, "--branches", "1,2")
+    assert (refused.code, "--branches, --coupled and --split are for branch-aware" in refused.err) == (2, True)
+
+
 def test_schedule_takes_the_format_from_the_name_of_the_file(run: Run, tmp_path: Path) -> None:
     command = ("schedule", "1f1b", "--devices", 2, "--microbatches", 3)
     for suffix in ("txt", "csv", "json", "svg", "html"):
         ran = run(*command, "-o", tmp_path / f"out.{suffix}")
         assert ran == Ran(0, "", "")
     assert (tmp_path / "out.txt").read_text().startswith("1f1b: 2 devices")
-    assert load_schedule(tmp_path / "out.json") == catalogue.build("1f1b", ScheduleRequest(2, 3))
+    assert load_schedule(tmp_path / "out.json").schedule == catalogue.build("1f1b", ScheduleRequest(2, 3))
     assert (tmp_path / "out.svg").read_text().startswith("<svg ")
     assert run(*command, "-o", tmp_path / "any.name", "--format", "csv").code == 0
     assert (tmp_path / "any.name").read_text() == (tmp_path / "out.csv").read_text()
