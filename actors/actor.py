@@ -114,6 +114,7 @@ class StageActor:
     def status(self) -> Status:
         """Return what this actor is doing, and for how long."""
         running, doing = self._running, self._activity.doing
+        awaited = self._executor.awaited if self._executor is not None else None
         progress = running.progress if running is not None else ""
         return Status(
             device=self.identity.device,
@@ -121,6 +122,7 @@ class StageActor:
             since_s=self._activity.since_s,
             computes=bool(progress) and not progress.startswith("waiting"),
             failure=running.failure if running is not None else None,
+            awaited=(awaited.device, str(awaited.message)) if awaited is not None else None,
         )
 
     def read_clock(self) -> float:

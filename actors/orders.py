@@ -102,6 +102,7 @@ class Status:
         since_s: Seconds since the actor began the call that it is in.
         computes: Whether it runs an Op of a window, and does not wait for another device.
         failure: Why its window cannot end, where the thread that runs it cannot say so itself.
+        awaited: Device and name of the message that it waits for, or waited for when its window failed.
     """
 
     device: int
@@ -109,3 +110,4 @@ class Status:
     since_s: float
     computes: bool
     failure: RunError | None = None
+    awaited: tuple[int, str] | None = None

@@ -92,6 +92,8 @@ class Executor:
         self.faults = faults or FaultScript()
         self.doing = "waiting to begin"
         """What the host does."""
+        self.receiving: ReceiveStep | None = None
+        """The wait for a message that the host is in, or in which the last window ended."""
         self.abort_reason: str | None = None
         self.failure: RunError | None = None
         """An error that another thread has found, while the device may hold this one up."""
@@ -105,6 +107,12 @@ class Executor:
         """What the device does, in words. Called from another thread."""
         step = self.clock.doing()
         return self.doing if step is None else step.doing
+
+    @property
+    def awaited(self) -> ReceiveStep | None:
+        """The wait for a message that the device is in, or in which the last window ended. Called from another thread."""
+        step = self.clock.doing() or self.receiving
+        return step if isinstance(step, ReceiveStep) else None
 
     def run(self, program: DeviceProgram, window: Window) -> WindowReport:
         """Run one window.
@@ -131,6 +139,7 @@ class Executor:
             weights.module.train(training)
             weights.begin_window()
         self.doing = "waiting to begin"
+        self.receiving = None
         with torch.set_grad_enabled(training):
             report = _WindowRun(self, program, bound, window).run(bound.steps)
         self.doing = "waiting for the last messages to leave"
@@ -274,8 +283,10 @@ class _WindowRun:
 
     def _receive(self, step: ReceiveStep) -> None:
         self.executor.doing = step.doing
+        self.executor.receiving = step
         since = self.mark()
         self.mailbox.receive(step)
+        self.executor.receiving = None
         self.note(step, since, self.mark(), step.num_bytes)
 
     def _await(self, step: AwaitStep) -> None:

@@ -158,7 +158,20 @@ class StageActors(ActorGroup):
             failures += [self._failure(status, device, task) for device, status in statuses.items() if isinstance(status, RayError)]
         if not any(one.is_death for one in failures):
             failures += self._lost_layers(task)
-        raise min(failures, key=lambda one: one.rank).error
+        first = min(failures, key=lambda one: one.rank)
+        raise self._awaited_from(first.error) if first.is_death and isinstance(first.error, StageFailedError) else first.error
+
+    def _awaited_from(self, dead: StageFailedError) -> StageFailedError:
+        # A dead actor cannot say which Op it was at; what the others wait for it has not ended.
+        names = [member.slot.name for member in self.members]
+        others = {device: member for device, member in enumerate(self.members) if names[device] != dead.device}
+        waits = [
+            f"device {names[device]} waited for its {status.awaited[1]}"
+            for device, status in _statuses(others, timeout_s=1.0).items()
+            if isinstance(status, Status) and status.awaited is not None and names[status.awaited[0]] == dead.device
+        ]
+        problem = "; ".join([dead.problem, *waits])
+        return StageFailedError(dead.device, dead.stages, dead.node, dead.during, problem, dead.remedy)
 
     def _busy(self, timeout: TransportTimeoutError, task: str) -> list[Failure]:
         # What an actor computed while a message was overdue explains the wait of the others.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import time
 import urllib.request
 from pathlib import Path
@@ -322,6 +323,9 @@ def test_a_killed_actor_ends_the_run_within_seconds_and_is_named(tmp_path: Path,
         trainer(tmp_path, devices=3, faults=faults, transport=transport).fit()
     assert time.monotonic() - since < 40
     assert caught.value.stages == "1"
+    # Device 1 has ended 1F2, after which it began 1B1.
+    assert re.search(r"device .*/0 waited for its gradient 1->0 of microbatch 1;", str(caught.value))
+    assert re.search(r"device .*/2 waited for its activation 1->2 of microbatch 3;", str(caught.value))
 
 
 @pytest.mark.smoke
