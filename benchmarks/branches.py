@@ -178,19 +178,30 @@ class Systems:
                 "chain, whole": _fastest(orders[order] for order in whole),
                 "units": self._units(),
             }
-        found["graphpipe"] = _fastest(self._placed(self._disjoint(self.workers), self.workers, splits=(False,)))
-        found["distmm"] = _fastest(
+        found["graphpipe"] = self.graphpipe()
+        found["distmm"] = self.distmm()
+        proposed = itertools.chain(
+            branches.layouts(self.evaluator, self.workers), branches.replicated_layouts(self.evaluator, tuple(range(self.case.num_devices)))
+        )
+        ours = [evaluation for layout in proposed if (evaluation := self.evaluator.simulate(layout))]
+        whole_ours = self._placed(self._all(), self.workers, splits=(False,))
+        found["whole"] = _fastest(whole_ours)
+        found["branches"] = _fastest([*ours, found["whole"]])
+        return {name: evaluation for name, evaluation in found.items() if evaluation is not None}
+
+    def graphpipe(self) -> Evaluation | None:
+        """Return the best with devices of its own for each branch."""
+        return _fastest(self._placed(self._disjoint(self.workers), self.workers, splits=(False,)))
+
+    def distmm(self) -> Evaluation | None:
+        """Return the best with workers of its own for each branch, all of equally many devices."""
+        return _fastest(
             evaluation
             for width in range(2, self.case.num_devices // 2 + 1)
             if self.case.num_devices % width == 0
             for groups in [tuple(tuple(range(first, first + width)) for first in range(0, self.case.num_devices, width))]
             for evaluation in self._placed(self._disjoint(groups), groups, splits=(False,))
         )
-        ours = [evaluation for layout in branches.layouts(self.evaluator, self.workers) if (evaluation := self.evaluator.simulate(layout))]
-        whole_ours = self._placed(self._all(), self.workers, splits=(False,))
-        found["whole"] = _fastest(whole_ours)
-        found["branches"] = _fastest([*ours, found["whole"]])
-        return {name: evaluation for name, evaluation in found.items() if evaluation is not None}
 
     def _chain(self, order: str, evaluator: LayoutEvaluator) -> Evaluation | None:
         """Return the order with its best cut: of many that are more or less level, the best are improved by single layers."""
@@ -243,7 +254,7 @@ class Systems:
     def _disjoint(self, workers: tuple[Devices, ...]) -> Iterator[tuple[tuple[tuple[int, ...], ...], BranchPlacement]]:
         named = named_branches(self.problem)
         for placement in placements(self.problem, named, workers):
-            major = [of_branch for of_branch in placement.workers if len(of_branch) > 1 or len(workers) <= len(named)]
+            major = [of_branch for of_branch, layers in zip(placement.workers, named, strict=True) if len(layers) > 1]
             if len(set(itertools.chain(*major))) == sum(map(len, major)):
                 yield named, placement
 

@@ -7,7 +7,7 @@ own, as in GraphPipe (Jeon et al., ASPLOS 2025, arXiv 2406.17145). Layers withou
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from raypipe.planning.problem import Devices, Problem
@@ -85,7 +85,7 @@ def placements(problem: Problem, branches: Sequence[Layers], workers: Sequence[D
     """Yield placements: branches in both directions from several devices, and each on devices of its own."""
     work = [work_s(problem, layers) for layers in branches]
     num_workers = len(workers)
-    major = [branch for branch, each in enumerate(work) if each >= _MINOR * sum(work) / num_workers]
+    major = major_branches(problem, branches, num_workers)
     if not major:
         return
     least = min(work[branch] for branch in major)
@@ -96,7 +96,7 @@ def placements(problem: Problem, branches: Sequence[Layers], workers: Sequence[D
         _turned(branches, passes, num_workers),
         _turned(branches, dict.fromkeys(major, 1), num_workers),
     ):
-        placement = BranchPlacement(tuple(_joined(problem, branches, of_major)))
+        placement = BranchPlacement(tuple(joined(problem, branches, of_major, workers)))
         if placement not in seen:
             seen.add(placement)
             yield placement
@@ -124,9 +124,15 @@ def _disjoint(
     yield {branch: tuple(range(end - counts[branch], end)) for branch, end in zip(major, ends, strict=True)}
 
 
-def _joined(problem: Problem, branches: Sequence[Layers], of_major: dict[int, tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yield the workers of each branch; a small branch is one stage, next to what it reads, or to what reads it."""
+def joined(
+    problem: Problem, branches: Sequence[Layers], of_major: Mapping[int, tuple[int, ...]], workers: Sequence[Devices]
+) -> Iterator[tuple[int, ...]]:
+    """Yield the workers of each branch; a small branch is one stage, next to what it reads, or to what reads it.
+
+    Layers behind which the loss is taken are on a worker that may take it, if there is one.
+    """
     branch_of = {layer: branch for branch, layers in enumerate(branches) for layer in layers}
+    read = {producer for producer, _ in problem.edges}
     for branch, layers in enumerate(branches):
         if branch in of_major:
             yield of_major[branch]
@@ -134,7 +140,15 @@ def _joined(problem: Problem, branches: Sequence[Layers], of_major: dict[int, tu
         before = [branch_of[source] for source, target in problem.edges if target in layers and branch_of[source] in of_major]
         behind = [branch_of[target] for source, target in problem.edges if source in layers and branch_of[target] in of_major]
         neighbors = [of_major[other][-1] for other in before] or [of_major[other][0] for other in behind] or [0]
+        if not read.issuperset(layers):
+            neighbors = [worker for worker in (*neighbors, *range(len(workers))) if problem.may_take_loss(workers[worker])] or neighbors
         yield (neighbors[0],)
+
+
+def major_branches(problem: Problem, branches: Sequence[Layers], num_workers: int) -> list[int]:
+    """Return the branches that have work for more than one stage."""
+    work = [work_s(problem, layers) for layers in branches]
+    return [branch for branch, each in enumerate(work) if each >= _MINOR * sum(work) / num_workers]
 
 
 def work_s(problem: Problem, layers: Iterable[int]) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from raypipe.planning.branch_groups import groupings
 from raypipe.planning.branch_placement import Layers, divisions, placements, work_s
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.joint_cut import JointCut
@@ -36,14 +37,34 @@ _LEAST_UNITS = 2  # parts of microbatches per device, where the loss needs whole
 def layouts(evaluator: LayoutEvaluator, workers: tuple[Devices, ...]) -> Iterator[Layout]:
     """Yield the most promising layouts on these workers; none for a model without branches."""
     problem = evaluator.problem
-    cuts = [
-        cut
-        for division in divisions(problem)
-        for placement in itertools.islice(placements(problem, division, workers), _MOST_PLACEMENTS)
-        if (cut := JointCut.balanced(problem, division, workers, placement)) is not None
-    ]
+    yield from _of_cuts(
+        evaluator,
+        [
+            cut
+            for division in divisions(problem)
+            for placement in itertools.islice(placements(problem, division, workers), _MOST_PLACEMENTS)
+            if (cut := JointCut.balanced(problem, division, workers, placement)) is not None
+        ],
+    )
+
+
+def replicated_layouts(evaluator: LayoutEvaluator, order: Devices) -> Iterator[Layout]:
+    """Yield the most promising layouts with workers of several devices, which are next to each other in this order."""
+    problem = evaluator.problem
+    yield from _of_cuts(
+        evaluator,
+        [
+            cut
+            for division in divisions(problem)
+            for workers, placement in groupings(problem, division, order)
+            if (cut := JointCut.balanced(problem, division, workers, placement)) is not None
+        ],
+    )
+
+
+def _of_cuts(evaluator: LayoutEvaluator, cuts: Sequence[JointCut]) -> Iterator[Layout]:
     drafts = _most_promising(evaluator, cuts, recompute=False)
-    if not drafts and problem.recompute:
+    if not drafts and evaluator.problem.recompute:
         drafts = _most_promising(evaluator, cuts, recompute=True)
     yield from drafts
     evaluated = [
@@ -59,23 +80,32 @@ def layouts(evaluator: LayoutEvaluator, workers: tuple[Devices, ...]) -> Iterato
 def _most_promising(evaluator: LayoutEvaluator, cuts: Sequence[JointCut], *, recompute: bool) -> list[Layout]:
     """Return the layouts with the fastest rough orders that fit into memory; the best placements also with sloping cuts."""
     ranked = sorted(_rough_layouts(evaluator, cuts, recompute=recompute), key=lambda each: each[0])
-    best = list(dict.fromkeys((cut.branches, cut.placement) for _, cut, _ in ranked))[:_NUM_SLOPED]
-    problem, workers = evaluator.problem, cuts[0].workers if cuts else ()
-    sloping = [JointCut.balanced(problem, *each, slope=slope) for each in ((b, workers, p) for b, p in best) for slope in _SLOPES]
+    best = list(dict.fromkeys((cut.branches, cut.workers, cut.placement) for _, cut, _ in ranked))[:_NUM_SLOPED]
+    sloping = [JointCut.balanced(evaluator.problem, *each, slope=slope) for each in best for slope in _SLOPES]
     ranked += _rough_layouts(evaluator, [cut for cut in sloping if cut is not None], recompute=recompute)
     return [layout for _, _, layout in sorted(ranked, key=lambda each: each[0])[:_NUM_SEARCHED]]
 
 
 def _rough_layouts(evaluator: LayoutEvaluator, cuts: Iterable[JointCut], *, recompute: bool) -> Iterator[tuple[float, JointCut, Layout]]:
-    """Yield the rough seconds of a microbatch, the cut and the layout of what fits into memory."""
+    """Yield the rough seconds of an update with the longest sum of gradients, the cut and the layout of what fits into memory."""
+    problem = evaluator.problem
     for cut in cuts:
         # What a forward that runs again keeps lasts until the weight gradient, which would have to follow at once.
-        for num_parts, split in itertools.product(_numbers_of_parts(evaluator.problem, cut), (False,) if recompute else (False, True)):
+        for num_parts, split in itertools.product(_numbers_of_parts(problem, cut), (False,) if recompute else (False, True)):
             layout = layout_of(evaluator, cut, num_parts=num_parts, split=split, recompute=recompute)
             if layout is not None and layout.branches is not None:
-                rough_s = _rough_s(layout.branches.search)
+                rough_s = _rough_s(layout.branches.search) * problem.num_microbatches + _sum_s(cut)
                 if rough_s < math.inf:
                     yield rough_s, cut, layout
+
+
+def _sum_s(cut: JointCut) -> float:
+    """Return the seconds in which the worker with the longest sum of gradients sums those of all its stages."""
+    of_layer = _each(cut.problem.trained_prefix)
+    summed = [0.0] * len(cut.workers)
+    for layers, worker in cut.stages:
+        summed[worker] += sum(of_layer[layer] for layer in layers)
+    return max(float(cut.problem.sum_s(group, num_bytes)) for group, num_bytes in zip(cut.workers, summed, strict=True))
 
 
 @lru_cache(maxsize=1024)  # devices that are alike ask the same again and again

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice, zip_longest
 
-from raypipe.planning import chunks, layer_order
+from raypipe.planning import branches, chunks, layer_order
+from raypipe.planning.branch_groups import likeness
 from raypipe.planning.branch_placement import Layers
 from raypipe.planning.device_order import canonical
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
@@ -40,7 +41,7 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
         on_other = _Search.of(evaluator, layer_order.listed(sorted_problem, layers), schedule, budget).on_list()
         found = found.joined(search.of_list(on_other, layers))
     if schedule in {AUTO, branch_aware.NAME}:
-        found = found.joined(_Found(others=search.on_branches(found.workers)))
+        found = found.joined(search.on_branches(found.workers))
     best_sorted = found.best
     best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
     for evaluation in proposals(evaluator, schedule):
@@ -142,19 +143,37 @@ class _Search:
         # In turns, so that each order is tried on the best workers even where not all are.
         yield from islice((layout for turn in zip_longest(*rows) for layout in turn if layout is not None), most)
 
-    def on_branches(self, workers: Sequence[tuple[Devices, ...]]) -> Evaluation | None:
-        """Return the best layout whose stages are of one branch each."""
-        best: Evaluation | None = None
-        for group in workers[: max(min(self.budget.num_simulations // 30, _NUM_BRANCHED), 1)]:
-            for layout in chunks.layouts(self.evaluator, group, branch_aware.NAME):
-                best = better(best, self._climbed(layout))
-        return self._whole(best)
+    def on_branches(self, workers: tuple[tuple[Devices, ...], ...]) -> _Found:
+        """Return the best layouts whose stages are of one branch each."""
+        best: dict[bool, Evaluation | None] = {True: None, False: None}
+        for layout in self._of_branches(workers):
+            certain = self.schedule == AUTO and _is_certain(layout)
+            best[certain] = better(best[certain], self._climbed(layout))
+        return _Found(self._whole(best[True]), self._whole(best[False]))
+
+    def _of_branches(self, workers: tuple[tuple[Devices, ...], ...]) -> Iterator[Layout]:
+        """Yield layouts on the first of these workers, devices that are alike once, and on groups of neighbors among the devices."""
+        problem = self.evaluator.problem
+        different = {likeness(problem, each): each for each in reversed(workers)}
+        most = max(min(self.budget.num_simulations // 30, _NUM_BRANCHED), 1)
+        for group in [each for each in workers if each in different.values()][:most]:
+            yield from branches.layouts(self.evaluator, group)
+        if workers:
+            yield from branches.replicated_layouts(self.evaluator, tuple(chain.from_iterable(workers[0])))
 
     def _whole(self, evaluation: Evaluation | None) -> Evaluation | None:
         return self.evaluator.decided(evaluation, self.exact) if isinstance(self.evaluator, ShortEvaluator) else evaluation
 
     def _climbed(self, layout: Layout) -> Evaluation | None:
         return climbed(self.evaluator, self.evaluator.simulate(layout), most_steps=self.budget.num_simulations // 30)
+
+
+def _is_certain(layout: Layout) -> bool:
+    """Return whether branches have one stage that takes time on each worker, and whole backwards."""
+    assert layout.branches is not None, "a layout of branches"
+    line = layout.branches.search.line
+    busy = [worker for worker, times in zip(line.pipelines[0], line.times, strict=True) if times.forward_s + times.backward_s]
+    return not line.splits and len(busy) == len(set(busy))
 
 
 def asynchronous_orders(problem: Problem, schedule: str) -> tuple[str, ...]:
