@@ -1,7 +1,7 @@
 """Orders for models with branches against those for chains, each with its own best cut, in the same memory.
 
     python benchmarks/branches.py [--devices 4 8] [--shapes 1:1 1:2 1:4 1:1:1] [--losses microbatch coupled co-attention]
-                                  [--latencies 0 0.25 1] [--links] [--json FILE]
+                                  [--latencies 0 0.25 1] [--links] [--plan] [--json FILE]
     python benchmarks/branches.py --rehearse [--devices 4] [--shapes 1:1 1:2] [--losses microbatch co-attention] [--time-scale 0.02]
                                   [--rounds 3] [--json FILE]
 
@@ -21,6 +21,7 @@ which pipelines in opposite directions need, and for D microbatches of its share
     distmm        branches on devices of their own that share the rows (Huang et al., NSDI 2024), whole backwards
     branches      raypipe's branch-aware: placement, cut, order, whole or split backwards
     whole         the same with whole backwards
+    plan          what `raypipe plan` finds with all schedules (`--plan`)
 
 Coupled losses: of the orders for chains, those in which all forwards of an update may stand before all backwards (gpipe), and the order
 that raypipe's search finds for a chain that passes over the devices once, or down and up. `--links` adds sums and messages of towers of
@@ -56,6 +57,7 @@ from raypipe.planning.joint_cut import JointCut
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.schedule_search import ONE_STAGE_ORDERS, climbed
+from raypipe.planning.solve import solve
 from raypipe.training.rehearsal import rehearse
 
 SHAPES = {"1:1": (1, 1), "1:2": (1, 2), "1:4": (1, 4), "1:1:1": (1, 1, 1)}
@@ -299,13 +301,15 @@ def _fastest(evaluations: Iterable[Evaluation | None]) -> Evaluation | None:
     return min(fitting, key=lambda evaluation: evaluation.update_s, default=None)
 
 
-def run(cases: Iterable[Case]) -> list[dict[str, Any]]:
+def run(cases: Iterable[Case], *, with_plan: bool) -> list[dict[str, Any]]:
     """Print and return the update of each system, relative to that of branches."""
     results: list[dict[str, Any]] = []
     for case in cases:
         began_s = time.process_time()
         systems = Systems(case)
         found = systems.best()
+        if with_plan:
+            found["plan"] = solve(systems.evaluator)
         ours = found["branches"]
         work_s = 3 * sum(SHAPES[case.shape]) * 2 * case.num_devices
         bubble = ours.update_s - work_s
@@ -388,6 +392,7 @@ def main() -> int:
     parser.add_argument("--losses", nargs="+", choices=LOSSES, help="default: all; rehearsals take the loss of each microbatch")
     parser.add_argument("--latencies", nargs="+", type=float, default=[0.0, 0.25, 1.0])
     parser.add_argument("--links", action="store_true", help="links of set bandwidths, with sums of gradients")
+    parser.add_argument("--plan", action="store_true", help="also what `raypipe plan` finds with all schedules")
     parser.add_argument("--rehearse", action="store_true", help="run with waits for computation")
     parser.add_argument("--time-scale", type=float, default=0.02, help="seconds of F")
     parser.add_argument("--rounds", type=int, default=3)
@@ -401,7 +406,7 @@ def main() -> int:
         if options.rehearse:
             write_json(options.json, rehearsals(cases, options))
             return 0
-        results = run(cases)
+        results = run(cases, with_plan=options.plan)
     except RaypipeError as error:
         print(error, file=sys.stderr)
         return 1

@@ -153,10 +153,9 @@ class _Search:
 
     def _of_branches(self, workers: tuple[tuple[Devices, ...], ...]) -> Iterator[Layout]:
         """Yield layouts on the first of these workers, devices that are alike once, and on groups of neighbors among the devices."""
-        problem = self.evaluator.problem
-        different = {likeness(problem, each): each for each in reversed(workers)}
         most = max(min(self.budget.num_simulations // 30, _NUM_BRANCHED), 1)
-        for group in [each for each in workers if each in different.values()][:most]:
+        different = {likeness(self.evaluator.problem, each): each for each in reversed(workers[:most])}
+        for group in reversed(different.values()):
             yield from branches.layouts(self.evaluator, group)
         if workers:
             yield from branches.replicated_layouts(self.evaluator, tuple(chain.from_iterable(workers[0])))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, ModelProfile, NamedEdge
 from raypipe.model import Model
 from raypipe.planning import branches
@@ -12,6 +15,7 @@ from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.problem import Problem
 from raypipe.schedules.lower import check_whole_losses
+from raypipe.simulation.simulator import simulate
 from tests.models.test_branches import NUM_ROWS, Shifted, glyph_batch, question_batch, small_clip, small_vqa, trained_as
 from tests.planning.towers import node
 
@@ -68,6 +72,26 @@ def test_planned_replicas_of_branches_train_as_the_unsplit_model(model: Model, b
         check_whole_losses(schedule, placement)
         assert not list(branches.layouts(LayoutEvaluator(problem), ((0, 1), (2, 3))))
     trained_as(schedule, layout.cut(problem), model, batches, placement)
+
+
+@pytest.mark.parametrize(("model", "batches", "num_microbatches"), MODELS)
+def test_replicas_that_the_search_chooses_train_as_the_unsplit_model(
+    model: Model, batches: Shifted, num_microbatches: int, tmp_path: Path
+) -> None:
+    evaluator = LayoutEvaluator(Problem(profile_of(model), node(4), num_microbatches, NUM_ROWS))
+    layouts = list(branches.replicated_layouts(evaluator, (0, 1, 2, 3)))
+    assert layouts
+    for number, layout in enumerate(layouts):
+        evaluation = evaluator.simulate(layout)
+        assert evaluation is not None
+        path = tmp_path / f"{number}.json"
+        evaluator.plan(evaluation, planner="test", lower_bound_s=0.0).save(path)
+        plan = Plan.load(path)
+        assert max(map(len, plan.workers)) > 1
+        if model.loss_couples_rows:
+            check_whole_losses(plan.schedule, plan.placement)
+        assert simulate(plan).update_s == pytest.approx(evaluation.update_s)
+        trained_as(plan.schedule, plan.cut, model, batches, plan.placement)
 
 
 def test_a_co_attention_model_is_also_cut_with_layers_of_both_branches_in_a_stage() -> None:
