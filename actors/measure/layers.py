@@ -37,6 +37,7 @@ class LayerMeasurement:
 
     Attributes:
         weight_grad_s: Part of `backward_s` that can be deferred.
+        split_s: What input and weight gradient apart take beyond `backward_s`: the graph is walked twice, and less stays in caches.
         saved_bytes: Bytes that autograd keeps for the backward, without weights.
         weight_grad_saved_bytes: Bytes kept between input and weight gradient, with the gradients that W starts from.
         parameter_bytes: Bytes of all weights as the optimizer steps them.
@@ -61,6 +62,7 @@ class LayerMeasurement:
     input_grad_working_bytes: int
     low_precision_bytes: int = 0
     frozen_bytes: int = 0
+    split_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,14 @@ def measure_layers(
     return measurements
 
 
+_NUM_CACHED = 2_000_000  # numbers that fill the caches of a core: 8 MB
+
+
 @dataclass(frozen=True)
 class _Samples:
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
+    input_grad_s: list[float] = field(default_factory=list)
     weight_grad_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
 
@@ -140,19 +146,20 @@ class _Layer:
         self.batch = batch
         self.on = weights.on
         self.parameters = weights.versions.tensors(0)
+        self.filler = torch.empty(_NUM_CACHED if self.on.type == "cpu" else 0)
 
     def measure(self, samples: _Samples, effort: Effort) -> LayerMeasurement:
         saved_bytes, weight_grad_saved_bytes = self._saved_bytes()
         working_bytes, input_grad_working_bytes = (max(peak_bytes - saved_bytes, 0) for peak_bytes in self._peaks())
         for repeat in range(effort.warm_up + effort.repeats):
             self._run_once(samples if repeat >= effort.warm_up else _Samples())
-        backward_s = lower_quartile(samples.backward_s)
+        backward_s, weight_grad_s = lower_quartile(samples.backward_s), lower_quartile(samples.weight_grad_s)
         frozen_bytes = sum(weight.nbytes for weight in self.module.parameters() if not weight.requires_grad)
         return LayerMeasurement(
             name=self.model.layers[self.index].name,
             forward_s=lower_quartile(samples.forward_s),
             backward_s=backward_s,
-            weight_grad_s=min(lower_quartile(samples.weight_grad_s), backward_s),
+            weight_grad_s=min(weight_grad_s, backward_s),
             output_bytes=sum(math.prod(output.spec.shape) * output.spec.dtype.itemsize for output in self.outputs),
             saved_bytes=saved_bytes,
             weight_grad_saved_bytes=weight_grad_saved_bytes,
@@ -160,6 +167,7 @@ class _Layer:
             tied_bytes=self._tied_bytes(),
             low_precision_bytes=self.weights.versions.low_precision_bytes,
             frozen_bytes=frozen_bytes,
+            split_s=max(lower_quartile(samples.input_grad_s) + weight_grad_s - backward_s, 0.0),
             update_s=lower_quartile(samples.update_s),
             spread=samples.spread,
             working_bytes=working_bytes,
@@ -175,7 +183,6 @@ class _Layer:
         return sum(stepped.get(id(weight), weight).nbytes for weight in tied)
 
     def _run_once(self, samples: _Samples) -> None:
-        self._forward()  # warms the caches, as in a stage at work
         roots, leaves, forward_s = self._forward()
         gradients = [torch.ones_like(root) for root in roots]
         self.weights.bind(0, self.weights.versions.newest)
@@ -183,10 +190,12 @@ class _Layer:
         self._clear()
         roots, leaves, _ = self._forward()
         self.weights.bind(0, self.weights.versions.newest)
-        _, deferred = backward_input(roots, gradients, leaves, self.parameters, pivot=self.module.pivot(leaves))
+        pivot = self.module.pivot(leaves)
+        (_, deferred), input_grad_s = self._timed(lambda: backward_input(roots, gradients, leaves, self.parameters, pivot=pivot))
         _, weight_grad_s = self._timed(deferred.run)
         samples.forward_s.append(forward_s)
         samples.backward_s.append(backward_s)
+        samples.input_grad_s.append(input_grad_s)
         samples.weight_grad_s.append(weight_grad_s)
         update = partial(self.weights.update, self.weights.versions.newest, scale=1.0, learning_rate=0.0, keep_old=False)
         samples.update_s.append(self._timed(update)[1] if self.weights.optimizer is not None else 0.0)
@@ -251,6 +260,7 @@ class _Layer:
         return roots, [leaf for tensors in inputs.values() for leaf in tensors], forward_s
 
     def _timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        self.filler.zero_()  # leaves of the caches what other Ops of a run leave
         stop = devices.stop_watch(self.on)
         result = work()
         return result, stop()

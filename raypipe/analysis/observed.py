@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
-from raypipe.artifacts.profile import LayerTimes, ModelProfile
+from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
 from raypipe.schedules.ir import OpKind
@@ -56,11 +56,11 @@ def _medians(trace: Trace) -> dict[tuple[DeviceStage, tuple[OpKind, ...]], tuple
 def _scaled(profile: ModelProfile, by_stage: Mapping[int, float], stages: Sequence[Sequence[int]]) -> ModelProfile:
     of_layer = {layer: by_stage[stage] for stage, layers in enumerate(stages) for layer in layers if stage in by_stage}
 
-    def scaled(times: LayerTimes, layer: int) -> LayerTimes:
-        return LayerTimes(**{name: value * of_layer.get(layer, 1.0) for name, value in asdict(times).items()})
-
-    layers = tuple(replace(layer, **asdict(scaled(layer.times, number))) for number, layer in enumerate(profile.layers))
-    kinds = {kind: tuple(scaled(times, number) for number, times in enumerate(of_kind)) for kind, of_kind in profile.device_kinds.items()}
+    layers = tuple(replace(layer, **asdict(layer.times.scaled(of_layer.get(number, 1.0)))) for number, layer in enumerate(profile.layers))
+    kinds = {
+        kind: tuple(times.scaled(of_layer.get(number, 1.0)) for number, times in enumerate(of_kind))
+        for kind, of_kind in profile.device_kinds.items()
+    }
     return replace(profile, layers=layers, device_kinds=kinds)
 
 

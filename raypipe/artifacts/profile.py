@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from functools import cached_property
 from typing import Annotated, NamedTuple
@@ -32,9 +32,31 @@ class LayerTimes:
     forward_s: NonNegativeFloat
     backward_s: NonNegativeFloat
     weight_grad_s: NonNegativeFloat
+    split_s: NonNegativeFloat | None = None
 
     def __post_init__(self) -> None:
         _check_times(self)
+
+    def scaled(self, factor: float) -> LayerTimes:
+        """Return the times multiplied by a factor."""
+        return LayerTimes(
+            forward_s=self.forward_s * factor,
+            backward_s=self.backward_s * factor,
+            weight_grad_s=self.weight_grad_s * factor,
+            split_s=None if self.split_s is None else self.split_s * factor,
+        )
+
+    @classmethod
+    def of(cls, times: Iterable[LayerTimes | LayerProfile]) -> LayerTimes:
+        """Return the sums of the times of several layers."""
+        layers = list(times)
+        splits = [layer.split_s for layer in layers if layer.split_s is not None]
+        return cls(
+            forward_s=sum(layer.forward_s for layer in layers),
+            backward_s=sum(layer.backward_s for layer in layers),
+            weight_grad_s=sum(layer.weight_grad_s for layer in layers),
+            split_s=sum(splits) if splits else None,
+        )
 
 
 @record()
@@ -43,6 +65,7 @@ class LayerProfile:
 
     Attributes:
         weight_grad_s: Part of `backward_s` that computes the weight gradient; the rest computes the input gradient.
+        split_s: Seconds beyond `backward_s` where input and weight gradient are computed apart.
         saved_bytes: Bytes kept from forward to backward, the input included.
         parameter_bytes: Size of the weights, without gradients and optimizer state.
         weight_grad_saved_bytes: Bytes kept from a separate input gradient to its weight gradient.
@@ -74,6 +97,7 @@ class LayerProfile:
     input_grad_working_bytes: NonNegativeInt | None = None
     frozen_bytes: NonNegativeInt | None = None
     branch: str | None = None
+    split_s: NonNegativeFloat | None = None
 
     def __post_init__(self) -> None:
         _check_times(self)
@@ -97,7 +121,7 @@ class LayerProfile:
     @property
     def times(self) -> LayerTimes:
         """Return the times alone."""
-        return LayerTimes(forward_s=self.forward_s, backward_s=self.backward_s, weight_grad_s=self.weight_grad_s)
+        return LayerTimes(forward_s=self.forward_s, backward_s=self.backward_s, weight_grad_s=self.weight_grad_s, split_s=self.split_s)
 
 
 def held_once(layers: Sequence[LayerProfile]) -> list[LayerProfile]:

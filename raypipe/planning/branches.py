@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from raypipe.planning.branch_groups import groupings
 from raypipe.planning.branch_placement import Layers, divisions, placements, work_s
 from raypipe.planning.evaluator import LayoutEvaluator
@@ -156,7 +158,7 @@ def placed_stages(
         graph,
         (placed,),
         tuple(
-            _stage_times(problem, groups[worker], layers, recomputed=stage in recomputed)
+            _stage_times(problem, groups[worker], layers, recomputed=stage in recomputed, split=split)
             for stage, (layers, worker) in enumerate(zip(stages, placed, strict=True))
         ),
         splits=split,
@@ -175,9 +177,13 @@ def placed_stages(
 _UNSEARCHED = BranchSearch(TimedPipelines(StageGraph.chain(1), ((0,),), (StageTimes(0.0, 0.0, 0.0),)), 1, 1.0)
 
 
-def _stage_times(problem: Problem, group: Devices, layers: Layers, *, recomputed: bool) -> StageTimes:
-    factors = problem.factors(group) or {0: math.inf}
-    kinds = [(problem.layer_s[kind][:, list(layers)].sum(axis=1) * factor).tolist() for kind, factor in factors.items()]
+def _stage_times(problem: Problem, group: Devices, layers: Layers, *, recomputed: bool, split: bool) -> StageTimes:
+    factors, chosen = problem.factors(group) or {0: math.inf}, list(layers)
+    apart = np.array([0.0, float(split), 0.0])
+    kinds = [
+        ((problem.layer_s[kind][:, chosen].sum(axis=1) + apart * problem.split_s[kind][chosen].sum()) * factor).tolist()
+        for kind, factor in factors.items()
+    ]
     forward_s, input_grad_s, weight_grad_s = max(kinds, key=sum)
     overhead_s = problem.overheads_s
     again_s = forward_s if recomputed else 0.0

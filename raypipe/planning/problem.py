@@ -135,6 +135,11 @@ class Problem:
         return np.array(seconds).transpose(0, 2, 1) * self.scale
 
     @cached_property
+    def split_s(self) -> Floats:
+        """Seconds that I and W of each layer take beyond B, at speed 1: [kind, layer]."""
+        return np.array([[times.split_s or 0.0 for times in self.profile.for_kind(kind)] for kind in self.kinds]) * self.scale
+
+    @cached_property
     def prefix_s(self) -> Floats:
         """Seconds of all layers before each position at speed 1: [kind, (F, I, W), position]."""
         return np.concatenate((np.zeros((len(self.kinds), 3, 1)), np.cumsum(self.layer_s, axis=2)), axis=2)

@@ -57,7 +57,8 @@ def linearize(profile: ModelProfile, *, max_tensors: int | None = 1) -> Chain:
                 for group, output_bytes in zip(members, outputs, strict=True)
             ),
             device_kinds={
-                kind: tuple(_added([times[layer] for layer in group]) for group in members) for kind, times in profile.device_kinds.items()
+                kind: tuple(LayerTimes.of([times[layer] for layer in group]) for group in members)
+                for kind, times in profile.device_kinds.items()
             },
             loss_couples_rows=profile.loss_couples_rows,
         ),
@@ -128,17 +129,8 @@ def _useful(costs: Sequence[bool], ends: Iterable[int], num_bytes: Sequence[int]
     return kept
 
 
-def _added(times: Iterable[LayerTimes | LayerProfile]) -> LayerTimes:
-    layers = list(times)
-    return LayerTimes(
-        forward_s=sum(layer.forward_s for layer in layers),
-        backward_s=sum(layer.backward_s for layer in layers),
-        weight_grad_s=sum(layer.weight_grad_s for layer in layers),
-    )
-
-
 def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None) -> LayerProfile:
-    times = _added(layers)
+    times = LayerTimes.of(layers)
     weighted = [layer for layer in layers if layer.parameter_bytes]
     saved = [layer.weight_grad_saved_bytes for layer in layers]
     held = held_once(layers)
@@ -150,6 +142,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         forward_s=times.forward_s,
         backward_s=times.backward_s,
         weight_grad_s=min(times.weight_grad_s, times.backward_s),
+        split_s=times.split_s,
         output_bytes=output_bytes,
         saved_bytes=sum(layer.saved_bytes for layer in layers),
         parameter_bytes=sum(layer.parameter_bytes for layer in held),

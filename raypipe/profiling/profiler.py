@@ -187,6 +187,7 @@ def _times(measured: Sequence[Sequence[LayerMeasurement]]) -> tuple[LayerTimes, 
             forward_s=fmean(layer.forward_s for layer in of_devices),
             backward_s=fmean(layer.backward_s for layer in of_devices),
             weight_grad_s=fmean(layer.weight_grad_s for layer in of_devices),
+            split_s=fmean(layer.split_s for layer in of_devices),
         )
         for of_devices in zip(*measured, strict=True)
     )
@@ -201,6 +202,7 @@ def model_profile(measured: Sequence[Sequence[LayerMeasurement]], model: Model, 
             forward_s=times.forward_s,
             backward_s=times.backward_s,
             weight_grad_s=times.weight_grad_s,
+            split_s=times.split_s,
             output_bytes=layer.output_bytes,
             saved_bytes=layer.saved_bytes,
             parameter_bytes=layer.parameter_bytes,
@@ -247,6 +249,7 @@ def stage_costs(measured: Sequence[LayerMeasurement], cut: Cut) -> list[StageCos
             forward_s=sum(measured[layer].forward_s for layer in layers),
             backward_s=sum(measured[layer].backward_s for layer in layers),
             weight_grad_s=sum(measured[layer].weight_grad_s for layer in layers),
+            split_s=sum(measured[layer].split_s for layer in layers),
             update_s=sum(measured[layer].update_s for layer in layers),
         )
         for layers in cut.stages

@@ -24,7 +24,7 @@ class StageCost:
 
     Attributes:
         forward_s: Seconds of F and of R.
-        weight_grad_s: Seconds of W; I takes the rest of the backward.
+        weight_grad_s: Seconds of W; I takes the rest of the backward and `split_s`.
         saved_bytes: Activations held from F to the end of B, or of I where the backward is split.
         weight_grad_saved_bytes: Part of `saved_bytes` that is held until the end of W.
         low_precision_bytes: Half-length copies of weights that one version computes with.
@@ -47,6 +47,7 @@ class StageCost:
     working_bytes: int = 0
     input_grad_working_bytes: int = 0
     frozen_bytes: int = 0
+    split_s: float = 0.0
 
     @property
     def trained_bytes(self) -> int:
@@ -101,7 +102,7 @@ class Cost:
             case OpKind.BACKWARD:
                 return stage.backward_s * share, overheads.backward_s
             case OpKind.INPUT_GRADIENT:
-                return (stage.backward_s - stage.weight_grad_s) * share, overheads.input_grad_s
+                return (stage.backward_s - stage.weight_grad_s + stage.split_s) * share, overheads.input_grad_s
             case OpKind.WEIGHT_GRADIENT:
                 return stage.weight_grad_s * share, overheads.weight_grad_s
             case OpKind.UPDATE:

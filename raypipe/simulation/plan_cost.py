@@ -171,11 +171,12 @@ def _stage_cost(
     profiles = [profile.layers[layer] for layer in layers]
     held = held_once(profiles)
     trained_bytes = sum(layer.trained_bytes for layer in held)
-    factor = scale / device.speed
+    factor, seconds = scale / device.speed, LayerTimes.of(times[layer] for layer in layers)
     return StageCost(
-        forward_s=sum(times[layer].forward_s for layer in layers) * factor,
-        backward_s=sum(times[layer].backward_s for layer in layers) * factor,
-        weight_grad_s=sum(times[layer].weight_grad_s for layer in layers) * factor,
+        forward_s=seconds.forward_s * factor,
+        backward_s=seconds.backward_s * factor,
+        weight_grad_s=seconds.weight_grad_s * factor,
+        split_s=(seconds.split_s or 0.0) * factor,
         update_s=sum((layer.update_s or 0.0) * _slowdown(times[number], layer) for number, layer in zip(layers, held, strict=True))
         / device.speed,
         saved_bytes=round(sum(layer.saved_bytes for layer in profiles) * scale),

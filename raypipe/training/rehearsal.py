@@ -22,7 +22,7 @@ from raypipe.cluster.node_matching import num_slots
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.models.rehearsing import NUMBER_BYTES, StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
-from raypipe.schedules.ir import Schedule
+from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.lower import DeviceProgram
 from raypipe.schedules.passes import one_of_repeated
 from raypipe.simulation.cost import Cost
@@ -136,6 +136,7 @@ class _Scaled:
         boundaries = [end for program in programs for rows in program.row_ranges for end in rows]
         self.num_rows = least_rows(boundaries, most=plan.microbatch_size)
         self.cut = _cut(schedule)
+        self.split_stages = {op.stage for op, _ in schedule.ops() if op.kind is OpKind.INPUT_GRADIENT}
         whole = plan_cost(plan)
         row_bytes = NUMBER_BYTES * self.num_rows
         self.widths = {edge: max(round(whole.edge_bytes.get(edge, 0) * byte_scale / row_bytes), 1) for edge in schedule.graph.edges}
@@ -164,9 +165,10 @@ class _Scaled:
         # Weights only matter where their copies are summed or published.
         workers = [copy.worker for copy in self.schedule.replicas[stage]]
         num_copies = sum(len(self.plan.placement.workers[worker]) for worker in workers)
+        apart_s = cost.split_s if stage in self.split_stages else 0.0
         return StageWaits(
             forward_s=cost.forward_s,
-            input_grad_s=cost.backward_s - cost.weight_grad_s,
+            input_grad_s=cost.backward_s - cost.weight_grad_s + apart_s,
             weight_grad_s=cost.weight_grad_s,
             update_s=cost.update_s,
             num_parameters=max(cost.trained_bytes // NUMBER_BYTES, 1) if num_copies > 1 else 1,
@@ -190,6 +192,7 @@ def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: f
             forward_s=stage.forward_s * time_scale,
             backward_s=stage.backward_s * time_scale,
             weight_grad_s=stage.weight_grad_s * time_scale,
+            split_s=stage.split_s * time_scale,
             update_s=stage.update_s * time_scale,
             parameter_bytes=round(stage.parameter_bytes * byte_scale),
             frozen_bytes=round(stage.frozen_bytes * byte_scale),

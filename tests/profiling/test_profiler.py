@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from raypipe.actors.measure.layers import Effort, LayerMeasurement, measure_layers
 from raypipe.actors.stage.optimizers import build_optimizer
@@ -136,6 +137,32 @@ def test_times_are_those_that_layers_take() -> None:
     for layer in waits:
         assert (layer.forward_s, layer.backward_s, layer.weight_grad_s) == pytest.approx((0.004, 0.014, 0.006))
         assert layer.spread == pytest.approx(0.0)
+        assert layer.split_s == pytest.approx(0.0)
+
+
+class Checkpointed(nn.Module):
+    """Runs its forward again in every pass of its backward."""
+
+    def __init__(self, clock: Clock, wait_s: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.clock = clock
+        self.wait_s = wait_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        again: Tensor = checkpoint(self._run, x, use_reentrant=False)
+        return again
+
+    def _run(self, x: Tensor) -> Tensor:
+        self.clock.sleep(self.wait_s)
+        return torch.tanh(self.linear(x))
+
+
+def test_what_the_two_parts_of_a_backward_take_beyond_the_whole_is_measured(clock: Clock) -> None:
+    entry = Layer("entry", partial(nn.Linear, WIDTH, WIDTH, dtype=torch.float64), inputs=(), batch=("inputs",))
+    layers = (entry, Layer("again", partial(Checkpointed, clock, 0.004)), Layer("exit", nn.Identity))
+    again = measure(Model(layers, mean), batch("inputs"))[1]
+    assert (again.forward_s, again.backward_s, again.weight_grad_s, again.split_s) == pytest.approx((0.004, 0.004, 0.004, 0.004))
 
 
 class Slow(nn.Module):
@@ -163,14 +190,14 @@ def test_a_disturbance_that_lasts_for_a_pass_does_not_show_in_several(clock: Clo
 
 
 def test_warming_up_is_not_measured(clock: Clock) -> None:
-    # One forward for the shapes, one for the bytes, three for the only run of warm-up.
-    model = one_layer(lambda: Slow(clock, 0.001, *[9.0] * 5, *[0.001] * 14))
+    # Four forwards for shapes and bytes, two for the only run of warm-up.
+    model = one_layer(lambda: Slow(clock, 0.001, *[9.0] * 6, *[0.001] * 13))
     (measured,) = measure(model, batch("inputs"), Effort(repeats=2, warm_up=1))
     assert measured.forward_s == pytest.approx(0.001)
 
 
 def test_two_runs_tell_of_no_time_shorter_than_theirs(clock: Clock) -> None:
-    # Two forwards for shapes and bytes, three for each run, that of warm-up first.
+    # Four forwards for shapes and bytes, two for each run, that of warm-up first; the first of a run is timed.
     model = one_layer(partial(Slow, clock, *[0.001] * 9, *[0.010] * 3))
     (measured,) = measure(model, batch("inputs"), Effort(repeats=2, warm_up=1))
     assert measured.forward_s == pytest.approx(0.001)
@@ -178,8 +205,8 @@ def test_two_runs_tell_of_no_time_shorter_than_theirs(clock: Clock) -> None:
 
 
 def test_the_spread_is_half_the_distance_of_the_quartiles_over_the_median(clock: Clock) -> None:
-    # Every third forward is timed.
-    model = one_layer(partial(Slow, clock, *[0.002] * 3, *[0.006] * 3))
+    # Every second forward is timed.
+    model = one_layer(partial(Slow, clock, *[0.002] * 2, *[0.006] * 2))
     (measured,) = measure(model, batch("inputs"), Effort(repeats=8, warm_up=1))
     assert measured.spread == pytest.approx(0.5)
     assert measured.forward_s == pytest.approx(0.002)
@@ -191,6 +218,7 @@ def measurement(name: str, seconds: float, *, spread: float = 0.0) -> LayerMeasu
         forward_s=seconds,
         backward_s=2 * seconds,
         weight_grad_s=seconds,
+        split_s=seconds / 4,
         output_bytes=1,
         saved_bytes=2,
         weight_grad_saved_bytes=3,
@@ -209,8 +237,8 @@ def test_a_profile_has_the_means_of_devices_that_measured_together() -> None:
     profile = model_profile(measured, model, name="m", microbatch_size=4)
     assert profile.named_edges is None
     assert [layer.times for layer in profile.layers] == [
-        LayerTimes(forward_s=2.0, backward_s=4.0, weight_grad_s=2.0),
-        LayerTimes(forward_s=4.0, backward_s=8.0, weight_grad_s=4.0),
+        LayerTimes(forward_s=2.0, backward_s=4.0, weight_grad_s=2.0, split_s=0.5),
+        LayerTimes(forward_s=4.0, backward_s=8.0, weight_grad_s=4.0, split_s=1.0),
     ]
     assert [layer.update_s for layer in profile.layers] == [2.0, 4.0]
     assert (profile.layers[0].saved_bytes, profile.layers[0].weight_grad_saved_bytes) == (2, 3)

@@ -296,6 +296,14 @@ def test_a_kind_of_device_has_its_own_times_where_it_was_measured() -> None:
     assert found.stages[1, 1].update_s == pytest.approx(0.6 * 0.4 / 3.0), "as much less as its layer"
 
 
+def test_a_split_backward_takes_what_its_parts_take_apart() -> None:
+    split = replace(layer("a"), split_s=0.25)
+    profile = ModelProfile(name="m", microbatch_size=1, layers=(split, replace(split, name="b"), layer("c")))
+    found = plan_cost(plan(profile, ClusterTopology.uniform(2), ((0, 1), (2,)), microbatch_size=2))
+    seconds = [found.compute_s(0, (Op(kind, 0, 0),)) for kind in (OpKind.BACKWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)]
+    assert seconds == pytest.approx([8.0, 4.0 + 1.0, 4.0])
+
+
 def test_an_output_crosses_once_however_many_layers_take_it() -> None:
     edges = (NamedEdge(producer="a", consumer="b"), NamedEdge(producer="a", consumer="c", bytes=5), NamedEdge(producer="b", consumer="c"))
     profile = ModelProfile(name="m", microbatch_size=1, layers=(layer("a"), layer("b"), layer("c")), named_edges=edges)
