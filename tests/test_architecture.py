@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("__init__", "errors", "units"),
     ("schedules",),
-    ("artifacts",),
+    ("artifacts", "communication"),
     ("model", "config", "user_code", "schedule_registry"),
     ("data", "models", "network", "simulation"),
     ("planning", "analysis"),
@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli", "__main__"),
 )
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
-STANDARD_LIBRARY_ONLY = {"__init__", "errors", "units", "schedules"}
+STANDARD_LIBRARY_ONLY = {"__init__", "errors", "units", "schedules", "communication"}
 COMMAND_LINE = {"cli", "__main__"}
 
 # What needs a cluster or takes seconds to load; nothing outside of these folders may.

@@ -1,0 +1,44 @@
+"""Which transfer goes next, and how much of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from raypipe.communication.policy import LEAST_CHUNK_BYTES, Chunk, Traffic, Transfer, chunk_bytes, next_chunk
+
+MEGABYTE = 1_000_000
+
+
+def total(deadline: int, *, sequence: int = 0, num_bytes: int = 10 * MEGABYTE) -> Transfer:
+    return Transfer(Traffic.SUM, deadline, sequence, num_bytes)
+
+
+def message(*, sequence: int = 0, num_bytes: int = 3 * MEGABYTE) -> Transfer:
+    return Transfer(Traffic.MESSAGE, 0, sequence, num_bytes)
+
+
+def test_nothing_leaves_an_empty_queue() -> None:
+    assert next_chunk([], bytes_per_s=1.0) is None
+
+
+def test_a_message_leaves_first_and_whole() -> None:
+    queue = [total(1), message(sequence=7), total(0, sequence=8)]
+    assert next_chunk(queue, bytes_per_s=MEGABYTE) == Chunk(1, 3 * MEGABYTE)
+
+
+def test_messages_leave_in_the_order_in_which_they_came() -> None:
+    assert next_chunk([message(sequence=2), message(sequence=1)], bytes_per_s=MEGABYTE) == Chunk(1, 3 * MEGABYTE)
+
+
+def test_the_sum_that_is_due_first_leaves_first() -> None:
+    queue = [total(20, sequence=0), total(10, sequence=1), total(10, sequence=2)]
+    assert next_chunk(queue, bytes_per_s=100 * MEGABYTE) == Chunk(1, 500_000)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(100 * MEGABYTE, 500_000), (1.0, LEAST_CHUNK_BYTES), (float("inf"), 1 << 40)])
+def test_a_chunk_takes_its_seconds_but_is_not_too_small(rate: float, expected: int) -> None:
+    assert chunk_bytes(rate, 0.005) == expected
+
+
+def test_the_last_chunk_is_what_is_left() -> None:
+    assert next_chunk([total(0, num_bytes=10)], bytes_per_s=MEGABYTE) == Chunk(0, 10)
