@@ -253,6 +253,7 @@ class StageActor:
             names=order.names,
             channels=order.channels,
             shared=order.shared,
+            over_gloo=order.over_gloo,
             groups=order.groups,
             store=(order.host, order.port),
             prefix=order.prefix,

@@ -70,7 +70,8 @@ class ConnectOrder:
 
     Attributes:
         channels: Ordered pairs of devices that exchange messages.
-        shared: Those channels that go through shared memory; the others go over gloo, or NCCL between GPUs.
+        shared: Those channels that go through shared memory; the others go over TCP, or NCCL between GPUs.
+        over_gloo: Whether gloo is used in place of TCP, also for sums.
         prefix: Text unique to this run and epoch.
         message_timeout_s: Limit for every later wait.
     """
@@ -78,6 +79,7 @@ class ConnectOrder:
     names: tuple[str, ...]
     channels: tuple[tuple[int, int], ...]
     shared: frozenset[tuple[int, int]]
+    over_gloo: bool
     groups: tuple[tuple[int, ...], ...]
     host: str
     port: int

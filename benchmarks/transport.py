@@ -1,10 +1,10 @@
-"""What a message costs between two processes of one host: through shared memory, and over gloo on the loopback interface.
+"""What a message costs between two processes of one host: through shared memory, and over gloo and TCP on the loopback interface.
 
     python benchmarks/transport.py [--rounds 9] [--messages 100] [--sizes 65536 4194304] [--gap-ms 5] [--json FILE]
 
 *one way*: from the call of send to the end of recv in a process that waits for it, with a gap between the messages in which both
 sleep, as stages do that wait for each other. *send*: that call alone. *recv, data there*: a message that came long ago, after a gap.
-Both transports run in every round, in turn; printed are medians over the rounds of each round's median and 95th percentile.
+All transports run in every round, in turn; printed are medians over the rounds of each round's median and 95th percentile.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def connected(device: int, port: int) -> dict[str, ProcessTransport]:
             store=("127.0.0.1", port),
             prefix=name,
             timeout_s=TIMEOUT_S,
+            over_gloo=name == "gloo",
         )
-        for name in ("shm", "gloo")
+        for name in ("shm", "gloo", "tcp")
     }
     for end in ends.values():
         end.connect()

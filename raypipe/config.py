@@ -173,14 +173,16 @@ class OptimizerConfig:
 
 
 class Transport(StrEnum):
-    """What carries the messages between stages."""
+    """What carries the messages between stages, and the sums over several devices."""
 
     AUTO = "auto"
-    """Shared memory between devices of one Ray node, gloo between nodes."""
+    """Messages through shared memory between devices of one Ray node, over TCP between nodes; sums over TCP."""
     SHM = "shm"
-    """Shared memory; refused if devices of different nodes exchange messages."""
+    """Messages through shared memory; refused if devices of different nodes exchange messages. Sums over TCP."""
+    TCP = "tcp"
+    """All over TCP connections of raypipe's own, also within a node."""
     GLOO = "gloo"
-    """Gloo, over TCP, also within a node."""
+    """All over gloo, which has TCP connections, too; its transfers take no turns."""
     NCCL = "nccl"
     """NCCL between all GPUs, even between processes that share one; refused for CPU devices."""
 
@@ -200,7 +202,7 @@ class ScalingConfig:
         topology: `raypipe.topology/1` file for predictions, whose first devices stand for those of the run in order; with
             `schedule.name: auto` they are the devices of the run. Left out for the cores of the nodes and assumed links.
         layers_per_stage: Number of layers of each stage; left out for the best cut by measured layer times.
-        transport: Transport of messages between stages; sums over several devices use gloo, between GPUs NCCL.
+        transport: Transport of messages between stages; sums over several devices use TCP or, if chosen, gloo, between GPUs NCCL.
         calibration: `raypipe.calibration/1` file for predictions; left out for the file of `raypipe calibrate` on this machine.
         shard_optimizer: Whether only one of the copies of a stage in several pipelines keeps optimizer state and sends updated weights
             to the others (ZeRO stage 1). Otherwise all copies update. A run says if its schedule has each stage in one pipeline only,

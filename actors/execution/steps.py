@@ -135,9 +135,10 @@ class ReceiveStep:
 
 @dataclass(frozen=True, slots=True)
 class StartStep:
-    """The beginning of a collective."""
+    """The beginning of a collective; `deadline` is the position where it is awaited, or the end of the program."""
 
     collective: Collective
+    deadline: int
 
 
 @dataclass(frozen=True, slots=True)

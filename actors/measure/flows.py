@@ -75,7 +75,7 @@ class FlowConnection:
 
     Attributes:
         names: Names of source and target, for messages.
-        shared: Whether their messages go through shared memory; else they go over gloo, or NCCL between GPUs.
+        shared: Whether their messages go through shared memory; else they go over TCP, or NCCL between GPUs.
         store: Host and port of the store through which the devices find each other.
         prefix: Text unique to this flow and attempt.
         timeout_s: Limit for every wait once connected.

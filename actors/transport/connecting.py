@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 
 from raypipe.actors.transport import cuda_ipc, gloo, gloo_channel, nccl, shm, shm_channel
 from raypipe.actors.transport.channel import ChannelError, IncomingChannel, OutgoingChannel, SumGroup
 from raypipe.actors.transport.rendezvous import Rendezvous
+from raypipe.actors.transport.tcp_port import Port, neighbors
+from raypipe.actors.transport.tcp_way import Sending
 from raypipe.errors import TransportError
 
 
@@ -20,15 +23,19 @@ class _Kind(StrEnum):
 
 @dataclass
 class Endpoints:
-    """One device's ends of its channels and sums; communicators with the names of their other members."""
+    """One device's ends of its channels and sums; communicators with the names of their other members; its TCP connections."""
 
     outgoing: dict[int, OutgoingChannel] = field(default_factory=dict)
     incoming: dict[int, IncomingChannel] = field(default_factory=dict)
     groups: dict[tuple[int, ...], SumGroup] = field(default_factory=dict)
     communicators: list[tuple[nccl.Communicator, str]] = field(default_factory=list)
+    port: Port | None = None
 
     def close(self) -> None:
         """Close all channels, after their connections were shut down."""
+        port, self.port = self.port, None
+        if port is not None:
+            port.close()
         for outgoing in self.outgoing.values():
             outgoing.close()
         for incoming in self.incoming.values():
@@ -50,6 +57,8 @@ class Connector:
         shared: Collection[tuple[int, int]],
         groups: Sequence[tuple[int, ...]],
         timeout_s: float,
+        over_gloo: bool,
+        sending: Sending,
         receives_ahead: int,
         library: cuda_ipc.SharingLibrary | None,
         host_ip: str | None,
@@ -57,6 +66,9 @@ class Connector:
         self._endpoints = endpoints
         self._timeout_s = timeout_s
         self._receives_ahead = receives_ahead
+        self._over_gloo = over_gloo
+        self._over_tcp = not over_gloo and library is None
+        self._sending = sending
         self._library = library
         self._host_ip = host_ip
         # Members wait for each other set by set. All go through them in this one order, so the first unfinished set is one
@@ -68,7 +80,7 @@ class Connector:
     def choose_interface(self, device: int) -> None:
         """Let gloo use the interface of this host, if the device needs gloo."""
         needs_gloo = any(kind is not _Kind.MEMORY and device in members for kind, members in self._sets)
-        if self._host_ip is not None and self._library is None and needs_gloo:
+        if self._host_ip is not None and self._over_gloo and self._library is None and needs_gloo:
             gloo.choose_interface(self._host_ip)
 
     def connect(self, rendezvous: Rendezvous) -> None:
@@ -76,11 +88,15 @@ class Connector:
         # All first wait for all, so that everyone names the one that is missing, and not someone who waits for it.
         rendezvous.publish("here")
         rendezvous.wait_for("here", sorted({member for _, members in self._sets for member in members}))
+        if self._over_tcp:
+            self._open_port(rendezvous)
         for kind, members in self._sets:
             if rendezvous.device not in members:
                 continue
             if kind is _Kind.MEMORY:
                 self._share_memory(rendezvous, *members)
+            elif self._over_tcp:
+                self._connect_over_tcp(rendezvous.device, kind, members)
             elif self._library is not None:
                 self._connect_gpus(self._library, rendezvous, kind, members)
             else:
@@ -100,6 +116,22 @@ class Connector:
                 else cuda_ipc.Incoming(library, packets, timeout_s=self._timeout_s)
             )
         rendezvous.aborting.add([packets])
+
+    def _open_port(self, rendezvous: Rendezvous) -> None:
+        device = rendezvous.device
+        peers = {*chain(*(members for kind, members in self._sets if kind is _Kind.CHANNEL and device in members))} - {device}
+        peers |= neighbors(device, [members for kind, members in self._sets if kind is _Kind.GROUP])
+        self._endpoints.port = Port.connect(rendezvous, peers, host_ip=self._host_ip, sending=self._sending) if peers else None
+
+    def _connect_over_tcp(self, device: int, kind: _Kind, members: tuple[int, ...]) -> None:
+        endpoints, port = self._endpoints, self._endpoints.port
+        assert port is not None, "members have neighbors"
+        if kind is _Kind.GROUP:
+            endpoints.groups[members] = port.group(members)
+        elif device == members[0]:
+            endpoints.outgoing[members[1]] = port.outgoing(members[1])
+        else:
+            endpoints.incoming[members[0]] = port.incoming(members[0], timeout_s=self._timeout_s)
 
     def _connect_over_gloo(self, rendezvous: Rendezvous, kind: _Kind, members: tuple[int, ...]) -> None:
         if kind is _Kind.GROUP:

@@ -1,6 +1,7 @@
 """`ProcessTransport`: messages and sums between processes.
 
-CPU devices pass messages through shared memory or over gloo, and sum over gloo; GPUs use NCCL, and memory within one GPU.
+CPU devices pass messages through shared memory or over TCP, and sum over TCP; or gloo does what TCP does. GPUs use NCCL, and memory
+within one GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from raypipe.actors.transport.channel import ChannelError, SumUnderWay
 from raypipe.actors.transport.connecting import Connector, Endpoints
 from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending
 from raypipe.actors.transport.rendezvous import AbortGroup, Rendezvous
+from raypipe.actors.transport.tcp_way import DEFAULT_SENDING, Departure, Sending
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
@@ -38,7 +40,10 @@ class ProcessTransport:
         prefix: Text that keeps runs and their attempts apart in the store; never use one twice.
         timeout_s: Limit for every wait once connected.
         connect_timeout_s: Limit for `connect`; `timeout_s` by default.
-        host_ip: Address of this node at the interface for gloo, set as GLOO_SOCKET_IFNAME; without it gloo looks up the host name.
+        host_ip: Address of this node at the interface to use, unless GLOO_SOCKET_IFNAME names one. Without either, TCP takes the one that
+            leads to the store, and gloo looks up the host name.
+        over_gloo: Whether gloo carries sums and the channels that are not in `shared`, instead of TCP connections of raypipe's own.
+        sending: How transfers over TCP leave.
         receives_ahead: Messages of a gloo channel whose receives are posted ahead.
         library: CUDA and NCCL, which carry sums and the channels that are not in `shared`; `None` for CPU devices.
     """
@@ -56,6 +61,8 @@ class ProcessTransport:
         timeout_s: float,
         connect_timeout_s: float | None = None,
         host_ip: str | None = None,
+        over_gloo: bool = False,
+        sending: Sending = DEFAULT_SENDING,
         receives_ahead: int = 4,
         library: cuda_ipc.SharingLibrary | None = None,
     ) -> None:
@@ -72,6 +79,8 @@ class ProcessTransport:
             shared=shared,
             groups=groups,
             timeout_s=timeout_s,
+            over_gloo=over_gloo,
+            sending=sending,
             receives_ahead=receives_ahead,
             library=library,
             host_ip=host_ip,
@@ -123,6 +132,8 @@ class ProcessTransport:
         """See `Transport`."""
         if self._unusable is not None:
             self._refuse()
+        if self._endpoints.port is not None:
+            self._endpoints.port.open_window()
         for peer, messages in incoming.items():
             if messages:
                 try:
@@ -153,12 +164,12 @@ class ProcessTransport:
         except ChannelError as error:
             raise self._failure(error, message, peer) from error
 
-    def start(self, collective: Collective, tensor: Tensor) -> Pending:
+    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
         """See `Transport`."""
         if self._unusable is not None:
             self._refuse(collective)
         try:
-            total = self._endpoints.groups[collective.devices].sum(tensor)
+            total = self._endpoints.groups[collective.devices].sum(tensor, collective=collective, deadline=deadline)
         except ChannelError as error:
             raise self._failure(error, collective) from error
         return _Pending(self, collective, total)
@@ -187,6 +198,11 @@ class ProcessTransport:
         for communicator, others in self._endpoints.communicators:
             if self._unusable is None and (problem := communicator.problem()) is not None:
                 raise TransportError(self.names[self.device], others, "messages", problem)
+
+    @property
+    def departures(self) -> tuple[Departure, ...]:
+        """The newest chunks, some thousands, that left over TCP since the window began."""
+        return self._endpoints.port.departures if self._endpoints.port is not None else ()
 
     # The end
 

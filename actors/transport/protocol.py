@@ -73,8 +73,12 @@ class Transport(Protocol):
             AbortedError: `abort` was called.
         """
 
-    def start(self, collective: Collective, tensor: Tensor) -> Pending:
-        """Begin to sum `tensor`, in place, over the members of a collective, and return at once."""
+    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
+        """Begin to sum `tensor`, in place, over the members of a collective, and return at once.
+
+        `deadline` is the position in this device's program where the sum is awaited; of several sums, what is due first goes first where
+        the transport can choose.
+        """
 
     def check(self) -> None:
         """Poll for asynchronous errors (NCCL's) that no blocked call has reported. Called from another thread.

@@ -82,7 +82,7 @@ def _call(rendezvous: Rendezvous, channel: str, source: int) -> socket.socket:
     except OSError as error:
         end.close()
         problem = (
-            f"no way through shared memory ({error.strerror}): they are not on one host; set scaling.transport to gloo, or to nccl for GPUs"
+            f"no way through shared memory ({error.strerror}): they are not on one host; set scaling.transport to tcp, or to nccl for GPUs"
         )
         raise TransportError(rendezvous.name, rendezvous.names[source], "connecting", problem) from error
     rendezvous.publish(f"{channel} called")

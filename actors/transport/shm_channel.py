@@ -281,7 +281,7 @@ class Outgoing:
             ring = self._ring = Ring(descriptor, slot_bytes=slot_bytes, first=self._number)
         except OSError as error:
             problem = f"no shared memory for {num_slots(slot_bytes)} messages of {slot_bytes} bytes ({error.strerror})"
-            raise ChannelError(f"{problem}; set scaling.transport to gloo") from error
+            raise ChannelError(f"{problem}; set scaling.transport to tcp") from error
         finally:
             os.close(descriptor)
         self._end = ring.first + ring.num_slots

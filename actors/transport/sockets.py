@@ -98,7 +98,7 @@ def interface_of(host_ip: str) -> str | None:
     """Return the network interface with this IPv4 address, `None` on other systems than Linux; raises `InputError` if none has it."""
     if sys.platform != "linux":
         return None
-    addresses = {name: address for _, name in socket.if_nameindex() if (address := _address(name))}
+    addresses = {name: address for _, name in socket.if_nameindex() if (address := address_of(name))}
     for name, address in addresses.items():
         if address == host_ip:
             return name
@@ -106,7 +106,10 @@ def interface_of(host_ip: str) -> str | None:
     raise InputError(f"no interface of this host has the address {host_ip}; there are: {known}; set GLOO_SOCKET_IFNAME to choose one")
 
 
-def _address(interface: str) -> str | None:
+def address_of(interface: str) -> str | None:
+    """Return the IPv4 address of a network interface, if it has one."""
+    if sys.platform != "linux":
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))

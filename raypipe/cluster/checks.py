@@ -61,8 +61,8 @@ def shared_channels(
         within = (ends for ends in channels if len({(infos[device].node_id, infos[device].gpus) for device in ends}) == 1)
         return frozenset() if transport is Transport.NCCL else frozenset(within)
     if transport is Transport.NCCL:
-        raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm or gloo, or set scaling.use_gpu")
-    if transport is Transport.GLOO:
+        raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm, tcp or gloo, or set scaling.use_gpu")
+    if transport in {Transport.TCP, Transport.GLOO}:
         return frozenset()
     shared: set[tuple[int, int]] = set()
     for source, target in channels:
@@ -71,13 +71,16 @@ def shared_channels(
             shared.add((source, target))
         elif transport is Transport.SHM:
             nodes = " and ".join(f"{names[device]} on node {infos[device].node_id[:8]}" for device in (source, target))
+            remedy = "choose auto, tcp or gloo, or fewer devices, all on one node"
             problem = "exchange messages" if ends[0].node_id != ends[1].node_id else "cannot share memory, for which they need Linux"
-            raise ConfigError(f"scaling.transport: shm: devices {nodes} {problem}; choose auto or gloo, or fewer devices, all on one node")
+            raise ConfigError(f"scaling.transport: shm: devices {nodes} {problem}; {remedy}")
     return frozenset(shared)
 
 
-def channel_text(infos: Sequence[ActorInfo], *, num_channels: int, num_shared: int) -> str:
+def channel_text(infos: Sequence[ActorInfo], *, num_channels: int, num_shared: int, over_gloo: bool) -> str:
     """Return how many channels use which transport, in words."""
-    shared, other = ("within a GPU", f"over NCCL {infos[0].nccl}") if on_gpus(infos) else ("through shared memory", "over gloo")
+    shared, other = "through shared memory", "over gloo" if over_gloo else "over TCP"
+    if on_gpus(infos):
+        shared, other = "within a GPU", f"over NCCL {infos[0].nccl}"
     counts = {shared: num_shared, other: num_channels - num_shared}
     return ", ".join(f"{count} channels {kind}" for kind, count in counts.items() if count)

@@ -66,3 +66,11 @@ def next_chunk(queue: Sequence[Transfer], *, bytes_per_s: float, chunk_s: float 
 def chunk_bytes(bytes_per_s: float, chunk_s: float = CHUNK_S) -> int:
     """Return the bytes of a chunk of bulk on a link of a rate."""
     return max(int(min(bytes_per_s * chunk_s, 1 << 40)), LEAST_CHUNK_BYTES)
+
+
+def first_come(queue: Sequence[Transfer]) -> Chunk | None:
+    """Return what leaves next without a policy: all of the transfer that came first; `None` for an empty queue."""
+    if not queue:
+        return None
+    position = min(range(len(queue)), key=lambda place: queue[place].sequence)
+    return Chunk(position, queue[position].num_bytes)

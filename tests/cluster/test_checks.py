@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from raypipe.actors.actor_info import ActorInfo
-from raypipe.cluster.checks import check_actors, shared_channels
+from raypipe.cluster.checks import channel_text, check_actors, shared_channels
 from raypipe.cluster.slots import ClusterNode
 from raypipe.config import Transport
 from raypipe.errors import ConfigError, RunError
@@ -24,8 +24,14 @@ def test_channels_within_a_node_share_memory() -> None:
     assert shared_channels(CHAIN[:2], infos=INFOS, names=NAMES, transport=Transport.SHM) == {(0, 1), (1, 0)}
 
 
-def test_gloo_can_be_had_for_all_channels() -> None:
-    assert shared_channels(CHAIN, infos=INFOS, names=NAMES, transport=Transport.GLOO) == frozenset()
+@pytest.mark.parametrize("transport", [Transport.TCP, Transport.GLOO])
+def test_tcp_and_gloo_can_be_had_for_all_channels(transport: Transport) -> None:
+    assert shared_channels(CHAIN, infos=INFOS, names=NAMES, transport=transport) == frozenset()
+
+
+def test_what_carries_messages_is_named() -> None:
+    assert channel_text(INFOS, num_channels=4, num_shared=3, over_gloo=False) == "3 channels through shared memory, 1 channels over TCP"
+    assert channel_text(INFOS, num_channels=4, num_shared=0, over_gloo=True) == "4 channels over gloo"
 
 
 def test_shared_memory_between_nodes_is_refused() -> None:
@@ -36,7 +42,7 @@ def test_shared_memory_between_nodes_is_refused() -> None:
         shared_channels(CHAIN, infos=INFOS, names=NAMES, transport=Transport.SHM)
 
 
-def test_a_device_that_cannot_share_memory_is_left_to_gloo_or_refused() -> None:
+def test_a_device_that_cannot_share_memory_is_left_to_tcp_or_refused() -> None:
     infos = (FIRST, dataclasses.replace(FIRST, shares_memory=False))
     assert shared_channels(CHAIN[:2], infos=infos, names=NAMES, transport=Transport.AUTO) == frozenset()
     with pytest.raises(ConfigError, match="cannot share memory, for which they need Linux"):

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -37,6 +38,16 @@ from tests.processes.transport_contract import (
     seconds_until_raised,
     together,
 )
+
+
+@pytest.fixture
+def make(make: Make) -> Make:
+    return partial(make, over_gloo=True)
+
+
+@pytest.fixture
+def peers(peers: Peers) -> Peers:
+    return partial(peers, over_gloo=True)
 
 
 class TestChannelsOverGloo(TransportContract):
@@ -270,7 +281,7 @@ from raypipe.actors.transport.process import ProcessTransport
 from tests.processes.process_ends import settings
 from tests.processes.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)
-first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port)) for device in PAIR]
+first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, over_gloo=True)) for device in PAIR]
 together(first.connect, second.connect)
 first.open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: [announced(activation(0), torch.ones(2))]})
 first.send(activation(0), 1, [torch.ones(2)])

@@ -151,7 +151,7 @@ def test_ends_that_cannot_reach_each_other_say_what_to_do(make: Make, monkeypatc
     def calls() -> None:
         with pytest.raises(
             TransportError,
-            match=r"beta: connecting with device alpha: no way through shared memory \(Connection refused\).*transport to gloo",
+            match=r"beta: connecting with device alpha: no way through shared memory \(Connection refused\).*transport to tcp",
         ):
             ends[1].connect()
         ends[0].abort("another failed")
@@ -341,7 +341,7 @@ ends = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, sha
 together(*(end.connect for end in ends))
 ends[0].open_window({}, {1: [announced(activation(0), torch.ones(MEGABYTE // 4))]})
 resource.setrlimit(resource.RLIMIT_FSIZE, (MEGABYTE, MEGABYTE))
-with pytest.raises(TransportError, match="no shared memory for 16 messages of .* bytes .File too large.; set scaling.transport to gloo"):
+with pytest.raises(TransportError, match="no shared memory for 16 messages of .* bytes .File too large.; set scaling.transport to tcp"):
     ends[0].send(activation(0), 1, [torch.ones(MEGABYTE // 4)])
 for end in ends:
     end.close()

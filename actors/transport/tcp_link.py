@@ -1,0 +1,259 @@
+"""One TCP connection between two devices: its frames, and how they are read.
+
+    header: kind, bytes of the text, identity, offset, bytes of the payload | text | payload ...
+
+A message is one frame: its number on the channel, what it is in words, and its tensors. A sum is many: which sum it is, the tensor in
+words, and bytes of it from an offset. Reading is a generator, which yields the memory that it wants filled and is sent the number of
+bytes that came, so that whoever holds `lock` can go on where another thread stopped.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+from raypipe.actors.transport.channel import CLOSED_BY_PEER
+
+HEADER = struct.Struct("<BxHxxxxQQQ")
+Reading = Generator[memoryview, int, None]
+_STAGING_BYTES = 4096
+"""What comes in pieces smaller than this is read together."""
+_SCRATCH_BYTES = 256 << 10
+"""Numbers are added in pieces that a core's cache holds."""
+
+
+class Kind(IntEnum):
+    """What a frame carries."""
+
+    MESSAGE = 0
+    SHARE = 1
+    """Numbers of a sum to which the receiver adds its own."""
+    TOTAL = 2
+    """Numbers to which all members have added theirs."""
+
+
+class MessageSink(Protocol):
+    """The receiving end of a channel; called by who holds the lock of the link."""
+
+    def begin(self, text: bytes, num_bytes: int) -> list[memoryview]:
+        """Return the memory for the next message."""
+
+    def complete(self) -> None:
+        """Take the message, which is in its memory."""
+
+
+class SumSink(Protocol):
+    """A sum of this device; called by who holds the lock of the link from which its numbers come.
+
+    Attributes:
+        text: Number and dtype of the numbers.
+        item_bytes: Bytes of a number.
+    """
+
+    text: bytes
+    item_bytes: int
+
+    def add(self, offset: int, piece: memoryview) -> None:
+        """Add to shares, which are whole numbers, this device's."""
+
+    def total(self, offset: int, num_bytes: int) -> memoryview:
+        """Return the memory for a part of the total."""
+
+    def arrived(self, offset: int, num_bytes: int) -> None:
+        """Take a part of the total, which is in its memory."""
+
+    def differs(self, text: bytes) -> None:
+        """Fail, because a member sums something else."""
+
+    def lose(self, problem: str, *, sends: bool) -> None:
+        """See that a link is gone over which numbers come, or, with `sends`, go."""
+
+
+class _Part(NamedTuple):
+    """Numbers of a sum that this device has not started."""
+
+    kind: Kind
+    offset: int
+    text: bytes
+    payload: memoryview
+
+
+class Link:
+    """A connection with a peer.
+
+    Attributes:
+        lock: Held by who reads.
+        tasks: What the next reader does first.
+        ended: Why nothing more will come.
+        broken: Why nothing more can be sent.
+        sending: Sums of which parts go to the peer.
+    """
+
+    def __init__(self, peer: int, end: socket.socket) -> None:
+        self.peer = peer
+        self.end = end
+        self.descriptor = end.fileno()
+        self.lock = threading.Lock()
+        self.tasks: deque[Callable[[], None]] = deque()
+        self.ended: str | None = None
+        self.broken: str | None = None
+        self.messages: MessageSink | None = None
+        self.sending: set[SumSink] = set()
+        self.moved_s = time.monotonic()
+        self._sums: dict[int, SumSink] = {}
+        self._early: dict[int, list[_Part]] = {}
+        self._staging = memoryview(bytearray(_STAGING_BYTES))
+        self._first = self._end = 0
+        """Bytes of `_staging` that came and were not taken."""
+        self._scratch: memoryview | None = None
+        self._reading = self._frames()
+        self._wanted = next(self._reading)
+
+    def shut_down(self) -> None:
+        """See `Interruptible`."""
+        with suppress(OSError):
+            self.end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket, after all threads have left it."""
+        self.end.close()
+        self._reading.close()
+        self._sums.clear()
+        self._early.clear()
+        self.tasks.clear()
+        self.sending.clear()
+
+    # Sums
+
+    def expect(self, identity: int, total: SumSink) -> None:
+        """Let a sum take what comes for it, as soon as nobody reads; the caller wakes a reader if this returns with `tasks`."""
+        self.tasks.append(lambda: self._register(identity, total))
+        if self.lock.acquire(blocking=False):
+            try:
+                if identity not in self._early:  # else the adding is left to a reader
+                    self._run_tasks()
+            finally:
+                self.lock.release()
+
+    def _register(self, identity: int, total: SumSink) -> None:
+        self._sums[identity] = total
+        for part in self._early.pop(identity, ()):
+            if part.text != total.text:
+                total.differs(part.text)
+            elif part.kind is Kind.SHARE:
+                total.add(part.offset, part.payload)
+            else:
+                total.total(part.offset, len(part.payload))[:] = part.payload
+                total.arrived(part.offset, len(part.payload))
+        if self.ended is not None:
+            total.lose(self.ended, sends=False)
+
+    def forget(self, identity: int) -> None:
+        """Drop a sum for which all has come. Called by its sink, so by who holds the lock."""
+        self._sums.pop(identity, None)
+
+    # Reading
+
+    def read(self, *, most_bytes: int, done: Callable[[], bool]) -> None:
+        """Read what is there, with the lock held, until it is `done` or so much was read."""
+        self._run_tasks()
+        while self.ended is None and most_bytes > 0 and not done():
+            try:
+                count = self.end.recv_into(self._wanted)
+            except BlockingIOError:
+                return
+            except OSError:
+                count = 0
+            if not count:
+                self._lose(CLOSED_BY_PEER)
+                return
+            most_bytes -= count
+            self.moved_s = time.monotonic()
+            try:
+                self._wanted = self._reading.send(count)
+            except Exception as error:  # a reader must not end without a word: all waits would last
+                self._lose(f"what came cannot be read: {error!r}")
+
+    def _run_tasks(self) -> None:
+        while self.tasks:
+            self.tasks.popleft()()
+
+    def _lose(self, problem: str) -> None:
+        self.ended = self.ended or problem
+        for total in list(self._sums.values()):
+            total.lose(problem, sends=False)
+        self._sums.clear()
+        for total in list(self.sending):
+            total.lose(problem, sends=True)
+
+    def _frames(self) -> Reading:
+        header = memoryview(bytearray(HEADER.size))
+        while True:
+            yield from self._fill(header)
+            code, text_bytes, identity, offset, num_bytes = HEADER.unpack(header)
+            text = bytearray(text_bytes)
+            yield from self._fill(memoryview(text))
+            if code == Kind.MESSAGE:
+                assert self.messages is not None, "there is a channel"
+                for memory in self.messages.begin(bytes(text), num_bytes):
+                    yield from self._fill(memory)
+                self.messages.complete()
+            else:
+                yield from self._part(Kind(code), bytes(text), identity, offset, num_bytes)
+
+    def _part(self, kind: Kind, text: bytes, identity: int, offset: int, num_bytes: int) -> Reading:
+        total = self._sums.get(identity)
+        if total is None:
+            part = _Part(kind, offset, text, memoryview(bytearray(num_bytes)))
+            yield from self._fill(part.payload)
+            self._early.setdefault(identity, []).append(part)
+            if (total := self._sums.get(identity)) is not None:  # it started meanwhile
+                self._register(identity, total)
+        elif total.text != text:
+            total.differs(text)
+            yield from self._fill(memoryview(bytearray(num_bytes)))
+        elif kind is Kind.SHARE:
+            yield from self._add(total, offset, num_bytes)
+        else:
+            while num_bytes:
+                count = yield from self._some(total.total(offset, num_bytes))
+                total.arrived(offset, count)
+                offset += count
+                num_bytes -= count
+
+    def _add(self, total: SumSink, offset: int, num_bytes: int) -> Reading:
+        scratch = self._scratch = self._scratch or memoryview(bytearray(_SCRATCH_BYTES))
+        kept = 0
+        while num_bytes:
+            count = yield from self._some(scratch[kept : kept + min(num_bytes, _SCRATCH_BYTES - kept)])
+            num_bytes -= count
+            kept += count
+            whole = kept - kept % total.item_bytes
+            if whole:
+                total.add(offset, scratch[:whole])
+                offset += whole
+                kept -= whole
+                scratch[:kept] = scratch[whole : whole + kept]
+
+    def _some(self, memory: memoryview) -> Generator[memoryview, int, int]:
+        """Fill the beginning of some memory; return how much of it."""
+        if self._first == self._end and len(memory) < _STAGING_BYTES:
+            self._first, self._end = 0, (yield self._staging)
+        if self._first < self._end:
+            count = min(self._end - self._first, len(memory))
+            memory[:count] = self._staging[self._first : self._first + count]
+            self._first += count
+            return count
+        return (yield memory)
+
+    def _fill(self, memory: memoryview) -> Reading:
+        while len(memory):
+            count = yield from self._some(memory)
+            memory = memory[count:]

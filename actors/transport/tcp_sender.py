@@ -1,0 +1,127 @@
+"""The thread of a device that writes, chunk by chunk, what could not leave at once."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Container, Iterable
+from contextlib import suppress
+from select import POLLIN, POLLOUT, poll
+
+from raypipe.actors.transport.channel import CLOSED_BY_PEER
+from raypipe.actors.transport.tcp_way import Departure, Entry, Frame, Way
+
+_STALLED_S = 0.25
+"""A peer whose kernel takes nothing for so long does not hold its way."""
+_MOST_DEPARTURES = 4096
+
+
+class Sender:
+    """Writes what a device sends: the calling thread if the way is idle, and a message's turn; else a thread called `name`."""
+
+    def __init__(self, ways: Iterable[Way], *, name: str) -> None:
+        self.ways = list(ways)
+        self.departures: deque[Departure] = deque(maxlen=_MOST_DEPARTURES)
+        self._way_of = {link: way for way in self.ways for link in way.links}
+        self._wakes, self._waker = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._waker.setblocking(False)
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, entry: Entry, ready: int) -> None:
+        """Let an entry leave in its turn, of which so many bytes are ready; return at once. Called from any thread."""
+        way = self._way_of[entry.link]
+        way.arrived.append((entry, ready))
+        self._advance(way, bulk=False)
+
+    def close(self) -> None:
+        """End the thread, after the connections were shut down."""
+        self._stopped = True
+        self._wake()
+        self._thread.join()
+        self._wakes.close()
+        self._waker.close()
+        for way in self.ways:
+            way.arrived.clear()
+            way.queue.clear()
+            way.aside.clear()
+            way.active = None
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # it has enough to read, or was closed
+            self._waker.send(b"\0")
+
+    def _advance(self, way: Way, *, bulk: bool) -> None:
+        # Whoever holds the lock takes in what others bring, so that nobody waits for it. What comes before the release is seen behind it.
+        while way.lock.acquire(blocking=False):
+            try:
+                self._write(way, bulk=bulk)
+            finally:
+                way.lock.release()
+            if not way.arrived:
+                return
+
+    def _write(self, way: Way, *, bulk: bool) -> None:
+        while True:
+            way.take_in()
+            if way.active is None:
+                blocked = way.draining is not None
+                way.active = way.next_frame(bulk=bulk)
+                if way.active is None:
+                    if way.queue and not bulk and not blocked:
+                        self._wake()
+                    return
+            elif not bulk:
+                return  # the thread waits for the kernel
+            if not self._put(way, way.active):
+                if not bulk:
+                    self._wake()
+                return
+
+    def _put(self, way: Way, frame: Frame) -> bool:
+        """Write a chunk; return whether the way is free again."""
+        try:
+            if not way.write(frame):
+                return False
+        except OSError:
+            way.lose(frame.entry.link, CLOSED_BY_PEER)
+            return True
+        if frame is way.active:
+            way.active = None
+        entry = frame.entry
+        self.departures.append(Departure(entry.link.peer, frame.num_bytes, frame.start_s, time.perf_counter(), entry.traffic))
+        entry.left(frame.num_bytes)
+        return True
+
+    def _run(self) -> None:
+        while not self._stopped:
+            polling = poll()
+            polling.register(self._wakes, POLLIN)
+            waits = False
+            for way in self.ways:
+                blocked = way.blocked
+                for link in (blocked, *way.aside):
+                    if link is not None:
+                        polling.register(link.descriptor, POLLOUT)
+                waits |= blocked is not None
+            ready = {descriptor for descriptor, _ in polling.poll(1000 * _STALLED_S if waits else None)}
+            with suppress(BlockingIOError):
+                self._wakes.recv(4096)
+            for way in self.ways:
+                self._serve(way, ready)
+
+    def _serve(self, way: Way, ready: Container[int]) -> None:
+        with way.lock:
+            for link, frame in list(way.aside.items()):
+                if link.descriptor in ready and self._put(way, frame):
+                    way.aside.pop(link, None)
+            if way.unblock(ready, stalled_s=_STALLED_S):
+                self._write(way, bulk=True)
+            else:
+                way.take_in()
+        if way.arrived:
+            self._advance(way, bulk=True)

@@ -1,0 +1,251 @@
+"""A way out of a device: the peers behind one bottleneck, the transfers that wait for it, and the rate at which it takes them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from raypipe.actors.transport.tcp_link import Link
+from raypipe.communication.policy import CHUNK_S, Chunk, Traffic, Transfer, chunk_bytes, first_come, next_chunk
+
+USUAL_BYTES_PER_S = 125e6
+_NOTSENT_LOWAT = 25
+"""<linux/tcp.h>: a socket is writable while fewer bytes are unsent; Python has no name for it."""
+_BUFFER_BYTES = (64 << 10, 4 << 20)
+_MOST_BUFFERS = 512
+"""Of one system call; the kernel takes 1024."""
+_WEIGHT = 0.3
+"""Of the newest measurement in the estimated rate."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How transfers leave.
+
+    Attributes:
+        scheduled: Whether the policy orders them, in chunks; otherwise each leaves whole, in the order in which they come, and peers share
+            the network as TCP lets them.
+        chunk_s: Seconds that a chunk of a sum takes.
+        ways: For each peer the name of its way out, a bottleneck that it shares with others of this name. By default all peers on other
+            hosts are behind one, the port of the node, and each peer on this host is behind one of its own.
+    """
+
+    scheduled: bool = True
+    chunk_s: float = CHUNK_S
+    ways: Mapping[int, str] | None = None
+
+    def choose(self, queue: Sequence[Transfer], bytes_per_s: float) -> Chunk | None:
+        """Return the chunk that leaves next."""
+        return next_chunk(queue, bytes_per_s=bytes_per_s, chunk_s=self.chunk_s) if self.scheduled else first_come(queue)
+
+
+DEFAULT_SENDING = Sending()
+
+
+class Departure(NamedTuple):
+    """A chunk that has gone into the kernel, by the clock of `time.perf_counter`."""
+
+    peer: int
+    num_bytes: int
+    start_s: float
+    end_s: float
+    traffic: Traffic
+
+
+class Entry(Protocol):
+    """What waits for a way out.
+
+    Attributes:
+        deadline: See `Transfer`.
+        sequence: Set when it comes to the queue.
+        ready: Bytes from its beginning that may leave.
+        sent: Those of them that have left, or are leaving.
+        unit: Bytes that are not divided.
+    """
+
+    link: Link
+    traffic: Traffic
+    deadline: int
+    sequence: int
+    ready: int
+    sent: int
+    unit: int
+
+    def frame(self, num_bytes: int) -> list[memoryview]:
+        """Return the frame with the next bytes."""
+
+    def left(self, num_bytes: int) -> None:
+        """See that these bytes are in the kernel."""
+
+    def fail(self, problem: str) -> None:
+        """See that nothing more can leave."""
+
+
+class Frame:
+    """A chunk on its way into the kernel."""
+
+    __slots__ = ("buffers", "entry", "num_bytes", "start_s")
+
+    def __init__(self, entry: Entry, num_bytes: int) -> None:
+        self.entry = entry
+        self.num_bytes = num_bytes
+        self.start_s = time.perf_counter()
+        self.buffers = entry.frame(num_bytes)
+
+    def write(self) -> int:
+        """Hand the kernel what it takes; return how many bytes it took. No buffers are left if that is all."""
+        written = 0
+        while self.buffers:
+            offered = self.buffers[:_MOST_BUFFERS]
+            try:
+                count = self.entry.link.end.sendmsg(offered)
+            except BlockingIOError:
+                break
+            written += count
+            if count == sum(map(len, offered)):
+                del self.buffers[: len(offered)]
+                continue
+            while count >= len(self.buffers[0]):
+                count -= len(self.buffers.pop(0))
+            self.buffers[0] = self.buffers[0][count:]
+            break
+        return written
+
+
+class Way:
+    """The queue of the peers behind one bottleneck.
+
+    Attributes:
+        lock: Held by who writes; nobody waits for it.
+        arrived: Entries that come to the queue, or have more bytes ready, with the number of these.
+        active: The chunk that the kernel has not taken all of.
+        draining: The peer of the last chunk of a sum, until the kernel has sent most of it.
+        aside: Chunks of peers that take nothing, so that the others need not wait for them.
+        moved_s: When the kernel last took something.
+    """
+
+    def __init__(self, links: Sequence[Link], sending: Sending) -> None:
+        self.links = links
+        self.lock = threading.Lock()
+        self.arrived: deque[tuple[Entry, int]] = deque()
+        self.queue: list[Entry] = []
+        self.active: Frame | None = None
+        self.draining: Link | None = None
+        self.aside: dict[Link, Frame] = {}
+        self.moved_s = time.monotonic()
+        self.bytes_per_s = USUAL_BYTES_PER_S
+        self.sending = sending
+        self._limited_for = 0.0
+        self._num_entries = 0
+        self._full_s: float | None = None
+        self._written = 0
+        self._limit()
+
+    @property
+    def blocked(self) -> Link | None:
+        """The peer for whose kernel buffer the way waits."""
+        return self.active.entry.link if self.active is not None else self.draining
+
+    def take_in(self) -> None:
+        """Put what has arrived into the queue."""
+        while self.arrived:
+            entry, ready = self.arrived.popleft()
+            link = entry.link
+            if link.broken is not None:
+                entry.fail(link.broken)
+                continue
+            entry.ready = ready
+            if entry not in self.queue:
+                if entry.sequence < 0:
+                    entry.sequence = self._num_entries
+                    self._num_entries += 1
+                self.queue.append(entry)
+
+    def next_frame(self, *, bulk: bool) -> Frame | None:
+        """Return the next chunk, as the policy says; `None` if there is none, or it is not a message and not `bulk`."""
+        queue = [entry for entry in self.queue if entry.link not in self.aside] if self.aside else self.queue
+        if not queue:
+            if self.draining is None:
+                self._full_s = None
+            return None
+        transfers = [Transfer(entry.traffic, entry.deadline, entry.sequence, entry.ready - entry.sent) for entry in queue]
+        chunk = self.sending.choose(transfers, self.bytes_per_s)
+        assert chunk is not None, "something waits"
+        entry = queue[chunk.position]
+        if entry.traffic is not Traffic.MESSAGE and (self.draining is not None or not bulk):
+            return None
+        num_bytes = min(-(-chunk.num_bytes // entry.unit) * entry.unit, entry.ready - entry.sent)
+        frame = Frame(entry, num_bytes)
+        entry.sent += num_bytes
+        if entry.sent == entry.ready:
+            self.queue.remove(entry)
+        return frame
+
+    def write(self, frame: Frame) -> bool:
+        """Hand the kernel what it takes of a chunk; return whether that is all; raises `OSError`."""
+        num_bytes = frame.write()
+        if num_bytes:
+            self.moved_s = time.monotonic()
+        self._written += num_bytes
+        if frame.buffers:
+            self._measure()
+            return False
+        if frame.entry.traffic is not Traffic.MESSAGE and self.sending.scheduled:
+            self.draining = frame.entry.link
+        return True
+
+    def _measure(self) -> None:
+        """Estimate the rate: between two moments at which the kernel is full, as much has left it as was written."""
+        now_s = time.perf_counter()
+        if self._full_s is None:
+            self._full_s, self._written = now_s, 0
+            return
+        seconds = now_s - self._full_s
+        if seconds >= max(self.sending.chunk_s / 4, 1e-4):
+            self.bytes_per_s += _WEIGHT * (self._written / seconds - self.bytes_per_s)
+            self._full_s, self._written = now_s, 0
+            self._limit()
+
+    def unblock(self, ready: Container[int], *, stalled_s: float) -> bool:
+        """See which sockets are writable; return whether the way is free. A peer that takes nothing for so long is put aside."""
+        stalled = time.monotonic() - self.moved_s > stalled_s
+        if self.draining is not None and (stalled or self.draining.descriptor in ready):
+            self.draining = None
+        if self.active is None or self.active.entry.link.descriptor in ready:
+            return True
+        if stalled and len(self.links) > 1:
+            self.aside[self.active.entry.link] = self.active
+            self.active = None
+            return True
+        return False
+
+    def _limit(self) -> None:
+        """Let the kernel hold about a chunk's bytes, a quarter of them unsent."""
+        if not self.sending.scheduled or 0.75 < self.bytes_per_s / max(self._limited_for, 1.0) < 1.33:
+            return
+        self._limited_for = self.bytes_per_s
+        least, most = _BUFFER_BYTES
+        num_bytes = min(max(chunk_bytes(self.bytes_per_s, self.sending.chunk_s), least), most)
+        for link in self.links:
+            with suppress(OSError):  # it is closed, or this system has no such option
+                link.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
+                link.end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, max(num_bytes // 4, 16 << 10))
+
+    def lose(self, link: Link, problem: str) -> None:
+        """Drop what would go over a broken connection."""
+        link.broken = link.broken or problem
+        frames = [frame for frame in (self.active, self.aside.pop(link, None)) if frame is not None and frame.entry.link is link]
+        if self.active in frames:
+            self.active = None
+        if self.draining is link:
+            self.draining = None
+        lost = [entry for entry in self.queue if entry.link is link]
+        self.queue = [entry for entry in self.queue if entry.link is not link]
+        for entry in [*(frame.entry for frame in frames), *lost]:
+            entry.fail(problem)
