@@ -101,6 +101,8 @@ class Connector:
                 self._connect_gpus(self._library, rendezvous, kind, members)
             else:
                 self._connect_over_gloo(rendezvous, kind, members)
+        if self._endpoints.port is not None:
+            self._endpoints.port.receiver.start()
 
     def _share_memory(self, rendezvous: Rendezvous, source: int, target: int) -> None:
         endpoints, library, name = self._endpoints, self._library, _thread_name(source, target)

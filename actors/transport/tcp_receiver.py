@@ -22,7 +22,7 @@ def _never() -> bool:
 
 
 class Receiver:
-    """Reads the connections of a device in a thread called `name`."""
+    """Reads the connections of a device in a thread called `name`, once it is told to start."""
 
     def __init__(self, links: Iterable[Link], *, name: str) -> None:
         self._selector = selectors.DefaultSelector()  # epoll and kqueue, unlike poll, see what another thread registers
@@ -38,6 +38,9 @@ class Receiver:
             self._polls[link].register(link.descriptor, POLLIN)
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to read. Peers send as soon as they are connected, so channels must be there before."""
         self._thread.start()
 
     def wait(self, link: Link, done: Callable[[], bool], timeout_s: float) -> None:
@@ -70,7 +73,8 @@ class Receiver:
         """End the thread, after the connections were shut down."""
         self._stopped = True
         self.wake()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         self._selector.close()
         self._wakes.close()
         self._waker.close()

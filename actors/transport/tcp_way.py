@@ -175,7 +175,8 @@ class Way:
                 self._full_s = None
             return None
         transfers = [Transfer(entry.traffic, entry.deadline, entry.sequence, entry.ready - entry.sent) for entry in queue]
-        chunk = self.sending.choose(transfers, self.bytes_per_s)
+        # Larger chunks gain nothing, and keep a link for long whose rate falls.
+        chunk = self.sending.choose(transfers, min(self.bytes_per_s, _BUFFER_BYTES[1] / self.sending.chunk_s))
         assert chunk is not None, "something waits"
         entry = queue[chunk.position]
         if entry.traffic is not Traffic.MESSAGE and (self.draining is not None or not bulk):

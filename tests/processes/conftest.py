@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -48,12 +48,14 @@ def peers(make: Make, store_port: int) -> Iterator[Peers]:
     context = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = []
 
-    def start(num_devices: int = 2, **changed: Any) -> tuple[ProcessTransport, list[BaseProcess]]:
+    def start(
+        num_devices: int = 2, *, target: Callable[[dict[str, Any]], None] = connect_and_hang, **changed: Any
+    ) -> tuple[ProcessTransport, list[BaseProcess]]:
         mine = make(0, num_devices, connect_timeout_s=40.0, **changed)
         common = {key: value for key, value in changed.items() if key in {"shared", "groups", "over_gloo", "sending"}}
         for device in range(1, num_devices):
             other = settings(device, num_devices=num_devices, run=0, port=store_port, prefix=mine.prefix, connect_timeout_s=40.0, **common)
-            process = context.Process(target=connect_and_hang, args=(other,), daemon=True)
+            process = context.Process(target=target, args=(other,), daemon=True)
             process.start()
             processes.append(process)
         mine.connect()

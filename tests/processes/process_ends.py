@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from raypipe.actors.transport.process import ProcessTransport
-from tests.processes.transport_contract import GROUPS, NAMES
+from raypipe.actors.transport.shm_channel import Description
+from raypipe.actors.transport.tcp_link import HEADER, Kind
+from tests.processes.transport_contract import GROUPS, NAMES, announced, gradient
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -47,4 +49,16 @@ def connect_and_hang(arguments: dict[str, Any]) -> None:
     transport = ProcessTransport(**arguments)
     transport.connect()
     transport.open_window({}, {})
+    threading.Event().wait(50.0)
+
+
+def connect_and_send_half(arguments: dict[str, Any]) -> None:
+    """Connects, announces a message of 1000 bytes for device 0, sends half of it and hangs."""
+    torch.set_num_threads(1)
+    transport = ProcessTransport(**arguments)
+    transport.connect()
+    port = transport._endpoints.port
+    assert port is not None
+    text = Description(announced(gradient(0), torch.ones(250))).packet
+    port.links[0].end.sendall(HEADER.pack(Kind.MESSAGE, len(text), 0, 0, 1000) + text + bytes(500))
     threading.Event().wait(50.0)
