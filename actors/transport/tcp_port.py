@@ -30,7 +30,11 @@ class Port:
     def connect(cls, rendezvous: Rendezvous, peers: Collection[int], *, host_ip: str | None, sending: Sending) -> Port:
         """Connect with peers; raises as `ProcessTransport.connect`."""
         port = cls(rendezvous.device, tcp.connect(rendezvous, peers, host_ip=host_ip), sending)
-        rendezvous.aborting.add(port.links.values())
+        try:
+            rendezvous.aborting.add(port.links.values())
+        except BaseException:
+            port.close()
+            raise
         return port
 
     @property

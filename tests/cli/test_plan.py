@@ -223,7 +223,7 @@ def test_names_with_brackets_are_printed_as_they_are(run: Run, tmp_path: Path, m
             assert word in text
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm", "gloo", "nccl"])
+@pytest.mark.parametrize("transport", ["auto", "shm", "tcp", "gloo", "nccl"])
 def test_a_rehearsal_takes_the_names_of_transports_as_configurations_have_them(run: Run, transport: str) -> None:
     assert "none.json: there is no such file" in refused(run("rehearse", "none.json", "--transport", transport))
 

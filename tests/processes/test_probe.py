@@ -75,7 +75,7 @@ def run(pair: Pair, *flows: Flow) -> list[tuple[Readings, Readings]]:
     return [(a, b) if flow.source == 0 else (b, a) for flow, a, b in zip(flows, first, second, strict=True)]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shm"])
+@pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shm"])
 def test_a_ping_tells_latency_bandwidth_and_clock(pair: Pair, store_port: int, shared: bool) -> None:
     connect(pair, order(store_port, shared=shared))
     ((source, target),) = run(pair, Flow(0, 1, PING))
@@ -88,7 +88,7 @@ def test_a_ping_tells_latency_bandwidth_and_clock(pair: Pair, store_port: int, s
     assert abs(clock.offset_s) <= clock.residual_s + 2e-5, "it is one clock"
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shm"])
+@pytest.mark.parametrize("shared", [False, True], ids=["tcp", "shm"])
 def test_a_stream_tells_when_each_message_came(pair: Pair, store_port: int, shared: bool) -> None:
     connect(pair, order(store_port, shared=shared))
     stream = Stream(chunk_bytes=65536, num_chunks=20)
