@@ -68,7 +68,7 @@ def connect(rendezvous: Rendezvous, peers: Collection[int], *, host_ip: str | No
                 ends[peer] = undo.enter_context(_call(rendezvous, peer, addresses[peer]))
         _answer(rendezvous, server, own, {peer for peer in order if peer < rendezvous.device}, ends, undo)
         for end in ends.values():
-            end.setblocking(False)
+            end.setblocking(True)  # for who waits for a message; all others ask not to wait
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server.close()
         undo.pop_all()

@@ -25,6 +25,8 @@ HEADER = struct.Struct("<BxHxxxxQQQ")
 Reading = Generator[memoryview, int, None]
 _STAGING_BYTES = 4096
 """What comes in pieces smaller than this is read together."""
+_MOST_BYTES = 1 << 20
+"""What is read from a connection before the others have their turn."""
 _SCRATCH_BYTES = 256 << 10
 """Numbers are added in pieces that a core's cache holds."""
 
@@ -100,6 +102,7 @@ class Link:
         self.peer = peer
         self.end = end
         self.descriptor = end.fileno()
+        self._waits_s: float | None = None
         self.lock = threading.Lock()
         self.tasks: deque[Callable[[], None]] = deque()
         self.ended: str | None = None
@@ -113,6 +116,8 @@ class Link:
         self._first = self._end = 0
         """Bytes of `_staging` that came and were not taken."""
         self._scratch: memoryview | None = None
+        self._whole = False
+        """Whether all of the wanted memory is to be filled."""
         self._reading = self._frames()
         self._wanted = next(self._reading)
 
@@ -161,25 +166,43 @@ class Link:
 
     # Reading
 
-    def read(self, *, most_bytes: int, done: Callable[[], bool]) -> None:
-        """Read what is there, with the lock held, until it is `done` or so much was read."""
+    def read(self) -> None:
+        """Read what is there, with the lock held, but for so much that others have their turn."""
         self._run_tasks()
-        while self.ended is None and most_bytes > 0 and not done():
-            try:
-                count = self.end.recv_into(self._wanted)
-            except BlockingIOError:
-                return
-            except OSError:
-                count = 0
-            if not count:
-                self._lose(CLOSED_BY_PEER)
-                return
-            most_bytes -= count
-            self.moved_s = time.monotonic()
-            try:
-                self._wanted = self._reading.send(count)
-            except Exception as error:  # a reader must not end without a word: all waits would last
-                self._lose(f"what came cannot be read: {error!r}")
+        num_bytes = 0
+        while num_bytes < _MOST_BYTES and (count := self._receive(socket.MSG_DONTWAIT)):
+            num_bytes += count
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> None:
+        """Read, with the lock held, and wait for more, until it is `done`, nothing more will come, or the time is over."""
+        self._run_tasks()
+        if self._waits_s != timeout_s:
+            self._waits_s = timeout_s
+            self.end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(max(round(1e6 * timeout_s), 1), 10**6)))
+        deadline_s = time.monotonic() + timeout_s
+        # The kernel fills the memory of a message, which no other frame can come between, and wakes this thread once.
+        while not done() and self._receive(socket.MSG_WAITALL if self._whole else 0) and time.monotonic() < deadline_s:
+            pass
+
+    def _receive(self, flags: int) -> int:
+        """Read once; return how many bytes came, 0 if none did."""
+        if self.ended is not None:
+            return 0
+        try:
+            count = self.end.recv_into(self._wanted, 0, flags)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            count = 0
+        if not count:
+            self._lose(CLOSED_BY_PEER)
+            return 0
+        self.moved_s = time.monotonic()
+        try:
+            self._wanted = self._reading.send(count)
+        except Exception as error:  # a reader must not end without a word: all waits would last
+            self._lose(f"what came cannot be read: {error!r}")
+        return count
 
     def _run_tasks(self) -> None:
         while self.tasks:
@@ -255,5 +278,7 @@ class Link:
 
     def _fill(self, memory: memoryview) -> Reading:
         while len(memory):
+            self._whole = len(memory) >= _STAGING_BYTES
             count = yield from self._some(memory)
             memory = memory[count:]
+        self._whole = False

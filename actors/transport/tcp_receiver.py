@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
+import select
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from select import POLLIN, poll
 
 from raypipe.actors.transport.tcp_link import Link
-
-_MOST_BYTES = 1 << 20
-"""Bytes that are read from a connection before the others have their turn."""
-_UNLIMITED = 1 << 62
-
-
-def _never() -> bool:
-    return False
 
 
 class Receiver:
     """Reads the connections of a device in a thread called `name`, once it is told to start."""
 
     def __init__(self, links: Iterable[Link], *, name: str) -> None:
-        self._selector = selectors.DefaultSelector()  # epoll and kqueue, unlike poll, see what another thread registers
+        self._links = {link.descriptor: link for link in links}
+        self._watched = _Epoll() if hasattr(select, "epoll") else _Selector()
         self._wakes, self._waker = socket.socketpair()
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
-        self._selector.register(self._wakes, selectors.EVENT_READ, None)
-        self._links = list(links)
-        self._polls: dict[Link, poll] = {}
-        for link in self._links:
-            self._selector.register(link.descriptor, selectors.EVENT_READ, link)
-            self._polls[link] = poll()
-            self._polls[link].register(link.descriptor, POLLIN)
+        for descriptor in (self._wakes.fileno(), *self._links):
+            self._watched.add(descriptor)
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -48,21 +35,11 @@ class Receiver:
 
         A message so wakes the thread that waits for it, and not first one that only reads.
         """
-        deadline_s = time.monotonic() + timeout_s
         self._leave(link)
         with link.lock:
-            try:
-                while True:
-                    link.read(most_bytes=_UNLIMITED, done=done)
-                    if done() or link.ended is not None:
-                        return
-                    left_s = deadline_s - time.monotonic()
-                    if left_s <= 0:
-                        return
-                    self._polls[link].poll(1000 * left_s)
-            finally:
-                if link.ended is None:
-                    self._selector.register(link.descriptor, selectors.EVENT_READ, link)
+            link.wait(done, timeout_s)
+            if link.ended is None:
+                self._watched.add(link.descriptor)
 
     def wake(self) -> None:
         """Let the thread run the tasks of links."""
@@ -75,23 +52,24 @@ class Receiver:
         self.wake()
         if self._thread.ident is not None:
             self._thread.join()
-        self._selector.close()
+        self._watched.close()
         self._wakes.close()
         self._waker.close()
 
     def _leave(self, link: Link) -> None:
-        with suppress(KeyError, ValueError, OSError):  # it has ended
-            self._selector.unregister(link.descriptor)
+        with suppress(KeyError, OSError):  # it has ended
+            self._watched.remove(link.descriptor)
 
     def _run(self) -> None:
         while not self._stopped:
-            for key, _ in self._selector.select():
-                if key.data is not None:
-                    self._read(key.data)
+            for descriptor in self._watched.ready():
+                link = self._links.get(descriptor)
+                if link is not None:
+                    self._read(link)
                     continue
                 with suppress(BlockingIOError):
                     self._wakes.recv(4096)
-                for link in self._links:
+                for link in self._links.values():
                     if link.tasks:
                         self._read(link)
 
@@ -99,8 +77,46 @@ class Receiver:
         if not link.lock.acquire(blocking=False):
             return  # whoever reads it will see the rest
         try:
-            link.read(most_bytes=_MOST_BYTES, done=_never)
+            link.read()
             if link.ended is not None:
                 self._leave(link)
         finally:
             link.lock.release()
+
+
+class _Epoll:
+    """Sockets to read; which they are may change while a thread waits for them."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+
+    def add(self, descriptor: int) -> None:
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+    def remove(self, descriptor: int) -> None:
+        self._epoll.unregister(descriptor)
+
+    def ready(self) -> list[int]:
+        return [descriptor for descriptor, _ in self._epoll.poll()]
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+class _Selector:
+    """The same on other systems than Linux, at the cost of more lines for each call."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def add(self, descriptor: int) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ)
+
+    def remove(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+
+    def ready(self) -> list[int]:
+        return [key.fd for key, _ in self._selector.select()]
+
+    def close(self) -> None:
+        self._selector.close()

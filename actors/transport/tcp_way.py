@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -104,7 +105,7 @@ class Frame:
         while self.buffers:
             offered = self.buffers[:_MOST_BUFFERS]
             try:
-                count = self.entry.link.end.sendmsg(offered)
+                count = self.entry.link.end.sendmsg(offered, (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             written += count
@@ -174,6 +175,12 @@ class Way:
             if self.draining is None:
                 self._full_s = None
             return None
+        if len(queue) == 1 and queue[0].traffic is Traffic.MESSAGE:  # in a hurry, and there is nothing to choose
+            entry = queue[0]
+            self.queue.remove(entry)
+            frame = Frame(entry, entry.ready - entry.sent)
+            entry.sent = entry.ready
+            return frame
         transfers = [Transfer(entry.traffic, entry.deadline, entry.sequence, entry.ready - entry.sent) for entry in queue]
         # Larger chunks gain nothing, and keep a link for long whose rate falls.
         chunk = self.sending.choose(transfers, min(self.bytes_per_s, _BUFFER_BYTES[1] / self.sending.chunk_s))
@@ -234,9 +241,10 @@ class Way:
         least, most = _BUFFER_BYTES
         num_bytes = min(max(chunk_bytes(self.bytes_per_s, self.sending.chunk_s), least), most)
         for link in self.links:
-            with suppress(OSError):  # it is closed, or this system has no such option
+            with suppress(OSError):  # it is closed
                 link.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
-                link.end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, max(num_bytes // 4, 16 << 10))
+                if sys.platform == "linux":
+                    link.end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, max(num_bytes // 4, 16 << 10))
 
     def lose(self, link: Link, problem: str) -> None:
         """Drop what would go over a broken connection."""
