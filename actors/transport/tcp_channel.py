@@ -13,7 +13,7 @@ from torch import Tensor
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError, Prepared, check_tensors, wait_until_empty
 from raypipe.actors.transport.protocol import Expected
 from raypipe.actors.transport.shm_channel import Description
-from raypipe.actors.transport.tcp_link import HEADER, Kind, Link
+from raypipe.actors.transport.tcp_link import HEADER, Kind, Link, Memory
 from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.communication.policy import Traffic
@@ -138,28 +138,52 @@ class Incoming:
         self._arrived.clear()
 
 
+class _Announced(Description):
+    """A message to be sent: its header and text, and for each tensor the type of its memory."""
+
+    __slots__ = ("arrays", "frame_bytes", "head", "sent_bytes")
+
+    def __init__(self, expected: Expected) -> None:
+        super().__init__(expected)
+        self.sent_bytes = sum(num_bytes for _, _, _, num_bytes in self.places)
+        self.head = HEADER.pack(Kind.MESSAGE, len(self.packet), 0, 0, self.sent_bytes) + self.packet
+        self.frame_bytes = len(self.head) + self.sent_bytes
+        self.arrays = [ctypes.c_ubyte * num_bytes for _, _, _, num_bytes in self.places]
+
+    def carried(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors with memory that can be sent as it is; raise `ChannelError` if they are not those announced."""
+        if len(tensors) != len(self.places):
+            check_tensors(self.expected, tensors)
+        for tensor, (shape, dtype, _, _) in zip(tensors, self.places, strict=True):
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                check_tensors(self.expected, tensors)
+        return [tensor if self.is_real and tensor.is_contiguous() and not tensor.is_neg() else plain(tensor) for tensor in tensors]
+
+    def buffers(self, carried: Sequence[Tensor]) -> list[Memory]:
+        """Return the frame."""
+        return [self.head, *[array.from_address(tensor.data_ptr()) for array, tensor in zip(self.arrays, carried, strict=True)]]
+
+
 class _Sent:
     """A message in the queue of its way."""
 
-    __slots__ = ("channel", "link", "message", "ready", "sent", "sequence", "tensors", "text")
+    __slots__ = ("announced", "channel", "link", "ready", "sent", "sequence", "tensors")
     traffic = Traffic.MESSAGE
     deadline = 0
     unit = 1
 
-    def __init__(self, channel: Outgoing, description: Description, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, channel: Outgoing, announced: _Announced, carried: Sequence[Tensor]) -> None:
         self.channel = channel
         self.link = channel.link
-        self.message = description.message
-        self.text = description.packet
-        self.tensors = tensors
-        self.ready = sum([tensor.nbytes for tensor in tensors])
+        self.announced = announced
+        self.tensors = [tensor.detach() for tensor in carried]
+        self.ready = announced.sent_bytes
         self.sent = 0
         self.sequence = -1
 
     def frame(self, num_bytes: int) -> list[memoryview]:
         """See `Entry`."""
-        header = HEADER.pack(Kind.MESSAGE, len(self.text), 0, 0, num_bytes) + self.text
-        return [memoryview(header), *[memory_of(tensor) for tensor in self.tensors if tensor.nbytes]]
+        return [memoryview(buffer).cast("B") for buffer in self.announced.buffers(self.tensors)]
 
     def left(self, num_bytes: int) -> None:
         """See `Entry`."""
@@ -178,8 +202,8 @@ class Outgoing:
         self.error: ChannelError | None = None
         """See `OutgoingChannel`."""
         self._sender = sender
-        self._prepared = Prepared(Description)
-        self._left: list[Description] = []
+        self._prepared = Prepared(_Announced)
+        self._left: list[_Announced] = []
         """The last is the next."""
         self._condition = threading.Condition()
         self._unsent: deque[_Sent] = deque()
@@ -192,15 +216,18 @@ class Outgoing:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         """See `OutgoingChannel`."""
-        description = self._left.pop()
-        check_tensors(description.expected, tensors)
-        if self.link.ended is not None:
+        announced, link = self._left.pop(), self.link
+        carried = announced.carried(tensors)
+        if link.ended is not None:
             raise ChannelError(CLOSED_BY_PEER)
-        entry = _Sent(self, description, [plain(tensor) for tensor in tensors])
-        self._unsent.append(entry)
-        self._sender.submit(entry, entry.ready)
+        self._sender.send(link, announced.buffers(carried), announced.frame_bytes, lambda: self._queued(announced, carried))
         if self.error is not None:
             raise self.error
+
+    def _queued(self, announced: _Announced, carried: Sequence[Tensor]) -> _Sent:
+        entry = _Sent(self, announced, carried)
+        self._unsent.append(entry)
+        return entry
 
     def left(self) -> None:
         """See that the first unsent message has left; they leave in order."""
@@ -226,7 +253,7 @@ class Outgoing:
             wait_until_empty(self._condition, self._unsent, given_up=given_up, timeout_s=timeout_s)
             self._flushing = False
             unsent = list(self._unsent)
-            return unsent[0].message if unsent else None
+            return unsent[0].announced.message if unsent else None
 
     def wake(self) -> None:
         """See `OutgoingChannel`."""

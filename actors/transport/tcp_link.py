@@ -9,6 +9,7 @@ bytes that came, so that whoever holds `lock` can go on where another thread sto
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import struct
 import threading
@@ -23,6 +24,8 @@ from raypipe.actors.transport.channel import CLOSED_BY_PEER
 
 HEADER = struct.Struct("<BxHxxxxQQQ")
 Reading = Generator[memoryview, int, None]
+Memory = bytes | ctypes.Array[ctypes.c_ubyte]
+"""What the kernel can send from."""
 _STAGING_BYTES = 4096
 """What comes in pieces smaller than this is read together."""
 _MOST_BYTES = 1 << 20

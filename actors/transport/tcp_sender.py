@@ -6,12 +6,15 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from select import POLLIN, POLLOUT, poll
+from socket import MSG_DONTWAIT
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER
-from raypipe.actors.transport.tcp_way import Departure, Entry, Frame, Way
+from raypipe.actors.transport.tcp_link import Link, Memory
+from raypipe.actors.transport.tcp_way import MOST_BUFFERS, Departure, Entry, Frame, Way
+from raypipe.communication.policy import Traffic
 
 _STALLED_S = 0.25
 """A peer whose kernel takes nothing for so long does not hold its way."""
@@ -37,6 +40,38 @@ class Sender:
         way = self._way_of[entry.link]
         way.arrived.append((entry, ready))
         self._advance(way, bulk=False)
+
+    def send(self, link: Link, buffers: Sequence[Memory], num_bytes: int, make: Callable[[], Entry]) -> None:
+        """Send a message's frame: here and now if its way is idle, as the entry that `make` returns if not, or what is left of it."""
+        way = self._way_of[link]
+        if len(buffers) <= MOST_BUFFERS and not way.arrived and way.lock.acquire(blocking=False):
+            try:
+                if way.is_idle(link) and self._send_now(way, link, buffers, num_bytes, make):
+                    return
+            finally:
+                way.lock.release()
+                if way.arrived:
+                    self._advance(way, bulk=False)
+        entry = make()
+        self.submit(entry, entry.ready)
+
+    def _send_now(self, way: Way, link: Link, buffers: Sequence[Memory], num_bytes: int, make: Callable[[], Entry]) -> bool:
+        start_s = time.perf_counter()
+        try:
+            count = link.end.sendmsg(buffers, (), MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            way.lose(link, CLOSED_BY_PEER)
+            return False
+        if count == num_bytes:
+            self.departures.append(Departure(link.peer, num_bytes, start_s, time.perf_counter(), Traffic.MESSAGE))
+            return True
+        entry = make()
+        entry.sequence, entry.sent = 0, entry.ready
+        way.active = Frame(entry, entry.ready, start_s=start_s, written=count)
+        self._wake()
+        return True
 
     def close(self) -> None:
         """End the thread, after the connections were shut down."""

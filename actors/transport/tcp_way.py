@@ -19,7 +19,7 @@ USUAL_BYTES_PER_S = 125e6
 _NOTSENT_LOWAT = 25
 """<linux/tcp.h>: a socket is writable while fewer bytes are unsent; Python has no name for it."""
 _BUFFER_BYTES = (64 << 10, 4 << 20)
-_MOST_BUFFERS = 512
+MOST_BUFFERS = 512
 """Of one system call; the kernel takes 1024."""
 _WEIGHT = 0.3
 """Of the newest measurement in the estimated rate."""
@@ -93,30 +93,34 @@ class Frame:
 
     __slots__ = ("buffers", "entry", "num_bytes", "start_s")
 
-    def __init__(self, entry: Entry, num_bytes: int) -> None:
+    def __init__(self, entry: Entry, num_bytes: int, *, start_s: float | None = None, written: int = 0) -> None:
         self.entry = entry
         self.num_bytes = num_bytes
-        self.start_s = time.perf_counter()
+        self.start_s = time.perf_counter() if start_s is None else start_s
         self.buffers = entry.frame(num_bytes)
+        self.drop(written)
 
     def write(self) -> int:
         """Hand the kernel what it takes; return how many bytes it took. No buffers are left if that is all."""
         written = 0
         while self.buffers:
-            offered = self.buffers[:_MOST_BUFFERS]
+            offered = self.buffers[:MOST_BUFFERS]
             try:
                 count = self.entry.link.end.sendmsg(offered, (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
             written += count
-            if count == sum(map(len, offered)):
-                del self.buffers[: len(offered)]
-                continue
-            while count >= len(self.buffers[0]):
-                count -= len(self.buffers.pop(0))
-            self.buffers[0] = self.buffers[0][count:]
-            break
+            self.drop(count)
+            if count < sum(map(len, offered)):
+                break
         return written
+
+    def drop(self, num_bytes: int) -> None:
+        """Forget the first bytes, which are in the kernel."""
+        while self.buffers and num_bytes >= len(self.buffers[0]):
+            num_bytes -= len(self.buffers.pop(0))
+        if num_bytes:
+            self.buffers[0] = self.buffers[0][num_bytes:]
 
 
 class Way:
@@ -167,6 +171,10 @@ class Way:
                     entry.sequence = self._num_entries
                     self._num_entries += 1
                 self.queue.append(entry)
+
+    def is_idle(self, link: Link) -> bool:
+        """Return whether what goes to a peer can leave before anything else."""
+        return self.active is None and not self.queue and not self.arrived and link not in self.aside and link.broken is None
 
     def next_frame(self, *, bulk: bool) -> Frame | None:
         """Return the next chunk, as the policy says; `None` if there is none, or it is not a message and not `bulk`."""
