@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain, islice, zip_longest
 
 from raypipe.planning import branches, chunks, layer_order
+from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.branch_groups import likeness
 from raypipe.planning.branch_placement import Layers
 from raypipe.planning.device_order import canonical
@@ -43,6 +44,7 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
     if schedule in {AUTO, branch_aware.NAME}:
         found = found.joined(search.on_branches(found.workers))
     best_sorted = found.best
+    best_sorted = with_forwards_ahead(search.exact, best_sorted, most_steps=budget.num_simulations // 30)
     best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
     for evaluation in proposals(evaluator, schedule):
         best = better(best, evaluation)
