@@ -1,7 +1,7 @@
 """The event loop: when each item of compiled programs starts and ends. Time: O(items log devices).
 
-Messages occupy their links for bytes / bandwidth, first come, first served, and arrive one latency later. Where sums take time on links,
-messages and sums are flows (`flows`). Devices that share cores progress at an equal rate, cores / computing devices but at most 1
+Messages occupy their links for bytes / bandwidth, first come, first served, and arrive one latency later. While a sum takes time on
+links, messages and sums are flows (`flows`). Devices that share cores progress at an equal rate, cores / computing devices but at most 1
 (processor sharing).
 """
 
@@ -71,7 +71,7 @@ class EventLoop:
         # Time, number that keeps simultaneous events in the order of their causes, program, epoch of its cores.
         self.heap: list[tuple[float, int, int, int]] = []
         self.sequence = 0
-        self.network = OrderTransfers.of(order, cost, self._push_flow)
+        self.network = OrderTransfers.of(order, cost, self._push_flow, self.free_s)
 
     def _push(self, time_s: float, program: int, epoch: int = 0) -> None:
         self.sequence += 1
@@ -171,7 +171,7 @@ class EventLoop:
 
     def _send(self, number: int, now_s: float) -> None:
         transfer = self.transfers[self.order.transfer_of[number]]
-        if self.network is not None and transfer.resources and transfer.num_bytes:
+        if self.network is not None and self.network.take_messages and transfer.resources and transfer.num_bytes:
             self.network.send(number, now_s, self._arrived)
             return
         start_s = now_s

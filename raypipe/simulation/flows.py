@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from raypipe.artifacts.topology import Path
 from raypipe.communication.policy import Communication, Traffic, Transfer, chunk_bytes, next_chunk
+
+_TO_BEGIN = -1
+"""Stands for an epoch where a flow joins its way's queue."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,6 +61,8 @@ class Network:
         self._passing: dict[str, dict[Flow, None]] = {}
         """The flows that pass each resource now."""
         self._sequence = itertools.count()
+        self.num_under_way = 0
+        """Flows that have not ended."""
 
     def submit(
         self,
@@ -69,26 +74,37 @@ class Network:
         traffic: Traffic,
         deadline: int,
         on_end: Callable[[float, float], None],
+        not_before_s: float = 0.0,
     ) -> None:
         """Send bytes over a path of limited bandwidth; `on_end` gets the times at which the first and the last byte left."""
         transfer = Transfer(traffic, deadline, next(self._sequence), math.ceil(num_bytes))
         flow = Flow(way, path, transfer, on_end, len(self._flows), left=num_bytes)
         self._flows.append(flow)
+        self.num_under_way += 1
+        if not_before_s > now_s:
+            self._push(not_before_s, flow.number, _TO_BEGIN)
+        else:
+            self._queue(flow, now_s)
+
+    def _queue(self, flow: Flow, now_s: float) -> None:
         if not self.communication.scheduled:
             self._begin(flow, now_s)
             return
-        of_way = self._ways.get(way)
+        of_way = self._ways.get(flow.way)
         if of_way is None:
-            of_way = self._ways[way] = _Way()
+            of_way = self._ways[flow.way] = _Way()
         of_way.queue.append(flow)
         if of_way.current is None:
             self._next(of_way, now_s)
-        elif of_way.current.transfer.traffic is not Traffic.MESSAGE and transfer < of_way.current.transfer:
+        elif of_way.current.transfer.traffic is not Traffic.MESSAGE and flow.transfer < of_way.current.transfer:
             self._interrupt(of_way.current, now_s)
 
     def fire(self, number: int, epoch: int, now_s: float) -> None:
         """Let a flow leave its links: it has ended, or its chunk has."""
         flow = self._flows[number]
+        if epoch == _TO_BEGIN:
+            self._queue(flow, now_s)
+            return
         if flow.epoch != epoch:
             return
         flow.left = flow.stop
@@ -103,6 +119,7 @@ class Network:
                 of_way.queue.append(flow)
             self._next(of_way, now_s)
         if not flow.left:
+            self.num_under_way -= 1
             assert flow.begun_s is not None, "it has passed"
             flow.on_end(flow.begun_s, now_s)
 
@@ -142,8 +159,26 @@ class Network:
         flow.epoch += 1
         self._push(flow.since_s + (flow.left - flow.stop) / flow.rate, flow.number, flow.epoch)
 
-    def _share(self, resources: Iterable[tuple[str, float]], now_s: float) -> None:
+    def _alone(self, resources: Sequence[tuple[str, float]]) -> bool:
+        """Return whether the flows on these resources share none with another."""
+        passing = self._passing
+        for resource, _ in resources:
+            flows = passing[resource]
+            if len(flows) > 1:
+                return False
+            for flow in flows:
+                for other, _ in flow.path.resources:
+                    if len(passing[other]) > 1:
+                        return False
+        return True
+
+    def _share(self, resources: Sequence[tuple[str, float]], now_s: float) -> None:
         """Give new rates to the flows that share these resources, or share others with such flows."""
+        if self._alone(resources):
+            for resource, _ in resources:
+                for flow in self._passing[resource]:
+                    self._set_rate(flow, flow.path.bandwidth_bytes_per_s, now_s)
+            return
         flows: dict[Flow, None] = {}
         limits: dict[str, float] = {}
         reached = list(resources)
@@ -157,18 +192,19 @@ class Network:
                     flows[flow] = None
                     reached += flow.path.resources
         for flow, rate in _max_min(flows, limits).items():
-            if rate != flow.rate:
-                self._advance(flow, now_s)
-                flow.rate = rate
-                self._schedule(flow)
+            self._set_rate(flow, rate, now_s)
+
+    def _set_rate(self, flow: Flow, rate: float, now_s: float) -> None:
+        if rate != flow.rate:
+            self._advance(flow, now_s)
+            flow.rate = rate
+            self._schedule(flow)
 
 
 def _max_min(flows: Iterable[Flow], limits: dict[str, float]) -> dict[Flow, float]:
     """Return the rates at which no flow can be faster but at the cost of one that is no faster."""
     rates: dict[Flow, float] = {}
     left = dict.fromkeys(flows)
-    if len(left) == 1:
-        return {flow: flow.path.bandwidth_bytes_per_s for flow in left}
     free = dict(limits)
     while left:
         counts: dict[str, int] = {}

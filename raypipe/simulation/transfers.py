@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -37,12 +37,15 @@ class _Sum:
 class OrderTransfers:
     """The messages and sums of one simulation as flows of a network."""
 
-    def __init__(self, order: CompiledOrder, cost: Cost, sums: dict[int, _Sum], push: Callable[[float, int, int], None]) -> None:
+    def __init__(
+        self, order: CompiledOrder, cost: Cost, sums: dict[int, _Sum], push: Callable[[float, int, int], None], free_s: Mapping[str, float]
+    ) -> None:
         self.order = order
         self.cost = cost
         self._sums = sums
         self._network = Network(cost.communication, push)
         self.fire = self._network.fire
+        self._free_s = free_s
         pairs = {(source, target) for source, target, _ in order.transfers}
         pairs |= {(source, target) for total in sums.values() for source, target, _ in total.hops}
         names: dict[int, dict[int, list[str]]] = {}
@@ -51,8 +54,11 @@ class OrderTransfers:
         self._ways = {source: ways(of_peers) for source, of_peers in names.items()}
 
     @classmethod
-    def of(cls, order: CompiledOrder, cost: Cost, push: Callable[[float, int, int], None]) -> Self | None:
-        """Return the transfers of an order, or `None` if no sum takes time on a link, so that messages alone pass."""
+    def of(cls, order: CompiledOrder, cost: Cost, push: Callable[[float, int, int], None], free_s: Mapping[str, float]) -> Self | None:
+        """Return the transfers of an order, or `None` if no sum takes time on a link, so that messages alone pass.
+
+        `free_s` says when messages that left while no flow was under way leave each link.
+        """
         sums: dict[int, _Sum] = {}
         device_of = [program.device for program in order.programs]
         for number, collective in enumerate(order.collectives):
@@ -67,7 +73,12 @@ class OrderTransfers:
         for (program, number), position in order.deadlines.items() if sums else ():
             if number in sums:
                 sums[number].deadlines[device_of[program]] = position
-        return cls(order, cost, sums, push) if sums else None
+        return cls(order, cost, sums, push, free_s) if sums else None
+
+    @property
+    def take_messages(self) -> bool:
+        """Whether a message that leaves now may share a link with a flow; in turns, none does while no flow is under way."""
+        return self._network.num_under_way > 0 or not self.cost.communication.scheduled
 
     def send(self, number: int, now_s: float, on_arrival: OnArrival) -> None:
         """Send a message."""
@@ -112,6 +123,7 @@ class OrderTransfers:
             traffic=Traffic.SUM,
             deadline=total.deadlines.get(source, 0),
             on_end=partial(self._passed, number, total, on_end),
+            not_before_s=max((self._free_s.get(resource, 0.0) for resource, _ in path.resources), default=0.0),
         )
 
     def _passed(self, number: int, total: _Sum, on_end: OnEnd, _: float, now_s: float) -> None:
