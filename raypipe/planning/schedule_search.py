@@ -26,6 +26,7 @@ from raypipe.schedules.families import branch_aware
 ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
 _MARGIN = 1.02
 _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many ways.
+_LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
 _SLACK = 1.25  # Most times that schedules with a split backward are faster than estimated.
 
 
@@ -43,8 +44,9 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
         found = found.joined(search.of_list(on_other, layers))
     if schedule in {AUTO, branch_aware.NAME}:
         found = found.joined(search.on_branches(found.workers))
-    best_sorted = found.best
-    best_sorted = with_forwards_ahead(search.exact, best_sorted, most_steps=budget.num_simulations // 30)
+    most_steps = max(budget.num_simulations // 30, _LEAST_STEPS)
+    ahead = partial(with_forwards_ahead, search.exact, most_steps=most_steps)
+    best_sorted = _Found(ahead(found.certain), ahead(found.others)).best
     best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
     for evaluation in proposals(evaluator, schedule):
         best = better(best, evaluation)

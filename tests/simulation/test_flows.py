@@ -140,7 +140,7 @@ def test_there_are_as_many_events_however_small_the_chunks() -> None:
     ),
     st.booleans(),
 )
-def test_every_byte_passes_and_no_link_carries_more_than_it_can(flows: list[tuple[set[str], int, int]], scheduled: bool) -> None:  # noqa: FBT001
+def test_every_byte_passes_and_no_link_carries_more_than_it_can(flows: list[tuple[set[str], int, int]], scheduled: bool) -> None:
     clock = Clock(Communication(scheduled=scheduled, chunk_s=0.3))
     for number, (links, megabytes, start_s) in enumerate(sorted(flows, key=lambda flow: flow[2])):
         clock.submit(str(number), megabytes * LINK, float(start_s), links=sorted(links), way=number % 3, deadline=number % 2)
