@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def cluster(num_devices: int, *, hop: int, latency_s: float, memory_bytes: int |
     return ClusterTopology(name="hop", nodes=nodes, links=(slow,), default_link=link)
 
 
-def problem(topology: ClusterTopology, num_microbatches: int, **limits: int) -> Problem:
+def problem(topology: ClusterTopology, num_microbatches: int, **limits: Any) -> Problem:
     profile = ModelProfile.uniform(
         topology.num_devices, forward_s=F_S, backward_s=2 * F_S, output_bytes=1000, saved_bytes=1_000_000, parameter_bytes=1000
     )
