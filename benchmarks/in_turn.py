@@ -58,9 +58,9 @@ class _InTurn:
         self.turn.acquire()
         return tensors
 
-    def start(self, collective: Collective, tensor: Tensor) -> Pending:
+    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
         """See `Transport`."""
-        return _PendingInTurn(self.transport.start(collective, tensor), self.turn)
+        return _PendingInTurn(self.transport.start(collective, tensor, deadline=deadline), self.turn)
 
     def check(self) -> None:
         """See `Transport`."""

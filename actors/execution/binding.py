@@ -108,6 +108,7 @@ class _Binding:
 
     def _steps(self) -> Iterator[Step]:
         items = self.program.items
+        deadlines = {item.collective: position for position, item in enumerate(items) if isinstance(item, Await)}
         for position, item in enumerate(items):
             match item:
                 case Compute():
@@ -119,7 +120,7 @@ class _Binding:
                     rows = row_range(item.message.rows, self.num_rows)
                     yield ReceiveStep(position, doing, item.message, item.device, _arrived(_key(item.message)), rows, num_bytes)
                 case Start():
-                    yield StartStep(item.collective)
+                    yield StartStep(item.collective, deadlines.get(item.collective, len(items)))
                 case Await():
                     members = ", ".join(map(str, item.collective.devices))
                     yield AwaitStep(position, f"waiting for {item} with devices {members}", item.collective)

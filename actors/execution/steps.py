@@ -135,9 +135,10 @@ class ReceiveStep:
 
 @dataclass(frozen=True, slots=True)
 class StartStep:
-    """The beginning of a collective."""
+    """The beginning of a collective; `deadline` is the position of the item that waits for it."""
 
     collective: Collective
+    deadline: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class Updates:
 
     def start(self, step: StartStep) -> None:
         """Start a collective with this device's share."""
-        self.pending[step.collective] = self._transport.start(step.collective, self._share(step.collective))
+        self.pending[step.collective] = self._transport.start(step.collective, self._share(step.collective), deadline=step.deadline)
 
     def finish(self, step: AwaitStep) -> int:
         """Wait for a collective and put its sum where it is needed; return its bytes."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypipe.actors.transport.protocol import Expected, TensorSpec
 from raypipe.errors import TransportError
+from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
 
 CLOSED_BY_PEER = "connection closed by peer: its process ended, or gave up after an error of its own"
@@ -120,5 +121,5 @@ class SumUnderWay(Protocol):
 class SumGroup(Protocol):
     """The members of sums."""
 
-    def sum(self, tensor: Tensor) -> SumUnderWay:
-        """Begin to sum a tensor over the members, in place."""
+    def sum(self, tensor: Tensor, collective: Collective, deadline: int) -> SumUnderWay:
+        """Begin to sum a tensor over the members, in place; `deadline` as in `Transport.start`."""

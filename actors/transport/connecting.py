@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from raypipe.actors.transport import cuda_ipc, gloo, gloo_channel, nccl, shm, shm_channel
 from raypipe.actors.transport.channel import ChannelError, IncomingChannel, OutgoingChannel, SumGroup
 from raypipe.actors.transport.rendezvous import Rendezvous
+from raypipe.actors.transport.tcp_hub import TcpHub
 from raypipe.errors import TransportError
 
 
@@ -26,9 +27,13 @@ class Endpoints:
     incoming: dict[int, IncomingChannel] = field(default_factory=dict)
     groups: dict[tuple[int, ...], SumGroup] = field(default_factory=dict)
     communicators: list[tuple[nccl.Communicator, str]] = field(default_factory=list)
+    tcp: TcpHub | None = None
 
     def close(self) -> None:
         """Close all channels, after their connections were shut down."""
+        hub, self.tcp = self.tcp, None
+        if hub is not None:
+            hub.close()
         for outgoing in self.outgoing.values():
             outgoing.close()
         for incoming in self.incoming.values():
@@ -53,12 +58,18 @@ class Connector:
         receives_ahead: int,
         library: cuda_ipc.SharingLibrary | None,
         host_ip: str | None,
+        over_tcp: bool,
+        chunk_s: float,
+        ways: Mapping[int, Hashable],
     ) -> None:
         self._endpoints = endpoints
         self._timeout_s = timeout_s
         self._receives_ahead = receives_ahead
         self._library = library
         self._host_ip = host_ip
+        self._over_tcp = over_tcp and library is None
+        self._chunk_s = chunk_s
+        self._ways = ways
         # Members wait for each other set by set. All go through them in this one order, so the first unfinished set is one
         # that all its members have come to.
         sets: set[tuple[_Kind, tuple[int, ...]]] = {(_Kind.MEMORY if channel in shared else _Kind.CHANNEL, channel) for channel in channels}
@@ -67,7 +78,7 @@ class Connector:
 
     def choose_interface(self, device: int) -> None:
         """Let gloo use the interface of this host, if the device needs gloo."""
-        needs_gloo = any(kind is not _Kind.MEMORY and device in members for kind, members in self._sets)
+        needs_gloo = not self._over_tcp and any(kind is not _Kind.MEMORY and device in members for kind, members in self._sets)
         if self._host_ip is not None and self._library is None and needs_gloo:
             gloo.choose_interface(self._host_ip)
 
@@ -76,11 +87,15 @@ class Connector:
         # All first wait for all, so that everyone names the one that is missing, and not someone who waits for it.
         rendezvous.publish("here")
         rendezvous.wait_for("here", sorted({member for _, members in self._sets for member in members}))
+        if self._over_tcp:
+            self._connect_over_tcp(rendezvous)
         for kind, members in self._sets:
             if rendezvous.device not in members:
                 continue
             if kind is _Kind.MEMORY:
                 self._share_memory(rendezvous, *members)
+            elif self._over_tcp:
+                pass  # all at once, above
             elif self._library is not None:
                 self._connect_gpus(self._library, rendezvous, kind, members)
             else:
@@ -100,6 +115,22 @@ class Connector:
                 else cuda_ipc.Incoming(library, packets, timeout_s=self._timeout_s)
             )
         rendezvous.aborting.add([packets])
+
+    def _connect_over_tcp(self, rendezvous: Rendezvous) -> None:
+        device, endpoints = rendezvous.device, self._endpoints
+        mine = [(kind, members) for kind, members in self._sets if device in members and kind is not _Kind.MEMORY]
+        # Of a sum, a member is connected with those next to it in the ring.
+        peers = {members[(members.index(device) + step) % len(members)] for _, members in mine for step in (-1, 1)}
+        if not peers:
+            return
+        hub = endpoints.tcp = TcpHub(rendezvous, peers, timeout_s=self._timeout_s, chunk_s=self._chunk_s, ways=self._ways)
+        for kind, members in mine:
+            if kind is _Kind.GROUP:
+                endpoints.groups[members] = hub.group()
+            elif device == members[0]:
+                endpoints.outgoing[members[1]] = hub.outgoing(members[1])
+            else:
+                endpoints.incoming[members[0]] = hub.incoming(members[0])
 
     def _connect_over_gloo(self, rendezvous: Rendezvous, kind: _Kind, members: tuple[int, ...]) -> None:
         if kind is _Kind.GROUP:

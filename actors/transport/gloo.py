@@ -29,6 +29,7 @@ from raypipe.actors.transport.protocol import summing_dtype
 from raypipe.actors.transport.rendezvous import Rendezvous, limit
 from raypipe.actors.transport.sockets import Connection, connections, interface_of
 from raypipe.errors import TransportError
+from raypipe.schedules.collectives import Collective
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _LOOK_EVERY_S = 0.3
@@ -73,8 +74,8 @@ class GlooSumGroup:
         self.group = group
         self.connections = connections
 
-    def sum(self, tensor: Tensor) -> Sum:
-        """Begin to sum a tensor over the members, in place."""
+    def sum(self, tensor: Tensor, _collective: Collective, _deadline: int) -> Sum:
+        """See `SumGroup`; gloo pairs sums by order."""
         return Sum(self.group, self.connections, tensor)
 
 

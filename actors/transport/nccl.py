@@ -25,6 +25,7 @@ from torch import Tensor
 from raypipe.actors.transport.channel import ChannelError, check_tensors
 from raypipe.actors.transport.protocol import Expected, summing_dtype
 from raypipe.actors.transport.rendezvous import Rendezvous
+from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
 
 T = TypeVar("T")
@@ -259,8 +260,8 @@ class NcclSumGroup:
         self.communicator = communicator
         self.stream = communicator.stream
 
-    def sum(self, tensor: Tensor) -> Sum:
-        """Begin to sum a tensor over the members, in place."""
+    def sum(self, tensor: Tensor, _collective: Collective, _deadline: int) -> Sum:
+        """See `SumGroup`; NCCL pairs sums by order."""
         return Sum(self, tensor)
 
 

@@ -6,7 +6,7 @@ CPU devices pass messages through shared memory or over gloo, and sum over gloo;
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -18,6 +18,7 @@ from raypipe.actors.transport.channel import ChannelError, SumUnderWay
 from raypipe.actors.transport.connecting import Connector, Endpoints
 from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending
 from raypipe.actors.transport.rendezvous import AbortGroup, Rendezvous
+from raypipe.communication.policy import CHUNK_S
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
@@ -41,6 +42,9 @@ class ProcessTransport:
         host_ip: Address of this node at the interface for gloo, set as GLOO_SOCKET_IFNAME; without it gloo looks up the host name.
         receives_ahead: Messages of a gloo channel whose receives are posted ahead.
         library: CUDA and NCCL, which carry sums and the channels that are not in `shared`; `None` for CPU devices.
+        over_tcp: Whether connections of raypipe's own carry sums, and the channels that are not in `shared`, in place of gloo.
+        chunk_s: Seconds of a chunk over TCP.
+        ways: For each peer the bottleneck on the way to it: over TCP, what leaves by the same way takes turns. Each has its own by default.
     """
 
     def __init__(
@@ -58,6 +62,9 @@ class ProcessTransport:
         host_ip: str | None = None,
         receives_ahead: int = 4,
         library: cuda_ipc.SharingLibrary | None = None,
+        over_tcp: bool = False,
+        chunk_s: float = CHUNK_S,
+        ways: Mapping[int, Hashable] | None = None,
     ) -> None:
         self.device = device
         self.names = tuple(names)
@@ -75,6 +82,9 @@ class ProcessTransport:
             receives_ahead=receives_ahead,
             library=library,
             host_ip=host_ip,
+            over_tcp=over_tcp,
+            chunk_s=chunk_s,
+            ways=ways or {},
         )
         self.prefix = prefix
         self._store_address = store
@@ -153,12 +163,12 @@ class ProcessTransport:
         except ChannelError as error:
             raise self._failure(error, message, peer) from error
 
-    def start(self, collective: Collective, tensor: Tensor) -> Pending:
+    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
         """See `Transport`."""
         if self._unusable is not None:
             self._refuse(collective)
         try:
-            total = self._endpoints.groups[collective.devices].sum(tensor)
+            total = self._endpoints.groups[collective.devices].sum(tensor, collective, deadline)
         except ChannelError as error:
             raise self._failure(error, collective) from error
         return _Pending(self, collective, total)

@@ -73,8 +73,11 @@ class Transport(Protocol):
             AbortedError: `abort` was called.
         """
 
-    def start(self, collective: Collective, tensor: Tensor) -> Pending:
-        """Begin to sum `tensor`, in place, over the members of a collective, and return at once."""
+    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
+        """Begin to sum `tensor`, in place, over the members of a collective, and return at once.
+
+        Of sums that share a way, the one with the earlier `deadline` goes first: the position in the program of the item that awaits it.
+        """
 
     def check(self) -> None:
         """Poll for asynchronous errors (NCCL's) that no blocked call has reported. Called from another thread.

@@ -86,7 +86,7 @@ class Rendezvous:
         self.device = device
         self.names = names
         self.aborting = aborting
-        self._address = address
+        self.address = address
         self._prefix = prefix
         self._timeout_s = timeout_s
         self._deadline_s = time.monotonic() + timeout_s
@@ -110,7 +110,7 @@ class Rendezvous:
         self.aborting.remove(self._to_store)
 
     def _reach_store(self) -> TCPStore:
-        host, port = self._address
+        host, port = self.address
         # The store's own attempts to connect write stack traces to stderr and cannot be ended: first see that it answers.
         while True:
             self.aborting.check()

@@ -107,8 +107,11 @@ class _Search:
         one_each = (tuple((device,) for group in top.workers for device in group) for top in tops)
         workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
         others = self._of_one_stage(search) if schedule == AUTO else None
+        best_of: dict[str, Evaluation | None] = {}
         for layout in self._of_several(several, overlapping, workers, tops):
-            others = better(others, self._climbed(layout))
+            best_of[layout.order] = better(best_of.get(layout.order), self._climbed(layout))
+        for evaluation in best_of.values():
+            others = better(others, with_forwards_ahead(evaluator, evaluation, most_steps=_LEAST_STEPS))
         # Single stages stand for a schedule that is asked for by name only as a way to its workers.
         return _Found(self._whole(best) if schedule == AUTO else None, self._whole(others), tuple(workers))
 
