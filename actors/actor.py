@@ -260,6 +260,8 @@ class StageActor:
             timeout_s=order.message_timeout_s,
             host_ip=host_ip,
             library=self._library() if order.channels or order.groups else None,
+            over_tcp=order.over_tcp,
+            ways=order.ways(self.identity.device),
         )
         built = stages.order
         self._executor = Executor(

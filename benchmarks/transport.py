@@ -28,6 +28,7 @@ from raypipe.actors.transport.rendezvous import host_store
 from raypipe.schedules.lower import Direction, Message
 
 TIMEOUT_S = 60.0
+TRANSPORTS = ("shm", "gloo", "tcp")
 NUM_READY = 4
 """Messages that wait for their receiver: as many as gloo takes before they are asked for."""
 
@@ -76,8 +77,9 @@ def connected(device: int, port: int) -> dict[str, ProcessTransport]:
             store=("127.0.0.1", port),
             prefix=name,
             timeout_s=TIMEOUT_S,
+            over_tcp=name == "tcp",
         )
-        for name in ("shm", "gloo")
+        for name in TRANSPORTS
     }
     for end in ends.values():
         end.connect()

@@ -181,6 +181,9 @@ class Transport(StrEnum):
     """Shared memory; refused if devices of different nodes exchange messages."""
     GLOO = "gloo"
     """Gloo, over TCP, also within a node."""
+    TCP = "tcp"
+    """Connections of raypipe's own, on which messages go before sums, and sums in chunks, the one that is due first before the others.
+    Within a node messages go through shared memory."""
     NCCL = "nccl"
     """NCCL between all GPUs, even between processes that share one; refused for CPU devices."""
 
@@ -200,7 +203,8 @@ class ScalingConfig:
         topology: `raypipe.topology/1` file for predictions, whose first devices stand for those of the run in order; with
             `schedule.name: auto` they are the devices of the run. Left out for the cores of the nodes and assumed links.
         layers_per_stage: Number of layers of each stage; left out for the best cut by measured layer times.
-        transport: Transport of messages between stages; sums over several devices use gloo, between GPUs NCCL.
+        transport: Transport of messages between stages. Sums over several devices use gloo, or raypipe's own connections with `tcp`;
+            between GPUs NCCL.
         calibration: `raypipe.calibration/1` file for predictions; left out for the file of `raypipe calibrate` on this machine.
         shard_optimizer: Whether only one of the copies of a stage in several pipelines keeps optimizer state and sends updated weights
             to the others (ZeRO stage 1). Otherwise all copies update. A run says if its schedule has each stage in one pipeline only,

@@ -8,6 +8,7 @@ from raypipe.actors.actor_info import ActorInfo
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import Transport
 from raypipe.errors import ConfigError, RunError
+from raypipe.units import counted
 
 
 def on_gpus(infos: Sequence[ActorInfo]) -> bool:
@@ -61,7 +62,7 @@ def shared_channels(
         within = (ends for ends in channels if len({(infos[device].node_id, infos[device].gpus) for device in ends}) == 1)
         return frozenset() if transport is Transport.NCCL else frozenset(within)
     if transport is Transport.NCCL:
-        raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm or gloo, or set scaling.use_gpu")
+        raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm, gloo or tcp, or set scaling.use_gpu")
     if transport is Transport.GLOO:
         return frozenset()
     shared: set[tuple[int, int]] = set()
@@ -76,8 +77,11 @@ def shared_channels(
     return frozenset(shared)
 
 
-def channel_text(infos: Sequence[ActorInfo], *, num_channels: int, num_shared: int) -> str:
+def channel_text(infos: Sequence[ActorInfo], *, num_channels: int, num_shared: int, transport: Transport) -> str:
     """Return how many channels use which transport, in words."""
-    shared, other = ("within a GPU", f"over NCCL {infos[0].nccl}") if on_gpus(infos) else ("through shared memory", "over gloo")
+    if on_gpus(infos):
+        shared, other = "within a GPU", f"over NCCL {infos[0].nccl}"
+    else:
+        shared, other = "through shared memory", "over tcp" if transport is Transport.TCP else "over gloo"
     counts = {shared: num_shared, other: num_channels - num_shared}
-    return ", ".join(f"{count} channels {kind}" for kind, count in counts.items() if count)
+    return ", ".join(f"{counted(count, 'channel')} {kind}" for kind, count in counts.items() if count)

@@ -18,7 +18,7 @@ from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.stage_actors import StageActors
 from raypipe.cluster.window import WindowResult
-from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig
+from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
 from raypipe.schedules.collectives import Start
 from raypipe.schedules.lower import DeviceProgram, Recv
 
@@ -113,13 +113,15 @@ class Coordinator:
         items = [(one.device, item) for of_devices in self._programs.values() for one in of_devices for item in one.items]
         channels, infos = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)})), self.actors.infos
         shared = shared_channels(channels, infos=infos, names=self.device_names, transport=self.transport)
-        self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared))
+        self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), transport=self.transport)
         host, timeout_s = infos[0].ip, self.cluster.start_timeout_s
         port = self.actors.open_store(host, timeout_s=timeout_s)
         return ConnectOrder(
             names=self.device_names,
             channels=channels,
             shared=shared,
+            over_tcp=self.transport is Transport.TCP,
+            nodes=tuple(info.node_id for info in infos),
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             host=host,
             port=port,

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from raypipe.actors.actor_info import ActorInfo
-from raypipe.cluster.checks import check_actors, shared_channels
+from raypipe.cluster.checks import channel_text, check_actors, shared_channels
 from raypipe.cluster.slots import ClusterNode
 from raypipe.config import Transport
 from raypipe.errors import ConfigError, RunError
@@ -22,6 +22,14 @@ CHAIN = ((0, 1), (1, 0), (1, 2), (2, 1))
 def test_channels_within_a_node_share_memory() -> None:
     assert shared_channels(CHAIN, infos=INFOS, names=NAMES, transport=Transport.AUTO) == {(0, 1), (1, 0)}
     assert shared_channels(CHAIN[:2], infos=INFOS, names=NAMES, transport=Transport.SHM) == {(0, 1), (1, 0)}
+
+
+def test_connections_of_ones_own_are_between_nodes() -> None:
+    assert shared_channels(CHAIN, infos=INFOS, names=NAMES, transport=Transport.TCP) == {(0, 1), (1, 0)}
+    assert (
+        channel_text(INFOS, num_channels=3, num_shared=2, transport=Transport.TCP)
+        == "2 channels through shared memory, 1 channels over tcp"
+    )
 
 
 def test_gloo_can_be_had_for_all_channels() -> None:

@@ -107,6 +107,7 @@ def test_replicas_that_work_on_parts_of_a_whole_loss_equal_the_unsplit_model(
         pytest.param("1f1b", (THIRDS, (1.0,)), Transport.SHM, id="3-to-1-through-shared-memory"),
         pytest.param("zb-h1", ((1.0,), (2 / 3, 1 / 3), (1.0,)), Transport.GLOO, id="1-to-2-to-1-over-gloo"),
         pytest.param("gpipe", (HALVES,), Transport.SHM, id="one-stage-of-two-devices"),
+        pytest.param("1f1b", (HALVES, THIRDS), Transport.TCP, id="2-to-3-with-sums-over-tcp"),
         pytest.param("list", (HALVES, (1.0,)), Transport.SHM, id="the-list-order"),
     ],
 )
