@@ -1,6 +1,10 @@
 """Sums of gradients and messages on nodes with one port each: in turns by class and deadline, against plain ways of sending them.
 
     python benchmarks/communication.py --simulate [--cells sum-075 wire-24] [--json FILE]
+    python benchmarks/communication.py --rehearse [--cells sum-075] [--rounds 3] [--json FILE]     # as root, with iproute2
+
+`--rehearse` runs the same orders as actors of a Ray cluster whose nodes are network namespaces: the baselines over gloo, raypipe's over
+its own connections.
 
 All that leaves a node, and all that enters it, shares 200 Mbit/s. F takes 20 ms, B 40 ms; C = M (F + B); A is the time of the sum of a
 stage's gradients on its port; every device's message takes the stated time. One update of `pipedream-2bw`, far from the ends of the
@@ -17,16 +21,22 @@ window; updates of a stage wait for that stage alone.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from rounds import print_table, write_json
+from rounds import Summary, in_rounds, print_table, write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in namespaces is made by the tests' own tools
 
 from raypipe import build_schedule
 from raypipe.artifacts.plan import Plan, Replica
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
+from raypipe.artifacts.trace import Trace
 from raypipe.communication.policy import Communication
 from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
@@ -35,11 +45,12 @@ from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.problem import Problem
 from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import lower
-from raypipe.schedules.passes import late_updates
+from raypipe.schedules.passes import forwards_ahead, late_updates
 from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.plan_cost import plan_cost
 from raypipe.simulation.simulator import time_order
+from tests.multinode.cluster import Cluster, cluster
 
 PORT_BYTES_PER_S = 25e6
 FORWARD_S = 0.020
@@ -198,6 +209,43 @@ def simulated(cell: Cell) -> dict[str, Any]:
     }
 
 
+def rehearsed(cell: Cell, *, rounds: int) -> dict[str, Any]:
+    """Return the seconds of an update of each system as actors on nodes with one port each."""
+    ahead, _ = _searched(cell)
+    two_buffers = cell.schedule("pipedream-2bw")
+    runs = {
+        "a": (two_buffers, "gloo"),
+        "a'": (late_updates(two_buffers), "gloo"),
+        "b": (cell.schedule("1f1b"), "gloo"),
+        "turns": (late_updates(two_buffers), "tcp"),
+        "raypipe": (late_updates(forwards_ahead(two_buffers, ahead)), "tcp"),
+    }
+    count = cell.num_stages * cell.num_replicas // cell.devices_per_node
+    with cluster(nodes=count, cpus_per_node=cell.devices_per_node) as machines:
+        for node in range(count):
+            others = [other for other in range(count) if other != node]
+            machines.share([(node, other) for other in others], PORT_BYTES_PER_S)
+            machines.share([(other, node) for other in others], PORT_BYTES_PER_S)
+        commands = {name: _command(machines, cell, name, *each) for name, each in runs.items()}
+        found = in_rounds({name: partial(_rehearse, machines, command) for name, command in commands.items()}, num_rounds=rounds)
+    seconds = {name: Summary.of(values) for name, values in found.items()}
+    ours = seconds["raypipe"].median
+    over = {key: seconds[name].median / ours for key, name in (("over_a", "a"), ("over_b", "b"), ("over_a_late", "a'"))}
+    return {"name": cell.name, **over, "rehearsed_s": seconds, "forwards_ahead": ahead}
+
+
+def _command(machines: Cluster, cell: Cell, name: str, schedule: Schedule, transport: str) -> list[str]:
+    path = machines.folder / f"{cell.name}-{name}.json"
+    cell.plan(schedule).save(path)
+    rehearse = ["rehearse", str(path), "--transport", transport, "--json"]
+    return [sys.executable, "-m", "raypipe", *rehearse, "-o", str(path.with_suffix(".trace.json"))]
+
+
+def _rehearse(machines: Cluster, command: list[str]) -> float:
+    machines.run(command, timeout_s=180)
+    return Trace.load(command[-1]).steady_update_s or json.loads("null")
+
+
 def _searched(cell: Cell) -> tuple[list[int], float]:
     """Return the forwards ahead that the search finds, and the seconds of an update."""
     problem = Problem(
@@ -228,13 +276,29 @@ def _update_s(cell: Cell, schedule: Schedule, communication: Communication) -> f
     return time_order(CompiledOrder(lower(plan.schedule, plan.placement)), cost).steady_update_s
 
 
+def _rehearse_all(cells: list[Cell], options: argparse.Namespace) -> None:
+    results = []
+    for cell in cells:
+        results.append(result := rehearsed(cell, rounds=options.rounds))
+        row = {"cell": cell.name}
+        row |= {f"{name} ms": f"{1000 * each.median:.0f} +-{1000 * each.spread:.0f}" for name, each in result["rehearsed_s"].items()}
+        row |= {"over a, b": f"{result['over_a']:.2f}, {result['over_b']:.2f}", "over a'": f"{result['over_a_late']:.2f}"}
+        print_table(f"seconds of an update, rehearsed ({options.rounds} rounds)", [row])
+    write_json(options.json, results)
+
+
 def main() -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulate", action="store_true", help="the table from the simulator")
+    parser.add_argument("--simulate", action="store_true", help="the table from the simulator; the default")
+    parser.add_argument("--rehearse", action="store_true", help="run the orders on nodes in network namespaces")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS], default=[cell.name for cell in CELLS])
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
+    if options.rehearse:
+        _rehearse_all([cell for cell in CELLS if cell.name in options.cells], options)
+        return 0
     results = [simulated(cell) for cell in CELLS if cell.name in options.cells]
     rows = [
         {

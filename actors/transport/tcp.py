@@ -71,6 +71,10 @@ class PeerSocket:
         self.end = end
         self._lock = threading.Lock()
 
+    def limit(self, num_bytes: int) -> None:
+        """Limit what the kernel holds and has on its way: what has left the process cannot be overtaken, in no queue behind it either."""
+        self.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
+
     def shut_down(self) -> None:
         """End all waits at both ends. Called from any thread."""
         with self._lock, suppress(OSError):  # the peer was faster, or it is closed

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
@@ -16,6 +17,8 @@ from raypipe.communication.policy import Traffic, Transfer, next_chunk
 
 _FIRST_RATE = 50e6  # Bytes per second of a way of which nothing is known.
 _LEAST_BUSY_S = 0.01  # Shorter times of work tell of the kernel's memory and not of the link.
+_KERNEL_S = 0.002  # Seconds of the link's work that the kernel may hold.
+_LEAST_KERNEL_BYTES = 64 << 10
 _MOST_VIEWS = 64  # Of a call of sendmsg; the system takes 1024.
 _MOST_RECORDS = 10_000
 
@@ -62,6 +65,7 @@ class _Way:
     chunk: int = 0
     start_s: float = 0.0
     rate: float = _FIRST_RATE
+    limited_for: float = 0.0
     busy_since_s: float = 0.0
     busy_bytes: int = 0
 
@@ -88,6 +92,8 @@ class Sender:
         self._chunk_s = chunk_s
         self._way_of = {peer: ways.get(peer, peer) for peer in sockets}
         self._ways: dict[Hashable, _Way] = {way: _Way() for way in self._way_of.values()}
+        for way in self._ways.values():
+            self._limit(way)
         self._on_broken = on_broken
         self._sequence = 0
         self._stopped = False
@@ -105,6 +111,15 @@ class Sender:
         way = self._ways[self._way_of[outbound.peer]]
         if way.current is None and self._advance(way):
             os.eventfd_write(self._wake, 1)
+
+    def _limit(self, way: _Way) -> None:
+        """Let the kernel hold what the link carries in a short time; called again where its rate has changed."""
+        if not 0.5 < way.rate / max(way.limited_for, 1.0) < 2.0:
+            way.limited_for = way.rate
+            for peer, name in self._way_of.items():
+                if self._ways[name] is way:
+                    with suppress(OSError):  # the peer is gone
+                        self._sockets[peer].limit(max(round(way.rate * _KERNEL_S), _LEAST_KERNEL_BYTES))
 
     def drop(self, peer: int) -> None:
         """Forget what was to be sent to a peer, with the lock held."""
@@ -202,6 +217,7 @@ class Sender:
         busy_s = now_s - way.busy_since_s
         if busy_s > _LEAST_BUSY_S:
             way.rate = way.busy_bytes / busy_s
+            self._limit(way)
         outbound.sent += way.chunk
         way.current = None
         if outbound.sent == outbound.ready:

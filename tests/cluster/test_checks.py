@@ -27,8 +27,7 @@ def test_channels_within_a_node_share_memory() -> None:
 def test_connections_of_ones_own_are_between_nodes() -> None:
     assert shared_channels(CHAIN, infos=INFOS, names=NAMES, transport=Transport.TCP) == {(0, 1), (1, 0)}
     assert (
-        channel_text(INFOS, num_channels=3, num_shared=2, transport=Transport.TCP)
-        == "2 channels through shared memory, 1 channels over tcp"
+        channel_text(INFOS, num_channels=3, num_shared=2, transport=Transport.TCP) == "2 channels through shared memory, 1 channel over tcp"
     )
 
 
