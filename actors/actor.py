@@ -253,7 +253,6 @@ class StageActor:
             names=order.names,
             channels=order.channels,
             shared=order.shared,
-            over_gloo=order.over_gloo,
             groups=order.groups,
             store=(order.host, order.port),
             prefix=order.prefix,
@@ -261,6 +260,8 @@ class StageActor:
             timeout_s=order.message_timeout_s,
             host_ip=host_ip,
             library=self._library() if order.channels or order.groups else None,
+            over_tcp=order.over_tcp,
+            ways=order.ways(self.identity.device),
         )
         built = stages.order
         self._executor = Executor(

@@ -70,8 +70,9 @@ class ConnectOrder:
 
     Attributes:
         channels: Ordered pairs of devices that exchange messages.
-        shared: Those channels that go through shared memory; the others go over TCP, or NCCL between GPUs.
-        over_gloo: Whether gloo is used in place of TCP, also for sums.
+        shared: Those channels that go through shared memory; the others go over TCP or gloo, or NCCL between GPUs.
+        over_tcp: Whether they, and sums, go over raypipe's own connections, and not over gloo.
+        nodes: Ray node of each device; what leaves for other nodes takes turns.
         prefix: Text unique to this run and epoch.
         message_timeout_s: Limit for every later wait.
     """
@@ -79,13 +80,19 @@ class ConnectOrder:
     names: tuple[str, ...]
     channels: tuple[tuple[int, int], ...]
     shared: frozenset[tuple[int, int]]
-    over_gloo: bool
+    over_tcp: bool
+    nodes: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
     host: str
     port: int
     prefix: str
     connect_timeout_s: float
     message_timeout_s: float
+
+    def ways(self, device: int) -> dict[int, str]:
+        """Return what a device's transfers to each other device have to share: its node's port, or nothing within the node."""
+        own = self.nodes[device]
+        return {peer: f"within {peer}" if node == own else "port" for peer, node in enumerate(self.nodes) if peer != device}
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def connected(device: int, port: int) -> dict[str, ProcessTransport]:
             store=("127.0.0.1", port),
             prefix=name,
             timeout_s=TIMEOUT_S,
-            over_gloo=name == "gloo",
+            over_tcp=name != "gloo",
         )
         for name in ("shm", "gloo", "tcp")
     }

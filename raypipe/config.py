@@ -176,13 +176,14 @@ class Transport(StrEnum):
     """What carries the messages between stages, and the sums over several devices."""
 
     AUTO = "auto"
-    """Messages through shared memory between devices of one Ray node, over TCP between nodes; sums over TCP."""
+    """What suits the devices: `tcp` for CPU slots; for GPUs NCCL, and memory within a GPU."""
     SHM = "shm"
-    """Messages through shared memory; refused if devices of different nodes exchange messages. Sums over TCP."""
-    TCP = "tcp"
-    """All over TCP connections of raypipe's own, also within a node."""
+    """Messages through shared memory; refused if devices of different nodes exchange messages. Sums as with `tcp`."""
     GLOO = "gloo"
-    """All over gloo, which has TCP connections, too; its transfers take no turns."""
+    """All over gloo, which also uses TCP, within a node, too; its transfers take no turns."""
+    TCP = "tcp"
+    """Connections of raypipe's own, on which messages go before sums, and sums in chunks, the one that is due first before the others.
+    Within a node messages go through shared memory."""
     NCCL = "nccl"
     """NCCL between all GPUs, even between processes that share one; refused for CPU devices."""
 
@@ -202,7 +203,8 @@ class ScalingConfig:
         topology: `raypipe.topology/1` file for predictions, whose first devices stand for those of the run in order; with
             `schedule.name: auto` they are the devices of the run. Left out for the cores of the nodes and assumed links.
         layers_per_stage: Number of layers of each stage; left out for the best cut by measured layer times.
-        transport: Transport of messages between stages; sums over several devices use TCP or, if chosen, gloo, between GPUs NCCL.
+        transport: Transport of messages between stages. Sums over several devices use raypipe's own TCP connections, or gloo with `gloo`;
+            between GPUs NCCL.
         calibration: `raypipe.calibration/1` file for predictions; left out for the file of `raypipe calibrate` on this machine.
         shard_optimizer: Whether only one of the copies of a stage in several pipelines keeps optimizer state and sends updated weights
             to the others (ZeRO stage 1). Otherwise all copies update. A run says if its schedule has each stage in one pipeline only,

@@ -128,6 +128,46 @@ def late_updates(schedule: Schedule) -> Schedule:
     return replace(schedule, programs=tuple(programs))
 
 
+def forwards_ahead(schedule: Schedule, more: Sequence[int]) -> Schedule:
+    """Return the schedule in which each worker runs up to so many more forwards before each of its other Ops.
+
+    They hide messages that take long: with one more on each side of a hop, the hop may take a forward and a backward longer (after policy B
+    of DAPPLE, Fan et al., PPoPP 2021, section 4). Each takes the memory of an activation and, under `double_buffer`, as much time from the
+    sums of gradients. No forward passes the update whose version it reads. More on a worker than on those before it may deadlock:
+    `validate` says so.
+    """
+    programs = [_ahead(schedule, program, count) if count else program for program, count in zip(schedule.programs, more, strict=True)]
+    return replace(schedule, programs=tuple(programs))
+
+
+def _ahead(schedule: Schedule, program: Sequence[Slot], more: int) -> tuple[Slot, ...]:
+    forwards = [slot for slot in program if isinstance(slot, Op) and slot.kind is OpKind.FORWARD]
+    slots: list[Slot] = []
+    updated: set[tuple[int, int]] = set()
+    num_ahead = num_before = 0
+
+    def run_until(count: int) -> None:
+        nonlocal num_ahead
+        while num_ahead < min(count, len(forwards)) and _is_readable(schedule, forwards[num_ahead], updated):
+            slots.append(forwards[num_ahead])
+            num_ahead += 1
+
+    for slot in program:
+        if isinstance(slot, Op) and slot.kind is OpKind.FORWARD:
+            num_before += 1
+            continue
+        run_until(num_before + more)
+        updated |= {(op.stage, op.index + 1) for op in ops_of(slot) if op.kind is OpKind.UPDATE}
+        slots.append(slot)
+    run_until(len(forwards))
+    return tuple(slots)
+
+
+def _is_readable(schedule: Schedule, forward: Op, updated: Collection[tuple[int, int]]) -> bool:
+    version = schedule.weight_rule.fixed_version(schedule.update(forward))
+    return not version or (forward.stage, version) in updated
+
+
 def recomputed_stages(schedule: Schedule) -> tuple[int, ...]:
     """Return the stages that some forward is run again of."""
     return tuple(sorted({op.stage for op, _ in schedule.ops() if op.kind is OpKind.RECOMPUTE}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
@@ -11,7 +11,7 @@ from raypipe.actors.transport import cuda_ipc, gloo, gloo_channel, nccl, shm, sh
 from raypipe.actors.transport.channel import ChannelError, IncomingChannel, OutgoingChannel, SumGroup
 from raypipe.actors.transport.rendezvous import Rendezvous
 from raypipe.actors.transport.tcp_port import Port, neighbors
-from raypipe.actors.transport.tcp_way import Sending
+from raypipe.communication.policy import Communication
 from raypipe.errors import TransportError
 
 
@@ -57,8 +57,9 @@ class Connector:
         shared: Collection[tuple[int, int]],
         groups: Sequence[tuple[int, ...]],
         timeout_s: float,
-        over_gloo: bool,
-        sending: Sending,
+        over_tcp: bool,
+        communication: Communication,
+        ways: Mapping[int, Hashable] | None,
         receives_ahead: int,
         library: cuda_ipc.SharingLibrary | None,
         host_ip: str | None,
@@ -66,9 +67,9 @@ class Connector:
         self._endpoints = endpoints
         self._timeout_s = timeout_s
         self._receives_ahead = receives_ahead
-        self._over_gloo = over_gloo
-        self._over_tcp = not over_gloo and library is None
-        self._sending = sending
+        self._over_tcp = over_tcp and library is None
+        self._communication = communication
+        self._ways = ways
         self._library = library
         self._host_ip = host_ip
         # Members wait for each other set by set. All go through them in this one order, so the first unfinished set is one
@@ -80,7 +81,7 @@ class Connector:
     def choose_interface(self, device: int) -> None:
         """Let gloo use the interface of this host, if the device needs gloo."""
         needs_gloo = any(kind is not _Kind.MEMORY and device in members for kind, members in self._sets)
-        if self._host_ip is not None and self._over_gloo and self._library is None and needs_gloo:
+        if self._host_ip is not None and self._library is None and not self._over_tcp and needs_gloo:
             gloo.choose_interface(self._host_ip)
 
     def connect(self, rendezvous: Rendezvous) -> None:
@@ -123,7 +124,10 @@ class Connector:
         device = rendezvous.device
         peers = {*chain(*(members for kind, members in self._sets if kind is _Kind.CHANNEL and device in members))} - {device}
         peers |= neighbors(device, [members for kind, members in self._sets if kind is _Kind.GROUP])
-        self._endpoints.port = Port.connect(rendezvous, peers, host_ip=self._host_ip, sending=self._sending) if peers else None
+        if peers:
+            self._endpoints.port = Port.connect(
+                rendezvous, peers, host_ip=self._host_ip, communication=self._communication, ways=self._ways
+            )
 
     def _connect_over_tcp(self, device: int, kind: _Kind, members: tuple[int, ...]) -> None:
         endpoints, port = self._endpoints, self._endpoints.port

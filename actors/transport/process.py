@@ -7,7 +7,7 @@ within one GPU.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -19,7 +19,8 @@ from raypipe.actors.transport.channel import ChannelError, SumUnderWay
 from raypipe.actors.transport.connecting import Connector, Endpoints
 from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending
 from raypipe.actors.transport.rendezvous import AbortGroup, Rendezvous
-from raypipe.actors.transport.tcp_way import DEFAULT_SENDING, Departure, Sending
+from raypipe.actors.transport.tcp_way import Departure
+from raypipe.communication.policy import SCHEDULED, Communication
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
@@ -42,8 +43,10 @@ class ProcessTransport:
         connect_timeout_s: Limit for `connect`; `timeout_s` by default.
         host_ip: Address of this node at the interface to use, unless GLOO_SOCKET_IFNAME names one. Without either, TCP takes the one that
             leads to the store, and gloo looks up the host name.
-        over_gloo: Whether gloo carries sums and the channels that are not in `shared`, instead of TCP connections of raypipe's own.
-        sending: How transfers over TCP leave.
+        over_tcp: Whether TCP connections of raypipe's own carry sums and the channels that are not in `shared`, and not gloo.
+        communication: How transfers over TCP share links.
+        ways: For each peer what its transfers over TCP have to share with those of others of this name. By default all peers on other hosts
+            are behind one, the port of the node, and each peer on this host has its own.
         receives_ahead: Messages of a gloo channel whose receives are posted ahead.
         library: CUDA and NCCL, which carry sums and the channels that are not in `shared`; `None` for CPU devices.
     """
@@ -61,8 +64,9 @@ class ProcessTransport:
         timeout_s: float,
         connect_timeout_s: float | None = None,
         host_ip: str | None = None,
-        over_gloo: bool = False,
-        sending: Sending = DEFAULT_SENDING,
+        over_tcp: bool = True,
+        communication: Communication = SCHEDULED,
+        ways: Mapping[int, Hashable] | None = None,
         receives_ahead: int = 4,
         library: cuda_ipc.SharingLibrary | None = None,
     ) -> None:
@@ -79,8 +83,9 @@ class ProcessTransport:
             shared=shared,
             groups=groups,
             timeout_s=timeout_s,
-            over_gloo=over_gloo,
-            sending=sending,
+            over_tcp=over_tcp,
+            communication=communication,
+            ways=ways,
             receives_ahead=receives_ahead,
             library=library,
             host_ip=host_ip,

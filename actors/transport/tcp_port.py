@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 from raypipe.actors.transport import tcp
 from raypipe.actors.transport.rendezvous import Rendezvous
@@ -11,25 +11,39 @@ from raypipe.actors.transport.tcp_link import Link
 from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.actors.transport.tcp_sum import TcpSumGroup
-from raypipe.actors.transport.tcp_way import Departure, Sending, Way
+from raypipe.actors.transport.tcp_way import Departure, Way
+from raypipe.communication.policy import Communication
 
 
 class Port:
     """One device's end of all its TCP connections; made by `connect`."""
 
-    def __init__(self, device: int, connected: Mapping[int, tcp.Connected], sending: Sending) -> None:
+    def __init__(
+        self, device: int, connected: Mapping[int, tcp.Connected], communication: Communication, ways: Mapping[int, Hashable] | None
+    ) -> None:
         self.device = device
         self.links = {peer: Link(peer, one.end) for peer, one in connected.items()}
-        ways: dict[str, list[Link]] = {}
+        by_way: dict[Hashable, list[Link]] = {}
         for peer, link in self.links.items():
-            ways.setdefault(_way(peer, connected[peer], sending), []).append(link)
-        self.sender = Sender([Way(of_way, sending) for of_way in ways.values()], name=f"raypipe sends from {device}")
+            own = ("peer", peer)
+            by_default = own if connected[peer].is_local else "port"
+            way = (ways or {}).get(peer, by_default) if communication.scheduled else own
+            by_way.setdefault(way, []).append(link)
+        self.sender = Sender([Way(links, communication) for links in by_way.values()], name=f"raypipe sends from {device}")
         self.receiver = Receiver(self.links.values(), name=f"raypipe receives at {device}")
 
     @classmethod
-    def connect(cls, rendezvous: Rendezvous, peers: Collection[int], *, host_ip: str | None, sending: Sending) -> Port:
+    def connect(
+        cls,
+        rendezvous: Rendezvous,
+        peers: Collection[int],
+        *,
+        host_ip: str | None,
+        communication: Communication,
+        ways: Mapping[int, Hashable] | None,
+    ) -> Port:
         """Connect with peers; raises as `ProcessTransport.connect`."""
-        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, host_ip=host_ip), sending)
+        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, host_ip=host_ip), communication, ways)
         try:
             rendezvous.aborting.add(port.links.values())
         except BaseException:
@@ -78,11 +92,3 @@ def neighbors(device: int, groups: Collection[tuple[int, ...]]) -> set[int]:
             position = members.index(device)
             found |= {members[position - 1], members[(position + 1) % len(members)]}
     return found - {device}
-
-
-def _way(peer: int, connected: tcp.Connected, sending: Sending) -> str:
-    if not sending.scheduled:
-        return f"device {peer}"
-    if sending.ways is not None and peer in sending.ways:
-        return sending.ways[peer]
-    return f"device {peer}" if connected.is_local else "port"

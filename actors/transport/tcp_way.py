@@ -3,50 +3,33 @@
 from __future__ import annotations
 
 import socket
+import struct
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from raypipe.actors.transport.tcp_link import Link
-from raypipe.communication.policy import CHUNK_S, Chunk, Traffic, Transfer, chunk_bytes, first_come, next_chunk
+from raypipe.communication.policy import Communication, Traffic, Transfer, first_come, next_chunk
 
 USUAL_BYTES_PER_S = 125e6
 _NOTSENT_LOWAT = 25
 """<linux/tcp.h>: a socket is writable while fewer bytes are unsent; Python has no name for it."""
-_BUFFER_BYTES = (64 << 10, 4 << 20)
+_KERNEL_S = 0.002
+"""Seconds of its work that the kernel may hold of a link beyond what is on its way: what has left the process cannot be overtaken."""
+_LEAST_BUFFER_BYTES = 64 << 10
+_MOST_BYTES = 4 << 20
+"""Of a buffer, and of a chunk: a larger one gains nothing, and keeps a link for long whose rate falls."""
+_MIN_RTT = struct.Struct("148xI")
+"""The shortest round trip in the kernel's `tcp_info`, in microseconds."""
+_USUAL_RTT_S = 0.001
 MOST_BUFFERS = 512
 """Of one system call; the kernel takes 1024."""
 _WEIGHT = 0.3
 """Of the newest measurement in the estimated rate."""
-
-
-@dataclass(frozen=True)
-class Sending:
-    """How transfers leave.
-
-    Attributes:
-        scheduled: Whether the policy orders them, in chunks; otherwise each leaves whole, in the order in which they come, and peers share
-            the network as TCP lets them.
-        chunk_s: Seconds that a chunk of a sum takes.
-        ways: For each peer the name of its way out, a bottleneck that it shares with others of this name. By default all peers on other
-            hosts are behind one, the port of the node, and each peer on this host is behind one of its own.
-    """
-
-    scheduled: bool = True
-    chunk_s: float = CHUNK_S
-    ways: Mapping[int, str] | None = None
-
-    def choose(self, queue: Sequence[Transfer], bytes_per_s: float) -> Chunk | None:
-        """Return the chunk that leaves next."""
-        return next_chunk(queue, bytes_per_s=bytes_per_s, chunk_s=self.chunk_s) if self.scheduled else first_come(queue)
-
-
-DEFAULT_SENDING = Sending()
 
 
 class Departure(NamedTuple):
@@ -135,7 +118,7 @@ class Way:
         moved_s: When the kernel last took something.
     """
 
-    def __init__(self, links: Sequence[Link], sending: Sending) -> None:
+    def __init__(self, links: Sequence[Link], communication: Communication) -> None:
         self.links = links
         self.lock = threading.Lock()
         self.arrived: deque[tuple[Entry, int]] = deque()
@@ -145,7 +128,7 @@ class Way:
         self.aside: dict[Link, Frame] = {}
         self.moved_s = time.monotonic()
         self.bytes_per_s = USUAL_BYTES_PER_S
-        self.sending = sending
+        self.communication = communication
         self._limited_for = 0.0
         self._num_entries = 0
         self._full_s: float | None = None
@@ -190,8 +173,11 @@ class Way:
             entry.sent = entry.ready
             return frame
         transfers = [Transfer(entry.traffic, entry.deadline, entry.sequence, entry.ready - entry.sent) for entry in queue]
-        # Larger chunks gain nothing, and keep a link for long whose rate falls.
-        chunk = self.sending.choose(transfers, min(self.bytes_per_s, _BUFFER_BYTES[1] / self.sending.chunk_s))
+        if self.communication.scheduled:
+            chunk_s = self.communication.chunk_s
+            chunk = next_chunk(transfers, bytes_per_s=min(self.bytes_per_s, _MOST_BYTES / chunk_s), chunk_s=chunk_s)
+        else:
+            chunk = first_come(transfers)
         assert chunk is not None, "something waits"
         entry = queue[chunk.position]
         if entry.traffic is not Traffic.MESSAGE and (self.draining is not None or not bulk):
@@ -212,7 +198,7 @@ class Way:
         if frame.buffers:
             self._measure()
             return False
-        if frame.entry.traffic is not Traffic.MESSAGE and self.sending.scheduled:
+        if frame.entry.traffic is not Traffic.MESSAGE and self.communication.scheduled:
             self.draining = frame.entry.link
         return True
 
@@ -223,7 +209,7 @@ class Way:
             self._full_s, self._written = now_s, 0
             return
         seconds = now_s - self._full_s
-        if seconds >= max(self.sending.chunk_s / 4, 1e-4):
+        if seconds >= max(self.communication.chunk_s / 4, 1e-4):
             self.bytes_per_s += _WEIGHT * (self._written / seconds - self.bytes_per_s)
             self._full_s, self._written = now_s, 0
             self._limit()
@@ -242,17 +228,18 @@ class Way:
         return False
 
     def _limit(self) -> None:
-        """Let the kernel hold about a chunk's bytes, a quarter of them unsent."""
-        if not self.sending.scheduled or 0.75 < self.bytes_per_s / max(self._limited_for, 1.0) < 1.33:
+        """Let the kernel hold little; called again where the rate has changed."""
+        if not self.communication.scheduled or 0.75 < self.bytes_per_s / max(self._limited_for, 1.0) < 1.33:
             return
         self._limited_for = self.bytes_per_s
-        least, most = _BUFFER_BYTES
-        num_bytes = min(max(chunk_bytes(self.bytes_per_s, self.sending.chunk_s), least), most)
         for link in self.links:
             with suppress(OSError):  # it is closed
-                link.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
+                # A buffer also holds what is on its way until the peer has said that it is there.
+                num_bytes = round(self.bytes_per_s * (_KERNEL_S + 2 * _round_trip_s(link.end)))
+                link.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(max(num_bytes, _LEAST_BUFFER_BYTES), _MOST_BYTES))
                 if sys.platform == "linux":
-                    link.end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, max(num_bytes // 4, 16 << 10))
+                    unsent_bytes = round(min(max(self.bytes_per_s * _KERNEL_S / 2, _LEAST_BUFFER_BYTES / 4), _MOST_BYTES / 4))
+                    link.end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, unsent_bytes)
 
     def lose(self, link: Link, problem: str) -> None:
         """Drop what would go over a broken connection."""
@@ -266,3 +253,12 @@ class Way:
         self.queue = [entry for entry in self.queue if entry.link is not link]
         for entry in [*(frame.entry for frame in frames), *lost]:
             entry.fail(problem)
+
+
+def _round_trip_s(end: socket.socket) -> float:
+    """Return the shortest round trip so far, as far as this system tells."""
+    if sys.platform != "linux":
+        return _USUAL_RTT_S
+    told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
+    round_trip_s = 1e-6 * _MIN_RTT.unpack(told)[0] if len(told) == _MIN_RTT.size else _USUAL_RTT_S
+    return round_trip_s if round_trip_s < 60.0 else _USUAL_RTT_S  # the kernel's word for none

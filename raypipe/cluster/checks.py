@@ -8,6 +8,7 @@ from raypipe.actors.actor_info import ActorInfo
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.config import Transport
 from raypipe.errors import ConfigError, RunError
+from raypipe.units import counted
 
 
 def on_gpus(infos: Sequence[ActorInfo]) -> bool:
@@ -61,8 +62,8 @@ def shared_channels(
         within = (ends for ends in channels if len({(infos[device].node_id, infos[device].gpus) for device in ends}) == 1)
         return frozenset() if transport is Transport.NCCL else frozenset(within)
     if transport is Transport.NCCL:
-        raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm, tcp or gloo, or set scaling.use_gpu")
-    if transport in {Transport.TCP, Transport.GLOO}:
+        raise ConfigError("scaling.transport: nccl: the devices are CPU slots; choose auto, shm, gloo or tcp, or set scaling.use_gpu")
+    if transport is Transport.GLOO:
         return frozenset()
     shared: set[tuple[int, int]] = set()
     for source, target in channels:
@@ -77,10 +78,11 @@ def shared_channels(
     return frozenset(shared)
 
 
-def channel_text(infos: Sequence[ActorInfo], *, num_channels: int, num_shared: int, over_gloo: bool) -> str:
+def channel_text(infos: Sequence[ActorInfo], *, num_channels: int, num_shared: int, transport: Transport) -> str:
     """Return how many channels use which transport, in words."""
-    shared, other = "through shared memory", "over gloo" if over_gloo else "over TCP"
     if on_gpus(infos):
         shared, other = "within a GPU", f"over NCCL {infos[0].nccl}"
+    else:
+        shared, other = "through shared memory", "over gloo" if transport is Transport.GLOO else "over tcp"
     counts = {shared: num_shared, other: num_channels - num_shared}
-    return ", ".join(f"{count} channels {kind}" for kind, count in counts.items() if count)
+    return ", ".join(f"{counted(count, 'channel')} {kind}" for kind, count in counts.items() if count)

@@ -113,15 +113,15 @@ class Coordinator:
         items = [(one.device, item) for of_devices in self._programs.values() for one in of_devices for item in one.items]
         channels, infos = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)})), self.actors.infos
         shared = shared_channels(channels, infos=infos, names=self.device_names, transport=self.transport)
-        over_gloo = self.transport is Transport.GLOO
-        self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), over_gloo=over_gloo)
+        self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), transport=self.transport)
         host, timeout_s = infos[0].ip, self.cluster.start_timeout_s
         port = self.actors.open_store(host, timeout_s=timeout_s)
         return ConnectOrder(
             names=self.device_names,
             channels=channels,
             shared=shared,
-            over_gloo=over_gloo,
+            over_tcp=self.transport is not Transport.GLOO,
+            nodes=tuple(info.node_id for info in infos),
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             host=host,
             port=port,

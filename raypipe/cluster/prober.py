@@ -82,7 +82,7 @@ def probe(
             raise PlanError("the cluster has no living node with a CPU; start nodes with `ray start --num-cpus=N`, see `ray status`")
         overheads = None
         if calibration is not None and not use_gpu:
-            overheads = calibration.of("tcp" if len(nodes) > 1 else "shm").overheads
+            overheads = calibration.of("gloo" if len(nodes) > 1 else "shm").overheads
         with ProbeActors.launched(nodes, limit=limit, start_timeout_s=cluster.start_timeout_s, use_gpu=use_gpu, notice=notice) as actors:
             classes = [(node.num_cpus, node.num_gpus, node.accelerators, actors.node_info(i).num_cores) for i, node in enumerate(nodes)]
             return Probe(actors, classes, budget or Budget(), notice=notice).run(name, overheads)

@@ -9,6 +9,7 @@ chunks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -16,6 +17,17 @@ CHUNK_S = 0.005
 """Seconds that a chunk of bulk keeps a link, and a message at most waits for one."""
 LEAST_CHUNK_BYTES = 64 << 10
 """Smaller chunks cost more than they gain."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """How transfers share links: `scheduled` in turns, or all at once as plain TCP; `chunk_s` is the time of a chunk."""
+
+    scheduled: bool = True
+    chunk_s: float = CHUNK_S
+
+
+SCHEDULED = Communication()
 
 
 class Traffic(IntEnum):

@@ -11,6 +11,7 @@ import numpy as np
 
 from raypipe.errors import InputError, PlanError
 from raypipe.planning import chunks
+from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.cluster_state import ClusterState
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
@@ -129,7 +130,9 @@ class ChoicePlanner:
         for choice in ran:
             if (known := self.predicted(choice)) is not None:
                 candidates.append((known.update_s * errors(choice), len(candidates), choice, known))
-                near = climbed(self.evaluator(choice.division), known, most_steps=_STEPS, neighbors=_neighbors)
+                evaluator = self.evaluator(choice.division)
+                near = climbed(evaluator, known, most_steps=_STEPS, neighbors=_neighbors)
+                near = with_forwards_ahead(evaluator, near, most_steps=_STEPS)
                 if near is not None and near is not known and not near.missing_bytes:
                     improved = self.choice_of(choice.division, near.layout)
                     candidates.append((near.update_s * errors(improved), len(candidates), improved, near))
@@ -161,6 +164,9 @@ class ChoicePlanner:
             parts.append(f"stages on {', '.join('+'.join(names[device] for device in group) for group in other.layout.workers)}")
         if one.rows != other.rows and one.layout.workers == other.layout.workers:
             parts.append("other rows for the devices of a stage")
+        if one.layout.ahead != other.layout.ahead:
+            counts = other.layout.forwards_ahead
+            parts.append(f"{', '.join(map(str, counts))} forwards ahead" if any(counts) else "no forwards ahead")
         if not parts:
             stages = [choice.layout.cut(self.problem).stages for choice in (one, other)]
             parts.append("other cuts" if stages[0] != stages[1] else "another limit on activations or recomputation")

@@ -39,6 +39,8 @@ class Layout:
         branches: Stages of layers that are not consecutive, on workers as placed there; `cuts` is empty then.
         late_updates: Whether updates of copies wait for their sums as late as the weight rule allows, which takes memory for gradients.
         listed: The list of layers that `cuts` divides, where it is not the model's own.
+        ahead: For each hop from a worker to the next, the forwards that all workers before it run ahead of the order to hide its messages;
+            empty for none.
     """
 
     cuts: tuple[int, ...]
@@ -50,6 +52,7 @@ class Layout:
     branches: BranchStages | None = None
     late_updates: bool = True
     listed: tuple[int, ...] | None = None
+    ahead: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -70,6 +73,11 @@ class Layout:
     def sizes(self) -> list[int]:
         """Number of layers of each stage."""
         return [end - first for first, end in itertools.pairwise(self.cuts)]
+
+    @property
+    def forwards_ahead(self) -> list[int]:
+        """Number of forwards that each worker runs ahead of the order."""
+        return [sum(self.ahead[worker:]) for worker in range(len(self.workers))]
 
     def cut(self, problem: Problem) -> Cut:
         """Return the layers of each stage."""
@@ -98,7 +106,7 @@ class Layout:
         if self.order == "list":
             request = ScheduleRequest(self.num_stages, num_microbatches, max_in_flight=self.max_in_flight)
             return list_order.in_flight(request, stage)
-        return num_microbatches if self.order == "gpipe" else min(self.num_stages - stage, num_microbatches)
+        return num_microbatches if self.order == "gpipe" else min(self.num_stages - stage + sum(self.ahead[stage:]), num_microbatches)
 
     def renumbered(self, numbers: tuple[int, ...]) -> Layout:
         """Replace each device by its number in `numbers`."""
@@ -120,6 +128,7 @@ class Layout:
     def __str__(self) -> str:
         again = f", forwards of stages {list(self.recomputed)} twice" if self.recomputed else ""
         pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines else ""
+        again += f", {self.forwards_ahead} forwards ahead" if any(self.ahead) else ""
         if self.branches is None:
             given = "" if self.listed is None else f" of {list(self.listed)}"
             return f"{self.order}: layers {self.sizes}{given} on devices {[list(group) for group in self.workers]}{pipelines}{again}"

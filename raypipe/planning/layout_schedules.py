@@ -13,9 +13,10 @@ from raypipe.schedules.families import branch_aware
 from raypipe.schedules.ir import Schedule, StageGraph
 from raypipe.schedules.lower import Placement, check_whole_losses, lower
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import late_updates, over_graph, recompute
+from raypipe.schedules.passes import forwards_ahead, late_updates, over_graph, recompute
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
+from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 
 # Raises an `InputError` for a schedule, a placement and rows of a microbatch that cannot be run.
@@ -60,6 +61,9 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
     graph = layout.cut(problem).graph
     if graph != StageGraph.chain(layout.num_stages):
         schedule = over_graph(schedule, graph)
+    if any(layout.ahead):
+        schedule = forwards_ahead(schedule, layout.forwards_ahead)
+        validate(schedule)
     if layout.late_updates and layout.has_copies:
         schedule = late_updates(schedule)
     return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
@@ -108,7 +112,8 @@ class ScheduleCache:
         self._compiled.clear()
 
     def _key(self, problem: Problem, layout: Layout) -> object:
-        names = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.num_stages, layout.recomputed, layout.late_updates)
+        order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late_updates)
+        names = (*order, layout.num_stages, layout.recomputed)
         return (*names, layout.branches or layout.cut(problem).graph, layout.shares(problem))
 
     def _compile(self, problem: Problem, layout: Layout, workers: Placement) -> tuple[Schedule, CompiledOrder] | None:

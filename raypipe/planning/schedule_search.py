@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain, islice, zip_longest
 
 from raypipe.planning import branches, chunks, layer_order
+from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.branch_groups import likeness
 from raypipe.planning.branch_placement import Layers
 from raypipe.planning.device_order import canonical
@@ -25,6 +26,7 @@ from raypipe.schedules.families import branch_aware
 ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
 _MARGIN = 1.02
 _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many ways.
+_LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
 _SLACK = 1.25  # Most times that schedules with a split backward are faster than estimated.
 
 
@@ -42,7 +44,9 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
         found = found.joined(search.of_list(on_other, layers))
     if schedule in {AUTO, branch_aware.NAME}:
         found = found.joined(search.on_branches(found.workers))
-    best_sorted = found.best
+    most_steps = max(budget.num_simulations // 30, _LEAST_STEPS)
+    ahead = partial(with_forwards_ahead, search.exact, most_steps=most_steps)
+    best_sorted = _Found(ahead(found.certain), ahead(found.others)).best
     best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
     for evaluation in proposals(evaluator, schedule):
         best = better(best, evaluation)
@@ -103,8 +107,11 @@ class _Search:
         one_each = (tuple((device,) for group in top.workers for device in group) for top in tops)
         workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
         others = self._of_one_stage(search) if schedule == AUTO else None
+        best_of: dict[str, Evaluation | None] = {}
         for layout in self._of_several(several, overlapping, workers, tops):
-            others = better(others, self._climbed(layout))
+            best_of[layout.order] = better(best_of.get(layout.order), self._climbed(layout))
+        for evaluation in best_of.values():
+            others = better(others, with_forwards_ahead(evaluator, evaluation, most_steps=_LEAST_STEPS))
         # Single stages stand for a schedule that is asked for by name only as a way to its workers.
         return _Found(self._whole(best) if schedule == AUTO else None, self._whole(others), tuple(workers))
 

@@ -36,7 +36,7 @@ _NUM_UPDATES = 4
 _NUM_WINDOWS = 4
 _WAIT_S = 0.003
 _WIDTH = 256
-TRANSPORTS = (Transport.SHM, Transport.TCP, Transport.GLOO)
+TRANSPORTS = (Transport.SHM, Transport.GLOO)
 _NUM_ROWS = (16, 1024)
 """Messages of 16 KiB and 1 MiB."""
 

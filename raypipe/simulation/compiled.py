@@ -102,6 +102,16 @@ class CompiledOrder:
         self.computes.append(computes)
 
     @cached_property
+    def deadlines(self) -> dict[tuple[int, int], int]:
+        """For each program and collective, the position of the item that waits for it."""
+        return {
+            (program, number): position
+            for program, (kinds, numbers) in enumerate(zip(self.kinds, self.numbers, strict=True))
+            for position, (kind, number) in enumerate(zip(kinds, numbers, strict=True))
+            if kind == AWAIT
+        }
+
+    @cached_property
     def updates(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Each update's U's, as pairs (program, number of the slot in it)."""
         slots: dict[int, list[tuple[int, int]]] = {}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypipe.artifacts.topology import Overheads, Path
+from raypipe.communication.policy import Communication
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import Message
@@ -74,6 +75,7 @@ class Cost:
         weight_versions: Most versions that a device holds at once, averaged over its stages; 1 where left out.
         overlap_s: Returns the seconds of a slot whose Ops overlap, from the seconds of each.
         overheads: Seconds besides on each Op and message.
+        communication: How transfers share links.
     """
 
     devices: tuple[str, ...]
@@ -85,6 +87,7 @@ class Cost:
     weight_versions: Mapping[int, float] = field(default_factory=dict)
     overlap_s: Callable[[tuple[float, ...]], float] = sum
     overheads: Overheads = field(default_factory=Overheads)
+    communication: Communication = field(default_factory=Communication)
 
     def compute_s(self, device: int, ops: tuple[Op, ...], shares: tuple[float, ...] = ()) -> float:
         """Return the seconds of a slot alone on its cores; `shares` of the rows by Op, all by default."""
@@ -124,16 +127,20 @@ class Cost:
             return self.tied_bytes.get(collective.stage, 0)
         return self.stages[collective.devices[0], collective.stage].trained_bytes
 
+    def takes_latency_alone(self, collective: Collective) -> bool:
+        """Return whether a collective takes one latency: a norm, or a tie of unknown size."""
+        is_unsized = collective.kind is CollectiveKind.TIED and not self.tied_bytes.get(collective.stage)
+        return collective.kind.is_norm or is_unsized
+
     def collective_s(self, collective: Collective) -> float:
-        """Return the seconds from the last member's start to the end.
+        """Return the seconds from the last member's start to the end, with the links to itself.
 
         A norm, or a tie of unknown size, takes one latency. Others take a ring, 2 (r-1) steps of 1/r of the bytes over its slowest link
         (Patarasuk and Yuan, 2009).
         """
         members = collective.devices
         pairs = list(zip(members, members[1:] + members[:1], strict=True))
-        is_unsized = collective.kind is CollectiveKind.TIED and not self.tied_bytes.get(collective.stage)
-        if collective.kind.is_norm or is_unsized:
+        if self.takes_latency_alone(collective):
             return max((self.path(source, target).latency_s for source in members for target in members if source != target), default=0.0)
         steps, share = 2 * (len(members) - 1), self.collective_bytes(collective) / len(members)
         return steps * max(latency_s + share * s_per_byte for latency_s, s_per_byte in ring([self.path(*pair) for pair in pairs]))

@@ -1,7 +1,8 @@
 """The event loop: when each item of compiled programs starts and ends. Time: O(items log devices).
 
-Messages occupy their links for bytes / bandwidth, first come, first served, and arrive one latency later. Devices that share cores
-progress at an equal rate, cores / computing devices but at most 1 (processor sharing).
+Messages occupy their links for bytes / bandwidth, first come, first served, and arrive one latency later. While a sum takes time on
+links, messages and sums are flows (`flows`). Devices that share cores progress at an equal rate, cores / computing devices but at most 1
+(processor sharing).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from raypipe.schedules.lower import Message
 from raypipe.simulation.compiled import COMPUTE, RECV, SEND, START, CompiledOrder
 from raypipe.simulation.cost import Cost, SharedCompute
+from raypipe.simulation.transfers import OrderTransfers
 
 _UNKNOWN = -1.0
 
@@ -69,10 +71,14 @@ class EventLoop:
         # Time, number that keeps simultaneous events in the order of their causes, program, epoch of its cores.
         self.heap: list[tuple[float, int, int, int]] = []
         self.sequence = 0
+        self.network = OrderTransfers.of(order, cost, self._push_flow, self.free_s)
 
     def _push(self, time_s: float, program: int, epoch: int = 0) -> None:
         self.sequence += 1
         heapq.heappush(self.heap, (time_s, self.sequence, program, epoch))
+
+    def _push_flow(self, time_s: float, flow: int, epoch: int) -> None:
+        self._push(time_s, -1 - len(self.groups) - flow, epoch)
 
     def run(self) -> None:
         """Run all programs to their ends."""
@@ -81,6 +87,10 @@ class EventLoop:
         while self.heap:
             now_s, _, program, epoch = heapq.heappop(self.heap)
             if program < 0:
+                if -1 - program >= len(self.groups):
+                    assert self.network is not None, "it has flows"
+                    self.network.fire(-1 - len(self.groups) - program, epoch, now_s)
+                    continue
                 group = self.groups[-1 - program]
                 if group.epoch != epoch:
                     continue
@@ -136,7 +146,7 @@ class EventLoop:
                     continue
                 now_s += send_s
             elif kind == START:
-                self._start(number, now_s)
+                self._start(program, number, now_s)
                 continue
             else:
                 end_s = self.collective_end_s[number]
@@ -161,14 +171,21 @@ class EventLoop:
 
     def _send(self, number: int, now_s: float) -> None:
         transfer = self.transfers[self.order.transfer_of[number]]
+        if self.network is not None and self.network.take_messages and transfer.resources and transfer.num_bytes:
+            self.network.send(number, now_s, self._arrived)
+            return
         start_s = now_s
         if transfer.resources:
             for resource, _ in transfer.resources:
                 start_s = max(start_s, self.free_s.get(resource, 0.0))
             for resource, busy_s in transfer.resources:
                 self.free_s[resource] = start_s + busy_s
-        self.departure_s[number] = start_s
-        arrival = self.arrival_s[number] = start_s + transfer.transfer_s
+        self._arrived(number, start_s, start_s + transfer.transfer_s)
+
+    def _arrived(self, number: int, departure_s: float, arrival: float) -> None:
+        transfer = self.transfers[self.order.transfer_of[number]]
+        self.departure_s[number] = departure_s
+        self.arrival_s[number] = arrival
         program = self.message_waiter[number]
         if program >= 0:
             since_s = self.since_s[program]
@@ -176,12 +193,16 @@ class EventLoop:
                 self.waits[program].append((number, -1, since_s, arrival))
             self._push(arrival + transfer.recv_s, program)
 
-    def _start(self, number: int, now_s: float) -> None:
+    def _start(self, program: int, number: int, now_s: float) -> None:
+        if self.network is not None and self.network.start(program, number, now_s, self._summed):
+            return
         collective = self.order.collectives[number]
         self.num_started[number] += 1
-        if self.num_started[number] < len(collective.devices):
-            return
-        end_s = self.collective_end_s[number] = now_s + self.cost.collective_s(collective)
+        if self.num_started[number] == len(collective.devices):
+            self._summed(number, now_s + self.cost.collective_s(collective))
+
+    def _summed(self, number: int, end_s: float) -> None:
+        self.collective_end_s[number] = end_s
         for program in self.collective_waiters[number]:
             since_s = self.since_s[program]
             if end_s > since_s:
@@ -190,10 +211,11 @@ class EventLoop:
 
 
 class _Transfer:
-    __slots__ = ("recv_s", "resources", "send_s", "transfer_s")
+    __slots__ = ("num_bytes", "recv_s", "resources", "send_s", "transfer_s")
 
     def __init__(self, cost: Cost, source: int, target: int, message: Message) -> None:
         path, size = cost.path(source, target), cost.message_bytes(message)
+        self.num_bytes = size
         self.transfer_s = size / path.bandwidth_bytes_per_s + path.latency_s
         self.resources = tuple((resource, size / bandwidth) for resource, bandwidth in path.resources)
         overheads = cost.overheads

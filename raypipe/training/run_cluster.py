@@ -112,5 +112,4 @@ def _calibrated(scaling: ScalingConfig, notice: Notice) -> TransportCosts | None
     if not scaling.calibration and not path.exists():
         notice("predictions assume message costs; measure them once: `raypipe calibrate`")
         return None
-    over_network = scaling.transport in {Transport.TCP, Transport.GLOO}
-    return Calibration.load(path).of(str(scaling.transport) if over_network else "shm")
+    return Calibration.load(path).of("shm" if scaling.transport is not Transport.GLOO else "gloo")

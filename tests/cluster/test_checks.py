@@ -24,14 +24,16 @@ def test_channels_within_a_node_share_memory() -> None:
     assert shared_channels(CHAIN[:2], infos=INFOS, names=NAMES, transport=Transport.SHM) == {(0, 1), (1, 0)}
 
 
-@pytest.mark.parametrize("transport", [Transport.TCP, Transport.GLOO])
-def test_tcp_and_gloo_can_be_had_for_all_channels(transport: Transport) -> None:
-    assert shared_channels(CHAIN, infos=INFOS, names=NAMES, transport=transport) == frozenset()
+def test_connections_of_ones_own_are_between_nodes() -> None:
+    assert shared_channels(CHAIN, infos=INFOS, names=NAMES, transport=Transport.TCP) == {(0, 1), (1, 0)}
+    assert (
+        channel_text(INFOS, num_channels=3, num_shared=2, transport=Transport.TCP) == "2 channels through shared memory, 1 channel over tcp"
+    )
+    assert channel_text(INFOS, num_channels=4, num_shared=0, transport=Transport.GLOO) == "4 channels over gloo"
 
 
-def test_what_carries_messages_is_named() -> None:
-    assert channel_text(INFOS, num_channels=4, num_shared=3, over_gloo=False) == "3 channels through shared memory, 1 channels over TCP"
-    assert channel_text(INFOS, num_channels=4, num_shared=0, over_gloo=True) == "4 channels over gloo"
+def test_gloo_can_be_had_for_all_channels() -> None:
+    assert shared_channels(CHAIN, infos=INFOS, names=NAMES, transport=Transport.GLOO) == frozenset()
 
 
 def test_shared_memory_between_nodes_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypipe.communication.policy import LEAST_CHUNK_BYTES, Chunk, Traffic, Transfer, chunk_bytes, next_chunk
+from raypipe.communication.policy import LEAST_CHUNK_BYTES, Chunk, Traffic, Transfer, chunk_bytes, first_come, next_chunk
 
 MEGABYTE = 1_000_000
 
@@ -42,3 +42,9 @@ def test_a_chunk_takes_its_seconds_but_is_not_too_small(rate: float, expected: i
 
 def test_the_last_chunk_is_what_is_left() -> None:
     assert next_chunk([total(0, num_bytes=10)], bytes_per_s=MEGABYTE) == Chunk(0, 10)
+
+
+def test_without_a_policy_what_came_first_leaves_whole() -> None:
+    assert first_come([]) is None
+    queue = [Transfer(Traffic.MESSAGE, 0, 2, 10), Transfer(Traffic.SUM, 5, 1, 1 << 30), Transfer(Traffic.SUM, 1, 3, 7)]
+    assert first_come(queue) == Chunk(1, 1 << 30)

@@ -90,7 +90,7 @@ def test_four_stages_on_four_nodes_give_the_losses_of_one_process(
     commands: Driver, config: Path, one_process: dict[str, Any], schedule: str
 ) -> None:
     document, said = train(commands, config, scaling__num_devices=4, scaling__cpus_per_device=2, schedule__name=schedule)
-    assert "messages between devices: 6 channels over TCP" in said  # there and back between neighbors; none shares memory
+    assert "messages between devices: 6 channels over tcp" in said  # there and back between neighbors; none shares memory
     check_losses(document, one_process)
 
 
@@ -99,7 +99,7 @@ def test_only_devices_of_one_ray_node_share_memory_though_all_nodes_have_one_hos
 ) -> None:
     # Two devices a node: 0 and 1 on the first, 2 and 3 on the second.
     document, said = train(commands, config, scaling__num_devices=4)
-    assert "messages between devices: 4 channels through shared memory, 2 channels over TCP" in said
+    assert "messages between devices: 4 channels through shared memory, 2 channels over tcp" in said
     check_losses(document, one_process)
 
 

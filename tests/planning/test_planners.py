@@ -405,7 +405,7 @@ def test_orders_that_are_stale_are_chosen_only_where_that_is_allowed() -> None:
         assert known.max_mismatch <= mismatch
 
 
-def test_where_messages_are_long_more_microbatches_are_under_way_than_async_1f1b_has() -> None:
+def test_where_messages_are_long_forwards_run_ahead() -> None:
     problem = uniform_chain(max_staleness=1, max_mismatch=1, updates_per_window=7)
     profile = replace(problem.profile, layers=tuple(replace(layer, output_bytes=80_000) for layer in problem.profile.layers))
     problem = replace(problem, profile=profile)  # a message takes two forwards of a stage
@@ -414,7 +414,8 @@ def test_where_messages_are_long_more_microbatches_are_under_way_than_async_1f1b
         for name in ("auto", "async-1f1b", "async-interleaved", "pipedream-2bw", "amdp")
     }
     assert seconds["auto"] == min(seconds.values())
-    assert seconds["async-interleaved"] < 0.9 * seconds["async-1f1b"]
+    # Forwards ahead are worth what orders with more microbatches under way are.
+    assert seconds["pipedream-2bw"] < seconds["async-1f1b"] < seconds["async-interleaved"]
 
 
 def test_limits_that_no_plan_keeps_are_refused_with_what_would_do() -> None:

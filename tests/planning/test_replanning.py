@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -34,8 +35,8 @@ STALLS = 0.03
 """Of the transfers, those that take three times as long. All of these are at or above what `benchmarks/adaptation.py` finds."""
 
 
-_SCHEDULES = ScheduleCache()
-"""Orders that were lowered once."""
+_SCHEDULES: defaultdict[int, ScheduleCache] = defaultdict(ScheduleCache)
+"""Orders that were lowered once, by number of microbatches."""
 
 
 def cluster(rates: dict[tuple[int, int], float] | None = None, speeds: dict[int, float] | None = None) -> ClusterTopology:
@@ -64,7 +65,8 @@ def problem(topology: ClusterTopology | None = None, *, max_staleness: int | Non
 
 def seconds_of(choice: Choice, topology: ClusterTopology) -> float:
     """What an update takes there, without noise."""
-    found = LayoutEvaluator(problem(topology), _SCHEDULES).simulate(choice.layout)
+    count = choice.num_microbatches
+    found = LayoutEvaluator(problem(topology, num_microbatches=count), _SCHEDULES[count]).simulate(choice.layout)
     assert found is not None
     return found.update_s
 
@@ -163,6 +165,25 @@ def test_a_link_that_drops_is_left_within_two_windows_for_what_is_best_without_i
     text = run.decisions[5 + switches.index(True)].text
     assert "fell to" in text
     assert "predicted" in text
+
+
+@pytest.mark.parametrize(("delay", "least_gain"), [(0.5, 1.10), (1.0, 1.20), (2.0, 1.40)])
+def test_a_hop_with_more_delay_gets_more_forwards_in_flight_within_two_windows(delay: float, least_gain: float) -> None:
+    # Every stage of four takes F = 16 ms and B = 32 ms; the delay of one hop each way is in F (PipeMorph, NSDI 2026).
+    quick = replace(cluster(), default_link=NodeLink(bandwidth_bytes_per_s=20 * RATE, latency_s=4e-4))
+    policy = ConcurrencyPolicy(problem(quick, max_staleness=0, num_microbatches=16), schedules=("1f1b",))
+    policy.choose()
+    run = Run(policy, truth=quick)
+    for _ in range(5):
+        assert not run.window().switch
+    begun_with = policy.choice
+    (one,), (other,) = begun_with.layout.workers[1:3]
+    far = Link(source=NODES[one], target=NODES[other], bandwidth_bytes_per_s=20 * RATE, latency_s=4e-4 + delay * 0.016)
+    run.truth = replace(quick, links=(far,))
+    switches = [run.window().switch for _ in range(6)]
+    assert any(switches[:2]), run.decisions[6].text
+    assert sum(switches) == 1
+    assert seconds_of(begun_with, run.truth) / seconds_of(policy.choice, run.truth) >= least_gain, policy.choice.layout
 
 
 def test_a_link_without_limit_that_becomes_slow_is_left() -> None:

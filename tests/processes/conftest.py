@@ -52,7 +52,7 @@ def peers(make: Make, store_port: int) -> Iterator[Peers]:
         num_devices: int = 2, *, target: Callable[[dict[str, Any]], None] = connect_and_hang, **changed: Any
     ) -> tuple[ProcessTransport, list[BaseProcess]]:
         mine = make(0, num_devices, connect_timeout_s=40.0, **changed)
-        common = {key: value for key, value in changed.items() if key in {"shared", "groups", "over_gloo", "sending"}}
+        common = {key: value for key, value in changed.items() if key in {"shared", "groups", "over_tcp", "communication", "ways"}}
         for device in range(1, num_devices):
             other = settings(device, num_devices=num_devices, run=0, port=store_port, prefix=mine.prefix, connect_timeout_s=40.0, **common)
             process = context.Process(target=target, args=(other,), daemon=True)

@@ -42,12 +42,12 @@ from tests.processes.transport_contract import (
 
 @pytest.fixture
 def make(make: Make) -> Make:
-    return partial(make, over_gloo=True)
+    return partial(make, over_tcp=False)
 
 
 @pytest.fixture
 def peers(peers: Peers) -> Peers:
-    return partial(peers, over_gloo=True)
+    return partial(peers, over_tcp=False)
 
 
 class TestChannelsOverGloo(TransportContract):
@@ -281,7 +281,7 @@ from raypipe.actors.transport.process import ProcessTransport
 from tests.processes.process_ends import settings
 from tests.processes.transport_contract import *
 store, port = host_store("127.0.0.1", timeout_s=20.0)
-first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, over_gloo=True)) for device in PAIR]
+first, second = [ProcessTransport(**settings(device, num_devices=2, run=0, port=port, over_tcp=False)) for device in PAIR]
 together(first.connect, second.connect)
 first.open_window({1: [announced(gradient(0), torch.ones(2))]}, {1: [announced(activation(0), torch.ones(2))]})
 first.send(activation(0), 1, [torch.ones(2)])

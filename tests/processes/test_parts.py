@@ -28,17 +28,17 @@ NEEDS_SHM = pytest.mark.skipif(not shm.available(), reason="needs memfd_create, 
 
 @pytest.mark.parametrize("replicated", [False, True], ids=["one-device-each", "replicas"])
 @pytest.mark.parametrize(
-    ("shared", "nccl", "over_gloo"),
+    ("shared", "nccl", "over_tcp"),
     [
-        pytest.param(False, False, False, id="tcp"),
-        pytest.param(False, False, True, id="gloo"),
+        pytest.param(False, False, True, id="tcp"),
+        pytest.param(False, False, False, id="gloo"),
         pytest.param(True, False, False, marks=NEEDS_SHM, id="shared-memory"),
         pytest.param(False, True, False, id="nccl"),
         pytest.param(True, True, False, id="within-a-gpu"),
     ],
 )
 def test_branches_in_parts_before_a_whole_loss_equal_the_unsplit_model(
-    make: Make, shared: bool, nccl: bool, over_gloo: bool, replicated: bool
+    make: Make, shared: bool, nccl: bool, over_tcp: bool, replicated: bool
 ) -> None:
     model, batches = two_towers(dtype="float64"), RandomRows(fields=("left", "right", "targets"))
     cut = Cut(((0,), (3,), (1, 2), (4, 5), (6,)), model.edges())
@@ -61,7 +61,7 @@ def test_branches_in_parts_before_a_whole_loss_equal_the_unsplit_model(
         "names": tuple(f"device-{device}" for device in range(num_devices)),
         "groups": [tuple(range(num_devices)), *([(0, 1), (2, 3)] if replicated else [])],
         "shared": all_channels(num_devices) if shared else [],
-        "over_gloo": over_gloo,
+        "over_tcp": over_tcp,
         "connect_timeout_s": 20.0,
     }
     network = Network()

@@ -25,9 +25,9 @@ from raypipe.actors.transport import tcp
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.rendezvous import AbortGroup, Rendezvous
 from raypipe.actors.transport.tcp_port import Port
-from raypipe.actors.transport.tcp_way import Departure, Sending
+from raypipe.actors.transport.tcp_way import Departure
 from raypipe.communication import policy
-from raypipe.communication.policy import Traffic
+from raypipe.communication.policy import Communication, Traffic
 from raypipe.errors import AbortedError, TransportError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from tests.processes.process_ends import INTERFACE, Make, Peers, connect_and_send_half
@@ -50,16 +50,16 @@ from tests.processes.transport_contract import (
 
 MANY = 8 * MEGABYTE
 """Numbers of a tensor of 32 MB, which the buffers of a connection do not hold."""
-UNSCHEDULED = Sending(scheduled=False)
+UNSCHEDULED = Communication(scheduled=False)
 
 
 class TestChannelsOverTcp(TransportContract):
     @pytest.fixture(params=[True, False], ids=["scheduled", "unscheduled"])
     def connect(self, make: Make, request: pytest.FixtureRequest) -> Connect:
-        sending = Sending(scheduled=request.param)
+        communication = Communication(scheduled=request.param)
 
         def connected(num_devices: int = 2, *, timeout_s: float = 20.0) -> Sequence[ProcessTransport]:
-            settings: dict[str, Any] = {"timeout_s": timeout_s, "connect_timeout_s": 20.0, "sending": sending}
+            settings: dict[str, Any] = {"timeout_s": timeout_s, "connect_timeout_s": 20.0, "communication": communication}
             ends = [make(device, num_devices, **settings) for device in range(num_devices)]
             together(*(end.connect for end in ends))
             return ends
@@ -170,20 +170,20 @@ def members_of(num_devices: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_members", [2, 3, 4])
 @pytest.mark.parametrize(
-    ("chunk_bytes", "sending", "numel"),
+    ("chunk_bytes", "communication", "numel"),
     [
-        (1, Sending(chunk_s=1e-15), 203),
-        (1001, Sending(chunk_s=1e-15), 10_007),
-        (1, Sending(chunk_s=100.0), 500_001),
+        (1, Communication(chunk_s=1e-15), 203),
+        (1001, Communication(chunk_s=1e-15), 10_007),
+        (1, Communication(chunk_s=100.0), 500_001),
         (1, UNSCHEDULED, 500_001),
     ],
     ids=["a-number", "odd", "huge", "unscheduled"],
 )
 def test_a_sum_does_not_depend_on_chunks(
-    make: Make, monkeypatch: pytest.MonkeyPatch, num_members: int, chunk_bytes: int, sending: Sending, numel: int
+    make: Make, monkeypatch: pytest.MonkeyPatch, num_members: int, chunk_bytes: int, communication: Communication, numel: int
 ) -> None:
     monkeypatch.setattr(policy, "LEAST_CHUNK_BYTES", chunk_bytes)
-    ends = connected(make, num_members, sending=sending, **members_of(num_members))
+    ends = connected(make, num_members, communication=communication, **members_of(num_members))
     everybody = tuple(range(num_members))
     for update, dtype in enumerate((torch.float32, torch.bfloat16)):
         torch.manual_seed(update)
@@ -192,13 +192,13 @@ def test_a_sum_does_not_depend_on_chunks(
         pending = [end.start(gradients(everybody, update=update), tensor) for end, tensor in zip(ends, tensors, strict=True)]
         for part in pending:
             assert torch.equal(part.wait(), expected)
-    if chunk_bytes == 1 and sending.chunk_s < 1e-9:
+    if chunk_bytes == 1 and communication.chunk_s < 1e-9:
         assert {departure.num_bytes for departure in ends[0].departures} == {4}
 
 
-@pytest.mark.parametrize("sending", [Sending(), UNSCHEDULED], ids=["scheduled", "unscheduled"])
-def test_members_start_sums_in_any_order(make: Make, sending: Sending) -> None:
-    ends = connected(make, 3, sending=sending)
+@pytest.mark.parametrize("communication", [Communication(), UNSCHEDULED], ids=["scheduled", "unscheduled"])
+def test_members_start_sums_in_any_order(make: Make, communication: Communication) -> None:
+    ends = connected(make, 3, communication=communication)
     collectives = [gradients(members, update=update) for members in (ALL, PAIR, (1, 2)) for update in range(4)]
     values = {
         (collective, device): torch.randn(1000 * collective.update + 5) for collective in collectives for device in collective.devices
@@ -285,7 +285,7 @@ def test_a_message_overtakes_a_sum(peers: Peers) -> None:
 
 
 def test_without_scheduling_a_message_waits_for_a_sum(peers: Peers) -> None:
-    mine, (peer,) = peers(sending=UNSCHEDULED)
+    mine, (peer,) = peers(communication=UNSCHEDULED)
     left, _ = sum_and_message(mine, peer)
     assert [departure.traffic for departure in left] == [Traffic.SUM, Traffic.MESSAGE]
 
@@ -310,7 +310,7 @@ def test_a_norm_overtakes_a_sum_and_the_sum_due_first_goes_first(peers: Peers) -
 
 
 def test_a_peer_that_takes_nothing_does_not_hold_up_others_behind_the_same_port(peers: Peers) -> None:
-    mine, (stuck, _) = peers(3, sending=Sending(ways={1: "port", 2: "port"}))
+    mine, (stuck, _) = peers(3, ways={1: "port", 2: "port"})
     mine.open_window({}, {1: [announced(activation(0), torch.ones(MANY))], 2: [announced(activation(0, target=2), torch.ones(3))]})
     stop(stuck)
     mine.send(activation(0), 1, [torch.ones(MANY)])
@@ -322,7 +322,7 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_others_behind_the_same_port(
 
 
 def test_peers_behind_one_port_take_turns(make: Make) -> None:
-    ends = connected(make, 3, sending=Sending(ways={1: "port", 2: "port"}))
+    ends = connected(make, 3, ways={1: "port", 2: "port"})
     assert len(port_of(ends[0]).sender.ways) == 1
     assert len(port_of(connected(make, 3, prefix="ways of their own")[0]).sender.ways) == 2
 

@@ -12,15 +12,17 @@ from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import make_plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
+from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
 from raypipe.schedules.collectives import Await, CollectiveKind, Start
 from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, UpdateScope, WeightRule, ops_of, reads
 from raypipe.schedules.lower import Compute, lower
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import late_updates, one_of_repeated, recompute, recomputed_stages, repeated, shard_optimizer
+from raypipe.schedules.passes import forwards_ahead, late_updates, one_of_repeated, recompute, recomputed_stages, repeated, shard_optimizer
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.plan_cost import equal_stages
+from raypipe.simulation.simulator import simulate, simulate_programs
 from tests.schedules import handwritten, reference
 from tests.strategies import AMDPS, ASYNCHRONOUS, BIDIRECTIONAL, SPEC_NAMES, near
 
@@ -181,3 +183,44 @@ def test_updates_that_others_wait_for_are_not_late() -> None:
     request = ScheduleRequest(3, 4, 3, update_scope=UpdateScope.GLOBAL)
     for schedule in (catalogue.build("pipedream-2bw", request), catalogue.build("async-1f1b", ScheduleRequest(3, 4, 3))):
         assert late_updates(schedule) == schedule
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "pipedream-2bw", "async-1f1b", "list"])
+@given(ahead=st.lists(st.integers(0, 3), min_size=0, max_size=4), num_microbatches=st.integers(1, 9), num_updates=st.integers(1, 3))
+def test_forwards_ahead_of_hops_are_valid_and_hold_as_much_more(
+    name: str, ahead: list[int], num_microbatches: int, num_updates: int
+) -> None:
+    num_devices = len(ahead) + 1
+    schedule = catalogue.build(name, ScheduleRequest(num_devices, max(num_microbatches, num_devices), num_updates))
+    more = [sum(ahead[worker:]) for worker in range(num_devices)]
+    found = forwards_ahead(schedule, more)
+    validate(found)
+    for worker, (program, before) in enumerate(zip(found.programs, schedule.programs, strict=True)):
+        assert sorted(map(str, program)) == sorted(map(str, before))
+        others = [[slot for slot in slots if not _is_forward(slot)] for slots in (program, before)]
+        forwards = [[slot for slot in slots if _is_forward(slot)] for slots in (program, before)]
+        assert others[0] == others[1]
+        assert forwards[0] == forwards[1]
+        assert metrics(found).peak_in_flight[worker] <= metrics(schedule).peak_in_flight[worker] + more[worker]
+    if schedule.weight_rule is not WeightRule.LIVE:
+        computed = [op for op, _ in schedule.ops() if not op.kind.per_update]
+        assert [reads(found, op) for op in computed] == [reads(schedule, op) for op in computed]
+
+
+def _is_forward(slot: Op | Overlap) -> bool:
+    return isinstance(slot, Op) and slot.kind is OpKind.FORWARD
+
+
+def test_forwards_ahead_of_a_worker_alone_deadlock_and_are_refused() -> None:
+    schedule = catalogue.build("1f1b", ScheduleRequest(2, 4))
+    with pytest.raises(ScheduleError, match="deadlock"):
+        validate(forwards_ahead(schedule, (0, 2)))
+
+
+def test_one_forward_ahead_at_a_hop_hides_a_forward_and_a_backward() -> None:
+    schedule = catalogue.build("pipedream-2bw", ScheduleRequest(2, 4, 12))
+    slow = equal_stages(schedule, latency_s=1.5)
+    without_s = simulate_programs(lower(schedule), slow, name="", num_updates=12).steady_update_s
+    assert without_s == pytest.approx(18), "two microbatches in flight in 3 + 3 + 2 x 1.5 seconds"
+    ahead = forwards_ahead(schedule, (1, 0))
+    assert simulate_programs(lower(ahead), slow, name="", num_updates=12).steady_update_s == pytest.approx(12)

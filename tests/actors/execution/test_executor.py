@@ -27,7 +27,7 @@ from raypipe.schedules.catalogue import SPECS, build
 from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, WeightRule, dependencies
 from raypipe.schedules.lower import Placement, Recv
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import evaluation, late_updates, recompute, recomputed_stages, shard_optimizer
+from raypipe.schedules.passes import evaluation, forwards_ahead, late_updates, recompute, recomputed_stages, shard_optimizer
 from raypipe.schedules.reductions import add_reductions
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
@@ -243,18 +243,19 @@ def test_sums_that_last_until_the_first_reader_change_no_bit() -> None:
     placement = Placement((((0, 0.5), (1, 0.5)), ((2, 0.5), (3, 0.5))))
     schedule = pipedream_2bw(2, 4, 4)
     runs = []
-    for order in (schedule, late_updates(schedule)):
+    for order in (schedule, late_updates(schedule), late_updates(forwards_ahead(schedule, (1, 0)))):
         model = mlp(num_layers=8)
         run = pipeline(model, order, Cut.equal(8, 2, model.edges()), RandomRows(dtype=torch.float32), placement)
         runs.append((losses_of(run, 2), layers_of(run)))
-    (losses, layers), (late_losses, late_layers) = runs
-    assert late_losses == losses
-    for index, copies in layers.items():
-        assert all(
-            torch.equal(one, other)
-            for mine, late in zip(copies, late_layers[index], strict=True)
-            for one, other in zip(mine, late, strict=True)
-        )
+    (losses, layers), *others = runs
+    for late_losses, late_layers in others:
+        assert late_losses == losses
+        for index, copies in layers.items():
+            assert all(
+                torch.equal(one, other)
+                for mine, late in zip(copies, late_layers[index], strict=True)
+                for one, other in zip(mine, late, strict=True)
+            )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,328 @@
+"""Sums of gradients and messages on nodes with one port each: in turns by class and deadline, against plain ways of sending them.
+
+    python benchmarks/communication.py --simulate [--cells sum-075 wire-24] [--json FILE]
+    python benchmarks/communication.py --rehearse [--cells sum-075] [--rounds 3] [--json FILE]     # as root, with iproute2
+
+`--rehearse` runs the same orders as actors of a Ray cluster whose nodes are network namespaces: the baselines over gloo, raypipe's over
+its own connections.
+
+All that leaves a node, and all that enters it, shares 200 Mbit/s. F takes 20 ms, B 40 ms; C = M (F + B); A is the time of the sum of a
+stage's gradients on its port; every device's message takes the stated time. One update of `pipedream-2bw`, far from the ends of the
+window; updates of a stage wait for that stage alone.
+
+    a      pipedream-2bw, its sum awaited behind the last backward (Narayanan et al., ICML 2021, as implemented)
+    a'     the same with each U where its version is first read: no classes, no chunks
+    b      1F1B with a flush and the sum behind it
+    raypipe  as a', messages before sums, sums in chunks by deadline, and as many forwards ahead at each hop as the search finds
+
+"Possible" is a baseline over the larger of the busiest device and the busiest port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rounds import Summary, in_rounds, print_table, write_json
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in namespaces is made by the tests' own tools
+
+from raypipe import build_schedule
+from raypipe.artifacts.plan import Plan, Replica
+from raypipe.artifacts.profile import LayerProfile, ModelProfile
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
+from raypipe.artifacts.trace import Trace
+from raypipe.communication.policy import Communication
+from raypipe.planning.ahead import with_forwards_ahead
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
+from raypipe.planning.layout import Layout
+from raypipe.planning.layout_schedules import layout_schedule
+from raypipe.planning.problem import Problem
+from raypipe.schedules.ir import Schedule, UpdateScope
+from raypipe.schedules.lower import lower
+from raypipe.schedules.passes import forwards_ahead, late_updates
+from raypipe.schedules.validate import validate
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.plan_cost import plan_cost
+from raypipe.simulation.simulator import time_order
+from tests.multinode.cluster import Cluster, cluster
+
+PORT_BYTES_PER_S = 25e6
+FORWARD_S = 0.020
+BACKWARD_S = 0.040
+LATENCY_S = 0.0001
+NUM_UPDATES = 12
+CHUNKS_S = (0.003, 0.004, 0.005, 0.006, 0.008)
+"""Where transfers repeat with a period, a few percent depend on how chunks fall into it: medians over these are told."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the table.
+
+    Attributes:
+        sum_share: A over C.
+        message_s: Seconds of each device's message on its port.
+        devices_per_node: Replicas of a stage are on different nodes.
+    """
+
+    name: str
+    num_stages: int
+    num_replicas: int
+    num_microbatches: int
+    sum_share: float
+    message_s: float
+    devices_per_node: int = 1
+
+    @property
+    def compute_s(self) -> float:
+        """C: seconds in which a device computes an update."""
+        return self.num_microbatches * (FORWARD_S + BACKWARD_S)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of a stage's gradients."""
+        # A ring of r sends 2 (r - 1) / r of the bytes through each port.
+        return round(self.sum_share * self.compute_s * PORT_BYTES_PER_S * self.num_replicas / max(2 * (self.num_replicas - 1), 1))
+
+    def profile(self) -> ModelProfile:
+        """Return a layer for each stage; the replicas share the rows of a microbatch."""
+        layers = [
+            LayerProfile(
+                name=f"layer{stage}",
+                forward_s=FORWARD_S * self.num_replicas,
+                backward_s=BACKWARD_S * self.num_replicas,
+                weight_grad_s=BACKWARD_S * self.num_replicas / 2,
+                output_bytes=round(self.message_s * PORT_BYTES_PER_S * self.num_replicas),
+                saved_bytes=0,
+                parameter_bytes=self.sum_bytes,
+            )
+            for stage in range(self.num_stages)
+        ]
+        return ModelProfile(name=self.name, microbatch_size=self.num_replicas, layers=tuple(layers))
+
+    def topology(self) -> ClusterTopology:
+        """Return nodes whose ports carry all that leaves and enters them."""
+        count = self.num_stages * self.num_replicas // self.devices_per_node
+        nodes = tuple(
+            Node(
+                name=f"node{number}",
+                devices=tuple(Device(name=f"node{number}/{slot}", kind="cpu") for slot in range(self.devices_per_node)),
+                link=NodeLink(latency_s=0.0, bandwidth_bytes_per_s=None),
+            )
+            for number in range(count)
+        )
+        names = [node.name for node in nodes]
+        ports = [
+            SharedLink(
+                name=f"{way}-{name}",
+                bandwidth_bytes_per_s=PORT_BYTES_PER_S,
+                members=tuple((name, other) if way == "out-of" else (other, name) for other in names if other != name),
+            )
+            for way in ("out-of", "into")
+            for name in names
+        ]
+        link = NodeLink(latency_s=LATENCY_S, bandwidth_bytes_per_s=None)
+        return ClusterTopology(name="ports", nodes=nodes, shared_links=tuple(ports), default_link=link)
+
+    def plan(self, schedule: Schedule) -> Plan:
+        """Return the plan of an order of the stages; a node holds neighboring stages of one replica."""
+        profile, topology = self.profile(), self.topology()
+        names = [device.name for device in topology.devices]
+        workers = tuple(
+            tuple(
+                Replica(device=names[replica * self.num_stages + stage], share=1 / self.num_replicas)
+                for replica in range(self.num_replicas)
+            )
+            for stage in range(self.num_stages)
+        )
+        return Plan(
+            name=self.name,
+            planner="given",
+            microbatch_size=self.num_replicas,
+            stages=tuple((layer.name,) for layer in profile.layers),
+            workers=workers,
+            schedule=schedule,
+            profile=profile,
+            topology=topology,
+            profile_digest=profile.digest,
+            topology_digest=topology.digest,
+        )
+
+    def schedule(self, name: str) -> Schedule:
+        """Return the order of a whole window."""
+        schedule = build_schedule(
+            name,
+            num_devices=self.num_stages,
+            num_microbatches=self.num_microbatches,
+            num_updates=NUM_UPDATES,
+            update_scope=UpdateScope.STAGE,
+        )
+        validate(schedule)
+        return schedule
+
+    def possible_s(self) -> float:
+        """Return the larger of a device's computation and a port's transfers."""
+        messages_s = self.num_microbatches * self.message_s if self.num_stages > 1 else 0.0
+        # A stage in the middle sends activations one way and gradients the other; with several devices a node they leave it at its ends.
+        inner = self.num_stages > 2 and self.devices_per_node == 1
+        sums_s = self.sum_share * self.compute_s * self.devices_per_node
+        return max(self.compute_s, sums_s + messages_s * (2 if inner else 1))
+
+
+CELLS = (
+    Cell("sum-075", 2, 2, 4, 0.75, 0.004),
+    Cell("sum-050", 2, 2, 8, 0.50, 0.004),
+    Cell("wire-24", 2, 2, 4, 0.25, 0.024),
+    Cell("two-a-node", 4, 2, 8, 0.375, 0.004, 2),
+    Cell("messages", 4, 1, 8, 0.0, 0.024),
+    Cell("small-sum", 2, 2, 16, 0.05, 0.004),
+)
+
+
+def simulated(cell: Cell) -> dict[str, Any]:
+    """Return the seconds of an update of each system, and the ratios of the table."""
+    plain = Communication(scheduled=False)
+    ahead, searched_s = _searched(cell)
+    two_buffers, flushed = cell.schedule("pipedream-2bw"), cell.schedule("1f1b")
+    seconds = {
+        "a": _update_s(cell, two_buffers, plain),
+        "a'": _update_s(cell, late_updates(two_buffers), plain),
+        "b": _update_s(cell, flushed, plain),
+        "turns": _in_turns_s(cell, late_updates(two_buffers)),
+        "raypipe": searched_s,
+    }
+    ours, possible_s = seconds["raypipe"], cell.possible_s()
+    return {
+        "name": cell.name,
+        "over_a": seconds["a"] / ours,
+        "over_b": seconds["b"] / ours,
+        "over_a_late": seconds["a'"] / ours,
+        "possible_a": seconds["a"] / possible_s,
+        "possible_b": seconds["b"] / possible_s,
+        "update_s": seconds,
+        "possible_s": possible_s,
+        "forwards_ahead": ahead,
+    }
+
+
+def rehearsed(cell: Cell, *, rounds: int) -> dict[str, Any]:
+    """Return the seconds of an update of each system as actors on nodes with one port each."""
+    ahead, _ = _searched(cell)
+    two_buffers = cell.schedule("pipedream-2bw")
+    runs = {
+        "a": (two_buffers, "gloo"),
+        "a'": (late_updates(two_buffers), "gloo"),
+        "b": (cell.schedule("1f1b"), "gloo"),
+        "turns": (late_updates(two_buffers), "tcp"),
+        "raypipe": (late_updates(forwards_ahead(two_buffers, ahead)), "tcp"),
+    }
+    count = cell.num_stages * cell.num_replicas // cell.devices_per_node
+    with cluster(nodes=count, cpus_per_node=cell.devices_per_node) as machines:
+        for node in range(count):
+            others = [other for other in range(count) if other != node]
+            machines.share([(node, other) for other in others], PORT_BYTES_PER_S)
+            machines.share([(other, node) for other in others], PORT_BYTES_PER_S)
+        commands = {name: _command(machines, cell, name, *each) for name, each in runs.items()}
+        found = in_rounds({name: partial(_rehearse, machines, command) for name, command in commands.items()}, num_rounds=rounds)
+    seconds = {name: Summary.of(values) for name, values in found.items()}
+    ours = seconds["raypipe"].median
+    over = {key: seconds[name].median / ours for key, name in (("over_a", "a"), ("over_b", "b"), ("over_a_late", "a'"))}
+    return {"name": cell.name, **over, "rehearsed_s": seconds, "forwards_ahead": ahead}
+
+
+def _command(machines: Cluster, cell: Cell, name: str, schedule: Schedule, transport: str) -> list[str]:
+    path = machines.folder / f"{cell.name}-{name}.json"
+    cell.plan(schedule).save(path)
+    rehearse = ["rehearse", str(path), "--transport", transport, "--json"]
+    return [sys.executable, "-m", "raypipe", *rehearse, "-o", str(path.with_suffix(".trace.json"))]
+
+
+def _rehearse(machines: Cluster, command: list[str]) -> float:
+    machines.run(command, timeout_s=180)
+    return Trace.load(command[-1]).steady_update_s or json.loads("null")
+
+
+def _searched(cell: Cell) -> tuple[list[int], float]:
+    """Return the forwards ahead that the search finds, and the seconds of an update."""
+    problem = Problem(
+        cell.profile(),
+        cell.topology(),
+        cell.num_microbatches,
+        cell.num_replicas,
+        updates_per_window=NUM_UPDATES,
+        max_staleness=1,
+        update_scope=UpdateScope.STAGE,
+    )
+    stages = range(cell.num_stages)
+    workers = tuple(tuple(replica * cell.num_stages + stage for replica in range(cell.num_replicas)) for stage in stages)
+    evaluator = LayoutEvaluator(problem)
+    given = evaluator.simulate(Layout((*stages, cell.num_stages), workers, "pipedream-2bw"))
+
+    def far_from_the_ends(evaluation: Evaluation) -> float:
+        return _in_turns_s(cell, layout_schedule(problem, evaluation.layout, num_updates=NUM_UPDATES))
+
+    found = with_forwards_ahead(evaluator, given, most_steps=20, seconds=far_from_the_ends)
+    assert found is not None, "it was valid without"
+    return found.layout.forwards_ahead, far_from_the_ends(found)
+
+
+def _in_turns_s(cell: Cell, schedule: Schedule) -> float:
+    return statistics.median(_update_s(cell, schedule, Communication(chunk_s=chunk_s)) for chunk_s in CHUNKS_S)
+
+
+def _update_s(cell: Cell, schedule: Schedule, communication: Communication) -> float:
+    plan = cell.plan(schedule)
+    cost = replace(plan_cost(plan), communication=communication)
+    return time_order(CompiledOrder(lower(plan.schedule, plan.placement)), cost).steady_update_s
+
+
+def _rehearse_all(cells: list[Cell], options: argparse.Namespace) -> None:
+    results = []
+    for cell in cells:
+        results.append(result := rehearsed(cell, rounds=options.rounds))
+        row = {"cell": cell.name}
+        row |= {f"{name} ms": f"{1000 * each.median:.0f} +-{1000 * each.spread:.0f}" for name, each in result["rehearsed_s"].items()}
+        row |= {"over a, b": f"{result['over_a']:.2f}, {result['over_b']:.2f}", "over a'": f"{result['over_a_late']:.2f}"}
+        print_table(f"seconds of an update, rehearsed ({options.rounds} rounds)", [row])
+    write_json(options.json, results)
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulate", action="store_true", help="the table from the simulator; the default")
+    parser.add_argument("--rehearse", action="store_true", help="run the orders on nodes in network namespaces")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS], default=[cell.name for cell in CELLS])
+    parser.add_argument("--json", help="file for the results")
+    options = parser.parse_args()
+    if options.rehearse:
+        _rehearse_all([cell for cell in CELLS if cell.name in options.cells], options)
+        return 0
+    results = [simulated(cell) for cell in CELLS if cell.name in options.cells]
+    rows = [
+        {
+            "cell": result["name"],
+            **{f"{system} ms": f"{1000 * update_s:.0f}" for system, update_s in result["update_s"].items()},
+            "possible ms": f"{1000 * result['possible_s']:.0f}",
+            "possible over a, b": f"{result['possible_a']:.2f}, {result['possible_b']:.2f}",
+            "over a, b": f"{result['over_a']:.2f}, {result['over_b']:.2f}",
+            "over a'": f"{result['over_a_late']:.2f}",
+            "ahead": " ".join(map(str, result["forwards_ahead"])),
+        }
+        for result in results
+    ]
+    print_table("seconds of an update, simulated", rows)
+    write_json(options.json, results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

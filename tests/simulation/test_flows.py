@@ -1,0 +1,157 @@
+"""Flows on shared links against cases worked out by hand, and against the definition of max-min fairness."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypipe.artifacts.topology import Path
+from raypipe.communication.policy import Communication, Traffic
+from raypipe.simulation.flows import Network
+
+LINK = 1e6  # bytes per second
+FAIR = Communication(scheduled=False)
+
+
+@dataclass
+class Clock:
+    """Runs a network: submits flows at their times and fires what it pushes."""
+
+    communication: Communication
+    heap: list[tuple[float, int, int, int]] = field(default_factory=list)
+    num_pushed: int = 0
+    ends: dict[str, float] = field(default_factory=dict)
+    begins: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.network = Network(self.communication, self.push)
+
+    def push(self, time_s: float, number: int, epoch: int) -> None:
+        self.num_pushed += 1
+        heapq.heappush(self.heap, (time_s, self.num_pushed, number, epoch))
+
+    def until(self, time_s: float) -> None:
+        while self.heap and self.heap[0][0] <= time_s:
+            at_s, _, number, epoch = heapq.heappop(self.heap)
+            self.network.fire(number, epoch, at_s)
+
+    def submit(
+        self,
+        name: str,
+        num_bytes: float,
+        now_s: float = 0.0,
+        *,
+        links: Sequence[str] = ("link",),
+        way: object = 0,
+        traffic: Traffic = Traffic.SUM,
+        deadline: int = 0,
+    ) -> None:
+        self.until(now_s)
+
+        def end(begun_s: float, end_s: float) -> None:
+            self.begins[name], self.ends[name] = begun_s, end_s
+
+        path = Path(0.0, LINK, tuple((link, LINK) for link in links))
+        self.network.submit(way, path, num_bytes, now_s, traffic=traffic, deadline=deadline, on_end=end)
+
+
+def test_a_flow_alone_takes_the_whole_link() -> None:
+    clock = Clock(FAIR)
+    clock.submit("one", 2e6)
+    clock.until(10.0)
+    assert clock.ends == {"one": 2.0}
+
+
+def test_flows_on_one_link_share_it() -> None:
+    clock = Clock(FAIR)
+    clock.submit("long", 2e6)
+    clock.submit("short", 0.5e6, 1.0)
+    clock.until(10.0)
+    assert clock.ends == pytest.approx({"short": 2.0, "long": 2.5})
+
+
+def test_a_flow_that_another_link_holds_up_leaves_the_rest_to_the_others() -> None:
+    # Bertsekas and Gallager: two share the first link, two the second; the one on both gets half of each.
+    clock = Clock(FAIR)
+    clock.submit("both", 1e6, links=("first", "second"))
+    clock.submit("first", 1e6, links=("first",))
+    clock.submit("second a", 1e6, links=("second",))
+    clock.submit("second b", 1e6, links=("second",))
+    clock.until(10.0)
+    # A third of the second link each; the first flow has two thirds of the first link.
+    assert clock.ends["first"] == pytest.approx(1.5)
+    assert clock.ends["second a"] == clock.ends["second b"] == pytest.approx(3.0)
+    assert clock.ends["both"] == pytest.approx(3.0)
+
+
+def test_a_message_interrupts_a_sum_at_the_end_of_a_chunk() -> None:
+    clock = Clock(Communication(chunk_s=0.25))
+    clock.submit("sum", 2e6)
+    clock.submit("message", 1e6, 0.6, traffic=Traffic.MESSAGE)
+    clock.until(10.0)
+    assert clock.begins["message"] == pytest.approx(0.75)
+    assert clock.ends == pytest.approx({"message": 1.75, "sum": 3.0})
+
+
+def test_a_sum_that_is_due_earlier_goes_first() -> None:
+    clock = Clock(Communication(chunk_s=0.5))
+    clock.submit("late", 2e6, deadline=9)
+    clock.submit("early", 1e6, 0.1, deadline=3)
+    clock.until(10.0)
+    assert clock.ends == pytest.approx({"early": 1.5, "late": 3.0})
+
+
+def test_a_message_is_not_interrupted() -> None:
+    clock = Clock(Communication(chunk_s=0.5))
+    clock.submit("first", 2e6, traffic=Traffic.MESSAGE)
+    clock.submit("second", 1e6, 0.1, traffic=Traffic.MESSAGE)
+    clock.until(10.0)
+    assert clock.ends == pytest.approx({"first": 2.0, "second": 3.0})
+
+
+def test_ways_do_not_wait_for_each_other() -> None:
+    clock = Clock(Communication())
+    clock.submit("one", 1e6, way="a", links=("x",))
+    clock.submit("other", 1e6, way="b", links=("y",))
+    clock.until(10.0)
+    assert clock.ends == {"one": 1.0, "other": 1.0}
+
+
+def test_there_are_as_many_events_however_small_the_chunks() -> None:
+    counts = []
+    for chunk_s in (0.07, 0.7):
+        clock = Clock(Communication(chunk_s=chunk_s))
+        clock.submit("sum", 50e6)
+        clock.submit("message", 1e6, 3.0, traffic=Traffic.MESSAGE)
+        clock.until(100.0)
+        assert clock.ends["sum"] == pytest.approx(51.0)
+        counts.append(clock.num_pushed)
+    assert counts[0] == counts[1] <= 5
+
+
+@given(
+    st.lists(
+        st.tuples(st.sets(st.sampled_from("uvwxyz"), min_size=1, max_size=3), st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=9
+    ),
+    st.booleans(),
+)
+def test_every_byte_passes_and_no_link_carries_more_than_it_can(flows: list[tuple[set[str], int, int]], scheduled: bool) -> None:
+    clock = Clock(Communication(scheduled=scheduled, chunk_s=0.3))
+    for number, (links, megabytes, start_s) in enumerate(sorted(flows, key=lambda flow: flow[2])):
+        clock.submit(str(number), megabytes * LINK, float(start_s), links=sorted(links), way=number % 3, deadline=number % 2)
+    clock.until(1e9)
+    ordered = sorted(flows, key=lambda flow: flow[2])
+    assert len(clock.ends) == len(flows)
+    for link in "uvwxyz":
+        of_link = [(flow, str(number)) for number, flow in enumerate(ordered) if link in flow[0]]
+        if of_link:
+            first_s = min(flow[2] for flow, _ in of_link)
+            last_s = max(clock.ends[name] for _, name in of_link)
+            assert last_s - first_s >= sum(flow[1] for flow, _ in of_link) - 1e-6
+    for number, (_, megabytes, start_s) in enumerate(ordered):
+        assert clock.ends[str(number)] >= start_s + megabytes - 1e-6
