@@ -238,7 +238,8 @@ class Way:
                 num_bytes = round(self.bytes_per_s * (_KERNEL_S + 2 * _round_trip_s(link.end)))
                 link.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(max(num_bytes, _LEAST_BUFFER_BYTES), _MOST_BYTES))
                 if sys.platform == "linux":
-                    unsent_bytes = round(min(max(self.bytes_per_s * _KERNEL_S / 2, _LEAST_BUFFER_BYTES / 4), _MOST_BYTES / 4))
+                    # It asks for more when half of this is left, which has to last until the thread wakes.
+                    unsent_bytes = round(min(max(self.bytes_per_s * _KERNEL_S, _LEAST_BUFFER_BYTES / 2), _MOST_BYTES / 4))
                     link.end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, unsent_bytes)
 
     def lose(self, link: Link, problem: str) -> None:
