@@ -5,7 +5,8 @@ of a slice's number begins: its share goes round the ring, and each member adds 
 
     slice 1 of 3    member 1 ── share ──> 2 ── share ──> 0 ── total ──> 1 ── total ──> 2
 
-So the order in which a number's shares are added depends on its place alone, not on what comes when and in how large chunks.
+So the order in which a number's shares are added depends on its place alone, not on what comes when and in how large chunks. Of a small
+tensor, such as a norm, all shares go round as they are, in half the steps, and each member adds them in the order of the members.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from raypipe.schedules.collectives import Collective
 
 _GRACE_S = 0.3
 """A member that has all it needs of a sum may leave before this one has: how long nothing may come then."""
+_LOOK_EVERY_S = 0.25
+"""How long who waits for a sum reads one member without looking whether another one has gone."""
+_SMALL_BYTES = 1024
 
 
 class TcpSumGroup:
@@ -111,7 +115,15 @@ class RingSum:
         # Members of an empty tensor sum a stand-in, as they wait for each other all the same. The tensor's own memory where it will do.
         sent = plain(tensor) if tensor.numel() else torch.zeros(1)
         self._summed = sent.to(summing_dtype(sent.dtype)).contiguous().view(-1)
-        self._numbers = self._summed.numpy()
+        num_members, numel = len(group.members), self._summed.numel()
+        self._shares: Tensor | None = None
+        """Of a small tensor, all members' numbers."""
+        base, longer = divmod(numel, num_members)
+        if self._summed.nbytes <= _SMALL_BYTES:
+            base, longer = numel, 0
+            self._shares = self._summed.new_zeros(num_members, numel)
+            self._shares[group.position] = self._summed
+        self._numbers = (self._summed if self._shares is None else self._shares.view(-1)).numpy()
         self.memory = self._numbers.data.cast("B")
         self.item_bytes = self._summed.itemsize
         self.text = str(TensorSpec(tuple(tensor.shape), tensor.dtype)).encode()
@@ -119,8 +131,6 @@ class RingSum:
         self._changed = threading.Condition()
         self._finished = False
         self._lost_s: float | None = None
-        num_members, numel = len(group.members), self._summed.numel()
-        base, longer = divmod(numel, num_members)
         self._starts = [self.item_bytes * (number * base + min(number, longer)) for number in range(num_members + 1)]
         self._to_receive = self._to_send = 0
         self._flows: list[tuple[_Flow | None, _Flow | None]] = []
@@ -132,8 +142,11 @@ class RingSum:
             num_bytes = self._starts[number + 1] - first
             step = (group.position - number) % num_members
             last = num_members - 1
-            sends_share, sends_total = step < last, step == last or step < last - 1
-            self._to_receive += num_bytes * ((step > 0) + (step < last))
+            if self._shares is not None:
+                takes, sends_share, sends_total = int(step > 0), False, step < last
+            else:
+                takes, sends_share, sends_total = (step > 0) + (step < last), step < last, step == last or step < last - 1
+            self._to_receive += num_bytes * takes
             self._to_send += num_bytes * (sends_share + sends_total)
 
             def flow(kind: Kind, first: int = first, num_bytes: int = num_bytes) -> _Flow:
@@ -148,7 +161,8 @@ class RingSum:
         group.before.expect(self.identity, self)
         if group.before.tasks:
             group.receiver.wake()
-        (own, _), first = self._flows[group.position], self._starts[group.position]
+        (share, whole), first = self._flows[group.position], self._starts[group.position]
+        own = share or whole
         assert own is not None, "it has other members"
         if num_bytes := self._starts[group.position + 1] - first:
             group.sender.submit(own, num_bytes)
@@ -224,22 +238,35 @@ class RingSum:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """See `SumUnderWay`."""
+        """See `SumUnderWay`. Reads what comes of a small tensor itself, so that it wakes no other thread first."""
         deadline_s = time.monotonic() + timeout_s
-        with self._changed:
-            while not self._finished:
-                if self.failure is not None:
-                    raise ChannelError(self.failure)
-                now_s = time.monotonic()
-                left_s = deadline_s - now_s
-                if left_s <= 0:
-                    raise ChannelError(f"nothing came within {timeout_s:g} s; a member is stuck", kind=TransportTimeoutError)
-                if self._lost_s is not None:
-                    left_s = min(left_s, max(self._lost_s, self.group.before.moved_s) + _GRACE_S - now_s)
-                    if left_s <= 0:
-                        raise ChannelError(CLOSED_BY_PEER)
-                self._changed.wait(left_s)
+        before = self.group.before
+        while not self._finished and self.failure is None:
+            now_s = time.monotonic()
+            left_s = deadline_s - now_s
+            if self._lost_s is not None:
+                grace_s = max(self._lost_s, before.moved_s) + _GRACE_S - now_s
+                if grace_s <= 0:
+                    raise ChannelError(CLOSED_BY_PEER)
+                left_s = min(left_s, grace_s)
+            if left_s <= 0:
+                raise ChannelError(f"nothing came within {timeout_s:g} s; a member is stuck", kind=TransportTimeoutError)
+            if self._shares is not None and self._to_receive and before.ended is None:
+                self.group.receiver.wait(before, self._has_come, min(left_s, _LOOK_EVERY_S))
+                continue
+            with self._changed:
+                if not self._finished and self.failure is None:
+                    self._changed.wait(left_s)
+        if self.failure is not None:
+            raise ChannelError(self.failure)
         self.group.behind.sending.discard(self)
+        if self._shares is not None:
+            self._summed.copy_(self._shares[0])
+            for share in self._shares[1:]:
+                self._summed += share
         if self.tensor.numel() and self.tensor.data_ptr() != self._summed.data_ptr():
             target = self.tensor.detach()
             target.copy_(self._summed.view(target.shape))
+
+    def _has_come(self) -> bool:
+        return not self._to_receive or self.failure is not None
