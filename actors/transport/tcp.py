@@ -1,6 +1,6 @@
 """Messages and sums over TCP connections of raypipe's own, whose chunks leave in the order of one policy.
 
-    executor ── send, start ──> Sender ──> the way out of a peer ──> its connection ──> Receiver of the peer ──> recv, sums
+    executor -- send, start --> Sender --> the way out of a peer --> its connection --> Receiver of the peer --> recv, sums
                                 one thread a device, and whoever finds the way idle        one thread a device, or who waits in recv
 
 * Two devices share one connection, in which messages, shares and totals of sums follow each other as frames.

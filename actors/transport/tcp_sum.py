@@ -3,7 +3,7 @@
 The tensor is cut into as many slices as there are members, the first of which are a number longer where it does not divide. The member
 of a slice's number begins: its share goes round the ring, and each member adds its own; the last has the total, which goes round again.
 
-    slice 1 of 3    member 1 ── share ──> 2 ── share ──> 0 ── total ──> 1 ── total ──> 2
+    slice 1 of 3    member 1 -- share --> 2 -- share --> 0 -- total --> 1 -- total --> 2
 
 So the order in which a number's shares are added depends on its place alone, not on what comes when and in how large chunks. Of a small
 tensor, such as a norm, all shares go round as they are, in half the steps, and each member adds them in the order of the members.
