@@ -52,9 +52,8 @@ class TcpSumGroup:
 
     def sum(self, tensor: Tensor, *, collective: Collective, deadline: int) -> RingSum:
         """See `SumGroup`. Members may start sums in any order."""
-        for link, sends in ((self.before, False), (self.behind, True)):
-            if (link.broken if sends else link.ended) is not None:
-                raise ChannelError(CLOSED_BY_PEER)
+        if self.before.ended is not None or self.behind.ended is not None or self.behind.broken is not None:
+            raise ChannelError(CLOSED_BY_PEER)
         number = self._num_sums[collective]
         self._num_sums[collective] += 1
         total = RingSum(self, tensor, identity=_identity(collective, number), collective=collective, deadline=deadline)
@@ -158,6 +157,8 @@ class RingSum:
         """Send the share of the slice that begins here, and take what comes."""
         group = self.group
         group.behind.sending.add(self)
+        if (problem := group.behind.ended) is not None:  # just now
+            self.lose(problem, sends=True)
         group.before.expect(self.identity, self)
         if group.before.tasks:
             group.receiver.wake()

@@ -420,6 +420,15 @@ def test_a_member_that_is_killed_ends_the_wait_for_a_sum_that_another_member_hol
     mine.close()
 
 
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_sum_with_a_member_that_is_gone_does_not_begin(peers: Peers, killed: int) -> None:
+    mine, processes = peers(3)
+    processes[killed - 1].kill()
+    assert becomes_true(lambda: port_of(mine).links[killed].ended is not None, within_s=5.0)
+    with pytest.raises(TransportError, match="device alpha: .* with device beta, gamma: connection closed by peer"):
+        mine.start(gradients(ALL), torch.ones(3))
+
+
 def test_close_does_not_wait_for_a_peer_that_hangs(peers: Peers) -> None:
     before = set(threading.enumerate())
     mine, (peer,) = peers()
