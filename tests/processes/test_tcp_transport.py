@@ -425,7 +425,7 @@ def test_a_sum_with_a_member_that_is_gone_does_not_begin(peers: Peers, killed: i
     mine, processes = peers(3)
     processes[killed - 1].kill()
     assert becomes_true(lambda: port_of(mine).links[killed].ended is not None, within_s=5.0)
-    with pytest.raises(TransportError, match="device alpha: .* with device beta, gamma: connection closed by peer"):
+    with pytest.raises(TransportError, match=r"device alpha: .* with device beta, gamma: connection closed by peer"):
         mine.start(gradients(ALL), torch.ones(3))
 
 
