@@ -18,7 +18,8 @@ which pipelines in opposite directions need, and for D microbatches of its share
     chain, whole  the best of those with whole backwards
     units         1F1B of the branches as separate units, in the same direction
     graphpipe     branches on devices of their own (Jeon et al., ASPLOS 2025), the order searched, whole backwards
-    distmm        branches on devices of their own that share the rows (Huang et al., NSDI 2024), whole backwards
+    distmm        branches on devices of their own that share the rows (Huang et al., NSDI 2024), whole backwards; where all rows have
+                  one loss, its devices gather them for nothing
     branches      raypipe's branch-aware: placement, cut, order, whole or split backwards
     whole         the same with whole backwards
     plan          what `raypipe plan` finds with all schedules (`--plan`)
@@ -37,7 +38,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,6 +52,7 @@ from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.config import calibration_file
 from raypipe.errors import RaypipeError
 from raypipe.planning import branches, chunks
+from raypipe.planning.branch_groups import groupings
 from raypipe.planning.branch_placement import BranchPlacement, divisions, named_branches, placements
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.joint_cut import JointCut
@@ -154,9 +156,11 @@ class Case:
 class Systems:
     """The best of each system for one case."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, gathers: bool = False) -> None:
         self.case = case
         self.problem = case.problem
+        if gathers:  # a loss that couples rows may then be taken by several devices
+            self.problem = replace(self.problem, profile=replace(self.problem.profile, loss_couples_rows=None))
         self.evaluator = LayoutEvaluator(self.problem)
         as_chain = replace(self.problem.profile, named_edges=None, loss_couples_rows=None)
         self.as_chain = LayoutEvaluator(replace(self.problem, profile=as_chain))
@@ -196,13 +200,25 @@ class Systems:
         return _fastest(self._placed(self._disjoint(self.workers), self.workers, splits=(False,)))
 
     def distmm(self) -> Evaluation | None:
-        """Return the best with workers of its own for each branch, all of equally many devices."""
+        """Return the best with workers of its own for each branch, of equally many devices or by the work of the branch."""
+        if self.problem.profile.loss_couples_rows:
+            return Systems(self.case, gathers=True).distmm()
+        count = self.case.num_devices
+        named = named_branches(self.problem)
+        major = [branch for branch, layers in enumerate(named) if len(layers) > 1]
+        by_width = [
+            (groups, list(self._disjoint(groups)))
+            for width in range(2, count // 2 + 1)
+            if count % width == 0
+            for groups in [tuple(tuple(range(first, first + width)) for first in range(0, count, width))]
+        ]
+        by_work = [
+            (grouping.workers, [(named, grouping.placement)])
+            for grouping in groupings(self.problem, named, tuple(range(count)))
+            if _apart([grouping.placement.workers[branch] for branch in major])
+        ]
         return _fastest(
-            evaluation
-            for width in range(2, self.case.num_devices // 2 + 1)
-            if self.case.num_devices % width == 0
-            for groups in [tuple(tuple(range(first, first + width)) for first in range(0, self.case.num_devices, width))]
-            for evaluation in self._placed(self._disjoint(groups), groups, splits=(False,))
+            evaluation for groups, placed in (*by_width, *by_work) for evaluation in self._placed(placed, groups, splits=(False,))
         )
 
     def _chain(self, order: str, evaluator: LayoutEvaluator) -> Evaluation | None:
@@ -257,7 +273,7 @@ class Systems:
         named = named_branches(self.problem)
         for placement in placements(self.problem, named, workers):
             major = [of_branch for of_branch, layers in zip(placement.workers, named, strict=True) if len(layers) > 1]
-            if len(set(itertools.chain(*major))) == sum(map(len, major)):
+            if _apart(major):
                 yield named, placement
 
     def _placed(self, placed: Iterable[Any], workers: tuple[Devices, ...], *, splits: tuple[bool, ...]) -> Iterator[Evaluation | None]:
@@ -294,6 +310,11 @@ class Systems:
 
 _NUM_SEARCHED = 3
 _NUM_CLIMBED = 2
+
+
+def _apart(workers: Sequence[Sequence[int]]) -> bool:
+    """Return whether each worker has one stage of one branch at most."""
+    return len(set(itertools.chain(*workers))) == sum(map(len, workers))
 
 
 def _fastest(evaluations: Iterable[Evaluation | None]) -> Evaluation | None:

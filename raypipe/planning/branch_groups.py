@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from raypipe.planning.branch_placement import BranchPlacement, Layers, joined, major_branches, placements, work_s
+from raypipe.planning.branch_placement import BranchPlacement, Layers, joined, levels, major_branches, placements, work_s
 from raypipe.planning.problem import Devices, Problem
 
 _MOST_COUNTS = 4  # numbers of workers that branches share
@@ -85,7 +85,10 @@ def _shared(problem: Problem, branches: Sequence[Layers], order: Devices) -> Ite
 
 
 def _own(problem: Problem, branches: Sequence[Layers], order: Devices) -> Iterator[Grouping]:
-    """Yield devices for each branch by its work, as so many workers, half as many and so on; numbers that differ little first."""
+    """Yield devices for each branch by its work, as so many workers, half as many and so on; numbers that differ little first.
+
+    Branches that read each other also have a stage between any two reads, of which a worker then has several.
+    """
     major = major_branches(problem, branches, len(order))
     if not 1 < len(major) <= len(order):
         return
@@ -96,14 +99,19 @@ def _own(problem: Problem, branches: Sequence[Layers], order: Devices) -> Iterat
         itertools.product(*(enumerate(counts) for counts in halvings)),
         key=lambda each: max(level for level, _ in each) - min(level for level, _ in each),
     )
+    of_layer = levels(problem, branches)
+    num_stages = {branch: len({of_layer[layer] for layer in branches[branch]}) for branch in major}
     for each in chosen[:_MOST_OWN]:
         workers: list[Devices] = []
         of_major: dict[int, tuple[int, ...]] = {}
+        several: dict[int, tuple[int, ...]] = {}
         for branch, devices, (_, count) in zip(major, of_branches, each, strict=True):
             parts = _divided(devices, [problem.powers[device] for device in devices], [1.0] * count)
             of_major[branch] = tuple(range(len(workers), len(workers) + count))
+            several[branch] = tuple(worker for worker in of_major[branch] for _ in range(math.ceil(num_stages[branch] / count)))
             workers += parts
-        yield Grouping(tuple(workers), BranchPlacement(tuple(joined(problem, branches, of_major, workers))))
+        for placed in (of_major, several) if several != of_major else (of_major,):
+            yield Grouping(tuple(workers), BranchPlacement(tuple(joined(problem, branches, placed, workers))))
 
 
 def _halved(number: int, *, most: int) -> list[int]:

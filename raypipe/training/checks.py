@@ -9,6 +9,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from raypipe.actors.execution.batches import row_range
 from raypipe.actors.execution.programs import check_executable
 from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.artifacts.cut import joined
@@ -100,6 +101,22 @@ def check_runnable(schedule: Schedule, placement: Placement, microbatch_size: in
                 f"device {program.device} works on a share of a part that is no whole rows: the order {schedule.name!r} divides "
                 f"microbatches of {microbatch_size} rows; use larger microbatches, fewer parts or fewer replicas"
             )
+
+
+def check_parts(schedule: Schedule, placement: Placement, microbatch_size: int) -> None:
+    """Refuse an order whose parts of a microbatch are more than its rows.
+
+    Raises:
+        PlanError: A part has no row.
+    """
+    if not any(op.part for op, _ in schedule.ops()):
+        return
+    shares = {rows for program in lower(schedule, placement) for rows in program.row_ranges}
+    if any(first == end for first, end in (row_range(share, microbatch_size) for share in shares)):
+        raise PlanError(
+            f"the order {schedule.name!r} divides microbatches into more parts than their rows, {microbatch_size}; "
+            "raise schedule.microbatch_size, or choose an order with fewer parts"
+        )
 
 
 def least_rows(boundaries: Iterable[float], *, most: int) -> int:

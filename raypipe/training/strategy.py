@@ -26,7 +26,7 @@ from raypipe.schedules.lower import DeviceProgram, Placement, check_whole_losses
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
 from raypipe.simulation.simulator import simulate
-from raypipe.training.checks import check_alike, check_model, check_runnable, check_staleness, least_rows
+from raypipe.training.checks import check_alike, check_model, check_parts, check_runnable, check_staleness, least_rows
 from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import device_stages, named_schedule, sharded, stage_times, window_of
 
@@ -144,6 +144,7 @@ class NamedStrategy(Strategy):
         schedules = {size: named_schedule(config, size) for size in sorted(window_sizes)}
         num_workers = schedules[max(schedules)].num_workers
         super().__init__(config, model, schedules=schedules, placement=Placement.one_each(num_workers))
+        check_parts(self.schedule, self.placement, config.schedule.microbatch_size)
         num_layers, num_stages = len(model.layers), self.schedule.num_stages
         if num_stages > num_layers:
             raise PlanError(

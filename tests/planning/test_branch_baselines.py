@@ -24,3 +24,10 @@ def test_more_orders_and_more_freedom_are_never_slower() -> None:
     seconds = [found[name].update_s for name in ("branches", "chain", "listed", "variants", "chimera", "equal")]
     assert seconds == sorted(seconds)
     assert seconds[2] < seconds[3]
+
+
+def test_devices_that_share_the_rows_of_a_branch_are_never_idle_without_sums() -> None:
+    for loss in ("microbatch", "coupled"):
+        found = Systems(Case(4, "1:1", loss, latency=0.0)).distmm()
+        assert found is not None
+        assert found.update_s == 2 * 8 * 3

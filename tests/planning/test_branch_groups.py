@@ -94,6 +94,13 @@ def test_where_sums_cost_nothing_a_worker_for_each_branch_is_never_idle(work: Se
     assert found.update_s == pytest.approx(4 * 3 * sum(work) / num_devices, rel=1e-6)
 
 
+def test_branches_that_read_each_other_on_workers_of_their_own_are_never_idle() -> None:
+    profile = towers((1.0, 1.0), num_layers=4, exchanges=3)
+    layout = (found := best(profile, node(4, bandwidth_bytes_per_s=FAST))).layout
+    assert found.update_s == pytest.approx(4 * 3 * 2 / 4, rel=1e-6)
+    assert layout.num_stages == 2 * 4 + 1
+
+
 def test_sums_stay_in_a_node_with_fast_links() -> None:
     layout = best(towers((1.0, 1.0), num_layers=4, kilobytes=100_000), two_nodes(1e8)).layout
     assert all({0, 1} >= set(group) or {2, 3} >= set(group) for group in layout.workers)

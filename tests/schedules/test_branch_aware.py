@@ -9,11 +9,11 @@ from functools import cache
 
 import pytest
 
-from raypipe.analysis.schedule_figures import ScheduleFigures, StageSeconds, figures_of
+from raypipe.analysis.schedule_figures import ScheduleFigures, StageSeconds, figures_of, simulated
 from raypipe.artifacts.trace import SpanKind
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
-from raypipe.schedules.ir import Op, OpKind
+from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph, ops_of
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
 
@@ -65,6 +65,36 @@ def test_two_equal_branches_have_the_least_bubble(depth: int, times: int) -> Non
     split = equal(depth, times * depth, depth, split=True)
     assert bubble(split) == pytest.approx(least)
     assert most_held(split) <= depth
+
+
+def in_slots_of_chimera(depth: int, num_microbatches: int) -> Schedule:
+    """Two branches, one in place of each of Chimera's pipelines, that meet in a loss behind the last stage of the first."""
+    chimera = catalogue.build("chimera", ScheduleRequest(depth, 2 * num_microbatches, num_pipelines=2))
+    loss = 2 * depth
+    edges = [(stage, stage + 1) for branch in (0, depth) for stage in range(branch, branch + depth - 1)]
+    programs: list[tuple[Op, ...]] = []
+    for program in chimera.programs:
+        ops: list[Op] = []
+        for op in itertools.chain.from_iterable(map(ops_of, program)):
+            index = op.index if op.kind.per_update else op.index // 2
+            at = Op(op.kind, op.stage + depth * op.pipeline, index)
+            at_loss = [at._replace(stage=loss)] if at.stage == depth - 1 else []
+            ops += [*at_loss, at] if op.kind is OpKind.BACKWARD else [at, *at_loss]
+        programs.append(tuple(ops))
+    down, up = chimera.pipelines
+    graph = StageGraph(loss + 1, (*edges, (depth - 1, loss), (loss - 1, loss)))
+    return Schedule("slots", graph, ((*down, *up, down[-1]),), tuple(programs), num_microbatches)
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "backward_s", "work", "bubble_s"),
+    [(4, 1, 1, 6), (16, 1, 1, 6), (4, 2, 1, 12), (16, 2, 1, 30), (32, 2, 1, 54), (16, 2, 2, 81)],
+)
+def test_in_the_slots_of_chimera_branches_wait_longer(num_microbatches: int, backward_s: float, work: float, bubble_s: float) -> None:
+    schedule = in_slots_of_chimera(8, num_microbatches)
+    validate(schedule)
+    trace = simulated(schedule, StageSeconds(backward_s=backward_s), (*[1.0] * 8, *[work] * 8, 0.0))
+    assert trace.makespan_s - sum(trace.busy_s) / len(trace.busy_s) == pytest.approx(bubble_s)
 
 
 @DEPTHS

@@ -78,6 +78,14 @@ def test_an_order_that_divides_microbatches_is_refused() -> None:
     NamedStrategy(halving, replace(clip(), loss_couples_rows=False), window_sizes={1})
 
 
+@pytest.mark.parametrize(("num_rows", "fits"), [(2, True), (1, False)])
+def test_an_order_with_more_parts_than_rows_is_refused(num_rows: int, fits: bool) -> None:
+    halving = config(schedule=ScheduleConfig(name="chimera-halving", num_microbatches=NUM_MICROBATCHES, microbatch_size=num_rows))
+    model = replace(clip(), loss_couples_rows=False)
+    with nullcontext() if fits else pytest.raises(PlanError, match=r"more parts than their rows, 1; raise schedule.microbatch_size"):
+        NamedStrategy(halving, model, window_sizes={1})
+
+
 def test_a_plan_is_refused_whose_profile_did_not_say_that_rows_are_coupled() -> None:
     replicated = plan("data-parallel")
     with pytest.raises(PlanError, match=r"worker 0 has 4 devices, which share the rows .* give this worker one device"):
