@@ -179,7 +179,8 @@ class ModelProfile:
             for no. No plan then divides the rows of a microbatch where the loss is taken.
 
     Raises:
-        FormatError: Two layers share a name, an edge names no layer or does not lead forward, or a kind of device lacks layers.
+        FormatError: Two layers share a name, an edge names no layer or does not lead forward, branches never meet, or a kind of device
+            lacks layers.
     """
 
     name: str
@@ -215,6 +216,11 @@ class ModelProfile:
                 problem = f"an earlier edge leads from {edge.producer!r} to {edge.consumer!r} too; add up their bytes in one"
                 raise invalid(self, f"edges[{index}]", problem)
             seen.add((edge.producer, edge.consumer))
+        if self.named_edges is not None and any(layer.branch is not None for layer in self.layers):
+            consumed = {producer for producer, _ in seen}
+            ends = [name for name in names if name not in consumed]
+            if len(ends) > 1:
+                raise invalid(self, "edges", f"branches never meet: {', '.join(ends)} have no consumer; join them in one last layer")
 
     @property
     def num_layers(self) -> int:

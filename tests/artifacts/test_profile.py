@@ -21,7 +21,7 @@ TWO_TOWERS = """{
  "format": "raypipe.model_profile/1", "name": "two-towers", "microbatch_size": 8,
  "layers": [
   {"name": "text", "forward_s": 0.1, "backward_s": 0.2, "weight_grad_s": 0.1, "output_bytes": 10, "saved_bytes": 20,
-   "parameter_bytes": 40, "weight_grad_saved_bytes": 5, "tied": "words", "gradient_rows": 128},
+   "parameter_bytes": 40, "weight_grad_saved_bytes": 5, "tied": "words", "gradient_rows": 128, "branch": "text"},
   {"name": "image", "forward_s": 1, "backward_s": 2, "weight_grad_s": 0, "output_bytes": 30, "saved_bytes": 0, "parameter_bytes": 0},
   {"name": "loss", "forward_s": 0.0, "backward_s": 0.0, "weight_grad_s": 0.0, "output_bytes": 0, "saved_bytes": 0, "parameter_bytes": 0}
  ],
@@ -68,6 +68,7 @@ def model_profiles(draw: st.DrawFn) -> ModelProfile:
     names = draw(st.lists(st.text(min_size=1), min_size=1, max_size=4, unique=True))
     forward_pairs = [(a, b) for index, a in enumerate(names) for b in names[index + 1 :]]
     pairs = draw(st.lists(st.sampled_from(forward_pairs), unique=True)) if forward_pairs else []
+    pairs += [(name, names[-1]) for name in names[:-1] if name not in dict(pairs)]  # branches meet
     edges = tuple(NamedEdge(producer=a, consumer=b, bytes=draw(st.none() | amounts)) for a, b in pairs)
     layer_times = st.builds(lambda values: LayerTimes(**values), times())
     kinds = st.dictionaries(st.text(), st.tuples(*[layer_times] * len(names)), max_size=2)
@@ -169,6 +170,7 @@ def change(*steps: str | int, to: object) -> Callable[[Any], None]:
         (change("edges", 0, to={"from": "loss", "to": "text"}), "edges[0]", "'loss' does not stand before 'text'"),
         (change("edges", 0, to={"from": "text", "to": "text"}), "edges[0]", "'text' does not stand before 'text'"),
         (change("edges", 1, "from", to="text"), "edges[1]", "an earlier edge leads from 'text' to 'loss' too"),
+        (change("edges", to=[{"from": "text", "to": "loss"}]), "edges", "branches never meet: image, loss have no consumer"),
         (change("edges", 1, "bytes", to=-7), "edges[1].bytes", "expected a number >= 0, got -7"),
         (change("device_kinds", "h200", to=[]), "device_kinds.h200", "expected times of 3 layers, got 0"),
         (change("device_kinds", "h200", 2, "backward_s", to=-1), "device_kinds.h200[2].backward_s", "expected a number >= 0"),

@@ -43,7 +43,7 @@ def random_list(profile: ModelProfile, rng: random.Random) -> ModelProfile:
 
 
 def random_graph(seed: int, num_layers: int) -> ModelProfile:
-    """Return layers that read one or two earlier ones each, with times on two kinds of device."""
+    """Return layers that read one or two earlier ones each, the last one all ends, with times on two kinds of device."""
     rng = random.Random(seed)
     layers = tuple(
         LayerProfile(
@@ -59,6 +59,7 @@ def random_graph(seed: int, num_layers: int) -> ModelProfile:
         for number in range(num_layers)
     )
     edges = {(rng.randrange(target), target) for target in range(1, num_layers) for _ in range(2)}
+    edges |= {(source, num_layers - 1) for source in set(range(num_layers - 1)) - {source for source, _ in edges}}
     return ModelProfile(
         name="graph",
         microbatch_size=8,
