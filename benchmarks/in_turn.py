@@ -19,7 +19,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.transport.protocol import Expected, Pending, Transport
+from raypipe.actors.transport.protocol import Expected, Pending, Places, Transport
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
 
@@ -58,9 +58,9 @@ class _InTurn:
         self.turn.acquire()
         return tensors
 
-    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
+    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0, places: Places | None = None) -> Pending:
         """See `Transport`."""
-        return _PendingInTurn(self.transport.start(collective, tensor, deadline=deadline), self.turn)
+        return _PendingInTurn(self.transport.start(collective, tensor, deadline=deadline, places=places), self.turn)
 
     def check(self) -> None:
         """See `Transport`."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.steps import AwaitStep, StartStep
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Pending, Transport
+from raypipe.model import Batch
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, UpdateScope
 from raypipe.schedules.lower import DeviceProgram
@@ -46,6 +48,7 @@ class Updates:
         updated: frozenset[int],
         weights: Mapping[int, Weights],
         transport: Transport,
+        batches: BatchSource | None,
         on: torch.device,
         first_update: int,
         learning_rate: LearningRate,
@@ -56,6 +59,7 @@ class Updates:
         self._updated = updated
         self._weights = weights
         self._transport = transport
+        self._batches = batches
         self._on = on
         self._first_update = first_update
         self._learning_rate = learning_rate
@@ -91,7 +95,11 @@ class Updates:
 
     def start(self, step: StartStep) -> None:
         """Start a collective with this device's share."""
-        self.pending[step.collective] = self._transport.start(step.collective, self._share(step.collective), deadline=step.deadline)
+        collective = step.collective
+        share, places = self._share(collective), None
+        if collective.kind is CollectiveKind.GRADIENTS:
+            places = self._weights[collective.stage].gradients.places(collective.update)
+        self.pending[collective] = self._transport.start(collective, share, deadline=step.deadline, places=places)
 
     def finish(self, step: AwaitStep) -> int:
         """Wait for a collective and put its sum where it is needed; return its bytes."""
@@ -122,11 +130,18 @@ class Updates:
             case CollectiveKind.TIED:
                 return self._local_shared(stage, update, primary)
             case CollectiveKind.GRADIENTS:
-                return self._weights[stage].gradients.flatten(update)
+                return self._weights[stage].flat_gradients(update, self._microbatches(update))
             case CollectiveKind.WEIGHTS:
                 # The owner has made the new version; the others, and all but one of an owner's devices, add nothing, so that the sum is it.
                 weights = self._weights[stage]
                 return weights.flat() if weights.versions.newest > update and stage in primary else torch.zeros_like(weights.flat())
+
+    def _microbatches(self, update: int) -> Iterator[Batch]:
+        """Yield the rows of all microbatches of an update, whichever copies of a stage they pass."""
+        assert self._batches is not None, "a device whose stages look up rows has a source of them"
+        first = (self._first_update + update) * self._program.num_microbatches
+        for number in range(self._program.num_microbatches):
+            yield self._batches.batch(first + number, (0.0, 1.0))
 
     # Norms
 
