@@ -45,6 +45,8 @@ def times(draw: st.DrawFn) -> dict[str, float]:
 @st.composite
 def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
     parameter_bytes = draw(amounts)
+    frozen_bytes = draw(st.none() | st.integers(0, parameter_bytes))
+    looked_up_rows = draw(st.none() | st.integers(1, 2**63 - 1))
     return LayerProfile(
         name=name,
         output_bytes=draw(amounts),
@@ -53,9 +55,11 @@ def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
         weight_grad_saved_bytes=draw(st.none() | amounts),
         tied=draw(st.none() | st.text()),
         tied_bytes=draw(st.none() | st.integers(0, parameter_bytes)),
-        gradient_rows=draw(st.none() | amounts),
+        gradient_rows=draw(st.none() | st.integers(0, looked_up_rows or 2**63 - 1)),
+        looked_up_rows=looked_up_rows,
+        looked_up_bytes=draw(st.none() | st.integers(0, parameter_bytes - (frozen_bytes or 0))),
         low_precision_bytes=draw(st.none() | amounts),
-        frozen_bytes=draw(st.none() | st.integers(0, parameter_bytes)),
+        frozen_bytes=frozen_bytes,
         working_bytes=draw(st.none() | amounts),
         input_grad_working_bytes=draw(st.none() | amounts),
         branch=draw(st.none() | st.text(min_size=1)),
