@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,10 +13,12 @@ from torch import Tensor
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.local import LocalPipeline
 from raypipe.artifacts.cut import Cut
+from raypipe.config import Precision
 from raypipe.model import Model
 from raypipe.models.ngram_gpt import ngram_gpt
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.collectives import Collective, CollectiveKind
+from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Placement
 from raypipe.schedules.passes import over_graph
 from raypipe.schedules.request import ScheduleRequest
@@ -43,11 +46,20 @@ def dense(model: Model) -> Model:
     return dataclasses.replace(model, layers=tuple(dataclasses.replace(layer, looked_up={}) for layer in model.layers))
 
 
-def pipeline(model: Model, name: str, *, num_pipelines: int, copies: int, num_stages: int = 2) -> LocalPipeline:
+def pipeline(
+    model: Model,
+    name: str,
+    *,
+    num_pipelines: int,
+    copies: int,
+    num_stages: int = 2,
+    change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+    precision: Precision = Precision.FLOAT32,
+) -> LocalPipeline:
     """Workers of `copies / num_pipelines` devices, which share the rows of microbatches."""
     cut = Cut.equal(len(model.layers), num_stages, model.edges(), model.tied_layers())
     request = ScheduleRequest(num_stages, NUM_MICROBATCHES, NUM_UPDATES, num_pipelines=num_pipelines if num_pipelines > 1 else 0)
-    schedule = over_graph(build(name, request), cut.graph)
+    schedule = change(over_graph(build(name, request), cut.graph))
     validate(schedule)
     each = copies // num_pipelines
     members = [tuple((worker * each + number, 1 / each) for number in range(each)) for worker in range(num_stages)]
@@ -60,6 +72,7 @@ def pipeline(model: Model, name: str, *, num_pipelines: int, copies: int, num_st
         learning_rate=lambda _: LEARNING_RATE,
         max_grad_norm=MAX_GRAD_NORM,
         placement=Placement(tuple(members)),
+        precision=precision,
     )
 
 

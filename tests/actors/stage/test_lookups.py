@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from raypipe.actors.stage.gradients import GradientBuffers
+from raypipe.config import Precision
 from raypipe.errors import ConfigError
 from raypipe.model import Layer, Model
 from raypipe.models.gpt import Embedding, gpt
+from raypipe.schedules.passes import late_updates, recompute, shard_optimizer
 from tests.actors.oracles import RandomTokens, largest_difference, train_unsplit
 from tests.lookups import (
     COPIES,
@@ -39,6 +42,24 @@ def test_rows_give_the_bits_of_whole_gradients_and_send_less(name: str, num_pipe
     rows, whole = (outcome(pipeline(each, name, num_pipelines=num_pipelines, copies=copies)) for each in (model, dense(model)))
     check_same_bits(rows, whole)
     assert len(rows.sum_bytes) == len(whole.sum_bytes) == copies * NUM_UPDATES * NUM_WINDOWS
+    assert max(rows.sum_bytes) < min(whole.sum_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_pipelines", "options"),
+    [
+        pytest.param("chimera", 2, {"change": shard_optimizer}, id="an-owner-publishes"),
+        pytest.param("chimera-halving", 2, {}, id="halves-of-microbatches"),
+        pytest.param("zb-h1", 1, {"change": partial(recompute, stages=(0, 1))}, id="forwards-run-again"),
+        pytest.param("pipedream-2bw", 1, {"change": late_updates}, id="late-updates"),
+        pytest.param("1f1b", 1, {"precision": Precision.BF16}, id="bf16"),
+        pytest.param("async-1f1b", 1, {"precision": Precision.BF16_MIXED}, id="bf16-mixed"),
+    ],
+)
+def test_rows_give_the_bits_of_whole_gradients_in_other_ways_to_run(name: str, num_pipelines: int, options: dict[str, Any]) -> None:
+    model = table_gpt()
+    rows, whole = (outcome(pipeline(each, name, num_pipelines=num_pipelines, copies=2, **options)) for each in (model, dense(model)))
+    check_same_bits(rows, whole)
     assert max(rows.sum_bytes) < min(whole.sum_bytes)
 
 
