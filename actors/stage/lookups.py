@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypipe.actors.stage.module import StageModule
 from raypipe.errors import ConfigError, suggestion
 from raypipe.model import Batch
 
-Rows = Mapping[int, Tensor]
-"""By the position of a weight, the rows that may have a gradient, ascending."""
 
-
-class _Lookup(NamedTuple):
+class _Use(NamedTuple):
+    layer: str
+    weight: str
     fields: tuple[str, ...]
-    rows: Callable[..., Tensor]
+    rows: Callable[..., Tensor] | None
 
 
 class Lookups:
@@ -38,32 +37,21 @@ class Lookups:
         self.refusal = ""
         self._names = names
         self._masters = masters
-        self._lookups: dict[int, list[_Lookup]] = {}
-        declared: dict[int, list[tuple[str, str, _Lookup]]] = {}
-        others: dict[int, tuple[str, str]] = {}
-        for index, spec in module.specs.items():
-            weights = dict(module.layers[str(index)].named_parameters(remove_duplicate=False))
-            if unknown := spec.looked_up.keys() - weights.keys():
-                name = min(unknown)
-                near = f"{suggestion(name, weights)}; it has {', '.join(weights) or 'none'}"
-                raise ConfigError(f"layer {spec.name!r} looks up its weight {name!r}, but has no such weight{near}")
-            for name, weight in weights.items():
-                if name in spec.looked_up:
-                    lookup = _Lookup(spec.batch, spec.looked_up[name])
-                    declared.setdefault(id(weight), []).append((spec.name, name, lookup))
-                else:
-                    others[id(weight)] = (spec.name, name)
-        trained = {id(module.get_parameter(name)): at for at, name in enumerate(names)}
-        for weight_id, lookups in declared.items():
-            if weight_id in others and weight_id in trained:
-                (layer, name, _), (other, called) = lookups[0], others[weight_id]
+        self._lookups: dict[int, list[tuple[tuple[str, ...], Callable[..., Tensor]]]] = {}
+        uses = _uses(module)
+        for at, name in enumerate(names):
+            of_weight = uses[module.get_parameter(name)]
+            looked_up = [use for use in of_weight if use.rows is not None]
+            whole = [use for use in of_weight if use.rows is None]
+            if looked_up and whole:
+                weight = looked_up[0].weight
                 self.refusal = (
-                    f"layer {layer!r} looks up rows of {name!r}, but on stage {module.stage} this is also the weight {called!r} of layer "
-                    f"{other!r}, which reads all rows, so that all have a gradient. Leave {name!r} out of `looked_up`, or cut the model "
-                    "between the two layers: then the first stage's part of the gradient goes as rows"
+                    f"layer {looked_up[0].layer!r} looks up rows of {weight!r}, but on stage {module.stage} this is also the weight "
+                    f"{whole[0].weight!r} of layer {whole[0].layer!r}, which reads all rows, so that all have a gradient. Leave {weight!r} "
+                    "out of `looked_up`, or cut the model between the two layers: then the first stage's part of the gradient goes as rows"
                 )
-            elif weight_id in trained:
-                self._lookups[trained[weight_id]] = [lookup for _, _, lookup in lookups]
+            elif looked_up:
+                self._lookups[at] = [(use.fields, use.rows) for use in looked_up if use.rows is not None]
 
     def __bool__(self) -> bool:
         return bool(self._lookups)
@@ -78,11 +66,11 @@ class Lookups:
         found: dict[int, list[Tensor]] = {at: [] for at in self._lookups}
         for batch in batches:
             for at, lookups in self._lookups.items():
-                found[at] += [lookup.rows(*(batch[field] for field in lookup.fields)).reshape(-1).long() for lookup in lookups]
+                found[at] += [rows_of(*(batch[field] for field in fields)).reshape(-1).long() for fields, rows_of in lookups]
         rows = {at: torch.unique(torch.cat(parts)) for at, parts in found.items()}
         return {at: of_weight for at, of_weight in rows.items() if len(of_weight) < len(self._masters[at])}
 
-    def check(self, gradients: Sequence[Tensor | None], rows: Rows) -> None:
+    def check(self, gradients: Sequence[Tensor | None], rows: Mapping[int, Tensor]) -> None:
         """Refuse rows that leave out some with a gradient.
 
         Raises:
@@ -98,3 +86,16 @@ class Lookups:
                     f"`looked_up` of {self._names[at]!r} leaves out rows that have a gradient; return all rows that the layer reads, or "
                     "leave the weight out of `looked_up`"
                 )
+
+
+def _uses(module: StageModule) -> dict[nn.Parameter, list[_Use]]:
+    uses: dict[nn.Parameter, list[_Use]] = {}
+    for index, spec in module.specs.items():
+        weights = dict(module.layers[str(index)].named_parameters(remove_duplicate=False))
+        if unknown := spec.looked_up.keys() - weights.keys():
+            name = min(unknown)
+            near = f"{suggestion(name, weights)}; it has {', '.join(weights) or 'none'}"
+            raise ConfigError(f"layer {spec.name!r} looks up its weight {name!r}, but has no such weight{near}")
+        for name, weight in weights.items():
+            uses.setdefault(weight, []).append(_Use(spec.name, name, spec.batch, spec.looked_up.get(name)))
+    return uses
