@@ -121,12 +121,13 @@ class Connector:
         rendezvous.aborting.add([packets])
 
     def _open_port(self, rendezvous: Rendezvous) -> None:
-        device = rendezvous.device
-        peers = {*chain(*(members for kind, members in self._sets if kind is _Kind.CHANNEL and device in members))} - {device}
-        peers |= neighbors(device, [members for kind, members in self._sets if kind is _Kind.GROUP])
-        if peers:
+        channels = [members for kind, members in self._sets if kind is _Kind.CHANNEL]
+        groups = [members for kind, members in self._sets if kind is _Kind.GROUP]
+        ends = {*chain(*channels, *groups)}
+        if (device := rendezvous.device) in ends:
+            peers = {*chain(*(members for members in channels if device in members))} - {device} | neighbors(device, groups)
             self._endpoints.port = Port.connect(
-                rendezvous, peers, host_ip=self._host_ip, communication=self._communication, ways=self._ways
+                rendezvous, peers, others=ends - {device}, host_ip=self._host_ip, communication=self._communication, ways=self._ways
             )
 
     def _connect_over_tcp(self, device: int, kind: _Kind, members: tuple[int, ...]) -> None:

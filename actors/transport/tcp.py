@@ -6,6 +6,7 @@
 * Two devices share one connection, in which messages, shares and totals of sums follow each other as frames.
 * A receiver always reads, so nothing depends on posted receives: sums that this device has not started yet are kept.
 * The kernel holds about a chunk's time of unsent bytes. What is not in its hands is still the policy's to order.
+* Where a long message passes one end of a link, sums of other devices leave it meanwhile (`tcp_holds`).
 
 This module finds the peers. `tcp_link` reads a connection, `tcp_sender` and `tcp_receiver` are the threads, `tcp_channel` and `tcp_sum`
 what they carry, `tcp_port` holds all of one device.
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 
 from raypipe.actors.transport.rendezvous import Rendezvous
 from raypipe.actors.transport.sockets import address_of
+from raypipe.actors.transport.tcp_holds import Address
 
 _HELLO = struct.Struct("<16sI")
 """The token of who listens, and the number of who calls."""
@@ -41,38 +43,44 @@ class Connected:
 
 
 @dataclass(frozen=True)
-class _Address:
-    host: str
-    port: int
-    token: str
+class Connections:
+    """Connections with peers, a socket for datagrams, and the addresses of this device and of all others that have connections."""
+
+    ends: dict[int, Connected]
+    datagrams: socket.socket
+    own: Address
+    addresses: dict[int, Address]
 
 
-def connect(rendezvous: Rendezvous, peers: Collection[int], *, host_ip: str | None) -> dict[int, Connected]:
+def connect(rendezvous: Rendezvous, peers: Collection[int], *, others: Collection[int], host_ip: str | None) -> Connections:
     """Connect with peers, each of which calls this with this device among its own; raise as `ProcessTransport.connect`.
 
-    The device with the lower number calls. A call needs no answer, so no order of calls can end in a circle of waits.
+    `others` also call this. The device with the lower number calls its peer. A call needs no answer, so no order of calls can end in a
+    circle of waits.
     """
-    if not peers:
-        return {}
     host = _own_host(rendezvous, host_ip)
     with ExitStack() as undo:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = undo.enter_context(socket.create_server((host, 0), family=family, backlog=len(peers) + 16))
-        own = _Address(host, server.getsockname()[1], secrets.token_hex(16))
-        rendezvous.publish("tcp", json.dumps([own.host, own.port, own.token]))
-        order = sorted(peers)
-        addresses = {peer: _Address(*json.loads(text)) for peer, text in zip(order, rendezvous.wait_for("tcp", order), strict=True)}
+        datagrams = undo.enter_context(socket.socket(family, socket.SOCK_DGRAM))
+        datagrams.bind((host, 0))
+        datagrams.setblocking(False)
+        own = Address(host, server.getsockname()[1], datagrams.getsockname()[1], secrets.token_hex(16))
+        rendezvous.publish("tcp", json.dumps([own.host, own.port, own.datagram_port, own.token]))
+        order = sorted({*peers, *others})
+        addresses = {peer: Address(*json.loads(text)) for peer, text in zip(order, rendezvous.wait_for("tcp", order), strict=True)}
         ends: dict[int, socket.socket] = {}
-        for peer in order:
+        for peer in sorted(peers):
             if peer > rendezvous.device:
                 ends[peer] = undo.enter_context(_call(rendezvous, peer, addresses[peer]))
-        _answer(rendezvous, server, own, {peer for peer in order if peer < rendezvous.device}, ends, undo)
+        _answer(rendezvous, server, own, {peer for peer in peers if peer < rendezvous.device}, ends, undo)
         for end in ends.values():
             end.setblocking(True)  # for who waits for a message; all others ask not to wait
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         server.close()
         undo.pop_all()
-    return {peer: Connected(end, is_local=addresses[peer].host == host) for peer, end in ends.items()}
+    connected = {peer: Connected(end, is_local=addresses[peer].host == host) for peer, end in ends.items()}
+    return Connections(connected, datagrams, own, addresses)
 
 
 def _own_host(rendezvous: Rendezvous, host_ip: str | None) -> str:
@@ -88,7 +96,7 @@ def _own_host(rendezvous: Rendezvous, host_ip: str | None) -> str:
         return str(asking.getsockname()[0])
 
 
-def _call(rendezvous: Rendezvous, peer: int, address: _Address) -> socket.socket:
+def _call(rendezvous: Rendezvous, peer: int, address: Address) -> socket.socket:
     while True:
         try:
             return _try_to_call(rendezvous, peer, address)
@@ -99,7 +107,7 @@ def _call(rendezvous: Rendezvous, peer: int, address: _Address) -> socket.socket
             rendezvous.aborting.aborted.wait(0.05)
 
 
-def _try_to_call(rendezvous: Rendezvous, peer: int, address: _Address) -> socket.socket:
+def _try_to_call(rendezvous: Rendezvous, peer: int, address: Address) -> socket.socket:
     family, kind, protocol, _, resolved = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
     end = socket.socket(family, kind, protocol)
     try:
@@ -125,7 +133,7 @@ def _writable(end: socket.socket) -> bool:
 
 
 def _answer(
-    rendezvous: Rendezvous, server: socket.socket, own: _Address, missing: set[int], ends: dict[int, socket.socket], undo: ExitStack
+    rendezvous: Rendezvous, server: socket.socket, own: Address, missing: set[int], ends: dict[int, socket.socket], undo: ExitStack
 ) -> None:
     server.setblocking(False)
     said: dict[socket.socket, bytes] = {}
@@ -168,7 +176,7 @@ def _read(end: socket.socket, most: int) -> bytes:
         return b""
 
 
-def _device(said: bytes, own: _Address) -> int:
+def _device(said: bytes, own: Address) -> int:
     if len(said) < _HELLO.size:
         return -1
     token, device = _HELLO.unpack(said)

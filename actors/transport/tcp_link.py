@@ -21,6 +21,7 @@ from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER
+from raypipe.actors.transport.tcp_holds import Holds
 
 HEADER = struct.Struct("<BxHxxxxQQQ")
 Reading = Generator[memoryview, int, None]
@@ -98,6 +99,8 @@ class Link:
         tasks: What the next reader does first.
         ended: Why nothing more will come.
         broken: Why nothing more can be sent.
+        holds: Who is asked for room when a message begins to come.
+        held_until_s: Until when sums make way for others' messages at the other end, by the clock of `time.monotonic`.
         sending: Sums of which parts go to the peer.
     """
 
@@ -111,6 +114,8 @@ class Link:
         self.ended: str | None = None
         self.broken: str | None = None
         self.messages: MessageSink | None = None
+        self.holds: Holds | None = None
+        self.held_until_s = 0.0
         self.sending: set[SumSink] = set()
         self.moved_s = time.monotonic()
         self._sums: dict[int, SumSink] = {}
@@ -139,6 +144,11 @@ class Link:
         self.sending.clear()
 
     # Sums
+
+    @property
+    def is_summing(self) -> bool:
+        """Whether numbers of a sum are still to come."""
+        return bool(self._sums)
 
     def expect(self, identity: int, total: SumSink) -> None:
         """Let a sum take what comes for it, as soon as nobody reads; the caller wakes a reader if this returns with `tasks`."""
@@ -228,9 +238,12 @@ class Link:
             yield from self._fill(memoryview(text))
             if code == Kind.MESSAGE:
                 assert self.messages is not None, "there is a channel"
+                is_long = self.holds is not None and self.holds.comes(self.peer, num_bytes)
                 for memory in self.messages.begin(bytes(text), num_bytes):
                     yield from self._fill(memory)
                 self.messages.complete()
+                if is_long and self.holds is not None:
+                    self.holds.has_come(self.peer)
             else:
                 yield from self._part(Kind(code), bytes(text), identity, offset, num_bytes)
 

@@ -7,11 +7,12 @@ from collections.abc import Collection, Hashable, Mapping
 from raypipe.actors.transport import tcp
 from raypipe.actors.transport.rendezvous import Rendezvous
 from raypipe.actors.transport.tcp_channel import Incoming, Outgoing
+from raypipe.actors.transport.tcp_holds import Holds
 from raypipe.actors.transport.tcp_link import Link
 from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.actors.transport.tcp_sum import TcpSumGroup
-from raypipe.actors.transport.tcp_way import Departure, Way
+from raypipe.actors.transport.tcp_way import USUAL_BYTES_PER_S, Departure, Way
 from raypipe.communication.policy import Communication
 
 
@@ -19,9 +20,10 @@ class Port:
     """One device's end of all its TCP connections; made by `connect`."""
 
     def __init__(
-        self, device: int, connected: Mapping[int, tcp.Connected], communication: Communication, ways: Mapping[int, Hashable] | None
+        self, device: int, connections: tcp.Connections, communication: Communication, ways: Mapping[int, Hashable] | None
     ) -> None:
         self.device = device
+        connected = connections.ends
         self.links = {peer: Link(peer, one.end) for peer, one in connected.items()}
         by_way: dict[Hashable, list[Link]] = {}
         for peer, link in self.links.items():
@@ -29,7 +31,20 @@ class Port:
             by_default = own if connected[peer].is_local else "port"
             way = (ways or {}).get(peer, by_default) if communication.scheduled else own
             by_way.setdefault(way, []).append(link)
-        self.sender = Sender([Way(links, communication) for links in by_way.values()], name=f"raypipe sends from {device}")
+        all_ways = [Way(links, communication) for links in by_way.values()]
+        self._far_ways = [way for way in all_ways if not all(connected[link.peer].is_local for link in way.links)]
+        self.holds = Holds(
+            device,
+            connections.datagrams,
+            connections.own,
+            connections.addresses,
+            rate=self._bytes_per_s,
+            summing=lambda: [peer for peer, link in self.links.items() if link.is_summing],
+        )
+        if communication.scheduled:
+            for link in self.links.values():
+                link.holds = self.holds
+        self.sender = Sender(all_ways, holds=self.holds if communication.scheduled else None, name=f"raypipe sends from {device}")
         self.receiver = Receiver(self.links.values(), name=f"raypipe receives at {device}")
 
     @classmethod
@@ -38,18 +53,22 @@ class Port:
         rendezvous: Rendezvous,
         peers: Collection[int],
         *,
+        others: Collection[int],
         host_ip: str | None,
         communication: Communication,
         ways: Mapping[int, Hashable] | None,
     ) -> Port:
-        """Connect with peers; raises as `ProcessTransport.connect`."""
-        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, host_ip=host_ip), communication, ways)
+        """Connect with peers; `others` have ports, too. Raises as `ProcessTransport.connect`."""
+        port = cls(rendezvous.device, tcp.connect(rendezvous, peers, others=others, host_ip=host_ip), communication, ways)
         try:
             rendezvous.aborting.add(port.links.values())
         except BaseException:
             port.close()
             raise
         return port
+
+    def _bytes_per_s(self) -> float:
+        return max((way.bytes_per_s for way in self._far_ways), default=USUAL_BYTES_PER_S)
 
     @property
     def departures(self) -> tuple[Departure, ...]:
@@ -82,6 +101,7 @@ class Port:
         self.receiver.close()
         for link in self.links.values():
             link.close()
+        self.holds.end.close()
 
 
 def neighbors(device: int, groups: Collection[tuple[int, ...]]) -> set[int]:

@@ -12,6 +12,7 @@ from select import POLLIN, POLLOUT, poll
 from socket import MSG_DONTWAIT
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER
+from raypipe.actors.transport.tcp_holds import Holds, until
 from raypipe.actors.transport.tcp_link import Link, Memory
 from raypipe.actors.transport.tcp_way import MOST_BUFFERS, Departure, Entry, Frame, Way
 from raypipe.communication.policy import Traffic
@@ -24,8 +25,9 @@ _MOST_DEPARTURES = 4096
 class Sender:
     """Writes what a device sends: the calling thread if the way is idle, and a message's turn; else a thread called `name`."""
 
-    def __init__(self, ways: Iterable[Way], *, name: str) -> None:
+    def __init__(self, ways: Iterable[Way], *, holds: Holds | None, name: str) -> None:
         self.ways = list(ways)
+        self._holds = holds
         self.departures: deque[Departure] = deque(maxlen=_MOST_DEPARTURES)
         self._way_of = {link: way for way in self.ways for link in way.links}
         self._wakes, self._waker = socket.socketpair()
@@ -44,6 +46,8 @@ class Sender:
     def send(self, link: Link, buffers: Sequence[Memory], num_bytes: int, make: Callable[[], Entry]) -> None:
         """Send a message's frame: here and now if its way is idle, as the entry that `make` returns if not, or what is left of it."""
         way = self._way_of[link]
+        if self._holds is not None:
+            self._holds.leaves(link.peer, num_bytes)
         if len(buffers) <= MOST_BUFFERS and not way.arrived and way.lock.acquire(blocking=False):
             try:
                 if way.is_idle(link) and self._send_now(way, link, buffers, num_bytes, make):
@@ -84,6 +88,7 @@ class Sender:
             way.arrived.clear()
             way.queue.clear()
             way.aside.clear()
+            way.paused.clear()
             way.active = None
 
     def _wake(self) -> None:
@@ -103,11 +108,12 @@ class Sender:
     def _write(self, way: Way, *, bulk: bool) -> None:
         while True:
             way.take_in()
+            way.make_way()
             if way.active is None:
                 blocked = way.draining is not None
                 way.active = way.next_frame(bulk=bulk)
                 if way.active is None:
-                    if way.queue and not bulk and not blocked:
+                    if way.has_work and not bulk and not blocked:
                         self._wake()
                     return
             elif not bulk:
@@ -136,21 +142,35 @@ class Sender:
         while not self._stopped:
             polling = poll()
             polling.register(self._wakes, POLLIN)
-            waits = False
+            if self._holds is not None:
+                polling.register(self._holds.end, POLLIN)
+            limits_s: list[float] = []
             for way in self.ways:
                 blocked = way.blocked
                 for link in (blocked, *way.aside):
                     if link is not None:
                         polling.register(link.descriptor, POLLOUT)
-                waits |= blocked is not None
-            ready = {descriptor for descriptor, _ in polling.poll(1000 * _STALLED_S if waits else None)}
+                limits_s += [_STALLED_S] if blocked is not None else []
+                limits_s += [max(link.held_until_s - time.monotonic(), 0.0) for link in way.held]
+            ready = {descriptor for descriptor, _ in polling.poll(1000 * min(limits_s) + 0.1 if limits_s else None)}
             with suppress(BlockingIOError):
                 self._wakes.recv(4096)
+            if self._holds is not None and self._holds.end.fileno() in ready:
+                self._hold(self._holds)
             for way in self.ways:
                 self._serve(way, ready)
 
+    def _hold(self, holds: Holds) -> None:
+        for peer, seconds in holds.asked():
+            for way in self.ways:
+                links = [link for link in way.links if (link.peer == peer if peer is not None else holds.is_far(link.peer))]
+                if links:
+                    with way.lock:
+                        way.hold(links, until(seconds))
+
     def _serve(self, way: Way, ready: Container[int]) -> None:
         with way.lock:
+            way.release(time.monotonic())
             for link, frame in list(way.aside.items()):
                 if link.descriptor in ready and self._put(way, frame):
                     way.aside.pop(link, None)

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -18,9 +18,9 @@ from raypipe.communication.policy import Communication, Traffic, Transfer, first
 USUAL_BYTES_PER_S = 125e6
 _NOTSENT_LOWAT = 25
 """<linux/tcp.h>: a socket is writable while fewer bytes are unsent; Python has no name for it."""
-_KERNEL_S = 0.002
+_KERNEL_S = 0.001
 """Seconds of its work that the kernel may hold of a link beyond what is on its way: what has left the process cannot be overtaken."""
-_LEAST_BUFFER_BYTES = 64 << 10
+_LEAST_BUFFER_BYTES = 32 << 10
 _MOST_BYTES = 4 << 20
 """Of a buffer, and of a chunk: a larger one gains nothing, and keeps a link for long whose rate falls."""
 _MIN_RTT = struct.Struct("148xI")
@@ -115,7 +115,9 @@ class Way:
         active: The chunk that the kernel has not taken all of.
         draining: The peer of the last chunk of a sum, until the kernel has sent most of it.
         aside: Chunks of peers that take nothing, so that the others need not wait for them.
+        paused: Chunks of sums that have stopped for a message, of this device or another.
         moved_s: When the kernel last took something.
+        held: Peers at whose end of the link sums make way for others' messages.
     """
 
     def __init__(self, links: Sequence[Link], communication: Communication) -> None:
@@ -126,6 +128,8 @@ class Way:
         self.active: Frame | None = None
         self.draining: Link | None = None
         self.aside: dict[Link, Frame] = {}
+        self.paused: dict[Link, Frame] = {}
+        self.held: set[Link] = set()
         self.moved_s = time.monotonic()
         self.bytes_per_s = USUAL_BYTES_PER_S
         self.communication = communication
@@ -157,11 +161,16 @@ class Way:
 
     def is_idle(self, link: Link) -> bool:
         """Return whether what goes to a peer can leave before anything else."""
-        return self.active is None and not self.queue and not self.arrived and link not in self.aside and link.broken is None
+        is_free = self.active is None and not self.queue and not self.arrived
+        return is_free and link not in self.aside and link not in self.paused and link.broken is None
 
     def next_frame(self, *, bulk: bool) -> Frame | None:
         """Return the next chunk, as the policy says; `None` if there is none, or it is not a message and not `bulk`."""
-        queue = [entry for entry in self.queue if entry.link not in self.aside] if self.aside else self.queue
+        queue = self.queue
+        if self.aside or self.held or self.paused:
+            if (resumed := self._resumed()) is not None:
+                return self.paused.pop(resumed) if bulk else None
+            queue = [entry for entry in queue if self._may_begin(entry)]
         if not queue:
             if self.draining is None:
                 self._full_s = None
@@ -188,6 +197,39 @@ class Way:
         if entry.sent == entry.ready:
             self.queue.remove(entry)
         return frame
+
+    def _may_begin(self, entry: Entry) -> bool:
+        link = entry.link
+        return link not in self.aside and link not in self.paused and (entry.traffic is Traffic.MESSAGE or link not in self.held)
+
+    def _resumed(self) -> Link | None:
+        """Return the peer whose chunk goes on next: one that is in the way of a message, or any if no message can leave."""
+        messages = {entry.link for entry in self.queue if entry.traffic is Traffic.MESSAGE}.difference(self.aside)
+        if not messages.issubset(self.paused):
+            return None
+        return next((link for link in self.paused if link in messages or not (messages or link in self.held)), None)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something could leave."""
+        return bool(self.queue) or any(link not in self.held for link in self.paused)
+
+    def make_way(self) -> None:
+        """Stop a chunk of a sum in the middle if a message to another peer waits."""
+        active = self.active
+        if active is None or not self._may_pause(active) or active.entry.link in self.paused:
+            return
+        messages = (entry for entry in self.queue if entry.traffic is Traffic.MESSAGE and self._may_begin(entry))
+        if any(entry.link is not active.entry.link for entry in messages):
+            self._pause(active)
+
+    def _may_pause(self, frame: Frame) -> bool:
+        return self.communication.scheduled and frame.entry.traffic is not Traffic.MESSAGE
+
+    def _pause(self, frame: Frame) -> None:
+        self.paused[frame.entry.link] = frame
+        self.active = None
+        self._full_s = None  # the kernel runs empty meanwhile
 
     def write(self, frame: Frame) -> bool:
         """Hand the kernel what it takes of a chunk; return whether that is all; raises `OSError`."""
@@ -227,6 +269,21 @@ class Way:
             return True
         return False
 
+    def hold(self, links: Collection[Link], until_s: float) -> None:
+        """Send nothing of sums to some peers until a time."""
+        for link in links:
+            link.held_until_s = until_s
+            if until_s and self.active is not None and self.active.entry.link is link and self._may_pause(self.active):
+                self._pause(self.active)
+            if until_s and self.draining is link:
+                self.draining = None
+        self.held = self.held.union(links)
+        self.release(time.monotonic())
+
+    def release(self, now_s: float) -> None:
+        """See whose time is over."""
+        self.held = {link for link in self.held if link.held_until_s > now_s}
+
     def _limit(self) -> None:
         """Let the kernel hold little; called again where the rate has changed."""
         if not self.communication.scheduled or 0.75 < self.bytes_per_s / max(self._limited_for, 1.0) < 1.33:
@@ -236,7 +293,7 @@ class Way:
             with suppress(OSError):  # it is closed
                 # A buffer also holds what is on its way until the peer has said that it is there.
                 num_bytes = round(self.bytes_per_s * (_KERNEL_S + 2 * _round_trip_s(link.end)))
-                link.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(max(num_bytes, _LEAST_BUFFER_BYTES), _MOST_BYTES))
+                link.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(max(num_bytes, _LEAST_BUFFER_BYTES), _MOST_BYTES) // 2)
                 if sys.platform == "linux":
                     # It asks for more when half of this is left, which has to last until the thread wakes.
                     unsent_bytes = round(min(max(self.bytes_per_s * _KERNEL_S, _LEAST_BUFFER_BYTES / 2), _MOST_BYTES / 4))
@@ -245,7 +302,8 @@ class Way:
     def lose(self, link: Link, problem: str) -> None:
         """Drop what would go over a broken connection."""
         link.broken = link.broken or problem
-        frames = [frame for frame in (self.active, self.aside.pop(link, None)) if frame is not None and frame.entry.link is link]
+        stopped = (self.aside.pop(link, None), self.paused.pop(link, None))
+        frames = [frame for frame in (self.active, *stopped) if frame is not None and frame.entry.link is link]
         if self.active in frames:
             self.active = None
         if self.draining is link:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from raypipe.artifacts.topology import Path
-from raypipe.communication.policy import Communication, Traffic, Transfer, chunk_bytes, next_chunk
+from raypipe.communication.policy import HOLD_S, Communication, Traffic, Transfer, chunk_bytes, next_chunk
 
 _TO_BEGIN = -1
 """Stands for an epoch where a flow joins its way's queue."""
@@ -60,6 +61,8 @@ class Network:
         self._ways: dict[Hashable, _Way] = {}
         self._passing: dict[str, dict[Flow, None]] = {}
         """The flows that pass each resource now."""
+        self._messages: Counter[str] = Counter()
+        """The messages that pass each resource now."""
         self._sequence = itertools.count()
         self.num_under_way = 0
         """Flows that have not ended."""
@@ -117,6 +120,8 @@ class Network:
             of_way.current = None
             if flow.left:
                 of_way.queue.append(flow)
+            if flow.transfer.traffic is Traffic.MESSAGE:
+                self._release(flow, now_s)
             self._next(of_way, now_s)
         if not flow.left:
             self.num_under_way -= 1
@@ -124,18 +129,51 @@ class Network:
             flow.on_end(flow.begun_s, now_s)
 
     def _next(self, of_way: _Way, now_s: float) -> None:
-        queue = of_way.queue
+        queue = [flow for flow in of_way.queue if not self._is_held(flow)]
         if queue:
             rate = queue[0].path.bandwidth_bytes_per_s
             chunk = next_chunk([flow.transfer for flow in queue], bytes_per_s=rate, chunk_s=self.communication.chunk_s)
             assert chunk is not None, "something is queued"
-            of_way.current = queue.pop(chunk.position)
+            of_way.current = queue[chunk.position]
+            of_way.queue.remove(of_way.current)
             self._begin(of_way.current, now_s)
+
+    # Turns of those that share a link beside their own ways
+
+    def _is_held(self, flow: Flow) -> bool:
+        return flow.transfer.traffic is not Traffic.MESSAGE and any(self._messages[resource] for resource, _ in flow.path.resources)
+
+    def _hold(self, message: Flow, now_s: float) -> None:
+        """Have sums leave the links of a message."""
+        for resource, _ in message.path.resources:
+            self._messages[resource] += 1
+            for flow in self._passing.get(resource, ()):
+                if flow.transfer.traffic is not Traffic.MESSAGE:
+                    self._advance(flow, now_s)
+                    stop = max(flow.left - flow.rate * HOLD_S, 0.0)
+                    if stop > flow.stop:
+                        flow.stop = stop
+                        self._schedule(flow)
+
+    def _release(self, message: Flow, now_s: float) -> None:
+        freed = {resource for resource, _ in message.path.resources}
+        self._messages.subtract(freed)
+        for resource in freed:
+            for flow in self._passing.get(resource, ()):
+                if flow.stop and not self._is_held(flow):
+                    self._advance(flow, now_s)
+                    flow.stop = 0.0
+                    self._schedule(flow)
+        for of_way in self._ways.values():
+            if of_way.current is None:
+                self._next(of_way, now_s)
 
     def _begin(self, flow: Flow, now_s: float) -> None:
         if flow.begun_s is None:
             flow.begun_s = now_s
         flow.since_s, flow.rate, flow.resumed, flow.stop = now_s, 0.0, flow.left, 0.0
+        if self.communication.scheduled and flow.transfer.traffic is Traffic.MESSAGE:
+            self._hold(flow, now_s)
         for resource, _ in flow.path.resources:
             self._passing.setdefault(resource, {})[flow] = None
         self._share(flow.path.resources, now_s)

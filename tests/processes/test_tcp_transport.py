@@ -106,19 +106,19 @@ def test_strangers_are_not_taken_for_peers(store_port: int, loopback: None) -> N
         return Rendezvous(device, names=NAMES, address=address, prefix="strangers", timeout_s=20.0, aborting=AbortGroup())
 
     with rendezvous(0) as first, rendezvous(1) as second:
-        answers: list[dict[int, tcp.Connected]] = []
-        answering = threading.Thread(target=lambda: answers.append(tcp.connect(second, [0], host_ip=None)))
+        answers: list[tcp.Connections] = []
+        answering = threading.Thread(target=lambda: answers.append(tcp.connect(second, [0], others=[], host_ip=None)))
         answering.start()
-        host, port, _ = json.loads(first.wait_for("tcp", [1])[0])
+        host, port, *_ = json.loads(first.wait_for("tcp", [1])[0])
         silent, wrong = (socket.create_connection((host, port)) for _ in range(2))
         wrong.sendall(bytes(tcp._HELLO.size))
-        called = tcp.connect(first, [1], host_ip=None)
+        called = tcp.connect(first, [1], others=[], host_ip=None)
         answering.join()
         answered = answers[0]
-        called[1].end.send(b"x")
-        answered[0].end.settimeout(5.0)
-        assert answered[0].end.recv(1) == b"x"
-        for end in (silent, wrong, called[1].end, answered[0].end):
+        called.ends[1].end.send(b"x")
+        answered.ends[0].end.settimeout(5.0)
+        assert answered.ends[0].end.recv(1) == b"x"
+        for end in (silent, wrong, called.ends[1].end, answered.ends[0].end, called.datagrams, answered.datagrams):
             end.close()
 
 
@@ -127,7 +127,7 @@ def test_a_device_that_comes_but_does_not_call_is_named(make: Make, store_port: 
     other = Rendezvous(0, names=NAMES, address=("127.0.0.1", store_port), prefix=end.prefix, timeout_s=20.0, aborting=AbortGroup())
     with other:
         other.publish("here")
-        other.publish("tcp", json.dumps(["127.0.0.1", 1, "00"]))
+        other.publish("tcp", json.dumps(["127.0.0.1", 1, 1, "00"]))
         with pytest.raises(TransportTimeoutError, match=r"connecting with device alpha: it did not call within 0\.5 s"):
             end.connect()
 

@@ -1,0 +1,161 @@
+"""Room for messages at both ends of a link: sums of other devices leave the port of a node while a long message passes it.
+
+    message from 0 to 2, sum from 1 to 2     2 asks 1 to hold its sum while the message comes
+    message from 0, sum from its neighbor    0 asks the devices of its node to hold their sums while the message leaves
+
+A request is a datagram, since a connection may have several milliseconds of a sum before it. It ends by itself: nobody waits for an
+answer, and a lost one costs nothing but time.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from raypipe.communication.policy import HOLD_S
+
+_NOTICE = struct.Struct("<16sIBf")
+"""The token of who gets it; who sends it; what it says; seconds."""
+_LONGER = 1.5
+"""Than alone: what the kernel holds of a sum passes beside the message."""
+_MOST_S = 0.1
+"""A message that comes slowly holds nothing for longer."""
+
+
+class _Say(IntEnum):
+    HOLD = 0
+    """What goes to me."""
+    ENTERS = 1
+    """A message comes into our node."""
+    LEAVES = 2
+    """A message leaves our node."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a device takes connections and datagrams, and the token by which it knows that they are meant for it."""
+
+    host: str
+    port: int
+    datagram_port: int
+    token: str
+
+
+class Asked(NamedTuple):
+    """A request: what goes to a peer, or to all other nodes if that is `None`, is held for some seconds; 0 ends it."""
+
+    peer: int | None
+    seconds: float
+
+
+class Holds:
+    """What a device asks of others, and they of it.
+
+    Args:
+        device: This device.
+        end: Socket for datagrams.
+        own: Its address.
+        addresses: Those of the others, on this host or not.
+        rate: Returns the bytes per second of the port.
+        summing: Returns the devices that send sums to this one.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        end: socket.socket,
+        own: Address,
+        addresses: Mapping[int, Address],
+        *,
+        rate: Callable[[], float],
+        summing: Callable[[], Collection[int]],
+    ) -> None:
+        self.end = end
+        self._device = device
+        self._token = bytes.fromhex(own.token)
+        self._addresses = {
+            other: (bytes.fromhex(address.token), (address.host, address.datagram_port)) for other, address in addresses.items()
+        }
+        self._of_node = [other for other, address in addresses.items() if address.host == own.host]
+        self._far = {other for other, address in addresses.items() if address.host != own.host}
+        self._rate = rate
+        self._summing = summing
+        self._coming: set[int] = set()
+        """The senders of long messages that are on their way."""
+
+    # Said to others
+
+    def leaves(self, peer: int, num_bytes: int) -> None:
+        """Say that a message begins to leave."""
+        if self._of_node and peer in self._far and (seconds := self._seconds(num_bytes)):
+            for other in self._of_node:
+                self._say(other, _Say.LEAVES, seconds)
+
+    def comes(self, peer: int, num_bytes: int) -> bool:
+        """Say that a message begins to come, if it is a long one; return whether it is."""
+        if peer not in self._far or not (seconds := self._seconds(num_bytes)):
+            return False
+        self._coming.add(peer)
+        self._enters(seconds)
+        return True
+
+    def has_come(self, peer: int) -> None:
+        """Say that a long message is there."""
+        self._coming.discard(peer)
+        if not self._coming:
+            self._enters(0.0)
+
+    def _enters(self, seconds: float) -> None:
+        self._hold(seconds)
+        for other in self._of_node:
+            self._say(other, _Say.ENTERS, seconds)
+
+    def _hold(self, seconds: float) -> None:
+        for other in self._far.intersection(self._summing()) - self._coming:
+            self._say(other, _Say.HOLD, seconds)
+
+    def _seconds(self, num_bytes: int) -> float:
+        alone_s = num_bytes / self._rate()
+        return min(_LONGER * alone_s, _MOST_S) if alone_s >= HOLD_S / 2 else 0.0
+
+    def _say(self, other: int, what: _Say, seconds: float) -> None:
+        token, address = self._addresses[other]
+        with suppress(OSError):  # it is closed, or the system has no room
+            self.end.sendto(_NOTICE.pack(token, self._device, what, seconds), address)
+
+    def is_far(self, peer: int) -> bool:
+        """Whether a peer is on another node."""
+        return peer in self._far
+
+    # Asked by others
+
+    def asked(self) -> Iterator[Asked]:
+        """Yield the requests that have come; pass on those that concern who sends sums to this device."""
+        while True:
+            try:
+                notice = self.end.recv(_NOTICE.size + 1)
+            except OSError:
+                return
+            if len(notice) != _NOTICE.size:
+                continue
+            token, other, what, seconds = _NOTICE.unpack(notice)
+            if not secrets.compare_digest(token, self._token) or other not in self._addresses or not 0.0 <= seconds <= _MOST_S:
+                continue
+            if what == _Say.HOLD:
+                yield Asked(other, seconds)
+            elif what == _Say.LEAVES:
+                yield Asked(None, seconds)
+            else:
+                self._hold(seconds)
+
+
+def until(seconds: float) -> float:
+    """Return when a hold ends, by the clock of `time.monotonic`; 0 for one that has."""
+    return time.monotonic() + seconds if seconds else 0.0
