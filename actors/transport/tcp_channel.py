@@ -169,6 +169,7 @@ class _Sent:
 
     __slots__ = ("announced", "channel", "link", "ready", "sent", "sequence", "tensors")
     traffic = Traffic.MESSAGE
+    collective = None
     deadline = 0
     unit = 1
 

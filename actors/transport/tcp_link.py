@@ -32,6 +32,8 @@ _MOST_BYTES = 1 << 20
 """What is read from a connection before the others have their turn."""
 _SCRATCH_BYTES = 256 << 10
 """Numbers are added in pieces that a core's cache holds."""
+MOST_NOTED = 4096
+"""Chunks of a window whose departures and receipts are kept, the newest."""
 
 
 class Kind(IntEnum):
@@ -42,6 +44,18 @@ class Kind(IntEnum):
     """Numbers of a sum to which the receiver adds its own."""
     TOTAL = 2
     """Numbers to which all members have added theirs."""
+
+
+class Receipt(NamedTuple):
+    """The end of a chunk that has come, by the clock of `time.perf_counter`.
+
+    Attributes:
+        number: Number of the chunk among all that the peer has sent over this connection.
+    """
+
+    peer: int
+    number: int
+    end_s: float
 
 
 class MessageSink(Protocol):
@@ -99,6 +113,8 @@ class Link:
         ended: Why nothing more will come.
         broken: Why nothing more can be sent.
         sending: Sums of which parts go to the peer.
+        num_left: Chunks that have left; counted by who writes.
+        receipts: Chunks that have come, the newest.
     """
 
     def __init__(self, peer: int, end: socket.socket) -> None:
@@ -112,6 +128,9 @@ class Link:
         self.broken: str | None = None
         self.messages: MessageSink | None = None
         self.sending: set[SumSink] = set()
+        self.num_left = 0
+        self.receipts: deque[Receipt] = deque(maxlen=MOST_NOTED)
+        self._num_come = 0
         self.moved_s = time.monotonic()
         self._sums: dict[int, SumSink] = {}
         self._early: dict[int, list[_Part]] = {}
@@ -233,6 +252,8 @@ class Link:
                 self.messages.complete()
             else:
                 yield from self._part(Kind(code), bytes(text), identity, offset, num_bytes)
+            self.receipts.append(Receipt(self.peer, self._num_come, time.perf_counter()))
+            self._num_come += 1
 
     def _part(self, kind: Kind, text: bytes, identity: int, offset: int, num_bytes: int) -> Reading:
         total = self._sums.get(identity)

@@ -12,10 +12,11 @@ from ray.exceptions import RayError
 from raypipe.actors.measure.flows import LEAST_PING_BYTES, Flow, FlowConnection, Ping, Readings, round_trips
 from raypipe.actors.measure.metrics import LinkMetrics
 from raypipe.artifacts.topology import ClusterTopology
-from raypipe.artifacts.trace import Trace
+from raypipe.artifacts.trace import SpanKind, Trace
 from raypipe.cluster.stage_actors import StageActors
 from raypipe.cluster.window import WindowResult
 from raypipe.errors import PlanError, RunError
+from raypipe.network.chunks import chunk_transfers
 from raypipe.network.estimate import NetworkEstimate, NodePair
 from raypipe.network.fit import fit
 from raypipe.network.transfers import transfers
@@ -57,7 +58,13 @@ class LinkWatch:
         """Learn from a window that began at `began_s`; `nodes` are those of its devices."""
         if self._metrics is None:
             return
-        for source, target in self.estimate.observe(transfers(trace, programs, nodes, self.estimate, began_s=began_s)):
+        has_chunks = any(span.kind is SpanKind.TRANSFER for span in trace.spans)
+        seen = (
+            chunk_transfers(trace, nodes, self.estimate, began_s=began_s)
+            if has_chunks
+            else transfers(trace, programs, nodes, self.estimate, began_s=began_s)
+        )
+        for source, target in self.estimate.observe(seen):
             bandwidth = self.estimate.links[source, target].bandwidth_bytes_per_s
             _LOG.info("the link %s -> %s has changed; it now carries %.3g bytes/s", source, target, bandwidth)
         self._metrics.record(self.estimate, now_s=now_s)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from raypipe.actors.execution.report import WindowReport
 from raypipe.artifacts.trace import Source, Trace
+from raypipe.cluster.chunk_spans import chunk_spans
 from raypipe.schedules.lower import DeviceProgram
 
 
@@ -27,21 +28,26 @@ class WindowResult:
     clock_offsets_s: tuple[float, ...] = ()
 
     @property
+    def offsets_s(self) -> tuple[float, ...]:
+        """Seconds by which each device's clock is ahead of the driver's."""
+        return self.clock_offsets_s or (0.0,) * len(self.reports)
+
+    @property
     def began_s(self) -> tuple[float, ...]:
         """Start of each device, by the driver's clock."""
-        offsets_s = self.clock_offsets_s or (0.0,) * len(self.reports)
-        return tuple(report.began_s - ahead_s for report, ahead_s in zip(self.reports, offsets_s, strict=True))
+        return tuple(report.began_s - ahead_s for report, ahead_s in zip(self.reports, self.offsets_s, strict=True))
 
     @cached_property
     def trace(self) -> Trace:
-        """Spans of all devices; at time 0 the first began."""
+        """Spans of all devices, and of all chunks between them that went over TCP; at time 0 the first device began."""
         origin = min(self.began_s)
         spans = tuple(
             span
             for report, program, began_s in zip(self.reports, self.programs, self.began_s, strict=True)
             for span in report.log.spans(program, shift_s=began_s - origin)
         )
+        chunks = chunk_spans(self.reports, self.programs, offsets_s=self.offsets_s, origin_s=origin)
         peaks = [report.peak_memory_bytes for report in self.reports]
         memory = tuple(((0.0, peak),) for peak in peaks if peak is not None)
         is_complete = len(memory) == len(peaks)
-        return Trace(self.name, Source.MEASURED, self.device_names, self.num_updates, spans, memory if is_complete else ())
+        return Trace(self.name, Source.MEASURED, self.device_names, self.num_updates, (*spans, *chunks), memory if is_complete else ())

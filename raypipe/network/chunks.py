@@ -1,0 +1,99 @@
+"""Derives transfers between nodes from the chunks of a measured window, whatever they carry and whether or not anybody waited for them.
+
+    from device 0   |==chunk 0==|==chunk 1==|             |==chunk 2==|       a span: began to leave, has all arrived
+    one transfer     ----------------------                                   the link had no pause
+    another one                                            ----------
+
+While a link has no pause, the bytes that arrive show its rate: the buffers of the sender's kernel do not matter, nor who computes
+meanwhile. Where links share a bottleneck, those of the others that passed it at that time are a transfer's `most_bytes` with its own.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from raypipe.artifacts.trace import SpanKind, Trace
+from raypipe.network.estimate import LEAST_BYTES, NetworkEstimate, NodePair, Transfer
+
+_LONG_S = 0.02
+"""A transfer ends after so much time without a pause, so that a long sum shows when the link changes."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    begin_s: float
+    end_s: float
+    num_bytes: int
+
+
+class _Carried:
+    """What passed a link over time, as the ends of its chunks tell."""
+
+    def __init__(self) -> None:
+        self.times_s = [-math.inf]
+        self.totals = [0.0]
+
+    def add(self, begin_s: float, end_s: float, num_bytes: int) -> None:
+        for at_s, count in ((begin_s, 0), (end_s, num_bytes)):
+            self.times_s.append(max(at_s, self.times_s[-1]))
+            self.totals.append(self.totals[-1] + count)
+
+    def until(self, at_s: float) -> float:
+        behind = bisect_right(self.times_s, at_s)
+        if behind == len(self.times_s):
+            return self.totals[-1]
+        first_s, last_s, first, last = *self.times_s[behind - 1 : behind + 1], *self.totals[behind - 1 : behind + 1]
+        return last if last == first or first_s == -math.inf else first + (last - first) * (at_s - first_s) / (last_s - first_s)
+
+    def between(self, begin_s: float, end_s: float) -> float:
+        return self.until(end_s) - self.until(begin_s)
+
+
+def chunk_transfers(trace: Trace, nodes: Sequence[str], known: NetworkEstimate, *, began_s: float = 0.0) -> list[Transfer]:
+    """Return what the chunks of a trace tell of the links between nodes; `began_s` is by the clock of the estimates."""
+    chunks: defaultdict[NodePair, list[tuple[float, float, int]]] = defaultdict(list)
+    for span in trace.spans:
+        if span.kind is SpanKind.TRANSFER and span.sender is not None:
+            pair = (nodes[span.sender], nodes[span.device])
+            if pair[0] != pair[1]:
+                chunks[pair].append((span.start_s, span.end_s, span.bytes))
+    pieces: dict[NodePair, list[_Piece]] = {}
+    carried: dict[NodePair, _Carried] = {}
+    for pair, of_pair in chunks.items():
+        carried[pair] = _Carried()
+        pieces[pair] = list(_pieces(sorted(of_pair), known.links[pair].latency_s, carried[pair]))
+    found: list[Transfer] = []
+    for pair, of_link in pieces.items():
+        latency_s, groups = known.links[pair].latency_s, known.sharing(pair)
+        for piece in of_link:
+            others = (
+                sum(carried[other].between(piece.begin_s, piece.end_s) for other in members if other != pair and other in carried)
+                for members in groups
+            )
+            most = piece.num_bytes + round(max(others, default=0.0))
+            found.append(Transfer(*pair, piece.num_bytes, piece.end_s - piece.begin_s + latency_s, began_s + piece.end_s, most))
+    return found
+
+
+def _pieces(chunks: Sequence[tuple[float, float, int]], latency_s: float, carried: _Carried) -> Iterator[_Piece]:
+    begin_s = end_s = -math.inf
+    total, is_part = 0, False
+    for start_s, arrived_s, num_bytes in chunks:
+        first_s = min(start_s + latency_s, arrived_s)  # when its first byte may arrive
+        if first_s > end_s:
+            if total >= LEAST_BYTES and not is_part:
+                yield _Piece(begin_s, end_s, total)
+            begin_s, total, is_part = first_s, 0, False
+        carried.add(max(first_s, end_s), max(arrived_s, end_s), num_bytes)
+        end_s = max(arrived_s, end_s)
+        total += num_bytes
+        if total >= LEAST_BYTES and end_s - begin_s >= _LONG_S:
+            yield _Piece(begin_s, end_s, total)
+            begin_s, total, is_part = end_s, 0, True
+    # What is left behind a long transfer is too short to tell as much.
+    if total >= LEAST_BYTES and not is_part:
+        yield _Piece(begin_s, end_s, total)
