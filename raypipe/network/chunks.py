@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from raypipe.artifacts.trace import SpanKind, Trace
 from raypipe.network.estimate import LEAST_BYTES, NetworkEstimate, NodePair, Transfer
 
+_TELLING_BYTES = 64 << 10
+_TELLING_S = 0.002
+"""A transfer of fewer bytes in less time shows clocks and what a port lets through at once: parts of a sum are passed on as they come."""
 _LONG_S = 0.02
 """A transfer ends after so much time without a pause, so that a long sum shows when the link changes."""
 
@@ -85,15 +88,19 @@ def _pieces(chunks: Sequence[tuple[float, float, int]], latency_s: float, carrie
     for start_s, arrived_s, num_bytes in chunks:
         first_s = min(start_s + latency_s, arrived_s)  # when its first byte may arrive
         if first_s > end_s:
-            if total >= LEAST_BYTES and not is_part:
+            if not is_part and _tells(begin_s, end_s, total):
                 yield _Piece(begin_s, end_s, total)
             begin_s, total, is_part = first_s, 0, False
         carried.add(max(first_s, end_s), max(arrived_s, end_s), num_bytes)
         end_s = max(arrived_s, end_s)
         total += num_bytes
-        if total >= LEAST_BYTES and end_s - begin_s >= _LONG_S:
+        if end_s - begin_s >= _LONG_S and _tells(begin_s, end_s, total):
             yield _Piece(begin_s, end_s, total)
             begin_s, total, is_part = end_s, 0, True
     # What is left behind a long transfer is too short to tell as much.
-    if total >= LEAST_BYTES and not is_part:
+    if not is_part and _tells(begin_s, end_s, total):
         yield _Piece(begin_s, end_s, total)
+
+
+def _tells(begin_s: float, end_s: float, num_bytes: int) -> bool:
+    return num_bytes >= LEAST_BYTES and (num_bytes >= _TELLING_BYTES or end_s - begin_s >= _TELLING_S)

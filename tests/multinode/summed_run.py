@@ -39,8 +39,8 @@ NUM_MICROBATCHES = 4
 UPDATES_PER_WINDOW = 4
 WAITS = StageWaits(forward_s=0.04, input_grad_s=0.04, weight_grad_s=0.04, update_s=0.0, num_parameters=3_000_000 // NUMBER_BYTES)
 """A device computes for 60 ms a microbatch, and so for 240 ms an update. A ring of two sends as many bytes as the gradients have."""
-WIDTH = 25_000
-"""Messages of 100 kB: each device has one of two rows of a microbatch."""
+WIDTH = 50_000
+"""Messages of 200 kB: each device has one of two rows of a microbatch."""
 
 
 def same_rows(_split: str) -> BatchSource:
