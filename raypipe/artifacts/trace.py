@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -131,6 +131,15 @@ def steady_s(ends: Sequence[float]) -> float | None:
     quarter = len(ends) // 4
     first, last = quarter, len(ends) - 1 - quarter
     return (ends[last] - ends[first]) / (last - first) if last > first else None
+
+
+def covered_s(times_s: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that some times from begin to end cover together."""
+    total_s, until_s = 0.0, -math.inf
+    for begin_s, end_s in sorted(times_s):
+        total_s += max(end_s - max(begin_s, until_s), 0.0)
+        until_s = max(end_s, until_s)
+    return total_s
 
 
 @dataclass(frozen=True)

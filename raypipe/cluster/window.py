@@ -37,6 +37,16 @@ class WindowResult:
         """Start of each device, by the driver's clock."""
         return tuple(report.began_s - ahead_s for report, ahead_s in zip(self.reports, self.offsets_s, strict=True))
 
+    @property
+    def queued_bytes(self) -> dict[tuple[int, int], int]:
+        """The most bytes that waited for the way from one device to another when a chunk had left, over TCP."""
+        most: dict[tuple[int, int], int] = {}
+        for report in self.reports:
+            for departure in report.chunks.departures:
+                link = (report.device, departure.peer)
+                most[link] = max(most.get(link, 0), departure.queued_bytes)
+        return most
+
     @cached_property
     def trace(self) -> Trace:
         """Spans of all devices, and of all chunks between them that went over TCP; at time 0 the first device began."""

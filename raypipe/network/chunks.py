@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from raypipe.artifacts.trace import SpanKind, Trace
+from raypipe.artifacts.trace import Dimension, Span, Trace, covered_s, dimension
 from raypipe.network.estimate import LEAST_BYTES, NetworkEstimate, NodePair, Transfer
 
 _TELLING_BYTES = 64 << 10
@@ -24,6 +24,44 @@ _TELLING_S = 0.002
 """A transfer of fewer bytes in less time shows clocks and what a port lets through at once: parts of a sum are passed on as they come."""
 _LONG_S = 0.02
 """A transfer ends after so much time without a pause, so that a long sum shows when the link changes."""
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """What passed a link between two nodes in a window.
+
+    Attributes:
+        busy_ratio: Share of the window in which something was on its way.
+        queued_bytes: The most bytes that waited for the way over which it goes when one of its chunks had left.
+    """
+
+    num_bytes: dict[Dimension, int]
+    busy_ratio: float
+    queued_bytes: int = 0
+
+
+def link_uses(trace: Trace, nodes: Sequence[str], queued_bytes: Mapping[tuple[int, int], int] | None = None) -> dict[NodePair, LinkUse]:
+    """Return what passed each link between nodes, by the chunks of a trace.
+
+    `nodes` are those of its devices, `queued_bytes` the most bytes that waited for the way from one device to another.
+    """
+    spans: defaultdict[NodePair, list[Span]] = defaultdict(list)
+    for (source, target), of_link in trace.by_link.items():
+        if nodes[source] != nodes[target]:
+            spans[nodes[source], nodes[target]] += of_link
+    queued: Counter[NodePair] = Counter()
+    for (source, target), most in (queued_bytes or {}).items():
+        pair = (nodes[source], nodes[target])
+        queued[pair] = max(queued[pair], most)
+    uses: dict[NodePair, LinkUse] = {}
+    for pair, of_pair in spans.items():
+        num_bytes: Counter[Dimension] = Counter()
+        for span in of_pair:
+            if (carried := dimension(span.item)) is not None:
+                num_bytes[carried] += span.bytes
+        busy_s = covered_s((span.start_s, span.end_s) for span in of_pair)
+        uses[pair] = LinkUse(dict(num_bytes), busy_s / (trace.makespan_s or 1.0), queued[pair])
+    return uses
 
 
 @dataclass(frozen=True)
@@ -59,11 +97,9 @@ class _Carried:
 def chunk_transfers(trace: Trace, nodes: Sequence[str], known: NetworkEstimate, *, began_s: float = 0.0) -> list[Transfer]:
     """Return what the chunks of a trace tell of the links between nodes; `began_s` is by the clock of the estimates."""
     chunks: defaultdict[NodePair, list[tuple[float, float, int]]] = defaultdict(list)
-    for span in trace.spans:
-        if span.kind is SpanKind.TRANSFER and span.sender is not None:
-            pair = (nodes[span.sender], nodes[span.device])
-            if pair[0] != pair[1]:
-                chunks[pair].append((span.start_s, span.end_s, span.bytes))
+    for (source, target), spans in trace.by_link.items():
+        if nodes[source] != nodes[target]:
+            chunks[nodes[source], nodes[target]] += [(span.start_s, span.end_s, span.bytes) for span in spans]
     pieces: dict[NodePair, list[_Piece]] = {}
     carried: dict[NodePair, _Carried] = {}
     for pair, of_pair in chunks.items():

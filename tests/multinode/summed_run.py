@@ -9,7 +9,6 @@ links.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from functools import partial
