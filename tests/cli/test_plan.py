@@ -16,7 +16,6 @@ from raypipe.artifacts.profile import LayerTimes, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.show.tables import plan_report
 from raypipe.simulation.simulator import simulate
-from raypipe.simulation.simulator import simulate
 from tests.cli.test_cli import Run, refused, run
 
 __all__ = ["run"]
