@@ -27,9 +27,16 @@ def plan(schedule: Schedule, *, sum_s: float, num_replicas: int = 2) -> Plan:
     pairs = [(f"n{stage}-{a}", f"n{stage}-{b}") for stage in range(schedule.num_stages) for a in range(num_replicas) for b in range(a)]
     links = [Link(source=a, target=b, bandwidth_bytes_per_s=RATE, latency_s=0.0) for a, b in pairs]
     topology = lab(dict.fromkeys(names, 1), links=links)
-    layer = {"forward_s": FORWARD_S * num_replicas, "backward_s": BACKWARD_S * num_replicas}
     layers = tuple(
-        LayerProfile(name=f"l{stage}", **layer, weight_grad_s=0.0, output_bytes=0, saved_bytes=0, parameter_bytes=round(sum_s * RATE))
+        LayerProfile(
+            name=f"l{stage}",
+            forward_s=FORWARD_S * num_replicas,
+            backward_s=BACKWARD_S * num_replicas,
+            weight_grad_s=0.0,
+            output_bytes=0,
+            saved_bytes=0,
+            parameter_bytes=round(sum_s * RATE),
+        )
         for stage in range(schedule.num_stages)
     )
     workers = [[(f"n{stage}-{r}/0", 1 / num_replicas) for r in range(num_replicas)] for stage in range(schedule.num_stages)]
