@@ -13,8 +13,9 @@ Programs, weights, gradients, sums and updates are those of the executor, becaus
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 
 from torch import Tensor
 
@@ -29,7 +30,15 @@ def in_turn(pipeline: LocalPipeline) -> LocalPipeline:
     turn = threading.RLock()
     for executor in pipeline.executors:
         executor.transport = _InTurn(executor.transport, turn)
+        executor.at_rest = partial(_without, turn)
     return pipeline
+
+
+@contextmanager
+def _without(turn: threading.RLock) -> Iterator[None]:
+    turn.release()
+    yield
+    turn.acquire()
 
 
 class _InTurn:
@@ -41,10 +50,12 @@ class _InTurn:
     def __init__(self, transport: Transport, turn: threading.RLock) -> None:
         self.transport = transport
         self.turn = turn
+        self.thread = 0
 
     def open_window(self, incoming: Mapping[int, Sequence[Expected]], outgoing: Mapping[int, Sequence[Expected]]) -> None:
         """See `Transport`."""
         self.turn.acquire()
+        self.thread = threading.get_ident()
         self.transport.open_window(incoming, outgoing)
 
     def send(self, message: Message, peer: int, tensors: Sequence[Tensor]) -> None:
@@ -53,14 +64,12 @@ class _InTurn:
 
     def recv(self, message: Message, peer: int) -> tuple[Tensor, ...]:
         """See `Transport`."""
-        self.turn.release()
-        tensors = self.transport.recv(message, peer)
-        self.turn.acquire()
-        return tensors
+        with _without(self.turn):
+            return self.transport.recv(message, peer)
 
     def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
         """See `Transport`."""
-        return _PendingInTurn(self.transport.start(collective, tensor, deadline=deadline), self.turn)
+        return _PendingInTurn(self.transport.start(collective, tensor, deadline=deadline), self)
 
     def check(self) -> None:
         """See `Transport`."""
@@ -83,15 +92,13 @@ class _InTurn:
 
 
 class _PendingInTurn:
-    """A sum for which a device waits without the turn."""
+    """A sum for which a device waits without the turn, which its thread that starts collectives never has."""
 
-    def __init__(self, pending: Pending, turn: threading.RLock) -> None:
+    def __init__(self, pending: Pending, transport: _InTurn) -> None:
         self.pending = pending
-        self.turn = turn
+        self.transport = transport
 
     def wait(self) -> Tensor:
         """See `Pending`."""
-        self.turn.release()
-        total = self.pending.wait()
-        self.turn.acquire()
-        return total
+        with _without(self.transport.turn) if threading.get_ident() == self.transport.thread else nullcontext():
+            return self.pending.wait()

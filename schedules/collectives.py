@@ -60,9 +60,14 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Takes part in a collective; does not wait."""
+    """Takes part in a collective; does not wait.
+
+    A device takes part in its collectives in the order of the program, and in each only when those of `after` have ended here, of whose
+    results its share is made.
+    """
 
     collective: Collective
+    after: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +94,19 @@ class CollectiveOrder:
     """Where the devices of a valid schedule with its reductions start and await their collectives.
 
     Sums of replicas start at their G. Published weights start at the P and are awaited by the next Op of the stage. What joins several
-    stages (sums of ties, norms) starts behind a worker's last gradient for it, or, where these gradients are summed first, right before
-    the first U that needs it and awaits it. So each worker has, for each update: sums of replicas, sums of ties, norms.
+    stages (sums of ties, norms) starts behind a worker's last gradient or G for it, when the sums that it is made of have ended, and is
+    awaited by the first U that needs it. The norm of a tie starts right there: until the tie's sum has ended it would hold up sums of other
+    stages, which may be awaited earlier. So each worker has, for each update: sums of replicas, sums of ties, norms.
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Sequence[int]]) -> None:
         self.schedule = schedule
         self.devices = devices
-        self.starts: dict[Op, list[Collective]] = {}
-        self.awaits: dict[Op, list[Collective]] = {}
-        self.late_starts: dict[Op, list[Collective]] = {}
-        self.at_end: dict[int, list[Collective]] = {}
+        self.starts: dict[Op, list[Start]] = {}
+        self.awaits: dict[Op, list[Start | Await]] = {}
+        self._sums: dict[tuple[int, int], list[tuple[frozenset[int], Collective]]] = {}
+        """By worker and update, the sums that norms and later sums are made of, with their stages."""
+        self.at_end: dict[int, list[Await]] = {}
         if schedule.forward_only:
             return
         self.joints = self._joints()
@@ -158,7 +165,7 @@ class CollectiveOrder:
             kind = CollectiveKind.GRADIENTS if op.kind is OpKind.REDUCE else CollectiveKind.WEIGHTS
             members = self._members(replica.worker for replica in self.schedule.replicas[op.stage])
             collective = Collective(kind, op.stage, op.index, op.part, members)
-            self.starts.setdefault(op, []).append(collective)
+            self.starts.setdefault(op, []).append(Start(collective))
             if op.kind is OpKind.REDUCE:
                 update = op._replace(kind=OpKind.UPDATE, part=0)
                 for stages in self.joints:
@@ -167,50 +174,58 @@ class CollectiveOrder:
                         update = self._first_updates(stages, op.index).get(place.worker, update)
                 if update not in self.schedule.places:  # another copy updates and publishes; the sum is taken part in all the same
                     update = op._replace(kind=OpKind.PUBLISH, part=0)
-                self.awaits.setdefault(update, []).append(collective)
+                self.awaits.setdefault(update, []).append(Await(collective))
+                if len(members) > 1:
+                    self._sums.setdefault((place.worker, op.index), []).append((frozenset((op.stage,)), collective))
             elif next_use and (user := next_use(op)) is not None:
-                self.awaits.setdefault(user, []).append(collective)
+                self.awaits.setdefault(user, []).append(Await(collective))
             else:
-                self.at_end.setdefault(place.worker, []).append(collective)
+                self.at_end.setdefault(place.worker, []).append(Await(collective))
 
     def _join(self, kind: CollectiveKind, number: int, stages: frozenset[int], update: int) -> None:
         schedule, places = self.schedule, self.schedule.places
         # A worker has all collectives of an update where it first updates any of the stages that wait for each other.
-        joint = next(joint for joint in self.joints if stages <= joint)
-        first = self._first_updates(joint, update)
-        members = first if stages == joint else self._first_updates(stages, update)
-        earlier = self._first_updates(joint, update - 1) if schedule.graph.ties else {}
-        collective = Collective(kind, number, update, 0, self._members(members))
-        for worker in members:
-            update_op = first[worker]
-            own = [replica for replica in schedule.first_pipeline if replica.worker == worker and replica.stage in stages]
-            summed = any(schedule.find(Op(OpKind.REDUCE, replica.stage, update, schedule.first_pipeline[replica])) for replica in own)
-            summed = summed or (kind.is_norm and any(replica.stage in schedule.graph.tie_of for replica in own))
-            gradients = [op for replica in own for op in schedule.gradient_ops(replica, update)[-1:]]
-            last = max(gradients, key=lambda op: places[op].position, default=None)
-            if last is not None and worker in earlier and places[last] < places[earlier[worker]]:
-                last = None  # sums and norms of one update before those of the next, or workers would meet in different orders
-            if summed or last is None:
-                self.late_starts.setdefault(update_op, []).append(collective)
+        first = self._first_updates(next(joint for joint in self.joints if stages <= joint), update)
+        earlier = self._first_updates(stages, update - 1) if schedule.update_scope is UpdateScope.TIED else {}
+        collective = Collective(kind, number, update, 0, self._members(self._first_updates(stages, update)))
+        for worker in self._first_updates(stages, update):
+            awaits = self.awaits.setdefault(first[worker], [])
+            if kind is CollectiveKind.TIED_NORM:
+                awaits += [Start(collective), Await(collective)]
+                continue
+            sums = self._sums.setdefault((worker, update), [])
+            after = tuple(each for of_stages, each in sums if not of_stages.isdisjoint(stages))
+            # Where copies lie on several workers, behind the sums of all stages, which these may have in another order.
+            behind = range(schedule.num_stages) if after and len(schedule.pipelines) > 1 else stages
+            ends: list[Op] = []
+            for replica, pipeline in schedule.first_pipeline.items():
+                if replica.worker == worker and replica.stage in behind:
+                    ends += schedule.gradient_ops(replica, update)[-1:]
+                    ends += schedule.find(Op(OpKind.REDUCE, replica.stage, update, pipeline))
+            last = max(ends, key=lambda op: places[op].position)
+            if worker in earlier and places[last] < places[earlier[worker]]:
+                awaits += [Start(collective, after), Await(collective)]  # behind the norm of the update before, as on all workers
             else:
-                self.starts.setdefault(last, []).append(collective)
-            self.awaits.setdefault(update_op, []).append(collective)
+                self.starts.setdefault(last, []).append(Start(collective, after))
+                awaits.append(Await(collective))
+            if not kind.is_norm and len(collective.devices) > 1:
+                sums.append((stages, collective))
 
     @cached_property
     def concerned(self) -> frozenset[Op]:
         """The Ops before or behind which a collective starts or is awaited, and all G and P."""
         named = (op for op in self.schedule.places if op.kind in NOT_COMPUTED)
-        return frozenset({*self.starts, *self.awaits, *self.late_starts, *named})
+        return frozenset({*self.starts, *self.awaits, *named})
 
     def before(self, ops: tuple[Op, ...]) -> Iterator[Start | Await]:
-        """Return the collectives that start, and those that are awaited, right before a slot."""
+        """Return the collectives that are awaited, or start, right before a slot."""
         for op in ops:
             for kinds in _IN_TURN:
-                for item, collectives in ((Start, self.late_starts), (Await, self.awaits)):
-                    found = (each for each in collectives.get(op, ()) if each.kind in kinds and len(each.devices) > 1)
-                    yield from map(item, found)
+                for item in self.awaits.get(op, ()):
+                    if item.collective.kind in kinds and len(item.collective.devices) > 1:
+                        yield item
 
-    def behind(self, ops: tuple[Op, ...]) -> Iterator[Start | Await]:
+    def behind(self, ops: tuple[Op, ...]) -> Iterator[Start]:
         """Return the collectives that start right behind a slot."""
         for op in ops:
-            yield from (Start(collective) for collective in self.starts.get(op, ()) if len(collective.devices) > 1)
+            yield from (start for start in self.starts.get(op, ()) if len(start.collective.devices) > 1)

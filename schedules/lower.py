@@ -320,7 +320,7 @@ class _Lowering:
                         items.append(Send(route.channel[position], route.peer))
             if meets:
                 items += collectives.behind(ops_of(slot))
-        return items + [Await(collective) for collective in collectives.at_end.get(worker, ())]
+        return items + collectives.at_end.get(worker, [])
 
     def _receive(self, op: Op, device: int, received: Counter[int], items: list[Item]) -> None:
         """Add the Recvs of inputs, and of what was sent before these on the same channels."""

@@ -99,32 +99,36 @@ def recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
     return replace(schedule, programs=tuple(programs))
 
 
-def late_updates(schedule: Schedule) -> Schedule:
-    """Return the schedule with each U right before the first Op of its worker that reads the version, so that sums of gradients may last.
+def late_updates(schedule: Schedule, slots: int | None = None) -> Schedule:
+    """Return the schedule with each U so many slots later, so that sums of gradients may last.
 
-    Only where the rule fixes versions, so that no Op reads another one than before. Under `double_buffer` update u + 2 reads first what
+    At most right before the first Op of its worker that must read the version, and by default just there, where the rule fixes versions:
+    then no Op reads another one than before. Where it does not, each slot makes some gradients later; none is moved by default.
+
+    Under `double_buffer` update u + 2 reads first what
     update u makes: on stage s of D the sum may take (M - D + 1 + s) forwards and backwards (after TriRace, Li et al., TPDS 2024, which
-    schedules all-reduces by what depends on them). Meanwhile its gradients lie next to those of the following update. A U stays in place
-    where its update waits for other stages, which would wait for a late U.
+    schedules all-reduces by what depends on them). Meanwhile its gradients lie next to those of the following update. Stages that share a
+    weight and a norm keep their U, where they wait for each other.
     """
     rule, places = schedule.weight_rule, schedule.places
-    if schedule.forward_only or rule.fixed_version(0) is None or any(op.kind is OpKind.PUBLISH for op in places):
+    if slots is None and rule.fixed_version(0) is not None:
+        slots = sum(map(len, schedule.programs))
+    if not slots or schedule.forward_only or any(op.kind is OpKind.PUBLISH for op in places):
         return schedule
-    if schedule.update_scope is UpdateScope.GLOBAL:
-        return schedule
+    kept = schedule.graph.tie_of if schedule.update_scope is UpdateScope.TIED else ()
     programs: list[tuple[Slot, ...]] = []
     for program in schedule.programs:
-        waiting: list[Op] = []
-        slots: list[Slot] = []
+        waiting: dict[Op, int] = {}
+        found: list[Slot] = []
         for slot in program:
-            if isinstance(slot, Op) and slot.kind is OpKind.UPDATE and slot.stage not in schedule.graph.tie_of:
-                waiting.append(slot)
+            if isinstance(slot, Op) and slot.kind is OpKind.UPDATE and slot.stage not in kept:
+                waiting[slot] = slots
                 continue
             read = {(op.stage, rule.fixed_version(schedule.update(op))) for op in ops_of(slot) if not op.kind.per_update}
-            slots += [op for op in waiting if (op.stage, op.index + 1) in read]
-            waiting = [op for op in waiting if (op.stage, op.index + 1) not in read]
-            slots.append(slot)
-        programs.append((*slots, *waiting))
+            due = [op for op, left in waiting.items() if not left or (op.stage, op.index + 1) in read]
+            waiting = {op: left - 1 for op, left in waiting.items() if op not in due}
+            found += [*due, slot]
+        programs.append((*found, *waiting))
     return replace(schedule, programs=tuple(programs))
 
 

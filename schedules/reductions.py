@@ -25,7 +25,7 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     """
     if schedule.forward_only or any(op.kind is OpKind.REDUCE for op in schedule.places):
         return schedule
-    joint = _joint_stages(schedule)
+    joint, copied = _joint_stages(schedule), len(schedule.pipelines) > 1
     first: dict[tuple[int, int], int] = {}
     latest: dict[tuple[int, int, int], int] = {}
     behind: dict[tuple[int, int, int], int] = {}
@@ -34,8 +34,11 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
             first.setdefault((place.worker, op.index), place.position)
             for stage in joint[op.stage]:
                 latest.setdefault((place.worker, stage, op.index), place.position)
-                if len(joint[op.stage]) > 1:
-                    behind[place.worker, stage, op.index + 1] = place.position + 1
+        # What joins the stages of one update comes before the sums of the next. Of copies on several workers these may be delayed.
+        if op.kind is OpKind.UPDATE or op.kind is OpKind.PUBLISH if copied else op.kind.writes_gradient:
+            for stage in joint[op.stage] if len(joint[op.stage]) > 1 else ():
+                at = place.worker, stage, schedule.update(op) + 1
+                behind[at] = max(behind.get(at, 0), place.position + 1)
     added: list[list[tuple[int, Op]]] = [[] for _ in schedule.programs]
     for replica, pipeline in schedule.first_pipeline.items():
         if len(schedule.replicas[replica.stage]) == 1 and replica.worker not in replicated_workers:

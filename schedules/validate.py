@@ -219,15 +219,17 @@ def _check_collectives(schedule: Schedule, needs: _Needs) -> None:
         return
     steps = [_steps(collectives, worker) for worker in range(schedule.num_workers)]
     order: graphlib.TopologicalSorter[Collective] = graphlib.TopologicalSorter()
+    # What takes part in collectives goes on by itself beside each worker, as another one: in each when the worker has started it.
+    starters: list[list[tuple[int, Start]]] = []
     starts: dict[Collective, list[tuple[int, int]]] = {}
     step_of: list[list[int]] = []
     for worker, row in enumerate(steps):
         step_of.append([number for number, step in enumerate(row) if type(step) is int])
-        started = [(number, step.collective) for number, step in enumerate(row) if type(step) is Start]
-        for number, collective in started:
-            starts.setdefault(collective, []).append((worker, number))
-        for (_, before), (_, after) in itertools.pairwise(started):
-            order.add(after, before)
+        starters.append([(number, step) for number, step in enumerate(row) if isinstance(step, Start)])
+        for number, (_, start) in enumerate(starters[-1]):
+            starts.setdefault(start.collective, []).append((schedule.num_workers + worker, number))
+        for (_, before), (_, after) in itertools.pairwise(starters[-1]):
+            order.add(after.collective, before.collective)
     try:
         order.prepare()
     except graphlib.CycleError as error:
@@ -244,17 +246,22 @@ def _check_collectives(schedule: Schedule, needs: _Needs) -> None:
             return () if (worker, step) in handed else [(other, step_of[other][position]) for other, position in needs[worker][step]]
         return starts[step.collective] if isinstance(step, Await) else ()
 
-    waits = _waits([[waits_for(worker, step) for step in row] for worker, row in enumerate(steps)])
+    needed = [[waits_for(worker, step) for step in row] for worker, row in enumerate(steps)]
+    needed += [
+        [[(worker, number), *(at for each in start.after for at in starts[each])] for number, start in row]
+        for worker, row in enumerate(starters)
+    ]
+    waits = {at: other for at, other in _waits(needed).items() if at[0] < schedule.num_workers}
     if waits:
         met: list[Collective] = []
         reasons: list[str] = []
-        for (worker, at), (other, needed) in sorted(waits.items()):
-            step, other_step = steps[worker][at], steps[other][needed]
-            if isinstance(step, int) and isinstance(other_step, int):
-                reasons.append(_slot_reason(schedule, (worker, step), (other, other_step)))
-            elif isinstance(step, Await):
-                reasons.append(f"worker {worker} waits for {step.collective}, which worker {other} has not reached")
+        for (worker, at), (other, number) in sorted(waits.items()):
+            step = steps[worker][at]
+            if isinstance(step, Await):
+                reasons.append(f"worker {worker} waits for {step.collective}, which worker {other % schedule.num_workers} has not reached")
                 met.append(step.collective)
+            elif isinstance(step, int) and isinstance(other_step := steps[other][number], int):
+                reasons.append(_slot_reason(schedule, (worker, step), (other, other_step)))
         raise _refuse_collectives(schedule, f"deadlock: {'; '.join(reasons[:6])}", met)
 
 
@@ -266,7 +273,7 @@ def _steps(collectives: CollectiveOrder, worker: int) -> list[Start | Await | in
             steps.append(position)
         else:
             steps += [*collectives.before(ops), position, *collectives.behind(ops)]
-    return steps + [Await(collective) for collective in collectives.at_end.get(worker, ())]
+    return steps + collectives.at_end.get(worker, [])
 
 
 def _refuse_collectives(schedule: Schedule, problem: str, collectives: Sequence[Collective]) -> ScheduleError:

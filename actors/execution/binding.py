@@ -120,7 +120,7 @@ class _Binding:
                     rows = row_range(item.message.rows, self.num_rows)
                     yield ReceiveStep(position, doing, item.message, item.device, _arrived(_key(item.message)), rows, num_bytes)
                 case Start():
-                    yield StartStep(item.collective, awaited.get(item.collective, len(items)))
+                    yield StartStep(item.collective, item.after, awaited.get(item.collective, len(items)))
                 case Await():
                     members = ", ".join(map(str, item.collective.devices))
                     yield AwaitStep(position, f"waiting for {item} with devices {members}", item.collective)

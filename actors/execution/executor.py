@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,8 @@ class Executor:
         self.abort_reason: str | None = None
         self.failure: RunError | None = None
         """An error that another thread has found, while the device may hold this one up."""
+        self.at_rest: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered where the host waits for a thread of its own."""
         self.clock: Clock = HostClock()
         if on.type != "cpu":
             module = torch.get_device_module(on)
@@ -227,6 +230,7 @@ class _WindowRun:
             first_update=window.first_update,
             learning_rate=executor.learning_rate,
             max_grad_norm=executor.max_grad_norm,
+            at_rest=executor.at_rest,
         )
         self.compute_kinds: dict[OpKind, Callable[[BoundOp], None]] = {
             OpKind.FORWARD: self.computation.forward,
@@ -244,10 +248,13 @@ class _WindowRun:
             AwaitStep: self._await,
         }
         executor = self.executor
-        for step in steps:
-            if executor.abort_reason is not None:
-                raise AbortedError(executor.abort_reason)
-            run_step[type(step)](step)
+        try:
+            for step in steps:
+                if executor.abort_reason is not None:
+                    raise AbortedError(executor.abort_reason)
+                run_step[type(step)](step)
+        finally:
+            self.updates.close()
         self._check_empty()
         self.report.log = executor.clock.finish()
         self.report.norms = self.updates.norms()
@@ -256,7 +263,7 @@ class _WindowRun:
 
     def _check_empty(self) -> None:
         mailbox, computation, updates = self.mailbox, self.computation, self.updates
-        left = (mailbox.inbox, mailbox.outbox, computation.saved, computation.deferred, updates.pending, updates.shared)
+        left = (mailbox.inbox, mailbox.outbox, computation.saved, computation.deferred, updates.under_way.pending, updates.shared)
         assert not any(left), f"device {self.executor.device} holds tensors after the window: {[list(tensors) for tensors in left]}"
 
     def _compute(self, step: ComputeStep) -> None:
@@ -292,5 +299,5 @@ class _WindowRun:
     def _await(self, step: AwaitStep) -> None:
         self.executor.doing = step.doing
         since = self.mark()
-        num_bytes = self.updates.finish(step)
+        num_bytes = self.updates.finish(step.collective)
         self.note(step, since, self.mark(), num_bytes)

@@ -135,9 +135,14 @@ class ReceiveStep:
 
 @dataclass(frozen=True, slots=True)
 class StartStep:
-    """The beginning of a collective; `deadline` is the position where it is awaited, or the end of the program."""
+    """The beginning of a collective, behind the end of those of `after`.
+
+    Attributes:
+        deadline: Position where it is awaited, or the end of the program.
+    """
 
     collective: Collective
+    after: tuple[Collective, ...]
     deadline: int
 
 

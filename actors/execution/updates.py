@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from raypipe.actors.execution.steps import AwaitStep, StartStep
+from raypipe.actors.execution.starter import Starter
+from raypipe.actors.execution.steps import StartStep
 from raypipe.actors.stage.weights import Weights
-from raypipe.actors.transport.protocol import Pending, Transport
+from raypipe.actors.transport.protocol import Transport
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, UpdateScope
 from raypipe.schedules.lower import DeviceProgram
@@ -50,18 +52,17 @@ class Updates:
         first_update: int,
         learning_rate: LearningRate,
         max_grad_norm: float | None,
+        at_rest: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._program = program
         self._ties = program.graph.ties
         self._updated = updated
         self._weights = weights
-        self._transport = transport
         self._on = on
         self._first_update = first_update
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
-        self.pending: dict[Collective, Pending] = {}
-        """Collectives under way."""
+        self.under_way = Starter(transport, share=self._share, put=self._put, on=on, at_rest=at_rest)
         self.shared: dict[tuple[int, int], Tensor] = {}
         """By stage and update, the summed gradients of the weights that the stage shares with others."""
         self._norms: dict[int, Number] = {}
@@ -91,12 +92,20 @@ class Updates:
 
     def start(self, step: StartStep) -> None:
         """Start a collective with this device's share."""
-        self.pending[step.collective] = self._transport.start(step.collective, self._share(step.collective), deadline=step.deadline)
+        if step.after:  # the share is made in another thread
+            for weights in self._weights.values():
+                weights.gradients.unbind()
+        self.under_way.start(step)
 
-    def finish(self, step: AwaitStep) -> int:
-        """Wait for a collective and put its sum where it is needed; return its bytes."""
-        collective = step.collective
-        total = self.pending.pop(collective).wait()
+    def finish(self, collective: Collective) -> int:
+        """Wait until a collective has ended and its sum is where it is needed; return its bytes."""
+        return self.under_way.finish(collective)
+
+    def close(self) -> None:
+        """Start nothing more."""
+        self.under_way.close()
+
+    def _put(self, collective: Collective, total: Tensor) -> None:
         weights, stage, update = self._weights, collective.stage, collective.update
         match collective.kind:
             case CollectiveKind.NORM:
@@ -110,7 +119,6 @@ class Updates:
             case CollectiveKind.WEIGHTS:
                 if weights[stage].versions.newest <= update:
                     weights[stage].receive(update, total)
-        return total.nbytes
 
     def _share(self, collective: Collective) -> Tensor:
         stage, update, primary = collective.stage, collective.update, self._program.primary_stages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +63,12 @@ class FlatLayout:
         return known if all(known) else [bool(count) for count in vector[len(vector) - len(self._sizes) :].tolist()]
 
 
+class _Bound(NamedTuple):
+    version: int
+    update: int
+    leaves: Sequence[Tensor]
+
+
 class GradientBuffers:
     """One gradient buffer per update under way, like `masters`, bound as `.grad` of the tensors of `bound_version`."""
 
@@ -69,14 +76,12 @@ class GradientBuffers:
         self._masters = masters
         self._layout = FlatLayout([(master.numel(), master.dtype) for master in masters], on=on)
         self._buffers: dict[int, list[Tensor | None]] = {}
-        self._bound_update = 0
-        self._bound_leaves: Sequence[Tensor] = ()
-        self.bound_version: int | None = None
+        self._bound: _Bound | None = None
 
     def begin_window(self) -> None:
         """Assert that no buffers are left."""
         assert not self._buffers, f"gradients of updates {sorted(self._buffers)} of the last window are left over"
-        self.bound_version = None
+        self._bound = None
 
     def end_window(self, *, stage: int) -> None:
         """Drop the buffers; assert that they are empty."""
@@ -84,26 +89,34 @@ class GradientBuffers:
         assert not left, f"stage {stage} has gradients left of updates {sorted(left)}"
         self._buffers.clear()
 
+    @property
+    def bound_version(self) -> int | None:
+        """The version whose tensors have a buffer as `.grad`."""
+        return None if self._bound is None else self._bound.version
+
     def bind(self, update: int, version: int, leaves: Sequence[Tensor]) -> None:
         """Put an update's buffer into the `.grad` of a version's tensors."""
-        if (self.bound_version, self._bound_update) == (version, update):
+        if self._bound is not None and self._bound[:2] == (version, update):
             return
+        self.unbind()
         for leaf, gradient in zip(leaves, self.of(update), strict=True):
             leaf.grad = gradient
-        self.bound_version, self._bound_update, self._bound_leaves = version, update, leaves
+        self._bound = _Bound(version, update, leaves)
 
     def unbind(self) -> None:
         """Move the bound `.grad` back into its buffer."""
-        if self.bound_version is None:
+        if self._bound is None:
             return
-        self._buffers[self._bound_update] = [leaf.grad for leaf in self._bound_leaves]
-        for leaf in self._bound_leaves:
+        self._buffers[self._bound.update] = [leaf.grad for leaf in self._bound.leaves]
+        for leaf in self._bound.leaves:
             leaf.grad = None
-        self.bound_version, self._bound_leaves = None, ()
+        self._bound = None
 
     def of(self, update: int) -> list[Tensor | None]:
-        """Return the buffer of an update."""
-        self.unbind()
+        """Return the buffer of an update; another thread may ask for one that is not bound."""
+        bound = self._bound
+        if bound is not None and bound.update == update:
+            self.unbind()
         return self._buffers.setdefault(update, [None] * len(self._masters))
 
     def pop(self, update: int) -> list[Tensor | None]:

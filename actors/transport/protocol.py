@@ -1,7 +1,7 @@
 """How devices pass tensors: what every transport does.
 
 A transport serves one device. Channels (ordered pairs of devices) and collectives keep the order of the lowered programs. One thread at a
-time uses a transport; only `abort` and `check` may be called from another one.
+time passes messages; another one may start collectives and wait for them meanwhile, and `abort` and `check` may be called from any.
 """
 
 from __future__ import annotations

@@ -132,6 +132,7 @@ class RingSum:
         self._changed = threading.Condition()
         self._finished = False
         self._lost_s: float | None = None
+        self._thread = threading.get_ident()
         self._starts = [self.item_bytes * (number * base + min(number, longer)) for number in range(num_members + 1)]
         self._to_receive = self._to_send = 0
         self._flows: list[tuple[_Flow | None, _Flow | None]] = []
@@ -241,9 +242,11 @@ class RingSum:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """See `SumUnderWay`. Reads what comes of a small tensor itself, so that it wakes no other thread first."""
+        """See `SumUnderWay`. Who started the sum of a small tensor reads what comes itself, so that it wakes no other thread first."""
         deadline_s = time.monotonic() + timeout_s
         before = self.group.before
+        # Another thread would keep the connection from the first one, which may wait for a message.
+        reads = self._shares is not None and threading.get_ident() == self._thread
         while not self._finished and self.failure is None:
             now_s = time.monotonic()
             left_s = deadline_s - now_s
@@ -254,7 +257,7 @@ class RingSum:
                 left_s = min(left_s, grace_s)
             if left_s <= 0:
                 raise ChannelError(f"nothing came within {timeout_s:g} s; a member is stuck", kind=TransportTimeoutError)
-            if self._shares is not None and self._to_receive and before.ended is None:
+            if reads and self._to_receive and before.ended is None:
                 self.group.receiver.wait(before, self._has_come, min(left_s, _LOOK_EVERY_S))
                 continue
             with self._changed:

@@ -11,9 +11,9 @@ import numpy as np
 
 from raypipe.errors import InputError, PlanError
 from raypipe.planning import chunks
-from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.cluster_state import ClusterState
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
+from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import PlanCheck, ScheduleCache, layout_schedule, window_updates
 from raypipe.planning.planners import AUTO
@@ -132,7 +132,7 @@ class ChoicePlanner:
                 candidates.append((known.update_s * errors(choice), len(candidates), choice, known))
                 evaluator = self.evaluator(choice.division)
                 near = climbed(evaluator, known, most_steps=_STEPS, neighbors=_neighbors)
-                near = with_forwards_ahead(evaluator, near, most_steps=_STEPS)
+                near = with_hidden_transfers(evaluator, near, most_steps=_STEPS)
                 if near is not None and near is not known and not near.missing_bytes:
                     improved = self.choice_of(choice.division, near.layout)
                     candidates.append((near.update_s * errors(improved), len(candidates), improved, near))

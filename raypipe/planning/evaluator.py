@@ -83,8 +83,8 @@ class LayoutEvaluator:
         """
         estimated = self.estimator.recomputed(layout) if layout.has_estimate else ()
         evaluation = self.simulate_exactly(replace(layout, recomputed=layout.recomputed or estimated))
-        if evaluation is not None and evaluation.missing_bytes and layout.late_updates and layout.has_copies and overlaps(layout.order):
-            evaluation = better(evaluation, self.simulate_exactly(replace(evaluation.layout, late_updates=False)))
+        if evaluation is not None and evaluation.missing_bytes and layout.late is None and layout.has_copies and overlaps(layout.order):
+            evaluation = better(evaluation, self.simulate_exactly(replace(evaluation.layout, late=0)))
         if evaluation is None or not evaluation.missing_bytes or layout.recomputed is not None or not self.problem.recompute:
             return evaluation
         all_again = self.simulate_exactly(replace(evaluation.layout, recomputed=tuple(range(layout.num_stages))))

@@ -37,7 +37,8 @@ class Layout:
         num_pipelines: 0 lets the schedule choose.
         recomputed: Stages whose forwards run again; `None` for those that do not fit into memory otherwise.
         branches: Stages of layers that are not consecutive, on workers as placed there; `cuts` is empty then.
-        late_updates: Whether updates of copies wait for their sums as late as the weight rule allows, which takes memory for gradients.
+        late: Slots by which updates of copies stand later, to wait for their sums, at most as late as the weight rule allows; `None` for
+            just that where the rule fixes versions, else for none. They take memory for gradients.
         listed: The list of layers that `cuts` divides, where it is not the model's own.
         ahead: For each hop from a worker to the next, the forwards that all workers before it run ahead of the order to hide its messages;
             empty for none.
@@ -50,7 +51,7 @@ class Layout:
     num_pipelines: int = 0
     recomputed: tuple[int, ...] | None = None
     branches: BranchStages | None = None
-    late_updates: bool = True
+    late: int | None = None
     listed: tuple[int, ...] | None = None
     ahead: tuple[int, ...] = ()
 
@@ -129,6 +130,7 @@ class Layout:
         again = f", forwards of stages {list(self.recomputed)} twice" if self.recomputed else ""
         pipelines = f" in {self.num_pipelines} pipelines" if self.num_pipelines else ""
         again += f", {self.forwards_ahead} forwards ahead" if any(self.ahead) else ""
+        again += f", updates {self.late} slots later" if self.late else ""
         if self.branches is None:
             given = "" if self.listed is None else f" of {list(self.listed)}"
             return f"{self.order}: layers {self.sizes}{given} on devices {[list(group) for group in self.workers]}{pipelines}{again}"

@@ -64,8 +64,10 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
     if any(layout.ahead):
         schedule = forwards_ahead(schedule, layout.forwards_ahead)
         validate(schedule)
-    if layout.late_updates and layout.has_copies:
-        schedule = late_updates(schedule)
+    if layout.has_copies or len(schedule.pipelines) > 1:
+        schedule = late_updates(schedule, layout.late)
+        if layout.late:
+            validate(schedule)
     return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
 
 
@@ -112,7 +114,7 @@ class ScheduleCache:
         self._compiled.clear()
 
     def _key(self, problem: Problem, layout: Layout) -> object:
-        order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late_updates)
+        order = (layout.order, layout.max_in_flight, layout.num_pipelines, layout.ahead, layout.late)
         names = (*order, layout.num_stages, layout.recomputed)
         return (*names, layout.branches or layout.cut(problem).graph, layout.shares(problem))
 

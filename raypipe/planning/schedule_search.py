@@ -8,12 +8,12 @@ from functools import partial
 from itertools import chain, islice, zip_longest
 
 from raypipe.planning import branches, chunks, layer_order
-from raypipe.planning.ahead import with_forwards_ahead
 from raypipe.planning.branch_groups import likeness
 from raypipe.planning.branch_placement import Layers
 from raypipe.planning.device_order import canonical
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.extrapolation import ShortEvaluator
+from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, proposals
@@ -45,8 +45,8 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
     if schedule in {AUTO, branch_aware.NAME}:
         found = found.joined(search.on_branches(found.workers))
     most_steps = max(budget.num_simulations // 30, _LEAST_STEPS)
-    ahead = partial(with_forwards_ahead, search.exact, most_steps=most_steps)
-    best_sorted = _Found(ahead(found.certain), ahead(found.others)).best
+    hidden = partial(with_hidden_transfers, search.exact, most_steps=most_steps)
+    best_sorted = _Found(hidden(found.certain), hidden(found.others)).best
     best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
     for evaluation in proposals(evaluator, schedule):
         best = better(best, evaluation)
@@ -111,7 +111,7 @@ class _Search:
         for layout in self._of_several(several, overlapping, workers, tops):
             best_of[layout.order] = better(best_of.get(layout.order), self._climbed(layout))
         for evaluation in best_of.values():
-            others = better(others, with_forwards_ahead(evaluator, evaluation, most_steps=_LEAST_STEPS))
+            others = better(others, with_hidden_transfers(evaluator, evaluation, most_steps=_LEAST_STEPS))
         # Single stages stand for a schedule that is asked for by name only as a way to its workers.
         return _Found(self._whole(best) if schedule == AUTO else None, self._whole(others), tuple(workers))
 

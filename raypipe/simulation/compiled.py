@@ -31,6 +31,8 @@ class CompiledOrder:
         self.transfers: list[tuple[int, int, Message]] = []
         """Sender, receiver and one message of each class of messages with the same path and size."""
         self.collectives: list[Collective] = []
+        self.after: list[dict[int, tuple[int, ...]]] = []
+        """By program and collective, the collectives that must have ended before the device takes part in it."""
         self._class_of: dict[object, int] = {}
         self._transfer_number: dict[object, int] = {}
         self._collective_of: dict[Collective, int] = {}
@@ -61,6 +63,7 @@ class CompiledOrder:
         kinds, numbers, computes = bytearray(), [], []
         unsent = iter(sends)
         arriving = {peer: iter(channel) for (peer, target), channel in self._sent.items() if target == device}
+        after: dict[int, tuple[int, ...]] = {}
         class_of = self._class_of
         for item in program.items:
             kind = type(item)
@@ -91,15 +94,22 @@ class CompiledOrder:
                 numbers.append(number)
             else:
                 assert not isinstance(item, Compute | Send | Recv)
-                known = self._collective_of.get(item.collective)
-                if known is None:
-                    known = self._collective_of[item.collective] = len(self.collectives)
-                    self.collectives.append(item.collective)
+                number = self._number(item.collective)
+                if isinstance(item, Start) and item.after:
+                    after[number] = tuple(map(self._number, item.after))
                 kinds.append(START if kind is Start else AWAIT)
-                numbers.append(known)
+                numbers.append(number)
+        self.after.append(after)
         self.kinds.append(kinds)
         self.numbers.append(numbers)
         self.computes.append(computes)
+
+    def _number(self, collective: Collective) -> int:
+        known = self._collective_of.get(collective)
+        if known is None:
+            known = self._collective_of[collective] = len(self.collectives)
+            self.collectives.append(collective)
+        return known
 
     @cached_property
     def deadlines(self) -> dict[tuple[int, int], int]:

@@ -8,6 +8,7 @@ links, messages and sums are flows (`flows`). Devices that share cores progress 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import dataclass, field
 
 from raypipe.schedules.lower import Message
@@ -16,6 +17,8 @@ from raypipe.simulation.cost import Cost, SharedCompute
 from raypipe.simulation.transfers import OrderTransfers
 
 _UNKNOWN = -1.0
+_TAKES_PART = 1
+"""Stands for an epoch where a program takes part in collectives whose sums have ended."""
 
 
 @dataclass
@@ -68,6 +71,10 @@ class EventLoop:
         self.num_started = [0] * len(order.collectives)
         self.collective_end_s = [_UNKNOWN] * len(order.collectives)
         self.collective_waiters: list[list[int]] = [[] for _ in order.collectives]
+        self.started: list[deque[int]] = [deque() for _ in range(num_programs)]
+        """By program, the collectives that it has started and takes no part in yet, since sums must end before."""
+        self.starters: list[list[int]] = [[] for _ in order.collectives]
+        """By collective, the programs that take part in others behind it."""
         # Time, number that keeps simultaneous events in the order of their causes, program, epoch of its cores.
         self.heap: list[tuple[float, int, int, int]] = []
         self.sequence = 0
@@ -98,6 +105,9 @@ class EventLoop:
                 _, program = heapq.heappop(group.active)
                 self._schedule_next_end(group)
                 self.ends[program].append(now_s)
+            elif epoch == _TAKES_PART:
+                self._take_part(program, now_s)
+                continue
             self._proceed(program, now_s)
         stuck = [program.device for program, head in zip(self.order.programs, self.heads, strict=True) if head < len(program.items)]
         assert not stuck, f"devices {stuck} wait for ever; validate the schedule before it is lowered"
@@ -194,6 +204,27 @@ class EventLoop:
             self._push(arrival + transfer.recv_s, program)
 
     def _start(self, program: int, number: int, now_s: float) -> None:
+        if not self.order.after[program]:
+            self._begin(program, number, now_s)
+            return
+        self.started[program].append(number)
+        if len(self.started[program]) == 1:
+            self._take_part(program, now_s)
+
+    def _take_part(self, program: int, now_s: float) -> None:
+        started, after = self.started[program], self.order.after[program]
+        while started:
+            for needed in after.get(started[0], ()):
+                end_s = self.collective_end_s[needed]
+                if end_s == _UNKNOWN:
+                    self.starters[needed].append(program)
+                    return
+                if end_s > now_s:
+                    self._push(end_s, program, _TAKES_PART)
+                    return
+            self._begin(program, started.popleft(), now_s)
+
+    def _begin(self, program: int, number: int, now_s: float) -> None:
         if self.network is not None and self.network.start(program, number, now_s, self._summed):
             return
         collective = self.order.collectives[number]
@@ -203,6 +234,8 @@ class EventLoop:
 
     def _summed(self, number: int, end_s: float) -> None:
         self.collective_end_s[number] = end_s
+        for program in self.starters[number]:
+            self._push(end_s, program, _TAKES_PART)
         for program in self.collective_waiters[number]:
             since_s = self.since_s[program]
             if end_s > since_s:

@@ -10,7 +10,7 @@ from raypipe.errors import ConfigError
 from raypipe.schedule_registry import build, spec
 from raypipe.schedules.ir import Op, OpKind, Schedule, StageGraph
 from raypipe.schedules.lower import Placement
-from raypipe.schedules.passes import one_of_repeated, over_graph, repeated, shard_optimizer
+from raypipe.schedules.passes import late_updates, one_of_repeated, over_graph, repeated, shard_optimizer
 from raypipe.schedules.request import ScheduleRequest, StageTimes
 from raypipe.schedules.validate import validate
 from raypipe.simulation.plan_cost import plan_cost
@@ -31,9 +31,15 @@ def schedule_request(config: ScheduleConfig, *, num_devices: int, num_updates: i
 
 
 def named_schedule(
-    config: TrainConfig, num_updates: int, *, graph: StageGraph | None = None, times: tuple[StageTimes, ...] = (), latency_s: float = 0.0
+    config: TrainConfig,
+    num_updates: int,
+    *,
+    graph: StageGraph | None = None,
+    times: tuple[StageTimes, ...] = (),
+    latency_s: float = 0.0,
+    late: int = 0,
 ) -> Schedule:
-    """Build the configured schedule, over a cut's stage graph if there is one.
+    """Build the configured schedule, over a cut's stage graph if there is one, with its updates so many slots later.
 
     Raises:
         InputError: The name is unknown, or the schedule does not fit the size or cannot train.
@@ -42,7 +48,7 @@ def named_schedule(
     schedule = build(config.schedule.name, dataclasses.replace(request, times=times, latency_s=latency_s))
     if graph is not None:
         schedule = over_graph(schedule, graph, times=times, latency_s=latency_s)
-    schedule = sharded(config, schedule)
+    schedule = sharded(config, late_updates(schedule, late))
     validate(schedule)
     if schedule.forward_only:
         raise ConfigError(f"schedule.name {config.schedule.name!r}: this order holds no backward; it cannot train")

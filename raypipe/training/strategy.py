@@ -21,16 +21,21 @@ from raypipe.config import TrainConfig
 from raypipe.errors import ConfigError, PlanError, ScheduleError
 from raypipe.model import Model
 from raypipe.planning.balance import balanced_cut
+from raypipe.planning.late import fewest_slots
+from raypipe.schedules.families import amdp_auto
 from raypipe.schedules.ir import Schedule
-from raypipe.schedules.lower import DeviceProgram, Placement, check_whole_losses
+from raypipe.schedules.lower import DeviceProgram, Placement, check_whole_losses, lower
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
-from raypipe.simulation.simulator import simulate
+from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.plan_cost import plan_cost
+from raypipe.simulation.simulator import Timing, simulate, time_order
 from raypipe.training.checks import check_alike, check_model, check_parts, check_runnable, check_staleness, least_rows
 from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import device_stages, named_schedule, sharded, stage_times, window_of
 
 Measure = Callable[[int], ModelProfile]
+_SIMULATED_UPDATES = 6
 
 
 class Strategy(ABC):
@@ -192,9 +197,10 @@ class NamedStrategy(Strategy):
         search = partial(named_schedule, self.config, graph=plan.cut.graph, times=times, latency_s=latency_s)
         least = min(self.schedules)
         try:
-            if search(least) == self.schedules[least]:
+            late = self._late(plan, search)
+            if not late and search(least) == self.schedules[least]:
                 return plan
-            schedules = {size: search(size) for size in self.schedules}
+            schedules = {size: search(size, late=late) for size in self.schedules}
             for schedule in schedules.values():
                 check_staleness(self.config, schedule)
         except (ScheduleError, ConfigError) as error:
@@ -203,6 +209,24 @@ class NamedStrategy(Strategy):
             return plan
         self.schedules = schedules
         return dataclasses.replace(plan, schedule=self.schedule)
+
+    def _late(self, plan: Plan, search: Callable[..., Schedule]) -> int:
+        """Return the slots by which updates of an order that is searched for wait for the sums of copies."""
+        if self.config.schedule.name != amdp_auto.SPEC.name:
+            return 0
+        num_updates = min(max(self.schedules), _SIMULATED_UPDATES)
+        cost = plan_cost(plan)
+
+        def timed(late: int) -> Timing | None:
+            try:
+                schedule = search(num_updates, late=late)
+                check_staleness(self.config, schedule)
+            except (ScheduleError, ConfigError):
+                return None
+            return time_order(CompiledOrder(lower(schedule, plan.placement)), cost)
+
+        now = timed(0)
+        return 0 if now is None else fewest_slots(now, lambda late: None if (later := timed(late)) is None else later.steady_update_s)
 
 
 class PlannedStrategy(Strategy):

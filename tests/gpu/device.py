@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import time
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,9 @@ class _Event:
         self.at_s = time.perf_counter()
 
     def synchronize(self) -> None:
+        pass
+
+    def wait(self) -> None:
         pass
 
     def query(self) -> bool:
@@ -60,6 +64,8 @@ def _stand_in() -> torch.device:
         module = types.ModuleType(f"torch.{name}")
         for key, value in {
             "Event": _Event,
+            "Stream": object,
+            "stream": nullcontext,
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,

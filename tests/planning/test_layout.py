@@ -220,20 +220,20 @@ def test_updates_of_copies_wait_for_slow_sums_where_gradients_have_room() -> Non
     )
     profile = ModelProfile(name="two", microbatch_size=2, layers=(layer, replace(layer, name="b")))
 
-    def simulated(memory_bytes: int | None, *, late: bool = True) -> Evaluation:
+    def simulated(memory_bytes: int | None, *, late: int | None = None) -> Evaluation:
         nodes = tuple(Node(name=f"n{i}", devices=(Device(name=f"n{i}/0", kind="gpu", memory_bytes=memory_bytes),)) for i in range(4))
         topology = ClusterTopology(name="t", nodes=nodes, default_link=NodeLink(bandwidth_bytes_per_s=rate, latency_s=0.0))
         problem = Problem(profile, topology, num_microbatches, 2, updates_per_window=10, max_staleness=1)
-        evaluation = LayoutEvaluator(problem).simulate(Layout((0, 1, 2), ((0, 1), (2, 3)), "pipedream-2bw", late_updates=late))
+        evaluation = LayoutEvaluator(problem).simulate(Layout((0, 1, 2), ((0, 1), (2, 3)), "pipedream-2bw", late=late))
         assert evaluation is not None
         return evaluation
 
-    early, late = simulated(None, late=False), simulated(None)
+    early, late = simulated(None, late=0), simulated(None)
     assert late.timing.steady_update_s < 1.05 * work_s
     assert early.timing.steady_update_s > 1.45 * work_s
     # An update that waits holds its gradients beside those of the next one. Without room for both, it does not wait.
     needs = [max(evaluation.timing.peak_memory_bytes) for evaluation in (early, late)]
     assert needs[1] == pytest.approx(needs[0] + num_bytes, rel=0.01)
     crowded = simulated(needs[0])
-    assert not crowded.layout.late_updates
+    assert crowded.layout.late == 0
     assert crowded.timing.steady_update_s == early.timing.steady_update_s

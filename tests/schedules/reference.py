@@ -34,6 +34,7 @@ class _Device:
         self.updates: Counter[int] = Counter()
         self.forward_version: dict[tuple[int, int, int], int] = {}
         self.started: list[Collective] = []
+        self.held: deque[Start] = deque()
         self.awaited: set[Collective] = set()
 
     @property
@@ -130,7 +131,8 @@ def run(schedule: Schedule, programs: Sequence[DeviceProgram], seed: int = 0) ->
     """Runs lowered programs to the end, one item of a random device at a time.
 
     Sends never wait; a Recv takes the next message of its channel, which must be the one that it names; a collective ends
-    when all of its members have started it. Every Compute must have its data and the weights that the schedule's rule states.
+    when all of its members take part in it, each in the order of its program and behind the end of others. Every Compute must
+    have its data and the weights that the schedule's rule states.
 
     Raises:
         WrongRunError: a hang, a wrong message, a message left over, or an Op without what it needs.
@@ -159,6 +161,8 @@ def run(schedule: Schedule, programs: Sequence[DeviceProgram], seed: int = 0) ->
             if not _step(number, device, item, channels, started):
                 blocked.add(number)
                 break
+            if isinstance(item, Start):
+                _take_part(devices, started)
             if isinstance(item, Send | Start):
                 blocked.clear()
             device.head += 1
@@ -192,15 +196,15 @@ def _step(
                 raise device.fail(f"the channel gives {message}")
             device.receive(message)
         case Start():
-            _check_start(number, device, item.collective)
-            started.setdefault(item.collective, set()).add(number)
+            _check_start(number, device, item)
             device.started.append(item.collective)
+            device.held.append(item)
         case Await():
-            if number not in started.get(item.collective, ()):
+            if item.collective not in device.started:
                 raise device.fail("awaits what it has not started")
             if item.collective in device.awaited:
                 raise device.fail("awaits a second time")
-            if started[item.collective] != set(item.collective.devices):
+            if started.get(item.collective) != set(item.collective.devices):
                 return False
             device.awaited.add(item.collective)
             if item.collective.kind is CollectiveKind.WEIGHTS:
@@ -208,7 +212,18 @@ def _step(
     return True
 
 
-def _check_start(number: int, device: _Device, collective: Collective) -> None:
+def _take_part(devices: Mapping[int, _Device], started: dict[Collective, set[int]]) -> None:
+    moved = True
+    while moved:
+        moved = False
+        for number, device in devices.items():
+            while device.held and all(started.get(other) == set(other.devices) for other in device.held[0].after):
+                started.setdefault(device.held.popleft().collective, set()).add(number)
+                moved = True
+
+
+def _check_start(number: int, device: _Device, start: Start) -> None:
+    collective = start.collective
     if number not in collective.devices or collective in device.started:
         raise device.fail("starts what it is no member of, or a second time")
     graph = device.schedule.graph
@@ -218,8 +233,10 @@ def _check_start(number: int, device: _Device, collective: Collective) -> None:
         same_tie = not collective.kind.of_tie or other.stage == collective.stage
         of_tie = other.kind is CollectiveKind.TIED and same_tie
         comes_before = {CollectiveKind.TIED: of_replicas}.get(collective.kind, collective.kind.is_norm and (of_replicas or of_tie))
-        if comes_before and other.update == collective.update and other not in device.awaited:
-            raise device.fail(f"starts {collective} before it has awaited {other}")
+        if comes_before and other.update == collective.update and other not in {*start.after, *device.awaited}:
+            raise device.fail(f"starts {collective}, but not behind {other}")
+    if any(other not in device.started for other in start.after):
+        raise device.fail(f"{collective} stands behind what is not started")
 
 
 def check_one_order(starts: Mapping[int, Sequence[Collective]]) -> None:

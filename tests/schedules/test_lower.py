@@ -160,8 +160,8 @@ def test_devices_of_one_worker_sum_their_gradients_before_the_norm() -> None:
     assert lines(programs[0])[-6:] == [
         "0B1 v0",
         "start gradients of stage 0 for update 0",
-        "await gradients of stage 0 for update 0",
         "start norm for update 0",
+        "await gradients of stage 0 for update 0",
         "await norm for update 0",
         "0U0 v0",
     ]

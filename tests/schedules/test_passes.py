@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,10 +15,19 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import ScheduleError
 from raypipe.schedules import catalogue
 from raypipe.schedules.collectives import Await, CollectiveKind, Start
-from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, UpdateScope, WeightRule, ops_of, reads
+from raypipe.schedules.ir import Op, OpKind, Overlap, Schedule, Slot, StageGraph, UpdateScope, WeightRule, ops_of, reads
 from raypipe.schedules.lower import Compute, lower
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import forwards_ahead, late_updates, one_of_repeated, recompute, recomputed_stages, repeated, shard_optimizer
+from raypipe.schedules.passes import (
+    forwards_ahead,
+    late_updates,
+    one_of_repeated,
+    over_graph,
+    recompute,
+    recomputed_stages,
+    repeated,
+    shard_optimizer,
+)
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
 from raypipe.simulation.plan_cost import equal_stages
@@ -160,10 +169,20 @@ def test_a_schedule_without_copies_stays_as_it_is() -> None:
     assert shard_optimizer(schedule) == schedule
 
 
-@given(num_devices=st.integers(1, 6), more_microbatches=st.integers(0, 4), num_updates=st.integers(1, 5))
-def test_late_updates_wait_for_the_first_reader_of_their_version(num_devices: int, more_microbatches: int, num_updates: int) -> None:
-    request = ScheduleRequest(num_devices, max(num_devices - 1, 1) + more_microbatches, num_updates)
+@given(
+    num_devices=st.integers(1, 6),
+    more_microbatches=st.integers(0, 4),
+    num_updates=st.integers(1, 5),
+    scope=st.sampled_from(UpdateScope),
+    is_tied=st.booleans(),
+)
+def test_late_updates_wait_for_the_first_reader_of_their_version(
+    num_devices: int, more_microbatches: int, num_updates: int, scope: UpdateScope, is_tied: bool
+) -> None:
+    request = ScheduleRequest(num_devices, max(num_devices - 1, 1) + more_microbatches, num_updates, update_scope=scope)
     schedule = catalogue.build("pipedream-2bw", request)
+    if is_tied and num_devices > 1:
+        schedule = over_graph(schedule, StageGraph(num_devices, schedule.graph.edges, ((0, num_devices - 1),)))
     late = late_updates(schedule)
     validate(late)
     computed = [op for op, _ in schedule.ops() if not op.kind.per_update]
@@ -174,15 +193,35 @@ def test_late_updates_wait_for_the_first_reader_of_their_version(num_devices: in
     for program in late.programs:
         order = [op for slot in program for op in ops_of(slot)]
         for position, op in enumerate(order):
-            if op.kind is OpKind.UPDATE:
+            if op.kind is OpKind.UPDATE and not (scope is UpdateScope.TIED and op.stage in late.graph.tie_of):
                 behind = [later for later in order[position:] if later.kind is not OpKind.UPDATE]
                 assert not behind or behind[0] == Op(OpKind.FORWARD, op.stage, (op.index + 2) * schedule.num_microbatches)
 
 
-def test_updates_that_others_wait_for_are_not_late() -> None:
-    request = ScheduleRequest(3, 4, 3, update_scope=UpdateScope.GLOBAL)
-    for schedule in (catalogue.build("pipedream-2bw", request), catalogue.build("async-1f1b", ScheduleRequest(3, 4, 3))):
-        assert late_updates(schedule) == schedule
+@pytest.mark.parametrize("name", ["async-1f1b", "amdp", "amdp-auto"])
+@given(slots=st.integers(1, 9), scope=st.sampled_from(UpdateScope))
+def test_updates_of_a_rule_that_fixes_no_versions_are_late_by_the_slots_that_are_asked_for(
+    name: str, slots: int, scope: UpdateScope
+) -> None:
+    schedule = catalogue.build(name, ScheduleRequest(4, 8, 4, update_scope=scope))
+    assert late_updates(schedule) == late_updates(schedule, 0) == schedule
+    late = late_updates(schedule, slots)
+    validate(late)
+    assert metrics(late).mean_delay >= metrics(schedule).mean_delay
+    for program, before in zip(late.programs, schedule.programs, strict=True):
+        computed = [slot for slot in before if slot not in _updates(before)]
+        assert [slot for slot in program if slot not in _updates(program)] == computed
+        for op in _updates(before):
+            behind = [_computed_before(slots_of, op) for slots_of in (before, program)]
+            assert behind[1] == min(behind[0] + slots, len(computed))
+
+
+def _updates(program: Sequence[Slot]) -> list[Slot]:
+    return [slot for slot in program if isinstance(slot, Op) and slot.kind is OpKind.UPDATE]
+
+
+def _computed_before(program: Sequence[Slot], op: Slot) -> int:
+    return sum(slot not in _updates(program) for slot in program[: program.index(op)])
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "pipedream-2bw", "async-1f1b", "list"])

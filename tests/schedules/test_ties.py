@@ -71,7 +71,10 @@ def test_the_sum_of_a_tie_is_made_of_sums_of_replicas_and_the_norm_of_both() -> 
     at = next(position for position, item in enumerate(program.items) if isinstance(item, Compute) and item.ops[0].kind is OpKind.UPDATE)
     kinds = [(type(item), item.collective.kind) for item in program.items[:at] if isinstance(item, Start | Await)]
     in_turn = (CollectiveKind.GRADIENTS, CollectiveKind.TIED, CollectiveKind.NORM)
-    assert kinds == [(what, kind) for kind in in_turn for what in (Start, Await)]
+    assert kinds == [(what, kind) for what in (Start, Await) for kind in in_turn]
+    _, tied_sum, norm = (item for item in program.items if isinstance(item, Start))
+    assert [each.kind for each in tied_sum.after] == [CollectiveKind.GRADIENTS]
+    assert {each.kind for each in norm.after} == {CollectiveKind.GRADIENTS, CollectiveKind.TIED}
 
 
 @pytest.mark.parametrize(("scope", "norms"), [(UpdateScope.STAGE, set()), (UpdateScope.TIED, {CollectiveKind.TIED_NORM})])

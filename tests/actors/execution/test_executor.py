@@ -27,7 +27,7 @@ from raypipe.schedules.catalogue import SPECS, build
 from raypipe.schedules.ir import Op, OpKind, Schedule, UpdateScope, WeightRule, dependencies
 from raypipe.schedules.lower import Placement, Recv
 from raypipe.schedules.metrics import metrics
-from raypipe.schedules.passes import evaluation, forwards_ahead, late_updates, recompute, recomputed_stages, shard_optimizer
+from raypipe.schedules.passes import evaluation, forwards_ahead, late_updates, over_graph, recompute, recomputed_stages, shard_optimizer
 from raypipe.schedules.reductions import add_reductions
 from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.validate import validate
@@ -239,13 +239,16 @@ def test_a_2bw_window_holds_two_versions_and_ends_with_one() -> None:
     assert {weights.versions.num_versions for weights in held} == {1}
 
 
-def test_sums_that_last_until_the_first_reader_change_no_bit() -> None:
+@pytest.mark.parametrize("scope", UpdateScope)
+@pytest.mark.parametrize("ties", [(), ((("layer-1", "linear.weight"), ("layer-6", "linear.weight")),)], ids=["untied", "tied"])
+def test_sums_that_last_until_the_first_reader_change_no_bit(scope: UpdateScope, ties: tuple[tuple[tuple[str, str], ...], ...]) -> None:
     placement = Placement((((0, 0.5), (1, 0.5)), ((2, 0.5), (3, 0.5))))
-    schedule = pipedream_2bw(2, 4, 4)
+    model = dataclasses.replace(mlp(num_layers=8), ties=ties)
+    cut = Cut.equal(8, 2, model.edges(), model.tied_layers())
+    schedule = over_graph(build("pipedream-2bw", ScheduleRequest(2, 4, 4, update_scope=scope)), cut.graph)
     runs = []
     for order in (schedule, late_updates(schedule), late_updates(forwards_ahead(schedule, (1, 0)))):
-        model = mlp(num_layers=8)
-        run = pipeline(model, order, Cut.equal(8, 2, model.edges()), RandomRows(dtype=torch.float32), placement)
+        run = pipeline(model, order, cut, RandomRows(dtype=torch.float32), placement)
         runs.append((losses_of(run, 2), layers_of(run)))
     (losses, layers), *others = runs
     for late_losses, late_layers in others:

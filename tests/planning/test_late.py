@@ -1,0 +1,86 @@
+"""Updates wait for sums of gradients as many slots as these take, where the weight rule lets them."""
+
+from __future__ import annotations
+
+import pytest
+
+from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
+from raypipe.planning.late import with_late_updates
+from raypipe.planning.layout import Layout
+from raypipe.planning.layout_schedules import layout_schedule
+from raypipe.planning.plan import plan_problem
+from raypipe.planning.problem import Problem
+from raypipe.schedules.ir import UpdateScope
+from raypipe.schedules.metrics import ScheduleMetrics, metrics
+from raypipe.schedules.validate import validate
+from raypipe.simulation.simulator import simulate
+
+BYTES_PER_S = 25e6
+NUM_MICROBATCHES = 8
+
+
+def problem(sum_share: float, *, max_mean_staleness: float | None = None, scope: UpdateScope = UpdateScope.STAGE) -> Problem:
+    """Four devices with one stage each in two pipelines, whose sums take a share of a device's work."""
+    work_s = NUM_MICROBATCHES * 0.06
+    # A device has two stages, each with one copy elsewhere: a ring of two sends all bytes once.
+    profile = ModelProfile.uniform(
+        4, forward_s=0.02, backward_s=0.04, output_bytes=1000, parameter_bytes=round(sum_share * work_s * BYTES_PER_S / 2)
+    )
+    topology = ClusterTopology.uniform(4, latency_s=1e-4, bandwidth_bytes_per_s=BYTES_PER_S, devices_per_node=1)
+    return Problem(
+        profile,
+        topology,
+        NUM_MICROBATCHES,
+        1,
+        updates_per_window=12,
+        max_staleness=1,
+        max_mean_staleness=max_mean_staleness,
+        update_scope=scope,
+    )
+
+
+def simulated(problem: Problem, order: str) -> Evaluation:
+    found = LayoutEvaluator(problem).simulate(Layout((0, 1, 2, 3, 4), ((0,), (1,), (2,), (3,)), order, num_pipelines=2))
+    assert found is not None
+    return found
+
+
+def window_metrics(found: Evaluation) -> ScheduleMetrics:
+    return metrics(layout_schedule(problem(0.25), found.layout, num_updates=12))
+
+
+@pytest.mark.parametrize("scope", [UpdateScope.STAGE, UpdateScope.GLOBAL])
+def test_sums_of_a_quarter_of_the_work_hardly_slow_amdp_auto(scope: UpdateScope) -> None:
+    slowed = simulated(problem(0.25, scope=scope), "amdp-auto")
+    without = simulated(problem(0.0, scope=scope), "amdp-auto")
+    assert slowed.timing.steady_update_s > 1.1 * without.timing.steady_update_s
+    late = with_late_updates(LayoutEvaluator(problem(0.25, scope=scope)), slowed)
+    assert late is not None
+    assert late.layout.late
+    assert late.timing.steady_update_s < 1.03 * without.timing.steady_update_s
+    assert window_metrics(late).max_delay == 1
+
+
+def test_updates_without_sums_are_not_late() -> None:
+    found = simulated(problem(0.0), "amdp-auto")
+    assert with_late_updates(LayoutEvaluator(problem(0.0)), found) is found
+
+
+def test_a_limit_on_staleness_holds() -> None:
+    limited = problem(0.25, max_mean_staleness=0.3)
+    late = with_late_updates(LayoutEvaluator(limited), simulated(limited, "amdp-auto"))
+    free = with_late_updates(LayoutEvaluator(problem(0.25)), simulated(problem(0.25), "amdp-auto"))
+    assert late is not None
+    assert free is not None
+    assert window_metrics(late).mean_delay <= 0.3 < window_metrics(free).mean_delay
+    assert free.timing.steady_update_s < late.timing.steady_update_s
+
+
+def test_a_plan_has_them() -> None:
+    found = plan_problem(problem(0.25), schedule="amdp-auto")
+    validate(found.schedule)
+    trace = simulate(found)
+    assert trace.steady_update_s is not None
+    assert trace.steady_update_s < 1.05 * NUM_MICROBATCHES * 0.06
