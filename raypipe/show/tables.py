@@ -95,7 +95,7 @@ def stage_table(plan: Plan, communication: Sequence[StageCommunication] = ()) ->
 def _communication_figures(of_stage: StageCommunication | None, has_sums: bool) -> list[Figure]:
     if of_stage is None:
         return []
-    of_sums = [Figure("", of_stage.need_s, "its sum\nneeds", seconds), Figure("", of_stage.slack_s, "and has", seconds)]
+    of_sums = [Figure("", of_stage.need_s, "its sum\nneeds", seconds), Figure("", of_stage.slack_s, "slack", seconds)]
     return [*(of_sums if has_sums else ()), Figure("", sum(of_stage.exposed_s.values()), "exposed\nan update", seconds)]
 
 
