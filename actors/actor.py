@@ -322,7 +322,8 @@ class StageActor:
             self._running = None
         report.peak_memory_bytes = memory.peak_bytes()
         if transport is not None:
-            report.chunks = ChunkLog(transport.departures, transport.take_receipts(), time.time() - time.perf_counter())
+            ahead_s = time.time() - time.perf_counter()
+            report.chunks = ChunkLog(transport.departures, transport.take_receipts(), ahead_s, transport.round_trips_s)
         self._activity.wait(f"waiting for work after window {window.number}")
         self._metrics.record(report, program)
         return report

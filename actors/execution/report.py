@@ -72,11 +72,13 @@ class ChunkLog:
 
     Attributes:
         ahead_s: Seconds by which `time.time` is ahead of that clock.
+        round_trips_s: Seconds of the shortest round trip to each peer, where known.
     """
 
     departures: tuple[Departure, ...] = ()
     receipts: tuple[Receipt, ...] = ()
     ahead_s: float = 0.0
+    round_trips_s: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -214,6 +214,11 @@ class ProcessTransport:
         """Return the newest chunks, some thousands from each peer, that came over TCP since the last call."""
         return self._endpoints.port.take_receipts() if self._endpoints.port is not None else ()
 
+    @property
+    def round_trips_s(self) -> dict[int, float]:
+        """The shortest round trip to each peer over TCP, as far as this system tells."""
+        return self._endpoints.port.round_trips_s if self._endpoints.port is not None else {}
+
     # The end
 
     def abort(self, reason: str) -> None:

@@ -64,6 +64,11 @@ class Port:
                 taken.append(link.receipts.popleft())
         return tuple(taken)
 
+    @property
+    def round_trips_s(self) -> dict[int, float]:
+        """The shortest round trip to each peer, as far as this system tells."""
+        return {peer: trip_s for way in self.sender.ways for peer, trip_s in way.round_trips_s().items()}
+
     def open_window(self) -> None:
         """Forget the chunks that left in the last window."""
         self.sender.departures.clear()

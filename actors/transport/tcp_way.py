@@ -208,6 +208,16 @@ class Way:
         link.num_left += 1
         return Departure(link.peer, num_bytes, start_s, time.perf_counter(), traffic, number, collective, queued_bytes)
 
+    def round_trips_s(self) -> dict[int, float]:
+        """Return the shortest round trip to each peer so far, as far as this system tells."""
+        if sys.platform != "linux":
+            return {}
+        trips_s: dict[int, float] = {}
+        for link in self.links:
+            with suppress(OSError):  # it is closed
+                trips_s[link.peer] = _round_trip_s(link.end)
+        return trips_s
+
     def write(self, frame: Frame) -> bool:
         """Hand the kernel what it takes of a chunk; return whether that is all; raises `OSError`."""
         num_bytes = frame.write()

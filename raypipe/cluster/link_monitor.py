@@ -127,6 +127,9 @@ class LinkMonitor:
         if not self.estimate.links:
             return
         nodes = [member.slot.node.address for member in self._actors.members]
+        for (source, target), trip_s in result.round_trips_s.items():
+            if nodes[source] != nodes[target]:
+                self.estimate.suppose_latency((nodes[source], nodes[target]), trip_s / 2)
         self._watch.observe(
             result.trace, result.programs, nodes, began_s=min(result.began_s), now_s=time.time(), queued_bytes=result.queued_bytes
         )

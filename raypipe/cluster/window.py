@@ -47,6 +47,11 @@ class WindowResult:
                 most[link] = max(most.get(link, 0), departure.queued_bytes)
         return most
 
+    @property
+    def round_trips_s(self) -> dict[tuple[int, int], float]:
+        """The shortest round trip from one device to another, over TCP."""
+        return {(report.device, peer): trip_s for report in self.reports for peer, trip_s in report.chunks.round_trips_s.items()}
+
     @cached_property
     def trace(self) -> Trace:
         """Spans of all devices, and of all chunks between them that went over TCP; at time 0 the first device began."""

@@ -41,7 +41,7 @@ class LinkEstimate:
     """The bandwidth of one link, as its transfers show it.
 
     Attributes:
-        latency_s: Seconds subtracted from each transfer.
+        latency_s: Seconds subtracted from each transfer; 0 where nothing is known of it.
         num_changes: Observed step changes.
         seen_at_s: Time of the last transfer; minus infinity before the first.
     """
@@ -206,6 +206,11 @@ class NetworkEstimate:
     def contending(self, pair: NodePair) -> frozenset[NodePair]:
         """Return the links that share a bottleneck with this one."""
         return frozenset[NodePair]().union(*self.sharing(pair)) - {pair}
+
+    def suppose_latency(self, pair: NodePair, latency_s: float) -> None:
+        """Take a latency for a link of which none is known."""
+        link = self.links[pair]
+        link.latency_s = link.latency_s or latency_s
 
     def observe(self, transfers: Iterable[Transfer]) -> list[NodePair]:
         """Observe transfers in any order and return the links that have changed."""

@@ -165,3 +165,17 @@ def test_uses_of_links_are_by_nodes_and_dimensions() -> None:
     assert uses["a", "b"].queued_bytes == 700
     assert uses["a", "b"].busy_ratio == pytest.approx((2 * CHUNK / RATE + LATENCY_S) / 0.1)
     assert math.isclose(link_uses(trace, ("a", "b", "b"))["a", "b"].busy_ratio, (3 * CHUNK / RATE + LATENCY_S) / 0.1)
+
+
+def test_parts_that_are_passed_on_as_they_come_do_not_make_their_link_look_slow() -> None:
+    slow, fast = Wire(rate=0.4 * RATE), Wire()
+    slow.carry(1, 0, [9_000] * 200)
+    for span in slow.spans:
+        fast.carry(0, 1, [9_000], at_s=span.end_s)
+    spans = [span._replace(end_s=span.end_s + 5e-3) for span in fast.spans]  # a long way
+    estimate = NetworkEstimate(NODES)
+    estimate.suppose_latency(("a", "b"), LATENCY_S + 5e-3)
+    estimate.observe(chunk_transfers(window(spans), NODES, estimate))
+    assert estimate.links["a", "b"].bandwidth_bytes_per_s is None
+    estimate.suppose_latency(("a", "b"), 1.0)
+    assert estimate.links["a", "b"].latency_s == LATENCY_S + 5e-3, "what is known stays"

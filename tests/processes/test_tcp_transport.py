@@ -510,3 +510,5 @@ def test_each_chunk_that_leaves_is_noted_where_it_comes_with_the_same_number(mak
     assert {*carried[0], *carried[1], *carried[2]} == {None, of_all}
     assert all(chunk.num_bytes >= 0 and chunk.queued_bytes >= 0 for chunk in left.values())
     assert ends[1].take_receipts() == (), "they are taken once"
+    assert set(ends[0].round_trips_s) == {1, 2}
+    assert all(0 <= trip_s < 0.1 for trip_s in ends[0].round_trips_s.values())
