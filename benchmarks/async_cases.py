@@ -139,6 +139,7 @@ def cost_of(problem: Problem, cuts: tuple[int, ...], schedule: Schedule) -> Cost
         placement=placement,
         devices=problem.names,
         microbatch_size=problem.microbatch_size,
+        num_microbatches=problem.num_microbatches,
         weight_versions=weight_versions(schedule, placement),
         state_bytes_per_parameter_byte=STATE,
         published=published_copies(schedule),

@@ -20,7 +20,7 @@ from functools import partial
 from torch import Tensor
 
 from raypipe.actors.local import LocalPipeline
-from raypipe.actors.transport.protocol import Expected, Pending, Transport
+from raypipe.actors.transport.protocol import Expected, Pending, Places, Transport
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
 
@@ -67,9 +67,9 @@ class _InTurn:
         with _without(self.turn):
             return self.transport.recv(message, peer)
 
-    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
+    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0, places: Places | None = None) -> Pending:
         """See `Transport`."""
-        return _PendingInTurn(self.transport.start(collective, tensor, deadline=deadline), self)
+        return _PendingInTurn(self.transport.start(collective, tensor, deadline=deadline, places=places), self)
 
     def check(self) -> None:
         """See `Transport`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
 from types import FunctionType, MethodType
@@ -39,6 +39,9 @@ class Layer:
         branch: Name of the branch that the layer belongs to; `None` for a layer of no branch, such as one in which branches meet.
         gradients_vary: Whether its outputs have gradients, or later layers return gradients of them, in some microbatches only. Stages
             then always exchange such gradients, as zeros where there are none.
+        looked_up: For each weight of the module that it reads only by rows, such as an embedding's table, the function that returns which
+            rows it reads, as integers of any shape. The function takes the `batch` fields alone, and must return the same rows wherever it
+            is called. Copies of a stage then exchange the gradients of these rows, and not of the whole table.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Layer:
     batch: tuple[str, ...] = ()
     branch: str | None = None
     gradients_vary: bool = False
+    looked_up: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,8 @@ class Model:
 
     Raises:
         ConfigError: Names repeat, an input is unknown or later, layers take each other's outputs in a circle, a branch is in pieces,
-            several layers have no consumer, or a tie names an unknown layer, fewer than two weights or a weight that is tied already.
+            several layers have no consumer, a layer looks up rows without taking fields of the batch, or a tie names an unknown layer,
+            fewer than two weights or a weight that is tied already.
     """
 
     layers: tuple[Layer, ...]
@@ -82,6 +87,11 @@ class Model:
                     raise ConfigError(f"a layer or a branch is called {name!r}; use letters, digits, `_`, `-` and `.`")
             if layer.name in known:
                 raise ConfigError(f"two layers of the model are called {layer.name!r}; give each its own name")
+            if layer.looked_up and not layer.batch:
+                raise ConfigError(
+                    f"layer {layer.name!r} looks up rows of {', '.join(layer.looked_up)}, but takes no field of the batch that says which; "
+                    "name the field in `batch`, or leave out `looked_up`"
+                )
             known.append(layer.name)
         self._check_inputs(known)
         self._check_branches()

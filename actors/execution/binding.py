@@ -29,8 +29,8 @@ from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Expected, TensorSpec
 from raypipe.artifacts.branches import of_branches
 from raypipe.artifacts.cut import Cut
-from raypipe.errors import PlanError
-from raypipe.schedules.collectives import Await, Start
+from raypipe.errors import ConfigError, PlanError
+from raypipe.schedules.collectives import Await, CollectiveKind, Start
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Item, Message, Recv, Rows, Send
 
@@ -66,9 +66,11 @@ class StageEdges:
 def bind(
     program: DeviceProgram, weights: Mapping[int, Weights], edges: StageEdges, num_rows: int, *, branches: Sequence[str] = ()
 ) -> BoundProgram:
-    """Return a program bound to a device; raises `PlanError` if an Op has no rows, or shared weights are not summed.
+    """Return a program bound to a device; `branches` of the stages are for messages.
 
-    `branches` of the stages are for messages.
+    Raises:
+        PlanError: An Op has no rows, or shared weights are not summed.
+        ConfigError: Copies of a stage would exchange the rows of a weight whose gradient is dense.
     """
     if program.graph.ties != edges.cut.graph.ties and not program.forward_only:
         tied = f"the cut of the model ties the stages {edges.cut.graph.ties}, the schedule {program.graph.ties}"
@@ -80,6 +82,10 @@ def bind(
                 f"device {program.device} works on the share {rows} of a microbatch of {num_rows} rows, which is no whole row; "
                 "use larger microbatches, fewer replicas, or a schedule that does not divide microbatches"
             )
+    sums = (item.collective for item in program.items if isinstance(item, Start) and item.collective.kind is CollectiveKind.GRADIENTS)
+    for refusal in (weights[collective.stage].lookups.refusal for collective in sums):
+        if refusal:
+            raise ConfigError(refusal)
     return _Binding(program, weights, edges, num_rows, branches).bound()
 
 

@@ -226,6 +226,7 @@ class _WindowRun:
             updated=bound.updated,
             weights=executor.weights,
             transport=executor.transport,
+            batches=window.batches,
             on=executor.on,
             first_update=window.first_update,
             learning_rate=executor.learning_rate,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.execution.steps import StartStep
-from raypipe.actors.transport.protocol import Pending, Transport
+from raypipe.actors.transport.protocol import Pending, Places, Transport
 from raypipe.schedules.collectives import Collective
 
 
@@ -27,7 +27,7 @@ class _Held:
     """A start that a thread makes. `needed` are the collectives behind which it does; `share` is not made of their sums if given."""
 
     step: StartStep
-    share: Tensor | None
+    share: tuple[Tensor, Places | None] | None
     needed: tuple[tuple[Collective, Pending | Future[Pending], Future[_Ended]], ...]
     started: Future[Pending]
     mark: Any
@@ -42,14 +42,15 @@ class _Ended:
 class Starter:
     """The collectives under way on one device.
 
-    `share` makes this device's part of a collective, `put` brings a sum where it is needed. On a GPU both may run on a stream of their own.
+    `share` makes this device's part of a collective, with its places (`Transport.start`); `put` brings a sum where it is needed. On a GPU
+    both may run on a stream of their own.
     """
 
     def __init__(
         self,
         transport: Transport,
         *,
-        share: Callable[[Collective], Tensor],
+        share: Callable[[Collective], tuple[Tensor, Places | None]],
         put: Callable[[Collective, Tensor], None],
         on: torch.device,
         at_rest: Callable[[], AbstractContextManager[object]],
@@ -70,7 +71,7 @@ class Starter:
         """Start a collective with this device's share, now or as soon as may be; return at once."""
         collective = step.collective
         if not step.after and (self._last is None or self._last.done()):
-            self.pending[collective] = self._transport.start(collective, self._share(collective), deadline=step.deadline)
+            self.pending[collective] = self._begin(step, *self._share(collective))
             return
         share = None if step.after else self._share(collective)
         needed = tuple((each, self.pending[each], self._endings.setdefault(each, Future())) for each in step.after)
@@ -99,6 +100,9 @@ class Starter:
         if self._thread is not None:
             self._held.put(None)
 
+    def _begin(self, step: StartStep, tensor: Tensor, places: Places | None) -> Pending:
+        return self._transport.start(step.collective, tensor, deadline=step.deadline, places=places)
+
     def _end(self, collective: Collective, pending: Pending) -> int:
         total = pending.wait()
         if total.is_cuda:
@@ -120,7 +124,7 @@ class Starter:
                     started = pending.result() if isinstance(pending, Future) else pending
                     ending.set_result(_Ended(self._end(collective, started), self._mark()))
             share = self._share(held.step.collective) if held.share is None else held.share
-            held.started.set_result(self._transport.start(held.step.collective, share, deadline=held.step.deadline))
+            held.started.set_result(self._begin(held.step, *share))
         except BaseException as error:  # raised by who awaits it
             futures: list[Future[Any]] = [*(ending for _, _, ending in held.needed), held.started]
             for future in futures:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.starter import Starter
 from raypipe.actors.execution.steps import StartStep
 from raypipe.actors.stage.weights import Weights
-from raypipe.actors.transport.protocol import Transport
+from raypipe.actors.transport.protocol import Places, Transport
+from raypipe.model import Batch
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, UpdateScope
 from raypipe.schedules.lower import DeviceProgram
@@ -48,6 +50,7 @@ class Updates:
         updated: frozenset[int],
         weights: Mapping[int, Weights],
         transport: Transport,
+        batches: BatchSource | None,
         on: torch.device,
         first_update: int,
         learning_rate: LearningRate,
@@ -58,11 +61,12 @@ class Updates:
         self._ties = program.graph.ties
         self._updated = updated
         self._weights = weights
+        self._batches = batches
         self._on = on
         self._first_update = first_update
         self._learning_rate = learning_rate
         self._max_grad_norm = max_grad_norm
-        self.under_way = Starter(transport, share=self._share, put=self._put, on=on, at_rest=at_rest)
+        self.under_way = Starter(transport, share=self._share_in_place, put=self._put, on=on, at_rest=at_rest)
         self.shared: dict[tuple[int, int], Tensor] = {}
         """By stage and update, the summed gradients of the weights that the stage shares with others."""
         self._norms: dict[int, Number] = {}
@@ -105,6 +109,12 @@ class Updates:
         """Start nothing more."""
         self.under_way.close()
 
+    def _share_in_place(self, collective: Collective) -> tuple[Tensor, Places | None]:
+        share, places = self._share(collective), None
+        if collective.kind is CollectiveKind.GRADIENTS:
+            places = self._weights[collective.stage].gradients.places(collective.update)
+        return share, places
+
     def _put(self, collective: Collective, total: Tensor) -> None:
         weights, stage, update = self._weights, collective.stage, collective.update
         match collective.kind:
@@ -130,11 +140,18 @@ class Updates:
             case CollectiveKind.TIED:
                 return self._local_shared(stage, update, primary)
             case CollectiveKind.GRADIENTS:
-                return self._weights[stage].gradients.flatten(update)
+                return self._weights[stage].flat_gradients(update, self._microbatches(update))
             case CollectiveKind.WEIGHTS:
                 # The owner has made the new version; the others, and all but one of an owner's devices, add nothing, so that the sum is it.
                 weights = self._weights[stage]
                 return weights.flat() if weights.versions.newest > update and stage in primary else torch.zeros_like(weights.flat())
+
+    def _microbatches(self, update: int) -> Iterator[Batch]:
+        """Yield the rows of all microbatches of an update, whichever copies of a stage they pass."""
+        assert self._batches is not None, "a device whose stages look up rows has a source of them"
+        first = (self._first_update + update) * self._program.num_microbatches
+        for number in range(self._program.num_microbatches):
+            yield self._batches.batch(first + number, (0.0, 1.0))
 
     # Norms
 

@@ -45,6 +45,9 @@ class LayerMeasurement:
         spread: Half the interquartile range of forward plus backward, divided by the median.
         working_bytes: Peak beyond `saved_bytes`: outputs, gradients, one gradient of a weight before it is added.
         input_grad_working_bytes: Peak of forward and input gradient beyond `saved_bytes`.
+        gradient_rows: Rows of the looked-up weights that the microbatch touches.
+        looked_up_rows: All rows of these weights; 0 where the layer looks none up.
+        looked_up_bytes: Their bytes as the optimizer steps them.
     """
 
     name: str
@@ -63,6 +66,9 @@ class LayerMeasurement:
     low_precision_bytes: int = 0
     frozen_bytes: int = 0
     split_s: float = 0.0
+    gradient_rows: int = 0
+    looked_up_rows: int = 0
+    looked_up_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,8 @@ class _Layer:
             self._run_once(samples if repeat >= effort.warm_up else _Samples())
         backward_s, weight_grad_s = lower_quartile(samples.backward_s), lower_quartile(samples.weight_grad_s)
         frozen_bytes = sum(weight.nbytes for weight in self.module.parameters() if not weight.requires_grad)
+        tables = self.weights.lookups.num_rows
+        touched = self.weights.lookups.rows([self.batch])
         return LayerMeasurement(
             name=self.model.layers[self.index].name,
             forward_s=lower_quartile(samples.forward_s),
@@ -172,6 +180,9 @@ class _Layer:
             spread=samples.spread,
             working_bytes=working_bytes,
             input_grad_working_bytes=input_grad_working_bytes,
+            gradient_rows=sum(len(touched[at]) if at in touched else num_rows for at, num_rows in tables.items()),
+            looked_up_rows=sum(tables.values()),
+            looked_up_bytes=sum(self.weights.masters[at].nbytes for at in tables),
         )
 
     def _tied_bytes(self) -> int:

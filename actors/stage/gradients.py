@@ -1,14 +1,22 @@
-"""The gradients of a stage's weights: one buffer per update, as tensors or as one vector for a reduction."""
+"""The gradients of a stage's weights: one buffer per update, as tensors or as one vector for a reduction.
+
+A weight that is only looked up has a dense gradient, of which a vector takes the rows that any microbatch of the update reads. The sum is
+scattered back. All other rows are zeros on all replicas, so weights and norms are those of the whole sum.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from raypipe.actors import devices
+from raypipe.actors.transport.protocol import Places
 
 
 def match_layout(values: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -63,6 +71,44 @@ class FlatLayout:
         return known if all(known) else [bool(count) for count in vector[len(vector) - len(self._sizes) :].tolist()]
 
 
+class _Exchange:
+    """How the gradients of one update become a vector: of weights in `rows` these rows, by position and ascending, of others all."""
+
+    def __init__(self, masters: Sequence[Tensor], rows: Mapping[int, Tensor], *, on: torch.device) -> None:
+        self._sizes = [master.numel() for master in masters]
+        self._widths = {at: math.prod(masters[at].shape[1:]) for at in rows}
+        self._rows = {at: of_weight.cpu() for at, of_weight in rows.items()}
+        self._taken = [len(rows[at]) * self._widths[at] if at in rows else size for at, size in enumerate(self._sizes)]
+        self.rows = {at: of_weight.to(on) for at, of_weight in rows.items()}
+        self.layout = FlatLayout([(numel, master.dtype) for numel, master in zip(self._taken, masters, strict=True)], on=on)
+
+    def pack(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Return the vector."""
+        return self.layout.pack([
+            gradient if gradient is None or at not in self.rows else gradient.index_select(0, self.rows[at])
+            for at, gradient in enumerate(gradients)
+        ])
+
+    @property
+    def places(self) -> Places | None:
+        """Where the numbers of the vector stand in that of the whole gradients; `None` where it is that."""
+        if not self.rows:
+            return None
+        whole, taken = ([0, *accumulate(sizes)] for sizes in (self._sizes, self._taken))
+
+        def num_before(place: int) -> int:
+            at = bisect_right(whole, place) - 1
+            within = place - whole[at]
+            if at in self._rows:
+                rows, (row, column) = self._rows[at], divmod(within, self._widths[at])
+                above = int(torch.searchsorted(rows, row))
+                is_taken = above < len(rows) and int(rows[above]) == row
+                within = above * self._widths[at] + (column if is_taken else 0)
+            return taken[at] + within
+
+        return Places(whole[-1] + len(self._sizes), num_before)
+
+
 class _Bound(NamedTuple):
     version: int
     update: int
@@ -74,7 +120,9 @@ class GradientBuffers:
 
     def __init__(self, masters: Sequence[Tensor], *, on: torch.device) -> None:
         self._masters = masters
-        self._layout = FlatLayout([(master.numel(), master.dtype) for master in masters], on=on)
+        self._on = on
+        self._whole = _Exchange(masters, {}, on=on)
+        self._exchanges: dict[int, _Exchange] = {}
         self._buffers: dict[int, list[Tensor | None]] = {}
         self._bound: _Bound | None = None
 
@@ -88,6 +136,7 @@ class GradientBuffers:
         left = [update for update, buffer in self._buffers.items() if any(gradient is not None for gradient in buffer)]
         assert not left, f"stage {stage} has gradients left of updates {sorted(left)}"
         self._buffers.clear()
+        self._exchanges.clear()
 
     @property
     def bound_version(self) -> int | None:
@@ -124,17 +173,38 @@ class GradientBuffers:
         self.unbind()
         return self._buffers.pop(update, [None] * len(self._masters))
 
-    def flatten(self, update: int) -> Tensor:
-        """Return an update's buffer as a vector, of which its gradients become views."""
+    def flatten(self, update: int, rows: Mapping[int, Tensor] | None = None) -> Tensor:
+        """Return an update's buffer as a vector, of which its gradients become views.
+
+        Of weights in `rows`, by position, the vector takes these rows alone, and their gradients stay as they are.
+        """
         gradients = self.of(update)
-        vector = self._layout.pack(gradients)
-        self._set(update, vector, [gradient is not None for gradient in gradients])
+        exchange = self._exchanges[update] = _Exchange(self._masters, rows, on=self._on) if rows else self._whole
+        vector = exchange.pack(gradients)
+        parts = zip(exchange.layout.unpack(vector), self._masters, gradients, strict=True)
+        self._buffers[update] = [
+            gradient if gradient is None or at in exchange.rows else match_layout(part, master)
+            for at, (part, master, gradient) in enumerate(parts)
+        ]
         return vector
+
+    def places(self, update: int) -> Places | None:
+        """Return where the numbers of an update's vector stand in that of all rows; `None` where it has all."""
+        return self._exchanges[update].places
 
     def set_flat(self, update: int, vector: Tensor) -> None:
         """Replace an update's buffer by a sum of replicas' vectors."""
-        self._set(update, vector, self._layout.present(vector, [gradient is not None for gradient in self.of(update)]))
+        gradients, exchange = self.of(update), self._exchanges.pop(update)
+        present = exchange.layout.present(vector, [gradient is not None for gradient in gradients])
+        for at, (part, master, has) in enumerate(zip(exchange.layout.unpack(vector), self._masters, present, strict=True)):
+            if not has:
+                gradients[at] = None
+            elif at not in exchange.rows:
+                gradients[at] = match_layout(part, master)
+            else:
+                gradient = gradients[at] = _or_zeros(gradients[at], master)
+                gradient.index_copy_(0, exchange.rows[at], part.view(-1, *master.shape[1:]).to(gradient.dtype))
 
-    def _set(self, update: int, vector: Tensor, present: Sequence[bool]) -> None:
-        parts = zip(self._layout.unpack(vector), self._masters, present, strict=True)
-        self._buffers[update] = [match_layout(part, master) if has else None for part, master, has in parts]
+
+def _or_zeros(gradient: Tensor | None, master: Tensor) -> Tensor:
+    return torch.zeros_like(master, requires_grad=False) if gradient is None else gradient

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from raypipe.actors.stage.gradients import GradientBuffers, squared_norm
 from raypipe.actors.stage.layers import RngKey
+from raypipe.actors.stage.lookups import Lookups
 from raypipe.actors.stage.module import Outputs, StageModule
 from raypipe.actors.stage.ties import SharedGradients
 from raypipe.actors.stage.versions import WeightVersions
@@ -29,6 +30,7 @@ class Weights:
         self.versions = WeightVersions(module, separate=rule.keeps_versions)
         self.names, self.masters = self.versions.names, self.versions.masters
         self.gradients = GradientBuffers(self.masters, on=self.on)
+        self.lookups = Lookups(module, self.names, self.masters)
         self.shared = SharedGradients(module.shared, self.names, self.masters, on=self.on)
         self.optimizer = optimizer(self.masters) if self.masters else None
 
@@ -70,6 +72,17 @@ class Weights:
         """Return the sum of squares of an update's unshared gradients, in float64."""
         gradients = self.gradients.of(update)
         return squared_norm([gradient for at in self.shared.unshared if (gradient := gradients[at]) is not None], on=self.on)
+
+    def flat_gradients(self, update: int, batches: Iterable[Batch]) -> Tensor:
+        """Return an update's gradients as one vector; of what is looked up, the rows that its microbatches, which are `batches`, read.
+
+        Raises:
+            ConfigError: A layer has read others in the first update of a window, in which this is checked.
+        """
+        rows = self.lookups.rows(batches) if self.lookups else {}
+        if rows and not update:
+            self.lookups.check(self.gradients.of(update), rows)
+        return self.gradients.flatten(update, rows)
 
     def shared_gradients(self, update: int) -> Tensor:
         """Return an update's shared gradients as a vector, to be summed over the tie."""

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from raypipe.actors.transport.protocol import Expected, TensorSpec
+from raypipe.actors.transport.protocol import Expected, Places, TensorSpec
 from raypipe.errors import TransportError
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
@@ -121,5 +121,5 @@ class SumUnderWay(Protocol):
 class SumGroup(Protocol):
     """The members of sums."""
 
-    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int) -> SumUnderWay:
+    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int, places: Places | None = None) -> SumUnderWay:
         """Begin to sum a tensor over the members, in place; see `Transport.start`."""

@@ -25,7 +25,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, ReduceOp  # type: i
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
 from raypipe.actors.transport.gloo_channel import UNLIMITED, ProcessGroup, cause, failure
-from raypipe.actors.transport.protocol import summing_dtype
+from raypipe.actors.transport.protocol import Places, summing_dtype
 from raypipe.actors.transport.rendezvous import Rendezvous, limit
 from raypipe.actors.transport.sockets import Connection, connections, interface_of
 from raypipe.errors import TransportError
@@ -74,7 +74,7 @@ class GlooSumGroup:
         self.group = group
         self.connections = connections
 
-    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int) -> Sum:
+    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int, places: Places | None = None) -> Sum:
         """See `SumGroup`. All members start their sums in one order."""
         return Sum(self.group, self.connections, tensor)
 

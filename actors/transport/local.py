@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending, TensorSpec, summing_dtype
+from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending, Places, TensorSpec, summing_dtype
 from raypipe.errors import AbortedError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
@@ -147,8 +147,8 @@ class LocalTransport:
             raise self.error.of_message(message, peer, f"expected {expected}, got {arrived}")
         return tensors
 
-    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
-        """See `Transport`; nothing is in the way of a sum."""
+    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0, places: Places | None = None) -> Pending:
+        """See `Transport`; nothing is in the way of a sum, and members add in one order at all places."""
         self.inbox.check()
         key = (collective.devices, self._num_sums[collective.devices])
         self._num_sums[collective.devices] += 1

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.transport.channel import ChannelError, check_tensors
-from raypipe.actors.transport.protocol import Expected, summing_dtype
+from raypipe.actors.transport.protocol import Expected, Places, summing_dtype
 from raypipe.actors.transport.rendezvous import Rendezvous
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
@@ -260,7 +260,7 @@ class NcclSumGroup:
         self.communicator = communicator
         self.stream = communicator.stream
 
-    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int) -> Sum:
+    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int, places: Places | None = None) -> Sum:
         """Begin to sum a tensor over the members, in place."""
         return Sum(self, tensor)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from raypipe.actors.transport import cuda_ipc, gloo_channel
 from raypipe.actors.transport.channel import ChannelError, SumUnderWay
 from raypipe.actors.transport.connecting import Connector, Endpoints
-from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending
+from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending, Places
 from raypipe.actors.transport.rendezvous import AbortGroup, Rendezvous
 from raypipe.actors.transport.tcp_link import Receipt
 from raypipe.actors.transport.tcp_way import Departure
@@ -170,12 +170,12 @@ class ProcessTransport:
         except ChannelError as error:
             raise self._failure(error, message, peer) from error
 
-    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
+    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0, places: Places | None = None) -> Pending:
         """See `Transport`."""
         if self._unusable is not None:
             self._refuse(collective)
         try:
-            total = self._endpoints.groups[collective.devices].sum(tensor, collective=collective, deadline=deadline)
+            total = self._endpoints.groups[collective.devices].sum(tensor, collective=collective, deadline=deadline, places=places)
         except ChannelError as error:
             raise self._failure(error, collective) from error
         return _Pending(self, collective, total)

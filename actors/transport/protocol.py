@@ -6,7 +6,7 @@ time passes messages; another one may start collectives and wait for them meanwh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,6 +38,19 @@ class Expected:
 
     def __str__(self) -> str:
         return f"{self.message} ({', '.join(map(str, self.tensors)) or 'no tensors'})"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the numbers of a tensor stand in a longer one, of which it leaves out what is 0 on all members, in the same order.
+
+    Attributes:
+        numel: Numbers of the longer tensor.
+        num_before: Returns how many numbers of the tensor stand before a place of the longer one.
+    """
+
+    numel: int
+    num_before: Callable[[int], int]
 
 
 class Pending(Protocol):
@@ -73,11 +86,12 @@ class Transport(Protocol):
             AbortedError: `abort` was called.
         """
 
-    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0) -> Pending:
+    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0, places: Places | None = None) -> Pending:
         """Begin to sum `tensor`, in place, over the members of a collective, and return at once.
 
         `deadline` is the position in this device's program where the sum is awaited; of several sums, what is due first goes first where
-        the transport can choose.
+        the transport can choose. With `places`, a transport whose order of additions depends on the place of a number adds in the order
+        that the longer tensor would have; gloo and NCCL choose their own.
         """
 
     def check(self) -> None:

@@ -6,7 +6,8 @@ of a slice's number begins: its share goes round the ring, and each member adds 
     slice 1 of 3    member 1 -- share --> 2 -- share --> 0 -- total --> 1 -- total --> 2
 
 So the order in which a number's shares are added depends on its place alone, not on what comes when and in how large chunks. Of a small
-tensor, such as a norm, all shares go round as they are, in half the steps, and each member adds them in the order of the members.
+tensor, such as a norm, all shares go round as they are, in half the steps, and each member adds them in the order of the members. A tensor
+that leaves out zeros of a longer one is cut where the longer one would be, so that its numbers are added as they would be there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER, ChannelError
-from raypipe.actors.transport.protocol import TensorSpec, summing_dtype
+from raypipe.actors.transport.protocol import Places, TensorSpec, summing_dtype
 from raypipe.actors.transport.tcp_channel import plain
 from raypipe.actors.transport.tcp_link import HEADER, Kind, Link
 from raypipe.actors.transport.tcp_receiver import Receiver
@@ -50,13 +51,13 @@ class TcpSumGroup:
         self.receiver = receiver
         self._num_sums: Counter[Collective] = Counter()
 
-    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int) -> RingSum:
+    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int, places: Places | None = None) -> RingSum:
         """See `SumGroup`. Members may start sums in any order."""
         if self.before.ended is not None or self.behind.ended is not None or self.behind.broken is not None:
             raise ChannelError(CLOSED_BY_PEER)
         number = self._num_sums[collective]
         self._num_sums[collective] += 1
-        total = RingSum(self, tensor, identity=_identity(collective, number), collective=collective, deadline=deadline)
+        total = RingSum(self, tensor, identity=_identity(collective, number), collective=collective, deadline=deadline, places=places)
         total.start()
         return total
 
@@ -108,7 +109,9 @@ class RingSum:
         memory: The numbers: this member's, then shares that it has added to, then totals.
     """
 
-    def __init__(self, group: TcpSumGroup, tensor: Tensor, *, identity: int, collective: Collective, deadline: int) -> None:
+    def __init__(
+        self, group: TcpSumGroup, tensor: Tensor, *, identity: int, collective: Collective, deadline: int, places: Places | None = None
+    ) -> None:
         self.group = group
         self.tensor = tensor
         self.identity = identity
@@ -117,11 +120,13 @@ class RingSum:
         sent = plain(tensor) if tensor.numel() else torch.zeros(1)
         self._summed = sent.to(summing_dtype(sent.dtype)).contiguous().view(-1)
         num_members, numel = len(group.members), self._summed.numel()
+        places = places or Places(numel, int)
         self._shares: Tensor | None = None
         """Of a small tensor, all members' numbers."""
-        base, longer = divmod(numel, num_members)
-        if self._summed.nbytes <= _SMALL_BYTES:
-            base, longer = numel, 0
+        base, longer = divmod(places.numel, num_members)
+        starts = [places.num_before(number * base + min(number, longer)) for number in range(num_members + 1)]
+        if places.numel * self._summed.itemsize <= _SMALL_BYTES:
+            starts = [number * numel for number in range(num_members + 1)]
             self._shares = self._summed.new_zeros(num_members, numel)
             self._shares[group.position] = self._summed
         self._numbers = (self._summed if self._shares is None else self._shares.view(-1)).numpy()
@@ -133,7 +138,7 @@ class RingSum:
         self._finished = False
         self._lost_s: float | None = None
         self._thread = threading.get_ident()
-        self._starts = [self.item_bytes * (number * base + min(number, longer)) for number in range(num_members + 1)]
+        self._starts = [self.item_bytes * start for start in starts]
         self._to_receive = self._to_send = 0
         self._flows: list[tuple[_Flow | None, _Flow | None]] = []
         """For each slice, what is sent on: a share, a total."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import field, replace
 from functools import cached_property
@@ -71,7 +73,9 @@ class LayerProfile:
         weight_grad_saved_bytes: Bytes kept from a separate input gradient to its weight gradient.
         tied: Name of a weight that all layers with the same text here share.
         tied_bytes: Size of the shared weights; None for all weights of the layer.
-        gradient_rows: Rows of the weight that the gradient of one microbatch touches, as for an embedding; None for all.
+        gradient_rows: Rows of the looked-up weights, such as an embedding's, that the gradient of one microbatch touches; None for all.
+        looked_up_rows: All rows of the looked-up weights.
+        looked_up_bytes: Size of the looked-up weights, a part of `parameter_bytes`.
         update_s: Seconds of the optimizer's step, once per update.
         low_precision_bytes: Size of low-precision copies of weights that the layer computes with.
         working_bytes: Most temporary bytes beyond what is kept, such as gradients of activations.
@@ -91,6 +95,8 @@ class LayerProfile:
     tied: str | None = None
     tied_bytes: NonNegativeInt | None = None
     gradient_rows: NonNegativeInt | None = None
+    looked_up_rows: PositiveInt | None = None
+    looked_up_bytes: NonNegativeInt | None = None
     update_s: NonNegativeFloat | None = None
     low_precision_bytes: NonNegativeInt | None = None
     working_bytes: NonNegativeInt | None = None
@@ -105,11 +111,25 @@ class LayerProfile:
             raise invalid(self, "frozen_bytes", f"{self.frozen_bytes} is more than parameter_bytes, {self.parameter_bytes}")
         if self.tied_bytes is not None and self.tied_bytes > self.parameter_bytes:
             raise invalid(self, "tied_bytes", f"{self.tied_bytes} is more than parameter_bytes, {self.parameter_bytes}")
+        if (self.looked_up_bytes or 0) > self.trained_bytes:
+            raise invalid(self, "looked_up_bytes", f"{self.looked_up_bytes} is more than the trained bytes, {self.trained_bytes}")
+        if self.looked_up_rows is not None and (self.gradient_rows or 0) > self.looked_up_rows:
+            raise invalid(self, "gradient_rows", f"{self.gradient_rows} is more than looked_up_rows, {self.looked_up_rows}")
 
     @property
     def trained_bytes(self) -> int:
         """Return the size of the trained weights."""
         return self.parameter_bytes - (self.frozen_bytes or 0)
+
+    def untouched_bytes(self, num_microbatches: float) -> int:
+        """Return the bytes of looked-up weights that no microbatch of an update touches; microbatches count in those of the profiled size.
+
+        Each is taken to touch all rows with the same probability. If some rows are more frequent than others, microbatches have more rows
+        in common, and more stay untouched.
+        """
+        if self.gradient_rows is None or self.looked_up_rows is None:
+            return 0
+        return math.floor((self.looked_up_bytes or 0) * math.pow(1 - self.gradient_rows / self.looked_up_rows, num_microbatches))
 
     @property
     def shared_bytes(self) -> int:
@@ -125,19 +145,29 @@ class LayerProfile:
 
 
 def held_once(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
-    """Return the layers of one device, with each shared weight counted once."""
+    """Return the layers of one device, with each shared weight counted once, and looked up by none if several layers have it."""
     with_most: dict[str, LayerProfile] = {}
+    num_sharing = Counter(layer.tied for layer in layers)
     for layer in layers:
         if layer.tied is not None and (layer.tied not in with_most or layer.shared_bytes > with_most[layer.tied].shared_bytes):
             with_most[layer.tied] = layer
-    return [layer if layer.tied is None or with_most[layer.tied] is layer else _without_shared(layer) for layer in layers]
+    return [
+        layer
+        if layer.tied is None or num_sharing[layer.tied] == 1
+        else (_without_lookups if with_most[layer.tied] is layer else _without_shared)(layer)
+        for layer in layers
+    ]
+
+
+def _without_lookups(layer: LayerProfile) -> LayerProfile:
+    return replace(layer, gradient_rows=None, looked_up_rows=None, looked_up_bytes=None)
 
 
 def _without_shared(layer: LayerProfile) -> LayerProfile:
     rest_bytes = layer.parameter_bytes - layer.shared_bytes
     rest = rest_bytes / layer.parameter_bytes if layer.parameter_bytes else 1.0
     return replace(
-        layer,
+        _without_lookups(layer),
         tied=None,
         tied_bytes=None,
         parameter_bytes=rest_bytes,

@@ -103,7 +103,7 @@ def _rough_layouts(evaluator: LayoutEvaluator, cuts: Iterable[JointCut], *, reco
 
 def _sum_s(cut: JointCut) -> float:
     """Return the seconds in which the worker with the longest sum of gradients sums those of all its stages."""
-    of_layer = _each(cut.problem.trained_prefix)
+    of_layer = _each(cut.problem.summed_prefix)
     summed = [0.0] * len(cut.workers)
     for layers, worker in cut.stages:
         summed[worker] += sum(of_layer[layer] for layer in layers)

@@ -87,7 +87,7 @@ class Estimator:
             forward, input_grad, weight_grad = (prefix[:, end] - prefix[:, first]).tolist()
             forward_s = max(forward_s, forward * factor)
             backward_s = max(backward_s, (input_grad + weight_grad) * factor)
-        num_bytes = float(problem.trained_prefix[end] - problem.trained_prefix[first])
+        num_bytes = float(problem.summed_prefix[end] - problem.summed_prefix[first])
         overhead_s = problem.overheads_s
         return StageSeconds(forward_s + overhead_s[0], backward_s + overhead_s[1], float(problem.sum_s(group, num_bytes)))
 

@@ -106,6 +106,7 @@ class LayoutEvaluator:
             placement=workers,
             devices=tuple(problem.names[device] for group in layout.workers for device in group),
             microbatch_size=problem.microbatch_size,
+            num_microbatches=schedule.num_microbatches,
             weight_versions=weight_versions(schedule, workers),
             state_bytes_per_parameter_byte=problem.state_bytes_per_parameter_byte,
             recomputed=layout.recomputed or (),

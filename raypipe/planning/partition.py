@@ -103,7 +103,7 @@ class Partition:
         forward = problem.prefix_s[:, 0, None, :] - problem.prefix_s[:, 0, :, None]
         backward = problem.prefix_s[:, 1:].sum(axis=1)
         backward = backward[:, None, :] - backward[:, :, None]
-        parameter_bytes = problem.trained_prefix[None, :] - problem.trained_prefix[:, None]
+        summed_bytes = problem.summed_prefix[None, :] - problem.summed_prefix[:, None]
         empty = np.tril(np.ones((size, size), dtype=bool))
         fixed_s = sum(problem.overheads_s)
         stages: dict[Run, _Seconds] = {}
@@ -116,7 +116,7 @@ class Partition:
                     break
                 forward_s = np.max([forward[kind] * factor for kind, factor in factors.items()], axis=0)
                 microbatch_s = forward_s + np.max([backward[kind] * factor for kind, factor in factors.items()], axis=0) + fixed_s
-                update_s = problem.num_microbatches * microbatch_s + problem.sum_s(group, parameter_bytes)
+                update_s = problem.num_microbatches * microbatch_s + problem.sum_s(group, summed_bytes)
                 microbatch_s[empty] = update_s[empty] = math.inf
                 if not problem.may_take_loss(group):
                     microbatch_s[:, -1] = update_s[:, -1] = math.inf

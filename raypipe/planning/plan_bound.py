@@ -56,7 +56,7 @@ class _Bounds:
         off_diagonal = ~np.eye(problem.num_devices, dtype=bool)
         self.best_bandwidth = float(problem.bandwidth[off_diagonal].max(initial=0.0))
         self.best_latency_s = float(problem.latency_s[off_diagonal].min(initial=math.inf))
-        self.layer_bytes = np.diff(problem.trained_prefix)
+        self.layer_bytes = np.diff(problem.summed_prefix)
 
     def _work_s(self, devices: Devices) -> float:
         # The dual of sharing all work, layer by layer: prices y_l <= z_d x seconds of layer l on device d, where z, by power, sums to 1.

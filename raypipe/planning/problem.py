@@ -146,8 +146,15 @@ class Problem:
 
     @cached_property
     def trained_prefix(self) -> Floats:
-        """Trained bytes, which replicas of a stage sum, before each position."""
+        """Trained bytes before each position."""
         return np.concatenate(([0.0], np.cumsum([float(layer.trained_bytes) for layer in self.profile.layers])))
+
+    @cached_property
+    def summed_prefix(self) -> Floats:
+        """Bytes of gradients that replicas of a stage sum for an update, before each position."""
+        num_profiled = self.num_microbatches * self.scale
+        untouched = [float(layer.untouched_bytes(num_profiled)) for layer in self.profile.layers]
+        return self.trained_prefix - np.concatenate(([0.0], np.cumsum(untouched)))
 
     @cached_property
     def standing_prefix(self) -> Floats:
@@ -312,15 +319,15 @@ class Problem:
             demands = self._demands[group] = tuple(sorted(pairs))
         return demands
 
-    def sum_s(self, group: Sequence[int], parameter_bytes: float | Floats) -> float | Floats:
+    def sum_s(self, group: Sequence[int], num_bytes: float | Floats) -> float | Floats:
         """Return the seconds in which a worker's devices sum gradients, as `Cost.collective_s` does."""
         size = len(group)
         if size == 1:
-            return parameter_bytes * 0.0
+            return num_bytes * 0.0
         slowest: float | Floats = 0.0
         key = tuple(group)
         if key not in self._rings:
             self._rings[key] = ring([self.path(*ends) for ends in zip(key, (*key[1:], key[0]), strict=True)])
         for latency_s, s_per_byte in self._rings[key]:  # Mostly few different ones.
-            slowest = np.maximum(slowest, latency_s + parameter_bytes / size * s_per_byte)
+            slowest = np.maximum(slowest, latency_s + num_bytes / size * s_per_byte)
         return 2 * (size - 1) * slowest

@@ -136,6 +136,7 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
     held = held_once(layers)
     updates = [layer.update_s for layer in held if layer.update_s is not None]
     copies = [layer.low_precision_bytes for layer in held if layer.low_precision_bytes is not None]
+    tables = [layer for layer in held if layer.gradient_rows is not None and layer.looked_up_rows is not None]
     is_worked = any(layer.working_bytes is not None for layer in layers)
     return LayerProfile(
         name=layers[0].name if len(layers) == 1 else f"{layers[0].name}..{layers[-1].name}",
@@ -153,12 +154,18 @@ def _merged(layers: Sequence[LayerProfile], output_bytes: int, tied: str | None)
         else sum(layer.saved_bytes if amount is None else amount for layer, amount in zip(layers, saved, strict=True)),
         tied=tied,
         tied_bytes=_tied_bytes(layers) if tied is not None else None,
-        gradient_rows=weighted[0].gradient_rows if len(weighted) == 1 else None,
+        gradient_rows=_total(tables, "gradient_rows") if tables else weighted[0].gradient_rows if len(weighted) == 1 else None,
+        looked_up_rows=_total(tables, "looked_up_rows"),
+        looked_up_bytes=_total(tables, "looked_up_bytes"),
         update_s=sum(updates) if updates else None,
         low_precision_bytes=sum(copies) if copies else None,
         working_bytes=most_working_bytes(layers) if is_worked else None,
         input_grad_working_bytes=sum(layer.input_grad_working_bytes or 0 for layer in layers) if is_worked else None,
     )
+
+
+def _total(layers: Sequence[LayerProfile], field: str) -> int | None:
+    return sum(getattr(layer, field) or 0 for layer in layers) or None
 
 
 def _tied_bytes(layers: Sequence[LayerProfile]) -> int:

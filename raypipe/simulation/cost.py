@@ -31,6 +31,7 @@ class StageCost:
         low_precision_bytes: Half-length copies of weights that one version computes with.
         kept_bytes: Part of `saved_bytes` that is held from F to R; `None` where there is no R.
         gradient_bytes: Gradients of the weights, held from the first backward of an update to its U.
+        untouched_bytes: Part of the gradients that replicas do not sum: rows that no microbatch of an update looks up.
         working_bytes: Bytes beyond `saved_bytes` while F, B, W or R runs.
     """
 
@@ -45,6 +46,7 @@ class StageCost:
     low_precision_bytes: int = 0
     kept_bytes: int | None = None
     gradient_bytes: int = 0
+    untouched_bytes: int = 0
     working_bytes: int = 0
     input_grad_working_bytes: int = 0
     frozen_bytes: int = 0
@@ -52,8 +54,13 @@ class StageCost:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes that the replicas of a stage sum and publish."""
+        """Bytes that the replicas of a stage publish."""
         return self.parameter_bytes - self.frozen_bytes
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes that the replicas of a stage sum."""
+        return self.trained_bytes - self.untouched_bytes
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,8 @@ class Cost:
             return _NORM_BYTES
         if collective.kind is CollectiveKind.TIED:
             return self.tied_bytes.get(collective.stage, 0)
-        return self.stages[collective.devices[0], collective.stage].trained_bytes
+        stage = self.stages[collective.devices[0], collective.stage]
+        return stage.summed_bytes if collective.kind is CollectiveKind.GRADIENTS else stage.trained_bytes
 
     def takes_latency_alone(self, collective: Collective) -> bool:
         """Return whether a collective takes one latency: a norm, or a tie of unknown size."""

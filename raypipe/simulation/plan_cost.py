@@ -55,6 +55,7 @@ def plan_cost(plan: Plan, *, state_bytes_per_parameter_byte: float = STATE_BYTES
         placement=plan.placement,
         devices=plan.devices,
         microbatch_size=plan.microbatch_size,
+        num_microbatches=plan.schedule.num_microbatches,
         weight_versions=weight_versions(plan.schedule, plan.placement),
         recomputed=recomputed_stages(plan.schedule),
         state_bytes_per_parameter_byte=state_bytes_per_parameter_byte,
@@ -71,6 +72,7 @@ def layout_cost(
     placement: Placement,
     devices: tuple[str, ...],
     microbatch_size: int,
+    num_microbatches: int,
     weight_versions: Mapping[int, float] | None = None,
     state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE,
     recomputed: Collection[int] = (),
@@ -78,8 +80,8 @@ def layout_cost(
 ) -> Cost:
     """Return the cost of stages placed on devices, whatever the order of Ops.
 
-    `pipelines` has the worker of each stage, `placement` numbers devices as `devices` does, `published` replicas hold no optimizer state,
-    and of `recomputed` stages only the inputs are kept.
+    `pipelines` has the worker of each stage, `placement` numbers devices as `devices` does, an update has `num_microbatches`, `published`
+    replicas hold no optimizer state, and of `recomputed` stages only the inputs are kept.
     """
     number = {name: position for position, name in enumerate(devices)}
     scale = microbatch_size / profile.microbatch_size
@@ -93,7 +95,7 @@ def layout_cost(
             optimizer_bytes = state_bytes_per_parameter_byte - GRADIENT_BYTES_PER_PARAMETER_BYTE
             state = 0.0 if StageReplica(worker, stage) in published else optimizer_bytes
             for device, _ in placement.workers[worker]:
-                cost = _stage_cost(profile, cut.stages[stage], topology.device(devices[device]), scale, state)
+                cost = _stage_cost(profile, cut.stages[stage], topology.device(devices[device]), scale, num_microbatches, state)
                 stages[device, stage] = replace(cost, kept_bytes=input_bytes[stage]) if stage in recomputed else cost
     shared = []
     for node in topology.nodes:
@@ -165,7 +167,12 @@ def _slowdown(times: LayerTimes, layer: LayerProfile) -> float:
 
 
 def _stage_cost(
-    profile: ModelProfile, layers: tuple[int, ...], device: Device, scale: float, state_bytes_per_parameter_byte: float
+    profile: ModelProfile,
+    layers: tuple[int, ...],
+    device: Device,
+    scale: float,
+    num_microbatches: int,
+    state_bytes_per_parameter_byte: float,
 ) -> StageCost:
     times = profile.for_kind(device.kind)
     profiles = [profile.layers[layer] for layer in layers]
@@ -188,6 +195,7 @@ def _stage_cost(
         state_bytes=round(trained_bytes * state_bytes_per_parameter_byte),
         low_precision_bytes=sum(layer.low_precision_bytes or 0 for layer in held),
         gradient_bytes=round(trained_bytes * GRADIENT_BYTES_PER_PARAMETER_BYTE),
+        untouched_bytes=sum(layer.untouched_bytes(num_microbatches * scale) for layer in held),
         working_bytes=round(most_working_bytes(profiles) * scale),
         # Autograd keeps the whole graph while the gradients from which W starts pile up.
         input_grad_working_bytes=round(sum(layer.input_grad_working_bytes or 0 for layer in profiles) * scale),

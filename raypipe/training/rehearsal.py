@@ -194,8 +194,10 @@ def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: f
             weight_grad_s=stage.weight_grad_s * time_scale,
             split_s=stage.split_s * time_scale,
             update_s=stage.update_s * time_scale,
-            parameter_bytes=round(stage.parameter_bytes * byte_scale),
-            frozen_bytes=round(stage.frozen_bytes * byte_scale),
+            # A rehearsal sums all weights that it has.
+            parameter_bytes=round(stage.summed_bytes * byte_scale),
+            frozen_bytes=0,
+            untouched_bytes=0,
         )
         for place, stage in cost.stages.items()
     }

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -45,6 +48,8 @@ def times(draw: st.DrawFn) -> dict[str, float]:
 @st.composite
 def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
     parameter_bytes = draw(amounts)
+    frozen_bytes = draw(st.none() | st.integers(0, parameter_bytes))
+    looked_up_rows = draw(st.none() | st.integers(1, 2**63 - 1))
     return LayerProfile(
         name=name,
         output_bytes=draw(amounts),
@@ -53,9 +58,11 @@ def layer_profiles(draw: st.DrawFn, name: str) -> LayerProfile:
         weight_grad_saved_bytes=draw(st.none() | amounts),
         tied=draw(st.none() | st.text()),
         tied_bytes=draw(st.none() | st.integers(0, parameter_bytes)),
-        gradient_rows=draw(st.none() | amounts),
+        gradient_rows=draw(st.none() | st.integers(0, looked_up_rows or 2**63 - 1)),
+        looked_up_rows=looked_up_rows,
+        looked_up_bytes=draw(st.none() | st.integers(0, parameter_bytes - (frozen_bytes or 0))),
         low_precision_bytes=draw(st.none() | amounts),
-        frozen_bytes=draw(st.none() | st.integers(0, parameter_bytes)),
+        frozen_bytes=frozen_bytes,
         working_bytes=draw(st.none() | amounts),
         input_grad_working_bytes=draw(st.none() | amounts),
         branch=draw(st.none() | st.text(min_size=1)),
@@ -163,6 +170,8 @@ def change(*steps: str | int, to: object) -> Callable[[Any], None]:
         (change("layers", 1, "weight_grad_s", to=3), "layers[1].weight_grad_s", "3.0 is more than backward_s, 2.0, of which it is a part"),
         (change("layers", 1, "saved_bytes", to=-1), "layers[1].saved_bytes", "expected a number >= 0, got -1"),
         (change("layers", 1, "gradient_rows", to=-1), "layers[1].gradient_rows", "expected a number >= 0, got -1"),
+        (change("layers", 0, "looked_up_rows", to=127), "layers[0].gradient_rows", "128 is more than looked_up_rows, 127"),
+        (change("layers", 0, "looked_up_bytes", to=41), "layers[0].looked_up_bytes", "41 is more than the trained bytes, 40"),
         (change("layers", 1, "forwrd_s", to=1), "layers[1].forwrd_s", "unknown key; did you mean 'forward_s'?"),
         (change("edge", to=[]), "edge", "unknown key; did you mean 'edges'?"),
         (change("edges", 0, "from", to="txt"), "edges[0].from", "no layer is called 'txt'; did you mean 'text'?"),
@@ -201,3 +210,23 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"format": "raypipe.plan/1"}')
     with pytest.raises(FormatError, match=r"plan\.json: format: expected 'raypipe\.model_profile/1', got 'raypipe\.plan/1'"):
         ModelProfile.load(tmp_path / "plan.json")
+
+
+def test_as_many_rows_stay_untouched_as_microbatches_of_random_rows_leave() -> None:
+    num_rows, touched, num_microbatches = 1000, 100, 4
+    layer = LayerProfile(
+        name="table",
+        forward_s=0,
+        backward_s=0,
+        weight_grad_s=0,
+        output_bytes=0,
+        saved_bytes=0,
+        parameter_bytes=4 * num_rows + 8,
+        gradient_rows=touched,
+        looked_up_rows=num_rows,
+        looked_up_bytes=4 * num_rows,
+    )
+    rng = random.Random(0)
+    updates = [{row for _ in range(num_microbatches) for row in rng.sample(range(num_rows), touched)} for _ in range(200)]
+    assert layer.untouched_bytes(num_microbatches) == pytest.approx(4 * (num_rows - fmean(map(len, updates))), rel=0.01)
+    assert replace(layer, looked_up_rows=None).untouched_bytes(num_microbatches) == 0

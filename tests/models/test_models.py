@@ -19,6 +19,7 @@ from raypipe.models.bert import bert
 from raypipe.models.clip import clip
 from raypipe.models.gpt import gpt
 from raypipe.models.mlp import mlp
+from raypipe.models.ngram_gpt import ngram_gpt, ngram_rows
 from raypipe.models.towers import two_towers
 from raypipe.models.vqa import vqa
 from raypipe.models.waiting import sleep
@@ -204,6 +205,48 @@ def masked_batch(*, rows: int = 4) -> dict[str, Tensor]:
     torch.manual_seed(1)
     tokens, targets = mask_rows(torch.randint(32, (rows, 20)).numpy(), first=0, seed=0, vocabulary_size=32)
     return {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+
+
+class TestNgramGpt:
+    def small(self) -> Model:
+        return ngram_gpt(num_layers=1, d_model=16, num_heads=2, sequence_length=8, vocabulary_size=32, table_rows=101)
+
+    def test_it_has_six_million_parameters_by_default(self) -> None:
+        assert 5_950_000 < num_parameters(build(ngram_gpt())) < 6_050_000
+
+    @pytest.mark.parametrize("order", [2, 3, 5, 40])
+    def test_a_row_is_the_number_of_the_n_gram_modulo_those_of_the_table(self, order: int) -> None:
+        tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+        padded = [0] * (order - 1) + tokens[0].tolist()
+        numbers = [sum(token * 256**place for place, token in enumerate(reversed(padded[at : at + order]))) for at in range(8)]
+        assert ngram_rows(tokens, order=order, vocabulary_size=256, table_rows=1009).tolist() == [[number % 1009 for number in numbers]]
+
+    def test_it_reads_the_rows_that_it_names(self) -> None:
+        model, batch = self.small(), token_batch()
+        modules = build(model)
+        torch.autograd.backward(model.loss(forward(model, modules, batch), batch))
+        for name, rows in model.layers[0].looked_up.items():
+            gradient = modules["embedding"].get_parameter(name).grad
+            assert gradient is not None
+            assert gradient.abs().sum(dim=1).nonzero().flatten().tolist() == torch.unique(rows(batch["tokens"])).tolist()
+
+    def test_a_later_token_changes_no_earlier_logits(self) -> None:
+        model, batch = self.small(), token_batch()
+        modules = build(model)
+        tokens = batch["tokens"].clone()
+        tokens[:, 4] = (tokens[:, 4] + 1) % 32
+        before, after = forward(model, modules, batch), forward(model, modules, {"tokens": tokens})
+        torch.testing.assert_close(after[:, :4], before[:, :4], rtol=0, atol=0)
+        assert not torch.equal(after[:, 4], before[:, 4])
+
+    def test_it_learns_a_batch(self) -> None:
+        model = self.small()
+        check_that_it_learns(model, build(model), token_batch(), num_steps=60)
+
+    @pytest.mark.parametrize("orders", [(), (1, 2), (2, 2)])
+    def test_orders_that_are_none_are_refused(self, orders: tuple[int, ...]) -> None:
+        with pytest.raises(ConfigError, match="different numbers from 2 on"):
+            ngram_gpt(orders=orders)
 
 
 class TestBert:

@@ -237,6 +237,14 @@ def test_rows_of_a_gradient_outlive_a_merge_with_layers_without_weights() -> Non
     assert linearize(dag("ab ac bd cd", b=table)).profile.layers[1].gradient_rows is None
 
 
+def test_rows_that_merged_layers_look_up_are_added() -> None:
+    table = replace(layer("b"), gradient_rows=3, looked_up_rows=5, looked_up_bytes=layer("b").parameter_bytes)
+    merged = linearize(dag("ab ac bd cd", b=table, c=replace(table, name="c"))).profile.layers[1]
+    assert (merged.gradient_rows, merged.looked_up_rows, merged.looked_up_bytes) == (6, 10, 2 * table.parameter_bytes)
+    one = linearize(dag("ab ac bd cd", b=table)).profile.layers[1]
+    assert (one.gradient_rows, one.looked_up_rows, one.looked_up_bytes) == (3, 5, table.parameter_bytes)
+
+
 def ties(edges: str, **tied: str) -> list[str | None]:
     return [
         of_chain.tied for of_chain in linearize(dag(edges, **{name: layer(name, tied=tie) for name, tie in tied.items()})).profile.layers

@@ -21,6 +21,7 @@ from raypipe.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from raypipe.errors import ConfigError, InputError
 from raypipe.model import Batch, Layer, Model
 from raypipe.models.mlp import mlp
+from raypipe.models.ngram_gpt import ngram_gpt
 from raypipe.models.towers import two_towers
 from raypipe.models.waiting import waiting
 from raypipe.profiling.linearize import linearize
@@ -105,6 +106,17 @@ def test_a_layer_without_weights_keeps_nothing_for_them() -> None:
     measured = measure(Model((*layers, Layer("exit", partial(nn.Linear, WIDTH, WIDTH, dtype=torch.float64))), mean), batch("inputs"))[1]
     assert (measured.saved_bytes, measured.weight_grad_saved_bytes) == (TENSOR_BYTES, 0)
     assert (measured.parameter_bytes, measured.update_s) == (0, 0.0)
+
+
+def test_the_rows_are_those_that_the_microbatch_looks_up() -> None:
+    model = ngram_gpt(num_layers=1, d_model=4, num_heads=1, sequence_length=8, table_rows=101)
+    tokens = torch.arange(6).repeat(2, 1)
+    measured = measure(model, {"tokens": tokens, "targets": tokens})
+    # Both sequences are equal, and no two of their n-grams.
+    assert (measured[0].gradient_rows, measured[0].looked_up_rows, measured[0].looked_up_bytes) == (12, 202, 202 * 4 * 4)
+    first, *others = model_profile([measured], model, name="m", microbatch_size=2).layers
+    assert (first.gradient_rows, first.looked_up_rows, first.looked_up_bytes) == (12, 202, 202 * 4 * 4)
+    assert all(layer.gradient_rows is None and layer.looked_up_rows is None for layer in others)
 
 
 class Clock:

@@ -232,6 +232,29 @@ def test_a_stage_costs_what_its_layers_cost_scaled_to_the_microbatch() -> None:
     assert found[1, 1] == StageCost(10, 20, 10, 0.0, 80, 80, 100, 200, gradient_bytes=100)
 
 
+def looked_up(name: str) -> LayerProfile:
+    """A layer of 100 bytes, 80 of which are 20 rows of a table; a microbatch of the profiled 2 rows touches 10 of these."""
+    return replace(layer(name), gradient_rows=10, looked_up_rows=20, looked_up_bytes=80)
+
+
+def test_replicas_sum_the_rows_that_an_update_touches_and_publish_all() -> None:
+    profile = ModelProfile(name="m", microbatch_size=2, layers=(looked_up("a"), layer("b")))
+    # Two microbatches of 4 rows are four of the profiled ones: each leaves out half of the rows.
+    found = plan_cost(plan(profile, ClusterTopology.uniform(2), ((0,), (1,)), microbatch_size=4))
+    assert found.stages[0, 0].untouched_bytes == 80 / 2**4
+    assert found.collective_bytes(Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1))) == 95
+    assert found.collective_bytes(Collective(CollectiveKind.WEIGHTS, 0, 0, 0, (0, 1))) == 100
+    assert found.stages[0, 0].gradient_bytes == 100, "gradients are held whole"
+
+
+def test_a_table_that_is_tied_to_a_layer_of_its_stage_is_summed_whole() -> None:
+    tied = tuple(replace(one, tied="w", tied_bytes=80) for one in (looked_up("a"), layer("b")))
+    profile = ModelProfile(name="m", microbatch_size=2, layers=(*tied, layer("c")))
+    together = plan_cost(plan(profile, ClusterTopology.uniform(2), ((0, 1), (2,))))
+    apart = plan_cost(plan(profile, ClusterTopology.uniform(2), ((0,), (1, 2))))
+    assert [cost.stages[0, 0].untouched_bytes for cost in (together, apart)] == [0, 20]
+
+
 def test_a_stage_needs_for_a_while_what_one_of_its_layers_needs_beyond_what_those_behind_it_keep() -> None:
     def working(name: str, num_bytes: int) -> LayerProfile:
         return replace(layer(name), working_bytes=num_bytes, input_grad_working_bytes=num_bytes)

@@ -1,0 +1,101 @@
+"""Weights of which a stage reads rows only, and the rows that an update reads.
+
+The rows follow from the data. So every copy of a stage knows those of all copies, and copies exchange nothing but gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.actors.stage.module import StageModule
+from raypipe.errors import ConfigError, suggestion
+from raypipe.model import Batch
+
+
+class _Use(NamedTuple):
+    layer: str
+    weight: str
+    fields: tuple[str, ...]
+    rows: Callable[..., Tensor] | None
+
+
+class Lookups:
+    """The weights of a stage that its layers look up (`Layer.looked_up`); `names` and `masters` are the trained weights of the stage.
+
+    Attributes:
+        refusal: Why a weight cannot be exchanged by rows; empty if all can.
+
+    Raises:
+        ConfigError: A layer has no such weight.
+    """
+
+    def __init__(self, module: StageModule, names: Sequence[str], masters: Sequence[Tensor]) -> None:
+        self.refusal = ""
+        self._names = names
+        self._masters = masters
+        self._lookups: dict[int, list[tuple[tuple[str, ...], Callable[..., Tensor]]]] = {}
+        uses = _uses(module)
+        for at, name in enumerate(names):
+            of_weight = uses[module.get_parameter(name)]
+            looked_up = [use for use in of_weight if use.rows is not None]
+            whole = [use for use in of_weight if use.rows is None]
+            if looked_up and whole:
+                weight = looked_up[0].weight
+                self.refusal = (
+                    f"layer {looked_up[0].layer!r} looks up rows of {weight!r}, but on stage {module.stage} this is also the weight "
+                    f"{whole[0].weight!r} of layer {whole[0].layer!r}, which reads all rows, so that all have a gradient. Leave {weight!r} "
+                    "out of `looked_up`, or cut the model between the two layers: then the first stage's part of the gradient goes as rows"
+                )
+            elif looked_up:
+                self._lookups[at] = [(use.fields, use.rows) for use in looked_up if use.rows is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._lookups)
+
+    @property
+    def num_rows(self) -> dict[int, int]:
+        """Rows of each weight, by its position."""
+        return {at: len(self._masters[at]) for at in self._lookups}
+
+    def rows(self, batches: Iterable[Batch]) -> dict[int, Tensor]:
+        """Return the rows that some microbatches look up, for the weights of which this is not all."""
+        found: dict[int, list[Tensor]] = {at: [] for at in self._lookups}
+        for batch in batches:
+            for at, lookups in self._lookups.items():
+                found[at] += [rows_of(*(batch[field] for field in fields)).reshape(-1).long() for fields, rows_of in lookups]
+        rows = {at: torch.unique(torch.cat(parts)) for at, parts in found.items()}
+        return {at: of_weight for at, of_weight in rows.items() if len(of_weight) < len(self._masters[at])}
+
+    def check(self, gradients: Sequence[Tensor | None], rows: Mapping[int, Tensor]) -> None:
+        """Refuse rows that leave out some with a gradient.
+
+        Raises:
+            ConfigError: Names the layer and its weight.
+        """
+        for at, of_weight in rows.items():
+            gradient = gradients[at]
+            if gradient is None:
+                continue
+            inside = gradient.index_select(0, of_weight.to(gradient.device))
+            if int(torch.count_nonzero(gradient)) != int(torch.count_nonzero(inside)):
+                raise ConfigError(
+                    f"`looked_up` of {self._names[at]!r} leaves out rows that have a gradient; return all rows that the layer reads, or "
+                    "leave the weight out of `looked_up`"
+                )
+
+
+def _uses(module: StageModule) -> dict[nn.Parameter, list[_Use]]:
+    uses: dict[nn.Parameter, list[_Use]] = {}
+    for index, spec in module.specs.items():
+        weights = dict(module.layers[str(index)].named_parameters(remove_duplicate=False))
+        if unknown := spec.looked_up.keys() - weights.keys():
+            name = min(unknown)
+            near = f"{suggestion(name, weights)}; it has {', '.join(weights) or 'none'}"
+            raise ConfigError(f"layer {spec.name!r} looks up its weight {name!r}, but has no such weight{near}")
+        for name, weight in weights.items():
+            uses.setdefault(weight, []).append(_Use(spec.name, name, spec.batch, spec.looked_up.get(name)))
+    return uses

@@ -1,0 +1,63 @@
+"""Rows of gradients over TCP: the sums of three and four members add in an order that depends on places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from raypipe.actors.local import LocalPipeline
+from raypipe.actors.transport.protocol import Places
+from raypipe.schedules.collectives import Start
+from tests.lookups import COPIES, Outcome, check_same_bits, dense, outcome, pipeline, table_gpt
+from tests.processes.process_ends import Make, all_channels
+from tests.processes.transport_contract import gradients, together
+
+
+def over_tcp(run: LocalPipeline, make: Make, prefix: str) -> Outcome:
+    num_devices = len(run.executors)
+    settings: dict[str, Any] = {
+        "names": tuple(f"device-{device}" for device in range(num_devices)),
+        "groups": sorted({item.collective.devices for program in run.programs for item in program.items if isinstance(item, Start)}),
+        "channels": all_channels(num_devices),
+        "prefix": prefix,
+        "connect_timeout_s": 20.0,
+    }
+    ends = [make(device, num_devices, **settings) for device in range(num_devices)]
+    together(*(end.connect for end in ends))
+    for executor, end in zip(run.executors, ends, strict=True):
+        executor.transport = end
+    found = outcome(run)
+    for end in ends:
+        end.close()
+    return found
+
+
+@pytest.mark.parametrize(("name", "num_pipelines", "copies"), COPIES)
+def test_rows_give_the_bits_of_whole_gradients(make: Make, name: str, num_pipelines: int, copies: int) -> None:
+    rows, whole = (
+        over_tcp(pipeline(model, name, num_pipelines=num_pipelines, copies=copies), make, prefix)
+        for model, prefix in ((table_gpt(), f"rows-{name}-{copies}"), (dense(table_gpt()), f"whole-{name}-{copies}"))
+    )
+    check_same_bits(rows, whole)
+    assert max(rows.sum_bytes) < min(whole.sum_bytes)
+
+
+@pytest.mark.parametrize("num_members", [2, 3, 4])
+@pytest.mark.parametrize("numel", [100, 10_007])
+def test_a_part_of_a_tensor_is_added_as_in_the_whole_tensor(make: Make, num_members: int, numel: int) -> None:
+    everybody = tuple(range(num_members))
+    changed: dict[str, Any] = {"names": ("alpha", "beta", "gamma", "delta"), "groups": [everybody], "channels": [(0, 1)]}
+    ends = [make(device, num_members, **changed) for device in everybody]
+    together(*(end.connect for end in ends))
+    torch.manual_seed(0)
+    # Taken numbers crowd in the middle, where whole slices of the tensor may have none.
+    taken = torch.arange(numel // 2, numel // 2 + numel // 10)
+    tensors = [torch.zeros(numel).index_copy(0, taken, torch.randn(len(taken))) for _ in everybody]
+    parts = [tensor[taken] for tensor in tensors]
+    places = Places(numel, lambda place: int(torch.searchsorted(taken, place)))
+    whole = [end.start(gradients(everybody), tensor) for end, tensor in zip(ends, tensors, strict=True)]
+    rows = [end.start(gradients(everybody, update=1), part, places=places) for end, part in zip(ends, parts, strict=True)]
+    for of_whole, of_rows in zip(whole, rows, strict=True):
+        assert torch.equal(of_rows.wait(), of_whole.wait()[taken])
