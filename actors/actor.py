@@ -16,7 +16,7 @@ from raypipe.actors.actor_info import ActorInfo, actor_info
 from raypipe.actors.device_stages import WHOLE, DeviceStages
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.executor import Executor, Window
-from raypipe.actors.execution.report import WindowReport
+from raypipe.actors.execution.report import ChunkLog, WindowReport
 from raypipe.actors.measure.flows import Flow, FlowConnection, Readings
 from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers, start_profiler
 from raypipe.actors.measure.links import Links
@@ -306,7 +306,7 @@ class StageActor:
         return self._run(name, Window(number, 0, batches, keep_outputs=True, num_rows=num_rows))
 
     def _run(self, name: str, window: Window) -> WindowReport:
-        executor, memory, program = self._executor, self._memory, self._programs[name]
+        executor, memory, transport, program = self._executor, self._memory, self._transport, self._programs[name]
         assert executor is not None, "connect comes before run"
         assert memory is not None, "build comes before run"
         self._activity.begin(f"window {window.number} of {name}")
@@ -321,6 +321,9 @@ class StageActor:
         finally:
             self._running = None
         report.peak_memory_bytes = memory.peak_bytes()
+        if transport is not None:
+            ahead_s = time.time() - time.perf_counter()
+            report.chunks = ChunkLog(transport.departures, transport.take_receipts(), ahead_s, transport.round_trips_s)
         self._activity.wait(f"waiting for work after window {window.number}")
         self._metrics.record(report, program)
         return report

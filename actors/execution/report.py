@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from raypipe.actors.transport.tcp_link import Receipt
+from raypipe.actors.transport.tcp_way import Departure
 from raypipe.artifacts.trace import Span, SpanKind
 from raypipe.schedules.collectives import Await
 from raypipe.schedules.ir import UpdateScope
@@ -64,6 +66,21 @@ class SpanLog:
 _SPAN_KINDS: dict[type[Item], SpanKind] = {Compute: SpanKind.COMPUTE, Recv: SpanKind.RECV, Await: SpanKind.COLLECTIVE}
 
 
+@dataclass(frozen=True)
+class ChunkLog:
+    """Chunks that left a device over TCP in a window, and those of others that came, by the clock of `time.perf_counter`.
+
+    Attributes:
+        ahead_s: Seconds by which `time.time` is ahead of that clock.
+        round_trips_s: Seconds of the shortest round trip to each peer, where known.
+    """
+
+    departures: tuple[Departure, ...] = ()
+    receipts: tuple[Receipt, ...] = ()
+    ahead_s: float = 0.0
+    round_trips_s: dict[int, float] = field(default_factory=dict)
+
+
 @dataclass
 class WindowReport:
     """What a device did in a window.
@@ -83,6 +100,7 @@ class WindowReport:
     norms: dict[int, float] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
+    chunks: ChunkLog = field(default_factory=ChunkLog)
 
 
 def norms_of(reports: Sequence[WindowReport], *, scope: UpdateScope) -> dict[int, float]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ray.util.metrics import Counter, Gauge
 
 from raypipe.actors.execution.report import WindowReport
 from raypipe.artifacts.trace import SpanKind
-from raypipe.network.estimate import NetworkEstimate
+from raypipe.network.chunks import LinkUse
+from raypipe.network.estimate import NetworkEstimate, NodePair
 from raypipe.schedules.lower import DeviceProgram
 
 _TAGS = ("run", "device", "stages")
@@ -73,8 +76,15 @@ class LinkMetrics:
         self._bandwidth = Gauge("raypipe_link_bandwidth_bytes_per_s", description="What the link carries, as last seen", tag_keys=tags)
         self._age = Gauge("raypipe_link_age_seconds", description="Since the link was last seen", tag_keys=tags)
         self._changes = Gauge("raypipe_link_changes", description="Step changes of the link so far", tag_keys=tags)
-        for gauge in (self._bandwidth, self._age, self._changes):
-            gauge.set_default_tags({"run": run})
+        self._busy = Gauge(
+            "raypipe_link_busy_ratio", description="Share of the last window in which something was on its way", tag_keys=tags
+        )
+        self._queued = Gauge(
+            "raypipe_link_queued_bytes", description="The most that waited for the link's way out in the last window", tag_keys=tags
+        )
+        self._carried = Counter("raypipe_link_bytes", description="Bytes that went over the link, by traffic", tag_keys=(*tags, "traffic"))
+        for metric in (self._bandwidth, self._age, self._changes, self._busy, self._queued, self._carried):
+            metric.set_default_tags({"run": run})
 
     def record(self, network: NetworkEstimate, *, now_s: float) -> None:
         """Set the metrics of all links."""
@@ -84,3 +94,13 @@ class LinkMetrics:
                 self._bandwidth.set(link.bandwidth_bytes_per_s, tags)
             self._age.set(network.age_s(pair, now_s=now_s), tags)
             self._changes.set(link.num_changes, tags)
+
+    def record_uses(self, uses: Mapping[NodePair, LinkUse]) -> None:
+        """Add what passed the links in a window."""
+        for (source, target), use in uses.items():
+            tags = {"source": source, "target": target}
+            self._busy.set(use.busy_ratio, tags)
+            self._queued.set(use.queued_bytes, tags)
+            for carried, num_bytes in use.num_bytes.items():
+                if num_bytes:  # counters refuse zero
+                    self._carried.inc(num_bytes, tags | {"traffic": str(carried)})

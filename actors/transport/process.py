@@ -19,6 +19,7 @@ from raypipe.actors.transport.channel import ChannelError, SumUnderWay
 from raypipe.actors.transport.connecting import Connector, Endpoints
 from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending, Places
 from raypipe.actors.transport.rendezvous import AbortGroup, Rendezvous
+from raypipe.actors.transport.tcp_link import Receipt
 from raypipe.actors.transport.tcp_way import Departure
 from raypipe.communication.policy import SCHEDULED, Communication
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
@@ -208,6 +209,15 @@ class ProcessTransport:
     def departures(self) -> tuple[Departure, ...]:
         """The newest chunks, some thousands, that left over TCP since the window began."""
         return self._endpoints.port.departures if self._endpoints.port is not None else ()
+
+    def take_receipts(self) -> tuple[Receipt, ...]:
+        """Return the newest chunks, some thousands from each peer, that came over TCP since the last call."""
+        return self._endpoints.port.take_receipts() if self._endpoints.port is not None else ()
+
+    @property
+    def round_trips_s(self) -> dict[int, float]:
+        """The shortest round trip to each peer over TCP, as far as this system tells."""
+        return self._endpoints.port.round_trips_s if self._endpoints.port is not None else {}
 
     # The end
 

@@ -18,6 +18,7 @@ from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.communication.policy import Traffic
 from raypipe.errors import TransportTimeoutError
+from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
 
 _READY_BYTES = 4 << 20
@@ -169,6 +170,7 @@ class _Sent:
 
     __slots__ = ("announced", "channel", "link", "ready", "sent", "sequence", "tensors")
     traffic = Traffic.MESSAGE
+    collective: Collective | None = None
     deadline = 0
     unit = 1
 

@@ -33,6 +33,8 @@ _MOST_BYTES = 1 << 20
 """What is read from a connection before the others have their turn."""
 _SCRATCH_BYTES = 256 << 10
 """Numbers are added in pieces that a core's cache holds."""
+MOST_NOTED = 4096
+"""Chunks of a window whose departures and receipts are kept, the newest."""
 
 
 class Kind(IntEnum):
@@ -43,6 +45,18 @@ class Kind(IntEnum):
     """Numbers of a sum to which the receiver adds its own."""
     TOTAL = 2
     """Numbers to which all members have added theirs."""
+
+
+class Receipt(NamedTuple):
+    """The end of a chunk that has come, by the clock of `time.perf_counter`.
+
+    Attributes:
+        number: Number of the chunk among all that the peer has sent over this connection.
+    """
+
+    peer: int
+    number: int
+    end_s: float
 
 
 class MessageSink(Protocol):
@@ -102,6 +116,8 @@ class Link:
         holds: Who is asked for room when a message begins to come.
         held_until_s: Until when sums make way for others' messages at the other end, by the clock of `time.monotonic`.
         sending: Sums of which parts go to the peer.
+        num_left: Chunks that have left; counted by who writes.
+        receipts: Chunks that have come, the newest.
     """
 
     def __init__(self, peer: int, end: socket.socket) -> None:
@@ -117,6 +133,9 @@ class Link:
         self.holds: Holds | None = None
         self.held_until_s = 0.0
         self.sending: set[SumSink] = set()
+        self.num_left = 0
+        self.receipts: deque[Receipt] = deque(maxlen=MOST_NOTED)
+        self._num_come = 0
         self.moved_s = time.monotonic()
         self._sums: dict[int, SumSink] = {}
         self._early: dict[int, list[_Part]] = {}
@@ -246,6 +265,8 @@ class Link:
                     self.holds.has_come(self.peer)
             else:
                 yield from self._part(Kind(code), bytes(text), identity, offset, num_bytes)
+            self.receipts.append(Receipt(self.peer, self._num_come, time.perf_counter()))
+            self._num_come += 1
 
     def _part(self, kind: Kind, text: bytes, identity: int, offset: int, num_bytes: int) -> Reading:
         total = self._sums.get(identity)

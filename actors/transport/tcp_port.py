@@ -8,7 +8,7 @@ from raypipe.actors.transport import tcp
 from raypipe.actors.transport.rendezvous import Rendezvous
 from raypipe.actors.transport.tcp_channel import Incoming, Outgoing
 from raypipe.actors.transport.tcp_holds import Holds
-from raypipe.actors.transport.tcp_link import Link
+from raypipe.actors.transport.tcp_link import Link, Receipt
 from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.actors.transport.tcp_sum import TcpSumGroup
@@ -75,8 +75,21 @@ class Port:
         """The newest chunks that have left since the window began, some thousands of them."""
         return tuple(self.sender.departures)
 
+    def take_receipts(self) -> tuple[Receipt, ...]:
+        """Return the newest chunks that have come since the last call, some thousands from each peer."""
+        taken: list[Receipt] = []
+        for link in self.links.values():
+            while link.receipts:
+                taken.append(link.receipts.popleft())
+        return tuple(taken)
+
+    @property
+    def round_trips_s(self) -> dict[int, float]:
+        """The shortest round trip to each peer, as far as this system tells."""
+        return {peer: trip_s for way in self.sender.ways for peer, trip_s in way.round_trips_s().items()}
+
     def open_window(self) -> None:
-        """Forget the chunks of the last window."""
+        """Forget the chunks that left in the last window."""
         self.sender.departures.clear()
 
     def outgoing(self, peer: int) -> Outgoing:

@@ -13,13 +13,12 @@ from socket import MSG_DONTWAIT
 
 from raypipe.actors.transport.channel import CLOSED_BY_PEER
 from raypipe.actors.transport.tcp_holds import Holds, until
-from raypipe.actors.transport.tcp_link import Link, Memory
+from raypipe.actors.transport.tcp_link import MOST_NOTED, Link, Memory
 from raypipe.actors.transport.tcp_way import MOST_BUFFERS, Departure, Entry, Frame, Way
 from raypipe.communication.policy import Traffic
 
 _STALLED_S = 0.25
 """A peer whose kernel takes nothing for so long does not hold its way."""
-_MOST_DEPARTURES = 4096
 
 
 class Sender:
@@ -28,7 +27,7 @@ class Sender:
     def __init__(self, ways: Iterable[Way], *, holds: Holds | None, name: str) -> None:
         self.ways = list(ways)
         self._holds = holds
-        self.departures: deque[Departure] = deque(maxlen=_MOST_DEPARTURES)
+        self.departures: deque[Departure] = deque(maxlen=MOST_NOTED)
         self._way_of = {link: way for way in self.ways for link in way.links}
         self._wakes, self._waker = socket.socketpair()
         self._wakes.setblocking(False)
@@ -69,7 +68,7 @@ class Sender:
             way.lose(link, CLOSED_BY_PEER)
             return False
         if count == num_bytes:
-            self.departures.append(Departure(link.peer, num_bytes, start_s, time.perf_counter(), Traffic.MESSAGE))
+            self.departures.append(way.departure(link, num_bytes, start_s, Traffic.MESSAGE))
             return True
         entry = make()
         entry.sequence, entry.sent = 0, entry.ready
@@ -134,7 +133,7 @@ class Sender:
         if frame is way.active:
             way.active = None
         entry = frame.entry
-        self.departures.append(Departure(entry.link.peer, frame.num_bytes, frame.start_s, time.perf_counter(), entry.traffic))
+        self.departures.append(way.departure(entry.link, frame.num_bytes, frame.start_s, entry.traffic, entry.collective))
         entry.left(frame.num_bytes)
         return True
 

@@ -70,11 +70,12 @@ def _identity(collective: Collective, number: int) -> int:
 class _Flow:
     """What goes to the next member of one slice, as share or as total, in the queue of its way."""
 
-    __slots__ = ("deadline", "first", "kind", "link", "num_bytes", "ready", "sent", "sequence", "total", "traffic", "unit")
+    __slots__ = ("collective", "deadline", "first", "kind", "link", "num_bytes", "ready", "sent", "sequence", "total", "traffic", "unit")
 
     def __init__(self, total: RingSum, kind: Kind, *, first: int, num_bytes: int, traffic: Traffic, deadline: int) -> None:
         self.total = total
         self.link = total.group.behind
+        self.collective: Collective | None = total.collective
         self.traffic = traffic
         self.deadline = deadline
         self.sequence = -1
@@ -114,6 +115,7 @@ class RingSum:
         self.group = group
         self.tensor = tensor
         self.identity = identity
+        self.collective = collective
         # Members of an empty tensor sum a stand-in, as they wait for each other all the same. The tensor's own memory where it will do.
         sent = plain(tensor) if tensor.numel() else torch.zeros(1)
         self._summed = sent.to(summing_dtype(sent.dtype)).contiguous().view(-1)

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 from raypipe.actors.transport.tcp_link import Link
 from raypipe.communication.policy import Communication, Traffic, Transfer, first_come, next_chunk
+from raypipe.schedules.collectives import Collective
 
 USUAL_BYTES_PER_S = 125e6
 _NOTSENT_LOWAT = 25
@@ -33,13 +34,22 @@ _WEIGHT = 0.3
 
 
 class Departure(NamedTuple):
-    """A chunk that has gone into the kernel, by the clock of `time.perf_counter`."""
+    """A chunk that has gone into the kernel, by the clock of `time.perf_counter`.
+
+    Attributes:
+        number: Number of the chunk among all that have left over this connection.
+        collective: Sum or norm that the chunk is of; `None` for a message.
+        queued_bytes: Bytes that waited for the same way when it had left.
+    """
 
     peer: int
     num_bytes: int
     start_s: float
     end_s: float
     traffic: Traffic
+    number: int = 0
+    collective: Collective | None = None
+    queued_bytes: int = 0
 
 
 class Entry(Protocol):
@@ -51,8 +61,10 @@ class Entry(Protocol):
         ready: Bytes from its beginning that may leave.
         sent: Those of them that have left, or are leaving.
         unit: Bytes that are not divided.
+        collective: Sum or norm that it is of; `None` for a message.
     """
 
+    collective: Collective | None
     link: Link
     traffic: Traffic
     deadline: int
@@ -230,6 +242,23 @@ class Way:
         self.paused[frame.entry.link] = frame
         self.active = None
         self._full_s = None  # the kernel runs empty meanwhile
+
+    def departure(self, link: Link, num_bytes: int, start_s: float, traffic: Traffic, collective: Collective | None = None) -> Departure:
+        """Return the note of a chunk that has just left."""
+        queued_bytes = sum(entry.ready - entry.sent for entry in self.queue)
+        number = link.num_left
+        link.num_left += 1
+        return Departure(link.peer, num_bytes, start_s, time.perf_counter(), traffic, number, collective, queued_bytes)
+
+    def round_trips_s(self) -> dict[int, float]:
+        """Return the shortest round trip to each peer so far, as far as this system tells."""
+        if sys.platform != "linux":
+            return {}
+        trips_s: dict[int, float] = {}
+        for link in self.links:
+            with suppress(OSError):  # it is closed
+                trips_s[link.peer] = _round_trip_s(link.end)
+        return trips_s
 
     def write(self, frame: Frame) -> bool:
         """Hand the kernel what it takes of a chunk; return whether that is all; raises `OSError`."""

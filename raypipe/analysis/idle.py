@@ -8,7 +8,7 @@ A wait for a message that a stage of another branch makes is that branch's doing
 is another branch's doing from when one branch had arrived until the others had: a stage of no branch waits for the last of them, and a
 branch for a gradient that needs the activations of the others. How long activations were on their way to it does not count.
 
-Limits: a trace from a file does not name senders, so of several replicas the last to finish is taken. Clocks are not aligned.
+Limits: where a trace does not name senders, of several replicas the last to finish is taken. Clocks are not aligned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple, TypeVar
 
-from raypipe.artifacts.trace import Span, SpanItem, SpanKind, Trace
+from raypipe.artifacts.trace import Dimension, Span, SpanItem, SpanKind, Trace, dimension
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import Direction, Message
@@ -138,6 +138,18 @@ class Division:
                 (kinds[interval.item], interval.duration_s)
                 for interval in row
                 if isinstance(interval.item, tuple) and not isinstance(interval.item, Message)
+            ])
+            for row in self.intervals
+        )
+
+    @cached_property
+    def exposed_s(self) -> tuple[dict[Dimension, float], ...]:
+        """Seconds that each device waited for what was on its way, by dimension; computation hid the rest. Warm-up is left out."""
+        return tuple(
+            _sums([
+                (carried, interval.duration_s)
+                for interval in row
+                if interval.cause.is_transfer and (carried := dimension(interval.item)) is not None
             ])
             for row in self.intervals
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -21,7 +22,7 @@ from raypipe.schedules.text import parse_op
 FORMAT = "raypipe.trace/1"
 
 _MOST_SECONDS = 1e12
-_COLUMNS = ("device", "kind", "name", "start_s", "end_s", "bytes")
+_COLUMNS = ("device", "kind", "name", "start_s", "end_s", "bytes", "sender")
 
 _MESSAGE = re.compile(r"(activation|gradient) (\d{1,9})->(\d{1,9}) of microbatch (\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
 _COLLECTIVE = re.compile(r"(\w+)(?: of (?:stage|tie) (\d{1,9}))? for update (\d{1,9})", re.ASCII)
@@ -37,19 +38,34 @@ class SpanKind(StrEnum):
     COMPUTE = "compute"
     RECV = "recv"  # the device waited for a message
     COLLECTIVE = "collective"  # the device waited for a collective
-    TRANSFER = "transfer"  # a message was on its way; the device is the receiver and may compute meanwhile
+    TRANSFER = "transfer"  # a message, or part of a sum, was on its way; the device is the receiver and may compute meanwhile
+
+
+class Dimension(StrEnum):
+    """What communication carries, whose order and cost differ: the dimensions of communication scheduling."""
+
+    MESSAGE = "message"  # an activation or a gradient between stages
+    SUM = "sum"  # gradients or weights between copies of a stage
+    NORM = "norm"  # a few bytes that updates wait for
+
+
+def dimension(item: SpanItem | None) -> Dimension | None:
+    """Return what an item carries; `None` for what carries nothing, or is not known to."""
+    if isinstance(item, Collective):
+        return Dimension.NORM if item.kind.is_norm else Dimension.SUM
+    return Dimension.MESSAGE if isinstance(item, Message) else None
 
 
 class Span(NamedTuple):
     """What one device did from one time to another, in seconds since the window began.
 
-    A file holds the item as text, so a loaded trace lacks rows and senders of messages, and parts and members of collectives.
+    A file holds the item as text, so a loaded trace lacks rows of messages, and parts and members of collectives.
 
     Attributes:
         device: Number of the device in `Trace.devices`.
         item: Ops if the kind is `COMPUTE`, else the message or collective.
-        bytes: Size of the message or collective; 0 for computation.
-        sender: Device that sent the message, if known.
+        bytes: Size of the message, collective or chunk; 0 for computation.
+        sender: Device that sent what was waited for or on its way, if known.
     """
 
     device: int
@@ -117,6 +133,15 @@ def steady_s(ends: Sequence[float]) -> float | None:
     return (ends[last] - ends[first]) / (last - first) if last > first else None
 
 
+def covered_s(times_s: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that some times from begin to end cover together."""
+    total_s, until_s = 0.0, -math.inf
+    for begin_s, end_s in sorted(times_s):
+        total_s += max(end_s - max(begin_s, until_s), 0.0)
+        until_s = max(end_s, until_s)
+    return total_s
+
+
 @dataclass(frozen=True)
 class Trace:
     """The spans of one window.
@@ -152,6 +177,15 @@ class Trace:
             if span.kind is not SpanKind.TRANSFER:
                 rows[span.device].append(span)
         return tuple(tuple(sorted(row, key=lambda span: (span.start_s, span.end_s))) for row in rows)
+
+    @cached_property
+    def by_link(self) -> dict[tuple[int, int], tuple[Span, ...]]:
+        """Transfers by sender and receiver, those of each link by start; without those whose sender is not known."""
+        links: dict[tuple[int, int], list[Span]] = defaultdict(list)
+        for span in self.spans:
+            if span.kind is SpanKind.TRANSFER and span.sender is not None:
+                links[span.sender, span.device].append(span)
+        return {link: tuple(sorted(spans, key=lambda span: (span.start_s, span.end_s))) for link, spans in sorted(links.items())}
 
     @cached_property
     def makespan_s(self) -> float:
@@ -240,10 +274,12 @@ class Trace:
         Raises:
             FormatError: The file cannot be written.
         """
-        columns = {name: [getattr(span, name) for span in self.spans] for name in _COLUMNS}
+        columns: dict[str, Any] = {name: [getattr(span, name) for span in self.spans] for name in _COLUMNS}
         if str(path).endswith(".parquet"):
             self._save_parquet(path, columns)
             return
+        if not any(span.sender is not None for span in self.spans):
+            columns["sender"] = None  # left out
         memory = [list(steps) for steps in self.memory]
         content = _TraceFile(
             self.name,
@@ -262,8 +298,9 @@ class Trace:
         import pyarrow.parquet as pq  # noqa: PLC0415
 
         columns["device"] = [self.devices[span.device] for span in self.spans]
+        columns["sender"] = [None if span.sender is None else self.devices[span.sender] for span in self.spans]
         metadata = {"format": FORMAT, "name": self.name, "source": str(self.source), "notes": "\n".join(self.notes)}
-        types = {"device": pa.string(), "kind": pa.string(), "name": pa.string(), "bytes": pa.int64()}
+        types = {"device": pa.string(), "kind": pa.string(), "name": pa.string(), "bytes": pa.int64(), "sender": pa.string()}
         schema = pa.schema([(name, types.get(name, pa.float64())) for name in _COLUMNS], metadata=metadata)
         try:
             pq.write_table(pa.table(columns, schema=schema), path)
@@ -294,25 +331,37 @@ class Trace:
         )
 
     def to_chrome(self) -> list[dict[str, Any]]:
-        """Return Chrome trace events, which Perfetto opens: one process, a thread for each device."""
+        """Return Chrome trace events, which Perfetto opens: one process, a thread for each device and for each link between two.
+
+        Begins of transfers are those of the turn on their link: Perfetto drops what overlaps in a thread.
+        """
         pid = {Source.SIMULATED: 1, Source.REHEARSED: 2, Source.MEASURED: 3}[self.source]
         meta: dict[str, Any] = {"ph": "M", "pid": pid}
         events = [{**meta, "name": "process_name", "args": {"name": f"{self.name} ({self.source})"}}]
-        for device, name in enumerate(self.devices):
-            for track, suffix in ((2 * device, ""), (2 * device + 1, " incoming")):
-                events.append({**meta, "name": "thread_name", "tid": track, "args": {"name": f"device {name}{suffix}"}})
-                events.append({**meta, "name": "thread_sort_index", "tid": track, "args": {"sort_index": track}})
+        tracks = {2 * device: f"device {name}" for device, name in enumerate(self.devices)}
+        if not self.by_link or any(span.kind is SpanKind.TRANSFER and span.sender is None for span in self.spans):
+            tracks |= {2 * device + 1: f"device {name} incoming" for device, name in enumerate(self.devices)}
+        first = 2 * len(self.devices)
+        tracks |= {first + at: f"link {' -> '.join(self.devices[end] for end in link)}" for at, link in enumerate(self.by_link)}
+        for track, name in sorted(tracks.items()):
+            events.append({**meta, "name": "thread_name", "tid": track, "args": {"name": name}})
+            events.append({**meta, "name": "thread_sort_index", "tid": track, "args": {"sort_index": track}})
+
+        def drawn(span: Span, track: int, start_s: float, **more: object) -> dict[str, Any]:
+            times = {"ts": start_s * 1e6, "dur": (span.end_s - start_s) * 1e6}
+            args = ({"bytes": span.bytes} if span.bytes else {}) | more
+            return {"ph": "X", "name": span.name, "cat": str(span.kind), "pid": pid, "tid": track, **times, "args": args}
+
         for span in self.spans:
-            events.append({
-                "ph": "X",
-                "name": span.name,
-                "cat": str(span.kind),
-                "pid": pid,
-                "tid": 2 * span.device + (span.kind is SpanKind.TRANSFER),
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-                "args": {"bytes": span.bytes} if span.bytes else {},
-            })
+            is_transfer = span.kind is SpanKind.TRANSFER
+            if not is_transfer or span.sender is None:
+                events.append(drawn(span, 2 * span.device + is_transfer, span.start_s))
+        for track, spans in enumerate(self.by_link.values(), first):
+            free_s = -math.inf
+            for span in spans:
+                free_s, start_s = max(span.end_s, free_s), min(max(span.start_s, free_s), span.end_s)
+                more = {"traffic": str(carried)} if (carried := dimension(span.item)) else {}
+                events.append(drawn(span, track, start_s, **more))
         events += [{"ph": "i", "name": note, "pid": pid, "tid": 0, "ts": 0.0, "s": "p"} for note in self.notes]
         for owner, steps in zip(self.devices, self.memory, strict=False):
             memory = {"ph": "C", "name": f"memory {owner}", "pid": pid}
@@ -337,6 +386,7 @@ class _Columns:
     start_s: list[float]
     end_s: list[float]
     bytes: list[int]
+    sender: list[int | None] | None = None  # left out where none is known
 
 
 @dataclass(frozen=True)
@@ -356,13 +406,17 @@ class _TraceFile:
 def _spans(content: _TraceFile, *, path: str) -> tuple[Span, ...]:
     columns = content.spans
     lists = (columns.device, columns.kind, columns.name, columns.start_s, columns.end_s, columns.bytes)
-    if len({len(column) for column in lists}) != 1:
+    senders = columns.sender if columns.sender is not None else [None] * len(columns.device)
+    if len({len(column) for column in (*lists, senders)}) != 1:
         raise FormatError(path, "spans", "its columns have different lengths")
     pipelines: dict[int, int] = {}
     slots: dict[str, tuple[Op, ...]] = {}
     for position, (device, kind, name, start_s, end_s, _) in enumerate(zip(*lists, strict=True)):
         if not 0 <= device < len(content.devices):
             raise FormatError(path, f"spans.device[{position}]", f"names device {device}; there are {len(content.devices)}")
+        sender = senders[position]
+        if sender is not None and not 0 <= sender < len(content.devices):
+            raise FormatError(path, f"spans.sender[{position}]", f"names device {sender}; there are {len(content.devices)}")
         if not max(abs(start_s), abs(end_s)) <= _MOST_SECONDS:
             raise FormatError(path, f"spans.start_s[{position}]", f"lasts from {start_s} to {end_s}, which are no times")
         if not start_s <= end_s:
@@ -376,7 +430,7 @@ def _spans(content: _TraceFile, *, path: str) -> tuple[Span, ...]:
     names = {name for name, kind in zip(columns.name, columns.kind, strict=True) if kind is not SpanKind.COMPUTE}
     others = {name: _parse_item(name, pipelines) for name in names}
     items = (slots[name] if kind is SpanKind.COMPUTE else others[name] for name, kind in zip(columns.name, columns.kind, strict=True))
-    return tuple(map(Span, columns.device, columns.kind, items, columns.start_s, columns.end_s, columns.bytes))
+    return tuple(map(Span, columns.device, columns.kind, items, columns.start_s, columns.end_s, columns.bytes, senders))
 
 
 def _parse_item(name: str, pipelines: Mapping[int, int]) -> SpanItem:

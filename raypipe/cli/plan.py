@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import click
 
+from raypipe.analysis.slack import StageCommunication, stage_communication
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
@@ -22,6 +23,7 @@ from raypipe.planning.limits import without_limits
 from raypipe.planning.planners import AUTO, PLANNERS
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import plan_report, prediction, stage_table
+from raypipe.simulation.simulator import simulate
 from raypipe.units import counted, seconds, size
 
 
@@ -135,7 +137,8 @@ def plan(
     took_s = time.perf_counter() - began_s
     if output:
         found.save(output)
-    report = plan_report(found, planning_s=took_s)
+    communication = stage_communication(found, simulate(found))
+    report = plan_report(found, communication, planning_s=took_s)
     explained = _explained(tried, found, partial(make, planner=planner, schedule=schedule)) if explain else {}
     others: dict[str, Report] = {}
     if compare:
@@ -147,7 +150,7 @@ def plan(
         documents = [Figure(name, rows) for name, rows in explained.items()]
         print_json(Report(*report.figures, *documents, *compared).document())
         return
-    _print(found, report)
+    _print(found, report, communication)
     for rows in explained.values():
         console().print()
         console().print(rows_table(rows))
@@ -217,7 +220,7 @@ def _compared(make: Callable[..., Plan], planner: str, found: Plan) -> Report:
     )
 
 
-def _print(found: Plan, report: Report) -> None:
+def _print(found: Plan, report: Report, communication: Sequence[StageCommunication]) -> None:
     screen = console()
     screen.print(
         f"{found.name} on {found.topology.name}: {counted(len(found.stages), 'stage')} on {counted(len(found.devices), 'device')}, "
@@ -225,7 +228,7 @@ def _print(found: Plan, report: Report) -> None:
         f"of {counted(found.microbatch_size, 'row')}",
         style="bold",
     )
-    screen.print(stage_table(found))
+    screen.print(stage_table(found, communication))
     figures = report.document()
     if stages := figures["recomputed_stages"]:
         screen.print(f"\nforwards run again in the backward pass, to save memory: stages {', '.join(map(str, stages))}")

@@ -33,7 +33,7 @@ from raypipe.show.grid import timed_grid, timed_grids
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.schedules import schedule_report
 from raypipe.show.tables import link_table, node_table, plan_table, profile_report, profile_table, topology_report
-from raypipe.show.traces import idle_report, plan_trace_report, trace_report
+from raypipe.show.traces import idle_report, link_report, plan_trace_report, trace_report
 from raypipe.simulation.simulator import simulate
 from raypipe.units import seconds
 
@@ -141,7 +141,8 @@ def _of_schedule(sized: SizedSchedule) -> _Drawing:
 
 
 def _with_idle(report: Report, trace: Trace) -> Report:
-    return Report(*report.figures, Figure("idle", idle_report(divide(trace))))
+    links = [Figure("links", link_report(trace))] if trace.by_link else []
+    return Report(*report.figures, Figure("idle", idle_report(divide(trace))), *links)
 
 
 def _of_plan(plan: Plan) -> _Drawing:
@@ -181,6 +182,9 @@ def _print_idle(screen: Console, trace: Trace) -> None:
     screen.print(idle_report(division).table())
     for sentence in findings(division):
         screen.print(f"\n{sentence}")
+    if trace.by_link:
+        screen.print("\nwhat passed between devices", style="bold")
+        screen.print(link_report(trace).table())
 
 
 def _of_topology(topology: ClusterTopology) -> _Drawing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ray
 from ray.exceptions import RayError
@@ -16,6 +16,7 @@ from raypipe.artifacts.trace import Trace
 from raypipe.cluster.stage_actors import StageActors
 from raypipe.cluster.window import WindowResult
 from raypipe.errors import PlanError, RunError
+from raypipe.network.chunks import chunk_transfers, link_uses
 from raypipe.network.estimate import NetworkEstimate, NodePair
 from raypipe.network.fit import fit
 from raypipe.network.transfers import transfers
@@ -53,14 +54,28 @@ class LinkWatch:
                 return
         self.estimate.seed(topology, names=names, at_s=now_s)
 
-    def observe(self, trace: Trace, programs: Sequence[DeviceProgram], nodes: Sequence[str], *, began_s: float, now_s: float) -> None:
-        """Learn from a window that began at `began_s`; `nodes` are those of its devices."""
+    def observe(
+        self,
+        trace: Trace,
+        programs: Sequence[DeviceProgram],
+        nodes: Sequence[str],
+        *,
+        began_s: float,
+        now_s: float,
+        queued_bytes: Mapping[tuple[int, int], int] | None = None,
+    ) -> None:
+        """Learn from a window that began at `began_s`; `nodes` are those of its devices, `queued_bytes` as `WindowResult` has them."""
         if self._metrics is None:
             return
-        for source, target in self.estimate.observe(transfers(trace, programs, nodes, self.estimate, began_s=began_s)):
+        if trace.by_link:
+            seen = chunk_transfers(trace, nodes, self.estimate, began_s=began_s)
+        else:
+            seen = transfers(trace, programs, nodes, self.estimate, began_s=began_s)
+        for source, target in self.estimate.observe(seen):
             bandwidth = self.estimate.links[source, target].bandwidth_bytes_per_s
             _LOG.info("the link %s -> %s has changed; it now carries %.3g bytes/s", source, target, bandwidth)
         self._metrics.record(self.estimate, now_s=now_s)
+        self._metrics.record_uses(link_uses(trace, nodes, queued_bytes))
 
     def due(self, *, now_s: float) -> NodePair | None:
         """Return a link that is due for a probe, if the last probe was long enough ago."""
@@ -112,7 +127,12 @@ class LinkMonitor:
         if not self.estimate.links:
             return
         nodes = [member.slot.node.address for member in self._actors.members]
-        self._watch.observe(result.trace, result.programs, nodes, began_s=min(result.began_s), now_s=time.time())
+        for (source, target), trip_s in result.round_trips_s.items():
+            if nodes[source] != nodes[target]:
+                self.estimate.suppose_latency((nodes[source], nodes[target]), trip_s / 2)
+        self._watch.observe(
+            result.trace, result.programs, nodes, began_s=min(result.began_s), now_s=time.time(), queued_bytes=result.queued_bytes
+        )
         if (pair := self._watch.due(now_s=time.time())) is not None:
             self.probe(*pair)
 

@@ -20,6 +20,8 @@ from raypipe.artifacts.topology import ClusterTopology, Link, SharedLink
 NodePair = tuple[str, str]
 """Two nodes by name, the sender first."""
 
+LEAST_BYTES = 16_384
+"""Fewer bytes show a link's latency, not its bandwidth."""
 _WEIGHT = 0.1
 _DEVIATION_WEIGHT = 0.05  # lower: a step must be seen before its first transfers make the deviation large
 _SLACK = 0.75
@@ -28,6 +30,7 @@ _CLIP = 3.0
 _LEAST_BEHIND = math.ceil(_LIMIT / (_CLIP - _SLACK))  # transfers that it takes to see a step of any size
 _LEAST_DEVIATION = 0.03
 _NUM_FIRST = 5  # transfers by whose median an estimate begins
+_CONTENDED = 1.05  # Fewer bytes of others do not matter
 _LIMITED = 0.9  # A link that carries so much of what its bottleneck does is limited by that
 _MAD_TO_DEVIATION = 1.4826
 _ABS_TO_DEVIATION = math.sqrt(math.pi / 2)
@@ -38,7 +41,7 @@ class LinkEstimate:
     """The bandwidth of one link, as its transfers show it.
 
     Attributes:
-        latency_s: Seconds subtracted from each transfer.
+        latency_s: Seconds subtracted from each transfer; 0 where nothing is known of it.
         num_changes: Observed step changes.
         seen_at_s: Time of the last transfer; minus infinity before the first.
     """
@@ -69,10 +72,24 @@ class LinkEstimate:
         self.seen_at_s = max(at_s, self.seen_at_s)
         self._begin([-math.log(bandwidth_bytes_per_s)])
 
-    def observe(self, num_bytes: int, seconds: float, *, at_s: float) -> bool:
-        """Observe a transfer that arrived at `at_s` and return whether it shows that the link has changed."""
+    def observe(self, num_bytes: int, seconds: float, *, at_s: float, most_bytes: int = 0) -> bool:
+        """Observe a transfer that arrived at `at_s` and return whether it shows that the link has changed.
+
+        With `most_bytes`, the link alone would have carried from `num_bytes` to so many in that time.
+        """
         # What is quicker than the latency is noise; a tenth of the time at least is for the bytes.
-        x = math.log(max(seconds - self.latency_s, 0.1 * seconds, 1e-9) / num_bytes)
+        alone_s = max(seconds - self.latency_s, 0.1 * seconds, 1e-9)
+        x = math.log(alone_s / num_bytes)
+        if most_bytes > num_bytes * _CONTENDED:
+            if self._mean is None:
+                return False
+            least_x = math.log(alone_s / most_bytes)
+            if least_x < self._mean < x:  # as expected
+                self.seen_at_s = max(at_s, self.seen_at_s)
+                self._up, self._since_up = _summed(self._up - _SLACK, self._since_up, self._mean)
+                self._down, self._since_down = _summed(self._down - _SLACK, self._since_down, self._mean)
+                return False
+            x = max(least_x, min(self._mean, x))
         self.num_transfers += 1
         self.seen_at_s = max(at_s, self.seen_at_s)
         if self._mean is None:
@@ -116,13 +133,18 @@ def _summed(total: float, since: list[float], x: float) -> tuple[float, list[flo
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that went from one node to another; seconds until the last arrived, at `at_s`."""
+    """Bytes that went from one node to another; seconds until the last arrived, at `at_s`.
+
+    Attributes:
+        most_bytes: Bytes of this link and of those that it shares a bottleneck with, in that time; 0 if it had the way for itself.
+    """
 
     source: str
     target: str
     num_bytes: int
     seconds: float
     at_s: float
+    most_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -177,16 +199,26 @@ class NetworkEstimate:
     def _fastest(self, pairs: Iterable[NodePair]) -> float:
         return max((self.links[pair].bandwidth_bytes_per_s or 0.0 for pair in pairs), default=0.0)
 
+    def sharing(self, pair: NodePair) -> list[frozenset[NodePair]]:
+        """Return for each bottleneck of a link all that pass it."""
+        return [one.members for one in self._bottlenecks.values() if pair in one.members]
+
     def contending(self, pair: NodePair) -> frozenset[NodePair]:
         """Return the links that share a bottleneck with this one."""
-        return frozenset[NodePair]().union(*(one.members for one in self._bottlenecks.values() if pair in one.members)) - {pair}
+        return frozenset[NodePair]().union(*self.sharing(pair)) - {pair}
+
+    def suppose_latency(self, pair: NodePair, latency_s: float) -> None:
+        """Take a latency for a link of which none is known."""
+        link = self.links[pair]
+        link.latency_s = link.latency_s or latency_s
 
     def observe(self, transfers: Iterable[Transfer]) -> list[NodePair]:
         """Observe transfers in any order and return the links that have changed."""
         changed: list[NodePair] = []
         for transfer in sorted(transfers, key=lambda transfer: transfer.at_s):
             pair = (transfer.source, transfer.target)
-            if self.links[pair].observe(transfer.num_bytes, transfer.seconds, at_s=transfer.at_s) and pair not in changed:
+            link, size = self.links[pair], transfer.num_bytes
+            if link.observe(size, transfer.seconds, at_s=transfer.at_s, most_bytes=transfer.most_bytes) and pair not in changed:
                 changed.append(pair)
         return changed
 

@@ -1,4 +1,4 @@
-"""Derives transfers between nodes from the spans of a measured window, corrected to one clock.
+"""Derives transfers between nodes from the waits of a measured window, where its chunks are not known (gloo, NCCL).
 
 Only if the receiver waits does the arrival show. Messages on a link without a pause are one transfer. Left out are overlaps with a
 collective of the same nodes, or with other links of a shared bottleneck.
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from raypipe.artifacts.trace import Step, Trace, steps_of
-from raypipe.network.estimate import LinkEstimate, NetworkEstimate, Transfer
+from raypipe.network.estimate import LEAST_BYTES, LinkEstimate, NetworkEstimate, Transfer
 from raypipe.schedules.collectives import Await, Collective
 from raypipe.schedules.lower import DeviceProgram, Recv
 
@@ -23,7 +23,6 @@ _WAITED_SHARE = 0.25
 before was taken. Taking a large message that has arrived may take a millisecond on a busy machine.
 """
 _ON_ITS_WAY = 3.0  # A message with a late receiver was under way for at most this many times its link's estimate
-_LEAST_BYTES = 16_384  # fewer bytes show the latency, not the bandwidth
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class _Run:
         begin_s, end_s = self.begin_s, self.end_s
         return (
             all(message.awaited for message in self.messages)
-            and self.num_bytes >= _LEAST_BYTES
+            and self.num_bytes >= LEAST_BYTES
             and end_s > begin_s
             and not in_the_way.overlaps(begin_s, end_s)
         )

@@ -17,9 +17,9 @@ from raypipe.show.causes import findings
 from raypipe.show.differences import difference_reports
 from raypipe.show.page_bars import bars, fills, legend, patterns
 from raypipe.show.page_data import page_data
-from raypipe.show.page_tables import comparison_tables, idle_table, wait_tables
+from raypipe.show.page_tables import comparison_tables, idle_table, link_tables, wait_tables
 from raypipe.show.svg_document import escape
-from raypipe.show.view import View, has_memory, has_messages, views_of
+from raypipe.show.view import View, has_memory, has_messages, has_sums, views_of
 from raypipe.units import counted, ratio, seconds, size
 
 _SCRIPTS = ("page_read.js", "page_draw.js", "page_pointer.js")  # one script, in this order
@@ -45,7 +45,7 @@ def draw_page(traces: Sequence[Trace]) -> str:
         bars="\n".join(bars(views)),
         idle="\n".join(idle_table(views)),
         comparison="\n".join(comparison_tables(*views)) if len(views) == 2 else "",
-        waits="\n".join(wait_tables(views)),
+        waits="\n".join([*wait_tables(views), *link_tables(views)]),
         data=page_data(views),
         version=escape(__version__),
     )
@@ -107,7 +107,7 @@ def _compared_figures(first: View, second: View) -> Iterator[tuple[str, str]]:
 def _switches(views: Sequence[View]) -> Iterator[str]:
     traces = [view.trace for view in views]
     switches = (
-        ("messages", "Messages", any(map(has_messages, traces))),
+        ("messages", "Links", any(has_messages(trace) or has_sums(trace) for trace in traces)),
         ("memory", "Memory", any(map(has_memory, traces))),
         ("pairs", "Device by device", len(views) == 2),
     )

@@ -11,7 +11,7 @@ from raypipe.show.branches import branch_words, branches_of
 from raypipe.show.causes import MEANINGS
 from raypipe.show.labels import Labels, colour, pipeline_words
 from raypipe.show.svg_document import escape
-from raypipe.show.view import Part, View, has_memory, has_messages, parts_of
+from raypipe.show.view import Part, View, has_memory, has_messages, has_sums, parts_of
 from raypipe.units import ratio, seconds
 
 _MOST_TALL_ROWS = 96
@@ -55,6 +55,8 @@ def legend(views: Sequence[View]) -> Iterator[str]:
     traces = [view.trace for view in views]
     if any(map(has_messages, traces)):
         yield '<li><svg width="20" height="14"><rect class="message" y="5" width="20" height="5"/></svg>message on its way</li>'
+    if any(map(has_sums, traces)):
+        yield '<li><svg width="20" height="14"><rect class="sum" y="5" width="20" height="5"/></svg>sum or norm on its way</li>'
     if any(map(has_memory, traces)):
         yield '<li><svg width="20" height="14"><path class="held" d="M0 14V6H9V2H20V14"/></svg>memory held</li>'
     labels = Labels(*traces)

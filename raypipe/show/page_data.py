@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from raypipe.analysis.idle import Cause, Division
-from raypipe.artifacts.trace import SpanItem, SpanKind, Trace, item_text
+from raypipe.artifacts.trace import SpanItem, Trace, item_text
 from raypipe.schedules.ir import OpKind
 from raypipe.schedules.lower import Direction, Message
 from raypipe.show.causes import MEANINGS, NAMES
 from raypipe.show.labels import KIND_NAMES, Labels, colour
+from raypipe.show.lanes import Lane, lanes_to
 from raypipe.show.view import View, has_memory
 
 _DIGITS = 9  # of the window's length
@@ -35,11 +36,6 @@ def page_data(views: Sequence[View]) -> str:
 def _trace_data(view: View, labels: Labels) -> dict[str, Any]:
     trace, division = view.trace, view.division
     ticks = _Ticks(trace)
-    incoming: list[list[tuple[int, int, str, int]]] = [[] for _ in trace.devices]
-    for span in trace.spans:
-        if span.kind is SpanKind.TRANSFER:
-            start = ticks.of(span.start_s)
-            incoming[span.device].append((start, ticks.of(span.end_s) - start, _short(span.item), span.bytes))
     memory = [{"step": _steps([ticks.of(at_s) for at_s, _ in steps]), "bytes": [held for _, held in steps]} for steps in trace.memory]
     return {
         "word": view.word,
@@ -52,7 +48,7 @@ def _trace_data(view: View, labels: Labels) -> dict[str, Any]:
         "words": view.device_words,
         "bubbles": [round(bubble, 6) for bubble in trace.device_bubble_ratios],
         "rows": [_row_data(division, device, ticks) for device in range(len(trace.devices))],
-        "messages": [_message_data(sorted(row)) for row in incoming],
+        "messages": [[_lane_data(lane, ticks) for lane in lanes] for lanes in lanes_to(trace)],
         "memory": memory if has_memory(trace) else [],
     }
 
@@ -91,9 +87,15 @@ def _row_data(division: Division, device: int, ticks: _Ticks) -> dict[str, Any]:
     return {"length": lengths, "cause": "".join(causes), "name": written, "peer": peers, "bytes": _column(sizes)}
 
 
-def _message_data(messages: Sequence[tuple[int, int, str, int]]) -> dict[str, Any]:
-    starts, lengths, names, sizes = (list(column) for column in zip(*messages, strict=True)) if messages else ([], [], [], [])
-    return {"step": _steps(starts), "length": lengths, "name": names, "bytes": _column(sizes)}
+def _lane_data(lane: Lane, ticks: _Ticks) -> dict[str, Any]:
+    starts = [ticks.of(span.start_s) for span in lane.spans]
+    return {
+        "from": -1 if lane.sender is None else lane.sender,
+        "step": _steps(starts),
+        "length": [ticks.of(span.end_s) - start for span, start in zip(lane.spans, starts, strict=True)],
+        "name": [_short(span.item) for span in lane.spans],
+        "bytes": _column([span.bytes for span in lane.spans]),
+    }
 
 
 def _steps(times: Sequence[int]) -> list[int]:

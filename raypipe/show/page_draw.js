@@ -2,7 +2,7 @@
 // Draws the timeline; page.py writes everything else on the page.
 //
 // Times are seconds. `view` is what is shown of them, `at` what the pointer is on, `pinned` a microbatch that stays lit, `lit` the
-// one that is. A lane is a stripe of the timeline that shows the Ops, the messages or the memory of one device.
+// one that is. A lane is a stripe of the timeline that shows the Ops or the memory of one device, or a link to it.
 
 // ---- Colours: those of the style sheet, and for causes the patterns that the page's own drawings use
 
@@ -10,7 +10,7 @@ let theme = {};
 function readTheme() {
   const style = getComputedStyle(document.documentElement);
   theme = { fills: [], flat: [], colours: new Map() };
-  for (const name of ["paper", "text", "soft", "line", "row", "accent", "message", "held", "held-line"])
+  for (const name of ["paper", "text", "soft", "line", "row", "accent", "message", "sum", "held", "held-line"])
     theme[name] = style.getPropertyValue(`--${name}`).trim();
   CAUSES.forEach((cause, number) => {
     if (!number) return;
@@ -63,14 +63,14 @@ function layOut() {
   let y = 4;
   let named = -Infinity; // where the last name stands: of narrow lanes only some have one
   const add = (trace, device) => {
-    const lane = (draws, tall) => {
+    const lane = (draws, tall, messages) => {
       const isNamed = draws === "ops" && y - named >= 12;
       if (isNamed) named = y;
-      layout.lanes.push({ trace, device, draws, y, high: tall, named: isNamed });
+      layout.lanes.push({ trace, device, draws, messages, y, high: tall, named: isNamed });
       y += tall + 1;
     };
     lane("ops", high);
-    if (shows.messages && trace.messages[device].count) lane("messages", high >= 15 ? 5 : 3);
+    if (shows.messages) for (const link of trace.messages[device]) lane("messages", high >= 15 ? 5 : 3, link);
     if (shows.memory && trace.memory.length) lane("memory", 24);
     y += gap - 1;
   };
@@ -179,7 +179,7 @@ function drawLane(paint, lane) {
   paint.rect(layout.left, y - 1, layout.pixels, high + 2);
   paint.clip();
   if (draws === "ops") drawOps(paint, trace, trace.rows[device], y, high);
-  else if (draws === "messages") drawMessages(paint, trace.messages[device], y, high);
+  else if (draws === "messages") drawMessages(paint, lane.messages, y, high);
   else drawMemory(paint, trace, trace.memory[device], y, high);
   paint.restore();
 }
@@ -278,11 +278,11 @@ function partsOf(name) {
 
 function drawMessages(paint, messages, y, high) {
   let last = -Infinity;
-  paint.fillStyle = theme.message;
   for (let i = behind(messages.latest, view.from, messages.count); i < messages.count && messages.start[i] < view.to; i++) {
     const x = xOf(messages.start[i]), end = xOf(messages.end[i]);
     if (end - last < 0.7) continue; // hidden by what is drawn
     last = end;
+    paint.fillStyle = messages.name[i][0] === " " ? theme.sum : theme.message;
     paint.globalAlpha = lit < 0 || messageOf(messages.name[i]).index === lit ? 0.7 : 0.15;
     paint.fillRect(x, y, Math.max(end - x - 0.5, 0.7), high);
   }

@@ -48,12 +48,13 @@ function find(x, y) {
     return { lane, microbatch: wide ? microbatch : -1, lines, from: pieces.time[i], to: pieces.time[i + 1] };
   }
   if (lane.draws === "messages") {
-    const messages = trace.messages[device];
+    const { messages } = lane;
+    const sender = messages.from >= 0 ? [["from", trace.words[messages.from]]] : [];
     let i = behind(messages.start, time, messages.count) - 1;
     while (i >= 0 && messages.end[i] < time && messages.latest[i] >= time) i--;
     if (i < 0 || messages.end[i] < time) return null;
     const [from, to, message] = [messages.start[i], messages.end[i], messageOf(messages.name[i])];
-    const lines = [`${message.text}, on its way`, ...where, ...timeLines(from, to), ...bytesLine(valueAt(messages.bytes, i))];
+    const lines = [`${message.text}, on its way`, ...sender, ...where, ...timeLines(from, to), ...bytesLine(valueAt(messages.bytes, i))];
     return { lane, microbatch: message.index, lines, from, to };
   }
   const memory = trace.memory[device];

@@ -79,7 +79,7 @@ function readMessages(row, tick) {
     end[i] = (ticks + row.length[i]) * tick;
     latest[i] = Math.max(latest[i - 1] || 0, end[i]);
   }
-  return { count, name: row.name, bytes: row.bytes, start, end, latest };
+  return { count, from: row.from, name: row.name, bytes: row.bytes, start, end, latest };
 }
 
 function readMemory(row, tick) {
@@ -94,7 +94,7 @@ const traces = data.traces.map((trace) => ({
   end: trace.end * trace.tick_s,
   updates: trace.updates.map((update) => update * trace.tick_s),
   rows: trace.rows.map((row) => readRow(trace, row)),
-  messages: trace.messages.map((row) => readMessages(row, trace.tick_s)),
+  messages: trace.messages.map((lanes) => lanes.map((row) => readMessages(row, trace.tick_s))),
   memory: trace.memory.map((row) => readMemory(row, trace.tick_s)),
 }));
 for (const trace of traces) trace.most = Math.max(1, ...trace.memory.map((memory) => memory.most));

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from raypipe.artifacts.trace import item_text
-from raypipe.show.causes import MEANINGS
 from raypipe.show.differences import kind_differences, kind_text, op_differences
 from raypipe.show.svg_document import escape
-from raypipe.show.view import View, parts_of
+from raypipe.show.traces import link_report
+from raypipe.show.view import Exposure, Part, View, exposures_of, parts_of
 from raypipe.units import counted, ratio, seconds, time_unit
 
 _OPEN_ROWS = 24
@@ -17,13 +17,14 @@ _MOST_OPS = 12
 _LEAST_CHANGE = 1e-9
 _MOST_KINDS = 24
 _MOST_WAITS = 12
+_MOST_LINKS = 24
 
 
 def idle_table(views: Sequence[View]) -> Iterator[str]:
     """Yield the time of every kind of Op and cause, for each device and trace."""
     is_pair = len(views) == 2
     unit = _Unit.of(max(view.trace.makespan_s for view in views))
-    parts = parts_of(views)
+    parts: list[Part | Exposure] = [*parts_of(views), *exposures_of(views)]
     lines = []
     for device in range(max(len(view.trace.devices) for view in views)):
         present = [view for view in views if device < len(view.trace.devices)]
@@ -37,7 +38,7 @@ def idle_table(views: Sequence[View]) -> Iterator[str]:
             bubble = views[1].trace.device_bubble_ratios[device] - views[0].trace.device_bubble_ratios[device]
             lines.append(_row(["", "difference"], [*deltas, f"{round(100 * bubble, 1) + 0.0:+.1f} points"], first=False, soft=True))
     head = ["device", *(["trace"] if is_pair else []), *(part.words for part in parts), "bubble"]
-    hints = {part.words: MEANINGS[part.cause] for part in parts if part.cause}
+    hints = {part.words: part.meaning for part in parts if part.meaning}
     more = f"; the difference is {views[1].word} less {views[0].word}" if is_pair else ", and its share of the window"
     caption = f"Time of each device in {unit.name}{more}"
     yield from _folded(caption, head, lines, hints, num_text=len(views), is_open=len(lines) <= _OPEN_ROWS)
@@ -122,6 +123,20 @@ def _changed(first_s: float, second_s: float) -> tuple[str, str]:
     difference_s = second_s - first_s
     relative = f"{difference_s / first_s:+.1%}" if first_s else ""
     return (f"{'+' if difference_s >= 0 else ''}{seconds(difference_s)}", relative)
+
+
+def link_tables(views: Sequence[View]) -> Iterator[str]:
+    """Yield what passed each link, where that is known."""
+    if not any(view.trace.by_link for view in views):
+        return
+    yield '<section><h2>Links</h2><p class="soft">Bytes of each link, and the share of the window in which something was on its way.</p>'
+    yield '<div class="columns">'
+    for view in views:
+        table = link_report(view.trace).table()
+        lines = [_row(row[:1], [escape(cell) for cell in row[1:]]) for row in table.rows[:_MOST_LINKS]]
+        head = [column.replace("\n", " ") for column in table.columns]
+        yield _table(view.word, head, lines, num_text=1, num_more=len(table.rows) - _MOST_LINKS)
+    yield "</div></section>"
 
 
 def wait_tables(views: Sequence[View]) -> Iterator[str]:

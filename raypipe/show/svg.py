@@ -14,10 +14,11 @@ from raypipe.show.branches import branch_words
 from raypipe.show.devices import labels_of
 from raypipe.show.differences import difference_reports, names
 from raypipe.show.labels import COLOURS, KIND_NAMES, Labels, colour, pipeline_words
+from raypipe.show.lanes import lanes_to
 from raypipe.show.report import rows_table
 from raypipe.show.svg_document import MARGIN, WIDTH, document, place, safe_text
-from raypipe.show.svg_rows import MEMORY, ROW, RowPainter, TimeAxis
-from raypipe.show.view import has_memory
+from raypipe.show.svg_rows import LANE, MEMORY, ROW, RowPainter, TimeAxis
+from raypipe.show.view import has_memory, has_messages, has_sums
 from raypipe.units import ratio, seconds
 
 MOST_DEVICES = 256
@@ -29,7 +30,7 @@ _MOST_LETTERS = 24  # of the name of a device
 
 _STYLE = (
     ".l{font-size:10px;text-anchor:middle}.s{font-size:8px;text-anchor:middle}.row{fill:#f4f4f4}.grid{stroke:#ddd}"
-    ".box{stroke:#fff;stroke-width:.6}.recv{fill:url(#hatch)}.all{fill:url(#cross)}.move{fill:#35507a;fill-opacity:.55}"
+    ".box{stroke:#fff;stroke-width:.6}.recv{fill:url(#hatch)}.all{fill:url(#cross)}.move{fill:#35507a;fill-opacity:.55}.sum{fill:#a8497f;fill-opacity:.6}"
     ".held{fill:#e8e0f3;stroke:#8a6fb5;stroke-width:.8}"
     + "".join(f".{kind}{{fill:{colour(kind)}}}.{kind}.odd{{fill:{colour(kind, 1)}}}" for kind in COLOURS)
 )
@@ -50,7 +51,7 @@ class _Drawing:
         self.device_names = [labels_of(trace)[:MOST_DEVICES] for trace in traces]
         most_letters = max((len(name) for shown in self.device_names for name in shown), default=0)
         self.axis = TimeAxis(MARGIN + 8 + min(most_letters, _MOST_LETTERS) * 7, max(0.0, *(trace.makespan_s for trace in traces)))
-        num_transfers = sum(span.kind is SpanKind.TRANSFER for trace in traces for span in trace.spans)
+        num_transfers = sum(len(lane.spans) for trace in traces for lanes in lanes_to(trace) for lane in lanes)
         self.shows_transfers = 0 < num_transfers <= _MOST_TRANSFERS
         self.elements: list[svg.Element] = [_patterns()]
         self.y = float(MARGIN)
@@ -75,7 +76,8 @@ class _Drawing:
             entries.append(((str(self.labels.kinds[0]), "odd"), lighter))
         entries += [(("recv",), "waits for a message")] if SpanKind.RECV in kinds else []
         entries += [(("all",), "waits for a collective")] if SpanKind.COLLECTIVE in kinds else []
-        entries += [(("move",), "message under way")] if self.shows_transfers else []
+        entries += [(("move",), "message under way")] if self.shows_transfers and any(map(has_messages, self.traces)) else []
+        entries += [(("sum",), "sum or norm under way")] if self.shows_transfers and any(map(has_sums, self.traces)) else []
         entries += [(("held",), "memory held")] if any(map(has_memory, self.traces)) else []
         entries += [((f"b{branch.number}",), f"{branch.letter} {branch_words(branch, self.traces)}") for branch in self.branches]
         x = float(MARGIN)
@@ -104,9 +106,11 @@ class _Drawing:
                 safe_text(name if len(name) <= _MOST_LETTERS else name[: _MOST_LETTERS - 1] + "~", self.axis.left - 8, self.y + 16, "r"),
                 safe_text(ratio(trace.device_bubble_ratios[device]), WIDTH - MARGIN, self.y + 16, "r"),
                 *painter.spans(device, self.y),
-                *(painter.transfers(device, self.y) if self.shows_transfers else ()),
             ]
             self.y += ROW
+            if self.shows_transfers:
+                rows += painter.transfers(device, self.y)
+                self.y += LANE * len(painter.lanes[device])
             if has_memory(trace):
                 rows += painter.memory(device, self.y)
                 self.y += MEMORY

@@ -10,12 +10,15 @@ import svg
 
 from raypipe.artifacts.trace import Span, SpanKind, Trace
 from raypipe.show.branches import Branch
+from raypipe.show.devices import labels_of
 from raypipe.show.labels import Labels
+from raypipe.show.lanes import is_sum, lanes_to
 from raypipe.show.svg_document import MARGIN, WIDTH, escape, place, safe_text
 from raypipe.units import number, ratio, seconds, size, ticks, time_unit
 
 ROW = 24  # heights in pixels
 MEMORY = 18
+LANE = 4
 STRIPE = 0.2  # of a box, in the colour of its branch
 _RIGHT = 70
 _MOST_TICKS = 14
@@ -77,10 +80,7 @@ class RowPainter:
         self.most_boxes = _MOST_BOXES // max(num_rows, 1)
         self.most_points = _MOST_MEMORY_POINTS // max(num_rows, 1)
         self.form = self._label_form()
-        self.transfers_to: list[list[Span]] = [[] for _ in trace.devices]
-        for span in trace.spans:
-            if span.kind is SpanKind.TRANSFER:
-                self.transfers_to[span.device].append(span)
+        self.lanes = lanes_to(trace)
 
     def _label_form(self) -> _LabelForm:
         # The first form that fits most Ops, so that all labels look alike.
@@ -160,10 +160,12 @@ class RowPainter:
             )
 
     def transfers(self, device: int, y: float) -> Iterator[svg.Element]:
-        """Draw messages on their way to a device."""
-        for span in self.transfers_to[device]:
-            if self.axis.width(span) >= _LEAST_PIXELS:
-                yield self._box(span, y + ROW - 3, 3, "move", title=_hover(span, self.trace))
+        """Draw what is on its way to a device, a lane for each link."""
+        for at, lane in enumerate(self.lanes[device]):
+            for span in lane.spans:
+                if self.axis.width(span) >= _LEAST_PIXELS:
+                    style = "sum" if is_sum(span.item) else "move"
+                    yield self._box(span, y + at * LANE + 1, LANE - 1, style, title=_hover(span, self.trace))
 
     def _box(self, span: Span, y: float, height: float, *classes: str, title: str) -> svg.Element:
         return svg.Rect(
@@ -191,7 +193,8 @@ class RowPainter:
 def _hover(span: Span, trace: Trace) -> str:
     carried = f"\n{size(span.bytes)}" if span.bytes else ""
     lead = "waits for " if span.kind in {SpanKind.RECV, SpanKind.COLLECTIVE} else ""
-    tail = " under way" if span.kind is SpanKind.TRANSFER else ""
+    sender = f" from {labels_of(trace)[span.sender]}" if span.sender is not None else ""
+    tail = f" under way{sender}" if span.kind is SpanKind.TRANSFER else ""
     branches = dict.fromkeys(branch for op in span.ops if (branch := trace.branch(op.stage)))
     tail = f" of {' and '.join(branches)}" if branches else tail
     return f"{lead}{span.name}{tail}\nat {seconds(span.start_s)} for {seconds(span.end_s - span.start_s)}{carried}"

@@ -7,9 +7,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from raypipe.analysis.slack import StageCommunication
 from raypipe.artifacts.plan import Plan, Predicted
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Link, Node, NodeLink, SharedLink
+from raypipe.artifacts.trace import Dimension
 from raypipe.schedules.passes import recomputed_stages
 from raypipe.show.report import Figure, FittedTable, Report, rows_table
 from raypipe.simulation.plan_cost import plan_cost
@@ -18,8 +20,8 @@ from raypipe.units import number, ratio, seconds, size
 _BAR = 12
 
 
-def plan_report(plan: Plan, *, planning_s: float | None = None) -> Report:
-    """Return a plan with its prediction; names are JSON keys."""
+def plan_report(plan: Plan, communication: Sequence[StageCommunication] = (), *, planning_s: float | None = None) -> Report:
+    """Return a plan with its prediction, and the communication of each stage if given; names are JSON keys."""
     predicted = prediction(plan)
     rows = plan.schedule.num_microbatches * plan.microbatch_size
     # Where no layer takes time, an update takes none: it has no rate and no bound.
@@ -28,7 +30,7 @@ def plan_report(plan: Plan, *, planning_s: float | None = None) -> Report:
         Figure("planner", plan.planner),
         Figure("schedule", plan.schedule.name),
         Figure("num_stages", len(plan.stages)),
-        Figure("stages", [_stage_document(plan, stage) for stage in range(len(plan.stages))]),
+        Figure("stages", [_stage_document(plan, stage, communication) for stage in range(len(plan.stages))]),
         Figure("recomputed_stages", list(recomputed_stages(plan.schedule))),
         Figure("num_devices", len(plan.devices)),
         Figure("idle_devices", [device.name for device in plan.topology.devices if device.name not in plan.devices]),
@@ -50,20 +52,27 @@ def prediction(plan: Plan) -> Predicted:
     return plan.predicted
 
 
-def _stage_document(plan: Plan, stage: int) -> dict[str, object]:
+def _stage_document(plan: Plan, stage: int, communication: Sequence[StageCommunication]) -> dict[str, object]:
     workers = [plan.workers[pipeline[stage]] for pipeline in plan.schedule.pipelines]
     return {
         "layers": list(plan.stages[stage]),
         "devices": [[replica.device for replica in replicas] for replicas in workers],
         "shares": [[replica.share for replica in replicas] for replicas in workers],
         **({"branch": plan.branches[stage]} if plan.branches else {}),
+        **(_communication_document(communication[stage]) if communication else {}),
     }
 
 
-def stage_table(plan: Plan) -> FittedTable:
-    """Return a row for each stage of each pipeline."""
+def _communication_document(of_stage: StageCommunication) -> dict[str, object]:
+    exposed_s = {str(carried): of_stage.exposed_s.get(carried, 0.0) for carried in Dimension}
+    return {"sum_need_s": of_stage.need_s, "sum_slack_s": of_stage.slack_s, "exposed_s": exposed_s}
+
+
+def stage_table(plan: Plan, communication: Sequence[StageCommunication] = ()) -> FittedTable:
+    """Return a row for each stage of each pipeline, with the communication of the stage if given."""
     peaks = dict(zip(plan.devices, prediction(plan).peak_memory_bytes, strict=True))
     has_several = len(plan.schedule.pipelines) > 1
+    has_sums = any(of_stage.need_s is not None for of_stage in communication)
     rows = []
     for stage, layers in enumerate(plan.stages):
         for at, pipeline in enumerate(plan.schedule.pipelines):
@@ -77,9 +86,17 @@ def stage_table(plan: Plan) -> FittedTable:
                     Figure("", layers, "layers", _range),
                     Figure("", " ".join(devices), "devices\n(share of the rows)"),
                     Figure("", max(peaks[replica.device] for replica in replicas), "peak\nmemory", size),
+                    *_communication_figures(communication[stage] if communication else None, has_sums),
                 )
             )
     return rows_table(rows, left=3 + has_several + bool(plan.branches))
+
+
+def _communication_figures(of_stage: StageCommunication | None, has_sums: bool) -> list[Figure]:
+    if of_stage is None:
+        return []
+    of_sums = [Figure("", of_stage.need_s, "its sum\nneeds", seconds), Figure("", of_stage.slack_s, "slack", seconds)]
+    return [*(of_sums if has_sums else ()), Figure("", sum(of_stage.exposed_s.values()), "exposed\nan update", seconds)]
 
 
 def _branch_figure(plan: Plan, stage: int) -> list[Figure]:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from raypipe.analysis.idle import IDLE, Cause, Division, divide
-from raypipe.artifacts.trace import SpanKind, Trace
+from raypipe.artifacts.trace import Dimension, SpanKind, Trace
 from raypipe.schedules.ir import OpKind
-from raypipe.show.causes import NAMES
+from raypipe.show.causes import MEANINGS, NAMES
 from raypipe.show.devices import device_labels, device_words
 from raypipe.show.differences import names
 from raypipe.show.labels import KIND_NAMES
+from raypipe.show.lanes import is_sum
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,41 @@ class Part:
         """Name of the cause, or of the kinds."""
         return NAMES[self.cause] if self.cause else " and ".join(KIND_NAMES[OpKind(kind)] for kind in self.fills)
 
+    @property
+    def meaning(self) -> str:
+        """What the cause is; empty for Ops."""
+        return MEANINGS[self.cause] if self.cause else ""
+
     def seconds(self, view: View, device: int) -> float:
         """Return how long the part takes on a device."""
         division = view.division
         return division.by_cause_s[device].get(self.cause, 0.0) if self.cause else division.compute_s[device].get(self.key, 0.0)
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """What a device waits for while it is on its way, by dimension, whatever the cause is called."""
+
+    carried: Dimension
+
+    @property
+    def words(self) -> str:
+        """Name of the column."""
+        return f"exposed: {self.carried}s"
+
+    @property
+    def meaning(self) -> str:
+        """What the column says."""
+        return f"all waits for {self.carried}s on their way, which other columns hold too"
+
+    def seconds(self, view: View, device: int) -> float:
+        """Return how long a device waits."""
+        return view.division.exposed_s[device].get(self.carried, 0.0)
+
+
+def exposures_of(views: Sequence[View]) -> list[Exposure]:
+    """Return the dimensions that some device waits for."""
+    return [Exposure(carried) for carried in Dimension if any(row.get(carried) for view in views for row in view.division.exposed_s)]
 
 
 def parts_of(views: Sequence[View]) -> list[Part]:
@@ -84,4 +116,9 @@ def has_memory(trace: Trace) -> bool:
 
 def has_messages(trace: Trace) -> bool:
     """Return whether it is known when messages were on their way."""
-    return any(span.kind is SpanKind.TRANSFER for span in trace.spans)
+    return any(span.kind is SpanKind.TRANSFER and not is_sum(span.item) for span in trace.spans)
+
+
+def has_sums(trace: Trace) -> bool:
+    """Return whether it is known when parts of sums were on their way."""
+    return any(span.kind is SpanKind.TRANSFER and is_sum(span.item) for span in trace.spans)

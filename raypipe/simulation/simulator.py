@@ -18,6 +18,7 @@ from raypipe.simulation.cost import Cost
 from raypipe.simulation.events import EventLoop
 from raypipe.simulation.memory import MemoryCurve, memory_curves
 from raypipe.simulation.plan_cost import plan_cost
+from raypipe.simulation.transfers import Passed
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Timing:
     Attributes:
         waits: Waits of each program: message or -1, collective or -1, start, end.
         departure_s: Time at which each message enters its links.
+        passed: Parts of sums that pass links.
     """
 
     order: CompiledOrder
@@ -36,6 +38,7 @@ class Timing:
     waits: list[list[tuple[int, int, float, float]]]
     departure_s: list[float]
     arrival_s: list[float]
+    passed: Sequence[Passed] = ()
 
     @cached_property
     def makespan_s(self) -> float:
@@ -97,6 +100,8 @@ class Timing:
             if arrival > departure:
                 sender, target, _ = order.transfers[transfer]
                 spans.append(make((target, SpanKind.TRANSFER, item, departure, arrival, num_bytes[transfer], sender)))
+        for number, source, target, size, departure, arrival in self.passed:
+            spans.append(Span(target, SpanKind.TRANSFER, order.collectives[number], departure, arrival, round(size), source))
         return spans
 
 
@@ -129,4 +134,6 @@ def time_order(order: CompiledOrder, cost: Cost) -> Timing:
     """Return when everything in an order starts and ends."""
     loop = EventLoop(order, cost)
     loop.run()
-    return Timing(order, cost, loop.starts, loop.ends, loop.waits, loop.departure_s, loop.arrival_s)
+    return Timing(
+        order, cost, loop.starts, loop.ends, loop.waits, loop.departure_s, loop.arrival_s, loop.network.passed if loop.network else ()
+    )

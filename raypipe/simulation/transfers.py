@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import NamedTuple, Self
 
 from raypipe.artifacts.topology import Path
 from raypipe.communication.policy import Traffic
@@ -19,6 +19,17 @@ OnArrival = Callable[[int, float, float], None]
 """Gets a message, its departure and its arrival in seconds."""
 OnEnd = Callable[[int, float], None]
 """Gets a collective and the second of its end."""
+
+
+class Passed(NamedTuple):
+    """What one member of a sum passed on to the next, in one phase of the ring."""
+
+    collective: int
+    source: int
+    target: int
+    num_bytes: float
+    departure_s: float
+    arrival_s: float
 
 
 @dataclass
@@ -42,6 +53,7 @@ class OrderTransfers:
     ) -> None:
         self.order = order
         self.cost = cost
+        self.passed: list[Passed] = []
         self._sums = sums
         self._network = Network(cost.communication, push)
         self.fire = self._network.fire
@@ -122,11 +134,13 @@ class OrderTransfers:
             now_s,
             traffic=Traffic.SUM,
             deadline=total.deadlines.get(source, 0),
-            on_end=partial(self._passed, number, total, on_end),
+            on_end=partial(self._passed, number, total, hop, on_end),
             not_before_s=max((self._free_s.get(resource, 0.0) for resource, _ in path.resources), default=0.0),
         )
 
-    def _passed(self, number: int, total: _Sum, on_end: OnEnd, _: float, now_s: float) -> None:
+    def _passed(self, number: int, total: _Sum, hop: int, on_end: OnEnd, begun_s: float, now_s: float) -> None:
+        source, target, path = total.hops[hop]
+        self.passed.append(Passed(number, source, target, total.hop_bytes, begun_s, now_s + path.latency_s))
         total.left -= 1
         if total.left or total.num_started < len(total.hops):
             return

@@ -22,7 +22,7 @@ from raypipe.simulation.cost import StageCost
 from raypipe.simulation.plan_cost import equal_stages
 from raypipe.simulation.simulator import simulate_programs
 from tests import strategies
-from tests.spans import TWO_UPDATES, computed, traces
+from tests.spans import ACTIVATION, NORM, TWO_UPDATES, computed, traces
 
 
 def empty(**more: Any) -> Trace:
@@ -106,7 +106,7 @@ def test_an_update_that_takes_no_time_is_part_of_what_it_ends() -> None:
 
 
 @given(strategies.schedules())
-def test_a_file_keeps_ops_messages_and_collectives_but_for_rows_senders_parts_and_members(
+def test_a_file_keeps_ops_messages_and_collectives_but_for_rows_parts_and_members(
     tmp_path_factory: pytest.TempPathFactory, schedule: Schedule
 ) -> None:
     trace = simulate_programs(lower(schedule), equal_stages(schedule, latency_s=0.5), name="run", num_updates=schedule.num_updates)
@@ -119,7 +119,7 @@ def test_a_file_keeps_ops_messages_and_collectives_but_for_rows_senders_parts_an
             case Message():
                 assert after.item == before.item._replace(rows=(0.0, 1.0))
                 assert before.sender is not None
-                assert after.sender is None
+                assert after.sender == before.sender
             case Collective():
                 assert after.item == replace(before.item, part=0, devices=())
             case _:
@@ -172,10 +172,10 @@ def test_a_trace_opens_with_its_format_and_has_one_list_a_column(tmp_path: Path)
 def test_parquet_has_a_row_a_span_with_the_device_by_name(tmp_path: Path, trace: Trace) -> None:
     trace.save(tmp_path / "trace.parquet")
     table = pq.read_table(tmp_path / "trace.parquet")
-    assert table.column_names == ["device", "kind", "name", "start_s", "end_s", "bytes"]
-    assert [str(kind) for kind in table.schema.types] == ["string", "string", "string", "double", "double", "int64"]
+    assert table.column_names == ["device", "kind", "name", "start_s", "end_s", "bytes", "sender"]
+    assert [str(kind) for kind in table.schema.types] == ["string", "string", "string", "double", "double", "int64", "string"]
     assert [tuple(row.values()) for row in table.to_pylist()] == [
-        (trace.devices[span.device], span.kind, span.name, span.start_s, span.end_s, span.bytes) for span in trace.spans
+        (trace.devices[span.device], span.kind, span.name, span.start_s, span.end_s, span.bytes, None) for span in trace.spans
     ]
     assert table.schema.metadata[b"format"] == FORMAT.encode()
     assert table.schema.metadata[b"name"] == trace.name.encode()
@@ -194,6 +194,26 @@ def test_chrome_events_hold_every_span_in_microseconds() -> None:
     assert tracks == {0: "device left", 1: "device left incoming", 2: "device right", 3: "device right incoming"}
     assert [drawn[1]["tid"], drawn[2]["tid"]] == [3, 2]
     assert [event["args"]["bytes"] for event in events if event["name"] == "memory left"] == [10, 30, 10]
+
+
+def test_transfers_of_known_senders_have_a_thread_for_each_link() -> None:
+    of_stage = Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1))
+    spans = (
+        Span(1, SpanKind.TRANSFER, of_stage, 0.0, 2.0, 70, 0),
+        Span(1, SpanKind.TRANSFER, ACTIVATION, 1.0, 3.0, 100, 0),  # it leaves while the sum is on its way
+        Span(0, SpanKind.TRANSFER, NORM, 0.5, 0.75, 8, 1),
+    )
+    trace = replace(TWO_UPDATES, spans=spans)
+    assert trace.by_link == {(0, 1): spans[:2], (1, 0): spans[2:]}
+    events = trace.to_chrome()
+    tracks = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert list(tracks) == ["device left", "device right", "link left -> right", "link right -> left"]
+    drawn = {event["name"]: (event["tid"], event["ts"], event["dur"], event["args"]) for event in events if event["ph"] == "X"}
+    assert drawn == {
+        "gradients of stage 0 for update 0": (tracks["link left -> right"], 0.0, 2e6, {"bytes": 70, "traffic": "sum"}),
+        str(ACTIVATION): (tracks["link left -> right"], 2e6, 1e6, {"bytes": 100, "traffic": "message"}),
+        "norm for update 0": (tracks["link right -> left"], 0.5e6, 0.25e6, {"bytes": 8, "traffic": "norm"}),
+    }
 
 
 def test_predicted_and_measured_are_two_processes_in_one_chrome_file() -> None:

@@ -31,9 +31,9 @@ import os, ray, time, urllib.request
 ray.init(log_to_driver=False, logging_level="ERROR")
 (port,) = (node["MetricsExportPort"] for node in ray.nodes() if node["NodeManagerAddress"] == os.environ["NODE_IP"])
 lines, deadline = [], time.monotonic() + 30
-while not lines and time.monotonic() < deadline:
+while not any("link_bandwidth" in line for line in lines) and time.monotonic() < deadline:
     page = urllib.request.urlopen(f"http://{os.environ['NODE_IP']}:{port}/metrics", timeout=10).read().decode()
-    lines = [line for line in page.splitlines() if line.startswith("ray_raypipe_link_bandwidth")]
+    lines = [line for line in page.splitlines() if line.startswith("ray_raypipe_link_")]
     time.sleep(0.2)
 print(*lines, sep="\\n")
 """
@@ -176,7 +176,12 @@ def test_the_passive_estimate_follows_a_link_that_changes(four: Cluster, tmp_pat
             again = read_until(process, link, 200 * MBIT, most_updates=after["updates"] + 20)
             assert again["links"][link][2] >= 1, "a step was seen as one"
             source, target = link.split()
-            assert f'source="{source}",target="{target}"' in four.run(METRICS, timeout_s=60).stdout
+            lines = [line for line in four.run(METRICS, timeout_s=60).stdout.splitlines() if f'source="{source}",target="{target}"' in line]
+            found = {line.split("{")[0].removeprefix("ray_raypipe_link_"): float(line.split()[-1]) for line in lines}
+            assert found.keys() >= {"bandwidth_bytes_per_s", "age_seconds", "changes", "busy_ratio", "queued_bytes", "bytes_total"}
+            assert 0 < found["busy_ratio"] < 1
+            assert found["bytes_total"] > 1e6
+            assert any('traffic="message"' in line for line in lines)
         finally:
             stop.touch()
             out, _ = process.communicate(timeout=60)

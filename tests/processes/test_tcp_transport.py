@@ -479,3 +479,36 @@ def test_a_process_ends_without_close() -> None:
         [sys.executable, "-c", LEAVES_WITHOUT_CLOSE], cwd=root, capture_output=True, text=True, timeout=40.0, check=False
     )
     assert ended.returncode == 0, ended.stderr
+
+
+# What is noted
+
+
+@pytest.mark.parametrize("communication", [Communication(), UNSCHEDULED], ids=["scheduled", "unscheduled"])
+def test_each_chunk_that_leaves_is_noted_where_it_comes_with_the_same_number(make: Make, communication: Communication) -> None:
+    ends = connected(make, 3, communication=communication)
+    message = announced(activation(0), torch.ones(10))
+    ends[0].open_window({}, {1: [message]})
+    ends[1].open_window({0: [message]}, {})
+    of_all = gradients(ALL)
+
+    def member(device: int) -> None:
+        pending = ends[device].start(of_all, torch.ones(MEGABYTE))
+        if device == 0:
+            ends[0].send(activation(0), 1, [torch.ones(10)])
+        if device == 1:
+            ends[1].recv(activation(0), 0)
+        pending.wait()
+
+    together(*(lambda device=device: member(device) for device in ALL))
+    left = {(device, chunk.peer, chunk.number): chunk for device in ALL for chunk in ends[device].departures}
+    came = {(chunk.peer, device, chunk.number): chunk for device in ALL for chunk in ends[device].take_receipts()}
+    assert left.keys() == came.keys()
+    assert all(left[chunk].start_s < came[chunk].end_s for chunk in left), "one clock serves all devices here"
+    carried = {device: [chunk.collective for (sender, *_), chunk in left.items() if sender == device] for device in ALL}
+    assert carried[0].count(None) == 1
+    assert {*carried[0], *carried[1], *carried[2]} == {None, of_all}
+    assert all(chunk.num_bytes >= 0 and chunk.queued_bytes >= 0 for chunk in left.values())
+    assert ends[1].take_receipts() == (), "they are taken once"
+    assert set(ends[0].round_trips_s) == {1, 2}
+    assert all(0 <= trip_s < 0.1 for trip_s in ends[0].round_trips_s.values())

@@ -119,7 +119,7 @@ def test_pieces_fill_the_time_of_each_device() -> None:
     assert (drawn["tick_s"], first["length"][:2]) == (0.25, [4, 8])
     assert first["name"][:4] == ["0F0", "G1>0:0", "0B0", " norm for update 0"]
     assert [CAUSES[ord(letter) - ord("a")] for letter in first["cause"][:2]] == ["compute", "gradient"]
-    assert drawn["messages"][1] == {"step": [4], "length": [1], "name": ["A0>1:0"], "bytes": 100}
+    assert drawn["messages"] == [[], [{"from": -1, "step": [4], "length": [1], "name": ["A0>1:0"], "bytes": 100}]]
     assert drawn["memory"][0] == {"step": [0, 4, 16], "bytes": [10, 30, 10]}
 
 

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.artifacts.topology import Path
+from raypipe.artifacts.topology import ClusterTopology, Path
+from raypipe.artifacts.trace import Dimension, SpanKind, dimension
 from raypipe.communication.policy import Communication, Traffic
+from raypipe.schedules.catalogue import build
+from raypipe.schedules.ir import UpdateScope
+from raypipe.schedules.lower import Placement, lower
+from raypipe.schedules.request import ScheduleRequest
+from raypipe.simulation.cost import Cost, StageCost
 from raypipe.simulation.flows import Network
+from raypipe.simulation.simulator import simulate_programs
 
 LINK = 1e6  # bytes per second
 FAIR = Communication(scheduled=False)
@@ -155,3 +162,29 @@ def test_every_byte_passes_and_no_link_carries_more_than_it_can(flows: list[tupl
             assert last_s - first_s >= sum(flow[1] for flow, _ in of_link) - 1e-6
     for number, (_, megabytes, start_s) in enumerate(ordered):
         assert clock.ends[str(number)] >= start_s + megabytes - 1e-6
+
+
+# Orders
+
+
+def test_parts_of_sums_are_transfers_of_the_trace() -> None:
+    schedule = build("pipedream-2bw", ScheduleRequest(2, 4, 3, update_scope=UpdateScope.STAGE))
+    placement = Placement((((0, 0.5), (2, 0.5)), ((1, 0.5), (3, 0.5))))
+    topology = ClusterTopology.uniform(4, bandwidth_bytes_per_s=10.0, latency_s=0.25)
+    names = [device.name for device in topology.devices]
+    alone = StageCost(forward_s=1.0, backward_s=2.0, weight_grad_s=1.0, parameter_bytes=30)
+    cost = Cost(
+        stages={(device, stage): alone for stage, members in enumerate(placement.workers) for device, _ in members},
+        edge_bytes={(0, 1): 4},
+        path=lambda source, target: topology.path(names[source], names[target]),
+        devices=tuple(names),
+    )
+    trace = simulate_programs(lower(schedule, placement), cost, name="sums", num_updates=3)
+    for link in ((0, 2), (2, 0), (1, 3), (3, 1)):
+        spans = trace.by_link[link]
+        assert {dimension(span.item) for span in spans} == {Dimension.SUM}
+        assert sum(span.bytes for span in spans) == 3 * 30, "a ring of two sends all bytes once"
+        assert all(span.end_s - span.start_s >= 1.5 + 0.25 - 1e-9 for span in spans)
+    assert {dimension(span.item) for span in trace.by_link[0, 1]} == {Dimension.MESSAGE}
+    awaited = [span for span in trace.spans if span.kind is SpanKind.COLLECTIVE]
+    assert all(any(span.item == other.item and span.end_s >= other.end_s for other in trace.spans) for span in awaited)
