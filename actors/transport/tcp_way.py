@@ -19,9 +19,9 @@ from raypipe.schedules.collectives import Collective
 USUAL_BYTES_PER_S = 125e6
 _NOTSENT_LOWAT = 25
 """<linux/tcp.h>: a socket is writable while fewer bytes are unsent; Python has no name for it."""
-_KERNEL_S = 0.001
+_KERNEL_S = 0.002
 """Seconds of its work that the kernel may hold of a link beyond what is on its way: what has left the process cannot be overtaken."""
-_LEAST_BUFFER_BYTES = 32 << 10
+_LEAST_BUFFER_BYTES = 64 << 10
 _MOST_BYTES = 4 << 20
 """Of a buffer, and of a chunk: a larger one gains nothing, and keeps a link for long whose rate falls."""
 _MIN_RTT = struct.Struct("148xI")
