@@ -16,7 +16,7 @@ from typing import NamedTuple
 CHUNK_S = 0.005
 """Seconds that a chunk of bulk keeps a link, and a message at most waits for one."""
 HOLD_S = 0.004
-"""Seconds that a sum keeps a link, at most, when a message of another device begins to pass one end of it."""
+"""Seconds of a link's work that a sum still passes when a message of another device begins to pass one end of the link."""
 LEAST_CHUNK_BYTES = 64 << 10
 """Smaller chunks cost more than they gain."""
 

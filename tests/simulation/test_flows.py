@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from raypipe.artifacts.topology import ClusterTopology, Path
 from raypipe.artifacts.trace import Dimension, SpanKind, dimension
-from raypipe.communication.policy import Communication, Traffic
+from raypipe.communication.policy import HOLD_S, Communication, Traffic
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.lower import Placement, lower
@@ -127,6 +127,33 @@ def test_ways_do_not_wait_for_each_other() -> None:
     clock.submit("other", 1e6, way="b", links=("y",))
     clock.until(10.0)
     assert clock.ends == {"one": 1.0, "other": 1.0}
+
+
+def test_a_sum_leaves_a_link_that_a_message_of_another_device_passes() -> None:
+    clock = Clock(Communication())
+    clock.submit("sum", 1e6, links=("one", "port"), way=0)
+    clock.submit("message", 1e5, 0.1, links=("other", "port"), way=1, traffic=Traffic.MESSAGE)
+    clock.until(10.0)
+    assert clock.ends["message"] == pytest.approx(0.1 + 0.1 + HOLD_S)
+    assert clock.ends["sum"] == pytest.approx(1.1)
+
+
+def test_a_message_that_is_over_sooner_holds_nothing() -> None:
+    clock = Clock(Communication())
+    clock.submit("sum", 1e6, links=("one", "port"), way=0)
+    clock.submit("message", 1e3, 0.1, links=("other", "port"), way=1, traffic=Traffic.MESSAGE)
+    clock.until(10.0)
+    assert clock.ends["message"] == pytest.approx(0.1 + 2e-3)
+    assert clock.ends["sum"] == pytest.approx(1.001)
+
+
+def test_sums_wait_while_a_message_passes_and_begin_behind_it() -> None:
+    clock = Clock(Communication())
+    clock.submit("message", 1e6, links=("other", "port"), way=1, traffic=Traffic.MESSAGE)
+    clock.submit("sum", 1e6, 0.1, links=("one", "port"), way=0)
+    clock.submit("elsewhere", 1e6, 0.1, links=("two",), way=2)
+    clock.until(10.0)
+    assert clock.ends == pytest.approx({"message": 1.0, "elsewhere": 1.1, "sum": 2.0})
 
 
 def test_there_are_as_many_events_however_small_the_chunks() -> None:
