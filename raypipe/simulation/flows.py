@@ -45,7 +45,7 @@ class Flow:
     epoch: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Way:
     current: Flow | None = None
     queue: list[Flow] = field(default_factory=list)
@@ -63,6 +63,8 @@ class Network:
         """The flows that pass each resource now."""
         self._messages: Counter[str] = Counter()
         """The messages that pass each resource now."""
+        self._held: dict[_Way, None] = {}
+        """The ways on which all that waits makes room for messages of others."""
         self._sequence = itertools.count()
         self.num_under_way = 0
         """Flows that have not ended."""
@@ -137,6 +139,8 @@ class Network:
             of_way.current = queue[chunk.position]
             of_way.queue.remove(of_way.current)
             self._begin(of_way.current, now_s)
+        elif of_way.queue:
+            self._held[of_way] = None
 
     # Turns of those that share a link beside their own ways
 
@@ -164,7 +168,8 @@ class Network:
                     self._advance(flow, now_s)
                     flow.stop = 0.0
                     self._schedule(flow)
-        for of_way in self._ways.values():
+        held, self._held = self._held, {}
+        for of_way in held:
             if of_way.current is None:
                 self._next(of_way, now_s)
 
