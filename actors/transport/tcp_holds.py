@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from raypipe.communication.policy import HOLD_S
-
 _NOTICE = struct.Struct("<16sIBf")
 """The token of who gets it; who sends it; what it says; seconds."""
 _LONGER = 1.5
 """Than alone: what the kernel holds of a sum passes beside the message."""
+_LEAST_S = 0.002
+"""A message that is there sooner gains nothing: what the kernel holds of a sum passes beside it."""
 _MOST_S = 0.1
 """A message that comes slowly holds nothing for longer."""
 
@@ -123,7 +123,7 @@ class Holds:
 
     def _seconds(self, num_bytes: int) -> float:
         alone_s = num_bytes / self._rate()
-        return min(_LONGER * alone_s, _MOST_S) if alone_s >= HOLD_S / 2 else 0.0
+        return min(_LONGER * alone_s, _MOST_S) if alone_s >= _LEAST_S else 0.0
 
     def _say(self, other: int, what: _Say, seconds: float) -> None:
         token, address = self._addresses[other]

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 CHUNK_S = 0.005
-"""Seconds that a chunk of bulk keeps a link, and a message at most waits for one."""
+"""Seconds that a chunk of bulk keeps a link: the longest that a message waits for one, where it cannot stop it in the middle."""
 HOLD_S = 0.004
 """Seconds of a link's work that a sum still passes when a message of another device begins to pass one end of the link."""
 LEAST_CHUNK_BYTES = 64 << 10

@@ -131,6 +131,8 @@ class Network:
             flow.on_end(flow.begun_s, now_s)
 
     def _next(self, of_way: _Way, now_s: float) -> None:
+        if of_way.current is not None:
+            return
         queue = [flow for flow in of_way.queue if not self._is_held(flow)]
         if queue:
             rate = queue[0].path.bandwidth_bytes_per_s
@@ -168,10 +170,11 @@ class Network:
                     self._advance(flow, now_s)
                     flow.stop = 0.0
                     self._schedule(flow)
+                    if any(other.transfer < flow.transfer for other in self._ways[flow.way].queue):
+                        self._interrupt(flow, now_s)
         held, self._held = self._held, {}
         for of_way in held:
-            if of_way.current is None:
-                self._next(of_way, now_s)
+            self._next(of_way, now_s)
 
     def _begin(self, flow: Flow, now_s: float) -> None:
         if flow.begun_s is None:

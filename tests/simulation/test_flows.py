@@ -156,6 +156,25 @@ def test_sums_wait_while_a_message_passes_and_begin_behind_it() -> None:
     assert clock.ends == pytest.approx({"message": 1.0, "elsewhere": 1.1, "sum": 2.0})
 
 
+def test_a_way_that_was_held_sends_one_transfer_at_a_time() -> None:
+    clock = Clock(Communication())
+    clock.submit("other", 1e6, links=("other", "port"), way=1, traffic=Traffic.MESSAGE)
+    for name in ("first", "second"):
+        clock.submit(name, 1e6, 0.1, links=("one", "port"), way=0)
+    clock.submit("own", 2e6, 0.2, links=("one",), way=0, traffic=Traffic.MESSAGE)  # is on its way when the port is free
+    clock.until(10.0)
+    assert clock.ends == pytest.approx({"other": 1.0, "own": 2.2, "first": 3.2, "second": 4.2})
+
+
+def test_a_message_that_waits_for_a_sum_still_does_when_another_device_s_has_passed() -> None:
+    clock = Clock(Communication(chunk_s=0.5))
+    clock.submit("sum", 2e6, links=("one", "port"), way=0)
+    clock.submit("own", 1e6, 0.1, links=("one", "elsewhere"), way=0, traffic=Traffic.MESSAGE)
+    clock.submit("other", 1e3, 0.2, links=("other", "port"), way=1, traffic=Traffic.MESSAGE)
+    clock.until(10.0)
+    assert clock.ends["own"] == pytest.approx(1.501, abs=1e-3)
+
+
 def test_there_are_as_many_events_however_small_the_chunks() -> None:
     counts = []
     for chunk_s in (0.07, 0.7):
