@@ -106,6 +106,8 @@ class CollectiveOrder:
         self.awaits: dict[Op, list[Start | Await]] = {}
         self._sums: dict[tuple[int, int], list[tuple[frozenset[int], Collective]]] = {}
         """By worker and update, the sums that norms and later sums are made of, with their stages."""
+        self._joined: dict[int, Op] = {}
+        """By worker, the Op behind which it took part in the last collective of several stages: those of later updates come behind it."""
         self.at_end: dict[int, list[Await]] = {}
         if schedule.forward_only:
             return
@@ -203,10 +205,13 @@ class CollectiveOrder:
                     ends += schedule.gradient_ops(replica, update)[-1:]
                     ends += schedule.find(Op(OpKind.REDUCE, replica.stage, update, pipeline))
             last = max(ends, key=lambda op: places[op].position)
+            if worker in self._joined:
+                last = max(last, self._joined[worker], key=lambda op: places[op].position)
             if worker in earlier and places[last] < places[earlier[worker]]:
                 awaits += [Start(collective, after), Await(collective)]  # behind the norm of the update before, as on all workers
             else:
                 self.starts.setdefault(last, []).append(Start(collective, after))
+                self._joined[worker] = last
                 awaits.append(Await(collective))
             if not kind.is_norm and len(collective.devices) > 1:
                 sums.append((stages, collective))

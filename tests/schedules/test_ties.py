@@ -52,6 +52,16 @@ def test_every_schedule_stays_valid_and_runs_in_one_order(name: str, data: st.Da
         reference.check_one_order(reference.run(schedule, programs).starts)
 
 
+def test_the_sum_of_a_tie_starts_behind_the_norm_of_the_update_before() -> None:
+    schedule = tied(catalogue.build("async-interleaved", ScheduleRequest(2, 1, 2, num_chunks=2, update_scope=UpdateScope.GLOBAL)))
+    validate(schedule)
+    for program in lower(schedule):
+        starts = [item.collective for item in program.items if isinstance(item, Start)]
+        assert [(each.update, each.kind) for each in starts] == [
+            (update, kind) for update in (0, 1) for kind in (CollectiveKind.TIED, CollectiveKind.NORM)
+        ]
+
+
 @SPECS
 @pytest.mark.parametrize("scope", UpdateScope)
 def test_every_update_of_a_tied_stage_waits_for_the_gradients_of_all_of_them(name: str, scope: UpdateScope) -> None:
