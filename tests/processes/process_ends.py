@@ -45,13 +45,10 @@ def settings(device: int, *, num_devices: int, run: int, port: int, **changed: A
     } | changed
 
 
-def connected(num_devices: int = 2, *, timeout_s: float = 20.0) -> Sequence[ProcessTransport]:
-            settings: dict[str, Any] = {"timeout_s": timeout_s, "connect_timeout_s": 20.0, "communication": communication}
-            ends = [make(device, num_devices, **settings) for device in range(num_devices)]
-            together(*(end.connect for end in ends))
-            return ends
-
-        return connected
+def connected(make: Make, num_devices: int = 2, **changed: Any) -> list[ProcessTransport]:
+    ends = [make(device, num_devices, **changed) for device in range(num_devices)]
+    together(*(end.connect for end in ends))
+    return ends
 
 
 def members_of(num_devices: int) -> dict[str, Any]:

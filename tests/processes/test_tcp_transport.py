@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from raypipe.actors.transport import tcp
 from raypipe.actors.transport.process import ProcessTransport
@@ -58,10 +57,13 @@ class TestChannelsOverTcp(TransportContract):
     def connect(self, make: Make, request: pytest.FixtureRequest) -> Connect:
         communication = Communication(scheduled=request.param)
 
-        def connected(make: Make, num_devices: int = 2, **changed: Any) -> list[ProcessTransport]:
-    ends = [make(device, num_devices, **changed) for device in range(num_devices)]
-    together(*(end.connect for end in ends))
-    return ends
+        def connected(num_devices: int = 2, *, timeout_s: float = 20.0) -> Sequence[ProcessTransport]:
+            settings: dict[str, Any] = {"timeout_s": timeout_s, "connect_timeout_s": 20.0, "communication": communication}
+            ends = [make(device, num_devices, **settings) for device in range(num_devices)]
+            together(*(end.connect for end in ends))
+            return ends
+
+        return connected
 
 
 def port_of(end: ProcessTransport) -> Port:
