@@ -155,8 +155,25 @@ def _begun_with(nodes: tuple[int, ...], paths: _Paths, num_bytes: float) -> Patt
 
 @lru_cache(maxsize=4096)
 def _quickest(nodes: tuple[int, ...], paths: _Paths, num_bytes: float) -> Pattern:
-    path = _path_of(paths)
-    return min(candidates(nodes, path), key=lambda pattern: sum_time(pattern, nodes, path).seconds(num_bytes))
+    return min(_timed(nodes, paths), key=lambda timed: timed[1].seconds(num_bytes))[0]
+
+
+@lru_cache(maxsize=4096)
+def _timed(nodes: tuple[int, ...], paths: _Paths) -> tuple[tuple[Pattern, SumTime], ...]:
+    """Return the candidates with their times, without those that another one before them beats at any size."""
+    path, found = _path_of(paths), list[tuple[Pattern, SumTime]]()
+    for pattern in candidates(nodes, path):
+        time = sum_time(pattern, nodes, path)
+        if not any(other.latency_s <= time.latency_s and other.s_per_byte <= time.s_per_byte for _, other in found):
+            found.append((pattern, time))
+    return tuple(found)
+
+
+def sum_times(nodes: Sequence[Hashable], path: PathOf) -> tuple[SumTime, ...]:
+    """Return the times of the patterns that may be chosen, that of the ring in the order of the members first."""
+    if not 2 < len(nodes) <= MOST_MESHED:
+        return (sum_time(ring(range(len(nodes))), nodes, path),)
+    return tuple(time for _, time in _timed(*_known(nodes, path)))
 
 
 def _path_of(paths: _Paths) -> PathOf:

@@ -113,13 +113,32 @@ class Pattern:
     def loads(self) -> tuple[dict[Hop, float], dict[Hop, float]]:
         """The part of the numbers that passes each hop, as shares and as totals."""
         num_slices = self.num_members
-        if num_slices == len(self.groups) and not self.direct:  # also for hundreds of members
+        if self._is_ring:
             order = [member for (member,) in self.groups]
             around = {Hop(*ends): (num_slices - 1) / num_slices for ends in zip(order, order[1:] + order[:1], strict=True)}
             return around, around
         shares = Counter(hop for route in self.routes for hop in route.shares)
         totals = Counter(hop for route in self.routes for hop in route.totals)
         return _parts(shares, num_slices), _parts(totals, num_slices)
+
+    @cached_property
+    def needs(self) -> dict[Hop, frozenset[int]]:
+        """The members whose numbers pass each hop as shares."""
+        if self._is_ring:
+            everybody = frozenset(range(self.num_members))
+            return {hop: everybody - {hop.target} for hop in self.loads[0]}
+        needed: dict[Hop, set[int]] = {}
+        for route in self.routes:
+            contents = {member: {member} for member in range(self.num_members)}
+            for hop in route.shares:
+                needed.setdefault(hop, set()).update(contents[hop.source])
+                contents[hop.target] |= contents[hop.source]
+        return {hop: frozenset(members) for hop, members in needed.items()}
+
+    @property
+    def _is_ring(self) -> bool:
+        # Loads of a ring of hundreds of members are not counted hop by hop.
+        return len(self.groups) == self.num_members and not self.direct
 
     @property
     def with_same_bits(self) -> tuple[Pattern, ...]:

@@ -113,6 +113,7 @@ def layout_cost(
         shared_compute=tuple(shared),
         weight_versions=weight_versions or {},
         overheads=topology.overheads or Overheads(),
+        nodes=tuple(topology.node_of(name).name for name in devices),
     )
 
 
