@@ -6,16 +6,16 @@ Left out: contention for memory bandwidth, and kernel launches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raypipe.artifacts.topology import Overheads, Path
 from raypipe.communication.pattern_choice import SumTime, sum_pattern, sum_time
 from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import Communication
-from raypipe.schedules.collectives import Collective, CollectiveKind
+from raypipe.schedules.collectives import Collective, CollectiveKind, Start
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Message
+from raypipe.schedules.lower import DeviceProgram, Message
 
 _NORM_BYTES = 8
 
@@ -149,6 +149,16 @@ class Cost:
         """Return the pattern of a collective: that of its members in `patterns`, else the one with which a run begins."""
         members = collective.devices
         return self.patterns.get(members) or sum_pattern(self._nodes(members), self._path_of(members), self.collective_bytes(collective))
+
+    def largest_sums(self, programs: Iterable[DeviceProgram]) -> dict[tuple[int, ...], Collective]:
+        """Return of each set of members the largest sum that they start in some programs; none for norms alone."""
+        largest: dict[tuple[int, ...], Collective] = {}
+        for collective in (item.collective for program in programs for item in program.items if isinstance(item, Start)):
+            known = largest.get(collective.devices)
+            is_larger = known is None or self.collective_bytes(collective) > self.collective_bytes(known)
+            if is_larger and not self.takes_latency_alone(collective):
+                largest[collective.devices] = collective
+        return largest
 
     def collective_s(self, collective: Collective) -> float:
         """Return the seconds from the last member's start to the end, with the links to itself.

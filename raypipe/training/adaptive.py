@@ -44,6 +44,7 @@ from raypipe.training.record import RunRecord
 from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import sharded
 from raypipe.training.strategy import Measure, Strategy
+from raypipe.training.sums import SumAdaptation
 from raypipe.units import counted
 
 _LOG = logging.getLogger("raypipe.training.adaptive")
@@ -264,6 +265,7 @@ class Adaptation:
     coordinator: Coordinator
     record: RunRecord
     build_order: Callable[[], BuildOrder]
+    sums: SumAdaptation
 
     def after_window(self, result: WindowResult, *, update: int, updates_left: int) -> None:
         """Decide after a window whether to switch, and switch."""
@@ -309,7 +311,8 @@ class Adaptation:
         strategy, folder = self.strategy, self.record.folder
         before, since = strategy.plan, time.perf_counter()
         strategy.adopt(decision.choice)
-        self.coordinator.move(strategy.devices, strategy.stages, order=self.build_order(), programs=strategy.programs())
+        order, programs = self.build_order(), strategy.programs()
+        self.coordinator.move(strategy.devices, strategy.stages, order=order, programs=programs, patterns=self.sums.begin(programs))
         strategy.policy.adopt(decision.choice, took_s=time.perf_counter() - since)
         before.save(folder.file(f"plan-until-update-{update:06d}.json"))
         self.record.phases[-1].save(folder, until=update)
