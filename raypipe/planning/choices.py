@@ -199,7 +199,9 @@ def only(problem: Problem, names: Sequence[str]) -> Problem:
 
 def _neighbors(layout: Layout) -> Iterator[Layout]:
     yield from chunks.neighbors(layout)
-    for one, other in islice(combinations(range(len(layout.workers)), 2), _MOST_SWAPS):
-        workers = list(layout.workers)
-        workers[one], workers[other] = workers[other], workers[one]
-        yield replace(layout, workers=tuple(workers))
+    places = [(worker, at) for worker, group in enumerate(layout.workers) for at in range(len(group))]
+    swaps = (pair for pair in combinations(places, 2) if pair[0][0] != pair[1][0])
+    for (one, at), (other, other_at) in islice(swaps, _MOST_SWAPS):
+        workers = [list(group) for group in layout.workers]
+        workers[one][at], workers[other][other_at] = workers[other][other_at], workers[one][at]
+        yield replace(layout, workers=tuple(map(tuple, workers)))
