@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +21,15 @@ NUM_ROWS = 4
 """A row for each device."""
 WIDTH = 250_000
 """Of two layers, so that a sum has 2 MB."""
-MODEL = {"num_layers": 1, "width": WIDTH, "forward_s": 0.08, "input_grad_s": 0.08, "weight_grad_s": 0.08, "num_rows": NUM_ROWS}
+WAIT_S = 0.08
+MODEL: dict[str, Any] = {
+    "num_layers": 1,
+    "width": WIDTH,
+    "forward_s": WAIT_S,
+    "input_grad_s": WAIT_S,
+    "weight_grad_s": WAIT_S,
+    "num_rows": NUM_ROWS,
+}
 """Each device computes for 60 ms a microbatch, of which it has a row."""
 NUM_MICROBATCHES = 4
 
