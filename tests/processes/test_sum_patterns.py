@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,3 +116,28 @@ def test_a_member_with_another_pattern_is_told_so(make: Make) -> None:
     pending = [end.start(gradients(EVERYBODY), tensor) for end, tensor in zip(ends, numbers(0), strict=True)]
     with pytest.raises(TransportError, match=r"different things: float32\[10007\] \(direct 0 1 2 3\), float32\[10007\] \(ring 0 1 2 3\)"):
         pending[2].wait()
+
+
+@pytest.mark.parametrize("pattern", [ring((0, 2, 1, 3)), direct(range(4)), NODES], ids=str)
+@pytest.mark.parametrize("victim", [0, 3])
+def test_all_members_leave_a_sum_of_which_one_is_gone(make: Make, pattern: Pattern, victim: int) -> None:
+    """Who hears of it leaves, so that the others do."""
+    ends = with_pattern(make, pattern)
+    started = threading.Barrier(4)
+    gone_s: list[float] = []
+
+    def member(device: int) -> float:
+        if device == victim:
+            started.wait()
+            gone_s.append(time.monotonic())
+            ends[device].close()
+            return gone_s[0]
+        pending = ends[device].start(gradients(EVERYBODY), torch.ones(NUMEL))
+        started.wait()
+        with pytest.raises(TransportError, match="connection closed by peer"):
+            pending.wait()
+        ends[device].close()
+        return time.monotonic()
+
+    left_s = together(*(lambda device=device: member(device) for device in EVERYBODY))
+    assert max(left_s) - gone_s[0] < 2.0
