@@ -41,7 +41,7 @@ class Coordinator:
         self.channel_text = ""  # how many channels use which transport, once connected
         self._windows: Counter[str] = Counter()
         self._programs: dict[str, tuple[DeviceProgram, ...]] = {}
-        self._patterns: dict[tuple[int, ...], Pattern] = {}
+        self.patterns: dict[tuple[int, ...], Pattern] = {}  # of sums, by members
         self._epoch = 0
         self._is_closed = False
         self.actors = StageActors(run, slots, stages=stages, scaling=scaling, cluster=cluster)
@@ -101,7 +101,7 @@ class Coordinator:
     def connect(self, programs: Programs, cut: Cut, *, patterns: Patterns = _RINGS) -> None:
         """Connect the actors and give them the programs, by name and device, and patterns of sums, by members."""
         self._programs = {name: tuple(of_devices) for name, of_devices in programs.items()}
-        self._patterns = dict(patterns)
+        self.patterns = dict(patterns)
         order, specs, infos = self._connect_order(), self._edge_specs(cut), self.actors.infos
         self.actors.ask(
             "connecting",
@@ -117,7 +117,7 @@ class Coordinator:
 
     def use_patterns(self, patterns: Patterns) -> None:
         """Let sums go by other patterns from the next window on, over the same connections."""
-        self._patterns |= patterns
+        self.patterns |= patterns
         self.actors.ask("taking patterns of sums", lambda _, actor: actor.use_patterns.remote(patterns))
 
     @property
@@ -139,7 +139,7 @@ class Coordinator:
             over_tcp=self.transport is not Transport.GLOO,
             nodes=tuple(info.node_id for info in infos),
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
-            patterns=self._patterns,
+            patterns=self.patterns,
             host=host,
             port=port,
             prefix=f"{self.run}/{self._epoch}",

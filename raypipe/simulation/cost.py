@@ -178,8 +178,12 @@ class Cost:
         members = collective.devices
         return sum_time(self.pattern(collective), self._nodes(members), self._path_of(members))
 
+    def node(self, device: int) -> Hashable:
+        """Return what stands for the node of a device."""
+        return self.nodes[device] if self.nodes else device
+
     def _nodes(self, devices: Sequence[int]) -> list[Hashable]:
-        return [self.nodes[device] if self.nodes else device for device in devices]
+        return [self.node(device) for device in devices]
 
     def _path_of(self, devices: Sequence[int]) -> Callable[[int, int], Path]:
         return lambda source, target: self.path(devices[source], devices[target])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -38,12 +38,13 @@ class Passed(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    # `needs` are the devices whose numbers pass.
+    # `needs` are the devices whose numbers pass; it `takes_turns` if the source also sends numbers to other nodes than the target's.
     source: int
     target: int
     path: Path
     num_bytes: float
     needs: frozenset[int]
+    takes_turns: bool
 
 
 @dataclass
@@ -67,10 +68,15 @@ def _sum_of(collective: Collective, cost: Cost) -> _Sum:
 
     def hops(loads: Mapping[Hop, float], needed: Callable[[Hop], Iterable[int]]) -> list[_Hop]:
         found: list[_Hop] = []
+        nodes: dict[int, set[Hashable]] = {}
+        for source, target in loads:
+            if cost.node(members[source]) != cost.node(members[target]):
+                nodes.setdefault(source, set()).add(cost.node(members[target]))
         for hop, part in loads.items():
             source, target = members[hop.source], members[hop.target]
             of_devices = frozenset(members[position] for position in needed(hop))
-            found.append(_Hop(source, target, cost.path(source, target), part * num_bytes, of_devices))
+            takes_turns = len(nodes.get(hop.source, ())) > 1 and cost.node(target) != cost.node(source)
+            found.append(_Hop(source, target, cost.path(source, target), part * num_bytes, of_devices, takes_turns))
         return found
 
     shares, totals = pattern.loads
@@ -95,9 +101,7 @@ class OrderTransfers:
         pairs |= {(hop.source, hop.target) for total in sums.values() for hop in total.hops}
         names: dict[int, dict[int, list[str]]] = {}
         for source, target in sorted(pairs):
-            # What leaves a node takes turns at its port, also where nothing is known of that (`ConnectOrder.ways`).
-            port = [_PORT] if cost.nodes and cost.nodes[source] != cost.nodes[target] else []
-            names.setdefault(source, {})[target] = [*port, *(resource for resource, _ in cost.path(source, target).resources)]
+            names.setdefault(source, {})[target] = [resource for resource, _ in cost.path(source, target).resources]
         self._ways = {source: ways(of_peers) for source, of_peers in names.items()}
 
     @classmethod
@@ -157,8 +161,10 @@ class OrderTransfers:
             self._pass(number, total, hop, now_s, on_end)
 
     def _pass(self, number: int, total: _Sum, hop: _Hop, now_s: float, on_end: OnEnd) -> None:
+        # To several nodes, one member's numbers go one after the other, also where each has a wire of its own (`ConnectOrder.ways`).
+        way = _PORT if hop.takes_turns else self._ways[hop.source][hop.target]
         self._network.submit(
-            (hop.source, self._ways[hop.source][hop.target]),
+            (hop.source, way),
             hop.path,
             hop.num_bytes,
             now_s,

@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from raypipe.actors.orders import BuildOrder, LayerSize
@@ -15,7 +16,7 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
-from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.coordinator import Coordinator, Patterns
 from raypipe.cluster.discovery import find_slots, planned_slots
 from raypipe.cluster.node_matching import num_slots
 from raypipe.cluster.slots import DeviceSlot
@@ -198,8 +199,13 @@ class AdaptiveStrategy(Strategy):
         self._expected = self._expect()
         self._warming_up = True
 
-    def after_window(self, result: WindowResult, network: NetworkEstimate, *, updates_left: int) -> Decision | None:
-        """Learn from a window and decide; `None` after a short window, or the first of a choice."""
+    def after_window(
+        self, result: WindowResult, network: NetworkEstimate, *, updates_left: int, patterns: Patterns = MappingProxyType({})
+    ) -> Decision | None:
+        """Learn from a window and decide; `None` after a short window, or the first of a choice.
+
+        `patterns` are those of the sums of the next window.
+        """
         warming_up, self._warming_up = self._warming_up, False
         if warming_up or result.num_updates != self.window_sizes[-1]:
             return None
@@ -211,7 +217,7 @@ class AdaptiveStrategy(Strategy):
         if self._nodes is not None:
             topology = network.snapshot(topology, names=self._nodes)
         topology = self._speeds.topology(topology)
-        self.state = ClusterState(self._speeds.profile, topology)
+        self.state = ClusterState(self._speeds.profile, topology, patterns)
         return self.policy.after_window(self.state, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
 
     def _follow_links(self, coordinator: Coordinator, topology: ClusterTopology, notice: Notice) -> None:
@@ -271,7 +277,9 @@ class Adaptation:
         """Decide after a window whether to switch, and switch."""
         strategy = self.strategy
         since = time.perf_counter()
-        decision = strategy.after_window(result, self.coordinator.links.estimate, updates_left=updates_left)
+        decision = strategy.after_window(
+            result, self.coordinator.links.estimate, updates_left=updates_left, patterns=self.coordinator.patterns
+        )
         if decision is None:
             return
         _LOG.info("update %d: %s", update, decision.text)

@@ -201,8 +201,8 @@ def wire_falls(*, exact: bool, part: float = 0.1) -> Reaction:
 _SCHEDULES: defaultdict[int, ScheduleCache] = defaultdict(ScheduleCache)
 
 
-def problem(topology: ClusterTopology, *, num_microbatches: int = 4) -> Problem:
-    return Problem(PROFILE, topology, num_microbatches, 2, max_staleness=1, max_mismatch=1, updates_per_window=5)
+def problem(topology: ClusterTopology, *, num_microbatches: int = 4, microbatch_size: int = 2) -> Problem:
+    return Problem(PROFILE, topology, num_microbatches, microbatch_size, max_staleness=1, max_mismatch=1, updates_per_window=5)
 
 
 def seconds_of(choice: Choice, topology: ClusterTopology) -> float:

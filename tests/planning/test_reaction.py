@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from raypipe.communication.patterns import ring
+from raypipe.planning.choices import ChoicePlanner
+from raypipe.planning.cluster_state import ClusterState
+from raypipe.planning.layout import Layout
 from tests.planning import reaction
 from tests.planning.reaction import PlanRun, StageRun
 
@@ -56,3 +60,20 @@ def test_at_constant_rates_no_plan_is_left() -> None:
     for _ in range(20):
         run.window()
     assert not [decision.text for decision in run.decisions if decision.switch]
+
+
+def test_a_plan_whose_sums_may_not_go_round_a_wire_is_known_to_be_slow() -> None:
+    topology = reaction.ports(wires={(0, 1): 0.1})
+    planner = ChoicePlanner(reaction.problem(topology, microbatch_size=3), (), (), None)
+    choice = planner.choice_of((4, 3), Layout((0, 8), ((0, 1, 2),), "1f1b"))
+    assert planner.choice_of((4, 3), choice.layout) == choice
+    free = planner.predicted(choice)
+    planner.observe(ClusterState(reaction.PROFILE, topology, {(0, 1, 2): ring(range(3))}), runs=choice)
+    bound = planner.predicted(choice)
+    assert free is not None
+    assert bound is not None
+    assert bound.update_s > 2 * free.update_s
+    other = planner.choice_of((4, 3), Layout((0, 8), ((2, 1, 0),), "1f1b"))
+    again = planner.predicted(other)
+    assert again is not None
+    assert again.update_s == pytest.approx(free.update_s)
