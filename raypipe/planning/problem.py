@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
-from raypipe.communication.pattern_choice import LEAST_GAIN, SumTime, sum_times
+from raypipe.communication.pattern_choice import LEAST_GAIN, MOST_MESHED, SumTime, sum_times
 from raypipe.errors import PlanError
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.staleness import StalenessLimits
@@ -52,7 +52,7 @@ class Problem:
     updates_per_window: int = 10
     update_scope: UpdateScope | None = None
     _rows: dict[Devices, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _sum_times: dict[Devices, tuple[SumTime, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sum_times: dict[Devices | bytes, tuple[SumTime, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _demands: dict[Devices, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -323,12 +323,20 @@ class Problem:
         """Return the seconds in which a worker's devices sum gradients, as `Cost.collective_s` does."""
         if len(group) == 1:
             return num_bytes * 0.0
-        key = tuple(group)
-        times = self._sum_times.get(key)
-        if times is None:
-            nodes = [self.node_of[device] for device in key]
-            times = self._sum_times[key] = sum_times(nodes, lambda source, target: self.path(key[source], key[target]))
+        times = self._times_of(tuple(group))
         usual_s = best_s = times[0].latency_s + num_bytes * times[0].s_per_byte
         for time in times[1:]:
             best_s = np.minimum(best_s, time.latency_s + num_bytes * time.s_per_byte)
         return np.where(usual_s > LEAST_GAIN * best_s, best_s, usual_s)
+
+    def _times_of(self, group: Devices) -> tuple[SumTime, ...]:
+        times = self._sum_times.get(group)
+        if times is None:
+            # Groups whose pairs have equal paths have equal times.
+            alike = self.block_of[np.ix_(group, group)].tobytes() if len(group) <= MOST_MESHED else group
+            times = self._sum_times.get(alike)
+            if times is None:
+                nodes = [self.node_of[device] for device in group]
+                times = sum_times(nodes, lambda source, target: self.path(group[source], group[target]))
+            self._sum_times[group] = self._sum_times[alike] = times
+        return times
