@@ -10,9 +10,9 @@ windows (`tests/planning/reaction.py`); with `--nodes` also real, on Ray nodes i
     port     the port falls that hurts the plan most, to 0.4, or to 0.5, which is what others leave who fill half of it
     constant 20 windows in which nothing changes
 
-"Gained" is the part of what the best fixed way gains that the run gains behind the second window. The best fixed way is the plan or the pattern
-that is best for the changed links; with `exact`, of those that keep all bits. On real nodes the run before the change stands for it, which
-no way behind the change can beat.
+"Gained" is the part of what the best fixed way gains that the run gains behind the second window. The best fixed way is the plan or the
+pattern that is best for the changed links; with `exact`, of the patterns that keep all bits. On real nodes the run before the change stands
+for it, which no way behind the change can beat.
 """
 
 from __future__ import annotations
