@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from raypipe.planning.device_order import orders
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
+from raypipe.planning.levels import node_pipelines
 from raypipe.planning.moves import Moves
 from raypipe.planning.partition import MOST_UNITS, Partition
 from raypipe.planning.problem import Devices
@@ -77,6 +78,8 @@ class LayoutSearch:
             yield layout if layout.order in self.schedules else replace(layout, order=self.schedules[0])
         num_devices = self.evaluator.problem.num_devices
         many = num_devices > MOST_UNITS
+        if many:
+            yield from node_pipelines(self.evaluator.estimator, orders=self.schedules)
         rng = random.Random(2)
         num_random = _NUM_RANDOM if num_devices <= _MOST_FOR_RANDOM else 0  # For networks without structure.
         shuffled = (("random", tuple(rng.sample(range(num_devices), num_devices))) for _ in range(num_random))
