@@ -15,6 +15,16 @@ window; updates of a stage wait for that stage alone.
     b      1F1B with a flush and the sum behind it
     raypipe  as a', messages before sums, sums in chunks by deadline, and as many forwards ahead at each hop as the search finds
 
+Ablations of raypipe, each with all of those before:
+
+    allreduce       each U where its version is first read; sums in chunks, by deadline, among what goes to one peer; whole gradients
+    point to point  messages first on all of a port, sums leave it at both ends, forwards ahead
+    sparse          rows of the table instead of all of it
+    runtime         chunk sizes and forwards ahead by the rates that are measured; at constant rates the same as before. Both are also
+                    printed where every port falls to 0.4 of the rate that was known
+
+Chimera and AMDP on such ports have no baselines: `--rehearse` prints for them, too, what the simulator says of the same programs.
+
 The baselines sum whole gradients. In the cell `table`, the first stage has a table of 20 MB that the model looks up, of which an update
 touches 1.2 MB of rows; "dense" is raypipe with whole gradients.
 
@@ -76,6 +86,8 @@ class Cell:
         devices_per_node: Replicas of a stage are on different nodes.
         table_bytes: Part of the first stage's weights that the model looks up; other stages have none.
         touched_bytes: Rows of the table that an update touches.
+        port_bytes_per_s: What a port really carries; sums and messages keep their bytes.
+        order: Order of raypipe's runs.
     """
 
     name: str
@@ -87,6 +99,8 @@ class Cell:
     devices_per_node: int = 1
     table_bytes: int = 0
     touched_bytes: int = 0
+    port_bytes_per_s: float = PORT_BYTES_PER_S
+    order: str = "pipedream-2bw"
 
     @property
     def compute_s(self) -> float:
@@ -140,7 +154,7 @@ class Cell:
         ports = [
             SharedLink(
                 name=f"{way}-{name}",
-                bandwidth_bytes_per_s=PORT_BYTES_PER_S,
+                bandwidth_bytes_per_s=self.port_bytes_per_s,
                 members=tuple((name, other) if way == "out-of" else (other, name) for other in names if other != name),
             )
             for way in ("out-of", "into")
@@ -206,6 +220,14 @@ CELLS = (
 )
 
 
+OTHER_ORDERS = (
+    Cell("chimera", 4, 1, 8, 0.25, 0.004, order="chimera"),
+    Cell("amdp", 4, 1, 8, 0.25, 0.004, order="amdp"),
+)
+"""Whose stages have copies on several devices of their own."""
+FALLEN = 0.4
+
+
 def simulated(cell: Cell) -> dict[str, Any]:
     """Return the seconds of an update of each system, and the ratios of the table."""
     plain, dense = Communication(scheduled=False), cell.dense
@@ -219,6 +241,16 @@ def simulated(cell: Cell) -> dict[str, Any]:
         "turns": _in_turns_s(cell, late_updates(two_buffers)),
         "raypipe": searched_s,
     }
+    ablations = {
+        "allreduce": _in_turns_s(dense, late_updates(two_buffers), across_peers=False),
+        "point to point": seconds["dense"],
+        "sparse": searched_s,
+        "runtime": searched_s,
+    }
+    fallen = replace(cell, port_bytes_per_s=FALLEN * PORT_BYTES_PER_S)
+    # A chunk of the size for the rate that was known takes longer.
+    as_before_s = _in_turns_s(fallen, late_updates(forwards_ahead(two_buffers, ahead)), slower=1 / FALLEN)
+    fallen_s = {"sparse": as_before_s, "runtime": _searched(fallen)[1]}
     ours, possible_s = seconds["raypipe"], cell.possible_s()
     return {
         "name": cell.name,
@@ -229,22 +261,31 @@ def simulated(cell: Cell) -> dict[str, Any]:
         "possible_a": seconds["a"] / possible_s,
         "possible_b": seconds["b"] / possible_s,
         "update_s": seconds,
+        "ablations_s": ablations,
+        "fallen_s": fallen_s,
         "possible_s": possible_s,
         "forwards_ahead": ahead,
     }
 
 
-def rehearsed(cell: Cell, *, rounds: int) -> dict[str, Any]:
-    """Return the seconds of an update of each system as actors on nodes with one port each."""
+def _runs(cell: Cell) -> dict[str, tuple[Schedule, str]]:
+    """Return the order of each system and the transport that carries it."""
+    if cell.order != "pipedream-2bw":
+        return {"raypipe": (cell.schedule(cell.order), "tcp")}
     ahead, _ = _searched(cell)
     two_buffers = cell.schedule("pipedream-2bw")
-    runs = {
+    return {
         "a": (two_buffers, "gloo"),
         "a'": (late_updates(two_buffers), "gloo"),
         "b": (cell.schedule("1f1b"), "gloo"),
         "turns": (late_updates(two_buffers), "tcp"),
         "raypipe": (late_updates(forwards_ahead(two_buffers, ahead)), "tcp"),
     }
+
+
+def rehearsed(cell: Cell, *, rounds: int) -> dict[str, Any]:
+    """Return the seconds of an update of each system as actors on nodes with one port each, and what the simulator says of it."""
+    runs = _runs(cell)
     count = cell.num_stages * cell.num_replicas // cell.devices_per_node
     with cluster(nodes=count, cpus_per_node=cell.devices_per_node) as machines:
         for node in range(count):
@@ -255,9 +296,13 @@ def rehearsed(cell: Cell, *, rounds: int) -> dict[str, Any]:
         commands = {name: _command(machines, of[name], name, *each) for name, each in runs.items()}
         found = in_rounds({name: partial(_rehearse, machines, command) for name, command in commands.items()}, num_rounds=rounds)
     seconds = {name: Summary.of(values) for name, values in found.items()}
+    expected_s = {
+        name: _update_s(of[name], schedule, Communication(scheduled=transport == "tcp")) for name, (schedule, transport) in runs.items()
+    }
     ours = seconds["raypipe"].median
-    over = {key: seconds[name].median / ours for key, name in (("over_a", "a"), ("over_b", "b"), ("over_a_late", "a'"))}
-    return {"name": cell.name, **over, "rehearsed_s": seconds, "forwards_ahead": ahead}
+    baselines = (("over_a", "a"), ("over_b", "b"), ("over_a_late", "a'"))
+    over = {key: seconds[name].median / ours for key, name in baselines if name in seconds}
+    return {"name": cell.name, **over, "rehearsed_s": seconds, "simulated_s": expected_s}
 
 
 def _command(machines: Cluster, cell: Cell, name: str, schedule: Schedule, transport: str) -> list[str]:
@@ -296,8 +341,9 @@ def _searched(cell: Cell) -> tuple[list[int], float]:
     return found.layout.forwards_ahead, far_from_the_ends(found)
 
 
-def _in_turns_s(cell: Cell, schedule: Schedule) -> float:
-    return statistics.median(_update_s(cell, schedule, Communication(chunk_s=chunk_s)) for chunk_s in CHUNKS_S)
+def _in_turns_s(cell: Cell, schedule: Schedule, *, across_peers: bool = True, slower: float = 1.0) -> float:
+    policies = [Communication(chunk_s=slower * chunk_s, across_peers=across_peers) for chunk_s in CHUNKS_S]
+    return statistics.median(_update_s(cell, schedule, policy) for policy in policies)
 
 
 def _update_s(cell: Cell, schedule: Schedule, communication: Communication) -> float:
@@ -310,11 +356,29 @@ def _rehearse_all(cells: list[Cell], options: argparse.Namespace) -> None:
     results = []
     for cell in cells:
         results.append(result := rehearsed(cell, rounds=options.rounds))
-        row = {"cell": cell.name}
-        row |= {f"{name} ms": f"{1000 * each.median:.0f} +-{1000 * each.spread:.0f}" for name, each in result["rehearsed_s"].items()}
-        row |= {"over a, b": f"{result['over_a']:.2f}, {result['over_b']:.2f}", "over a'": f"{result['over_a_late']:.2f}"}
-        print_table(f"seconds of an update, rehearsed ({options.rounds} rounds)", [row])
+        print_table(
+            f"seconds of an update, rehearsed ({options.rounds} rounds)", [_compared(result, name) for name in result["rehearsed_s"]]
+        )
+        if "over_a" in result:
+            print(f"over a, b, a': {result['over_a']:.2f}, {result['over_b']:.2f}, {result['over_a_late']:.2f}")
+    print_table("simulated and rehearsed", [_compared(result, "raypipe") for result in results])
     write_json(options.json, results)
+
+
+def _compared(result: dict[str, Any], name: str) -> dict[str, str]:
+    measured, expected_s = result["rehearsed_s"][name], result["simulated_s"][name]
+    return {
+        "cell": result["name"],
+        "system": name,
+        "simulated ms": f"{1000 * expected_s:.0f}",
+        "rehearsed ms": f"{1000 * measured.median:.0f} +-{1000 * measured.spread:.0f}",
+        "rehearsed over simulated": f"{measured.median / expected_s:.3f}",
+    }
+
+
+def _ablations(result: dict[str, Any]) -> dict[str, str]:
+    told = {"cell": result["name"]} | {f"{name} ms": f"{1000 * update_s:.0f}" for name, update_s in result["ablations_s"].items()}
+    return told | {f"{name} at {FALLEN:g}": f"{1000 * update_s:.0f}" for name, update_s in result["fallen_s"].items()}
 
 
 def main() -> int:
@@ -323,13 +387,13 @@ def main() -> int:
     parser.add_argument("--simulate", action="store_true", help="the table from the simulator; the default")
     parser.add_argument("--rehearse", action="store_true", help="run the orders on nodes in network namespaces")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS], default=[cell.name for cell in CELLS])
+    parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in (*CELLS, *OTHER_ORDERS)])
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     if options.rehearse:
-        _rehearse_all([cell for cell in CELLS if cell.name in options.cells], options)
+        _rehearse_all([cell for cell in (*CELLS, *OTHER_ORDERS) if cell.name in (options.cells or cell.name)], options)
         return 0
-    results = [simulated(cell) for cell in CELLS if cell.name in options.cells]
+    results = [simulated(cell) for cell in CELLS if cell.name in (options.cells or cell.name)]
     rows = [
         {
             "cell": result["name"],
@@ -343,6 +407,7 @@ def main() -> int:
         for result in results
     ]
     print_table("seconds of an update, simulated", rows)
+    print_table("ablations, simulated", [_ablations(result) for result in results])
     write_json(options.json, results)
     return 0
 

@@ -23,10 +23,23 @@ LEAST_CHUNK_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Communication:
-    """How transfers share links: `scheduled` in turns, or all at once as plain TCP; `chunk_s` is the time of a chunk."""
+    """How transfers share links.
+
+    Attributes:
+        scheduled: In turns; else all at once, as plain TCP.
+        chunk_s: Seconds of a chunk.
+        across_peers: Whether all peers behind one bottleneck take turns, and sums leave both ends of a link to others' messages. Else only
+            what goes to one peer takes turns.
+    """
 
     scheduled: bool = True
     chunk_s: float = CHUNK_S
+    across_peers: bool = True
+
+    @property
+    def holds(self) -> bool:
+        """Whether sums leave links to messages of other devices."""
+        return self.scheduled and self.across_peers
 
 
 SCHEDULED = Communication()

@@ -122,7 +122,7 @@ class Network:
             of_way.current = None
             if flow.left:
                 of_way.queue.append(flow)
-            if flow.transfer.traffic is Traffic.MESSAGE:
+            if self.communication.holds and flow.transfer.traffic is Traffic.MESSAGE:
                 self._release(flow, now_s)
             self._next(of_way, now_s)
         if not flow.left:
@@ -180,7 +180,7 @@ class Network:
         if flow.begun_s is None:
             flow.begun_s = now_s
         flow.since_s, flow.rate, flow.resumed, flow.stop = now_s, 0.0, flow.left, 0.0
-        if self.communication.scheduled and flow.transfer.traffic is Traffic.MESSAGE:
+        if self.communication.holds and flow.transfer.traffic is Traffic.MESSAGE:
             self._hold(flow, now_s)
         for resource, _ in flow.path.resources:
             self._passing.setdefault(resource, {})[flow] = None

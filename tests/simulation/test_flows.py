@@ -175,6 +175,18 @@ def test_a_message_that_waits_for_a_sum_still_does_when_another_device_s_has_pas
     assert clock.ends["own"] == pytest.approx(1.501, abs=1e-3)
 
 
+def test_without_turns_across_peers_only_what_goes_to_one_peer_waits() -> None:
+    clock = Clock(Communication(chunk_s=0.5, across_peers=False))
+    clock.submit("late", 1e6, links=("one", "port"), way="one", deadline=9)
+    clock.submit("early", 1e6, links=("one", "port"), way="one", deadline=3)
+    clock.submit("message", 1e6, links=("other", "port"), way="other", traffic=Traffic.MESSAGE)
+    clock.until(10.0)
+    # They share the port fairly until the message has passed: then half a chunk of the first sum has.
+    assert clock.ends["message"] == pytest.approx(2.0)
+    assert clock.ends["late"] == pytest.approx(3.0)
+    assert clock.ends["early"] < 2.5
+
+
 def test_there_are_as_many_events_however_small_the_chunks() -> None:
     counts = []
     for chunk_s in (0.07, 0.7):
