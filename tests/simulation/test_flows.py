@@ -175,16 +175,14 @@ def test_a_message_that_waits_for_a_sum_still_does_when_another_device_s_has_pas
     assert clock.ends["own"] == pytest.approx(1.501, abs=1e-3)
 
 
-def test_without_turns_across_peers_only_what_goes_to_one_peer_waits() -> None:
-    clock = Clock(Communication(chunk_s=0.5, across_peers=False))
+def test_without_turns_across_peers_a_message_shares_the_port_with_a_sum() -> None:
+    clock = Clock(Communication(across_peers=False))
     clock.submit("late", 1e6, links=("one", "port"), way="one", deadline=9)
-    clock.submit("early", 1e6, links=("one", "port"), way="one", deadline=3)
-    clock.submit("message", 1e6, links=("other", "port"), way="other", traffic=Traffic.MESSAGE)
+    clock.submit("early", 1e6, 1e-6, links=("one", "port"), way="one", deadline=3)
+    clock.submit("message", 0.5e6, links=("other", "port"), way="other", traffic=Traffic.MESSAGE)
     clock.until(10.0)
-    # They share the port fairly until the message has passed: then half a chunk of the first sum has.
-    assert clock.ends["message"] == pytest.approx(2.0)
-    assert clock.ends["late"] == pytest.approx(3.0)
-    assert clock.ends["early"] < 2.5
+    assert clock.ends["message"] == pytest.approx(1.0, abs=1e-3)
+    assert clock.ends["early"] < clock.ends["late"] == pytest.approx(2.5, abs=1e-3)
 
 
 def test_there_are_as_many_events_however_small_the_chunks() -> None:
