@@ -164,8 +164,7 @@ def delay_both_ways(machines: Cluster, delay_s: float) -> None:
 
 def adapted(case: Case) -> dict[str, Any]:
     """Return what a run does in which the delay begins: the seconds of an update of each window, adapting and as it began."""
-    # The devices of the first run may still leave when the second begins.
-    with cluster(nodes=2, cpus_per_node=case.num_devices) as machines, tempfile.TemporaryDirectory() as name:
+    with cluster(nodes=2, cpus_per_node=case.num_devices // 2) as machines, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         case.topology(0.0).save(folder / "topology.yaml")
         runs = {way: adapting_run(machines, case, folder, adapts=way == "adapting") for way in ("adapting", "kept")}
