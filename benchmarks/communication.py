@@ -4,7 +4,8 @@
     python benchmarks/communication.py --rehearse [--cells sum-075] [--rounds 3] [--json FILE]     # as root, with iproute2
 
 `--rehearse` runs the same orders as actors of a Ray cluster whose nodes are network namespaces: the baselines over gloo, raypipe's over
-its own connections.
+its own connections. Beside each stands what the simulator says, with what an F and a B take there beyond their waits: the overheads that
+`raypipe calibrate` fits, measured on the same nodes in the same order without sums.
 
 All that leaves a node, and all that enters it, shares 200 Mbit/s. F takes 20 ms, B 40 ms; C = M (F + B); A is the time of the sum of a
 stage's gradients on its port; every device's message takes the stated time. One update of `pipedream-2bw`, far from the ends of the
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -47,9 +49,10 @@ from rounds import Summary, in_rounds, print_table, write_json
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in namespaces is made by the tests' own tools
 
 from raypipe import build_schedule
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.plan import Plan, Replica
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, Overheads, SharedLink
 from raypipe.artifacts.trace import Trace
 from raypipe.communication.policy import Communication
 from raypipe.planning.ahead import with_forwards_ahead
@@ -57,6 +60,7 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.problem import Problem
+from raypipe.profiling.overhead_fit import Observations
 from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import lower
 from raypipe.schedules.passes import forwards_ahead, late_updates
@@ -64,6 +68,7 @@ from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.plan_cost import plan_cost
 from raypipe.simulation.simulator import time_order
+from raypipe.training.run_schedules import window_of
 from tests.multinode.cluster import Cluster, cluster
 
 PORT_BYTES_PER_S = 25e6
@@ -283,9 +288,9 @@ def _runs(cell: Cell) -> dict[str, tuple[Schedule, str]]:
     }
 
 
-def rehearsed(cell: Cell, *, rounds: int) -> dict[str, Any]:
+def rehearsed(cell: Cell, *, rounds: int, systems: list[str] | None = None) -> dict[str, Any]:
     """Return the seconds of an update of each system as actors on nodes with one port each, and what the simulator says of it."""
-    runs = _runs(cell)
+    runs = {name: run for name, run in _runs(cell).items() if name in (systems or [name])}
     count = cell.num_stages * cell.num_replicas // cell.devices_per_node
     with cluster(nodes=count, cpus_per_node=cell.devices_per_node) as machines:
         for node in range(count):
@@ -294,15 +299,32 @@ def rehearsed(cell: Cell, *, rounds: int) -> dict[str, Any]:
             machines.share([(other, node) for other in others], PORT_BYTES_PER_S)
         of = {name: cell if transport == "tcp" else cell.dense for name, (_, transport) in runs.items()}
         commands = {name: _command(machines, of[name], name, *each) for name, each in runs.items()}
+        overheads = _overheads(machines, cell)
         found = in_rounds({name: partial(_rehearse, machines, command) for name, command in commands.items()}, num_rounds=rounds)
     seconds = {name: Summary.of(values) for name, values in found.items()}
     expected_s = {
-        name: _update_s(of[name], schedule, Communication(scheduled=transport == "tcp")) for name, (schedule, transport) in runs.items()
+        name: _update_s(of[name], schedule, Communication(scheduled=transport == "tcp"), overheads)
+        for name, (schedule, transport) in runs.items()
     }
-    ours = seconds["raypipe"].median
+    ours = seconds["raypipe"].median if "raypipe" in seconds else math.nan
     baselines = (("over_a", "a"), ("over_b", "b"), ("over_a_late", "a'"))
     over = {key: seconds[name].median / ours for key, name in baselines if name in seconds}
-    return {"name": cell.name, **over, "rehearsed_s": seconds, "simulated_s": expected_s}
+    return {"name": cell.name, **over, "rehearsed_s": seconds, "simulated_s": expected_s, "overheads": overheads}
+
+
+def _overheads(machines: Cluster, cell: Cell) -> Overheads:
+    """Return what Ops take beyond their waits on these nodes, as `raypipe calibrate` fits it, in the cell's order without sums."""
+    alone = replace(cell, sum_share=0.0, table_bytes=0, touched_bytes=0)
+    schedule = alone.schedule(cell.order)
+    plan = alone.plan(schedule)
+    command = _command(machines, alone, "alone", schedule, "tcp")
+    _rehearse(machines, command)
+    observations, trace = Observations(), Trace.load(command[-1])
+    programs = executable_programs(window_of(schedule, trace.num_updates), plan.placement)
+    observations.add(programs, trace, plan_cost(plan))
+    fitted = observations.costs().overheads
+    # Messages pass links: what they take is not the devices'.
+    return Overheads(forward_s=fitted.forward_s, backward_s=fitted.backward_s)
 
 
 def _command(machines: Cluster, cell: Cell, name: str, schedule: Schedule, transport: str) -> list[str]:
@@ -346,22 +368,22 @@ def _in_turns_s(cell: Cell, schedule: Schedule, *, across_peers: bool = True, sl
     return statistics.median(_update_s(cell, schedule, policy) for policy in policies)
 
 
-def _update_s(cell: Cell, schedule: Schedule, communication: Communication) -> float:
+def _update_s(cell: Cell, schedule: Schedule, communication: Communication, overheads: Overheads | None = None) -> float:
     plan = cell.plan(schedule)
-    cost = replace(plan_cost(plan), communication=communication)
+    cost = replace(plan_cost(plan), communication=communication, overheads=overheads or Overheads())
     return time_order(CompiledOrder(lower(plan.schedule, plan.placement)), cost).steady_update_s
 
 
 def _rehearse_all(cells: list[Cell], options: argparse.Namespace) -> None:
     results = []
     for cell in cells:
-        results.append(result := rehearsed(cell, rounds=options.rounds))
+        results.append(result := rehearsed(cell, rounds=options.rounds, systems=options.systems))
         print_table(
             f"seconds of an update, rehearsed ({options.rounds} rounds)", [_compared(result, name) for name in result["rehearsed_s"]]
         )
-        if "over_a" in result:
+        if {"over_a", "over_b", "over_a_late"} <= result.keys():
             print(f"over a, b, a': {result['over_a']:.2f}, {result['over_b']:.2f}, {result['over_a_late']:.2f}")
-    print_table("simulated and rehearsed", [_compared(result, "raypipe") for result in results])
+    print_table("simulated and rehearsed", [_compared(result, name) for result in results for name in result["rehearsed_s"]])
     write_json(options.json, results)
 
 
@@ -388,6 +410,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="run the orders on nodes in network namespaces")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in (*CELLS, *OTHER_ORDERS)])
+    parser.add_argument("--systems", nargs="+", choices=["a", "a'", "b", "turns", "raypipe"], help="those that are rehearsed")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     if options.rehearse:
