@@ -29,6 +29,7 @@ from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.rendezvous import host_store
 from raypipe.artifacts.branches import stages_text
+from raypipe.communication.patterns import Pattern
 from raypipe.config import OptimizerConfig, Precision
 from raypipe.errors import AbortedError, ConfigError, RunError, StageFailedError
 from raypipe.schedules.lower import DeviceProgram
@@ -254,6 +255,7 @@ class StageActor:
             channels=order.channels,
             shared=order.shared,
             groups=order.groups,
+            patterns=order.patterns,
             store=(order.host, order.port),
             prefix=order.prefix,
             connect_timeout_s=order.connect_timeout_s,
@@ -287,6 +289,12 @@ class StageActor:
         if self._on.type != "cpu" and self._cuda is None:
             self._cuda = cuda.Cuda(self._on)
         return self._cuda
+
+    def use_patterns(self, patterns: Mapping[tuple[int, ...], Pattern]) -> None:
+        """Sum by these patterns from the next window on, by members."""
+        self._activity.begin("taking patterns of sums")
+        if self._transport is not None:
+            self._transport.use_patterns(patterns)
 
     def load_programs(self, programs: dict[str, DeviceProgram]) -> None:
         """Take the programs that windows will name."""

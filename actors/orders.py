@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.artifacts.branches import cut_branches, stages_text
 from raypipe.artifacts.cut import Cut
+from raypipe.communication.patterns import Pattern
 from raypipe.config import OptimizerConfig, Precision
 from raypipe.errors import RunError
 from raypipe.model import Model
@@ -73,6 +74,8 @@ class ConnectOrder:
         shared: Those channels that go through shared memory; the others go over TCP or gloo, or NCCL between GPUs.
         over_tcp: Whether they, and sums, go over raypipe's own connections, and not over gloo.
         nodes: Ray node of each device; what leaves for other nodes takes turns.
+        groups: Members of each sum.
+        patterns: Patterns of sums by members, at first; where left out a ring in the order of the members.
         prefix: Text unique to this run and epoch.
         message_timeout_s: Limit for every later wait.
     """
@@ -83,6 +86,7 @@ class ConnectOrder:
     over_tcp: bool
     nodes: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
+    patterns: Mapping[tuple[int, ...], Pattern]
     host: str
     port: int
     prefix: str

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from raypipe.config import (
         AdaptationConfig,
         ClusterConfig,
+        CommunicationConfig,
         DataConfig,
         OptimizerConfig,
         Precision,
@@ -43,6 +44,7 @@ _HOME = {
     "simulate": "simulation.simulator",
     "AdaptationConfig": "config",
     "ClusterConfig": "config",
+    "CommunicationConfig": "config",
     "DataConfig": "config",
     "OptimizerConfig": "config",
     "Precision": "config",
@@ -60,6 +62,7 @@ __all__ = [
     "AdaptationConfig",
     "ClusterConfig",
     "ClusterTopology",
+    "CommunicationConfig",
     "DataConfig",
     "Layer",
     "Model",

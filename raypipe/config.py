@@ -253,6 +253,18 @@ class AdaptationConfig:
 
 
 @record()
+class CommunicationConfig:
+    """What devices sum and send each other.
+
+    Attributes:
+        exact: Whether the sums over three or more devices keep the order of their additions for as long as a plan runs, so that a link
+            that changes does not change their last bits. Otherwise they may go another way after any window, where that is quicker.
+    """
+
+    exact: bool = True
+
+
+@record()
 class ClusterConfig:
     """The Ray cluster.
 
@@ -322,6 +334,7 @@ class TrainConfig:
         cluster: The Ray cluster.
         run: The length of the run and the place of its results.
         adaptation: Whether and when the run changes its plan.
+        communication: What devices sum and send each other.
         plan: `raypipe.plan/1` file. Stages, devices, schedule, microbatches and their size are then those of the plan. The keys of
             `schedule` and `scaling` that it decides may be left out; a value that is neither the default nor the plan's is refused.
     """
@@ -334,6 +347,7 @@ class TrainConfig:
     cluster: ClusterConfig = ClusterConfig()
     run: RunConfig = RunConfig()
     adaptation: AdaptationConfig = AdaptationConfig()
+    communication: CommunicationConfig = CommunicationConfig()
     plan: str | None = None
 
     @classmethod

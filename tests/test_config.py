@@ -10,6 +10,7 @@ import raypipe
 from raypipe.config import (
     AdaptationConfig,
     ClusterConfig,
+    CommunicationConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -58,6 +59,7 @@ def test_the_trainer_of_a_configuration_leaves_nothing_out() -> None:
         cluster=ClusterConfig(dashboard=False),
         run=RunConfig(num_updates=7),
         adaptation=AdaptationConfig(enabled=True),
+        communication=CommunicationConfig(exact=False),
     )
     default = TrainConfig(model=ModelConfig(function="a:b"), data=DataConfig(path=""))
     different = {part.name: getattr(config, part.name) != getattr(default, part.name) for part in fields(TrainConfig)}

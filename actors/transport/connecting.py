@@ -10,7 +10,8 @@ from itertools import chain
 from raypipe.actors.transport import cuda_ipc, gloo, gloo_channel, nccl, shm, shm_channel
 from raypipe.actors.transport.channel import ChannelError, IncomingChannel, OutgoingChannel, SumGroup
 from raypipe.actors.transport.rendezvous import Rendezvous
-from raypipe.actors.transport.tcp_port import Port, neighbors
+from raypipe.actors.transport.tcp_port import Port, sum_peers
+from raypipe.communication.patterns import Pattern, ring
 from raypipe.communication.policy import Communication
 from raypipe.errors import TransportError
 
@@ -56,6 +57,7 @@ class Connector:
         channels: Sequence[tuple[int, int]],
         shared: Collection[tuple[int, int]],
         groups: Sequence[tuple[int, ...]],
+        patterns: Mapping[tuple[int, ...], Pattern],
         timeout_s: float,
         over_tcp: bool,
         communication: Communication,
@@ -65,6 +67,7 @@ class Connector:
         host_ip: str | None,
     ) -> None:
         self._endpoints = endpoints
+        self._patterns = patterns
         self._timeout_s = timeout_s
         self._receives_ahead = receives_ahead
         self._over_tcp = over_tcp and library is None
@@ -125,7 +128,7 @@ class Connector:
         groups = [members for kind, members in self._sets if kind is _Kind.GROUP]
         ends = {*chain(*channels, *groups)}
         if (device := rendezvous.device) in ends:
-            peers = {*chain(*(members for members in channels if device in members))} - {device} | neighbors(device, groups)
+            peers = {*chain(*(members for members in channels if device in members))} - {device} | sum_peers(device, groups)
             self._endpoints.port = Port.connect(
                 rendezvous, peers, others=ends - {device}, host_ip=self._host_ip, communication=self._communication, ways=self._ways
             )
@@ -134,7 +137,7 @@ class Connector:
         endpoints, port = self._endpoints, self._endpoints.port
         assert port is not None, "members have neighbors"
         if kind is _Kind.GROUP:
-            endpoints.groups[members] = port.group(members)
+            endpoints.groups[members] = port.group(members, self._patterns.get(members) or ring(range(len(members))))
         elif device == members[0]:
             endpoints.outgoing[members[1]] = port.outgoing(members[1])
         else:

@@ -20,7 +20,9 @@ from raypipe.actors.transport.connecting import Connector, Endpoints
 from raypipe.actors.transport.protocol import ErrorPlace, Expected, Pending, Places
 from raypipe.actors.transport.rendezvous import AbortGroup, Rendezvous
 from raypipe.actors.transport.tcp_link import Receipt
+from raypipe.actors.transport.tcp_sum import TcpSumGroup
 from raypipe.actors.transport.tcp_way import Departure
+from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import SCHEDULED, Communication
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective
@@ -38,6 +40,7 @@ class ProcessTransport:
         channels: All channels of the run as (source, target). Every device passes the same channels, in any order.
         shared: Channels through shared memory: both ends are processes of one host, or use one GPU. Every device passes the same.
         groups: Members, ascending, of each collective of the run. Every device passes the same groups, in any order.
+        patterns: Pattern of the sums of a group over TCP, at first; where left out a ring in the order of the members.
         store: Host and port of the store that one process opened with `host_store`.
         prefix: Text that keeps runs and their attempts apart in the store; never use one twice.
         timeout_s: Limit for every wait once connected.
@@ -60,6 +63,7 @@ class ProcessTransport:
         channels: Sequence[tuple[int, int]],
         shared: Collection[tuple[int, int]] = (),
         groups: Sequence[tuple[int, ...]],
+        patterns: Mapping[tuple[int, ...], Pattern] | None = None,
         store: tuple[str, int],
         prefix: str,
         timeout_s: float,
@@ -83,6 +87,7 @@ class ProcessTransport:
             channels=channels,
             shared=shared,
             groups=groups,
+            patterns=patterns or {},
             timeout_s=timeout_s,
             over_tcp=over_tcp,
             communication=communication,
@@ -133,6 +138,16 @@ class ProcessTransport:
             raise
 
     # A window
+
+    def use_patterns(self, patterns: Mapping[tuple[int, ...], Pattern]) -> None:
+        """Sum by other patterns from now on, over the same connections. All devices of a group call this between the same two sums.
+
+        Sums over gloo and NCCL go as these choose, whatever the pattern.
+        """
+        for members, pattern in patterns.items():
+            group = self._endpoints.groups.get(members)
+            if isinstance(group, TcpSumGroup):
+                group.pattern = pattern
 
     def open_window(self, incoming: Mapping[int, Sequence[Expected]], outgoing: Mapping[int, Sequence[Expected]]) -> None:
         """See `Transport`."""

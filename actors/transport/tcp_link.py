@@ -69,8 +69,15 @@ class MessageSink(Protocol):
         """Take the message, which is in its memory."""
 
 
+class SendingSum(Protocol):
+    """A sum of which parts go to a peer."""
+
+    def lose(self, problem: str) -> None:
+        """See that the peer reads no more."""
+
+
 class SumSink(Protocol):
-    """A sum of this device; called by who holds the lock of the link from which its numbers come.
+    """What comes for a sum of this device over a link; called by who holds the lock of the link.
 
     Attributes:
         text: Number and dtype of the numbers.
@@ -92,8 +99,8 @@ class SumSink(Protocol):
     def differs(self, text: bytes) -> None:
         """Fail, because a member sums something else."""
 
-    def lose(self, problem: str, *, sends: bool) -> None:
-        """See that a link is gone over which numbers come, or, with `sends`, go."""
+    def lose(self, problem: str) -> None:
+        """See that nothing more comes over the link."""
 
 
 class _Part(NamedTuple):
@@ -132,7 +139,7 @@ class Link:
         self.messages: MessageSink | None = None
         self.holds: Holds | None = None
         self.held_until_s = 0.0
-        self.sending: set[SumSink] = set()
+        self.sending: set[SendingSum] = set()
         self.num_left = 0
         self.receipts: deque[Receipt] = deque(maxlen=MOST_NOTED)
         self._num_come = 0
@@ -190,7 +197,7 @@ class Link:
                 total.total(part.offset, len(part.payload))[:] = part.payload
                 total.arrived(part.offset, len(part.payload))
         if self.ended is not None:
-            total.lose(self.ended, sends=False)
+            total.lose(self.ended)
 
     def forget(self, identity: int) -> None:
         """Drop a sum for which all has come. Called by its sink, so by who holds the lock."""
@@ -243,10 +250,10 @@ class Link:
     def _lose(self, problem: str) -> None:
         self.ended = self.ended or problem
         for total in list(self._sums.values()):
-            total.lose(problem, sends=False)
+            total.lose(problem)
         self._sums.clear()
-        for total in list(self.sending):
-            total.lose(problem, sends=True)
+        for sending in list(self.sending):
+            sending.lose(problem)
 
     def _frames(self) -> Reading:
         header = memoryview(bytearray(HEADER.size))

@@ -13,6 +13,8 @@ from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
 from raypipe.actors.transport.tcp_sum import TcpSumGroup
 from raypipe.actors.transport.tcp_way import USUAL_BYTES_PER_S, Departure, Way
+from raypipe.communication.pattern_choice import MOST_MESHED, exchange
+from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import Communication
 
 
@@ -100,11 +102,17 @@ class Port:
         """Return the receiving end of the channel from a peer."""
         return Incoming(self.links[peer], self.receiver, timeout_s=timeout_s)
 
-    def group(self, members: tuple[int, ...]) -> TcpSumGroup:
-        """Return a set of devices that sums, in the order of the ring."""
-        position = members.index(self.device)
-        before, behind = (self.links[members[(position + step) % len(members)]] for step in (-1, 1))
-        return TcpSumGroup(members, position, before=before, behind=behind, sender=self.sender, receiver=self.receiver)
+    def group(self, members: tuple[int, ...], pattern: Pattern) -> TcpSumGroup:
+        """Return a set of devices that sums, by a pattern at first."""
+        return TcpSumGroup(
+            members,
+            members.index(self.device),
+            pattern=pattern,
+            exchange=exchange(len(members)),
+            links={position: self.links[peer] for position, peer in enumerate(members) if peer in self.links},
+            sender=self.sender,
+            receiver=self.receiver,
+        )
 
     def close(self) -> None:
         """End the threads and close the connections, which shuts them down."""
@@ -117,11 +125,12 @@ class Port:
         self.holds.end.close()
 
 
-def neighbors(device: int, groups: Collection[tuple[int, ...]]) -> set[int]:
-    """Return the devices next to one in the rings of sums."""
-    found: set[int] = set()
+def sum_peers(device: int, groups: Collection[tuple[int, ...]]) -> set[int]:
+    """Return the devices with which a device exchanges numbers of sums: all other members, or those next to it in a large group."""
+    peers: set[int] = set()
     for members in groups:
-        if device in members and len(members) > 1:
-            position = members.index(device)
-            found |= {members[position - 1], members[(position + 1) % len(members)]}
-    return found - {device}
+        if device not in members:
+            continue
+        position, count = members.index(device), len(members)
+        peers.update(members if count <= MOST_MESHED else (members[position - 1], members[(position + 1) % count]))
+    return peers - {device}

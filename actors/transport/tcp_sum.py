@@ -1,13 +1,11 @@
-"""Sums over a ring of devices.
+"""Sums over devices, whose slices take the ways of a pattern (`raypipe.communication.patterns`).
 
-The tensor is cut into as many slices as there are members, the first of which are a number longer where it does not divide. The member
-of a slice's number begins: its share goes round the ring, and each member adds its own; the last has the total, which goes round again.
+    slice 1 of 3, ring    member 1 -- share --> 2 -- share --> 0 -- total --> 1 -- total --> 2
 
-    slice 1 of 3    member 1 -- share --> 2 -- share --> 0 -- total --> 1 -- total --> 2
-
-So the order in which a number's shares are added depends on its place alone, not on what comes when and in how large chunks. Of a small
-tensor, such as a norm, all shares go round as they are, in half the steps, and each member adds them in the order of the members. A tensor
-that leaves out zeros of a longer one is cut where the longer one would be, so that its numbers are added as they would be there.
+A share that comes before its turn waits, so that the order in which a number's shares are added depends on the pattern and its place alone,
+not on what comes when and in how large chunks. Of a small tensor, such as a norm, all members' numbers go to all, and each adds them in
+the order of the members. A tensor that leaves out zeros of a longer one is cut where the longer one would be, so that its numbers are
+added as they would be there.
 """
 
 from __future__ import annotations
@@ -15,7 +13,9 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -28,6 +28,7 @@ from raypipe.actors.transport.tcp_channel import plain
 from raypipe.actors.transport.tcp_link import HEADER, Kind, Link
 from raypipe.actors.transport.tcp_receiver import Receiver
 from raypipe.actors.transport.tcp_sender import Sender
+from raypipe.communication.patterns import Part, Pattern, slice_starts
 from raypipe.communication.policy import Traffic
 from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.collectives import Collective
@@ -40,24 +41,40 @@ _SMALL_BYTES = 1024
 
 
 class TcpSumGroup:
-    """A set of devices that sums; `members` in the order of the ring, this device at a position of it."""
+    """A set of devices that sums.
 
-    def __init__(self, members: tuple[int, ...], position: int, *, before: Link, behind: Link, sender: Sender, receiver: Receiver) -> None:
+    Attributes:
+        position: Position of this device among the members.
+        pattern: Pattern of the sums that start from now on; all members change it between the same two sums.
+        exchange: Pattern by whose totals the numbers of small tensors go to all.
+        links: Connections with the other members, by position; of all or of those that the patterns need.
+    """
+
+    def __init__(
+        self,
+        members: tuple[int, ...],
+        position: int,
+        *,
+        pattern: Pattern,
+        exchange: Pattern,
+        links: Mapping[int, Link],
+        sender: Sender,
+        receiver: Receiver,
+    ) -> None:
         self.members = members
         self.position = position
-        self.before = before
-        self.behind = behind
+        self.pattern = pattern
+        self.exchange = exchange
+        self.links = links
         self.sender = sender
         self.receiver = receiver
         self._num_sums: Counter[Collective] = Counter()
 
-    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int, places: Places | None = None) -> RingSum:
+    def sum(self, tensor: Tensor, *, collective: Collective, deadline: int, places: Places | None = None) -> TcpSum:
         """See `SumGroup`. Members may start sums in any order."""
-        if self.before.ended is not None or self.behind.ended is not None or self.behind.broken is not None:
-            raise ChannelError(CLOSED_BY_PEER)
         number = self._num_sums[collective]
         self._num_sums[collective] += 1
-        total = RingSum(self, tensor, identity=_identity(collective, number), collective=collective, deadline=deadline, places=places)
+        total = TcpSum(self, tensor, identity=_identity(collective, number), collective=collective, deadline=deadline, places=places)
         total.start()
         return total
 
@@ -67,21 +84,32 @@ def _identity(collective: Collective, number: int) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+@lru_cache(maxsize=256)
+def _parts(pattern: Pattern, position: int) -> tuple[Part, ...]:
+    return tuple(route.part(position) for route in pattern.routes)
+
+
+@lru_cache(maxsize=256)
+def _exchanged(pattern: Pattern, position: int) -> tuple[Part, ...]:
+    """Return the ways of the totals of each member."""
+    parts = sorted(zip(pattern.routes, _parts(pattern, position), strict=True), key=lambda pair: pair[0].owner)
+    return tuple(Part((), (), part.total_from, part.totals_to) for _, part in parts)
+
+
 class _Flow:
-    """What goes to the next member of one slice, as share or as total, in the queue of its way."""
+    """What goes to another member of one slice, as share or as total, in the queue of its way."""
 
-    __slots__ = ("collective", "deadline", "first", "kind", "link", "num_bytes", "ready", "sent", "sequence", "total", "traffic", "unit")
+    __slots__ = ("collective", "deadline", "first", "kind", "link", "ready", "sent", "sequence", "total", "traffic", "unit")
 
-    def __init__(self, total: RingSum, kind: Kind, *, first: int, num_bytes: int, traffic: Traffic, deadline: int) -> None:
+    def __init__(self, total: TcpSum, kind: Kind, link: Link, *, first: int, traffic: Traffic, deadline: int) -> None:
         self.total = total
-        self.link = total.group.behind
+        self.link = link
         self.collective: Collective | None = total.collective
         self.traffic = traffic
         self.deadline = deadline
         self.sequence = -1
         self.kind = kind
         self.first = first
-        self.num_bytes = num_bytes
         self.ready = 0
         self.sent = 0
         self.unit = total.item_bytes
@@ -101,7 +129,73 @@ class _Flow:
         self.total.fail(problem)
 
 
-class RingSum:
+class _Slice:
+    """One slice of a sum on this device.
+
+    Attributes:
+        ends: For each member whose share is added here, in turn, the byte up to which that is done.
+        early: Of each of them, bytes behind that which came before their turn.
+        on: What goes on when the last one's are added.
+        totals: What goes on of the total.
+    """
+
+    __slots__ = ("early", "ends", "first", "on", "part", "totals")
+
+    def __init__(self, part: Part, first: int, on: Sequence[_Flow], totals: Sequence[_Flow]) -> None:
+        self.part = part
+        self.first = first
+        self.on = on
+        self.totals = totals
+        self.ends = [first] * len(part.sources)
+        self.early: list[deque[memoryview]] = [deque() for _ in part.sources]
+
+
+class _Source:
+    """What comes for a sum from one member; see `SumSink`.
+
+    Attributes:
+        left: Bytes that have not come.
+    """
+
+    def __init__(self, total: TcpSum, position: int, link: Link, *, num_bytes: int) -> None:
+        self.sum = total
+        self.position = position
+        self.link = link
+        self.left = num_bytes
+        self.text = total.text
+        self.item_bytes = total.item_bytes
+
+    def add(self, offset: int, piece: memoryview) -> None:
+        """See `SumSink`."""
+        self.sum.add(self.position, offset, piece)
+        self._came(len(piece))
+
+    def total(self, offset: int, num_bytes: int) -> memoryview:
+        """See `SumSink`."""
+        return self.sum.memory[offset : offset + num_bytes]
+
+    def arrived(self, offset: int, num_bytes: int) -> None:
+        """See `SumSink`."""
+        self.sum.arrived(offset + num_bytes)
+        self._came(num_bytes)
+
+    def _came(self, num_bytes: int) -> None:
+        self.left -= num_bytes
+        if not self.left:
+            self.link.forget(self.sum.identity)
+        self.sum.received(num_bytes)
+
+    def differs(self, text: bytes) -> None:
+        """See `SumSink`."""
+        self.sum.fail(f"its members brought different things: {self.text.decode()}, {text.decode(errors='replace')}")
+
+    def lose(self, problem: str) -> None:
+        """See `SumSink`."""
+        if self.left:
+            self.sum.fail(problem)
+
+
+class TcpSum:
     """A sum under way. 16-bit floats are summed in float32 and rounded once, at the cost of twice the bytes.
 
     Attributes:
@@ -123,112 +217,131 @@ class RingSum:
         places = places or Places(numel, int)
         self._shares: Tensor | None = None
         """Of a small tensor, all members' numbers."""
-        base, longer = divmod(places.numel, num_members)
-        starts = [places.num_before(number * base + min(number, longer)) for number in range(num_members + 1)]
+        text = str(TensorSpec(tuple(tensor.shape), tensor.dtype))
         if places.numel * self._summed.itemsize <= _SMALL_BYTES:
             starts = [number * numel for number in range(num_members + 1)]
+            parts = _exchanged(group.exchange, group.position)
             self._shares = self._summed.new_zeros(num_members, numel)
             self._shares[group.position] = self._summed
+        else:
+            starts = [places.num_before(start) for start in slice_starts(places.numel, num_members)]
+            parts = _parts(group.pattern, group.position)
+            text += f" ({group.pattern})"
         self._numbers = (self._summed if self._shares is None else self._shares.view(-1)).numpy()
         self.memory = self._numbers.data.cast("B")
         self.item_bytes = self._summed.itemsize
-        self.text = str(TensorSpec(tuple(tensor.shape), tensor.dtype)).encode()
+        self.text = text.encode()
         self.failure: str | None = None
         self._changed = threading.Condition()
+        """Held by who changes anything; several links may bring numbers at a time, and several ways take them."""
         self._finished = False
         self._lost_s: float | None = None
         self._thread = threading.get_ident()
         self._starts = [self.item_bytes * start for start in starts]
         self._to_receive = self._to_send = 0
-        self._flows: list[tuple[_Flow | None, _Flow | None]] = []
-        """For each slice, what is sent on: a share, a total."""
-        is_norm = collective.kind.is_norm
-        traffic, deadline = (Traffic.MESSAGE, 0) if is_norm else (Traffic.SUM, deadline)
-        for number in range(num_members):
-            first = self._starts[number]
-            num_bytes = self._starts[number + 1] - first
-            step = (group.position - number) % num_members
-            last = num_members - 1
-            if self._shares is not None:
-                takes, sends_share, sends_total = int(step > 0), False, step < last
-            else:
-                takes, sends_share, sends_total = (step > 0) + (step < last), step < last, step == last or step < last - 1
-            self._to_receive += num_bytes * takes
-            self._to_send += num_bytes * (sends_share + sends_total)
+        self._traffic, self._deadline = (Traffic.MESSAGE, 0) if collective.kind.is_norm else (Traffic.SUM, deadline)
+        coming: Counter[int] = Counter()
+        self._slices = [self._slice(number, part, coming) for number, part in enumerate(parts)]
+        self._sources = [_Source(self, peer, group.links[peer], num_bytes=num_bytes) for peer, num_bytes in coming.items() if num_bytes]
 
-            def flow(kind: Kind, first: int = first, num_bytes: int = num_bytes) -> _Flow:
-                return _Flow(self, kind, first=first, num_bytes=num_bytes, traffic=traffic, deadline=deadline)
+    def _slice(self, number: int, part: Part, coming: Counter[int]) -> _Slice:
+        first = self._starts[number]
+        num_bytes = self._starts[number + 1] - first
 
-            self._flows.append((flow(Kind.SHARE) if sends_share else None, flow(Kind.TOTAL) if sends_total else None))
+        def flows(kind: Kind, targets: Sequence[int]) -> list[_Flow]:
+            self._to_send += num_bytes * len(targets)
+            links = self.group.links
+            return [_Flow(self, kind, links[peer], first=first, traffic=self._traffic, deadline=self._deadline) for peer in targets]
+
+        for peer in (*part.sources, *part.total_from):
+            coming[peer] += num_bytes
+            self._to_receive += num_bytes
+        totals = flows(Kind.TOTAL, part.totals_to)
+        return _Slice(part, first, flows(Kind.SHARE, part.share_to) or totals, totals)
 
     def start(self) -> None:
-        """Send the share of the slice that begins here, and take what comes."""
-        group = self.group
-        group.behind.sending.add(self)
-        if (problem := group.behind.ended) is not None:  # just now
-            self.lose(problem, sends=True)
-        group.before.expect(self.identity, self)
-        if group.before.tasks:
+        """Send the shares that wait for nobody's, and take what comes."""
+        group, slices = self.group, self._slices
+        targets = {flow.link for each in slices for flow in (*each.on, *each.totals)}
+        sources = [source.link for source in self._sources]
+        if any(link.ended is not None for link in (*targets, *sources)) or any(link.broken is not None for link in targets):
+            raise ChannelError(CLOSED_BY_PEER)
+        for link in targets:
+            link.sending.add(self)
+            if (problem := link.ended) is not None:  # just now
+                self.lose(problem)
+        for source in self._sources:
+            source.link.expect(self.identity, source)
+        if any(link.tasks for link in sources):
             group.receiver.wake()
-        (share, whole), first = self._flows[group.position], self._starts[group.position]
-        own = share or whole
-        assert own is not None, "it has other members"
-        if num_bytes := self._starts[group.position + 1] - first:
-            group.sender.submit(own, num_bytes)
+        # Each member begins with another slice, so that they do not all send to one.
+        for number in (*range(group.position, len(slices)), *range(group.position)):
+            each = slices[number]
+            if not each.part.sources and (each.part.share_to or not each.part.total_from):
+                self._forward(each.on, self._starts[number + 1])
 
     # Called by who reads
 
-    def _slice(self, offset: int) -> int:
-        return bisect_right(self._starts, offset) - 1
+    def _slice_of(self, offset: int) -> _Slice:
+        return self._slices[bisect_right(self._starts, offset) - 1]
 
-    def add(self, offset: int, piece: memoryview) -> None:
-        """See `SumSink`."""
-        first, end = offset // self.item_bytes, (offset + len(piece)) // self.item_bytes
-        own = self._numbers[first:end]
-        np.add(own, np.frombuffer(piece, dtype=own.dtype), out=own)
-        share, total = self._flows[self._slice(offset)]
-        self._forward(share or total, offset + len(piece))
-        self._received(len(piece))
+    def add(self, source: int, offset: int, piece: memoryview) -> None:
+        """Add shares of a member in its turn."""
+        each = self._slice_of(offset)
+        turn, ends = each.part.sources.index(source), each.ends
+        with self._changed:
+            before = ends[-1]
+            count = self._add_in_turn(each, turn, piece) if not each.early[turn] else 0
+            if count < len(piece):
+                each.early[turn].append(memoryview(bytes(piece[count:])))
+            for later in range(turn + 1, len(ends)):
+                early = each.early[later]
+                while early and (count := self._add_in_turn(each, later, early[0])):
+                    if count == len(early[0]):
+                        early.popleft()
+                    else:
+                        early[0] = early[0][count:]
+            if ends[-1] > before:
+                self._forward(each.on, ends[-1])
 
-    def total(self, offset: int, num_bytes: int) -> memoryview:
-        """See `SumSink`."""
-        return self.memory[offset : offset + num_bytes]
+    def _add_in_turn(self, each: _Slice, turn: int, piece: memoryview) -> int:
+        """Add as much as the members before have been added of; return how many bytes."""
+        start = each.ends[turn]
+        count = min(len(piece), each.ends[turn - 1] - start) if turn else len(piece)
+        if count:
+            own = self._numbers[start // self.item_bytes : (start + count) // self.item_bytes]
+            np.add(own, np.frombuffer(piece[:count], dtype=own.dtype), out=own)
+            each.ends[turn] += count
+        return count
 
-    def arrived(self, offset: int, num_bytes: int) -> None:
-        """See `SumSink`."""
-        self._forward(self._flows[self._slice(offset)][1], offset + num_bytes)
-        self._received(num_bytes)
+    def arrived(self, end: int) -> None:
+        """Pass on a part of a total, which is in its memory, up to a byte."""
+        with self._changed:
+            self._forward(self._slice_of(end - 1).totals, end)
 
-    def _forward(self, flow: _Flow | None, end: int) -> None:
-        if flow is not None:
-            self.group.sender.submit(flow, end - flow.first)
+    def _forward(self, flows: Sequence[_Flow], end: int) -> None:
+        for flow in flows:
+            if end > flow.first:
+                self.group.sender.submit(flow, end - flow.first)
 
-    def _received(self, num_bytes: int) -> None:
-        self._to_receive -= num_bytes
-        if not self._to_receive:
-            self.group.before.forget(self.identity)
+    def received(self, num_bytes: int) -> None:
+        """See that these bytes have come."""
+        with self._changed:
+            self._to_receive -= num_bytes
             self._check()
-
-    def differs(self, text: bytes) -> None:
-        """See `SumSink`."""
-        self.fail(f"its members brought different things: {self.text.decode()}, {text.decode(errors='replace')}")
 
     # Called by who writes
 
     def left(self, num_bytes: int) -> None:
         """See that these bytes have left."""
-        self._to_send -= num_bytes
-        if not self._to_send:
+        with self._changed:
+            self._to_send -= num_bytes
             self._check()
 
     # Called by both
 
-    def lose(self, problem: str, *, sends: bool) -> None:
-        """See `SumSink`."""
-        if not sends:
-            if self._to_receive:
-                self.fail(problem)
-            return
+    def lose(self, problem: str) -> None:
+        """See that a member to whom numbers go reads no more."""
         with self._changed:
             self._lost_s = time.monotonic()
             self._changed.notify_all()
@@ -240,37 +353,38 @@ class RingSum:
             self._changed.notify_all()
 
     def _check(self) -> None:
-        if self._to_receive or self._to_send:
-            return
-        with self._changed:
+        if not self._to_receive and not self._to_send:
             self._finished = True
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
         """See `SumUnderWay`. Who started the sum of a small tensor reads what comes itself, so that it wakes no other thread first."""
         deadline_s = time.monotonic() + timeout_s
-        before = self.group.before
         # Another thread would keep the connection from the first one, which may wait for a message.
         reads = self._shares is not None and threading.get_ident() == self._thread
         while not self._finished and self.failure is None:
             now_s = time.monotonic()
             left_s = deadline_s - now_s
             if self._lost_s is not None:
-                grace_s = max(self._lost_s, before.moved_s) + _GRACE_S - now_s
+                moved_s = max([self._lost_s, *(source.link.moved_s for source in self._sources)])
+                grace_s = moved_s + _GRACE_S - now_s
                 if grace_s <= 0:
                     raise ChannelError(CLOSED_BY_PEER)
                 left_s = min(left_s, grace_s)
             if left_s <= 0:
                 raise ChannelError(f"nothing came within {timeout_s:g} s; a member is stuck", kind=TransportTimeoutError)
-            if reads and self._to_receive and before.ended is None:
-                self.group.receiver.wait(before, self._has_come, min(left_s, _LOOK_EVERY_S))
+            source = next((each for each in self._sources if each.left and each.link.ended is None), None) if reads else None
+            if source is not None:
+                self._read(source, min(left_s, _LOOK_EVERY_S))
                 continue
             with self._changed:
                 if not self._finished and self.failure is None:
                     self._changed.wait(left_s)
         if self.failure is not None:
             raise ChannelError(self.failure)
-        self.group.behind.sending.discard(self)
+        for each in self._slices:
+            for flow in (*each.on, *each.totals):
+                flow.link.sending.discard(self)
         if self._shares is not None:
             self._summed.copy_(self._shares[0])
             for share in self._shares[1:]:
@@ -279,5 +393,5 @@ class RingSum:
             target = self.tensor.detach()
             target.copy_(self._summed.view(target.shape))
 
-    def _has_come(self) -> bool:
-        return not self._to_receive or self.failure is not None
+    def _read(self, source: _Source, timeout_s: float) -> None:
+        self.group.receiver.wait(source.link, lambda: not source.left or self.failure is not None, timeout_s)

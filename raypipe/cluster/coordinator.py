@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from raypipe.actors.execution.batches import BatchSource
@@ -12,17 +13,20 @@ from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.orders import BatchFunction, BuildOrder, ConnectOrder, LayerSize, ModelFunction
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput, edge_specs
 from raypipe.artifacts.cut import Cut
-from raypipe.cluster.checks import channel_text, shared_channels
+from raypipe.cluster.checks import channel_text, on_gpus, shared_channels
 from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.stage_actors import StageActors
 from raypipe.cluster.window import WindowResult
+from raypipe.communication.patterns import Pattern
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
 from raypipe.schedules.collectives import Start
 from raypipe.schedules.lower import DeviceProgram, Recv
 
 Programs = Mapping[str, Sequence[DeviceProgram]]
+Patterns = Mapping[tuple[int, ...], Pattern]
+_RINGS: Patterns = MappingProxyType({})
 
 
 class Coordinator:
@@ -37,6 +41,7 @@ class Coordinator:
         self.channel_text = ""  # how many channels use which transport, once connected
         self._windows: Counter[str] = Counter()
         self._programs: dict[str, tuple[DeviceProgram, ...]] = {}
+        self.patterns: dict[tuple[int, ...], Pattern] = {}  # of sums, by members
         self._epoch = 0
         self._is_closed = False
         self.actors = StageActors(run, slots, stages=stages, scaling=scaling, cluster=cluster)
@@ -93,9 +98,10 @@ class Coordinator:
         sizes = self.actors.ask("building layers", lambda device, actor: actor.build.remote(orders[device]))
         return {layer: size for of_device in sizes.values() for layer, size in of_device.items()}
 
-    def connect(self, programs: Programs, cut: Cut) -> None:
-        """Connect the actors and give them the programs, by name and device."""
+    def connect(self, programs: Programs, cut: Cut, *, patterns: Patterns = _RINGS) -> None:
+        """Connect the actors and give them the programs, by name and device, and patterns of sums, by members."""
         self._programs = {name: tuple(of_devices) for name, of_devices in programs.items()}
+        self.patterns = dict(patterns)
         order, specs, infos = self._connect_order(), self._edge_specs(cut), self.actors.infos
         self.actors.ask(
             "connecting",
@@ -108,6 +114,16 @@ class Coordinator:
         )
         self.clocks.read()
         self.actors.patience_s = self.cluster.silence_timeout_s
+
+    def use_patterns(self, patterns: Patterns) -> None:
+        """Let sums go by other patterns from the next window on, over the same connections."""
+        self.patterns |= patterns
+        self.actors.ask("taking patterns of sums", lambda _, actor: actor.use_patterns.remote(patterns))
+
+    @property
+    def sums_by_pattern(self) -> bool:
+        """Whether sums go over connections of raypipe's own, and so by patterns."""
+        return self.transport is not Transport.GLOO and not on_gpus(self.actors.infos)
 
     def _connect_order(self) -> ConnectOrder:
         items = [(one.device, item) for of_devices in self._programs.values() for one in of_devices for item in one.items]
@@ -123,6 +139,7 @@ class Coordinator:
             over_tcp=self.transport is not Transport.GLOO,
             nodes=tuple(info.node_id for info in infos),
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
+            patterns=self.patterns,
             host=host,
             port=port,
             prefix=f"{self.run}/{self._epoch}",
@@ -188,7 +205,15 @@ class Coordinator:
         """Read all layers from a folder."""
         self.actors.ask("loading", lambda _, actor: actor.load.remote(folder))
 
-    def move(self, devices: Sequence[int], stages: Sequence[tuple[int, ...]], *, order: BuildOrder, programs: Programs) -> None:
+    def move(
+        self,
+        devices: Sequence[int],
+        stages: Sequence[tuple[int, ...]],
+        *,
+        order: BuildOrder,
+        programs: Programs,
+        patterns: Patterns = _RINGS,
+    ) -> None:
         """Go on with other stages on other devices; layers and optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
         states = self._layer_states()
@@ -200,7 +225,7 @@ class Coordinator:
             lambda device, actor: actor.import_layers.remote(needed[device], *(states[layer] for layer in needed[device])),
         )
         self._epoch += 1
-        self.connect(programs, order.cut)
+        self.connect(programs, order.cut, patterns=patterns)
         self.actors.leaving = frozenset()
 
     def _layer_states(self) -> dict[int, Any]:

@@ -32,6 +32,7 @@ _LEAST_DEVIATION = 0.03
 _NUM_FIRST = 5  # transfers by whose median an estimate begins
 _CONTENDED = 1.05  # Fewer bytes of others do not matter
 _LIMITED = 0.9  # A link that carries so much of what its bottleneck does is limited by that
+_RECENT_S = 30.0  # Before the last transfer of any link of a bottleneck: what is older does not tell what that carries now
 _MAD_TO_DEVIATION = 1.4826
 _ABS_TO_DEVIATION = math.sqrt(math.pi / 2)
 
@@ -44,12 +45,14 @@ class LinkEstimate:
         latency_s: Seconds subtracted from each transfer; 0 where nothing is known of it.
         num_changes: Observed step changes.
         seen_at_s: Time of the last transfer; minus infinity before the first.
+        is_observed: Whether a transfer or a probe has shown it, and not a topology alone.
     """
 
     latency_s: float = 0.0
     num_transfers: int = 0
     num_changes: int = 0
     seen_at_s: float = -math.inf
+    is_observed: bool = False
     _first: list[float] = field(default_factory=list)
     _mean: float | None = None
     _deviation: float = 0.3
@@ -69,6 +72,7 @@ class LinkEstimate:
     def set(self, *, bandwidth_bytes_per_s: float, latency_s: float, at_s: float) -> None:
         """Replace all observations by the result of a probe."""
         self.latency_s = latency_s
+        self.is_observed = True
         self.seen_at_s = max(at_s, self.seen_at_s)
         self._begin([-math.log(bandwidth_bytes_per_s)])
 
@@ -77,6 +81,7 @@ class LinkEstimate:
 
         With `most_bytes`, the link alone would have carried from `num_bytes` to so many in that time.
         """
+        self.is_observed = True
         # What is quicker than the latency is noise; a tenth of the time at least is for the bytes.
         alone_s = max(seconds - self.latency_s, 0.1 * seconds, 1e-9)
         x = math.log(alone_s / num_bytes)
@@ -188,6 +193,7 @@ class NetworkEstimate:
                 estimate.latency_s = link.latency_s
             else:
                 estimate.set(bandwidth_bytes_per_s=bandwidth, latency_s=link.latency_s, at_s=at_s)
+                estimate.is_observed = False
         self._bottlenecks = {}
         for shared in topology.shared_links:
             links, members = (
@@ -197,7 +203,12 @@ class NetworkEstimate:
             self._bottlenecks[shared.name] = _Bottleneck(links, members, alone, alone >= _LIMITED * shared.bandwidth_bytes_per_s)
 
     def _fastest(self, pairs: Iterable[NodePair]) -> float:
-        return max((self.links[pair].bandwidth_bytes_per_s or 0.0 for pair in pairs), default=0.0)
+        # Where several links show what a bottleneck carries, those that nothing passes now tell nothing. One alone may be slow by itself.
+        links = [self.links[pair] for pair in pairs]
+        observed = [link for link in links if link.is_observed]
+        newest_s = max((link.seen_at_s for link in observed), default=0.0)
+        recent = [link for link in observed if link.seen_at_s >= newest_s - _RECENT_S]
+        return max((link.bandwidth_bytes_per_s or 0.0 for link in (recent if len(recent) > 1 else links)), default=0.0)
 
     def sharing(self, pair: NodePair) -> list[frozenset[NodePair]]:
         """Return for each bottleneck of a link all that pass it."""

@@ -60,8 +60,9 @@ class ChoicePlanner:
         """Current problem in the configured division."""
         return self.problems[self.divisions[0]]
 
-    def observe(self, state: ClusterState) -> None:
-        """Plan with another cluster state from now on."""
+    def observe(self, state: ClusterState, *, runs: Choice | None = None) -> None:
+        """Plan with another cluster state from now on, in which a choice runs."""
+        self._runs, self._patterns = runs, state.patterns
         self.problems = {
             (num_microbatches, microbatch_size): replace(
                 self.problem,
@@ -94,7 +95,8 @@ class ChoicePlanner:
     def evaluator_of(self, choice: Choice) -> LayoutEvaluator:
         """Return the evaluator of a choice, whose devices keep their rows whatever their current speeds."""
         rows = dict(zip(choice.layout.workers, choice.rows, strict=True))
-        return replace(self.evaluator(choice.division), problem=self.problems[choice.division].with_rows(rows))
+        patterns = self._patterns if choice == self._runs else {}
+        return replace(self.evaluator(choice.division), problem=self.problems[choice.division].with_rows(rows), patterns=patterns)
 
     def choice_of(self, division: tuple[int, int], layout: Layout) -> Choice:
         """Return a layout as a choice, with rows divided by current speeds."""
@@ -199,7 +201,9 @@ def only(problem: Problem, names: Sequence[str]) -> Problem:
 
 def _neighbors(layout: Layout) -> Iterator[Layout]:
     yield from chunks.neighbors(layout)
-    for one, other in islice(combinations(range(len(layout.workers)), 2), _MOST_SWAPS):
-        workers = list(layout.workers)
-        workers[one], workers[other] = workers[other], workers[one]
-        yield replace(layout, workers=tuple(workers))
+    places = [(worker, at) for worker, group in enumerate(layout.workers) for at in range(len(group))]
+    swaps = (pair for pair in combinations(places, 2) if pair[0][0] != pair[1][0])
+    for (one, at), (other, other_at) in islice(swaps, _MOST_SWAPS):
+        workers = [list(group) for group in layout.workers]
+        workers[one][at], workers[other][other_at] = workers[other][other_at], workers[one][at]
+        yield replace(layout, workers=tuple(map(tuple, workers)))

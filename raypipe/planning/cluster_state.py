@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
+from raypipe.communication.patterns import Pattern
 from raypipe.planning.problem import Problem
 from raypipe.units import seconds
 
@@ -20,10 +21,16 @@ _UNSTATED = math.log(1e12)  # No bandwidth changes by such a factor, unless to o
 
 @dataclass(frozen=True)
 class ClusterState:
-    """Measured profile and topology; device names and order never change."""
+    """Measured profile and topology; device names and order never change.
+
+    Attributes:
+        patterns: Patterns of sums of the choice that runs, by the members' numbers in its layout. Where left out, and for other choices,
+            sums have the patterns with which a run begins.
+    """
 
     profile: ModelProfile
     topology: ClusterTopology
+    patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
 
 
 class Change(NamedTuple):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from raypipe.artifacts.plan import Plan, Predicted, Replica
+from raypipe.communication.patterns import Pattern
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache, layout_schedule, window_updates
@@ -65,11 +66,12 @@ def better(best: Evaluation | None, other: Evaluation | None) -> Evaluation | No
 
 @dataclass
 class LayoutEvaluator:
-    """Simulates layouts of one problem."""
+    """Simulates layouts of one problem, with sums by `patterns` where these have their members, by number in the layout."""
 
     problem: Problem
     schedules: ScheduleCache = field(default_factory=ScheduleCache, repr=False)
     on_evaluated: OnEvaluated = ignore
+    patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
     estimator: Estimator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +113,7 @@ class LayoutEvaluator:
             state_bytes_per_parameter_byte=problem.state_bytes_per_parameter_byte,
             recomputed=layout.recomputed or (),
             published=published_copies(schedule),
+            patterns=self.patterns,
         )
         timing = time_order(order, cost)
         missing_bytes = self.missing_bytes(layout, lambda: timing.peak_memory_bytes)

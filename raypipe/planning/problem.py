@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
+from raypipe.communication.pattern_choice import LEAST_GAIN, MOST_MESHED, SumTime, sum_times
 from raypipe.errors import PlanError
 from raypipe.planning.late_sums import LateSums
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.staleness import StalenessLimits
-from raypipe.simulation.cost import ring
 from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 
 Floats = npt.NDArray[np.float64]
@@ -54,7 +54,7 @@ class Problem:
     updates_per_window: int = 10
     update_scope: UpdateScope | None = None
     _rows: dict[Devices, tuple[int, ...] | None] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _rings: dict[Devices, set[tuple[float, float]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _sum_times: dict[Devices | bytes, tuple[SumTime, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _demands: dict[Devices, tuple[tuple[float, float], ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -329,13 +329,22 @@ class Problem:
 
     def sum_s(self, group: Sequence[int], num_bytes: float | Floats) -> float | Floats:
         """Return the seconds in which a worker's devices sum gradients, as `Cost.collective_s` does."""
-        size = len(group)
-        if size == 1:
+        if len(group) == 1:
             return num_bytes * 0.0
-        slowest: float | Floats = 0.0
-        key = tuple(group)
-        if key not in self._rings:
-            self._rings[key] = ring([self.path(*ends) for ends in zip(key, (*key[1:], key[0]), strict=True)])
-        for latency_s, s_per_byte in self._rings[key]:  # Mostly few different ones.
-            slowest = np.maximum(slowest, latency_s + num_bytes / size * s_per_byte)
-        return 2 * (size - 1) * slowest
+        times = self._times_of(tuple(group))
+        usual_s = best_s = times[0].latency_s + num_bytes * times[0].s_per_byte
+        for time in times[1:]:
+            best_s = np.minimum(best_s, time.latency_s + num_bytes * time.s_per_byte)
+        return np.where(usual_s > LEAST_GAIN * best_s, best_s, usual_s)
+
+    def _times_of(self, group: Devices) -> tuple[SumTime, ...]:
+        times = self._sum_times.get(group)
+        if times is None:
+            # Groups whose pairs have equal paths have equal times.
+            alike = self.block_of[np.ix_(group, group)].tobytes() if len(group) <= MOST_MESHED else group
+            times = self._sum_times.get(alike)
+            if times is None:
+                nodes = [self.node_of[device] for device in group]
+                times = sum_times(nodes, lambda source, target: self.path(group[source], group[target]))
+            self._sum_times[group] = self._sum_times[alike] = times
+        return times

@@ -122,7 +122,7 @@ class ConcurrencyPolicy:
     def after_window(self, state: ClusterState, *, update_s: float, updates_left: int) -> Decision:
         """Decide how to continue after a window with updates of `update_s`."""
         before = self.planner.now
-        self.planner.observe(state)
+        self.planner.observe(state, runs=self.choice)
         current = self.planner.predicted(self.choice)
         if current is None:
             return self._replaced()

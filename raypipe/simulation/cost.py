@@ -1,23 +1,24 @@
 """Seconds and bytes of Ops, messages and collectives.
 
-Left out: contention for memory bandwidth, kernel launches, and links that a ring keeps busy for point-to-point traffic.
+Left out: contention for memory bandwidth, and kernel launches.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from raypipe.artifacts.topology import Overheads, Path
 from raypipe.communication.buckets import buckets
+from raypipe.communication.pattern_choice import SumTime, sum_pattern, sum_time
+from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import Communication
-from raypipe.schedules.collectives import Collective, CollectiveKind
+from raypipe.schedules.collectives import Collective, CollectiveKind, Start
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Message
+from raypipe.schedules.lower import DeviceProgram, Message
 
 _NORM_BYTES = 8
 
@@ -121,6 +122,8 @@ class Cost:
         overlap_s: Returns the seconds of a slot whose Ops overlap, from the seconds of each.
         overheads: Seconds besides on each Op and message.
         communication: How transfers share links.
+        nodes: Node of each device; where left out, each device has its own.
+        patterns: Patterns of sums by members; of others, the one with which a run begins.
     """
 
     devices: tuple[str, ...]
@@ -133,6 +136,8 @@ class Cost:
     overlap_s: Callable[[tuple[float, ...]], float] = sum
     overheads: Overheads = field(default_factory=Overheads)
     communication: Communication = field(default_factory=Communication)
+    nodes: tuple[str, ...] = ()
+    patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
 
     def compute_s(self, device: int, ops: tuple[Op, ...], shares: tuple[float, ...] = ()) -> float:
         """Return the seconds of a slot alone on its cores; `shares` of the rows by Op, all by default."""
@@ -184,24 +189,45 @@ class Cost:
         is_unsized = collective.kind is CollectiveKind.TIED and not self.tied_bytes.get(collective.stage)
         return collective.kind.is_norm or is_unsized
 
+    def pattern(self, collective: Collective) -> Pattern:
+        """Return the pattern of a collective: that of its members in `patterns`, else the one with which a run begins."""
+        members = collective.devices
+        return self.patterns.get(members) or sum_pattern(self._nodes(members), self._path_of(members), self.collective_bytes(collective))
+
+    def largest_sums(self, programs: Iterable[DeviceProgram]) -> dict[tuple[int, ...], Collective]:
+        """Return of each set of members the largest sum that they start in some programs; none for norms alone."""
+        largest: dict[tuple[int, ...], Collective] = {}
+        for collective in (item.collective for program in programs for item in program.items if isinstance(item, Start)):
+            known = largest.get(collective.devices)
+            is_larger = known is None or self.collective_bytes(collective) > self.collective_bytes(known)
+            if is_larger and not self.takes_latency_alone(collective):
+                largest[collective.devices] = collective
+        return largest
+
     def collective_s(self, collective: Collective) -> float:
         """Return the seconds from the last member's start to the end, with the links to itself.
 
-        A norm, or a tie of unknown size, takes one latency. Others take a ring, 2 (r-1) steps of 1/r of the bytes over its slowest link
-        (Patarasuk and Yuan, 2009).
+        A norm, or a tie of unknown size, takes one latency. Others take what their pattern does (`pattern_choice.sum_time`).
         """
         members = collective.devices
-        pairs = list(zip(members, members[1:] + members[:1], strict=True))
         if self.takes_latency_alone(collective):
             return max((self.path(source, target).latency_s for source in members for target in members if source != target), default=0.0)
-        steps, share = 2 * (len(members) - 1), self.collective_bytes(collective) / len(members)
-        return steps * max(latency_s + share * s_per_byte for latency_s, s_per_byte in ring([self.path(*pair) for pair in pairs]))
+        return self._sum_time(collective).seconds(self.collective_bytes(collective)) if len(members) > 1 else 0.0
 
+    def sum_latency_s(self, collective: Collective) -> float:
+        """Return the latencies on the longest way of a slice of a sum, which has several members."""
+        return self._sum_time(collective).latency_s
 
-def ring(paths: Sequence[Path]) -> set[tuple[float, float]]:
-    """Return (latency_s, seconds per byte) of each different link of a ring whose members send at once; paths share links."""
-    uses = Counter(name for path in paths for name, _ in path.resources)
-    return {
-        (path.latency_s, max((uses[name] / bandwidth for name, bandwidth in path.resources), default=1 / path.bandwidth_bytes_per_s))
-        for path in paths
-    }
+    def _sum_time(self, collective: Collective) -> SumTime:
+        members = collective.devices
+        return sum_time(self.pattern(collective), self._nodes(members), self._path_of(members))
+
+    def node(self, device: int) -> Hashable:
+        """Return what stands for the node of a device."""
+        return self.nodes[device] if self.nodes else device
+
+    def _nodes(self, devices: Sequence[int]) -> list[Hashable]:
+        return [self.node(device) for device in devices]
+
+    def _path_of(self, devices: Sequence[int]) -> Callable[[int, int], Path]:
+        return lambda source, target: self.path(devices[source], devices[target])

@@ -12,6 +12,7 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
 from raypipe.artifacts.topology import ClusterTopology, Device, Overheads, Path
 from raypipe.communication.buckets import num_buckets
+from raypipe.communication.patterns import Pattern
 from raypipe.schedules.ir import OpKind, Schedule, StageReplica
 from raypipe.schedules.lower import DeviceProgram, Placement, lower
 from raypipe.schedules.metrics import metrics
@@ -78,11 +79,12 @@ def layout_cost(
     state_bytes_per_parameter_byte: float = STATE_BYTES_PER_PARAMETER_BYTE,
     recomputed: Collection[int] = (),
     published: Collection[StageReplica] = (),
+    patterns: Mapping[tuple[int, ...], Pattern] | None = None,
 ) -> Cost:
     """Return the cost of stages placed on devices, whatever the order of Ops.
 
     `pipelines` has the worker of each stage, `placement` numbers devices as `devices` does, an update has `num_microbatches`, `published`
-    replicas hold no optimizer state, and of `recomputed` stages only the inputs are kept.
+    replicas hold no optimizer state, and of `recomputed` stages only the inputs are kept. Sums go by `patterns`, as `Cost` has them.
     """
     number = {name: position for position, name in enumerate(devices)}
     scale = microbatch_size / profile.microbatch_size
@@ -114,6 +116,8 @@ def layout_cost(
         shared_compute=tuple(shared),
         weight_versions=weight_versions or {},
         overheads=topology.overheads or Overheads(),
+        nodes=tuple(topology.node_of(name).name for name in devices),
+        patterns=patterns or {},
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, Self
 
 from raypipe.artifacts.topology import Path
+from raypipe.communication.patterns import Hop
 from raypipe.communication.policy import Traffic
 from raypipe.communication.ways import ways
 from raypipe.schedules.collectives import Collective
@@ -21,8 +23,11 @@ OnEnd = Callable[[int, float], None]
 """Gets a collective and the second of its end."""
 
 
+_PORT = "the port of the node"
+
+
 class Passed(NamedTuple):
-    """What one member of a sum passed on to the next, in one phase of the ring."""
+    """What one member of a sum passed on to another one, as shares or as totals."""
 
     collective: int
     source: int
@@ -32,17 +37,51 @@ class Passed(NamedTuple):
     arrival_s: float
 
 
+class _Hop(NamedTuple):
+    # `needs` are the devices whose numbers pass; it `takes_turns` if the source also sends numbers to other nodes than the target's.
+    source: int
+    target: int
+    path: Path
+    num_bytes: float
+    needs: frozenset[int]
+    takes_turns: bool
+
+
 @dataclass
 class _Sum:
-    # A ring has two phases, in each of which every member passes (r - 1) / r of the bytes on to the next one.
+    # First all shares pass, then all totals: of `phases`, those that have not begun.
     collective: Collective
-    hops: list[tuple[int, int, Path]]
-    hop_bytes: float
+    phases: list[list[_Hop]]
     latency_s: float
     deadlines: dict[int, int]
-    num_started: int = 0
+    started: set[int] = field(default_factory=set)
     left: int = 0
-    phase: int = 0
+
+    @property
+    def hops(self) -> Iterator[_Hop]:
+        return chain(*self.phases)
+
+
+def _sum_of(collective: Collective, cost: Cost) -> _Sum:
+    members, pattern, num_bytes = collective.devices, cost.pattern(collective), cost.collective_bytes(collective)
+    needs = pattern.needs
+
+    def hops(loads: Mapping[Hop, float], needed: Callable[[Hop], Iterable[int]]) -> list[_Hop]:
+        found: list[_Hop] = []
+        nodes: dict[int, set[Hashable]] = {}
+        for source, target in loads:
+            if cost.node(members[source]) != cost.node(members[target]):
+                nodes.setdefault(source, set()).add(cost.node(members[target]))
+        for hop, part in loads.items():
+            source, target = members[hop.source], members[hop.target]
+            of_devices = frozenset(members[position] for position in needed(hop))
+            takes_turns = len(nodes.get(hop.source, ())) > 1 and cost.node(target) != cost.node(source)
+            found.append(_Hop(source, target, cost.path(source, target), part * num_bytes, of_devices, takes_turns))
+        return found
+
+    shares, totals = pattern.loads
+    phases = [hops(shares, needs.__getitem__), hops(totals, lambda _: range(len(members)))]
+    return _Sum(collective, phases, cost.sum_latency_s(collective), {})
 
 
 class OrderTransfers:
@@ -59,7 +98,7 @@ class OrderTransfers:
         self.fire = self._network.fire
         self._free_s = free_s
         pairs = {(source, target) for source, target, _ in order.transfers}
-        pairs |= {(source, target) for total in sums.values() for source, target, _ in total.hops}
+        pairs |= {(hop.source, hop.target) for total in sums.values() for hop in total.hops}
         names: dict[int, dict[int, list[str]]] = {}
         for source, target in sorted(pairs):
             names.setdefault(source, {})[target] = [resource for resource, _ in cost.path(source, target).resources]
@@ -77,12 +116,9 @@ class OrderTransfers:
         for number, collective in enumerate(order.collectives):
             if cost.takes_latency_alone(collective) or not cost.collective_bytes(collective):
                 continue
-            members = collective.devices
-            hops = [(source, target, cost.path(source, target)) for source, target in zip(members, members[1:] + members[:1], strict=True)]
-            if all(path.resources for _, _, path in hops):
-                latency_s = 2 * (len(members) - 1) * max(path.latency_s for _, _, path in hops)
-                hop_bytes = cost.collective_bytes(collective) * (len(members) - 1) / len(members)
-                sums[number] = _Sum(collective, hops, hop_bytes, latency_s, {})
+            total = _sum_of(collective, cost)
+            if all(hop.path.resources for hop in total.hops):
+                sums[number] = total
         for (program, number), position in order.deadlines.items() if sums else ():
             if number in sums:
                 sums[number].deadlines[device_of[program]] = position
@@ -110,43 +146,42 @@ class OrderTransfers:
         total = self._sums.get(number)
         if total is None:
             return False
-        total.num_started += 1
-        members = len(total.hops)
-        device = self.order.programs[program].device
-        # The slices of two members are ready when they start, those of more when their neighbors have.
-        if members == 2:
-            total.left += 1
-            self._pass(number, total, total.collective.devices.index(device), now_s, on_end)
-        elif total.num_started == members:
-            self._phase(number, total, now_s, on_end)
+        total.started.add(self.order.programs[program].device)
+        self._go_on(number, total, now_s, on_end)
         return True
 
-    def _phase(self, number: int, total: _Sum, now_s: float, on_end: OnEnd) -> None:
-        total.left = len(total.hops)
-        for hop in range(len(total.hops)):
+    def _go_on(self, number: int, total: _Sum, now_s: float, on_end: OnEnd) -> None:
+        """Pass what those have that started: a hop of shares waits for all whose numbers it carries, totals for all shares."""
+        if not total.phases:
+            return
+        waiting = total.phases[0]
+        ready = [hop for hop in waiting if hop.needs <= total.started]
+        total.phases[0] = [hop for hop in waiting if hop not in ready]
+        total.left += len(ready)
+        for hop in ready:
             self._pass(number, total, hop, now_s, on_end)
 
-    def _pass(self, number: int, total: _Sum, hop: int, now_s: float, on_end: OnEnd) -> None:
-        source, target, path = total.hops[hop]
+    def _pass(self, number: int, total: _Sum, hop: _Hop, now_s: float, on_end: OnEnd) -> None:
+        # To several nodes, one member's numbers go one after the other, also where each has a wire of its own (`ConnectOrder.ways`).
+        way = _PORT if hop.takes_turns else self._ways[hop.source][hop.target]
         self._network.submit(
-            (source, self._ways[source][target]),
-            path,
-            total.hop_bytes,
+            (hop.source, way),
+            hop.path,
+            hop.num_bytes,
             now_s,
             traffic=Traffic.SUM,
-            deadline=total.deadlines.get(source, 0),
+            deadline=total.deadlines.get(hop.source, 0),
             on_end=partial(self._passed, number, total, hop, on_end),
-            not_before_s=max((self._free_s.get(resource, 0.0) for resource, _ in path.resources), default=0.0),
+            not_before_s=max((self._free_s.get(resource, 0.0) for resource, _ in hop.path.resources), default=0.0),
         )
 
-    def _passed(self, number: int, total: _Sum, hop: int, on_end: OnEnd, begun_s: float, now_s: float) -> None:
-        source, target, path = total.hops[hop]
-        self.passed.append(Passed(number, source, target, total.hop_bytes, begun_s, now_s + path.latency_s))
+    def _passed(self, number: int, total: _Sum, hop: _Hop, on_end: OnEnd, begun_s: float, now_s: float) -> None:
+        self.passed.append(Passed(number, hop.source, hop.target, hop.num_bytes, begun_s, now_s + hop.path.latency_s))
         total.left -= 1
-        if total.left or total.num_started < len(total.hops):
+        if total.left or total.phases[0]:
             return
-        total.phase += 1
-        if total.phase == 1:
-            self._phase(number, total, now_s, on_end)
+        del total.phases[0]
+        if total.phases:
+            self._go_on(number, total, now_s, on_end)
         else:
             on_end(number, now_s + total.latency_s)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from raypipe.actors.orders import BuildOrder, LayerSize
@@ -15,7 +16,7 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
-from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.coordinator import Coordinator, Patterns
 from raypipe.cluster.discovery import find_slots, planned_slots
 from raypipe.cluster.node_matching import num_slots
 from raypipe.cluster.slots import DeviceSlot
@@ -44,6 +45,7 @@ from raypipe.training.record import RunRecord
 from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import sharded
 from raypipe.training.strategy import Measure, Strategy
+from raypipe.training.sums import SumAdaptation
 from raypipe.units import counted
 
 _LOG = logging.getLogger("raypipe.training.adaptive")
@@ -200,8 +202,13 @@ class AdaptiveStrategy(Strategy):
         self._expected = self._expect()
         self._warming_up = True
 
-    def after_window(self, result: WindowResult, network: NetworkEstimate, *, updates_left: int) -> Decision | None:
-        """Learn from a window and decide; `None` after a short window, or the first of a choice."""
+    def after_window(
+        self, result: WindowResult, network: NetworkEstimate, *, updates_left: int, patterns: Patterns = MappingProxyType({})
+    ) -> Decision | None:
+        """Learn from a window and decide; `None` after a short window, or the first of a choice.
+
+        `patterns` are those of the sums of the next window.
+        """
         warming_up, self._warming_up = self._warming_up, False
         if warming_up or result.num_updates != self.window_sizes[-1]:
             return None
@@ -213,7 +220,7 @@ class AdaptiveStrategy(Strategy):
         if self._nodes is not None:
             topology = network.snapshot(topology, names=self._nodes)
         topology = self._speeds.topology(topology)
-        self.state = ClusterState(self._speeds.profile, topology)
+        self.state = ClusterState(self._speeds.profile, topology, patterns)
         return self.policy.after_window(self.state, update_s=result.trace.makespan_s / result.num_updates, updates_left=updates_left)
 
     def _follow_links(self, coordinator: Coordinator, topology: ClusterTopology, notice: Notice) -> None:
@@ -267,12 +274,15 @@ class Adaptation:
     coordinator: Coordinator
     record: RunRecord
     build_order: Callable[[], BuildOrder]
+    sums: SumAdaptation
 
     def after_window(self, result: WindowResult, *, update: int, updates_left: int) -> None:
         """Decide after a window whether to switch, and switch."""
         strategy = self.strategy
         since = time.perf_counter()
-        decision = strategy.after_window(result, self.coordinator.links.estimate, updates_left=updates_left)
+        decision = strategy.after_window(
+            result, self.coordinator.links.estimate, updates_left=updates_left, patterns=self.coordinator.patterns
+        )
         if decision is None:
             return
         _LOG.info("update %d: %s", update, decision.text)
@@ -312,7 +322,8 @@ class Adaptation:
         strategy, folder = self.strategy, self.record.folder
         before, since = strategy.plan, time.perf_counter()
         strategy.adopt(decision.choice)
-        self.coordinator.move(strategy.devices, strategy.stages, order=self.build_order(), programs=strategy.programs())
+        order, programs = self.build_order(), strategy.programs()
+        self.coordinator.move(strategy.devices, strategy.stages, order=order, programs=programs, patterns=self.sums.begin(programs))
         strategy.policy.adopt(decision.choice, took_s=time.perf_counter() - since)
         before.save(folder.file(f"plan-until-update-{update:06d}.json"))
         self.record.phases[-1].save(folder, until=update)

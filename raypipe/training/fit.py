@@ -30,6 +30,7 @@ from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
 from raypipe.training.run_schedules import is_sharded
 from raypipe.training.strategy import NamedStrategy, PlannedStrategy, Strategy
+from raypipe.training.sums import SumAdaptation
 from raypipe.units import counted
 from raypipe.user_code import keyword, make_model
 
@@ -75,6 +76,7 @@ class Fit:
         self.record = RunRecord(config, self.folder, listener, tokens_per_row=tokens_per_row)
         self.coordinator: Coordinator
         self.adaptation: Adaptation | None = None
+        self.sums: SumAdaptation
         self.checkpoint: Checkpoint
 
     def run(self) -> Result:
@@ -135,11 +137,13 @@ class Fit:
             self.folder.continue_from(self.config, update=self.first_update)
             self.record.begin_phase(strategy)
             notice(f"resumed from {self.resumed.path} at update {self.first_update}")
-        coordinator.connect(strategy.programs(), strategy.cut)
+        self.sums = SumAdaptation(strategy, coordinator, self.record, exact=self.config.communication.exact)
+        programs = strategy.programs()
+        coordinator.connect(programs, strategy.cut, patterns=self.sums.begin(programs))
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
         if isinstance(strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
-            self.adaptation = Adaptation(strategy, coordinator, self.record, build_order=self._build_order)
+            self.adaptation = Adaptation(strategy, coordinator, self.record, build_order=self._build_order, sums=self.sums)
         self._describe(sum(size.num_parameters for size in sizes.values()))
 
     def _describe(self, num_parameters: int) -> None:
@@ -207,6 +211,8 @@ class Fit:
         if is_last or (run.checkpoint_every and done % run.checkpoint_every == 0):
             self._save(done)
         self.record.publish()
+        if not is_last:
+            self.sums.after_window(update=done)
         if self.adaptation is not None and not is_last:
             self.adaptation.after_window(result, update=done, updates_left=run.num_updates - done)
 

@@ -13,6 +13,7 @@ from raypipe.analysis.comparison import ComparedFigure, compare, median_window
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.window import WindowResult
 from raypipe.config import TrainConfig
+from raypipe.planning.sum_patterns import PatternDecision
 from raypipe.schedules.ir import Schedule
 from raypipe.show.page import draw_page
 from raypipe.show.svg import draw_traces
@@ -30,12 +31,12 @@ class Phase:
 
     Attributes:
         predicted: Simulated window.
-        reason: Why the run switched to this plan; empty for its first.
+        notes: Why the run switched to this plan, and each change of the pattern of a sum since then.
     """
 
-    def __init__(self, *, predicted: Trace, reason: str) -> None:
+    def __init__(self, *, predicted: Trace, reason: str = "") -> None:
         self.predicted = predicted
-        self.reason = reason
+        self.notes = [reason] if reason else []
         self.windows: deque[Trace] = deque(maxlen=_NUM_WINDOWS_KEPT)
 
     def add(self, trace: Trace) -> None:
@@ -60,7 +61,7 @@ def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFig
     """Write traces, timelines and comparison of the last phase with a whole window; return predicted against measured."""
     phase = next(phase for phase in reversed(phases) if phase.windows)
     predicted = phase.predicted
-    window = dataclasses.replace(median_window(phase.measured), notes=tuple(phase.reason for phase in phases if phase.reason))
+    window = dataclasses.replace(median_window(phase.measured), notes=tuple(note for phase in phases for note in phase.notes))
     window.save(folder.file("trace.json"))
     predicted.save(folder.file("predicted.json"))
     folder.write_json("trace.perfetto.json", {"traceEvents": predicted.to_chrome() + window.to_chrome()})
@@ -88,6 +89,7 @@ class RunRecord:
         self._metrics: RunMetrics
         self._tokens_per_row = tokens_per_row
         self._has_diverged = False
+        self._num_pattern_changes = 0
 
     def start_metrics(self, run: str) -> None:
         """Register metrics with the connected Ray cluster."""
@@ -99,8 +101,26 @@ class RunRecord:
         strategy.plan.save(self.folder.file("plan.json"))
         self._metrics.record("pipelines", len(strategy.schedule.pipelines))
         self._metrics.record("switches", len(self.phases) - 1)
+        self._metrics.record("pattern_changes", self._num_pattern_changes)
         assert strategy.plan.predicted is not None, "a strategy predicts its plan"
         self._metrics.record("predicted_update_seconds", strategy.plan.predicted.update_s)
+
+    def add_pattern_decision(self, update: int, decision: PatternDecision) -> None:
+        """Record a decision on the pattern of a sum."""
+        line = {
+            "update": update,
+            "switch": False,
+            "devices": list(decision.members),
+            "pattern": str(decision.pattern),
+            "changes": decision.changes,
+            "gain": decision.gain,
+            "text": decision.text,
+        }
+        self.folder.add_decision(line)
+        if decision.changes:
+            self._num_pattern_changes += 1
+            self._metrics.record("pattern_changes", self._num_pattern_changes)
+            self.phases[-1].notes.append(f"update {update}: {decision.text}")
 
     def add_window(self, result: WindowResult, schedule: Schedule, *, first_update: int) -> None:
         """Record a training window."""

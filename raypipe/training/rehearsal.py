@@ -117,7 +117,8 @@ def rehearse(
     traces: list[Trace] = []
     with actors as coordinator:
         coordinator.build([scaled.order(device) for device in range(len(plan.devices))])
-        coordinator.connect({"rehearse": programs}, scaled.cut)
+        patterns = {members: scaled.cost.pattern(collective) for members, collective in scaled.cost.largest_sums(programs).items()}
+        coordinator.connect({"rehearse": programs}, scaled.cut, patterns=patterns)
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
         for number in range(num_windows + 1):

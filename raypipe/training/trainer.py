@@ -13,6 +13,7 @@ from raypipe.artifacts.plan import Plan
 from raypipe.config import (
     AdaptationConfig,
     ClusterConfig,
+    CommunicationConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -47,6 +48,7 @@ class Trainer:
         cluster_config: Ray cluster.
         run_config: Length of the run, and where its results go.
         adaptation_config: Whether and when to switch plans.
+        communication_config: What devices sum and send each other.
         plan: `raypipe.plan/1` file that decides about stages, devices, schedule and microbatches.
         faults: Failures to inject, for drills.
 
@@ -72,6 +74,7 @@ class Trainer:
         cluster_config: ClusterConfig | None = None,
         run_config: RunConfig | None = None,
         adaptation_config: AdaptationConfig | None = None,
+        communication_config: CommunicationConfig | None = None,
         plan: str | None = None,
         faults: FaultScript | None = None,
     ) -> None:
@@ -86,6 +89,7 @@ class Trainer:
             cluster=cluster_config or ClusterConfig(),
             run=run_config or RunConfig(),
             adaptation=adaptation_config or AdaptationConfig(),
+            communication=communication_config or CommunicationConfig(),
             plan=plan,
         )
         self.plan = Plan.load(plan) if plan is not None else None

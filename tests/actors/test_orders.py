@@ -12,6 +12,7 @@ def test_what_leaves_for_other_nodes_takes_turns_and_what_stays_does_not() -> No
         shared=frozenset(),
         over_tcp=True,
         nodes=("one", "one", "two", "three"),
+        patterns={},
         groups=(),
         host="127.0.0.1",
         port=1,

@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
 from tests.multinode.cluster import Cluster, cluster
-from tests.multinode.test_plans import GOODPUT
+from tests.multinode.ports import GOODPUT, PORT, set_port, topology
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
-PORT = 25e6
-"""Bytes per second that leave a node, and that enter it."""
 FALLEN = 0.4
 STEADY_WINDOWS = 20
 SUMS = {(0, 2), (2, 0), (1, 3), (3, 1)}
@@ -32,37 +29,14 @@ def ports() -> Iterator[Cluster]:
         yield machines
 
 
-def set_port(machines: Cluster, node: int, bytes_per_s: float) -> None:
-    others = [other for other in range(4) if other != node]
-    machines.share([(node, other) for other in others], bytes_per_s)
-    machines.share([(other, node) for other in others], bytes_per_s)
-
-
-def topology(path: Path) -> Path:
-    """What `raypipe probe` would find of the ports."""
-    names = [f"node{number}" for number in range(4)]
-    shared = [
-        SharedLink(
-            name=f"{way}-{name}",
-            bandwidth_bytes_per_s=PORT * GOODPUT,
-            members=tuple((name, other) if way == "from" else (other, name) for other in names if other != name),
-        )
-        for name in names
-        for way in ("from", "to")
-    ]
-    nodes = tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names)
-    default = NodeLink(latency_s=1e-4)
-    ClusterTopology(name="ports", nodes=nodes, shared_links=tuple(shared), default_link=default).save(path)
-    return path
-
-
 def test_links_under_full_overlap_are_known_within_a_tenth_and_a_port_that_falls_is_seen_within_two_windows(
     ports: Cluster, tmp_path: Path
 ) -> None:
     stop = tmp_path / "stop"
     number_of = {node.ip: node.number for node in ports.nodes}
     windows: list[dict[Any, Any]] = []
-    command = [sys.executable, "-m", "tests.multinode.summed_run", str(stop), str(topology(tmp_path / "topology.yaml"))]
+    topology().save(tmp_path / "topology.yaml")
+    command = [sys.executable, "-m", "tests.multinode.summed_run", str(stop), str(tmp_path / "topology.yaml")]
     try:
         with ports.start(command) as run:
             assert run.stdout is not None

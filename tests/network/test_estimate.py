@@ -243,6 +243,30 @@ def test_what_limits_its_links_alone_follows_the_fastest_of_them() -> None:
     assert card(after(switched(1e8, 1e8), ab=2e7, ac=2e7)) == pytest.approx(2e7, rel=0.05)
 
 
+def test_a_port_falls_with_the_links_that_are_used_whatever_was_known_of_the_others() -> None:
+    begun = ClusterTopology(
+        name="t",
+        nodes=tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in "abcd"),
+        default_link=NodeLink(latency_s=0.0),
+        shared_links=(SharedLink(name="port", bandwidth_bytes_per_s=1e8, members=(("a", "b"), ("a", "c"), ("a", "d"))),),
+    )
+    network = NetworkEstimate("abcd")
+    network.seed(begun)
+
+    def pass_over(rates: dict[str, float], since_s: float) -> float:
+        network.observe(
+            Transfer("a", target, 1_000_000, 1_000_000 / rate, at_s=since_s + number)
+            for number in range(20)
+            for target, rate in rates.items()
+        )
+        return card(network.snapshot(begun))
+
+    assert pass_over({"b": 4e7, "c": 4e7}, 0.0) == pytest.approx(4e7, rel=0.05)
+    assert pass_over({"b": 1e8, "c": 1e8, "d": 1e8}, 100.0) == pytest.approx(1e8, rel=0.05)
+    assert pass_over({"b": 4e7}, 200.0) == pytest.approx(1e8, rel=0.05), "the link may have fallen alone"
+    assert pass_over({"b": 4e7, "c": 4e7}, 300.0) == pytest.approx(4e7, rel=0.05)
+
+
 def test_what_more_than_one_link_is_needed_to_fill_is_not_slower_because_they_are() -> None:
     assert card(after(switched(1e9, 4e8), ab=1e8, ac=1e8)) == 1e9
     assert card(after(switched(1e9, 4e8), ab=3e9)) == pytest.approx(3e9, rel=0.05)

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from raypipe.actors.transport import tcp
 from raypipe.actors.transport.process import ProcessTransport
@@ -30,7 +29,7 @@ from raypipe.communication import policy
 from raypipe.communication.policy import Communication, Traffic
 from raypipe.errors import AbortedError, TransportError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective, CollectiveKind
-from tests.processes.process_ends import INTERFACE, Make, Peers, connect_and_send_half
+from tests.processes.process_ends import INTERFACE, Make, Peers, connect_and_send_half, connected, members_of, ring_sum
 from tests.processes.transport_contract import (
     ALL,
     MEGABYTE,
@@ -65,12 +64,6 @@ class TestChannelsOverTcp(TransportContract):
             return ends
 
         return connected
-
-
-def connected(make: Make, num_devices: int = 2, **changed: Any) -> list[ProcessTransport]:
-    ends = [make(device, num_devices, **changed) for device in range(num_devices)]
-    together(*(end.connect for end in ends))
-    return ends
 
 
 def port_of(end: ProcessTransport) -> Port:
@@ -145,29 +138,6 @@ def test_connecting_again_leaves_no_descriptor_open(make: Make) -> None:
 
 
 # Sums
-
-
-def ring_sum(tensors: Sequence[Tensor]) -> Tensor:
-    """What the ring makes of the tensors, added here in its order: of small ones, that of the members."""
-    count, numel = len(tensors), tensors[0].numel()
-    if numel * max(tensors[0].itemsize, 4) <= 1024:
-        return sum((tensor.float() for tensor in tensors[1:]), start=tensors[0].float()).to(tensors[0].dtype)
-    base, longer = divmod(numel, count)
-    starts = [number * base + min(number, longer) for number in range(count + 1)]
-    dtype = torch.float32 if tensors[0].dtype is torch.bfloat16 else tensors[0].dtype
-    total = torch.empty(numel, dtype=dtype)
-    for number in range(count):
-        part = slice(starts[number], starts[number + 1])
-        of_slice = tensors[number][part].to(dtype)
-        for step in range(1, count):
-            of_slice = of_slice + tensors[(number + step) % count][part].to(dtype)
-        total[part] = of_slice
-    return total.to(tensors[0].dtype)
-
-
-def members_of(num_devices: int) -> dict[str, Any]:
-    everybody = tuple(range(num_devices))
-    return {"names": ("alpha", "beta", "gamma", "delta"), "groups": [everybody], "channels": [(0, 1)]}
 
 
 @pytest.mark.parametrize("num_members", [2, 3, 4])

@@ -10,6 +10,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, Replica, make_plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, Path
+from raypipe.communication.patterns import ring
 from raypipe.schedules import catalogue
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, OpKind, Schedule
@@ -45,6 +46,12 @@ def cost(path: Path | None = None, num_devices: int = 4) -> Cost:
         edge_bytes={(0, 1): 80},
         path=lambda source, target: Path() if source == target else link,
     )
+
+
+def around(known: Cost, num_members: int) -> Cost:
+    """The cost with sums of the first devices in a ring in their order."""
+    members = tuple(range(num_members))
+    return replace(known, patterns={members: ring(members)})
 
 
 @pytest.mark.parametrize(
@@ -95,7 +102,7 @@ def test_a_ring_takes_two_steps_less_than_twice_its_members() -> None:
     collective = Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1, 2, 3))
     path = Path(latency_s=0.5, bandwidth_bytes_per_s=100.0)
     # 2 (4 - 1) steps of a quarter of 1000 bytes.
-    assert cost(path).collective_s(collective) == 6 * (0.5 + 2.5)
+    assert around(cost(path), 4).collective_s(collective) == 6 * (0.5 + 2.5)
     assert cost(path).collective_bytes(collective) == 1000
 
 
@@ -104,7 +111,9 @@ def test_the_slowest_link_of_a_ring_sets_its_pace() -> None:
         return Path(0.0, 10.0 if (source, target) == (2, 0) else 100.0)
 
     collective = Collective(CollectiveKind.GRADIENTS, 0, 0, 0, (0, 1, 2))
-    assert replace(cost(), path=path).collective_s(collective) == pytest.approx(4 * 1000 / 3 / 10)
+    slow = replace(cost(), path=path)
+    assert around(slow, 3).collective_s(collective) == pytest.approx(4 * 1000 / 3 / 10)
+    assert slow.collective_s(collective) == pytest.approx(4 * 1000 / 3 / 100), "the ring goes the other way round"
 
 
 def test_links_of_a_ring_share_what_they_pass_through() -> None:
@@ -121,10 +130,17 @@ def test_links_of_a_ring_share_what_they_pass_through() -> None:
     )
     topology = ClusterTopology(name="t", nodes=nodes, links=(Link(source="a", target="b", latency_s=0.0, bandwidth_bytes_per_s=100.0),))
 
-    def ring_s(*names: str) -> float:
-        return replace(cost(), path=lambda source, target: topology.path(names[source], names[target])).collective_s(collective)
+    def on(*names: str) -> Cost:
+        return replace(
+            cost(), nodes=tuple(name[0] for name in names), path=lambda source, target: topology.path(names[source], names[target])
+        )
 
-    assert ring_s("a0", "b0", "a1", "b1") == pytest.approx(2 * ring_s("a0", "a1", "b0", "b1"))
+    one, other = on("a0", "b0", "a1", "b1"), on("a0", "a1", "b0", "b1")
+    one_s, other_s = around(one, 4).collective_s(collective), around(other, 4).collective_s(collective)
+    assert one_s == pytest.approx(2 * other_s)
+    # With two levels, which are chosen, the order does not matter, and each pair of nodes exchanges all bytes once.
+    assert one.collective_s(collective) == pytest.approx(other.collective_s(collective))
+    assert other_s / other.collective_s(collective) == pytest.approx(1.5, rel=0.001)
 
 
 def test_a_norm_takes_the_longest_latency() -> None:

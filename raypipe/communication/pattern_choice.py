@@ -1,0 +1,234 @@
+"""The pattern of a sum that is quickest on some links.
+
+A sum's time is that of all its shares, then that of all its totals, and the latencies of the longest way of a slice. In each phase the
+busiest link decides, or the busiest member: what a member sends to others of its node goes one after the other, and so does what it
+sends to other nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from raypipe.communication.patterns import Hop, Pattern, direct, ring
+
+LEAST_GAIN = 1.05
+"""How much quicker than the ring in the order of the members another pattern must be for a run to begin with it."""
+MOST_MESHED = 16
+"""Members that are all connected with each other; more have the ring in their order alone."""
+_ALL_ORDERS = 5
+"""Of so many members or groups all orders are tried; of more, for each the one that goes on over the quickest link."""
+
+
+class LinkPath(Protocol):
+    """The path from one member to another; see `raypipe.artifacts.topology.Path`."""
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds until the first byte arrives."""
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """Bytes per second of a transfer alone."""
+
+    @property
+    def resources(self) -> Sequence[tuple[str, float]]:
+        """Name and bytes per second of each limited link."""
+
+
+PathOf = Callable[[int, int], LinkPath]
+"""Returns the path between two members, by position."""
+
+
+class SumTime(NamedTuple):
+    """Seconds of a sum alone on its links: latencies, and seconds for each byte that a member contributes."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds of a sum of so many bytes a member."""
+        return self.latency_s + (num_bytes * self.s_per_byte if self.s_per_byte else 0.0)
+
+
+def sum_time(pattern: Pattern, nodes: Sequence[Hashable], path: PathOf) -> SumTime:
+    """Return the seconds of a pattern; `nodes` are those of the members."""
+    s_per_byte = math.fsum(_phase_s(of_phase, nodes, path) for of_phase in pattern.loads)
+    return SumTime(_latency_s(pattern, path), s_per_byte)
+
+
+def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf) -> float:
+    links: Counter[str] = Counter()
+    senders: Counter[tuple[int, bool]] = Counter()
+    for (source, target), part in loads.items():
+        between = path(source, target)
+        for name, bandwidth in between.resources:
+            links[name] += part / bandwidth  # type: ignore[assignment]
+        senders[source, nodes[source] == nodes[target]] += part / between.bandwidth_bytes_per_s  # type: ignore[assignment]
+    return max([*links.values(), *senders.values()], default=0.0)
+
+
+def _latency_s(pattern: Pattern, path: PathOf) -> float:
+    num_members = pattern.num_members
+    if num_members > MOST_MESHED:
+        return 2 * (num_members - 1) * max(path(*hop).latency_s for hop in pattern.loads[0])
+    longest_s = 0.0
+    for route in pattern.routes:
+        shared_s = [0.0] * num_members
+        for source, target in route.shares:
+            shared_s[target] = max(shared_s[target], shared_s[source] + path(source, target).latency_s)
+        total_s = {route.owner: shared_s[route.owner]}
+        for source, target in route.totals:
+            total_s[target] = total_s[source] + path(source, target).latency_s
+        longest_s = max(longest_s, *total_s.values())
+    return longest_s
+
+
+def exchange(num_members: int) -> Pattern:
+    """Return the pattern by whose totals the numbers of small tensors, such as norms, go from each member to all."""
+    return direct(range(num_members)) if num_members <= MOST_MESHED else ring(range(num_members))
+
+
+def sum_pattern(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> Pattern:
+    """Return the pattern with which a run begins: the quickest for the members' nodes, paths and bytes.
+
+    Among equals, and unless another one is quicker by `LEAST_GAIN`, it is the ring in the order of the members.
+    """
+    if not 2 < len(nodes) <= MOST_MESHED:
+        return ring(range(len(nodes)))
+    return _begun_with(*_known(nodes, path), _rounded(num_bytes))
+
+
+def best_pattern(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> Pattern:
+    """Return the quickest pattern; among equals the ring in the order of the members."""
+    if not 2 < len(nodes) <= MOST_MESHED:
+        return ring(range(len(nodes)))
+    return _quickest(*_known(nodes, path), _rounded(num_bytes))
+
+
+def _rounded(num_bytes: float) -> float:
+    # Sums of about the same size have the same pattern, which need not be found again.
+    return 2.0 ** round(math.log2(max(num_bytes, 1.0)))
+
+
+@dataclass(frozen=True)
+class _Same:
+    """A path as far as it matters: resources have numbers instead of names."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    resources: tuple[tuple[str, float], ...]
+
+
+_Paths = tuple[tuple[_Same | None, ...], ...]
+
+
+def _known(nodes: Sequence[Hashable], path: PathOf) -> tuple[tuple[int, ...], _Paths]:
+    number_of: dict[str, str] = {}
+    rows: list[tuple[_Same | None, ...]] = []
+    for source in range(len(nodes)):
+        row: list[_Same | None] = []
+        for target in range(len(nodes)):
+            if source == target:
+                row.append(None)
+                continue
+            between = path(source, target)
+            resources = tuple((number_of.setdefault(name, str(len(number_of))), bandwidth) for name, bandwidth in between.resources)
+            row.append(_Same(between.latency_s, between.bandwidth_bytes_per_s, resources))
+        rows.append(tuple(row))
+    node_numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    return tuple(node_numbers[node] for node in nodes), tuple(rows)
+
+
+@lru_cache(maxsize=4096)
+def _begun_with(nodes: tuple[int, ...], paths: _Paths, num_bytes: float) -> Pattern:
+    usual, best = ring(range(len(nodes))), _quickest(nodes, paths, num_bytes)
+    path = _path_of(paths)
+    usual_s, best_s = (sum_time(pattern, nodes, path).seconds(num_bytes) for pattern in (usual, best))
+    return best if usual_s > LEAST_GAIN * best_s else usual
+
+
+@lru_cache(maxsize=4096)
+def _quickest(nodes: tuple[int, ...], paths: _Paths, num_bytes: float) -> Pattern:
+    return min(_timed(nodes, paths), key=lambda timed: timed[1].seconds(num_bytes))[0]
+
+
+@lru_cache(maxsize=4096)
+def _timed(nodes: tuple[int, ...], paths: _Paths) -> tuple[tuple[Pattern, SumTime], ...]:
+    """Return the candidates with their times, without those that another one before them beats at any size."""
+    path, found = _path_of(paths), list[tuple[Pattern, SumTime]]()
+    for pattern in candidates(nodes, path):
+        time = sum_time(pattern, nodes, path)
+        if not any(other.latency_s <= time.latency_s and other.s_per_byte <= time.s_per_byte for _, other in found):
+            found.append((pattern, time))
+    return tuple(found)
+
+
+def sum_times(nodes: Sequence[Hashable], path: PathOf) -> tuple[SumTime, ...]:
+    """Return the times of the patterns that may be chosen, that of the ring in the order of the members first."""
+    if not 2 < len(nodes) <= MOST_MESHED:
+        return (sum_time(ring(range(len(nodes))), nodes, path),)
+    return tuple(time for _, time in _timed(*_known(nodes, path)))
+
+
+def _path_of(paths: _Paths) -> PathOf:
+    def path(source: int, target: int) -> LinkPath:
+        found = paths[source][target]
+        assert found is not None, "no member sends to itself"
+        return found
+
+    return path
+
+
+def candidates(nodes: Sequence[Hashable], path: PathOf) -> Iterator[Pattern]:
+    """Yield the patterns that may be the quickest of some members; of equals the simplest is the first."""
+    members = range(len(nodes))
+    yield ring(members)
+    yield direct(members)
+    by_node = [tuple(member for member in members if nodes[member] == node) for node in dict.fromkeys(nodes)]
+    if len(by_node) == 1 and _are_alike(members, path):
+        return
+    if len(by_node) > 1:
+        for order in _orders([group[0] for group in by_node], path):
+            group_of = {group[0]: group for group in by_node}
+            groups = tuple(group_of[first] for first in order)
+            if len(groups) < len(nodes):
+                yield Pattern(groups)
+                yield Pattern(groups, direct=True)
+    if len(by_node) == len(nodes) and _are_alike(members, path):
+        return
+    for order in _orders(list(members), path):
+        yield ring(order)
+
+
+def _are_alike(members: Sequence[int], path: PathOf) -> bool:
+    """Whether all links are equally quick, and as many transfers from and to each member pass each of what they share."""
+    between = {(path(*ends).latency_s, path(*ends).bandwidth_bytes_per_s) for ends in itertools.permutations(members, 2)}
+    if len(between) > 1:
+        return False
+    uses = Counter(name for ends in itertools.permutations(members, 2) for name, _ in path(*ends).resources)
+    # Each link of one pair, or of all that leaves or enters one member.
+    return all(count in {1, len(members) - 1} for count in uses.values())
+
+
+def _orders(members: Sequence[int], path: PathOf) -> Iterator[tuple[int, ...]]:
+    """Yield orders of a circle that begin with the first member; none is another one turned."""
+    if len(members) <= _ALL_ORDERS:
+        yield from ((members[0], *others) for others in itertools.permutations(members[1:]))
+        return
+    found: dict[tuple[int, ...], None] = {}
+    for first in members:
+        order = [first]
+        left = [member for member in members if member != first]
+        while left:
+            nearest = max(left, key=lambda member: path(order[-1], member).bandwidth_bytes_per_s)
+            left.remove(nearest)
+            order.append(nearest)
+        at = order.index(members[0])
+        found[*order[at:], *order[:at]] = None
+    yield from found

@@ -1,0 +1,112 @@
+"""Which pattern of a sum is chosen on which links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
+from raypipe.communication.pattern_choice import MOST_MESHED, PathOf, best_pattern, candidates, sum_pattern, sum_time
+from raypipe.communication.patterns import Pattern, direct, ring
+
+RATE = 25e6
+BYTES = 4_000_000
+LATENCY_S = 1e-4
+
+
+def cluster(
+    num_nodes: int, *, devices: int = 1, slow: dict[tuple[int, int], float] | None = None, ports: dict[int, float] | None = None
+) -> ClusterTopology:
+    """Nodes with one port each; `slow` has the rates of single wires, `ports` those of ports."""
+    names = [f"n{number}" for number in range(num_nodes)]
+    shared = [
+        SharedLink(
+            name=f"{way}-{name}",
+            bandwidth_bytes_per_s=(ports or {}).get(number, RATE),
+            members=tuple((name, other) if way == "from" else (other, name) for other in names if other != name),
+        )
+        for number, name in enumerate(names)
+        for way in ("from", "to")
+    ]
+    local = NodeLink(bandwidth_bytes_per_s=100 * RATE, latency_s=LATENCY_S / 10)
+    return ClusterTopology(
+        name="ports",
+        nodes=tuple(Node(name=name, devices=tuple(Device(f"{name}/{at}", "cpu") for at in range(devices)), link=local) for name in names),
+        links=tuple(
+            Link(source=names[a], target=names[b], bandwidth_bytes_per_s=rate, latency_s=LATENCY_S, one_way=True)
+            for (a, b), rate in (slow or {}).items()
+        ),
+        shared_links=tuple(shared),
+        default_link=NodeLink(latency_s=LATENCY_S),
+    )
+
+
+def members_of(topology: ClusterTopology, devices: Sequence[str]) -> tuple[list[str], PathOf]:
+    return [topology.node_of(device).name for device in devices], lambda source, target: topology.path(devices[source], devices[target])
+
+
+def chosen(topology: ClusterTopology, devices: Sequence[str] | None = None, num_bytes: float = BYTES) -> Pattern:
+    return sum_pattern(*members_of(topology, devices or [device.name for device in topology.devices]), num_bytes)
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 4, 8])
+def test_on_equal_ports_it_is_the_ring_of_the_members(num_nodes: int) -> None:
+    assert chosen(cluster(num_nodes)) == ring(range(num_nodes))
+
+
+def test_where_several_members_share_a_node_it_has_two_levels() -> None:
+    assert chosen(cluster(2, devices=2)) == Pattern(((0, 1), (2, 3)))
+    assert chosen(cluster(2, devices=2), ["n0/0", "n1/0", "n0/1", "n1/1"]) == Pattern(((0, 2), (1, 3)))
+
+
+def test_a_ring_goes_round_a_slow_wire() -> None:
+    slow = cluster(4, slow={(1, 2): RATE / 10})
+    order = [group[0] for group in chosen(slow).groups]
+    assert (1, 2) not in zip(order, order[1:] + order[:1], strict=True)
+    assert not chosen(slow).direct
+
+
+def test_a_sum_of_few_bytes_is_exchanged_directly() -> None:
+    assert chosen(cluster(4), num_bytes=4000) == direct(range(4))
+
+
+def test_a_little_quicker_is_no_reason_to_leave_the_usual_ring() -> None:
+    slightly = cluster(4, slow={(1, 2): 0.97 * RATE})
+    assert chosen(slightly) == ring(range(4))
+    assert best_pattern(*members_of(slightly, [device.name for device in slightly.devices]), BYTES) != ring(range(4))
+
+
+def test_seconds_are_those_of_the_busiest_link_and_of_the_longest_way() -> None:
+    topology = cluster(4)
+    nodes, path = members_of(topology, [device.name for device in topology.devices])
+    around = sum_time(ring(range(4)), nodes, path)
+    assert around.s_per_byte == pytest.approx(2 * 3 / 4 / RATE)
+    assert around.latency_s == pytest.approx(6 * LATENCY_S)
+    exchanged = sum_time(direct(range(4)), nodes, path)
+    assert exchanged.s_per_byte == pytest.approx(around.s_per_byte)
+    assert exchanged.latency_s == pytest.approx(2 * LATENCY_S)
+
+
+def test_a_member_sends_to_one_after_the_other() -> None:
+    """Even if each pair has a wire of its own."""
+    topology = ClusterTopology.uniform(4, bandwidth_bytes_per_s=RATE, devices_per_node=1)
+    nodes, path = members_of(topology, [device.name for device in topology.devices])
+    assert sum_time(direct(range(4)), nodes, path).s_per_byte == pytest.approx(2 * 3 / 4 / RATE)
+
+
+@pytest.mark.parametrize("slow", [{}, {(0, 1): RATE / 10}, {(0, 1): RATE / 10, (1, 0): RATE / 10, (2, 3): RATE / 2}])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_none_of_the_candidates_is_quicker(slow: dict[tuple[int, int], float], devices: int) -> None:
+    topology = cluster(4, devices=devices, slow=slow)
+    nodes, path = members_of(topology, [device.name for device in topology.devices])
+    best_s = sum_time(best_pattern(nodes, path, BYTES), nodes, path).seconds(BYTES)
+    assert all(sum_time(pattern, nodes, path).seconds(BYTES) >= 0.999 * best_s for pattern in candidates(nodes, path))
+
+
+def test_a_large_group_has_its_ring() -> None:
+    count = MOST_MESHED + 1
+    topology = cluster(count, slow={(0, 1): RATE / 10})
+    assert chosen(topology) == ring(range(count))
+    nodes, path = members_of(topology, [device.name for device in topology.devices])
+    assert sum_time(ring(range(count)), nodes, path).latency_s == pytest.approx(2 * (count - 1) * LATENCY_S)

@@ -1,0 +1,89 @@
+"""Patterns of a sum: that all members contribute once and get the total, and in which order numbers are added."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from raypipe.communication.patterns import Pattern, direct, ring, slice_starts
+
+PATTERNS = [
+    ring(range(2)),
+    ring(range(5)),
+    ring((0, 2, 1, 3)),
+    direct(range(2)),
+    direct((0, 3, 1, 2)),
+    Pattern(((0, 1), (2, 3))),
+    Pattern(((0, 1), (2, 3)), direct=True),
+    Pattern(((0, 2, 4), (1,), (3, 5))),
+    Pattern(((0, 2, 4), (1,), (3, 5)), direct=True),
+    Pattern(((0, 1, 2, 3),)),
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_every_member_gives_its_numbers_once_and_gets_the_total(pattern: Pattern) -> None:
+    members = set(range(pattern.num_members))
+    assert len(pattern.routes) == pattern.num_members
+    for route in pattern.routes:
+        contents = {member: Counter([member]) for member in members}
+        for source, target in route.shares:
+            contents[target] += contents.pop(source)  # whoever has sent its share takes no other
+        assert contents == {route.owner: Counter(members)}
+        have = {route.owner}
+        for source, target in route.totals:
+            assert source in have
+            assert target not in have, "it gets the total once"
+            have.add(target)
+        assert have == members
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_what_each_member_does_is_what_the_trees_say(pattern: Pattern) -> None:
+    for route in pattern.routes:
+        parts = [route.part(member) for member in range(pattern.num_members)]
+        shares = {(member, target) for member, part in enumerate(parts) for target in part.share_to}
+        totals = {(member, target) for member, part in enumerate(parts) for target in part.totals_to}
+        assert shares == set(route.shares) == {(source, member) for member, part in enumerate(parts) for source in part.sources}
+        assert totals == set(route.totals) == {(source, member) for member, part in enumerate(parts) for source in part.total_from}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_loads_are_the_slices_that_pass(pattern: Pattern) -> None:
+    for phase, name in enumerate(("shares", "totals")):
+        counts = Counter(hop for route in pattern.routes for hop in getattr(route, name))
+        assert pattern.loads[phase] == {hop: count / pattern.num_members for hop, count in counts.items()}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_ring_and_direct_exchange_of_the_same_groups_add_in_the_same_order(pattern: Pattern) -> None:
+    same, other = pattern.with_same_bits
+    assert same == pattern
+    assert other != pattern
+    assert other.additions == pattern.additions
+
+
+def test_additions_follow_the_members_from_the_one_that_begins() -> None:
+    assert ring(range(3)).additions == (((0, 1), 2), ((1, 2), 0), ((0, 2), 1))
+    assert ring((0, 2, 1)).additions == (((0, 2), 1), ((0, 1), 2), ((1, 2), 0))
+
+
+def test_two_levels_add_within_groups_first() -> None:
+    assert Pattern(((0, 1), (2, 3))).additions == (((0, 1), (2, 3)),) * 4
+
+
+def test_members_of_a_group_take_turns_as_its_head() -> None:
+    pattern = Pattern(((0, 1), (2, 3)))
+    across = Counter(hop for route in pattern.routes for hop in (*route.shares, *route.totals) if (hop.source < 2) != (hop.target < 2))
+    assert set(across.values()) == {2}
+    assert len(across) == 4, "each member exchanges with its counterpart alone"
+
+
+@pytest.mark.parametrize(("numel", "starts"), [(8, [0, 3, 6, 8]), (2, [0, 1, 2, 2]), (0, [0, 0, 0, 0])])
+def test_the_first_slices_are_longer_where_numbers_do_not_divide(numel: int, starts: list[int]) -> None:
+    assert slice_starts(numel, 3) == starts
+
+
+def test_a_pattern_says_what_it_is() -> None:
+    assert [str(pattern) for pattern in (ring((0, 2, 1)), Pattern(((0, 1), (2,)), direct=True))] == ["ring 0 2 1", "direct (0 1) 2"]

@@ -1,0 +1,35 @@
+"""Four nodes with one port each, through which passes all that leaves and all that enters them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
+from tests.multinode.network import Network
+
+PORT = 25e6
+"""Bytes per second that leave a node, and that enter it."""
+GOODPUT = 0.992
+"""Of a wire's bytes, those that are not headers of Ethernet, IP and TCP, with packets of 9,000 bytes."""
+
+
+def set_port(machines: Network, node: int, bytes_per_s: float) -> None:
+    others = [other for other in range(4) if other != node]
+    machines.share([(node, other) for other in others], bytes_per_s)
+    machines.share([(other, node) for other in others], bytes_per_s)
+
+
+def topology(fallen: Mapping[int, float] | None = None) -> ClusterTopology:
+    """What `raypipe probe` would find of the ports, some of them at a part of their rate."""
+    names = [f"node{number}" for number in range(4)]
+    shared = [
+        SharedLink(
+            name=f"{way}-{name}",
+            bandwidth_bytes_per_s=PORT * GOODPUT * (fallen or {}).get(number, 1.0),
+            members=tuple((name, other) if way == "from" else (other, name) for other in names if other != name),
+        )
+        for number, name in enumerate(names)
+        for way in ("from", "to")
+    ]
+    nodes = tuple(Node(name=name, devices=(Device(f"{name}/0", "cpu"),)) for name in names)
+    return ClusterTopology(name="ports", nodes=nodes, shared_links=tuple(shared), default_link=NodeLink(latency_s=1e-4))

@@ -1,0 +1,143 @@
+"""Sums over TCP by patterns: their bits, whatever comes first, and a change of pattern between two sums."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from raypipe.actors.transport.process import ProcessTransport
+from raypipe.communication import policy
+from raypipe.communication.patterns import Pattern, direct, ring, slice_starts
+from raypipe.communication.policy import Communication
+from raypipe.errors import TransportError
+from raypipe.schedules.collectives import Collective, CollectiveKind
+from tests.processes.process_ends import Make, connected, members_of, ring_sum
+from tests.processes.transport_contract import gradients, together
+
+EVERYBODY = (0, 1, 2, 3)
+NODES = Pattern(((0, 1), (2, 3)))
+NUMEL = 10_007
+
+
+def by_additions(tensors: Sequence[Tensor], pattern: Pattern) -> Tensor:
+    """What members make of the tensors, added here in the order that the pattern says."""
+
+    def added(order: Any, part: slice) -> Tensor:
+        return tensors[order][part] if isinstance(order, int) else added(order[0], part) + added(order[1], part)
+
+    starts = slice_starts(len(tensors[0]), len(tensors))
+    parts = [slice(*ends) for ends in itertools.pairwise(starts)]
+    return torch.cat([added(order, part) for order, part in zip(pattern.additions, parts, strict=True)])
+
+
+def numbers(seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    return [torch.randn(NUMEL) for _ in EVERYBODY]
+
+
+def with_pattern(make: Make, pattern: Pattern, **changed: Any) -> list[ProcessTransport]:
+    return connected(make, 4, patterns={EVERYBODY: pattern}, **changed, **members_of(4))
+
+
+def summed(ends: Sequence[ProcessTransport], tensors: Sequence[Tensor], *, update: int) -> list[Tensor]:
+    collective = gradients(EVERYBODY, update=update)
+    pending = [end.start(collective, tensor.clone()) for end, tensor in zip(ends, tensors, strict=True)]
+    return [part.wait() for part in pending]
+
+
+@pytest.mark.parametrize("pattern", [ring((0, 2, 1, 3)), direct(range(4)), NODES, Pattern(((0, 1, 2), (3,)), direct=True)], ids=str)
+@pytest.mark.parametrize(
+    ("least_bytes", "communication"),
+    [(1001, Communication(chunk_s=1e-15)), (1, Communication(chunk_s=100.0)), (1, Communication(scheduled=False))],
+    ids=["odd", "huge", "unscheduled"],
+)
+def test_numbers_are_added_in_the_order_of_the_pattern(
+    make: Make, monkeypatch: pytest.MonkeyPatch, pattern: Pattern, least_bytes: int, communication: Communication
+) -> None:
+    monkeypatch.setattr(policy, "LEAST_CHUNK_BYTES", least_bytes)
+    ends = with_pattern(make, pattern, communication=communication)
+    for update in range(3):
+        tensors = numbers(update)
+        expected = by_additions(tensors, pattern)
+        for total in summed(ends, tensors, update=update):
+            assert torch.equal(total, expected)
+
+
+def test_direct_exchange_has_the_bits_of_the_ring_and_two_levels_have_others(make: Make) -> None:
+    tensors = numbers(0)
+    around = ring_sum(tensors)
+    ends = with_pattern(make, direct(range(4)))
+    assert all(torch.equal(total, around) for total in summed(ends, tensors, update=0))
+    for end in ends:
+        end.use_patterns({EVERYBODY: NODES})
+    other = summed(ends, tensors, update=1)
+    assert all(torch.equal(total, by_additions(tensors, NODES)) for total in other)
+    assert not torch.equal(other[0], around), "additions of four numbers differ somewhere among ten thousand"
+    for end in ends:
+        end.use_patterns({EVERYBODY: ring(range(4))})
+    assert all(torch.equal(total, around) for total in summed(ends, tensors, update=2))
+
+
+@pytest.mark.parametrize("pattern", [direct(range(4)), NODES], ids=str)
+def test_members_start_sums_in_any_order_by_any_pattern(make: Make, pattern: Pattern) -> None:
+    ends = with_pattern(make, pattern)
+    tensors = [numbers(update) for update in range(6)]
+    norm = Collective(CollectiveKind.NORM, 0, 0, 0, EVERYBODY)
+    norms = [torch.tensor([float(device), 1.0], dtype=torch.float64) for device in EVERYBODY]
+
+    def member(device: int) -> None:
+        chance = random.Random(device)
+        order = list(range(6))
+        chance.shuffle(order)
+        pending = {
+            update: ends[device].start(gradients(EVERYBODY, update=update), tensors[update][device].clone(), deadline=chance.randrange(9))
+            for update in order
+        }
+        ends[device].start(norm, norms[device]).wait()
+        chance.shuffle(order)
+        for update in order:
+            assert torch.equal(pending[update].wait(), by_additions(tensors[update], pattern)), update
+
+    together(*(lambda device=device: member(device) for device in EVERYBODY))
+    assert all(total.tolist() == [6.0, 4.0] for total in norms)
+
+
+def test_a_member_with_another_pattern_is_told_so(make: Make) -> None:
+    ends = with_pattern(make, ring(range(4)))
+    ends[2].use_patterns({EVERYBODY: direct(range(4))})
+    pending = [end.start(gradients(EVERYBODY), tensor) for end, tensor in zip(ends, numbers(0), strict=True)]
+    with pytest.raises(TransportError, match=r"different things: float32\[10007\] \(direct 0 1 2 3\), float32\[10007\] \(ring 0 1 2 3\)"):
+        pending[2].wait()
+
+
+@pytest.mark.parametrize("pattern", [ring((0, 2, 1, 3)), direct(range(4)), NODES], ids=str)
+@pytest.mark.parametrize("victim", [0, 3])
+def test_all_members_leave_a_sum_of_which_one_is_gone(make: Make, pattern: Pattern, victim: int) -> None:
+    """Who hears of it leaves, so that the others do."""
+    ends = with_pattern(make, pattern)
+    started = threading.Barrier(4)
+    gone_s: list[float] = []
+
+    def member(device: int) -> float:
+        if device == victim:
+            started.wait()
+            gone_s.append(time.monotonic())
+            ends[device].close()
+            return gone_s[0]
+        pending = ends[device].start(gradients(EVERYBODY), torch.ones(NUMEL))
+        started.wait()
+        with pytest.raises(TransportError, match="connection closed by peer"):
+            pending.wait()
+        ends[device].close()
+        return time.monotonic()
+
+    left_s = together(*(lambda device=device: member(device) for device in EVERYBODY))
+    assert max(left_s) - gone_s[0] < 2.0
