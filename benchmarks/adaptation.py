@@ -34,6 +34,7 @@ from raypipe.errors import PlanError
 from raypipe.planning.plan import plan_problem
 from raypipe.planning.problem import Problem
 from raypipe.planning.search import SearchBudget
+from tests.multinode.adapting_run import Settings
 from tests.multinode.cluster import Cluster, cluster
 from tests.on_ray.plans import lab
 
@@ -67,19 +68,13 @@ def topology(slow: tuple[str, str] | None = None, part: float = 1.0) -> ClusterT
     return lab(dict.fromkeys(names, 1), links=links)
 
 
-def run(machines: Cluster, folder: Path, num_updates: int, *arguments: str, watch: Watcher = lambda _: None) -> list[dict[str, Any]]:
-    """What a run says, line by line."""
+def run(
+    machines: Cluster, folder: Path, num_updates: int, plan: Path | None = None, watch: Watcher = lambda _: None
+) -> list[dict[str, Any]]:
+    """What a run says, line by line; it adapts if no plan is given."""
     lines: list[dict[str, Any]] = []
-    with machines.start([
-        sys.executable,
-        "-m",
-        "tests.multinode.adapting_run",
-        str(folder / "topology.yaml"),
-        str(folder),
-        str(num_updates),
-        str(UPDATES_PER_WINDOW),
-        *arguments,
-    ]) as run:
+    settings = Settings(num_updates, UPDATES_PER_WINDOW, adapts=plan is None, plan=None if plan is None else str(plan))
+    with machines.start(settings.command(folder / "topology.yaml", folder)) as run:
         assert run.stdout is not None
         for line in run.stdout:
             lines.append(json.loads(line))
@@ -150,7 +145,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, cluster(nodes=4, cpus_per_node=2, rates=RATE) as machines:
         folder = Path(name)
         topology().save(folder / "topology.yaml")
-        constant = run(machines, folder, (arguments.windows + 2) * UPDATES_PER_WINDOW, "auto")
+        constant = run(machines, folder, (arguments.windows + 2) * UPDATES_PER_WINDOW)
         asked = decisions(constant)
         document["constant"] = {"windows": len(asked), "switches": sum(line["switch"] for line in asked), **noise(asked)}
         print_table(
@@ -167,7 +162,7 @@ def main() -> None:
             if line.get("update") == DROP_AFTER * UPDATES_PER_WINDOW:
                 set_pair(machines, pair, RATE * arguments.drop_to)
 
-        adapted = run(machines, folder, (DROP_AFTER + WINDOWS_AFTER) * UPDATES_PER_WINDOW, "auto", watch=drop)
+        adapted = run(machines, folder, (DROP_AFTER + WINDOWS_AFTER) * UPDATES_PER_WINDOW, watch=drop)
         switches = [line for line in decisions(adapted) if line["switch"]]
         for line in switches:
             print(f"after update {line['update']}, in {line['took_s']:.1f} s: {line['text']}")
@@ -186,7 +181,7 @@ def main() -> None:
         set_pair(machines, pair, RATE * arguments.drop_to)
         document["fixed"] = {}
         for schedule, predicted_s, path in fixed_plans(folder, Path(adapted[-1]["path"]), slow, arguments.drop_to)[: arguments.fixed]:
-            measured = updates(run(machines, folder, FIXED_WINDOWS * UPDATES_PER_WINDOW, schedule, str(path)))
+            measured = updates(run(machines, folder, FIXED_WINDOWS * UPDATES_PER_WINDOW, path))
             rows.append(row(f"fixed: {schedule}", measured, after, predicted_s))
             document["fixed"][schedule] = {"predicted_s": predicted_s, "update_s": measured.median, "spread": measured.spread}
         print_table(f"the link {slow[0]} - {slow[1]} drops to {arguments.drop_to:g} of its rate", rows)

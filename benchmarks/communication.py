@@ -4,7 +4,8 @@
     python benchmarks/communication.py --rehearse [--cells sum-075] [--rounds 3] [--json FILE]     # as root, with iproute2
 
 `--rehearse` runs the same orders as actors of a Ray cluster whose nodes are network namespaces: the baselines over gloo, raypipe's over
-its own connections.
+its own connections. Beside each stands what the simulator says, with what an F and a B take there beyond their waits: the overheads that
+`raypipe calibrate` fits, measured on the same nodes in the same order without sums.
 
 All that leaves a node, and all that enters it, shares 200 Mbit/s. F takes 20 ms, B 40 ms; C = M (F + B); A is the time of the sum of a
 stage's gradients on its port; every device's message takes the stated time. One update of `pipedream-2bw`, far from the ends of the
@@ -14,6 +15,16 @@ window; updates of a stage wait for that stage alone.
     a'     the same with each U where its version is first read: no classes, no chunks
     b      1F1B with a flush and the sum behind it
     raypipe  as a', messages before sums, sums in chunks by deadline, and as many forwards ahead at each hop as the search finds
+
+Ablations of raypipe, each with all of those before:
+
+    allreduce       each U where its version is first read; sums in chunks, by deadline, among what goes to one peer; whole gradients
+    point to point  messages first on all of a port, sums leave it at both ends, forwards ahead
+    sparse          rows of the table instead of all of it
+    runtime         chunk sizes and forwards ahead by the rates that are measured; at constant rates the same as before. Both are also
+                    printed where every port falls to 0.4 of the rate that was known
+
+Chimera and AMDP on such ports have no baselines: `--rehearse` prints for them, too, what the simulator says of the same programs.
 
 The baselines sum whole gradients. In the cell `table`, the first stage has a table of 20 MB that the model looks up, of which an update
 touches 1.2 MB of rows; "dense" is raypipe with whole gradients.
@@ -25,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from dataclasses import dataclass, replace
@@ -37,9 +49,10 @@ from rounds import Summary, in_rounds, print_table, write_json
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the cluster in namespaces is made by the tests' own tools
 
 from raypipe import build_schedule
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.plan import Plan, Replica
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
-from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
+from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, Overheads, SharedLink
 from raypipe.artifacts.trace import Trace
 from raypipe.communication.policy import Communication
 from raypipe.planning.ahead import with_forwards_ahead
@@ -47,6 +60,7 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import layout_schedule
 from raypipe.planning.problem import Problem
+from raypipe.profiling.overhead_fit import Observations
 from raypipe.schedules.ir import Schedule, UpdateScope
 from raypipe.schedules.lower import lower
 from raypipe.schedules.passes import forwards_ahead, late_updates
@@ -54,6 +68,7 @@ from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.plan_cost import plan_cost
 from raypipe.simulation.simulator import time_order
+from raypipe.training.run_schedules import window_of
 from tests.multinode.cluster import Cluster, cluster
 
 PORT_BYTES_PER_S = 25e6
@@ -76,6 +91,8 @@ class Cell:
         devices_per_node: Replicas of a stage are on different nodes.
         table_bytes: Part of the first stage's weights that the model looks up; other stages have none.
         touched_bytes: Rows of the table that an update touches.
+        port_bytes_per_s: What a port really carries; sums and messages keep their bytes.
+        order: Order of raypipe's runs.
     """
 
     name: str
@@ -87,6 +104,8 @@ class Cell:
     devices_per_node: int = 1
     table_bytes: int = 0
     touched_bytes: int = 0
+    port_bytes_per_s: float = PORT_BYTES_PER_S
+    order: str = "pipedream-2bw"
 
     @property
     def compute_s(self) -> float:
@@ -140,7 +159,7 @@ class Cell:
         ports = [
             SharedLink(
                 name=f"{way}-{name}",
-                bandwidth_bytes_per_s=PORT_BYTES_PER_S,
+                bandwidth_bytes_per_s=self.port_bytes_per_s,
                 members=tuple((name, other) if way == "out-of" else (other, name) for other in names if other != name),
             )
             for way in ("out-of", "into")
@@ -206,6 +225,14 @@ CELLS = (
 )
 
 
+OTHER_ORDERS = (
+    Cell("chimera", 4, 1, 8, 0.25, 0.004, order="chimera"),
+    Cell("amdp", 4, 1, 8, 0.25, 0.004, order="amdp"),
+)
+"""Whose stages have copies on several devices of their own."""
+FALLEN = 0.4
+
+
 def simulated(cell: Cell) -> dict[str, Any]:
     """Return the seconds of an update of each system, and the ratios of the table."""
     plain, dense = Communication(scheduled=False), cell.dense
@@ -219,6 +246,16 @@ def simulated(cell: Cell) -> dict[str, Any]:
         "turns": _in_turns_s(cell, late_updates(two_buffers)),
         "raypipe": searched_s,
     }
+    ablations = {
+        "allreduce": _in_turns_s(dense, late_updates(two_buffers), across_peers=False),
+        "point to point": seconds["dense"],
+        "sparse": searched_s,
+        "runtime": searched_s,
+    }
+    fallen = replace(cell, port_bytes_per_s=FALLEN * PORT_BYTES_PER_S)
+    # A chunk of the size for the rate that was known takes longer.
+    as_before_s = _in_turns_s(fallen, late_updates(forwards_ahead(two_buffers, ahead)), slower=1 / FALLEN)
+    fallen_s = {"sparse": as_before_s, "runtime": _searched(fallen)[1]}
     ours, possible_s = seconds["raypipe"], cell.possible_s()
     return {
         "name": cell.name,
@@ -229,22 +266,31 @@ def simulated(cell: Cell) -> dict[str, Any]:
         "possible_a": seconds["a"] / possible_s,
         "possible_b": seconds["b"] / possible_s,
         "update_s": seconds,
+        "ablations_s": ablations,
+        "fallen_s": fallen_s,
         "possible_s": possible_s,
         "forwards_ahead": ahead,
     }
 
 
-def rehearsed(cell: Cell, *, rounds: int) -> dict[str, Any]:
-    """Return the seconds of an update of each system as actors on nodes with one port each."""
+def _runs(cell: Cell) -> dict[str, tuple[Schedule, str]]:
+    """Return the order of each system and the transport that carries it."""
+    if cell.order != "pipedream-2bw":
+        return {"raypipe": (cell.schedule(cell.order), "tcp")}
     ahead, _ = _searched(cell)
     two_buffers = cell.schedule("pipedream-2bw")
-    runs = {
+    return {
         "a": (two_buffers, "gloo"),
         "a'": (late_updates(two_buffers), "gloo"),
         "b": (cell.schedule("1f1b"), "gloo"),
         "turns": (late_updates(two_buffers), "tcp"),
         "raypipe": (late_updates(forwards_ahead(two_buffers, ahead)), "tcp"),
     }
+
+
+def rehearsed(cell: Cell, *, rounds: int, systems: list[str] | None = None) -> dict[str, Any]:
+    """Return the seconds of an update of each system as actors on nodes with one port each, and what the simulator says of it."""
+    runs = {name: run for name, run in _runs(cell).items() if name in (systems or [name])}
     count = cell.num_stages * cell.num_replicas // cell.devices_per_node
     with cluster(nodes=count, cpus_per_node=cell.devices_per_node) as machines:
         for node in range(count):
@@ -253,11 +299,32 @@ def rehearsed(cell: Cell, *, rounds: int) -> dict[str, Any]:
             machines.share([(other, node) for other in others], PORT_BYTES_PER_S)
         of = {name: cell if transport == "tcp" else cell.dense for name, (_, transport) in runs.items()}
         commands = {name: _command(machines, of[name], name, *each) for name, each in runs.items()}
+        overheads = _overheads(machines, cell)
         found = in_rounds({name: partial(_rehearse, machines, command) for name, command in commands.items()}, num_rounds=rounds)
     seconds = {name: Summary.of(values) for name, values in found.items()}
-    ours = seconds["raypipe"].median
-    over = {key: seconds[name].median / ours for key, name in (("over_a", "a"), ("over_b", "b"), ("over_a_late", "a'"))}
-    return {"name": cell.name, **over, "rehearsed_s": seconds, "forwards_ahead": ahead}
+    expected_s = {
+        name: _update_s(of[name], schedule, Communication(scheduled=transport == "tcp"), overheads)
+        for name, (schedule, transport) in runs.items()
+    }
+    ours = seconds["raypipe"].median if "raypipe" in seconds else math.nan
+    baselines = (("over_a", "a"), ("over_b", "b"), ("over_a_late", "a'"))
+    over = {key: seconds[name].median / ours for key, name in baselines if name in seconds}
+    return {"name": cell.name, **over, "rehearsed_s": seconds, "simulated_s": expected_s, "overheads": overheads}
+
+
+def _overheads(machines: Cluster, cell: Cell) -> Overheads:
+    """Return what Ops take beyond their waits on these nodes, as `raypipe calibrate` fits it, in the cell's order without sums."""
+    alone = replace(cell, sum_share=0.0, table_bytes=0, touched_bytes=0)
+    schedule = alone.schedule(cell.order)
+    plan = alone.plan(schedule)
+    command = _command(machines, alone, "alone", schedule, "tcp")
+    _rehearse(machines, command)
+    observations, trace = Observations(), Trace.load(command[-1])
+    programs = executable_programs(window_of(schedule, trace.num_updates), plan.placement)
+    observations.add(programs, trace, plan_cost(plan))
+    fitted = observations.costs().overheads
+    # Messages pass links: what they take is not the devices'.
+    return Overheads(forward_s=fitted.forward_s, backward_s=fitted.backward_s)
 
 
 def _command(machines: Cluster, cell: Cell, name: str, schedule: Schedule, transport: str) -> list[str]:
@@ -296,25 +363,44 @@ def _searched(cell: Cell) -> tuple[list[int], float]:
     return found.layout.forwards_ahead, far_from_the_ends(found)
 
 
-def _in_turns_s(cell: Cell, schedule: Schedule) -> float:
-    return statistics.median(_update_s(cell, schedule, Communication(chunk_s=chunk_s)) for chunk_s in CHUNKS_S)
+def _in_turns_s(cell: Cell, schedule: Schedule, *, across_peers: bool = True, slower: float = 1.0) -> float:
+    policies = [Communication(chunk_s=slower * chunk_s, across_peers=across_peers) for chunk_s in CHUNKS_S]
+    return statistics.median(_update_s(cell, schedule, policy) for policy in policies)
 
 
-def _update_s(cell: Cell, schedule: Schedule, communication: Communication) -> float:
+def _update_s(cell: Cell, schedule: Schedule, communication: Communication, overheads: Overheads | None = None) -> float:
     plan = cell.plan(schedule)
-    cost = replace(plan_cost(plan), communication=communication)
+    cost = replace(plan_cost(plan), communication=communication, overheads=overheads or Overheads())
     return time_order(CompiledOrder(lower(plan.schedule, plan.placement)), cost).steady_update_s
 
 
 def _rehearse_all(cells: list[Cell], options: argparse.Namespace) -> None:
     results = []
     for cell in cells:
-        results.append(result := rehearsed(cell, rounds=options.rounds))
-        row = {"cell": cell.name}
-        row |= {f"{name} ms": f"{1000 * each.median:.0f} +-{1000 * each.spread:.0f}" for name, each in result["rehearsed_s"].items()}
-        row |= {"over a, b": f"{result['over_a']:.2f}, {result['over_b']:.2f}", "over a'": f"{result['over_a_late']:.2f}"}
-        print_table(f"seconds of an update, rehearsed ({options.rounds} rounds)", [row])
+        results.append(result := rehearsed(cell, rounds=options.rounds, systems=options.systems))
+        print_table(
+            f"seconds of an update, rehearsed ({options.rounds} rounds)", [_compared(result, name) for name in result["rehearsed_s"]]
+        )
+        if {"over_a", "over_b", "over_a_late"} <= result.keys():
+            print(f"over a, b, a': {result['over_a']:.2f}, {result['over_b']:.2f}, {result['over_a_late']:.2f}")
+    print_table("simulated and rehearsed", [_compared(result, name) for result in results for name in result["rehearsed_s"]])
     write_json(options.json, results)
+
+
+def _compared(result: dict[str, Any], name: str) -> dict[str, str]:
+    measured, expected_s = result["rehearsed_s"][name], result["simulated_s"][name]
+    return {
+        "cell": result["name"],
+        "system": name,
+        "simulated ms": f"{1000 * expected_s:.0f}",
+        "rehearsed ms": f"{1000 * measured.median:.0f} +-{1000 * measured.spread:.0f}",
+        "rehearsed over simulated": f"{measured.median / expected_s:.3f}",
+    }
+
+
+def _ablations(result: dict[str, Any]) -> dict[str, str]:
+    told = {"cell": result["name"]} | {f"{name} ms": f"{1000 * update_s:.0f}" for name, update_s in result["ablations_s"].items()}
+    return told | {f"{name} at {FALLEN:g}": f"{1000 * update_s:.0f}" for name, update_s in result["fallen_s"].items()}
 
 
 def main() -> int:
@@ -323,13 +409,14 @@ def main() -> int:
     parser.add_argument("--simulate", action="store_true", help="the table from the simulator; the default")
     parser.add_argument("--rehearse", action="store_true", help="run the orders on nodes in network namespaces")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS], default=[cell.name for cell in CELLS])
+    parser.add_argument("--cells", nargs="+", choices=[cell.name for cell in (*CELLS, *OTHER_ORDERS)])
+    parser.add_argument("--systems", nargs="+", choices=["a", "a'", "b", "turns", "raypipe"], help="those that are rehearsed")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     if options.rehearse:
-        _rehearse_all([cell for cell in CELLS if cell.name in options.cells], options)
+        _rehearse_all([cell for cell in (*CELLS, *OTHER_ORDERS) if cell.name in (options.cells or cell.name)], options)
         return 0
-    results = [simulated(cell) for cell in CELLS if cell.name in options.cells]
+    results = [simulated(cell) for cell in CELLS if cell.name in (options.cells or cell.name)]
     rows = [
         {
             "cell": result["name"],
@@ -343,6 +430,7 @@ def main() -> int:
         for result in results
     ]
     print_table("seconds of an update, simulated", rows)
+    print_table("ablations, simulated", [_ablations(result) for result in results])
     write_json(options.json, results)
     return 0
 

@@ -31,7 +31,7 @@ class Port:
         for peer, link in self.links.items():
             own = ("peer", peer)
             by_default = own if connected[peer].is_local else "port"
-            way = (ways or {}).get(peer, by_default) if communication.scheduled else own
+            way = (ways or {}).get(peer, by_default) if communication.holds else own
             by_way.setdefault(way, []).append(link)
         all_ways = [Way(links, communication) for links in by_way.values()]
         self._far_ways = [way for way in all_ways if not all(connected[link.peer].is_local for link in way.links)]
@@ -43,10 +43,10 @@ class Port:
             rate=self._bytes_per_s,
             summing=lambda: [peer for peer, link in self.links.items() if link.is_summing],
         )
-        if communication.scheduled:
+        if communication.holds:
             for link in self.links.values():
                 link.holds = self.holds
-        self.sender = Sender(all_ways, holds=self.holds if communication.scheduled else None, name=f"raypipe sends from {device}")
+        self.sender = Sender(all_ways, holds=self.holds if communication.holds else None, name=f"raypipe sends from {device}")
         self.receiver = Receiver(self.links.values(), name=f"raypipe receives at {device}")
 
     @classmethod

@@ -16,7 +16,7 @@ from raypipe.artifacts.trace import Trace
 from raypipe.cluster.stage_actors import StageActors
 from raypipe.cluster.window import WindowResult
 from raypipe.errors import PlanError, RunError
-from raypipe.network.chunks import chunk_transfers, link_uses
+from raypipe.network.chunks import chunk_transfers, is_other_latency, link_uses, with_other_latency
 from raypipe.network.estimate import NetworkEstimate, NodePair
 from raypipe.network.fit import fit
 from raypipe.network.transfers import transfers
@@ -27,6 +27,7 @@ _LOG = logging.getLogger("raypipe.cluster.link_monitor")
 IDLE_S = 60.0  # since a link's last transfer, before it is due for a probe
 _BETWEEN_S = 20.0  # between two probes
 _RETRY_S = 600.0  # after a failed probe of a link
+_MOST_DOUBTED = 4  # links that are probed between two windows because their latency may have changed
 _PATTERN = Ping(seconds=0.05, most_bytes=16 * LEAST_PING_BYTES)
 _ANSWER_S = 1.0
 _CONNECT_S = 5.0
@@ -42,6 +43,8 @@ class LinkWatch:
         self._metrics = LinkMetrics(run=run) if self.estimate.links else None
         self._probed_at_s = now_s
         self._tried_at_s: dict[NodePair, float] = {}
+        self._doubted: list[NodePair] = []
+        self._doubted_at_s: dict[NodePair, float] = {}
         self._num_failed: dict[NodePair, int] = {}
 
     def seed(self, topology: ClusterTopology, devices: Sequence[str], *, now_s: float) -> None:
@@ -67,12 +70,14 @@ class LinkWatch:
         """Learn from a window that began at `began_s`; `nodes` are those of its devices, `queued_bytes` as `WindowResult` has them."""
         if self._metrics is None:
             return
+        self._doubted = with_other_latency(trace, nodes, self.estimate)
         if trace.by_link:
             seen = chunk_transfers(trace, nodes, self.estimate, began_s=began_s)
         else:
             seen = transfers(trace, programs, nodes, self.estimate, began_s=began_s)
         for source, target in self.estimate.observe(seen):
             bandwidth = self.estimate.links[source, target].bandwidth_bytes_per_s
+            self._doubted = list(dict.fromkeys([*self._doubted, (source, target)]))
             _LOG.info("the link %s -> %s has changed; it now carries %.3g bytes/s", source, target, bandwidth)
         self._metrics.record(self.estimate, now_s=now_s)
         self._metrics.record_uses(link_uses(trace, nodes, queued_bytes))
@@ -87,6 +92,12 @@ class LinkWatch:
             self._probed_at_s = now_s
         return pair
 
+    def doubted(self, *, now_s: float) -> list[NodePair]:
+        """Return the links whose latency may have changed in the last window, and which were not probed for that just before."""
+        pairs = [pair for pair in self._doubted if now_s - self._doubted_at_s.get(pair, -_BETWEEN_S) >= _BETWEEN_S][:_MOST_DOUBTED]
+        self._doubted_at_s |= dict.fromkeys(pairs, now_s)
+        return pairs
+
     def devices(self, pair: NodePair) -> tuple[int, int]:
         """Return the devices that probe a link: after each failure others, as those may be dead."""
         sources, targets = ([device for device, node in enumerate(self.nodes) if node == end] for end in pair)
@@ -100,6 +111,11 @@ class LinkWatch:
         except RunError as error:
             self.failed(pair, error, now_s=now_s)
             return
+        before_s = self.estimate.links[pair].latency_s
+        if pair in self._doubted:
+            if not is_other_latency(link.latency_s - before_s):
+                return  # the chunks of a window tell more of its rate
+            _LOG.info("the latency of the link %s -> %s has changed from %.3g s to %.3g s", *pair, before_s, link.latency_s)
         self.estimate.links[pair].set(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, latency_s=link.latency_s, at_s=now_s)
 
     def failed(self, pair: NodePair, problem: object, *, now_s: float) -> None:
@@ -133,8 +149,10 @@ class LinkMonitor:
         self._watch.observe(
             result.trace, result.programs, nodes, began_s=min(result.began_s), now_s=time.time(), queued_bytes=result.queued_bytes
         )
-        if (pair := self._watch.due(now_s=time.time())) is not None:
+        for pair in self._watch.doubted(now_s=time.time()):
             self.probe(*pair)
+        if (due := self._watch.due(now_s=time.time())) is not None:
+            self.probe(*due)
 
     def probe(self, source_node: str, target_node: str) -> None:
         """Measure the link between two node addresses, in a tenth of a second; never fail the run."""

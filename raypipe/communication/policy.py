@@ -15,18 +15,34 @@ from typing import NamedTuple
 
 CHUNK_S = 0.005
 """Seconds that a chunk of bulk keeps a link: the longest that a message waits for one, where it cannot stop it in the middle."""
-HOLD_S = 0.004
-"""Seconds of a link's work that a sum still passes when a message of another device begins to pass one end of the link."""
+HOLD_S = 0.003
+"""Seconds of a link's work that a sum still passes when a message to or of another device begins: what the kernel holds of it.
+
+`benchmarks/beside.py` measures 2.6 ms at the receiver's end of a link and 3.6 ms at the sender's.
+"""
 LEAST_CHUNK_BYTES = 64 << 10
 """Smaller chunks cost more than they gain."""
 
 
 @dataclass(frozen=True)
 class Communication:
-    """How transfers share links: `scheduled` in turns, or all at once as plain TCP; `chunk_s` is the time of a chunk."""
+    """How transfers share links.
+
+    Attributes:
+        scheduled: In turns; else all at once, as plain TCP.
+        chunk_s: Seconds of a chunk.
+        across_peers: Whether all peers behind one bottleneck take turns, and sums leave both ends of a link to others' messages. Else only
+            what goes to one peer takes turns.
+    """
 
     scheduled: bool = True
     chunk_s: float = CHUNK_S
+    across_peers: bool = True
+
+    @property
+    def holds(self) -> bool:
+        """Whether sums leave links to messages of other devices."""
+        return self.scheduled and self.across_peers
 
 
 SCHEDULED = Communication()

@@ -22,6 +22,8 @@ from raypipe.network.estimate import LEAST_BYTES, NetworkEstimate, NodePair, Tra
 _TELLING_BYTES = 64 << 10
 _TELLING_S = 0.002
 """A transfer of fewer bytes in less time shows clocks and what a port lets through at once: parts of a sum are passed on as they come."""
+_LEAST_CHUNKS = 4
+"""Of fewer chunks, all may have met others."""
 _LONG_S = 0.02
 """A transfer ends after so much time without a pause, so that a long sum shows when the link changes."""
 
@@ -92,6 +94,26 @@ class _Carried:
 
     def between(self, begin_s: float, end_s: float) -> float:
         return self.until(end_s) - self.until(begin_s)
+
+
+def with_other_latency(trace: Trace, nodes: Sequence[str], known: NetworkEstimate) -> list[NodePair]:
+    """Return the links between nodes whose quickest chunk of a trace came early or late by what the estimates say.
+
+    Transfers of one size cannot tell whether a link has become longer or slower: a probe can.
+    """
+    late_s: defaultdict[NodePair, list[float]] = defaultdict(list)
+    for (source, target), spans in trace.by_link.items():
+        pair = (nodes[source], nodes[target])
+        if pair in known.links:
+            link = known.links[pair]
+            s_per_byte = 1 / (link.bandwidth_bytes_per_s or math.inf)
+            late_s[pair] += [span.end_s - span.start_s - span.bytes * s_per_byte - link.latency_s for span in spans]
+    return [pair for pair, of_pair in late_s.items() if len(of_pair) >= _LEAST_CHUNKS and is_other_latency(min(of_pair))]
+
+
+def is_other_latency(difference_s: float) -> bool:
+    """Return whether latencies differ by more than clocks and queues do."""
+    return abs(difference_s) >= _TELLING_S
 
 
 def chunk_transfers(trace: Trace, nodes: Sequence[str], known: NetworkEstimate, *, began_s: float = 0.0) -> list[Transfer]:

@@ -244,7 +244,7 @@ class NetworkEstimate:
         return sorted(old, key=lambda pair: (self.links[pair].seen_at_s, pair))
 
     def snapshot(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None) -> ClusterTopology:
-        """Return the topology with the current bandwidth of each observed link between whole nodes; `names` maps nodes to its names."""
+        """Return the topology with the current figures of each observed link between whole nodes; `names` maps nodes to its names."""
         by_pair = _between_nodes(topology)
         seen: dict[NodePair, Link] = {}
         for (a, b), estimate in self.links.items():
@@ -252,7 +252,7 @@ class NetworkEstimate:
             before = by_pair.get(pair, topology.default_link)
             bandwidth = estimate.bandwidth_bytes_per_s
             if bandwidth is not None and (before is not None or pair not in by_pair):
-                latency_s = before.latency_s if before is not None else estimate.latency_s
+                latency_s = estimate.latency_s or (before.latency_s if before is not None else 0.0)
                 seen[pair] = Link(source=pair[0], target=pair[1], bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, one_way=True)
         kept: list[Link] = []
         node_of = _nodes_of(topology)

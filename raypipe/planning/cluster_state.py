@@ -11,9 +11,11 @@ from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.communication.patterns import Pattern
 from raypipe.planning.problem import Problem
+from raypipe.units import seconds
 
 _SIGNIFICANT = 1.15  # Factor by which a figure must change to matter.
 _NO_LIMIT_BYTES_PER_S = 1e30  # Stands for a link without limit, so that changes to and from it are finite.
+_SHORT = 0.1  # Share of a device's time with a microbatch that is added to latencies: only long ones change by a large factor.
 _UNSTATED = math.log(1e12)  # No bandwidth changes by such a factor, unless to or from no limit.
 
 
@@ -44,11 +46,15 @@ def is_significant(factor: float) -> bool:
 
 
 def changes(old: Problem, new: Problem) -> Iterator[Change]:
-    """Yield the change of each link, each device, all layers together, and each layer."""
+    """Yield the changes of each link, and the change of each device, all layers together, and each layer."""
+    short_s = _SHORT * float(new.prefix_s[0, :, -1].sum()) / new.num_devices
     for sources, targets in new.blocks:
         if sources != targets:
-            before, now = (float(problem.bandwidth[sources[0], targets[-1]]) for problem in (old, new))
             ends = " -> ".join(new.topology.node_of(new.names[group[0]]).name for group in (sources, targets))
+            before, now = (float(problem.latency_s[sources[0], targets[-1]]) + short_s for problem in (old, new))
+            what = "longer" if now > before else "shorter"
+            yield Change(before / now, f"link {ends} is {what}: its latency is {seconds(max(now - short_s, 0.0))}")
+            before, now = (float(problem.bandwidth[sources[0], targets[-1]]) for problem in (old, new))
             rate = f"{now * 8 / 1e6:.4g} Mbit/s" if math.isfinite(now) else "no limit"
             factor = min(now, _NO_LIMIT_BYTES_PER_S) / min(before, _NO_LIMIT_BYTES_PER_S)
             yield Change(factor, f"link {ends} {'fell' if now < before else 'rose'} to {rate}")
@@ -58,7 +64,7 @@ def changes(old: Problem, new: Problem) -> Iterator[Change]:
     before_s, now_s = (float(problem.prefix_s[:, :, -1].sum()) for problem in (old, new))
     yield Change(before_s / now_s, f"layers take {now_s / before_s:.2f}x as long as profiled")
     layers_s = [problem.layer_s.sum(axis=(0, 1)) for problem in (old, new)]
-    for layer, before, after in zip(new.profile.layers, *(seconds.tolist() for seconds in layers_s), strict=True):
+    for layer, before, after in zip(new.profile.layers, *(each.tolist() for each in layers_s), strict=True):
         if before and after and after != before:
             yield Change(before / after, f"layer {layer.name} takes {after / before:.2f}x as long as before")
 

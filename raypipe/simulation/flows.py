@@ -103,6 +103,8 @@ class Network:
             self._next(of_way, now_s)
         elif of_way.current.transfer.traffic is not Traffic.MESSAGE and flow.transfer < of_way.current.transfer:
             self._interrupt(of_way.current, now_s)
+            if flow.transfer.traffic is Traffic.MESSAGE and flow.path != of_way.current.path:
+                self._stop(of_way.current, now_s)
 
     def fire(self, number: int, epoch: int, now_s: float) -> None:
         """Let a flow leave its links: it has ended, or its chunk has."""
@@ -122,7 +124,7 @@ class Network:
             of_way.current = None
             if flow.left:
                 of_way.queue.append(flow)
-            if flow.transfer.traffic is Traffic.MESSAGE:
+            if self.communication.holds and flow.transfer.traffic is Traffic.MESSAGE:
                 self._release(flow, now_s)
             self._next(of_way, now_s)
         if not flow.left:
@@ -155,11 +157,7 @@ class Network:
             self._messages[resource] += 1
             for flow in self._passing.get(resource, ()):
                 if flow.transfer.traffic is not Traffic.MESSAGE:
-                    self._advance(flow, now_s)
-                    stop = max(flow.left - flow.rate * HOLD_S, 0.0)
-                    if stop > flow.stop:
-                        flow.stop = stop
-                        self._schedule(flow)
+                    self._stop(flow, now_s)
 
     def _release(self, message: Flow, now_s: float) -> None:
         freed = {resource for resource, _ in message.path.resources}
@@ -180,7 +178,7 @@ class Network:
         if flow.begun_s is None:
             flow.begun_s = now_s
         flow.since_s, flow.rate, flow.resumed, flow.stop = now_s, 0.0, flow.left, 0.0
-        if self.communication.scheduled and flow.transfer.traffic is Traffic.MESSAGE:
+        if self.communication.holds and flow.transfer.traffic is Traffic.MESSAGE:
             self._hold(flow, now_s)
         for resource, _ in flow.path.resources:
             self._passing.setdefault(resource, {})[flow] = None
@@ -192,6 +190,14 @@ class Network:
         size = chunk_bytes(flow.rate, self.communication.chunk_s)
         num_chunks = math.floor((flow.resumed - flow.left) / size) + 1
         stop = flow.resumed - num_chunks * size
+        if stop > flow.stop:
+            flow.stop = stop
+            self._schedule(flow)
+
+    def _stop(self, flow: Flow, now_s: float) -> None:
+        """Have a flow leave its links when what the kernel holds of it has left."""
+        self._advance(flow, now_s)
+        stop = max(flow.left - flow.rate * HOLD_S, 0.0)
         if stop > flow.stop:
             flow.stop = stop
             self._schedule(flow)

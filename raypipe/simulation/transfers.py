@@ -102,7 +102,8 @@ class OrderTransfers:
         names: dict[int, dict[int, list[str]]] = {}
         for source, target in sorted(pairs):
             names.setdefault(source, {})[target] = [resource for resource, _ in cost.path(source, target).resources]
-        self._ways = {source: ways(of_peers) for source, of_peers in names.items()}
+        together = cost.communication.across_peers
+        self._ways = {source: ways(of_peers) if together else {peer: peer for peer in of_peers} for source, of_peers in names.items()}
 
     @classmethod
     def of(cls, order: CompiledOrder, cost: Cost, push: Callable[[float, int, int], None], free_s: Mapping[str, float]) -> Self | None:
@@ -126,7 +127,7 @@ class OrderTransfers:
     @property
     def take_messages(self) -> bool:
         """Whether a message that leaves now may share a link with a flow; in turns, none does while no flow is under way."""
-        return self._network.num_under_way > 0 or not self.cost.communication.scheduled
+        return self._network.num_under_way > 0 or not self.cost.communication.holds
 
     def send(self, number: int, now_s: float, on_arrival: OnArrival) -> None:
         """Send a message."""

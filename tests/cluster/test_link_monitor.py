@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -10,13 +11,13 @@ from raypipe.actors.execution.programs import executable_programs
 from raypipe.actors.execution.report import SpanLog, WindowReport
 from raypipe.actors.measure.flows import Readings
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node
-from raypipe.artifacts.trace import Source, SpanKind, Trace
+from raypipe.artifacts.trace import Source, Span, SpanKind, Trace
 from raypipe.cluster.link_monitor import IDLE_S, LinkWatch
 from raypipe.cluster.window import WindowResult
 from raypipe.errors import TransportTimeoutError
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import UpdateScope
-from raypipe.schedules.lower import Recv, Send
+from raypipe.schedules.lower import Direction, Message, Recv, Send
 from raypipe.schedules.request import ScheduleRequest
 
 NODES = ("10.0.0.1", "10.0.0.2")
@@ -99,10 +100,10 @@ def test_a_run_begins_with_what_its_plan_says_of_the_links() -> None:
     assert other.estimate.links[NODES].bandwidth_bytes_per_s is None
 
 
-def pinged(bandwidth: float) -> Readings:
+def pinged(bandwidth: float, *, latency_s: float = 1e-4) -> Readings:
     readings = Readings()
     for size in (1024, 50_000, 100_000, 200_000):
-        readings.add(size, 10.0, 10.0 + 2e-4 + size / bandwidth)
+        readings.add(size, 10.0, 10.0 + 2 * latency_s + size / bandwidth)
     return readings
 
 
@@ -130,6 +131,38 @@ def test_a_link_that_cannot_be_probed_is_left_alone_for_a_while(caplog: pytest.L
     assert "0 messages came back" in caplog.text
     assert watch.due(now_s=130.0) is None
     assert watch.due(now_s=710.0) is not None
+
+
+def carried(seconds: float) -> Trace:
+    """A window in which every one of some messages takes so long."""
+    message = Message(Direction.ACTIVATION, 0, 1, 0)
+    spans = tuple(Span(1, SpanKind.TRANSFER, message, 0.1 * number, 0.1 * number + seconds, 40_000, 0) for number in range(8))
+    return Trace("by hand", Source.MEASURED, ("a/0", "b/0"), 1, spans)
+
+
+def test_a_link_that_may_have_become_longer_is_probed() -> None:
+    watch = watching()
+    watch.probed(NODES, pinged(2e7), now_s=0.0)
+    for now_s, seconds, doubted in ((1.0, 0.002, []), (2.0, 0.03, [NODES])):
+        watch.observe(carried(seconds), [], NODES, began_s=now_s, now_s=now_s)
+        assert watch.doubted(now_s=now_s) == doubted
+        assert watch.doubted(now_s=now_s) == [], "once for a while"
+    watch.probed(NODES, pinged(2e7, latency_s=0.028), now_s=42.0)
+    assert watch.estimate.links[NODES].latency_s == pytest.approx(0.028)
+    watch.observe(carried(0.03), [], NODES, began_s=90.0, now_s=90.0)
+    assert watch.doubted(now_s=90.0) == []
+
+
+def test_a_link_that_changes_in_the_middle_of_a_window_is_probed_and_keeps_its_rate_if_it_is_not_longer() -> None:
+    watch = watching()
+    watch.probed(NODES, pinged(2e7), now_s=0.0)
+    watch.observe(carried(0.002), [], NODES, began_s=1.0, now_s=1.0)
+    spans = carried(0.002).spans + tuple(span._replace(start_s=span.start_s + 1, end_s=span.end_s + 1) for span in carried(0.02).spans)
+    watch.observe(replace(carried(0.002), spans=spans), [], NODES, began_s=2.0, now_s=2.0)
+    assert watch.doubted(now_s=2.0) == [NODES]
+    told = watch.estimate.links[NODES].bandwidth_bytes_per_s
+    watch.probed(NODES, pinged(1e7), now_s=2.0)
+    assert watch.estimate.links[NODES].bandwidth_bytes_per_s == told, "the chunks tell more"
 
 
 def test_a_run_on_one_node_watches_nothing() -> None:

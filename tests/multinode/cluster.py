@@ -4,6 +4,7 @@
         c.set_rate(1, 2, 50e6 / 8)                           # bytes per second from node 1 to node 2, at any time; None: no limit
         c.set_rates({(0, 1): 100e6 / 8})                     # of all wires; those left out have no limit
         c.share([(0, 2), (0, 3)], 100e6 / 8)                 # ... together; from one source or to one target; c.unshare(...) undoes it
+        c.set_delay(0, 1, 0.02)                              # seconds besides, from node 0 to node 1, at any time; None: none
         done = c.run("import ray; ray.init(); print(ray.nodes())")    # Python on node 0; done.stdout, done.stderr
         c.run([sys.executable, "-m", "raypipe", "train", "config.yaml"], node=0, timeout_s=120)
         with c.start(code) as driver:                        # the same in the background: a Popen with text streams

@@ -12,7 +12,7 @@ queues at once: these hold all that a sender has under way, as no switch does, a
 Each node is a process that sleeps, in namespaces of its own for network, process ids and mounts; the switch is another. The kernel
 removes interfaces, queues and all processes of a namespace when that one ends, and ends it when the process that made the network ends,
 however that happens. Outside of the namespaces there is nothing but a folder in /tmp. Files, shared memory and the host's name are
-common to all nodes. The nodes reach each other, and nothing else. There is no way to add latency without the kernel's netem.
+common to all nodes. The nodes reach each other, and nothing else. A relay adds latency (`tests.multinode.relay`): netem need not be there.
 """
 
 from __future__ import annotations
@@ -165,6 +165,8 @@ class Network:
         wires = _rates(nodes, rates)
         uplinks = _uplinks(len(islands or ()), uplink)
         self.nodes = tuple(Node(number, f"10.77.0.{number + 1}", island_of[number]) for number in range(nodes))
+        self._stack = stack
+        self._relays: dict[tuple[int, int], subprocess.Popen[str]] = {}
         self.folder = _claim_folder(stack)
         self.name = self.folder.name
         self._switch = _Namespace("the switch", self.name, stack)
@@ -224,6 +226,33 @@ class Network:
         queue, peers = self._shared_queue(key)
         queue.unshare(peers)
         self._shared.remove(key)
+
+    def set_delay(self, source: int, target: int, seconds: float | None) -> None:
+        """Hold what goes from one node to another for so long before its wire, also while that is in use; `None` for no relay.
+
+        Raises:
+            NetworkError: the relay did not come up; says what it said.
+        """
+        _check_pair(len(self.nodes), source, target)
+        relay = self._relays.get((source, target))
+        if seconds is None:
+            if relay is not None:
+                del self._relays[source, target]
+                _end_relay(relay)
+            return
+        if relay is None:
+            command = [sys.executable, "-m", "tests.multinode.relay", self.nodes[target].ip, str(seconds)]
+            relay = self._stack.enter_context(self.start(command, node=source, stdin=subprocess.PIPE))
+            self._relays[source, target] = relay
+            assert relay.stdout is not None
+            if not (select.select([relay.stdout], [], [], _PROGRAM_S)[0] and relay.stdout.readline()):
+                del self._relays[source, target]
+                relay.kill()
+                raise NetworkError(f"the relay from node {source} to node {target} did not come up: {relay.communicate()[1][-1500:]}")
+            return
+        assert relay.stdin is not None
+        relay.stdin.write(f"{seconds}\n")
+        relay.stdin.flush()
 
     def cut(self, node: int) -> None:
         """Pulls the plug of a node's cable: nothing gets in or out, and nobody is told."""
@@ -391,6 +420,15 @@ def ended(what: str, done: subprocess.CompletedProcess[str]) -> subprocess.Compl
     if done.returncode != 0:
         raise NetworkError(f"{what} ended with {done.returncode}:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
     return done
+
+
+def _end_relay(relay: subprocess.Popen[str]) -> None:
+    assert relay.stdin is not None
+    relay.stdin.close()
+    try:
+        relay.wait(_PROGRAM_S)
+    except subprocess.TimeoutExpired:
+        raise NetworkError(f"a relay has not ended within {_PROGRAM_S:g} s") from None
 
 
 class _Namespace:

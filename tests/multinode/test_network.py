@@ -380,3 +380,62 @@ def test_a_network_that_fails_to_start_leaves_nothing(tmp_path: Path, monkeypatc
     name = str(caught.value).split()[3].rstrip(":")
     assert mark(name).survivors() == {}
     assert not (FOLDERS / name).exists()
+
+
+# Sends a number back and forth over one connection, as often as lines come, and prints the shortest of some round trips in seconds.
+ECHO = """
+import socket
+server = socket.create_server(("", 5002))
+print("listening", flush=True)
+connection, _ = server.accept()
+while data := connection.recv(8):
+    connection.sendall(data)
+"""
+
+TRIPS = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 5002), timeout=60)
+for _ in sys.stdin:
+    seconds = []
+    for number in range(20):
+        since = time.monotonic()
+        connection.sendall(number.to_bytes(8, "little"))
+        assert int.from_bytes(connection.recv(8), "little") == number
+        seconds.append(time.monotonic() - since)
+    print(min(seconds), flush=True)
+"""
+
+
+def test_a_relay_delays_one_way_of_a_connection_that_is_in_use(net: Network) -> None:
+    with net.start(ECHO, node=1) as echo:
+        assert echo.stdout is not None
+        echo.stdout.readline()
+        with net.start([sys.executable, "-c", TRIPS, net.nodes[1].ip], stdin=subprocess.PIPE) as trips:
+
+            def trip_s() -> float:
+                assert trips.stdin is not None
+                assert trips.stdout is not None
+                trips.stdin.write("\n")
+                trips.stdin.flush()
+                return float(trips.stdout.readline())
+
+            alone_s = trip_s()
+            net.set_delay(0, 1, 0.02)
+            assert 0.02 <= trip_s() < 0.03 + alone_s
+            net.set_delay(1, 0, 0.03)
+            assert 0.05 <= trip_s() < 0.06 + alone_s
+            net.set_delay(1, 0, 0.01)
+            assert 0.03 <= trip_s() < 0.04 + alone_s
+            net.set_delay(0, 1, None)
+            net.set_delay(1, 0, None)
+            assert trip_s() < 0.01 + alone_s
+
+
+def test_a_relay_keeps_the_rate(net: Network) -> None:
+    net.set_delay(2, 3, 0.02)
+    net.set_rate(2, 3, 100 * MBIT)
+    try:
+        carries(net, 2, (3, 100))
+    finally:
+        net.set_rates(None)
+        net.set_delay(2, 3, None)

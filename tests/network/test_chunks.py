@@ -11,7 +11,7 @@ import pytest
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
 from raypipe.artifacts.trace import Dimension, Source, Span, SpanItem, SpanKind, Trace
-from raypipe.network.chunks import chunk_transfers, link_uses
+from raypipe.network.chunks import chunk_transfers, link_uses, with_other_latency
 from raypipe.network.estimate import LinkEstimate, NetworkEstimate
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.lower import Direction, Message
@@ -86,6 +86,24 @@ def test_what_stays_on_a_node_tells_nothing() -> None:
     wire = Wire()
     wire.carry(0, 1, [CHUNK] * 10)
     assert chunk_transfers(window(wire.spans), ("a", "a", "c"), NetworkEstimate(("a", "c"))) == []
+
+
+def longer(spans: Sequence[Span], seconds: float) -> list[Span]:
+    return [span._replace(end_s=span.end_s + seconds) for span in spans]
+
+
+@pytest.mark.parametrize("num_bytes", [4_000, CHUNK])
+def test_a_link_whose_quickest_chunk_is_early_or_late_may_have_another_latency(num_bytes: int) -> None:
+    wire = Wire()
+    for number in range(10):
+        wire.carry(0, 1, [num_bytes], at_s=0.1 * number, item=MESSAGE)
+        wire.carry(0, 1, [CHUNK] * (number % 3), at_s=0.1 * number)  # that some wait behind sums says nothing
+    estimate = known()
+    assert with_other_latency(window(wire.spans), NODES, estimate) == []
+    assert with_other_latency(window(longer(wire.spans, 0.01)), NODES, estimate) == [("a", "b")]
+    estimate.links["a", "b"].set(bandwidth_bytes_per_s=RATE, latency_s=LATENCY_S + 0.01, at_s=0.0)
+    assert with_other_latency(window(longer(wire.spans, 0.01)), NODES, estimate) == []
+    assert with_other_latency(window(wire.spans), NODES, estimate) == [("a", "b")]
 
 
 PORT = SharedLink(name="out-of-a", bandwidth_bytes_per_s=RATE, members=(("a", "b"), ("a", "c")))

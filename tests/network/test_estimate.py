@@ -117,6 +117,14 @@ def test_a_snapshot_has_the_current_bandwidths_and_the_known_latencies() -> None
     assert now.path("a/0", "c/0").bandwidth_bytes_per_s == 5e6, "links between devices stay as they are"
 
 
+def test_a_snapshot_has_the_latency_that_a_probe_found() -> None:
+    network = NetworkEstimate("abc")
+    network.seed(topology())
+    network.links["a", "b"].set(bandwidth_bytes_per_s=3e6, latency_s=0.05, at_s=1.0)
+    now = network.snapshot(topology())
+    assert (now.path("a/0", "b/0").latency_s, now.path("b/0", "a/0").latency_s) == (0.05, 1e-3)
+
+
 def test_nodes_may_be_called_otherwise_in_the_topology() -> None:
     network = NetworkEstimate(["10.0.0.1", "10.0.0.2"])
     names = {"10.0.0.1": "a", "10.0.0.2": "b"}

@@ -105,6 +105,15 @@ def test_a_message_interrupts_a_sum_at_the_end_of_a_chunk() -> None:
     assert clock.ends == pytest.approx({"message": 1.75, "sum": 3.0})
 
 
+def test_a_message_to_another_peer_interrupts_a_sum_in_the_middle_of_a_chunk() -> None:
+    clock = Clock(Communication(chunk_s=0.25))
+    clock.submit("sum", 2e6, links=("port", "one"))
+    clock.submit("message", 1e6, 0.6, links=("port", "other"), traffic=Traffic.MESSAGE)
+    clock.until(10.0)
+    assert clock.begins["message"] == pytest.approx(0.6 + HOLD_S)
+    assert clock.ends == pytest.approx({"message": 1.6 + HOLD_S, "sum": 3.0})
+
+
 def test_a_sum_that_is_due_earlier_goes_first() -> None:
     clock = Clock(Communication(chunk_s=0.5))
     clock.submit("late", 2e6, deadline=9)
@@ -169,10 +178,20 @@ def test_a_way_that_was_held_sends_one_transfer_at_a_time() -> None:
 def test_a_message_that_waits_for_a_sum_still_does_when_another_device_s_has_passed() -> None:
     clock = Clock(Communication(chunk_s=0.5))
     clock.submit("sum", 2e6, links=("one", "port"), way=0)
-    clock.submit("own", 1e6, 0.1, links=("one", "elsewhere"), way=0, traffic=Traffic.MESSAGE)
+    clock.submit("own", 1e6, 0.1, links=("one", "port"), way=0, traffic=Traffic.MESSAGE)
     clock.submit("other", 1e3, 0.2, links=("other", "port"), way=1, traffic=Traffic.MESSAGE)
     clock.until(10.0)
     assert clock.ends["own"] == pytest.approx(1.501, abs=1e-3)
+
+
+def test_without_turns_across_peers_a_message_shares_the_port_with_a_sum() -> None:
+    clock = Clock(Communication(across_peers=False))
+    clock.submit("late", 1e6, links=("one", "port"), way="one", deadline=9)
+    clock.submit("early", 1e6, 1e-6, links=("one", "port"), way="one", deadline=3)
+    clock.submit("message", 0.5e6, links=("other", "port"), way="other", traffic=Traffic.MESSAGE)
+    clock.until(10.0)
+    assert clock.ends["message"] == pytest.approx(1.0, abs=1e-3)
+    assert clock.ends["early"] < clock.ends["late"] == pytest.approx(2.5, abs=1e-3)
 
 
 def test_there_are_as_many_events_however_small_the_chunks() -> None:
