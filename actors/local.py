@@ -31,7 +31,7 @@ class LocalPipeline:
     """The devices of one schedule, each a thread of this process.
 
     `cut` and `schedule` have the same number of stages. `placement` names the devices of each worker, `None` means one
-    device each. `Executor` and `build_stage` explain the other arguments.
+    device each, `buckets` as in `lower`. `Executor` and `build_stage` explain the other arguments.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class LocalPipeline:
         learning_rate: LearningRate,
         seed: int = 0,
         placement: Placement | None = None,
+        buckets: Sequence[int] = (),
         max_grad_norm: float | None = None,
         timeout_s: float = 30.0,
         faults: FaultScript | None = None,
@@ -53,7 +54,7 @@ class LocalPipeline:
     ) -> None:
         self.batches = batches
         self.placement = placement
-        self.programs = executable_programs(schedule, placement)
+        self.programs = executable_programs(schedule, placement, buckets)
         self._evaluations: dict[Schedule, tuple[DeviceProgram, ...]] = {}
         self.num_windows = 0
         self.num_updates = 0

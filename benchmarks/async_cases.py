@@ -130,7 +130,7 @@ def schedule_of(case: Case, size: ScheduleRequest) -> Schedule:
 def cost_of(problem: Problem, cuts: tuple[int, ...], schedule: Schedule) -> Cost:
     """What the schedule costs with one device a worker."""
     edges = tuple((layer, layer + 1) for layer in range(problem.num_layers - 1))
-    placement = Placement.one_each(schedule.num_workers)
+    placement = Placement.even(schedule.num_workers)
     return layout_cost(
         profile=problem.profile,
         topology=problem.topology,

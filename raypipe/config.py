@@ -194,6 +194,8 @@ class ScalingConfig:
 
     Attributes:
         num_devices: Number of stage actors.
+        replicas: Copies of each stage, on neighboring devices, which share the rows of every microbatch and sum their gradients; divides
+            `num_devices`. For a schedule by name: a plan and `schedule.name: auto` choose them.
         use_gpu: Whether each actor computes on a GPU of its node; a plan decides this by its devices.
         gpus_per_device: Part of a GPU that each actor reserves; less than 1 where several actors share one.
         cpus_per_device: CPUs that each actor reserves of its node; Ray counts them, nothing enforces them.
@@ -213,6 +215,7 @@ class ScalingConfig:
     """
 
     num_devices: PositiveInt = 4
+    replicas: PositiveInt = 1
     use_gpu: bool = False
     gpus_per_device: Annotated[float, Field(gt=0, le=1, json_schema_extra={"remedy": "a device is one GPU or a part of it"})] = 1.0
     cpus_per_device: NonNegativeFloat = 1.0

@@ -44,7 +44,8 @@ class Collective:
 
     Attributes:
         stage: Number of the stage; of the tie for sums and norms of a tie; 0 for the norm over all stages.
-        part: Number of the bucket; 0 for undivided gradients.
+        part: Number of the bucket, from 1; 0 for undivided gradients.
+        num_parts: Number of buckets.
     """
 
     kind: CollectiveKind
@@ -52,10 +53,12 @@ class Collective:
     update: int
     part: int
     devices: tuple[int, ...]
+    num_parts: int = 1
 
     def __str__(self) -> str:
         where = "" if self.kind is CollectiveKind.NORM else f" of {'tie' if self.kind.of_tie else 'stage'} {self.stage}"
-        return f"{self.kind}{where} for update {self.update}"
+        bucket = f", bucket {self.part} of {self.num_parts}" if self.part else ""
+        return f"{self.kind}{where} for update {self.update}{bucket}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,8 @@ class CollectiveOrder:
         for op, place in handed:
             kind = CollectiveKind.GRADIENTS if op.kind is OpKind.REDUCE else CollectiveKind.WEIGHTS
             members = self._members(replica.worker for replica in self.schedule.replicas[op.stage])
-            collective = Collective(kind, op.stage, op.index, op.part, members)
+            num_parts = len(self.schedule.find(op._replace(part=0))) if op.part else 1
+            collective = Collective(kind, op.stage, op.index, op.part, members, num_parts)
             self.starts.setdefault(op, []).append(Start(collective))
             if op.kind is OpKind.REDUCE:
                 update = op._replace(kind=OpKind.UPDATE, part=0)

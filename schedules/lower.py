@@ -15,9 +15,10 @@ before it on the same channel. Sends do not wait, so an order that cannot deadlo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -149,9 +150,10 @@ class Placement:
                 seen.add(device)
 
     @classmethod
-    def one_each(cls, num_workers: int) -> Placement:
-        """Worker w is device w."""
-        return cls(tuple(((worker, 1.0),) for worker in range(num_workers)))
+    def even(cls, num_workers: int, replicas: int = 1) -> Placement:
+        """Workers are so many neighboring devices each, with equal shares; by default worker w is device w."""
+        devices = itertools.count()
+        return cls(tuple(tuple((next(devices), 1 / replicas) for _ in range(replicas)) for _ in range(num_workers)))
 
     def rows(self, worker: int) -> Iterator[tuple[int, Rows]]:
         """Each device of a worker with its range of the rows."""
@@ -162,11 +164,35 @@ class Placement:
             yield device, rows
 
 
-def lower(schedule: Schedule, placement: Placement | None = None) -> tuple[DeviceProgram, ...]:
-    """Return the programs of the devices, by number, for a valid schedule; replicas that lack reductions get them."""
-    placement = placement or Placement.one_each(schedule.num_workers)
+def lower(schedule: Schedule, placement: Placement | None = None, *, buckets: Sequence[int] = ()) -> tuple[DeviceProgram, ...]:
+    """Return the programs of the devices, by number, for a valid schedule; replicas that lack reductions get them.
+
+    `buckets` are the parts in which the gradients of each stage are summed, 1 by default (`communication.buckets.num_buckets`).
+    """
+    placement = placement or Placement.even(schedule.num_workers)
     replicated = {worker for worker, members in enumerate(placement.workers) if len(members) > 1}
-    return _Lowering(add_reductions(schedule, replicated_workers=replicated), placement).programs()
+    return _Lowering(add_reductions(schedule, replicated_workers=replicated, buckets=buckets), placement).programs()
+
+
+def starts_inside(items: Sequence[Item], position: int, num_microbatches: int) -> list[Start]:
+    """Return the sums that start while the Op at a position runs: all buckets but the last of the gradients that it completes.
+
+    Their Starts come right behind it and its Sends. The last bucket is complete when the Op ends, and messages go first.
+    """
+    item = items[position]
+    if not isinstance(item, Compute) or len(item.ops) > 1 or not (op := item.ops[0]).kind.writes_gradient:
+        return []
+    found: list[Start] = []
+    while (position := position + 1) < len(items):
+        item = items[position]
+        if isinstance(item, Send):
+            continue
+        if not isinstance(item, Start) or not 0 < item.collective.part < item.collective.num_parts:
+            break
+        if (item.collective.stage, item.collective.update) != (op.stage, op.index // num_microbatches):
+            break
+        found.append(item)
+    return found
 
 
 def check_whole_losses(schedule: Schedule, placement: Placement) -> None:
@@ -218,7 +244,7 @@ class _Lowering:
         self._num_parts: dict[tuple[int, int, OpKind], int] = {}
         """Of what is divided, by microbatch, stage and kind."""
         for op in schedule.places:
-            if op.part:
+            if op.part and not op.kind.per_update:
                 key = (op.index, op.stage, op.kind)
                 self._num_parts[key] = max(op.part, self._num_parts.get(key, 0))
         self._routes: dict[object, list[_Route]] = {}
@@ -255,7 +281,7 @@ class _Lowering:
 
     def _rows(self, op: Op, share: Rows) -> Rows:
         """Return the rows on which a device with a share of each part works: part p of P goes from (p-1)/P to p/P."""
-        if not op.part:
+        if not op.part or op.kind.per_update:
             return share
         num_parts = self._num_parts[op.index, op.stage, op.kind]
         return (op.part - 1 + share[0]) / num_parts, (op.part - 1 + share[1]) / num_parts

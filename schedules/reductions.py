@@ -13,7 +13,7 @@ from operator import itemgetter
 from raypipe.schedules.ir import Op, OpKind, Schedule, Slot, UpdateScope
 
 
-def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = ()) -> Schedule:
+def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = (), buckets: Sequence[int] = ()) -> Schedule:
     """Return the schedule with a G behind the last gradient of each update, where a stage has replicas; a schedule with G is unchanged.
 
     A copy without microbatches takes part before its worker's first U or P of that update. Some G stand later, so that all workers reduce
@@ -22,6 +22,7 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
     Args:
         schedule: A valid schedule.
         replicated_workers: Workers that are several devices each, whose copies count as replicas too.
+        buckets: In how many parts the gradients of each stage are summed, one behind the other; 1 by default.
     """
     if schedule.forward_only or any(op.kind is OpKind.REDUCE for op in schedule.places):
         return schedule
@@ -55,8 +56,14 @@ def add_reductions(schedule: Schedule, *, replicated_workers: Collection[int] = 
         return schedule
     eager = [sorted(reductions, key=itemgetter(0)) for reductions in added]
     placed = _in_one_order(eager, latest)
-    programs = tuple(_with_added(program, reductions) for program, reductions in zip(schedule.programs, placed, strict=True))
+    divided = [[(position, part) for position, op in row for part in _divided(op, buckets)] for row in placed]
+    programs = tuple(_with_added(program, reductions) for program, reductions in zip(schedule.programs, divided, strict=True))
     return replace(schedule, programs=programs)
+
+
+def _divided(reduction: Op, buckets: Sequence[int]) -> list[Op]:
+    count = buckets[reduction.stage] if buckets else 1
+    return [reduction._replace(part=part) for part in range(1, count + 1)] if count > 1 else [reduction]
 
 
 def _joint_stages(schedule: Schedule) -> list[Sequence[int]]:

@@ -53,6 +53,7 @@ def pipeline(
     num_pipelines: int,
     copies: int,
     num_stages: int = 2,
+    buckets: int = 1,
     change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
     precision: Precision = Precision.FLOAT32,
 ) -> LocalPipeline:
@@ -72,6 +73,7 @@ def pipeline(
         learning_rate=lambda _: LEARNING_RATE,
         max_grad_norm=MAX_GRAD_NORM,
         placement=Placement(tuple(members)),
+        buckets=[buckets] * num_stages,
         precision=precision,
     )
 

@@ -32,7 +32,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.errors import ConfigError, PlanError
 from raypipe.schedules.collectives import Await, CollectiveKind, Start
 from raypipe.schedules.ir import Op, OpKind
-from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Item, Message, Recv, Rows, Send
+from raypipe.schedules.lower import Compute, DeviceProgram, Direction, Item, Message, Recv, Rows, Send, starts_inside
 
 Edge = tuple[int, int]
 """Source and target stage."""
@@ -115,10 +115,15 @@ class _Binding:
     def _steps(self) -> Iterator[Step]:
         items = self.program.items
         awaited = {item.collective: position for position, item in enumerate(items) if isinstance(item, Await)}
+
+        def start(item: Start) -> StartStep:
+            return StartStep(item.collective, item.after, awaited.get(item.collective, len(items)))
+
         for position, item in enumerate(items):
             match item:
                 case Compute():
-                    yield self._compute(position, item, list(_sends_behind(items, position)))
+                    inside = tuple(map(start, starts_inside(items, position, self.program.num_microbatches)))
+                    yield self._compute(position, item, list(_sends_behind(items, position)), inside)
                 case Recv():
                     specs = self.edges.message_specs(item.message, self.num_rows)
                     num_bytes = sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs)
@@ -126,14 +131,14 @@ class _Binding:
                     rows = row_range(item.message.rows, self.num_rows)
                     yield ReceiveStep(position, doing, item.message, item.device, _arrived(_key(item.message)), rows, num_bytes)
                 case Start():
-                    yield StartStep(item.collective, item.after, awaited.get(item.collective, len(items)))
+                    yield start(item)
                 case Await():
                     members = ", ".join(map(str, item.collective.devices))
                     yield AwaitStep(position, f"waiting for {item} with devices {members}", item.collective)
                 case Send():
                     pass  # part of the step of its Op
 
-    def _compute(self, position: int, item: Compute, sends: list[Send]) -> ComputeStep:
+    def _compute(self, position: int, item: Compute, sends: list[Send], inside: tuple[StartStep, ...]) -> ComputeStep:
         program = self.program
         reads = list(zip(item.ops, item.versions, strict=True))
         ops = tuple(self._op(op, version, rows) for (op, version), rows in zip(reads, item.rows, strict=True))
@@ -149,6 +154,7 @@ class _Binding:
                 for op, version in reads
                 if not program.forward_only and program.last_reads[op.stage, version] == position
             ),
+            inside=inside,
         )
 
     def _outgoing(self, send: Send, rows: Rows) -> OutgoingMessage:

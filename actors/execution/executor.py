@@ -276,6 +276,9 @@ class _WindowRun:
         for bound in step.ops:
             if bound.op.kind is OpKind.UPDATE:
                 self.updates.update(bound.op, step.position)
+            elif step.inside:
+                with self.updates.starting(bound, step.inside):
+                    self.compute_kinds[bound.op.kind](bound)
             else:
                 self.compute_kinds[bound.op.kind](bound)
         until = self.mark()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raypipe.errors import PlanError, ScheduleError
-from raypipe.schedules.ir import Op, Schedule
+from raypipe.schedules.ir import Op, OpKind, Schedule
 from raypipe.schedules.lower import DeviceProgram, Placement, lower
 
 
-def executable_programs(schedule: Schedule, placement: Placement | None = None) -> tuple[DeviceProgram, ...]:
-    """Return the programs of all devices for a valid schedule; raises as `check_executable`."""
+def executable_programs(schedule: Schedule, placement: Placement | None = None, buckets: Sequence[int] = ()) -> tuple[DeviceProgram, ...]:
+    """Return the programs of all devices for a valid schedule, as `lower`; raises as `check_executable`."""
     check_executable(schedule, placement)
-    return lower(schedule, placement)
+    return lower(schedule, placement, buckets=buckets)
 
 
 def check_executable(schedule: Schedule, placement: Placement | None = None) -> None:
@@ -18,7 +20,7 @@ def check_executable(schedule: Schedule, placement: Placement | None = None) -> 
 
     Raises:
         ScheduleError: A stage divides a microbatch differently in forward and backward, or into other parts than a neighbor that divides
-            it too; or an update is divided.
+            it too; or an update or a publication is divided.
         PlanError: Of two neighbors on a worker with several devices, one has a microbatch whole and the other in parts.
     """
     if not any(op.part for op in schedule.places):
@@ -46,7 +48,7 @@ def _one_op_a_stage(schedule: Schedule) -> dict[tuple[int, int], Op]:
     found: dict[tuple[int, int], Op] = {}
     for op, (worker, position) in schedule.ops():
         if op.kind.per_update:
-            if op.part:
+            if op.part and op.kind is not OpKind.REDUCE:
                 raise ScheduleError(f"worker {worker}, position {position}: {op} can be simulated, but not run; leave the part out")
             continue
         first = found.setdefault((op.index, op.stage), op)

@@ -109,8 +109,25 @@ class OutgoingMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class StartStep:
+    """The beginning of a collective, behind the end of those of `after`.
+
+    Attributes:
+        deadline: Position where it is awaited, or the end of the program.
+    """
+
+    collective: Collective
+    after: tuple[Collective, ...]
+    deadline: int
+
+
+@dataclass(frozen=True, slots=True)
 class ComputeStep:
-    """One slot of Ops, the messages that leave right behind it, and the versions of weights that nothing reads later."""
+    """One slot of Ops, the messages that leave right behind it, and the versions of weights that nothing reads later.
+
+    Attributes:
+        inside: Sums that start as soon as the Op has completed their gradients; if it does not, at their own steps behind it.
+    """
 
     position: int
     doing: str
@@ -118,6 +135,7 @@ class ComputeStep:
     ops: tuple[BoundOp, ...]
     sends: tuple[OutgoingMessage, ...]
     releases: tuple[tuple[Weights, int], ...]
+    inside: tuple[StartStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +149,6 @@ class ReceiveStep:
     key: MessageKey
     rows: RowRange
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartStep:
-    """The beginning of a collective, behind the end of those of `after`.
-
-    Attributes:
-        deadline: Position where it is awaited, or the end of the program.
-    """
-
-    collective: Collective
-    after: tuple[Collective, ...]
-    deadline: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.starter import Starter
-from raypipe.actors.execution.steps import StartStep
+from raypipe.actors.execution.steps import BoundOp, StartStep
+from raypipe.actors.stage.gradients import Bucket
 from raypipe.actors.stage.weights import Weights
 from raypipe.actors.transport.protocol import Places, Transport
 from raypipe.model import Batch
@@ -94,8 +95,15 @@ class Updates:
             shared=shared,
         )
 
+    def starting(self, bound: BoundOp, steps: Sequence[StartStep]) -> AbstractContextManager[None]:
+        """Start sums of buckets while a backward runs, each when it has added to all gradients of the bucket."""
+        by_bucket = {_bucket(step.collective): step for step in steps}
+        return bound.weights.when_complete(bound.version, list(by_bucket), lambda bucket: self.start(by_bucket[bucket]))
+
     def start(self, step: StartStep) -> None:
-        """Start a collective with this device's share."""
+        """Start a collective with this device's share, unless it has been started while a backward ran."""
+        if step.collective in self.under_way.pending:
+            return
         if step.after:  # the share is made in another thread
             for weights in self._weights.values():
                 weights.gradients.unbind()
@@ -112,7 +120,7 @@ class Updates:
     def _share_in_place(self, collective: Collective) -> tuple[Tensor, Places | None]:
         share, places = self._share(collective), None
         if collective.kind is CollectiveKind.GRADIENTS:
-            places = self._weights[collective.stage].gradients.places(collective.update)
+            places = self._weights[collective.stage].gradients.places(collective.update, _bucket(collective))
         return share, places
 
     def _put(self, collective: Collective, total: Tensor) -> None:
@@ -125,7 +133,7 @@ class Updates:
             case CollectiveKind.TIED:
                 self._set_shared(stage, update, total)
             case CollectiveKind.GRADIENTS:
-                weights[stage].gradients.set_flat(update, total)
+                weights[stage].gradients.set_flat(update, total, _bucket(collective))
             case CollectiveKind.WEIGHTS:
                 if weights[stage].versions.newest <= update:
                     weights[stage].receive(update, total)
@@ -140,7 +148,7 @@ class Updates:
             case CollectiveKind.TIED:
                 return self._local_shared(stage, update, primary)
             case CollectiveKind.GRADIENTS:
-                return self._weights[stage].flat_gradients(update, self._microbatches(update))
+                return self._weights[stage].flat_gradients(update, self._microbatches(update), _bucket(collective))
             case CollectiveKind.WEIGHTS:
                 # The owner has made the new version; the others, and all but one of an owner's devices, add nothing, so that the sum is it.
                 weights = self._weights[stage]
@@ -210,3 +218,7 @@ class Updates:
         present = [stage for stage in self._ties[tie] if stage in self._weights]
         parts = [self._weights[stage].shared_gradients(update) for stage in present if stage in stages]
         return sum(parts[1:], start=parts[0]) if parts else torch.zeros_like(self._weights[present[0]].shared_gradients(update))
+
+
+def _bucket(collective: Collective) -> Bucket:
+    return collective.part, collective.num_parts

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raypipe.actors import devices
 from raypipe.actors.transport.protocol import Places
+from raypipe.communication.buckets import buckets
 
 
 def match_layout(values: Tensor, weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -71,10 +72,19 @@ class FlatLayout:
         return known if all(known) else [bool(count) for count in vector[len(vector) - len(self._sizes) :].tolist()]
 
 
-class _Exchange:
-    """How the gradients of one update become a vector: of weights in `rows` these rows, by position and ascending, of others all."""
+Bucket = tuple[int, int]
+"""Number of a bucket, from 1, and how many there are; (0, 1) for undivided gradients."""
+WHOLE: Bucket = (0, 1)
 
-    def __init__(self, masters: Sequence[Tensor], rows: Mapping[int, Tensor], *, on: torch.device) -> None:
+
+class _Exchange:
+    """How gradients of one update become a vector: of weights in `rows` these rows, by position and ascending, of others all.
+
+    `members` are the positions of the weights in their stage.
+    """
+
+    def __init__(self, members: Sequence[int], masters: Sequence[Tensor], rows: Mapping[int, Tensor], *, on: torch.device) -> None:
+        self.members = members
         self._sizes = [master.numel() for master in masters]
         self._widths = {at: math.prod(masters[at].shape[1:]) for at in rows}
         self._rows = {at: of_weight.cpu() for at, of_weight in rows.items()}
@@ -116,13 +126,19 @@ class _Bound(NamedTuple):
 
 
 class GradientBuffers:
-    """One gradient buffer per update under way, like `masters`, bound as `.grad` of the tensors of `bound_version`."""
+    """One gradient buffer per update under way, like `masters`, bound as `.grad` of the tensors of `bound_version`.
 
-    def __init__(self, masters: Sequence[Tensor], *, on: torch.device) -> None:
+    `layers` are the layers of the masters, which buckets are made of; equal numbers by default.
+    """
+
+    def __init__(self, masters: Sequence[Tensor], *, on: torch.device, layers: Sequence[int] = ()) -> None:
         self._masters = masters
+        self._layers = layers or [0] * len(masters)
         self._on = on
-        self._whole = _Exchange(masters, {}, on=on)
-        self._exchanges: dict[int, _Exchange] = {}
+        self._members: dict[int, list[list[int]]] = {}
+        self._all_rows: dict[Bucket, _Exchange] = {}
+        self._exchanges: dict[tuple[int, int], _Exchange] = {}
+        """By update and bucket, while its vector is under way."""
         self._buffers: dict[int, list[Tensor | None]] = {}
         self._bound: _Bound | None = None
 
@@ -173,37 +189,73 @@ class GradientBuffers:
         self.unbind()
         return self._buffers.pop(update, [None] * len(self._masters))
 
-    def flatten(self, update: int, rows: Mapping[int, Tensor] | None = None) -> Tensor:
-        """Return an update's buffer as a vector, of which its gradients become views.
+    def members(self, bucket: Bucket) -> list[int]:
+        """Return the positions of the weights of a bucket, in order."""
+        number, count = bucket
+        if count not in self._members:
+            sizes: dict[int, int] = {}
+            for layer, master in zip(self._layers, self._masters, strict=True):
+                sizes[layer] = sizes.get(layer, 0) + master.nbytes
+            layers = list(sizes)
+            bucket_of = {layers[at]: place for place, found in enumerate(buckets(tuple(sizes.values()), count)) for at in found}
+            self._members[count] = [[] for _ in range(count)]
+            for position, layer in enumerate(self._layers):
+                self._members[count][bucket_of[layer]].append(position)
+        return self._members[count][max(number - 1, 0)]
+
+    def gradients(self, update: int, members: Sequence[int]) -> list[Tensor | None]:
+        """Return some gradients of an update, where they are: in the buffer, or bound while a backward adds to others."""
+        bound = self._bound
+        if bound is not None and bound.update == update:
+            return [bound.leaves[at].grad for at in members]
+        buffer = self._buffers.setdefault(update, [None] * len(self._masters))
+        return [buffer[at] for at in members]
+
+    def flatten(self, update: int, rows: Mapping[int, Tensor] | None = None, bucket: Bucket = WHOLE) -> Tensor:
+        """Return an update's gradients as a vector, of which they become views, where they are (`gradients`).
 
         Of weights in `rows`, by position, the vector takes these rows alone, and their gradients stay as they are.
         """
-        gradients = self.of(update)
-        exchange = self._exchanges[update] = _Exchange(self._masters, rows, on=self._on) if rows else self._whole
+        members = self.members(bucket)
+        gradients, masters = self.gradients(update, members), [self._masters[at] for at in members]
+        taken = {place: rows[at] for place, at in enumerate(members) if at in rows} if rows else {}
+        if taken:
+            exchange = _Exchange(members, masters, taken, on=self._on)
+        elif bucket in self._all_rows:
+            exchange = self._all_rows[bucket]
+        else:
+            exchange = self._all_rows[bucket] = _Exchange(members, masters, {}, on=self._on)
+        self._exchanges[update, bucket[0]] = exchange
         vector = exchange.pack(gradients)
-        parts = zip(exchange.layout.unpack(vector), self._masters, gradients, strict=True)
-        self._buffers[update] = [
-            gradient if gradient is None or at in exchange.rows else match_layout(part, master)
-            for at, (part, master, gradient) in enumerate(parts)
-        ]
+        bound = self._bound
+        for place, (part, gradient) in enumerate(zip(exchange.layout.unpack(vector), gradients, strict=True)):
+            if gradient is None or place in exchange.rows:
+                continue
+            view = match_layout(part, masters[place])
+            if bound is not None and bound.update == update:
+                bound.leaves[members[place]].grad = view
+            else:
+                self._buffers[update][members[place]] = view
         return vector
 
-    def places(self, update: int) -> Places | None:
+    def places(self, update: int, bucket: Bucket = WHOLE) -> Places | None:
         """Return where the numbers of an update's vector stand in that of all rows; `None` where it has all."""
-        return self._exchanges[update].places
+        return self._exchanges[update, bucket[0]].places
 
-    def set_flat(self, update: int, vector: Tensor) -> None:
-        """Replace an update's buffer by a sum of replicas' vectors."""
-        gradients, exchange = self.of(update), self._exchanges.pop(update)
-        present = exchange.layout.present(vector, [gradient is not None for gradient in gradients])
-        for at, (part, master, has) in enumerate(zip(exchange.layout.unpack(vector), self._masters, present, strict=True)):
+    def set_flat(self, update: int, vector: Tensor, bucket: Bucket = WHOLE) -> None:
+        """Replace gradients of an update by a sum of replicas' vectors."""
+        gradients, exchange = self.of(update), self._exchanges.pop((update, bucket[0]))
+        members = exchange.members
+        present = exchange.layout.present(vector, [gradients[at] is not None for at in members])
+        for place, (at, part, has) in enumerate(zip(members, exchange.layout.unpack(vector), present, strict=True)):
+            master = self._masters[at]
             if not has:
                 gradients[at] = None
-            elif at not in exchange.rows:
+            elif place not in exchange.rows:
                 gradients[at] = match_layout(part, master)
             else:
                 gradient = gradients[at] = _or_zeros(gradients[at], master)
-                gradient.index_copy_(0, exchange.rows[at], part.view(-1, *master.shape[1:]).to(gradient.dtype))
+                gradient.index_copy_(0, exchange.rows[place], part.view(-1, *master.shape[1:]).to(gradient.dtype))
 
 
 def _or_zeros(gradient: Tensor | None, master: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ The rows follow from the data. So every copy of a stage knows those of all copie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,23 +61,22 @@ class Lookups:
         """Rows of each weight, by its position."""
         return {at: len(self._masters[at]) for at in self._lookups}
 
-    def rows(self, batches: Iterable[Batch]) -> dict[int, Tensor]:
-        """Return the rows that some microbatches look up, for the weights of which this is not all."""
-        found: dict[int, list[Tensor]] = {at: [] for at in self._lookups}
-        for batch in batches:
-            for at, lookups in self._lookups.items():
-                found[at] += [rows_of(*(batch[field] for field in fields)).reshape(-1).long() for fields, rows_of in lookups]
+    def rows(self, batches: Iterable[Batch], *, of: Collection[int] | None = None) -> dict[int, Tensor]:
+        """Return the rows that some microbatches look up, for the weights, by default all, of which this is not all."""
+        found: dict[int, list[Tensor]] = {at: [] for at in self._lookups if of is None or at in of}
+        for batch in batches if found else ():
+            for at, parts in found.items():
+                parts += [rows_of(*(batch[field] for field in fields)).reshape(-1).long() for fields, rows_of in self._lookups[at]]
         rows = {at: torch.unique(torch.cat(parts)) for at, parts in found.items()}
         return {at: of_weight for at, of_weight in rows.items() if len(of_weight) < len(self._masters[at])}
 
     def check(self, gradients: Sequence[Tensor | None], rows: Mapping[int, Tensor]) -> None:
-        """Refuse rows that leave out some with a gradient.
+        """Refuse rows that leave out some with a gradient; `gradients` are of the same weights.
 
         Raises:
             ConfigError: Names the layer and its weight.
         """
-        for at, of_weight in rows.items():
-            gradient = gradients[at]
+        for gradient, (at, of_weight) in zip(gradients, rows.items(), strict=True):
             if gradient is None:
                 continue
             inside = gradient.index_select(0, of_weight.to(gradient.device))

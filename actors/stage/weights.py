@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from raypipe.actors.stage.gradients import GradientBuffers, squared_norm
+from raypipe.actors.stage.gradients import WHOLE, Bucket, GradientBuffers, squared_norm
 from raypipe.actors.stage.layers import RngKey
 from raypipe.actors.stage.lookups import Lookups
 from raypipe.actors.stage.module import Outputs, StageModule
@@ -29,7 +30,8 @@ class Weights:
         self.rule = rule
         self.versions = WeightVersions(module, separate=rule.keeps_versions)
         self.names, self.masters = self.versions.names, self.versions.masters
-        self.gradients = GradientBuffers(self.masters, on=self.on)
+        layers = [int(name.split(".", 2)[1]) for name in self.names]
+        self.gradients = GradientBuffers(self.masters, on=self.on, layers=layers)
         self.lookups = Lookups(module, self.names, self.masters)
         self.shared = SharedGradients(module.shared, self.names, self.masters, on=self.on)
         self.optimizer = optimizer(self.masters) if self.masters else None
@@ -73,16 +75,43 @@ class Weights:
         gradients = self.gradients.of(update)
         return squared_norm([gradient for at in self.shared.unshared if (gradient := gradients[at]) is not None], on=self.on)
 
-    def flat_gradients(self, update: int, batches: Iterable[Batch]) -> Tensor:
+    @contextmanager
+    def when_complete(self, version: int, buckets: Sequence[Bucket], act: Callable[[Bucket], None]) -> Iterator[None]:
+        """Act on each bucket, in order, as soon as a backward has added to all gradients of it and of those before it.
+
+        A bucket with a weight that this backward leaves alone is not acted on, nor are those behind it.
+        """
+        leaves = self.versions.tensors(version)
+        missing = [len(members) for members in map(self.gradients.members, buckets)]
+        waiting = list(buckets)
+
+        def added(number: int) -> None:
+            missing[number] -= 1
+            while waiting and not missing[len(buckets) - len(waiting)]:
+                act(waiting.pop(0))
+
+        hooks = [
+            leaves[at].register_post_accumulate_grad_hook(lambda _, number=number: added(number))  # type: ignore[no-untyped-call]
+            for number, bucket in enumerate(buckets)
+            for at in self.gradients.members(bucket)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def flat_gradients(self, update: int, batches: Iterable[Batch], bucket: Bucket = WHOLE) -> Tensor:
         """Return an update's gradients as one vector; of what is looked up, the rows that its microbatches, which are `batches`, read.
 
         Raises:
             ConfigError: A layer has read others in the first update of a window, in which this is checked.
         """
-        rows = self.lookups.rows(batches) if self.lookups else {}
+        members = self.gradients.members(bucket)
+        rows = self.lookups.rows(batches, of=members) if self.lookups else {}
         if rows and not update:
-            self.lookups.check(self.gradients.of(update), rows)
-        return self.gradients.flatten(update, rows)
+            self.lookups.check(self.gradients.gradients(update, list(rows)), rows)
+        return self.gradients.flatten(update, rows, bucket)
 
     def shared_gradients(self, update: int) -> Tensor:
         """Return an update's shared gradients as a vector, to be summed over the tie."""

@@ -20,8 +20,8 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Dimension, SpanKind, Trace, dimension
 from raypipe.schedules.collectives import Collective, Start
 from raypipe.schedules.ir import OpKind
-from raypipe.schedules.lower import Message, lower
-from raypipe.simulation.plan_cost import plan_cost
+from raypipe.schedules.lower import Message
+from raypipe.simulation.plan_cost import plan_cost, plan_programs
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def stage_communication(plan: Plan, trace: Trace) -> list[StageCommunication]:
 
 def _needs_s(plan: Plan) -> dict[int, float]:
     cost = plan_cost(plan)
-    started = {item.collective for program in lower(plan.schedule, plan.placement) for item in program.items if isinstance(item, Start)}
+    started = {item.collective for program in plan_programs(plan) for item in program.items if isinstance(item, Start)}
     needs: dict[int, float] = defaultdict(float)
     for collective in started:
         if collective.update == 0 and not collective.kind.is_norm and len(collective.devices) > 1:

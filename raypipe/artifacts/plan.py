@@ -177,18 +177,21 @@ def make_plan(
     topology: ClusterTopology,
     devices: tuple[str, ...],
     microbatch_size: int,
+    replicas: int = 1,
 ) -> Plan:
-    """Return an unsimulated plan with one device per worker, or raise `PlanError`."""
-    if len(devices) < schedule.num_workers:
-        raise PlanError(
-            f"the schedule {schedule.name!r} needs {schedule.num_workers} devices, there are {len(devices)}; add devices or use fewer"
-        )
+    """Return an unsimulated plan whose workers are as many neighboring devices each as there are replicas, or raise `PlanError`."""
+    num_devices = replicas * schedule.num_workers
+    if len(devices) < num_devices:
+        raise PlanError(f"the schedule {schedule.name!r} needs {num_devices} devices, there are {len(devices)}; add devices or use fewer")
     return Plan(
         name=name,
         planner=planner,
         microbatch_size=microbatch_size,
         stages=tuple(tuple(profile.layers[layer].name for layer in layers) for layers in cut.stages),
-        workers=tuple((Replica(device=device),) for device in devices[: schedule.num_workers]),
+        workers=tuple(
+            tuple(Replica(device=device, share=1 / replicas) for device in devices[first : first + replicas])
+            for first in range(0, num_devices, replicas)
+        ),
         schedule=schedule,
         profile=profile,
         topology=topology,

@@ -25,7 +25,7 @@ _MOST_SECONDS = 1e12
 _COLUMNS = ("device", "kind", "name", "start_s", "end_s", "bytes", "sender")
 
 _MESSAGE = re.compile(r"(activation|gradient) (\d{1,9})->(\d{1,9}) of microbatch (\d{1,9})(?:\.(\d{1,9}))?", re.ASCII)
-_COLLECTIVE = re.compile(r"(\w+)(?: of (?:stage|tie) (\d{1,9}))? for update (\d{1,9})", re.ASCII)
+_COLLECTIVE = re.compile(r"(\w+)(?: of (?:stage|tie) (\d{1,9}))? for update (\d{1,9})(?:, bucket (\d{1,9}) of (\d{1,9}))?", re.ASCII)
 
 
 SpanItem = tuple[Op, ...] | Message | Collective | str
@@ -59,7 +59,7 @@ def dimension(item: SpanItem | None) -> Dimension | None:
 class Span(NamedTuple):
     """What one device did from one time to another, in seconds since the window began.
 
-    A file holds the item as text, so a loaded trace lacks rows of messages, and parts and members of collectives.
+    A file holds the item as text, so a loaded trace lacks rows of messages, and members of collectives.
 
     Attributes:
         device: Number of the device in `Trace.devices`.
@@ -438,5 +438,5 @@ def _parse_item(name: str, pipelines: Mapping[int, int]) -> SpanItem:
         direction, source, target, index, part = match.groups()
         return Message(Direction(direction), int(source), int(target), int(index), pipelines.get(int(index), 0), int(part or 0))
     if (match := _COLLECTIVE.fullmatch(name)) is not None and match[1] in frozenset(CollectiveKind):
-        return Collective(CollectiveKind(match[1]), int(match[2] or 0), int(match[3]), 0, ())
+        return Collective(CollectiveKind(match[1]), int(match[2] or 0), int(match[3]), int(match[4] or 0), (), int(match[5] or 1))
     return name

@@ -24,8 +24,8 @@ NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
-class StageWaits:
-    """Seconds that one stage on one device waits for a whole microbatch, and its numbers of parameters.
+class LayerWaits:
+    """Seconds that one layer of a stage on one device waits for a whole microbatch, and its numbers of parameters.
 
     Attributes:
         input_grad_s: Seconds of I; B takes `input_grad_s + weight_grad_s`.
@@ -36,28 +36,31 @@ class StageWaits:
     forward_s: float
     input_grad_s: float
     weight_grad_s: float
-    update_s: float
     num_parameters: int
     num_tied: int = 0
 
 
 def rehearsing(
-    *, stages: Sequence[StageWaits], widths: Mapping[tuple[int, int], int], num_rows: int, ties: Sequence[Sequence[int]] = ()
+    *, stages: Sequence[Sequence[LayerWaits]], widths: Mapping[tuple[int, int], int], num_rows: int, ties: Sequence[Sequence[int]] = ()
 ) -> Model:
-    """Return the stages as layers, several per stage: `layers_per_stage` gives their number; the loss is the mean output.
+    """Return the layers of all stages: `layers_per_stage` gives their numbers; the loss is the mean output.
 
     Batch field: `inputs`, [rows, 1] of float32; with fewer rows than `num_rows`, stages wait in proportion. `widths` are numbers per row on
-    each edge (source, target); `ties` are groups of stages. Raises `ConfigError` if several stages feed no other.
+    each edge (source, target); `ties` are groups of stages, whose last layers share `num_tied` parameters. Raises `ConfigError` if several
+    stages feed no other.
     """
     layers: list[Layer] = []
-    for stage, waits_of_stage in enumerate(stages):
-        waits = waits_of_stage
+    for stage, of_stage in enumerate(stages):
+        first, *others = of_stage
         inputs = tuple(f"port-{source}-{target}" for source, target in widths if target == stage)
         if not inputs:
             layers.append(Layer(f"entry-{stage}", partial(Entry, 1), inputs=(), batch=("inputs",)))
             inputs = (f"entry-{stage}",)
-            waits = replace(waits, num_parameters=waits.num_parameters - 1)  # the entry has one of them
-        layers.append(Layer(f"stage-{stage}", partial(WaitingStage, waits, num_rows=num_rows), inputs=inputs))
+            first = replace(first, num_parameters=first.num_parameters - 1)  # the entry has one of them
+        for number, waits in enumerate((first, *others), 1):
+            name = f"stage-{stage}" if number == len(of_stage) else f"stage-{stage}-{number}"
+            layers.append(Layer(name, partial(WaitingLayer, waits, num_rows=num_rows), inputs=inputs))
+            inputs = (name,)
         layers += [
             Layer(f"port-{source}-{target}", partial(Port, width, num_rows=num_rows), inputs=(f"stage-{stage}",))
             for (source, target), width in widths.items()
@@ -66,10 +69,11 @@ def rehearsing(
     return Model(tuple(layers), mean, ties=tuple(tuple((f"stage-{stage}", "tied") for stage in tie) for tie in ties))
 
 
-def layers_per_stage(num_stages: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the number of layers of each stage: itself, an entry where nothing feeds it, one port per edge."""
+def layers_per_stage(num_waiting: Sequence[int], edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the number of layers of each stage: those that wait, an entry where nothing feeds it, one port per edge."""
     return [
-        1 + (not any(target == stage for _, target in edges)) + sum(source == stage for source, _ in edges) for stage in range(num_stages)
+        count + (not any(target == stage for _, target in edges)) + sum(source == stage for source, _ in edges)
+        for stage, count in enumerate(num_waiting)
     ]
 
 
@@ -117,13 +121,14 @@ class Port(nn.Module):
         return wide
 
 
-class WaitingStage(nn.Module):
+class WaitingLayer(nn.Module):
     """Waits in forward, input gradient and weight gradient, in proportion to the rows; returns [rows, 1].
 
-    Each wait is in its own autograd branch, so that I and W run one each. Only gradient sums read `ballast` and `tied`.
+    Each wait is in its own autograd branch, so that I and W run one each. Only gradient sums read `ballast` and `tied`: they have no
+    gradients, which would take the memory's time, but their hooks run as if they had.
     """
 
-    def __init__(self, waits: StageWaits, *, num_rows: int) -> None:
+    def __init__(self, waits: LayerWaits, *, num_rows: int) -> None:
         super().__init__()
         self.waits = waits
         self.num_rows = num_rows
@@ -145,9 +150,16 @@ class WaitingStage(nn.Module):
             waits.input_grad_s * part, self._of(rows, 1).detach(), lambda number: self._of(*shapes[number]).detach(), *inputs
         )
         weight: Tensor = _Wait.apply(  # type: ignore[no-untyped-call]
-            waits.weight_grad_s * part, self._of(1).detach(), lambda _: torch.zeros(1), self.weight
+            waits.weight_grad_s * part, self._of(1).detach(), partial(self._weight_gradient, self.ballast, self.tied), self.weight
         )
         return passed + weight
+
+    @staticmethod
+    def _weight_gradient(ballast: Tensor | None, tied: Tensor | None, _: int) -> Tensor:
+        for weight in (ballast, tied):
+            for hook in ((weight is not None and weight._post_accumulate_grad_hooks) or {}).values():
+                hook(weight)
+        return torch.zeros(1)
 
     def _of(self, *shape: int) -> Tensor:
         zeros = self._zeros.get(shape)

@@ -31,7 +31,7 @@ class Channel(NamedTuple):
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of a microbatch on a stage's slowest device, and of the sum of an update's gradients."""
+    """Seconds of a microbatch on a stage's slowest device, and those of the sum of an update's gradients behind the last backward."""
 
     forward_s: float
     backward_s: float
@@ -88,8 +88,9 @@ class Estimator:
             forward_s = max(forward_s, forward * factor)
             backward_s = max(backward_s, (input_grad + weight_grad) * factor)
         num_bytes = float(problem.summed_prefix[end] - problem.summed_prefix[first])
+        late_s = problem.late_sums.late_of(first, end, float(problem.sum_s(group, num_bytes)), backward_s) if len(group) > 1 else 0.0
         overhead_s = problem.overheads_s
-        return StageSeconds(forward_s + overhead_s[0], backward_s + overhead_s[1], float(problem.sum_s(group, num_bytes)))
+        return StageSeconds(forward_s + overhead_s[0], backward_s + overhead_s[1], late_s)
 
     def missing_bytes(self, layout: Layout) -> float:
         """Return the bytes that the fullest device lacks, for one stage per worker."""

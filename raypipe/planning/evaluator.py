@@ -15,7 +15,7 @@ from raypipe.schedule_registry import overlaps
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
 from raypipe.simulation.compiled import CompiledOrder
-from raypipe.simulation.plan_cost import layout_cost, published_copies, weight_versions
+from raypipe.simulation.plan_cost import layout_cost, published_copies, stage_buckets, weight_versions
 from raypipe.simulation.simulator import Timing, time_order
 
 
@@ -132,7 +132,8 @@ class LayoutEvaluator:
         assert workers is not None, "a simulated layout can be divided"
         schedule = layout_schedule(problem, layout, num_updates=window_updates(problem, layout))
         if schedule.num_updates != len(evaluation.timing.order.updates):
-            evaluation = self._timed(layout, schedule, CompiledOrder(lower(schedule, workers)))
+            programs = lower(schedule, workers, buckets=stage_buckets(problem.profile, layout.cut(problem)))
+            evaluation = self._timed(layout, schedule, CompiledOrder(programs))
         trace = evaluation.timing.trace(name=problem.profile.name, num_updates=schedule.num_updates)
         return Plan(
             name=problem.profile.name,

@@ -18,6 +18,7 @@ from raypipe.schedules.request import ScheduleRequest
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
+from raypipe.simulation.plan_cost import stage_buckets
 
 # Raises an `InputError` for a schedule, a placement and rows of a microbatch that cannot be run.
 PlanCheck = Callable[[Schedule, Placement, int], None]
@@ -71,6 +72,22 @@ def layout_schedule(problem: Problem, layout: Layout, *, num_updates: int) -> Sc
     return recompute(schedule, layout.recomputed) if layout.recomputed else schedule
 
 
+class _Lowered:
+    """A schedule on devices, and its programs for each division of gradients into buckets."""
+
+    def __init__(self, schedule: Schedule, workers: Placement) -> None:
+        self.schedule = schedule
+        self._workers = workers
+        self._orders: dict[tuple[int, ...], CompiledOrder] = {}
+
+    def order(self, problem: Problem, layout: Layout) -> CompiledOrder:
+        copied = layout.has_copies or len(self.schedule.pipelines) > 1
+        buckets = tuple(stage_buckets(problem.profile, layout.cut(problem))) if copied else ()
+        if buckets not in self._orders:
+            self._orders[buckets] = CompiledOrder(lower(self.schedule, self._workers, buckets=buckets))
+        return self._orders[buckets]
+
+
 @dataclass
 class ScheduleCache:
     """Compiled schedules, shared by layouts that divide rows alike.
@@ -83,7 +100,7 @@ class ScheduleCache:
     check: PlanCheck | None = None
     too_stale: set[StalenessLimits] = field(default_factory=set, repr=False)
     refusals: list[str] = field(default_factory=list, repr=False)
-    _compiled: dict[object, tuple[Schedule, CompiledOrder] | None] = field(default_factory=dict, repr=False)
+    _compiled: dict[object, _Lowered | None] = field(default_factory=dict, repr=False)
 
     def compiled(self, problem: Problem, layout: Layout) -> tuple[Schedule, CompiledOrder] | None:
         """Return the schedule of a layout as simulated, and its programs; `None` where it is refused."""
@@ -97,13 +114,14 @@ class ScheduleCache:
             except InputError as error:
                 self._compiled[key] = None
                 self.refusals.append(str(error))
-        return self._compiled[key]
+        found = self._compiled[key]
+        return None if found is None else (found.schedule, found.order(problem, layout))
 
     def register(self, problem: Problem, layout: Layout, schedule: Schedule) -> None:
         """Use a schedule for a layout and all that share its schedule."""
         workers = layout.placement(problem)
         assert workers is not None, "the rows can be divided"
-        self._compiled[self._key(problem, layout)] = schedule, CompiledOrder(lower(schedule, workers))
+        self._compiled[self._key(problem, layout)] = _Lowered(schedule, workers)
 
     def without_refusals(self) -> ScheduleCache:
         """Share the schedules without the refusals."""
@@ -118,7 +136,7 @@ class ScheduleCache:
         names = (*order, layout.num_stages, layout.recomputed)
         return (*names, layout.branches or layout.cut(problem).graph, layout.shares(problem))
 
-    def _compile(self, problem: Problem, layout: Layout, workers: Placement) -> tuple[Schedule, CompiledOrder] | None:
+    def _compile(self, problem: Problem, layout: Layout, workers: Placement) -> _Lowered | None:
         window = window_updates(problem, layout)
         # A schedule from a file may exist for the whole window alone.
         num_updates = window if is_file(layout.order) else min(window, _SIMULATED_UPDATES)
@@ -136,4 +154,4 @@ class ScheduleCache:
             if problem.staleness.exceeded_by(staleness):
                 self.too_stale.add(StalenessLimits.of(staleness))
                 return None
-        return schedule, CompiledOrder(lower(schedule, workers))
+        return _Lowered(schedule, workers)

@@ -115,8 +115,11 @@ class Partition:
                 if factors is None:
                     break
                 forward_s = np.max([forward[kind] * factor for kind, factor in factors.items()], axis=0)
-                microbatch_s = forward_s + np.max([backward[kind] * factor for kind, factor in factors.items()], axis=0) + fixed_s
-                update_s = problem.num_microbatches * microbatch_s + problem.sum_s(group, summed_bytes)
+                backward_s = np.max([backward[kind] * factor for kind, factor in factors.items()], axis=0)
+                microbatch_s = forward_s + backward_s + fixed_s
+                update_s = problem.num_microbatches * microbatch_s
+                if len(group) > 1:
+                    update_s += problem.late_sums.late_s(np.asarray(problem.sum_s(group, summed_bytes)), backward_s)
                 microbatch_s[empty] = update_s[empty] = math.inf
                 if not problem.may_take_loss(group):
                     microbatch_s[:, -1] = update_s[:, -1] = math.inf

@@ -17,12 +17,14 @@ import numpy.typing as npt
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
 from raypipe.errors import PlanError
+from raypipe.planning.late_sums import LateSums
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.staleness import StalenessLimits
 from raypipe.simulation.cost import ring
 from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 
 Floats = npt.NDArray[np.float64]
+
 Devices = tuple[int, ...]  # Devices of one worker, in the order of their rows and of the ring that sums their gradients.
 
 
@@ -155,6 +157,12 @@ class Problem:
         num_profiled = self.num_microbatches * self.scale
         untouched = [float(layer.untouched_bytes(num_profiled)) for layer in self.profile.layers]
         return self.trained_prefix - np.concatenate(([0.0], np.cumsum(untouched)))
+
+    @cached_property
+    def late_sums(self) -> LateSums:
+        """Buckets of the gradients of all runs of layers, by the times of the first kind of device."""
+        backward_s = self.prefix_s[0, 1:].sum(axis=0)
+        return LateSums.of(trained_bytes=self.trained_prefix, summed_bytes=self.summed_prefix, backward_s=backward_s)
 
     @cached_property
     def standing_prefix(self) -> Floats:

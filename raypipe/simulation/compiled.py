@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from raypipe.schedules.collectives import Collective, Start
 from raypipe.schedules.ir import OpKind
-from raypipe.schedules.lower import Compute, DeviceProgram, Message, Recv, Send
+from raypipe.schedules.lower import Compute, DeviceProgram, Message, Recv, Send, starts_inside
 
-COMPUTE, SEND, RECV, START, AWAIT = range(5)  # Kinds of items.
+COMPUTE, GO_ON, SEND, RECV, START, AWAIT = range(6)
+"""Kinds of items. A Compute inside which sums start goes on behind each of these starts."""
+
+
+class Piece(NamedTuple):
+    """Piece `number`, from 1 to `last`, of a slot of one Op, in which buckets of `num_buckets` begin their sums: one behind each piece."""
+
+    number: int
+    last: int
+    num_buckets: int
+
+
+class SlotClass(NamedTuple):
+    """The device and one slot of all slots that take equally long; `piece` of it, or all."""
+
+    device: int
+    slot: Compute
+    piece: Piece | None = None
 
 
 class CompiledOrder:
@@ -22,10 +40,9 @@ class CompiledOrder:
         self.programs = tuple(programs)
         self.kinds: list[bytearray] = []
         self.numbers: list[list[int]] = []
-        """By program and item: the class of a Compute, the number of a message or of a collective."""
+        """By program and item: the class of a Compute or of its next piece, the number of a message or of a collective."""
         self.computes: list[list[Compute]] = []
-        self.classes: list[tuple[int, Compute]] = []
-        """The device and one slot of each class of slots that take equally long."""
+        self.classes: list[SlotClass] = []
         self.messages: list[Message] = []
         self.transfer_of: list[int] = []
         self.transfers: list[tuple[int, int, Message]] = []
@@ -64,24 +81,21 @@ class CompiledOrder:
         unsent = iter(sends)
         arriving = {peer: iter(channel) for (peer, target), channel in self._sent.items() if target == device}
         after: dict[int, tuple[int, ...]] = {}
-        class_of = self._class_of
-        for item in program.items:
+        started: set[Collective] = set()
+        for position, item in enumerate(program.items):
             kind = type(item)
             if kind is Compute:
                 assert isinstance(item, Compute)
-                ops = item.ops
-                key: object = (
-                    (device, ops[0].stage, ops[0].kind, item.rows[0])
-                    if len(ops) == 1
-                    else (device, tuple((op.stage, op.kind) for op in ops), item.rows)
-                )
-                known = class_of.get(key)
-                if known is None:
-                    known = class_of[key] = len(self.classes)
-                    self.classes.append((device, item))
-                kinds.append(COMPUTE)
-                numbers.append(known)
                 computes.append(item)
+                kinds.append(COMPUTE)
+                last = None
+                inside = starts_inside(program.items, position, program.num_microbatches)
+                for number, start in enumerate(inside, 1):
+                    last = Piece(len(inside) + 1, len(inside) + 1, start.collective.num_parts)
+                    numbers += [self._class(device, item, last._replace(number=number)), self._number(start.collective)]
+                    kinds += bytes((START, GO_ON))
+                    started.add(start.collective)
+                numbers.append(self._class(device, item, last))
             elif kind is Send:
                 kinds.append(SEND)
                 numbers.append(next(unsent))
@@ -94,6 +108,8 @@ class CompiledOrder:
                 numbers.append(number)
             else:
                 assert not isinstance(item, Compute | Send | Recv)
+                if kind is Start and item.collective in started:
+                    continue
                 number = self._number(item.collective)
                 if isinstance(item, Start) and item.after:
                     after[number] = tuple(map(self._number, item.after))
@@ -103,6 +119,19 @@ class CompiledOrder:
         self.kinds.append(kinds)
         self.numbers.append(numbers)
         self.computes.append(computes)
+
+    def _class(self, device: int, item: Compute, piece: Piece | None = None) -> int:
+        ops = item.ops
+        key: object = (
+            (device, ops[0].stage, ops[0].kind, item.rows[0], piece)
+            if len(ops) == 1
+            else (device, tuple((op.stage, op.kind) for op in ops), item.rows)
+        )
+        known = self._class_of.get(key)
+        if known is None:
+            known = self._class_of[key] = len(self.classes)
+            self.classes.append(SlotClass(device, item, piece))
+        return known
 
     def _number(self, collective: Collective) -> int:
         known = self._collective_of.get(collective)

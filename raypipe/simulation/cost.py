@@ -5,18 +5,34 @@ Left out: contention for memory bandwidth, kernel launches, and links that a rin
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from raypipe.artifacts.topology import Overheads, Path
+from raypipe.communication.buckets import buckets
 from raypipe.communication.policy import Communication
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import Message
 
 _NORM_BYTES = 8
+
+
+class LayerCost(NamedTuple):
+    """What the buckets of a stage are made of: a layer's gradients, and its seconds of B and W.
+
+    Attributes:
+        untouched_bytes: Part of the gradients that replicas do not sum.
+    """
+
+    gradient_bytes: int
+    untouched_bytes: int
+    backward_s: float
+    weight_grad_s: float
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,7 @@ class StageCost:
         gradient_bytes: Gradients of the weights, held from the first backward of an update to its U.
         untouched_bytes: Part of the gradients that replicas do not sum: rows that no microbatch of an update looks up.
         working_bytes: Bytes beyond `saved_bytes` while F, B, W or R runs.
+        layers: The layers, in order; where left out, buckets are alike.
     """
 
     forward_s: float
@@ -51,6 +68,7 @@ class StageCost:
     input_grad_working_bytes: int = 0
     frozen_bytes: int = 0
     split_s: float = 0.0
+    layers: tuple[LayerCost, ...] = ()
 
     @property
     def trained_bytes(self) -> int:
@@ -61,6 +79,26 @@ class StageCost:
     def summed_bytes(self) -> int:
         """Bytes that the replicas of a stage sum."""
         return self.trained_bytes - self.untouched_bytes
+
+    def _buckets(self, num_parts: int) -> tuple[tuple[int, ...], ...]:
+        return buckets(tuple([layer.gradient_bytes for layer in self.layers]), num_parts)
+
+    def bucket_bytes(self, part: int, num_parts: int) -> int:
+        """Return the bytes that the replicas of a stage sum of one bucket, from 1."""
+        if num_parts == 1 or not self.layers:
+            return self.summed_bytes // num_parts
+        members = self._buckets(num_parts)[part - 1]
+        return sum(self.layers[at].gradient_bytes - self.layers[at].untouched_bytes for at in members)
+
+    def ready(self, kind: OpKind, num_parts: int) -> list[float]:
+        """Return at which share of a B or W each bucket is complete."""
+        if not self.layers:
+            return [part / num_parts for part in range(1, num_parts + 1)]
+        seconds = [layer.weight_grad_s if kind is OpKind.WEIGHT_GRADIENT else layer.backward_s for layer in self.layers]
+        members = self._buckets(num_parts)
+        total_s = math.fsum(seconds)
+        done_s = itertools.accumulate(math.fsum(seconds[at] for at in bucket) for bucket in members)
+        return [min(share_s / total_s, 1.0) if total_s else 1.0 for share_s in done_s]
 
 
 @dataclass(frozen=True)
@@ -133,7 +171,13 @@ class Cost:
         if collective.kind is CollectiveKind.TIED:
             return self.tied_bytes.get(collective.stage, 0)
         stage = self.stages[collective.devices[0], collective.stage]
-        return stage.summed_bytes if collective.kind is CollectiveKind.GRADIENTS else stage.trained_bytes
+        if collective.kind is CollectiveKind.GRADIENTS:
+            return stage.bucket_bytes(collective.part, collective.num_parts)
+        return stage.trained_bytes
+
+    def ready(self, device: int, op: Op, num_buckets: int) -> list[float]:
+        """Return at which share of a B or W each bucket of its stage's gradients is complete."""
+        return self.stages[device, op.stage].ready(op.kind, num_buckets)
 
     def takes_latency_alone(self, collective: Collective) -> bool:
         """Return whether a collective takes one latency: a norm, or a tie of unknown size."""

@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from raypipe.schedules.lower import Message
-from raypipe.simulation.compiled import COMPUTE, RECV, SEND, START, CompiledOrder
+from raypipe.simulation.compiled import COMPUTE, GO_ON, RECV, SEND, START, CompiledOrder, SlotClass
 from raypipe.simulation.cost import Cost, SharedCompute
 from raypipe.simulation.transfers import OrderTransfers
 
@@ -57,9 +57,7 @@ class EventLoop:
         self.waits: list[list[tuple[int, int, float, float]]] = [[] for _ in range(num_programs)]
         self.departure_s = [_UNKNOWN] * len(order.messages)
         self.arrival_s = [_UNKNOWN] * len(order.messages)
-        self.durations_s = [
-            cost.compute_s(device, item.ops, tuple(rows[1] - rows[0] for rows in item.rows)) for device, item in order.classes
-        ]
+        self.durations_s = [_duration_s(cost, of_class) for of_class in order.classes]
         self.transfers = [_Transfer(cost, source, target, message) for source, target, message in order.transfers]
         self.free_s: dict[str, float] = {}
         program_of = {program.device: at for at, program in enumerate(order.programs)}
@@ -104,6 +102,8 @@ class EventLoop:
                 group.advance(now_s)
                 _, program = heapq.heappop(group.active)
                 self._schedule_next_end(group)
+                if self.order.kinds[program][self.heads[program] - 1] == GO_ON:
+                    self.ends[program].pop()
                 self.ends[program].append(now_s)
             elif epoch == _TAKES_PART:
                 self._take_part(program, now_s)
@@ -122,9 +122,12 @@ class EventLoop:
         while head < length:
             kind, number = kinds[head], numbers[head]
             head += 1
-            if kind == COMPUTE:
-                starts.append(now_s)
+            if kind <= GO_ON:
                 duration_s = durations_s[number]
+                if kind == COMPUTE:
+                    starts.append(now_s)
+                elif shared is None or not duration_s:
+                    ends.pop()
                 if shared is not None and duration_s:
                     self.heads[program] = head
                     shared.advance(now_s)
@@ -241,6 +244,15 @@ class EventLoop:
             if end_s > since_s:
                 self.waits[program].append((-1, number, since_s, end_s))
             self._push(end_s, program)
+
+
+def _duration_s(cost: Cost, of_class: SlotClass) -> float:
+    slot, piece = of_class.slot, of_class.piece
+    whole_s = cost.compute_s(of_class.device, slot.ops, tuple(rows[1] - rows[0] for rows in slot.rows))
+    if piece is None:
+        return whole_s
+    ready = [0.0, *cost.ready(of_class.device, slot.ops[0], piece.num_buckets)]
+    return whole_s * ((1.0 if piece.number == piece.last else ready[piece.number]) - ready[piece.number - 1])
 
 
 class _Transfer:

@@ -69,7 +69,7 @@ def memory_curves(
 
 def _curve(order: CompiledOrder, cost: Cost, program: int, starts: Sequence[float], ends: Sequence[float]) -> list[tuple[float, int]]:
     device = order.programs[program].device
-    slot_bytes = {number: _slot_bytes(cost, device, slot) for number, (owner, slot) in enumerate(order.classes) if owner == device}
+    slot_bytes = {number: _slot_bytes(cost, device, slot) for number, (owner, slot, _) in enumerate(order.classes) if owner == device}
     gradients = _GradientBytes(cost, device, order.microbatches_per_update)
     held = standing_bytes(cost, device)
     curve = [(0.0, held)]
@@ -129,7 +129,7 @@ class _GradientBytes:
     def started(self, collective: Collective) -> tuple[int, int]:
         """Return the bytes needed for a moment, and those held from then on."""
         # Gradients are copied into one vector, which takes their place.
-        for_a_moment = self.gradient_bytes[collective.stage] if collective.kind is CollectiveKind.GRADIENTS else 0
+        for_a_moment = self.gradient_bytes[collective.stage] // collective.num_parts if collective.kind is CollectiveKind.GRADIENTS else 0
         return for_a_moment, self.weight_bytes[collective.stage] if collective.kind is CollectiveKind.WEIGHTS else 0
 
     def awaited(self, collective: Collective) -> int:

@@ -11,11 +11,12 @@ from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, held_once, most_working_bytes
 from raypipe.artifacts.topology import ClusterTopology, Device, Overheads, Path
+from raypipe.communication.buckets import num_buckets
 from raypipe.schedules.ir import OpKind, Schedule, StageReplica
-from raypipe.schedules.lower import Placement
+from raypipe.schedules.lower import DeviceProgram, Placement, lower
 from raypipe.schedules.metrics import metrics
 from raypipe.schedules.passes import recomputed_stages
-from raypipe.simulation.cost import Cost, SharedCompute, StageCost
+from raypipe.simulation.cost import Cost, LayerCost, SharedCompute, StageCost
 
 STATE_BYTES_PER_PARAMETER_BYTE = 3.0  # Gradients and optimizer state of AdamW in the precision of the weights.
 GRADIENT_BYTES_PER_PARAMETER_BYTE = 1.0  # Gradients alone.
@@ -116,6 +117,17 @@ def layout_cost(
     )
 
 
+def stage_buckets(profile: ModelProfile, cut: Cut) -> list[int]:
+    """Return in how many buckets the replicas of each stage sum its gradients."""
+    held = (held_once([profile.layers[at] for at in layers]) for layers in cut.stages)
+    return [num_buckets(tuple([layer.trained_bytes for layer in layers])) for layers in held]
+
+
+def plan_programs(plan: Plan) -> tuple[DeviceProgram, ...]:
+    """Return the programs of a plan's devices."""
+    return lower(plan.schedule, plan.placement, buckets=stage_buckets(plan.profile, plan.cut))
+
+
 def crossing_bytes(profile: ModelProfile, cut: Cut) -> dict[tuple[int, int], int]:
     """Return the bytes that cross each edge of the stage graph for a microbatch as profiled.
 
@@ -199,4 +211,13 @@ def _stage_cost(
         working_bytes=round(most_working_bytes(profiles) * scale),
         # Autograd keeps the whole graph while the gradients from which W starts pile up.
         input_grad_working_bytes=round(sum(layer.input_grad_working_bytes or 0 for layer in profiles) * scale),
+        layers=tuple(
+            LayerCost(
+                layer.trained_bytes,
+                layer.untouched_bytes(num_microbatches * scale),
+                times[number].backward_s * factor,
+                times[number].weight_grad_s * factor,
+            )
+            for number, layer in zip(layers, held, strict=True)
+        ),
     )

@@ -12,12 +12,12 @@ from operator import attrgetter
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Source, Span, SpanKind, Trace, steady_s
-from raypipe.schedules.lower import DeviceProgram, lower
+from raypipe.schedules.lower import DeviceProgram
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.cost import Cost
 from raypipe.simulation.events import EventLoop
 from raypipe.simulation.memory import MemoryCurve, memory_curves
-from raypipe.simulation.plan_cost import plan_cost
+from raypipe.simulation.plan_cost import plan_cost, plan_programs
 from raypipe.simulation.transfers import Passed
 
 
@@ -120,8 +120,7 @@ def simulate(plan: Plan | str | os.PathLike[str], *, topology: ClusterTopology |
         plan = Plan.load(plan)
     if topology is not None:
         plan = plan.on(topology if isinstance(topology, ClusterTopology) else ClusterTopology.load(topology))
-    programs = lower(plan.schedule, plan.placement)
-    trace = simulate_programs(programs, plan_cost(plan), name=plan.name, num_updates=plan.schedule.num_updates)
+    trace = simulate_programs(plan_programs(plan), plan_cost(plan), name=plan.name, num_updates=plan.schedule.num_updates)
     return replace(trace, branches=plan.branches)
 
 

@@ -69,7 +69,7 @@ class AdaptiveStrategy(Strategy):
             config,
             model,
             schedules=start.schedules if start else {},
-            placement=start.placement if start else Placement.one_each(config.scaling.num_devices),
+            placement=start.placement if start else Placement.even(config.scaling.num_devices),
         )
         self.start = start
         self._choice: Choice | None = None
@@ -86,9 +86,12 @@ class AdaptiveStrategy(Strategy):
                 f"schedule.name {branch_aware.NAME}: the model's layers name {counted(len(model.branches()), 'branch')}; "
                 "name two or more by Layer(..., branch=NAME), or choose another schedule"
             )
-        for section, names in (("scaling", ("layers_per_stage",)), ("schedule", ("num_chunks", "num_pipelines", "max_in_flight"))):
+        chosen_too = (("scaling", ("replicas", "layers_per_stage")), ("schedule", ("num_chunks", "num_pipelines", "max_in_flight")))
+        for section, names in chosen_too:
+            configured = getattr(config, section)
+            usual = type(configured)()
             for name in names if start is None else ():
-                if getattr(getattr(config, section), name):
+                if getattr(configured, name) != getattr(usual, name):
                     chosen = config.schedule.name
                     raise ConfigError(f"{section}.{name}: schedule.name {chosen} chooses that, too; leave it out, or name another schedule")
 

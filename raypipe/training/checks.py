@@ -181,7 +181,13 @@ def with_plan(config: TrainConfig, plan: Plan) -> TrainConfig:
     }
     if one_of_repeated(plan.schedule) is None:
         schedule["updates_per_window"] = order.num_updates
-    scaling: dict[str, Any] = {"num_devices": len(plan.devices), "topology": None, "layers_per_stage": None, "calibration": None}
+    scaling: dict[str, Any] = {
+        "num_devices": len(plan.devices),
+        "replicas": 1,
+        "topology": None,
+        "layers_per_stage": None,
+        "calibration": None,
+    }
     for section, default, decided in (("schedule", ScheduleConfig(), schedule), ("scaling", ScalingConfig(), scaling)):
         for name, value in decided.items():
             configured = getattr(getattr(config, section), name)

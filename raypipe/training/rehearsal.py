@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -21,12 +21,12 @@ from raypipe.cluster.discovery import planned_slots
 from raypipe.cluster.node_matching import num_slots
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.errors import ConfigError, PlanError
-from raypipe.models.rehearsing import NUMBER_BYTES, StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
+from raypipe.models.rehearsing import NUMBER_BYTES, LayerWaits, WaitingOptimizer, layers_per_stage, rehearsing
 from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.lower import DeviceProgram
 from raypipe.schedules.passes import one_of_repeated
-from raypipe.simulation.cost import Cost
-from raypipe.simulation.plan_cost import plan_cost
+from raypipe.simulation.cost import Cost, LayerCost, StageCost
+from raypipe.simulation.plan_cost import plan_cost, stage_buckets
 from raypipe.simulation.simulator import simulate_programs
 from raypipe.training.checks import least_rows
 from raypipe.training.run_cluster import stage_actors
@@ -100,8 +100,9 @@ def rehearse(
     schedule = window_of(order, num_updates or (_NUM_UPDATES if one_of_repeated(order) else order.num_updates))
     if len(schedule.graph.sinks) > 1:
         raise PlanError(f"stages {', '.join(map(str, schedule.graph.sinks))} of the plan feed no other; a rehearsal takes one loss")
-    programs = executable_programs(schedule, plan.placement)
-    scaled = _Scaled(plan, schedule, programs, time_scale=time_scale, byte_scale=byte_scale)
+    buckets = stage_buckets(plan.profile, plan.cut)
+    programs = executable_programs(schedule, plan.placement, buckets)
+    scaled = _Scaled(plan, schedule, programs, buckets, time_scale=time_scale, byte_scale=byte_scale)
     predicted = simulate_programs(programs, scaled.cost, name=plan.name, num_updates=schedule.num_updates, with_memory=False)
     predicted = dataclasses.replace(predicted, branches=plan.branches)
     actors = stage_actors(
@@ -130,17 +131,27 @@ def rehearse(
 class _Scaled:
     # A microbatch has only as many rows as its shares need: few rows of many numbers approximate the plan's bytes best.
 
-    def __init__(self, plan: Plan, schedule: Schedule, programs: Sequence[DeviceProgram], *, time_scale: float, byte_scale: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        programs: Sequence[DeviceProgram],
+        buckets: Sequence[int],
+        *,
+        time_scale: float,
+        byte_scale: float,
+    ) -> None:
         self.plan = plan
         self.schedule = schedule
+        self.buckets = buckets
         boundaries = [end for program in programs for rows in program.row_ranges for end in rows]
         self.num_rows = least_rows(boundaries, most=plan.microbatch_size)
-        self.cut = _cut(schedule)
+        self.cut = _cut(schedule, buckets)
         self.split_stages = {op.stage for op, _ in schedule.ops() if op.kind is OpKind.INPUT_GRADIENT}
         whole = plan_cost(plan)
         row_bytes = NUMBER_BYTES * self.num_rows
         self.widths = {edge: max(round(whole.edge_bytes.get(edge, 0) * byte_scale / row_bytes), 1) for edge in schedule.graph.edges}
-        self.cost = _scaled(whole, {edge: width * row_bytes for edge, width in self.widths.items()}, time_scale, byte_scale)
+        self.cost = _scaled(whole, buckets, {edge: width * row_bytes for edge, width in self.widths.items()}, time_scale, byte_scale)
 
     def order(self, device: int) -> BuildOrder:
         waits = tuple(self._waits(device, stage) for stage in range(self.schedule.num_stages))
@@ -153,39 +164,47 @@ class _Scaled:
             num_rows=self.num_rows,
             num_updates=1,
             seed=0,
-            make_optimizer=partial(WaitingOptimizer, {stage: of_stage.update_s for stage, of_stage in enumerate(waits)}),
+            make_optimizer=partial(
+                WaitingOptimizer, {stage: cost.update_s for (owner, stage), cost in self.cost.stages.items() if owner == device}
+            ),
         )
 
-    def _waits(self, device: int, stage: int) -> StageWaits:
+    def _waits(self, device: int, stage: int) -> tuple[LayerWaits, ...]:
         cost = self.cost.stages.get((device, stage))
         tie = self.schedule.graph.tie_of.get(stage)
         num_tied = 0 if tie is None else max(self.cost.tied_bytes.get(tie, 0) // NUMBER_BYTES, 1)
         if cost is None:
-            return StageWaits(0.0, 0.0, 0.0, 0.0, 1, num_tied)
+            return (*[_NO_WAIT] * (self.buckets[stage] - 1), LayerWaits(0.0, 0.0, 0.0, 1, num_tied))
         # Weights only matter where their copies are summed or published.
         workers = [copy.worker for copy in self.schedule.replicas[stage]]
         num_copies = sum(len(self.plan.placement.workers[worker]) for worker in workers)
         apart_s = cost.split_s if stage in self.split_stages else 0.0
-        return StageWaits(
-            forward_s=cost.forward_s,
-            input_grad_s=cost.backward_s - cost.weight_grad_s + apart_s,
-            weight_grad_s=cost.weight_grad_s,
-            update_s=cost.update_s,
-            num_parameters=max(cost.trained_bytes // NUMBER_BYTES, 1) if num_copies > 1 else 1,
-            num_tied=num_tied,
+        shares = [layer.backward_s / cost.backward_s if cost.backward_s else 1 / len(cost.layers) for layer in cost.layers]
+        return tuple(
+            LayerWaits(
+                forward_s=cost.forward_s * share,
+                input_grad_s=layer.backward_s - layer.weight_grad_s + apart_s * share,
+                weight_grad_s=layer.weight_grad_s,
+                num_parameters=max(layer.gradient_bytes // NUMBER_BYTES, 1) if num_copies > 1 else 1,
+                num_tied=num_tied if number == len(cost.layers) else 0,
+            )
+            for number, (layer, share) in enumerate(zip(cost.layers, shares, strict=True), 1)
         )
 
 
-def _cut(schedule: Schedule) -> Cut:
+_NO_WAIT = LayerWaits(0.0, 0.0, 0.0, 1)
+
+
+def _cut(schedule: Schedule, buckets: Sequence[int]) -> Cut:
     graph = schedule.graph
-    sizes = layers_per_stage(graph.num_stages, graph.edges)
-    nothing = StageWaits(0.0, 0.0, 0.0, 0.0, 1)
-    model = rehearsing(stages=[nothing] * graph.num_stages, widths=dict.fromkeys(graph.edges, 1), num_rows=1, ties=graph.ties)
+    sizes = layers_per_stage(buckets, graph.edges)
+    stages = [[_NO_WAIT] * count for count in buckets]
+    model = rehearsing(stages=stages, widths=dict.fromkeys(graph.edges, 1), num_rows=1, ties=graph.ties)
     return Cut.of_sizes(sizes, model.edges(), model.tied_layers())
 
 
 # Waits use no cores, so neither run nor prediction has devices that slow each other down.
-def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: float, byte_scale: float) -> Cost:
+def _scaled(cost: Cost, buckets: Sequence[int], edge_bytes: Mapping[tuple[int, int], int], time_scale: float, byte_scale: float) -> Cost:
     stages = {
         place: dataclasses.replace(
             stage,
@@ -198,8 +217,21 @@ def _scaled(cost: Cost, edge_bytes: Mapping[tuple[int, int], int], time_scale: f
             parameter_bytes=round(stage.summed_bytes * byte_scale),
             frozen_bytes=0,
             untouched_bytes=0,
+            layers=tuple(_layers(stage, buckets[place[1]], time_scale, byte_scale)),
         )
         for place, stage in cost.stages.items()
     }
     tied_bytes = {tie: round(size * byte_scale) for tie, size in cost.tied_bytes.items()}
     return dataclasses.replace(cost, stages=stages, edge_bytes=dict(edge_bytes), tied_bytes=tied_bytes, shared_compute=())
+
+
+def _layers(stage: StageCost, count: int, time_scale: float, byte_scale: float) -> Iterator[LayerCost]:
+    """Yield a layer for each bucket, in order."""
+    whole, weights = (
+        [0.0, *(share * seconds for share in stage.ready(kind, count))]
+        for kind, seconds in ((OpKind.BACKWARD, stage.backward_s), (OpKind.WEIGHT_GRADIENT, stage.weight_grad_s))
+    )
+    for part in range(count, 0, -1):
+        backward_s, weight_grad_s = whole[part] - whole[part - 1], weights[part] - weights[part - 1]
+        num_bytes = round(stage.bucket_bytes(part, count) * byte_scale)
+        yield LayerCost(num_bytes, 0, backward_s * time_scale, weight_grad_s * time_scale)

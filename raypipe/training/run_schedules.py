@@ -37,18 +37,26 @@ def named_schedule(
     graph: StageGraph | None = None,
     times: tuple[StageTimes, ...] = (),
     latency_s: float = 0.0,
-    late: int = 0,
+    late: int | None = None,
 ) -> Schedule:
-    """Build the configured schedule, over a cut's stage graph if there is one, with its updates so many slots later.
+    """Build the configured schedule, over a cut's stage graph if there is one.
+
+    Where stages have copies, updates stand `late` slots later, or by default as late as their sums may last without another version read.
 
     Raises:
         InputError: The name is unknown, or the schedule does not fit the size or cannot train.
     """
-    request = schedule_request(config.schedule, num_devices=config.scaling.num_devices, num_updates=num_updates)
+    scaling = config.scaling
+    num_workers, left = divmod(scaling.num_devices, scaling.replicas)
+    if left:
+        raise ConfigError(f"scaling.replicas {scaling.replicas} does not divide scaling.num_devices {scaling.num_devices}; change either")
+    request = schedule_request(config.schedule, num_devices=num_workers, num_updates=num_updates)
     schedule = build(config.schedule.name, dataclasses.replace(request, times=times, latency_s=latency_s))
     if graph is not None:
         schedule = over_graph(schedule, graph, times=times, latency_s=latency_s)
-    schedule = sharded(config, late_updates(schedule, late))
+    if scaling.replicas > 1 or len(schedule.pipelines) > 1:
+        schedule = late_updates(schedule, late)
+    schedule = sharded(config, schedule)
     validate(schedule)
     if schedule.forward_only:
         raise ConfigError(f"schedule.name {config.schedule.name!r}: this order holds no backward; it cannot train")
@@ -93,11 +101,15 @@ def is_sharded(schedule: Schedule) -> bool:
 def stage_times(plan: Plan) -> tuple[tuple[StageTimes, ...], float]:
     """Return the times of the plan's stages, and the seconds of its slowest message."""
     cost = plan_cost(plan)
-    workers = plan.schedule.pipelines[0]
+    # Of workers with several devices, the first stands for all: named schedules give them equal shares.
+    members = [plan.placement.workers[worker][0] for worker in plan.schedule.pipelines[0]]
     kinds = (OpKind.FORWARD, OpKind.INPUT_GRADIENT, OpKind.WEIGHT_GRADIENT)
-    times = tuple(StageTimes(*(cost.compute_s(worker, (Op(kind, stage, 0),)) for kind in kinds)) for stage, worker in enumerate(workers))
-    ends = [(workers[source], workers[target], num_bytes) for (source, target), num_bytes in cost.edge_bytes.items()]
-    messages = [(cost.path(source, target), num_bytes) for source, target, num_bytes in ends if source != target]
+    times = tuple(
+        StageTimes(*(cost.compute_s(device, (Op(kind, stage, 0),), (share,)) for kind in kinds))
+        for stage, (device, share) in enumerate(members)
+    )
+    ends = [(members[source][0], *members[target], num_bytes) for (source, target), num_bytes in cost.edge_bytes.items()]
+    messages = [(cost.path(source, target), share * num_bytes) for source, target, share, num_bytes in ends if source != target]
     return times, max((path.latency_s + num_bytes / path.bandwidth_bytes_per_s for path, num_bytes in messages), default=0.0)
 
 

@@ -24,13 +24,13 @@ from raypipe.planning.balance import balanced_cut
 from raypipe.planning.late import fewest_slots
 from raypipe.schedules.families import amdp_auto
 from raypipe.schedules.ir import Schedule
-from raypipe.schedules.lower import DeviceProgram, Placement, check_whole_losses, lower
+from raypipe.schedules.lower import DeviceProgram, Placement, check_whole_losses
 from raypipe.schedules.passes import evaluation
 from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
-from raypipe.simulation.plan_cost import plan_cost
+from raypipe.simulation.plan_cost import plan_cost, plan_programs, stage_buckets
 from raypipe.simulation.simulator import Timing, simulate, time_order
-from raypipe.training.checks import check_alike, check_model, check_parts, check_runnable, check_staleness, least_rows
+from raypipe.training.checks import check_alike, check_model, check_parts, check_rows, check_runnable, check_staleness, least_rows
 from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import device_stages, named_schedule, sharded, stage_times, window_of
 
@@ -114,7 +114,8 @@ class Strategy(ABC):
             if schedule.graph != graph:
                 self.schedules[size] = dataclasses.replace(schedule, graph=graph)
             validate(self.schedules[size])
-        programs = {f"train-{size}": executable_programs(schedule, self.placement) for size, schedule in self.schedules.items()}
+        buckets = stage_buckets(self.plan.profile, self.plan.cut)
+        programs = {f"train-{size}": executable_programs(schedule, self.placement, buckets) for size, schedule in self.schedules.items()}
         if count := self.num_validation_microbatches:
             programs["evaluate"] = executable_programs(evaluation(self.schedule, num_microbatches=count), self.placement)
         programs["predict"] = executable_programs(evaluation(self.schedule, num_microbatches=1), self.placement)
@@ -147,14 +148,15 @@ class NamedStrategy(Strategy):
 
     def __init__(self, config: TrainConfig, model: Model, *, window_sizes: Collection[int]) -> None:
         schedules = {size: named_schedule(config, size) for size in sorted(window_sizes)}
-        num_workers = schedules[max(schedules)].num_workers
-        super().__init__(config, model, schedules=schedules, placement=Placement.one_each(num_workers))
+        placement = Placement.even(schedules[max(schedules)].num_workers, config.scaling.replicas)
+        check_rows(placement, config.schedule.microbatch_size)
+        super().__init__(config, model, schedules=schedules, placement=placement)
         check_parts(self.schedule, self.placement, config.schedule.microbatch_size)
         num_layers, num_stages = len(model.layers), self.schedule.num_stages
         if num_stages > num_layers:
             raise PlanError(
-                f"the schedule {self.schedule.name!r} on {self.schedule.num_workers} devices has {num_stages} stages, "
-                f"the model only {num_layers} layers; lower scaling.num_devices or schedule.num_chunks"
+                f"the schedule {self.schedule.name!r} on {self.schedule.num_workers} workers has {num_stages} stages, "
+                f"the model only {num_layers} layers; lower scaling.num_devices or schedule.num_chunks, or raise scaling.replicas"
             )
         sizes = config.scaling.layers_per_stage
         if sizes is not None and (len(sizes) != num_stages or sum(sizes) != num_layers):
@@ -179,7 +181,7 @@ class NamedStrategy(Strategy):
         sizes = scaling.layers_per_stage
         cut = balanced_cut(profile, self.schedule.num_stages) if sizes is None else Cut.of_sizes(sizes, self.model.edges(), profile.ties())
         self.schedules = {size: named_schedule(self.config, size, graph=cut.graph) for size in self.schedules}
-        topology = run_topology(self.config, coordinator, notice, num_devices=self.schedule.num_workers)
+        topology = run_topology(self.config, coordinator, notice, num_devices=scaling.num_devices)
         plan = make_plan(
             name=name,
             planner="given" if sizes is not None else "balanced",
@@ -189,6 +191,7 @@ class NamedStrategy(Strategy):
             topology=topology,
             devices=tuple(device.name for device in topology.devices),
             microbatch_size=self.config.schedule.microbatch_size,
+            replicas=scaling.replicas,
         )
         self._predict(self._searched(plan, notice))
 
@@ -198,7 +201,7 @@ class NamedStrategy(Strategy):
         least = min(self.schedules)
         try:
             late = self._late(plan, search)
-            if not late and search(least) == self.schedules[least]:
+            if late is None and search(least) == self.schedules[least]:
                 return plan
             schedules = {size: search(size, late=late) for size in self.schedules}
             for schedule in schedules.values():
@@ -210,23 +213,25 @@ class NamedStrategy(Strategy):
         self.schedules = schedules
         return dataclasses.replace(plan, schedule=self.schedule)
 
-    def _late(self, plan: Plan, search: Callable[..., Schedule]) -> int:
-        """Return the slots by which updates of an order that is searched for wait for the sums of copies."""
+    def _late(self, plan: Plan, search: Callable[..., Schedule]) -> int | None:
+        """Return the slots by which updates of an order that is searched for wait for the sums of copies, or `None` for the usual."""
         if self.config.schedule.name != amdp_auto.SPEC.name:
-            return 0
+            return None
         num_updates = min(max(self.schedules), _SIMULATED_UPDATES)
         cost = plan_cost(plan)
 
-        def timed(late: int) -> Timing | None:
+        def timed(late: int | None) -> Timing | None:
             try:
                 schedule = search(num_updates, late=late)
                 check_staleness(self.config, schedule)
             except (ScheduleError, ConfigError):
                 return None
-            return time_order(CompiledOrder(lower(schedule, plan.placement)), cost)
+            return time_order(CompiledOrder(plan_programs(dataclasses.replace(plan, schedule=schedule))), cost)
 
-        now = timed(0)
-        return 0 if now is None else fewest_slots(now, lambda late: None if (later := timed(late)) is None else later.steady_update_s)
+        now = timed(None)
+        if now is None:
+            return None
+        return fewest_slots(now, lambda late: None if (later := timed(late)) is None else later.steady_update_s) or None
 
 
 class PlannedStrategy(Strategy):

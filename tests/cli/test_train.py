@@ -60,6 +60,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("run.num_updates=many", "run.num_updates: expected a whole number, got 'many'"),
         ("scaling.num_devices=7", "has 7 stages, the model only 6 layers"),
         ("scaling.layers_per_stage=[1, 2, 3]", "it needs 4 numbers with the sum 6"),
+        ("scaling.replicas=3", "scaling.replicas 3 does not divide scaling.num_devices 4"),
         ("model.function=nothing", "expected module:function"),
         ("model.function=no_such_module:f", "no module 'no_such_module'"),
         ("model.function=raypipe.models.gpt:gtp", "no function 'gtp'; did you mean 'gpt'"),

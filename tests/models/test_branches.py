@@ -269,7 +269,7 @@ def test_an_order_that_halves_microbatches_would_change_a_loss_that_couples_rows
     assert mean_losses(run.run_window(), num_microbatches=4)[0] < unsplit.losses[0] - 0.1
     assert model.loss_couples_rows
     with pytest.raises(ScheduleError, match="the loss couples the rows"):
-        check_whole_losses(schedule, Placement.one_each(4))
+        check_whole_losses(schedule, Placement.even(4))
 
 
 class TestClip:

@@ -14,7 +14,7 @@ from raypipe.actors.execution.report import WindowReport
 from raypipe.actors.local import LocalPipeline
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.trace import Span, SpanKind
-from raypipe.models.rehearsing import StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
+from raypipe.models.rehearsing import LayerWaits, WaitingOptimizer, layers_per_stage, rehearsing
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import Direction, Message, Placement
@@ -22,23 +22,24 @@ from raypipe.schedules.request import ScheduleRequest
 from tests.schedules.handwritten import pipedream_2bw, two_branches
 
 ROWS = 6
-WAITS = StageWaits(forward_s=0.012, input_grad_s=0.008, weight_grad_s=0.02, update_s=0.005, num_parameters=1)
+WAITS = LayerWaits(forward_s=0.012, input_grad_s=0.008, weight_grad_s=0.02, num_parameters=1)
+UPDATE_S = 0.005
 SLACK_S = 0.02
 
 
 def run(
-    schedule: Schedule, *, widths: dict[tuple[int, int], int], waits: StageWaits = WAITS, placement: Placement | None = None
+    schedule: Schedule, *, widths: dict[tuple[int, int], int], waits: LayerWaits = WAITS, placement: Placement | None = None
 ) -> tuple[LocalPipeline, list[Span]]:
     """Two windows; the spans of the second."""
     graph = schedule.graph
-    model = rehearsing(stages=[waits] * graph.num_stages, widths=widths, num_rows=ROWS)
+    model = rehearsing(stages=[[waits]] * graph.num_stages, widths=widths, num_rows=ROWS)
     torch.set_num_threads(1)
     pipeline = LocalPipeline(
         model,
-        cut=Cut.of_sizes(layers_per_stage(graph.num_stages, graph.edges), model.edges()),
+        cut=Cut.of_sizes(layers_per_stage([1] * graph.num_stages, graph.edges), model.edges()),
         schedule=schedule,
         batches=FixedBatch({"inputs": torch.zeros(ROWS, 1)}),
-        optimizer=lambda weights: WaitingOptimizer({0: waits.update_s}, 0, weights),
+        optimizer=lambda weights: WaitingOptimizer({0: UPDATE_S}, 0, weights),
         learning_rate=lambda _: 0.0,
         placement=placement,
     )
@@ -54,15 +55,15 @@ def seconds(spans: list[Span], device: int, name: str) -> float:
 
 def test_the_layers_cut_by_stage_make_the_stage_graph() -> None:
     graph = two_branches(4).graph
-    model = rehearsing(stages=[WAITS] * graph.num_stages, widths=dict.fromkeys(graph.edges, 3), num_rows=ROWS)
-    assert Cut.of_sizes(layers_per_stage(graph.num_stages, graph.edges), model.edges()).graph == graph
+    model = rehearsing(stages=[[WAITS]] * graph.num_stages, widths=dict.fromkeys(graph.edges, 3), num_rows=ROWS)
+    assert Cut.of_sizes(layers_per_stage([1] * graph.num_stages, graph.edges), model.edges()).graph == graph
     assert model.layers[-1].name == f"stage-{graph.num_stages - 1}"
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_each_kind_of_op_waits_for_its_own_time(name: str) -> None:
     _, spans = run(build(name, ScheduleRequest(2, 3)), widths={(0, 1): 50})
-    expected = {"F": 0.012, "B": 0.028, "I": 0.008, "W": 0.02, "U": 0.005}
+    expected = {"F": 0.012, "B": 0.028, "I": 0.008, "W": 0.02, "U": UPDATE_S}
     computed = [span for span in spans if span.kind is SpanKind.COMPUTE]
     assert {span.ops[0].kind for span in computed} == ({"F", "B", "U"} if name == "1f1b" else {"F", "I", "W", "U"})
     took_s: dict[tuple[str, int], list[float]] = {}
@@ -77,7 +78,7 @@ def test_each_kind_of_op_waits_for_its_own_time(name: str) -> None:
 def test_messages_have_the_width_of_their_edge_and_both_ways_the_same_bytes() -> None:
     schedule = two_branches(4)
     widths = {edge: 10 * (1 + number) for number, edge in enumerate(schedule.graph.edges)}
-    _, spans = run(schedule, widths=widths, waits=StageWaits(0.0, 0.0, 0.0, 0.0, 1))
+    _, spans = run(schedule, widths=widths, waits=LayerWaits(0.0, 0.0, 0.0, 1))
     received = [span for span in spans if span.kind is SpanKind.RECV]
     messages = [span.item for span in received if isinstance(span.item, Message)]
     assert {message.direction for message in messages} == set(Direction)
@@ -95,7 +96,7 @@ def test_a_share_of_the_rows_waits_for_its_share_of_the_time() -> None:
 
 def test_replicas_sum_gradients_of_the_size_of_the_weights() -> None:
     placement = Placement((((0, 0.5), (1, 0.5)), ((2, 1.0),)))
-    waits = StageWaits(0.0, 0.0, 0.0, 0.0, num_parameters=1000)
+    waits = LayerWaits(0.0, 0.0, 0.0, num_parameters=1000)
     pipeline, spans = run(build("1f1b", ScheduleRequest(2, 2)), widths={(0, 1): 50}, waits=waits, placement=placement)
     num_weights = len(pipeline.weights[0][0].masters)  # of each is told whether there is a gradient
     assert {span.bytes for span in spans if span.name == "gradients of stage 0 for update 0"} == {4 * (1000 + num_weights)}
@@ -104,12 +105,12 @@ def test_replicas_sum_gradients_of_the_size_of_the_weights() -> None:
 
 
 def test_versions_of_the_weights_are_no_hindrance() -> None:
-    _, spans = run(pipedream_2bw(2, 2, 3), widths={(0, 1): 5}, waits=StageWaits(0.001, 0.001, 0.001, 0.0, 1))
+    _, spans = run(pipedream_2bw(2, 2, 3), widths={(0, 1): 5}, waits=LayerWaits(0.001, 0.001, 0.001, 1))
     assert len([span for span in spans if span.kind is SpanKind.COMPUTE]) == len(list(pipedream_2bw(2, 2, 3).ops()))
 
 
 def test_memory_does_not_grow_with_the_microbatches() -> None:
-    model = rehearsing(stages=[StageWaits(0.0, 0.0, 0.0, 0.0, 1)] * 2, widths={(0, 1): 1000}, num_rows=ROWS)
+    model = rehearsing(stages=[[LayerWaits(0.0, 0.0, 0.0, 1)]] * 2, widths={(0, 1): 1000}, num_rows=ROWS)
     port = model.layers[2].build()
     x = torch.zeros(ROWS, 1, requires_grad=True)
     first, second = port(x), port(x)
@@ -122,6 +123,6 @@ def test_memory_does_not_grow_with_the_microbatches() -> None:
 
 def test_jobs_of_a_rehearsal_are_those_of_the_plan() -> None:
     schedule = build("chimera-halving", ScheduleRequest(4, 4))
-    make = partial(run, schedule, widths=dict.fromkeys(schedule.graph.edges, 7), waits=StageWaits(0.0, 0.0, 0.0, 0.0, 9))
+    make = partial(run, schedule, widths=dict.fromkeys(schedule.graph.edges, 7), waits=LayerWaits(0.0, 0.0, 0.0, 9))
     pipeline, _ = make()
     assert pipeline.programs == executable_programs(schedule)

@@ -25,7 +25,7 @@ from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import cluster_nodes
 from raypipe.cluster.session import session
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
-from raypipe.models.rehearsing import NUMBER_BYTES, StageWaits, WaitingOptimizer, layers_per_stage, rehearsing
+from raypipe.models.rehearsing import NUMBER_BYTES, LayerWaits, WaitingOptimizer, layers_per_stage, rehearsing
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.lower import Placement
@@ -36,7 +36,7 @@ from tests.multinode.watched_run import tell
 NUM_DEVICES = 4
 NUM_MICROBATCHES = 4
 UPDATES_PER_WINDOW = 4
-WAITS = StageWaits(forward_s=0.04, input_grad_s=0.04, weight_grad_s=0.04, update_s=0.0, num_parameters=3_000_000 // NUMBER_BYTES)
+WAITS = LayerWaits(forward_s=0.04, input_grad_s=0.04, weight_grad_s=0.04, num_parameters=3_000_000 // NUMBER_BYTES)
 """A device computes for 60 ms a microbatch, and so for 240 ms an update. A ring of two sends as many bytes as the gradients have."""
 WIDTH = 50_000
 """Messages of 200 kB: each device has one of two rows of a microbatch."""
@@ -51,8 +51,8 @@ def main(stop: Path, topology: Path | None) -> None:
     """Runs windows until a file exists."""
     cluster = ClusterConfig(dashboard=False, log_to_driver=False)
     scaling = ScalingConfig(num_devices=NUM_DEVICES)
-    model = partial(rehearsing, stages=[WAITS, WAITS], widths={(0, 1): WIDTH}, num_rows=2)
-    cut = Cut.of_sizes(layers_per_stage(2, [(0, 1)]), model().edges())
+    model = partial(rehearsing, stages=[[WAITS], [WAITS]], widths={(0, 1): WIDTH}, num_rows=2)
+    cut = Cut.of_sizes(layers_per_stage([1, 1], [(0, 1)]), model().edges())
     two_buffers = build("pipedream-2bw", ScheduleRequest(2, NUM_MICROBATCHES, UPDATES_PER_WINDOW, update_scope=UpdateScope.STAGE))
     schedule = late_updates(two_buffers)
     placement = Placement((((0, 0.5), (2, 0.5)), ((1, 0.5), (3, 0.5))))

@@ -124,6 +124,33 @@ def test_replicated_workers_equal_the_unsplit_model(
     assert result.plan.devices == tuple(f"{this_node()}/{number}" for number in range(sum(map(len, shares))))
 
 
+@pytest.mark.parametrize(("name", "replicas"), [("1f1b", 2), ("pipedream-2bw", 2), ("amdp-auto", 2)])
+def test_a_schedule_by_name_takes_replicas(tmp_path: Path, unsplit: Trained, name: str, replicas: int) -> None:
+    result = Trainer(
+        "raypipe.models.mlp:mlp",
+        model_options={"num_layers": NUM_LAYERS, "dtype": "float64"},
+        batches=rows,
+        schedule_config=ScheduleConfig(name=name, updates_per_window=5, num_microbatches=NUM_MICROBATCHES, microbatch_size=NUM_ROWS),
+        optimizer_config=OptimizerConfig(
+            learning_rate=RATE, final_learning_rate=RATE, warmup_updates=0, beta2=0.999, weight_decay=0.01, max_grad_norm=NORM
+        ),
+        scaling_config=ScalingConfig(num_devices=4, replicas=replicas),
+        run_config=RunConfig(name="test", storage_path=str(tmp_path / "runs"), num_updates=NUM_UPDATES),
+    ).fit()
+    assert [[replica.share for replica in worker] for worker in result.plan.workers] == [[0.5, 0.5]] * 2
+    node = this_node()
+    assert [[replica.device for replica in worker] for worker in result.plan.workers] == [
+        [f"{node}/0", f"{node}/1"],
+        [f"{node}/2", f"{node}/3"],
+    ]
+    if name == "1f1b":
+        assert result.losses == pytest.approx(unsplit.losses, abs=1e-10)
+        check_weights(result.checkpoint, unsplit)
+    else:  # late gradients
+        assert result.losses[0] == pytest.approx(unsplit.losses[0], abs=1e-10)
+        assert result.losses[-1] < result.losses[0]
+
+
 def test_replicas_that_run_forwards_again_equal_the_unsplit_model(tmp_path: Path, unsplit: Trained) -> None:
     schedule = recompute(build("zb-h1", ScheduleRequest(2, NUM_MICROBATCHES)), (0, 1))
     result = trainer(tmp_path, small_plan((HALVES, THIRDS), schedule)).fit()

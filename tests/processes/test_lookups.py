@@ -44,6 +44,16 @@ def test_rows_give_the_bits_of_whole_gradients(make: Make, name: str, num_pipeli
     assert max(rows.sum_bytes) < min(whole.sum_bytes)
 
 
+@pytest.mark.parametrize("copies", [2, 3])
+def test_rows_give_the_bits_of_whole_gradients_in_buckets(make: Make, copies: int) -> None:
+    rows, whole = (
+        over_tcp(pipeline(model, "1f1b", num_pipelines=1, copies=copies, buckets=3), make, prefix)
+        for model, prefix in ((table_gpt(), f"bucket-rows-{copies}"), (dense(table_gpt()), f"bucket-whole-{copies}"))
+    )
+    check_same_bits(rows, whole)
+    assert sum(rows.sum_bytes) < sum(whole.sum_bytes)
+
+
 @pytest.mark.parametrize("num_members", [2, 3, 4])
 @pytest.mark.parametrize("numel", [100, 10_007])
 def test_a_part_of_a_tensor_is_added_as_in_the_whole_tensor(make: Make, num_members: int, numel: int) -> None:

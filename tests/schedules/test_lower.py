@@ -250,9 +250,9 @@ def shared_by_two(worker: int, *, num_workers: int) -> Placement:
 @pytest.mark.parametrize(
     ("schedule", "placement"),
     [
-        (catalogue.build("chimera", ScheduleRequest(4, 4)), Placement.one_each(4)),
+        (catalogue.build("chimera", ScheduleRequest(4, 4)), Placement.even(4)),
         (catalogue.build("1f1b", ScheduleRequest(4, 4)), shared_by_two(1, num_workers=4)),
-        (catalogue.build("branch-aware", ScheduleRequest(2, 2, branches=(1, 1), coupled=True)), Placement.one_each(2)),
+        (catalogue.build("branch-aware", ScheduleRequest(2, 2, branches=(1, 1), coupled=True)), Placement.even(2)),
     ],
 )
 def test_rows_may_be_divided_elsewhere_than_where_the_loss_is_taken(schedule: Schedule, placement: Placement) -> None:
@@ -262,7 +262,7 @@ def test_rows_may_be_divided_elsewhere_than_where_the_loss_is_taken(schedule: Sc
 def test_parts_of_a_microbatch_are_refused_where_the_loss_needs_all_rows() -> None:
     schedule = catalogue.build("chimera-halving", ScheduleRequest(4, 4))
     with pytest.raises(ScheduleError, match=r"'chimera-halving' divides microbatch \d .* at stage 3, .* whole microbatches, such as 1f1b"):
-        check_whole_losses(schedule, Placement.one_each(4))
+        check_whole_losses(schedule, Placement.even(4))
 
 
 @pytest.mark.parametrize(("name", "num_chunks", "worker"), [("1f1b", 1, 3), ("chimera", 1, 0), ("zb-v", 2, 0)])

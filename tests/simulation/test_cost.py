@@ -16,7 +16,7 @@ from raypipe.schedules.ir import Op, OpKind, Schedule
 from raypipe.schedules.lower import Direction, Message
 from raypipe.schedules.passes import over_graph, shard_optimizer
 from raypipe.schedules.request import ScheduleRequest
-from raypipe.simulation.cost import Cost, StageCost
+from raypipe.simulation.cost import Cost, LayerCost, StageCost
 from raypipe.simulation.memory import activation_bytes, standing_bytes, working_bytes
 from raypipe.simulation.plan_cost import equal_stages, plan_cost
 from raypipe.simulation.simulator import simulate
@@ -228,8 +228,23 @@ def plan(profile: ModelProfile, topology: ClusterTopology, stages: tuple[tuple[i
 def test_a_stage_costs_what_its_layers_cost_scaled_to_the_microbatch() -> None:
     profile = ModelProfile(name="m", microbatch_size=2, layers=(layer("a", forward_s=1), layer("b", forward_s=3), layer("c", forward_s=5)))
     found = plan_cost(plan(profile, ClusterTopology.uniform(2), ((0, 1), (2,)), microbatch_size=4)).stages
-    assert found[0, 0] == StageCost(8, 16, 8, 0.0, 160, 160, 200, 400, gradient_bytes=200)
-    assert found[1, 1] == StageCost(10, 20, 10, 0.0, 80, 80, 100, 200, gradient_bytes=100)
+    layers = (LayerCost(100, 0, 4, 2), LayerCost(100, 0, 12, 6))
+    assert found[0, 0] == StageCost(8, 16, 8, 0.0, 160, 160, 200, 400, gradient_bytes=200, layers=layers)
+    (layer_c,) = found[1, 1].layers
+    assert found[1, 1] == StageCost(10, 20, 10, 0.0, 80, 80, 100, 200, gradient_bytes=100, layers=(layer_c,))
+    assert layer_c == LayerCost(100, 0, 20, 10)
+
+
+def test_a_bucket_has_the_bytes_of_its_layers_and_is_complete_when_the_backward_has_passed_them() -> None:
+    layers = (LayerCost(40, 30, 6.0, 2.0), LayerCost(0, 0, 1.0, 0.5), LayerCost(30, 0, 2.0, 1.0), LayerCost(30, 0, 1.0, 0.5))
+    stage = StageCost(5, 10, 4, parameter_bytes=100, untouched_bytes=30, layers=layers)
+    assert [stage.bucket_bytes(part, 2) for part in (1, 2)] == [60, 10]
+    assert stage.ready(OpKind.BACKWARD, 2) == pytest.approx([0.3, 1.0])
+    assert stage.ready(OpKind.WEIGHT_GRADIENT, 2) == pytest.approx([1.5 / 4, 1.0])
+    assert stage.bucket_bytes(0, 1) == 70
+    alike = replace(stage, layers=())
+    assert [alike.bucket_bytes(part, 2) for part in (1, 2)] == [35, 35]
+    assert alike.ready(OpKind.BACKWARD, 2) == [0.5, 1.0]
 
 
 def looked_up(name: str) -> LayerProfile:
