@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, pairwise
@@ -55,6 +55,7 @@ from raypipe.actors.execution.batches import FileSource
 from raypipe.actors.measure.layers import measure_layers
 from raypipe.actors.stage.layers import build_layer
 from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.analysis.idle import divide
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.artifacts.trace import Trace
@@ -148,10 +149,18 @@ TASKS = {"gpt": Task("gpt", (4, 4), 1.0), "ngram": Task("ngram", (3, 3), 2.0)}
 
 @dataclass(frozen=True)
 class Run:
-    """What a system did: seconds of an update far from the ends of the median window, and the loss of each update."""
+    """What a system did.
+
+    Attributes:
+        update_s: Seconds of an update far from the ends of the median window.
+        losses: Of each update.
+        exposed_s: Seconds in an update of that window that a device waits for transfers, by what they carry, in the mean over devices;
+            empty for torch, which does not tell.
+    """
 
     update_s: float
     losses: list[float]
+    exposed_s: Mapping[str, float] = field(default_factory=dict)
 
 
 # torch, in a process of each node
@@ -320,9 +329,13 @@ def train(machines: Cluster, config: Path) -> Run:
     """Return what a run of raypipe did."""
     done = machines.run([sys.executable, "-m", "raypipe", "train", str(config), "--json"], timeout_s=TIMEOUT_S)
     document = json.loads(done.stdout)
-    update_s = Trace.load(Path(document["path"]) / "trace.json").steady_update_s
-    assert update_s is not None, "windows have several updates"
-    return Run(update_s, document["losses"])
+    trace = Trace.load(Path(document["path"]) / "trace.json")
+    assert trace.steady_update_s is not None, "windows have several updates"
+    exposed_s: dict[str, float] = {}
+    for of_device in divide(trace).exposed_s:
+        for carried, seconds in of_device.items():
+            exposed_s[str(carried)] = exposed_s.get(str(carried), 0.0) + seconds / NUM_DEVICES / UPDATES_PER_WINDOW
+    return Run(trace.steady_update_s, document["losses"], exposed_s)
 
 
 def limit_ports(machines: Cluster, bytes_per_s: float) -> None:
@@ -392,10 +405,17 @@ class Trial:
             "bucket_trials_s": trials_s,
             "update_s": seconds,
             "over": {name: each.median / seconds["raypipe"].median for name, each in seconds.items() if name != "raypipe"},
+            "exposed_s": {name: mean_of([run.exposed_s for run in runs]) for name, runs in found.items()},
             "losses": losses,
             "losses_of_2bw_differ_by": spread([run.losses for name in two_buffers for run in found[name]]),
             "losses_of_1f1b_differ_by": spread([run.losses for name in {"b", "torch"} & set(found) for run in found[name]]),
         }
+
+
+def mean_of(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each key."""
+    keys = dict.fromkeys(key for each in values for key in each)
+    return {key: statistics.mean(each.get(key, 0.0) for each in values) for key in keys}
 
 
 def spread(runs: Sequence[Sequence[float]]) -> float:
@@ -420,6 +440,7 @@ def print_figures(figures: dict[str, Any], *, num_rounds: int) -> None:
             "ms": f"{1000 * each.median:.0f} +-{1000 * each.spread:.0f}",
             "over raypipe": f"{figures['over'].get(name, 1.0):.2f}",
             "over possible": f"{each.median / possible_s:.2f}",
+            "exposed ms": ", ".join(f"{key} {1000 * value:.0f}" for key, value in sorted(figures["exposed_s"][name].items())),
             "first and last loss": f"{figures['losses'][name][0]:.6f} {figures['losses'][name][-1]:.6f}",
         }
         for name, each in figures["update_s"].items()
