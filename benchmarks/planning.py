@@ -119,7 +119,9 @@ def compare(problem: Problem) -> dict[str, Any]:
     for planner in PLANNERS:
         began_s = time.perf_counter()
         try:
-            found = solve(LayoutEvaluator(regrouped(problem) if planner.name == "data-parallel" else problem), name=planner.name)
+            found = solve(
+                LayoutEvaluator(regrouped(problem) if planner.name in {"data-parallel", "ddp-overlap"} else problem), name=planner.name
+            )
             times[planner.name] = found.update_s
         except PlanError:
             times[planner.name] = None

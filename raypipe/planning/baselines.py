@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import permutations, product
+from itertools import permutations
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from raypipe.artifacts.cut import Cut
 from raypipe.planning.device_order import recursive
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
+from raypipe.planning.levels import dealt, node_pipelines, nodes_of
 from raypipe.planning.partition import Partition
 from raypipe.planning.problem import Devices, Floats, Problem
 
@@ -30,6 +31,28 @@ def data_parallel(estimator: Estimator) -> Iterator[Layout]:
     group = tuple(sorted(by_power[: problem.microbatch_size]))
     yield Layout((0, problem.num_layers), (group,), "gpipe")
     yield Layout((0, problem.num_layers), (group,), "1f1b")
+
+
+def overlapped_data_parallel(estimator: Estimator) -> Iterator[Layout]:
+    """Yield the whole model on all devices, on the most powerful half, quarter and so on, and on each kind of node's devices alone.
+
+    Sums of gradients overlap the last backward in buckets, as in PyTorch's DistributedDataParallel (Li et al., VLDB 2020).
+    """
+    problem = estimator.problem
+    by_power = sorted(range(problem.num_devices), key=lambda device: (-problem.powers[device], device))
+    count = min(problem.num_devices, problem.microbatch_size)
+    groups = []
+    while count:
+        groups.append(tuple(sorted(by_power[:count])))
+        count //= 2
+    groups += [devices[: problem.microbatch_size] for devices in nodes_of(problem)]
+    for group in dict.fromkeys(groups):
+        yield Layout((0, problem.num_layers), (group,), "1f1b")
+
+
+def node_pipeline(estimator: Estimator) -> Iterator[Layout]:
+    """Yield pipelines of one node a stage along greedy paths of the best links, with the layers dealt exactly."""
+    yield from node_pipelines(estimator, orders=("1f1b", "zb-h2"), divide=False)
 
 
 def equal_stages(order: str, estimator: Estimator) -> Iterator[Layout]:
@@ -71,12 +94,9 @@ class _Uniform:
         prefix = self.problem.trained_prefix
         return np.maximum(prefix[None, :] - prefix[:, None], 0.0)
 
-    @cached_property
-    def nodes(self) -> list[list[int]]:
-        members: list[list[int]] = [[] for _ in self.problem.topology.nodes]
-        for device, node in enumerate(self.problem.node_of):
-            members[node].append(device)
-        return [devices for devices in members if devices]
+    @property
+    def nodes(self) -> list[Devices]:
+        return nodes_of(self.problem)
 
     def bandwidth(self, *, within: bool) -> float:
         problem = self.problem
@@ -282,41 +302,22 @@ def metis(estimator: Estimator) -> Iterator[Layout]:
             if left or num_stages > problem.num_layers:
                 continue
             workers = tuple(order[start : start + size] for start in range(0, problem.num_devices, size))
-            cuts = _dealt(estimator, workers)
-            update_s = _metis_s(estimator, workers, cuts, within, between)
-            if math.isfinite(update_s):
+            cuts = dealt(estimator, workers, hops=False)
+            update_s = math.inf if cuts is None else _metis_s(estimator, workers, cuts, within, between)
+            if cuts is not None and math.isfinite(update_s):
                 candidates.append((update_s, Layout(cuts, workers, "1f1b")))
     if candidates:
         yield min(candidates, key=lambda candidate: candidate[0])[1]
 
 
 def _node_orders(problem: Problem, uniform: _Uniform) -> Iterator[Devices]:
-    kinds: dict[tuple[float, ...], list[list[int]]] = {}
+    kinds: dict[tuple[float, ...], list[Devices]] = {}
     for devices in uniform.nodes:
         kinds.setdefault(tuple(problem.powers[device] for device in devices), []).append(devices)
     for number, order in enumerate(permutations(kinds)):
         if number == _MOST_PERMUTATIONS:
             return
         yield tuple(device for kind in order for devices in kinds[kind] for device in devices)
-
-
-def _dealt(estimator: Estimator, workers: Sequence[Devices]) -> tuple[int, ...]:
-    num_layers = estimator.problem.num_layers
-    best = [0.0] + [math.inf] * num_layers
-    choices: list[list[int]] = []
-    for group in workers:
-        now, choice = [math.inf] * (num_layers + 1), [0] * (num_layers + 1)
-        for end, first in product(range(1, num_layers + 1), range(num_layers)):
-            if first < end and best[first] < math.inf:
-                value = max(best[first], sum(estimator.stage(group, first, end)[:2]))
-                if value < now[end]:
-                    now[end], choice[end] = value, first
-        choices.append(choice)
-        best = now
-    cuts = [num_layers]
-    for choice in reversed(choices):
-        cuts.append(choice[cuts[-1]])
-    return tuple(reversed(cuts))
 
 
 def _metis_s(estimator: Estimator, workers: Sequence[Devices], cuts: Sequence[int], within: float, between: float) -> float:

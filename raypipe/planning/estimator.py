@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from raypipe.planning.layout import Layout
-from raypipe.planning.problem import Devices, Problem
+from raypipe.planning.problem import Devices, Floats, Problem
 
 _WorkerRows = tuple[Devices, Sequence[int]]  # Devices of a worker, and the rows of each.
 
@@ -91,6 +91,28 @@ class Estimator:
         late_s = problem.late_sums.late_of(first, end, float(problem.sum_s(group, num_bytes)), backward_s) if len(group) > 1 else 0.0
         overhead_s = problem.overheads_s
         return StageSeconds(forward_s + overhead_s[0], backward_s + overhead_s[1], late_s)
+
+    @cached_property
+    def _runs_s(self) -> tuple[Floats, Floats]:
+        # Seconds of forwards and backwards at speed 1 by [kind, first layer, end].
+        prefix = self.problem.prefix_s
+        forward, backward = prefix[:, 0], prefix[:, 1:].sum(axis=1)
+        return forward[:, None, :] - forward[:, :, None], backward[:, None, :] - backward[:, :, None]
+
+    def runs_s(self, group: Devices) -> tuple[Floats, Floats] | None:
+        """Return the seconds of a microbatch's forward and backward on a worker for all runs of layers, by [first layer, end].
+
+        Infinite for no layers, and for the loss where the devices may not take it; `None` where the devices are more than rows.
+        """
+        problem = self.problem
+        factors = problem.factors(group)
+        if factors is None:
+            return None
+        forward_s, backward_s = (np.max([runs[kind] * factor for kind, factor in factors.items()], axis=0) for runs in self._runs_s)
+        forward_s[np.tril_indices(len(forward_s))] = np.inf
+        if not problem.may_take_loss(group):
+            forward_s[:, -1] = np.inf
+        return forward_s + problem.overheads_s[0], backward_s + problem.overheads_s[1]
 
     def missing_bytes(self, layout: Layout) -> float:
         """Return the bytes that the fullest device lacks, for one stage per worker."""

@@ -99,30 +99,20 @@ class Partition:
     def _stages(self) -> tuple[dict[Run, _Seconds], dict[Run, _Seconds] | None]:
         # By [first layer, end], an update with its sums; the same with forwards that run twice, where memory may demand it.
         problem = self.estimator.problem
-        size = problem.num_layers + 1
-        forward = problem.prefix_s[:, 0, None, :] - problem.prefix_s[:, 0, :, None]
-        backward = problem.prefix_s[:, 1:].sum(axis=1)
-        backward = backward[:, None, :] - backward[:, :, None]
         summed_bytes = problem.summed_prefix[None, :] - problem.summed_prefix[:, None]
-        empty = np.tril(np.ones((size, size), dtype=bool))
-        fixed_s = sum(problem.overheads_s)
         stages: dict[Run, _Seconds] = {}
         again: dict[Run, _Seconds] | None = {} if self.limited and problem.recompute else None
         for i in range(self.num_units):
             for j in range(i + 1, self.num_units + 1):
                 group = self.group(i, j)
-                factors = problem.factors(group)
-                if factors is None:
+                seconds = self.estimator.runs_s(group)
+                if seconds is None:
                     break
-                forward_s = np.max([forward[kind] * factor for kind, factor in factors.items()], axis=0)
-                backward_s = np.max([backward[kind] * factor for kind, factor in factors.items()], axis=0)
-                microbatch_s = forward_s + backward_s + fixed_s
+                forward_s, backward_s = seconds
+                microbatch_s = forward_s + backward_s
                 update_s = problem.num_microbatches * microbatch_s
                 if len(group) > 1:
                     update_s += problem.late_sums.late_s(np.asarray(problem.sum_s(group, summed_bytes)), backward_s)
-                microbatch_s[empty] = update_s[empty] = math.inf
-                if not problem.may_take_loss(group):
-                    microbatch_s[:, -1] = update_s[:, -1] = math.inf
                 stages[i, j] = (microbatch_s, update_s)
                 if again is not None:
                     again[i, j] = (microbatch_s + forward_s, update_s + problem.num_microbatches * forward_s)

@@ -34,6 +34,8 @@ PLANNERS: tuple[Planner, ...] = (
     Planner("raypipe", "exact programs over several device orders, annealing, simulation; any schedule", None),
     Planner("spp", "SPP as reconstructed: minimum cuts, dynamic program, list order (Luo et al., INFOCOM 2022)", baselines.spp),
     Planner("data-parallel", "the whole model on every device", baselines.data_parallel, quick=True),
+    Planner("ddp-overlap", "the whole model on the best of several sets of devices", baselines.overlapped_data_parallel, quick=True),
+    Planner("node-pipeline", "one node a stage along a path of good links", baselines.node_pipeline, quick=True),
     Planner("gpipe-equal", "equally many layers a device, in the given order, GPipe", partial(baselines.equal_stages, "gpipe"), quick=True),
     Planner("1f1b-equal", "equally many layers a device, in the given order, 1F1B", partial(baselines.equal_stages, "1f1b"), quick=True),
     Planner("pipedream", "PipeDream's planner, with a flush (Narayanan et al., SOSP 2019)", baselines.pipedream),

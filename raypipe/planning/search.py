@@ -66,7 +66,7 @@ class LayoutSearch:
         if not self._estimates:
             return None
         rng = random.Random(0)
-        starts = self.best_layouts(self.budget.num_starts)
+        starts = self._different(self.budget.num_starts)
         for start in starts:
             self._anneal(start, rng, self.budget.num_estimates // len(starts))
         return self._simulate()
@@ -111,6 +111,13 @@ class LayoutSearch:
             if len(by_workers) == count:
                 break
         return list(by_workers.values())
+
+    def _different(self, count: int) -> list[Layout]:
+        """Return layouts with the best estimates, those first that are best of all with as many devices on each worker."""
+        by_sizes: dict[tuple[int, ...], Layout] = {}
+        for layout in self._ranked():
+            by_sizes.setdefault(tuple(map(len, layout.workers)), layout)
+        return list(dict.fromkeys((*list(by_sizes.values())[: count // 2], *self.best_layouts(count))))[:count]
 
     def _ranked(self) -> list[Layout]:
         return sorted(self._estimates, key=lambda layout: (self._estimates[layout], str(layout)))
