@@ -17,12 +17,13 @@ from raypipe.actors.device_stages import WHOLE, DeviceStages
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.execution.executor import Executor, Window
 from raypipe.actors.execution.report import ChunkLog, WindowReport
+from raypipe.actors.execution.steps import AwaitStep, ReceiveStep
 from raypipe.actors.measure.flows import Flow, FlowConnection, Readings
 from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement, measure_layers, start_profiler
 from raypipe.actors.measure.links import Links
 from raypipe.actors.measure.memory import MemoryMeter, memory_meter
 from raypipe.actors.measure.metrics import StageMetrics
-from raypipe.actors.orders import BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status
+from raypipe.actors.orders import Awaited, BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.transport import cuda
@@ -115,7 +116,7 @@ class StageActor:
     def status(self) -> Status:
         """Return what this actor is doing, and for how long."""
         running, doing = self._running, self._activity.doing
-        awaited = self._executor.awaited if self._executor is not None else None
+        step = self._executor.awaited if self._executor is not None else None
         progress = running.progress if running is not None else ""
         return Status(
             device=self.identity.device,
@@ -123,8 +124,13 @@ class StageActor:
             since_s=self._activity.since_s,
             computes=bool(progress) and not progress.startswith("waiting"),
             failure=running.failure if running is not None else None,
-            awaited=(awaited.device, str(awaited.message)) if awaited is not None else None,
+            awaited=self._awaited(step) if step is not None else None,
         )
+
+    def _awaited(self, step: ReceiveStep | AwaitStep) -> Awaited:
+        if isinstance(step, ReceiveStep):
+            return Awaited((step.device,), str(step.message))
+        return Awaited(tuple(device for device in step.collective.devices if device != self.identity.device), str(step.collective))
 
     def read_clock(self) -> float:
         """Return the time by this node's clock, which windows begin by."""

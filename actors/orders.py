@@ -108,6 +108,14 @@ class LayerSize:
 
 
 @dataclass(frozen=True)
+class Awaited:
+    """A message or collective that a device waits for, in text, and the other devices that take part in it."""
+
+    devices: tuple[int, ...]
+    transfer: str
+
+
+@dataclass(frozen=True)
 class Status:
     """What an actor is doing.
 
@@ -115,7 +123,7 @@ class Status:
         since_s: Seconds since the actor began the call that it is in.
         computes: Whether it runs an Op of a window, and does not wait for another device.
         failure: Why its window cannot end, where the thread that runs it cannot say so itself.
-        awaited: Device and name of the message that it waits for, or waited for when its window failed.
+        awaited: The transfer that it waits for, or waited for when its window failed.
     """
 
     device: int
@@ -123,4 +131,4 @@ class Status:
     since_s: float
     computes: bool
     failure: RunError | None = None
-    awaited: tuple[int, str] | None = None
+    awaited: Awaited | None = None

@@ -93,8 +93,8 @@ class Executor:
         self.faults = faults or FaultScript()
         self.doing = "waiting to begin"
         """What the host does."""
-        self.receiving: ReceiveStep | None = None
-        """The wait for a message that the host is in, or in which the last window ended."""
+        self.waiting: ReceiveStep | AwaitStep | None = None
+        """The wait for a transfer that the host is in, or in which the last window ended."""
         self.abort_reason: str | None = None
         self.failure: RunError | None = None
         """An error that another thread has found, while the device may hold this one up."""
@@ -112,10 +112,10 @@ class Executor:
         return self.doing if step is None else step.doing
 
     @property
-    def awaited(self) -> ReceiveStep | None:
-        """The wait for a message that the device is in, or in which the last window ended. Called from another thread."""
-        step = self.clock.doing() or self.receiving
-        return step if isinstance(step, ReceiveStep) else None
+    def awaited(self) -> ReceiveStep | AwaitStep | None:
+        """The wait for a transfer that the device is in, or in which the last window ended. Called from another thread."""
+        step = self.clock.doing() or self.waiting
+        return step if isinstance(step, ReceiveStep | AwaitStep) else None
 
     def run(self, program: DeviceProgram, window: Window) -> WindowReport:
         """Run one window.
@@ -142,7 +142,7 @@ class Executor:
             weights.module.train(training)
             weights.begin_window()
         self.doing = "waiting to begin"
-        self.receiving = None
+        self.waiting = None
         with torch.set_grad_enabled(training):
             report = _WindowRun(self, program, bound, window).run(bound.steps)
         self.doing = "waiting for the last messages to leave"
@@ -294,14 +294,16 @@ class _WindowRun:
 
     def _receive(self, step: ReceiveStep) -> None:
         self.executor.doing = step.doing
-        self.executor.receiving = step
+        self.executor.waiting = step
         since = self.mark()
         self.mailbox.receive(step)
-        self.executor.receiving = None
+        self.executor.waiting = None
         self.note(step, since, self.mark(), step.num_bytes)
 
     def _await(self, step: AwaitStep) -> None:
         self.executor.doing = step.doing
+        self.executor.waiting = step
         since = self.mark()
         num_bytes = self.updates.finish(step.collective)
+        self.executor.waiting = None
         self.note(step, since, self.mark(), num_bytes)

@@ -34,14 +34,14 @@ class Member:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an actor did not answer."""
+    """Why an actor did not answer; `is_death` if its process is gone or silent."""
 
     error: RaypipeError
     is_death: bool = False
 
     @property
     def rank(self) -> int:
-        """Order from causes to consequences: deaths, raised errors, lost messages, aborts."""
+        """Order from causes to consequences: deaths and silence, raised errors, lost messages, aborts."""
         if self.is_death:
             return 0
         if isinstance(self.error, AbortedError):

@@ -31,6 +31,15 @@ _FOLLOW_S = 1.0
 _MOST_SILENCES = 10
 
 
+def waits_for(lost: str, statuses: Mapping[int, Status], *, names: Sequence[str]) -> list[str]:
+    """Return which devices wait for a transfer with a device that is gone or silent, and for which."""
+    return [
+        f"device {names[device]} waited for its {status.awaited.transfer}"
+        for device, status in statuses.items()
+        if status.awaited is not None and lost in {names[other] for other in status.awaited.devices}
+    ]
+
+
 def launch_stage_actors(slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[int, ...]], run: str, scaling: ScalingConfig) -> list[Any]:
     """Start a stage actor in each slot; return their handles before the actors are up."""
     # Concurrency groups can be named here only, not in `.options`.
@@ -131,7 +140,7 @@ class StageActors(ActorGroup):
             if isinstance(status, RayError):
                 return self._failure(status, device, task)
             if status is None:
-                return Failure(self._error(device, task, "does not answer", SILENCE_REMEDY))
+                return Failure(self._error(device, task, "does not answer", SILENCE_REMEDY), is_death=True)
             if status.failure is not None:
                 return Failure(status.failure)
             if is_late:
@@ -161,17 +170,14 @@ class StageActors(ActorGroup):
         first = min(failures, key=lambda one: one.rank)
         raise self._awaited_from(first.error) if first.is_death and isinstance(first.error, StageFailedError) else first.error
 
-    def _awaited_from(self, dead: StageFailedError) -> StageFailedError:
-        # A dead actor cannot say which Op it was at; what the others wait for it has not ended.
+    def _awaited_from(self, lost: StageFailedError) -> StageFailedError:
+        # An actor that is gone or silent cannot say which Op it was at; what the others wait for it has not ended.
         names = [member.slot.name for member in self.members]
-        others = {device: member for device, member in enumerate(self.members) if names[device] != dead.device}
-        waits = [
-            f"device {names[device]} waited for its {status.awaited[1]}"
-            for device, status in _statuses(others, timeout_s=1.0).items()
-            if isinstance(status, Status) and status.awaited is not None and names[status.awaited[0]] == dead.device
-        ]
-        problem = "; ".join([dead.problem, *waits])
-        return StageFailedError(dead.device, dead.stages, dead.node, dead.during, problem, dead.remedy)
+        others = {device: member for device, member in enumerate(self.members) if names[device] != lost.device}
+        statuses = _statuses(others, timeout_s=1.0)
+        known = {device: status for device, status in statuses.items() if isinstance(status, Status)}
+        problem = "; ".join([lost.problem, *waits_for(lost.device, known, names=names)])
+        return StageFailedError(lost.device, lost.stages, lost.node, lost.during, problem, lost.remedy)
 
     def _busy(self, timeout: TransportTimeoutError, task: str) -> list[Failure]:
         # What an actor computed while a message was overdue explains the wait of the others.

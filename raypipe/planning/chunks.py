@@ -58,11 +58,11 @@ def layouts(evaluator: LayoutEvaluator, workers: tuple[Devices, ...], order: str
 
 
 def _num_pipelines(order: str, num_workers: int) -> tuple[int, ...]:
-    # AMDP with fewer pipelines needs fewer copies of the weights.
+    # With fewer pipelines AMDP has fewer copies of the weights, to hold and to sum; with one it has none.
     if order not in {"amdp", "amdp-auto", "amdp-flush"}:
         return (0,)
-    halves = [number for number in (num_workers // 4, num_workers // 8, 2) if 1 < number < num_workers // 2]
-    return (0, *dict.fromkeys(halves))
+    fewer = [number for number in (num_workers // 4, num_workers // 8, 2, 1) if 0 < number < num_workers // 2]
+    return (0, *dict.fromkeys(fewer))
 
 
 def balanced(estimator: Estimator, workers: tuple[Devices, ...], schedule: Schedule) -> tuple[int, ...]:

@@ -107,9 +107,11 @@ class _Search:
         one_each = (tuple((device,) for group in top.workers for device in group) for top in tops)
         workers = list(dict.fromkeys([*one_each, *(top.workers for top in tops)]))
         others = self._of_one_stage(search) if schedule == AUTO else None
-        best_of: dict[str, Evaluation | None] = {}
+        # More pipelines have more sums, which late updates may hide: each number is compared with its transfers hidden.
+        best_of: dict[tuple[str, int], Evaluation | None] = {}
         for layout in self._of_several(several, overlapping, workers, tops):
-            best_of[layout.order] = better(best_of.get(layout.order), self._climbed(layout))
+            key = (layout.order, layout.num_pipelines)
+            best_of[key] = better(best_of.get(key), self._climbed(layout))
         for evaluation in best_of.values():
             others = better(others, with_hidden_transfers(evaluator, evaluation, most_steps=_LEAST_STEPS))
         # Single stages stand for a schedule that is asked for by name only as a way to its workers.

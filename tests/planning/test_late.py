@@ -84,3 +84,17 @@ def test_a_plan_has_them() -> None:
     trace = simulate(found)
     assert trace.steady_update_s is not None
     assert trace.steady_update_s < 1.05 * NUM_MICROBATCHES * 0.06
+
+
+@pytest.mark.parametrize(("sum_share", "num_pipelines"), [(0.0, 4), (0.25, 4), (0.5, 2), (1.0, 1)])
+def test_the_number_of_pipelines_follows_the_sums(sum_share: float, num_pipelines: int) -> None:
+    # Twelve layers on eight devices: the more pipelines, the better balanced, and the more copies to sum.
+    num_devices, num_layers, num_microbatches = 8, 12, 16
+    forward_s = 0.02 * num_devices / num_layers
+    parameter_bytes = round(sum_share * num_microbatches * 0.06 * BYTES_PER_S / 2 * num_devices / num_layers)
+    profile = ModelProfile.uniform(
+        num_layers, forward_s=forward_s, backward_s=2 * forward_s, output_bytes=1000, parameter_bytes=parameter_bytes
+    )
+    topology = ClusterTopology.uniform(num_devices, latency_s=1e-4, bandwidth_bytes_per_s=BYTES_PER_S, devices_per_node=1)
+    on_ring = Problem(profile, topology, num_microbatches, 1, updates_per_window=12, max_staleness=1, update_scope=UpdateScope.STAGE)
+    assert len(plan_problem(on_ring, schedule="amdp-auto").schedule.pipelines) == num_pipelines
