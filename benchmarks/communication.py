@@ -14,6 +14,8 @@ window; updates of a stage wait for that stage alone.
     a      pipedream-2bw, its sum awaited behind the last backward (Narayanan et al., ICML 2021, as implemented)
     a'     the same with each U where its version is first read: no classes, no chunks
     b      1F1B with a flush and the sum behind it
+    c      2BW and 1F1B as in a and b, with the sums in four buckets in the order in which they are complete, the first of them inside the
+           last backward, as DistributedDataParallel has it (simulated)
     raypipe  as a', messages before sums, sums in chunks by deadline, and as many forwards ahead at each hop as the search finds
 
 Ablations of raypipe, each with all of those before:
@@ -77,6 +79,7 @@ BACKWARD_S = 0.040
 LATENCY_S = 0.0001
 ROW_BYTES = 512
 NUM_UPDATES = 12
+_NUM_BUCKETS = 4
 CHUNKS_S = (0.003, 0.004, 0.005, 0.006, 0.008)
 """Where transfers repeat with a period, a few percent depend on how chunks fall into it: medians over these are told."""
 
@@ -242,6 +245,8 @@ def simulated(cell: Cell) -> dict[str, Any]:
         "a": _update_s(dense, two_buffers, plain),
         "a'": _update_s(dense, late_updates(two_buffers), plain),
         "b": _update_s(dense, flushed, plain),
+        "c 2bw": _update_s(dense, two_buffers, plain, num_buckets=_NUM_BUCKETS),
+        "c 1f1b": _update_s(dense, flushed, plain, num_buckets=_NUM_BUCKETS),
         "dense": _searched(dense)[1] if cell.touched_bytes else searched_s,
         "turns": _in_turns_s(cell, late_updates(two_buffers)),
         "raypipe": searched_s,
@@ -262,6 +267,7 @@ def simulated(cell: Cell) -> dict[str, Any]:
         "over_a": seconds["a"] / ours,
         "over_b": seconds["b"] / ours,
         "over_a_late": seconds["a'"] / ours,
+        "over_c": [seconds["c 2bw"] / ours, seconds["c 1f1b"] / ours],
         "over_dense": seconds["dense"] / ours,
         "possible_a": seconds["a"] / possible_s,
         "possible_b": seconds["b"] / possible_s,
@@ -368,10 +374,15 @@ def _in_turns_s(cell: Cell, schedule: Schedule, *, across_peers: bool = True, sl
     return statistics.median(_update_s(cell, schedule, policy) for policy in policies)
 
 
-def _update_s(cell: Cell, schedule: Schedule, communication: Communication, overheads: Overheads | None = None) -> float:
+def _update_s(
+    cell: Cell, schedule: Schedule, communication: Communication, overheads: Overheads | None = None, *, num_buckets: int = 1
+) -> float:
     plan = cell.plan(schedule)
     cost = replace(plan_cost(plan), communication=communication, overheads=overheads or Overheads())
-    return time_order(CompiledOrder(lower(plan.schedule, plan.placement)), cost).steady_update_s
+    if num_buckets > 1:  # a stage of many layers alike, not of one
+        cost = replace(cost, stages={place: replace(stage, layers=()) for place, stage in cost.stages.items()})
+    programs = lower(plan.schedule, plan.placement, buckets=[num_buckets] * cell.num_stages)
+    return time_order(CompiledOrder(programs), cost).steady_update_s
 
 
 def _rehearse_all(cells: list[Cell], options: argparse.Namespace) -> None:
