@@ -62,6 +62,19 @@ def sum_time(pattern: Pattern, nodes: Sequence[Hashable], path: PathOf) -> SumTi
     return SumTime(_latency_s(pattern, path), s_per_byte)
 
 
+def ring_time(nodes: Sequence[Hashable], path: PathOf) -> SumTime:
+    """Return `sum_time` of the ring in the order of the members, in less time."""
+    num_members = len(nodes)
+    hops = [Hop(member, (member + 1) % num_members) for member in range(num_members)]
+    phase_s = _phase_s(dict.fromkeys(hops, (num_members - 1) / num_members), nodes, path)
+    latencies_s = [path(*hop).latency_s for hop in hops]
+    if num_members > MOST_MESHED:
+        return SumTime(2 * (num_members - 1) * max(latencies_s), 2 * phase_s)
+    # Each slice goes twice around the circle, but for two hops in a row.
+    left_out_s = min(one + other for one, other in zip(latencies_s, [*latencies_s[1:], *latencies_s[:1]], strict=True))
+    return SumTime(2 * math.fsum(latencies_s) - left_out_s, 2 * phase_s)
+
+
 def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf) -> float:
     links: Counter[str] = Counter()
     senders: Counter[tuple[int, bool]] = Counter()

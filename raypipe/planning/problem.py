@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
-from raypipe.communication.pattern_choice import LEAST_GAIN, MOST_MESHED, SumTime, sum_times
+from raypipe.communication.pattern_choice import LEAST_GAIN, MOST_MESHED, SumTime, ring_time, sum_times
 from raypipe.errors import PlanError
 from raypipe.planning.late_sums import LateSums
 from raypipe.schedules.ir import UpdateScope
@@ -340,11 +340,16 @@ class Problem:
     def _times_of(self, group: Devices) -> tuple[SumTime, ...]:
         times = self._sum_times.get(group)
         if times is None:
-            # Groups whose pairs have equal paths have equal times.
-            alike = self.block_of[np.ix_(group, group)].tobytes() if len(group) <= MOST_MESHED else group
-            times = self._sum_times.get(alike)
-            if times is None:
-                nodes = [self.node_of[device] for device in group]
-                times = sum_times(nodes, lambda source, target: self.path(group[source], group[target]))
-            self._sum_times[group] = self._sum_times[alike] = times
+            times = (ring_time(*self._paths_of(group)),)
+            if 2 < len(group) <= MOST_MESHED:
+                # In another order only the ring in that order differs, and groups whose pairs have equal paths have equal times.
+                members = tuple(sorted(group))
+                alike = self.block_of[np.ix_(members, members)].tobytes()
+                if alike not in self._sum_times:
+                    self._sum_times[alike] = sum_times(*self._paths_of(members))
+                times += self._sum_times[alike]
+            self._sum_times[group] = times
         return times
+
+    def _paths_of(self, group: Devices) -> tuple[list[int], Callable[[int, int], Path]]:
+        return [self.node_of[device] for device in group], lambda source, target: self.path(group[source], group[target])

@@ -32,9 +32,9 @@ _POOL = 6  # Number of simulated layouts around which the search continues.
 class SearchBudget:
     """Numbers of layouts that annealing estimates, that are simulated, and from which annealing starts."""
 
-    num_estimates: int = 24_000
+    num_estimates: int = 48_000
     num_simulations: int = 240
-    num_starts: int = 12
+    num_starts: int = 24
 
     @classmethod
     def usual(cls, num_devices: int, *, effort: float = 1.0) -> SearchBudget:
@@ -120,7 +120,7 @@ class LayoutSearch:
         by_sizes: dict[tuple[int, ...], Layout] = {}
         for layout in self._ranked():
             by_sizes.setdefault(tuple(map(len, layout.workers)), layout)
-        return list(dict.fromkeys((*list(by_sizes.values())[: count // 2], *self.best_layouts(count))))[:count]
+        return list(dict.fromkeys((*list(by_sizes.values())[: 3 * count // 4], *self.best_layouts(count))))[:count]
 
     def _ranked(self) -> list[Layout]:
         return sorted(self._estimates, key=lambda layout: (self._estimates[layout], str(layout)))

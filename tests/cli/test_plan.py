@@ -81,7 +81,17 @@ def test_a_plan_explains_itself(run: Run, inputs: tuple[object, ...]) -> None:
 
 def test_all_planners_are_compared(run: Run, inputs: tuple[object, ...]) -> None:
     figures = run("plan", *inputs, "--microbatches", 8, *QUICK, "--compare", "--json").document
-    assert set(figures["compared"]) == {"spp", "data-parallel", "gpipe-equal", "1f1b-equal", "pipedream", "dapple", "metis"}
+    assert set(figures["compared"]) == {
+        "spp",
+        "data-parallel",
+        "ddp-overlap",
+        "node-pipeline",
+        "gpipe-equal",
+        "1f1b-equal",
+        "pipedream",
+        "dapple",
+        "metis",
+    }
     assert all(other["update_s"] >= figures["update_s"] * (1 - 1e-9) for other in figures["compared"].values() if "update_s" in other)
     shown = run("plan", *inputs, "--microbatches", 8, *QUICK, "--compare").out
     assert "over this plan's" in shown

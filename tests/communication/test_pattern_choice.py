@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Sequence
 
 import pytest
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
-from raypipe.communication.pattern_choice import MOST_MESHED, PathOf, best_pattern, candidates, sum_pattern, sum_time
+from raypipe.communication.pattern_choice import MOST_MESHED, LinkPath, PathOf, best_pattern, candidates, ring_time, sum_pattern, sum_time
 from raypipe.communication.patterns import Pattern, direct, ring
 
 RATE = 25e6
@@ -110,3 +112,19 @@ def test_a_large_group_has_its_ring() -> None:
     assert chosen(topology) == ring(range(count))
     nodes, path = members_of(topology, [device.name for device in topology.devices])
     assert sum_time(ring(range(count)), nodes, path).latency_s == pytest.approx(2 * (count - 1) * LATENCY_S)
+
+
+@pytest.mark.parametrize("num_members", [2, 3, 4, 7])
+def test_the_time_of_a_ring_is_that_of_its_pattern(num_members: int) -> None:
+    rng = random.Random(num_members)
+    slow = {(a, b): RATE * rng.uniform(0.1, 1.0) for a, b in itertools.combinations(range(num_members), 2)}
+    topology = cluster(num_members, slow=slow, ports={0: RATE / 3})
+    members = [device.name for device in topology.devices]
+    nodes = [name.split("/")[0] for name in members]
+
+    def path(source: int, target: int) -> LinkPath:
+        return topology.path(members[source], members[target])
+
+    found, expected = ring_time(nodes, path), sum_time(ring(range(num_members)), nodes, path)
+    assert found.latency_s == pytest.approx(expected.latency_s)
+    assert found.s_per_byte == pytest.approx(expected.s_per_byte)
