@@ -61,7 +61,9 @@ def fit(round_trips: Iterable[RoundTrip], *, link: str) -> LinkFit:
         raise measured_as_zero(link, f"{sizes[-1]} bytes took {took_s[-1]:.3g} s")
     # The smallest tell of the latency; in the largest it drowns.
     latency_s = max(took_s[0] - sizes[0] * s_per_byte, 0.0) / 2
-    residual = max(abs(took / (2 * latency_s + size * s_per_byte) - 1) for size, took in zip(sizes, took_s, strict=True))
+    fitted_s = [2 * latency_s + size * s_per_byte for size in sizes]
+    # Nothing is fitted for an empty message where the bytes take all of the time.
+    residual = max(abs(took / fitted - 1) for fitted, took in zip(fitted_s, took_s, strict=True) if fitted)
     return LinkFit(latency_s, 1 / s_per_byte, residual, num_round_trips, num_bytes)
 
 

@@ -17,6 +17,7 @@ from raypipe.models.waiting import waiting
 from raypipe.schedules.catalogue import build
 from raypipe.schedules.ir import UpdateScope
 from raypipe.schedules.request import ScheduleRequest
+from tests.multinode.adapting_run import Settings
 from tests.multinode.cluster import Cluster
 from tests.multinode.exchanging_run import MODEL, NUM_MICROBATCHES, NUM_ROWS, WIDTH
 from tests.multinode.network import NetworkError
@@ -88,7 +89,8 @@ def port_falls(machines: Cluster, folder: Path, *, part: float) -> Reacted:
         fallen.append(int(plan.topology.node_of(plan.devices[1]).name.removeprefix("node")))
         set_port(machines, fallen[0], part * PORT)
 
-    command = ["tests.multinode.adapting_run", str(folder / "topology.yaml"), str(folder), str(_ENOUGH), str(WINDOW), "auto"]
+    settings = Settings(num_updates=_ENOUGH, updates_per_window=WINDOW)
+    command = settings.command(folder / "topology.yaml", folder)[2:]
     try:
         seconds = _run(machines, command, fall)
     finally:

@@ -64,3 +64,10 @@ def test_a_link_that_carries_nothing_is_named() -> None:
 def test_a_link_from_which_nothing_came_back_is_named() -> None:
     with pytest.raises(RunError, match="link a -> b: 0 messages came back"):
         fit([], link="a -> b")
+
+
+def test_an_empty_message_that_took_no_time_is_no_error() -> None:
+    found = fit([RoundTrip(0, 0.0), RoundTrip(1000, 0.1)], link="a -> b")
+    assert found.latency_s == 0.0
+    assert found.bandwidth_bytes_per_s == pytest.approx(10_000)
+    assert found.residual == pytest.approx(0.0)
