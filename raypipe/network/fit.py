@@ -57,6 +57,8 @@ def fit(round_trips: Iterable[RoundTrip], *, link: str) -> LinkFit:
     s_per_byte = _slope(sizes, took_s)
     if s_per_byte <= 0:  # so fast that noise hides the bytes: all of the time may be theirs
         s_per_byte = took_s[-1] / sizes[-1]
+    if s_per_byte <= 0:
+        raise RunError(f"link {link}: {sizes[-1]} bytes seem to take no time, so the clocks or the probe are wrong; probe it again")
     if not s_per_byte * LEAST_BYTES_PER_S < 1:
         raise measured_as_zero(link, f"{sizes[-1]} bytes took {took_s[-1]:.3g} s")
     # The smallest tell of the latency; in the largest it drowns.

@@ -66,6 +66,11 @@ def test_a_link_from_which_nothing_came_back_is_named() -> None:
         fit([], link="a -> b")
 
 
+def test_a_link_whose_messages_take_no_time_is_named() -> None:
+    with pytest.raises(RunError, match="link a -> b: 1000 bytes seem to take no time"):
+        fit([RoundTrip(10, 0.0), RoundTrip(1000, 0.0)], link="a -> b")
+
+
 def test_an_empty_message_that_took_no_time_is_no_error() -> None:
     found = fit([RoundTrip(0, 0.0), RoundTrip(1000, 0.1)], link="a -> b")
     assert found.latency_s == 0.0
