@@ -33,7 +33,7 @@ class SearchBudget:
     """Numbers of layouts that annealing estimates, that are simulated, and from which annealing starts."""
 
     num_estimates: int = 48_000
-    num_simulations: int = 240
+    num_simulations: int = 320
     num_starts: int = 24
 
     @classmethod
