@@ -29,8 +29,7 @@ from rounds import print_table, write_json
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs and clusters are those of the tests
 
 from tests.multinode import reacting
-from tests.multinode.cluster import cluster
-from tests.multinode.ports import PORT, set_port
+from tests.multinode.ports import nodes_with_ports
 from tests.planning import reaction
 from tests.planning.reaction import PlanRun, Reaction, StageRun
 
@@ -61,9 +60,7 @@ def changes_at_constant_rates() -> dict[str, int]:
 def on_nodes() -> dict[str, reacting.Reacted]:
     """What real runs make of each change."""
     found: dict[str, reacting.Reacted] = {}
-    with cluster(nodes=4, cpus_per_node=2) as machines:
-        for node in range(4):
-            set_port(machines, node, PORT)
+    with nodes_with_ports(cpus_per_node=2) as machines:
         for exact in (False, True):
             with tempfile.TemporaryDirectory() as folder:
                 found[f"wire, {'exact' if exact else 'free'}"] = reacting.wire_falls(machines, Path(folder), exact=exact)

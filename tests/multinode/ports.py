@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink, SharedLink
+from tests.multinode.cluster import Cluster, cluster
 from tests.multinode.network import Network
 
 PORT = 25e6
 """Bytes per second that leave a node, and that enter it."""
 GOODPUT = 0.992
 """Of a wire's bytes, those that are not headers of Ethernet, IP and TCP, with packets of 9,000 bytes."""
+
+
+@contextmanager
+def nodes_with_ports(*, cpus_per_node: int) -> Iterator[Cluster]:
+    """Yields a Ray cluster of such nodes."""
+    with cluster(nodes=4, cpus_per_node=cpus_per_node) as machines:
+        for node in range(4):
+            set_port(machines, node, PORT)
+        yield machines
 
 
 def set_port(machines: Network, node: int, bytes_per_s: float) -> None:

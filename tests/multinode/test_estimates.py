@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.multinode.cluster import Cluster, cluster
-from tests.multinode.ports import GOODPUT, PORT, set_port, topology
+from tests.multinode.cluster import Cluster
+from tests.multinode.ports import GOODPUT, PORT, nodes_with_ports, set_port, topology
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -23,9 +23,7 @@ MESSAGES = {(0, 1), (1, 0), (2, 3), (3, 2)}
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[Cluster]:
-    with cluster(nodes=4, cpus_per_node=1) as machines:
-        for node in range(4):
-            set_port(machines, node, PORT)
+    with nodes_with_ports(cpus_per_node=1) as machines:
         yield machines
 
 

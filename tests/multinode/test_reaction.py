@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.multinode import reacting
-from tests.multinode.cluster import Cluster, cluster
-from tests.multinode.ports import PORT, set_port
+from tests.multinode.cluster import Cluster
+from tests.multinode.ports import nodes_with_ports
 from tests.multinode.reacting import FALL_AFTER, WINDOW
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -19,9 +19,7 @@ WITHIN_TWO_WINDOWS = {FALL_AFTER + WINDOW, FALL_AFTER + 2 * WINDOW}
 
 @pytest.fixture(scope="module")
 def ports() -> Iterator[Cluster]:
-    with cluster(nodes=4, cpus_per_node=2) as machines:
-        for node in range(4):
-            set_port(machines, node, PORT)
+    with nodes_with_ports(cpus_per_node=2) as machines:
         yield machines
 
 
