@@ -437,5 +437,5 @@ def test_a_relay_keeps_the_rate(net: Network) -> None:
     try:
         carries(net, 2, (3, 100))
     finally:
-        net.set_rates(None)
+        net.set_rate(2, 3, None)
         net.set_delay(2, 3, None)
