@@ -54,7 +54,7 @@ def random_problem(
         )
     if room is not None:
         kept = [(1 + STATE_BYTES_PER_PARAMETER_BYTE) * layer.parameter_bytes for layer in layers]
-        memory_bytes = round(max(room * sum(kept), max(kept)) + 2 * num_microbatches * 3 * MB)
+        memory_bytes = round(max(room * sum(kept), *kept) + 2 * num_microbatches * 3 * MB)
     nodes = tuple(
         Node(name=f"node{number}", devices=(Device(f"device{number}", "cpu", memory_bytes, rng.choice(speeds)),))
         for number in range(num_devices)
