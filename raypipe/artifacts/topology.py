@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -238,6 +238,38 @@ class ClusterTopology:
         if path is None:
             path = self._paths[key] = self._find_path(source, target)
         return path
+
+    @cached_property
+    def islands(self) -> tuple[tuple[str, ...], ...]:
+        """Return the sets of devices that links join both ways, directly or over other devices; each in the order of the file."""
+        if self.default_link is not None:
+            return (tuple(self._locations),)
+        parents = {name: name for name in self._locations}
+
+        def root(name: str) -> str:
+            while parents[name] != name:
+                parents[name] = name = parents[parents[name]]
+            return name
+
+        def join(names: Sequence[str]) -> None:
+            for name in names[1:]:
+                parents[root(name)] = root(names[0])
+
+        def devices(name: str) -> list[str]:
+            return [name] if name in self._locations else [device.name for device in self._nodes_by_name[name].devices]
+
+        for node in self.nodes:
+            if node.link is not None:
+                join([device.name for device in node.devices])
+        for source, target in self._links_by_pair:
+            one, other = devices(source), devices(target)
+            # A link of a device may lead back where that of its node has led there.
+            if one and other and self.reach(other[0], one[0]).exists:
+                join([*one, *other])
+        found: dict[str, list[str]] = {}
+        for name in self._locations:
+            found.setdefault(root(name), []).append(name)
+        return tuple(map(tuple, found.values()))
 
     @cached_property
     def digest(self) -> str:
