@@ -428,6 +428,8 @@ class ClusterTopology:
         """Return the bandwidth of a link's wire, and of the shared links on top of it."""
         wire, link = hop
         limits = {"->".join(wire): link.bandwidth_bytes_per_s or math.inf}
+        if not self.shared_links:
+            return limits
         shared = (shared for pair in product(starts, ends) for shared in self._shared_by_pair.get(pair, ()))
         return limits | {each.name: each.bandwidth_bytes_per_s for each in shared}
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raypipe.communication.buckets import num_buckets
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Floats, Problem
 
@@ -49,6 +50,7 @@ class Estimator:
 
     problem: Problem
     _channels: dict[tuple[Devices, Devices], Channel] = field(default_factory=dict, repr=False)
+    _vectors: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     _stages: dict[tuple[Devices, int, int], StageSeconds] = field(default_factory=dict, repr=False)
 
     def channel(self, source: Devices, target: Devices) -> Channel:
@@ -149,9 +151,19 @@ class Estimator:
         # The last microbatch also needs working memory for a moment.
         working = problem.working_peaks[first:end].max() - problem.saved_prefix[first]
         needed = kept * (held - 1) + max(saved, working)
+        # Where a sum starts, the gradients of its bucket are copied into a vector; activations are gone then.
+        vector = self.vector_bytes(first, end) if len(group) > 1 else 0.0
         for share, limit in problem.demands(group):
-            most = max(most, standing + needed * share - limit)
+            most = max(most, standing + max(needed * share, vector) - limit)
         return float(most)
+
+    def vector_bytes(self, first: int, end: int) -> float:
+        """Return the bytes of the vector in which copies of the layers first..end-1 sum a bucket of their gradients."""
+        num_bytes = self._vectors.get((first, end))
+        if num_bytes is None:
+            trained = tuple(layer.trained_bytes for layer in self.problem.profile.layers[first:end])
+            num_bytes = self._vectors[first, end] = sum(trained) / num_buckets(trained)
+        return num_bytes
 
     def estimate_s(self, layout: Layout) -> float:
         """Return the seconds of one update, for one pipeline, one stage per worker and whole backwards."""

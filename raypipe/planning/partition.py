@@ -159,6 +159,16 @@ class Partition:
             needed[first, first + 1 :] = np.maximum.accumulate(peaks[first:]) - saved[first]
         return needed
 
+    @cached_property
+    def _vectors(self) -> Floats:
+        """Bytes of the vector in which copies of a stage sum their gradients, by [first layer, end]."""
+        size = self.estimator.problem.num_layers + 1
+        vectors = np.zeros((size, size))
+        for first in range(size):
+            for end in range(first + 1, size):
+                vectors[first, end] = self.estimator.vector_bytes(first, end)
+        return vectors
+
     def _fits(self, i: int, j: int, held: int, *, recomputed: bool) -> Stages:
         """Return for each first layer the largest end that fits on the units i..j-1 with `held` activations in flight."""
         ends = self._fitting.get((i, j, held, recomputed))
@@ -171,9 +181,10 @@ class Partition:
             needed = kept * (held - 1) + np.maximum(saved, self._working)
             fits = np.ones_like(standing, dtype=bool)
             for share, limit in problem.demands(group):
-                fits &= standing + needed * share <= limit
-            # What is longer needs more.
-            ends = self._fitting[i, j, held, recomputed] = fits.sum(axis=1) - 1
+                most = np.maximum(needed * share, self._vectors) if len(group) > 1 else needed * share
+                fits &= standing + most <= limit
+            # What is longer needs more, but for one bucket where a stage begins to have more of them: those few stages are left out.
+            ends = self._fitting[i, j, held, recomputed] = np.logical_and.accumulate(fits, axis=1).sum(axis=1) - 1
         return ends
 
     def least_bottleneck(self, schedule: str = "1f1b") -> list[Bottleneck]:

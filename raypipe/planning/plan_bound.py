@@ -234,8 +234,8 @@ class _Bounds:
                 if devices not in seen:
                     seen.add(devices)
                     yield devices
-            if len(seen) > _MOST_BORDERS:
-                return
+                    if len(seen) > _MOST_BORDERS:
+                        return
 
     def _across_s(self, side: Devices) -> float:
         """Return the least seconds of an update, given what crosses the border of a set of devices.

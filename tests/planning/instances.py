@@ -81,7 +81,8 @@ def _joining(links: tuple[Link, ...], num_devices: int, missing: float, rng: ran
     for link in links:
         kept.setdefault(frozenset((link.source, link.target)), []).append(link)
     for pair in rng.sample(list(kept), round(missing * len(kept))):
-        graph = nx.Graph(tuple(other) for other in kept if other != pair)
+        graph: nx.Graph[str] = nx.Graph()
+        graph.add_edges_from((min(other), max(other)) for other in kept if other != pair)
         if len(graph) == num_devices and nx.is_connected(graph):
             del kept[pair]
     return tuple(link for of_pair in kept.values() for link in of_pair)
