@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.artifacts.plan import Plan, Predicted, Replica
 from raypipe.communication.patterns import Pattern
+from raypipe.errors import NoLinkError
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache, layout_schedule, window_updates
@@ -78,7 +79,7 @@ class LayoutEvaluator:
         self.estimator = Estimator(self.problem)
 
     def simulate(self, layout: Layout) -> Evaluation | None:
-        """Return the simulated layout; `None` where its schedule is refused.
+        """Return the simulated layout; `None` where its schedule is refused, or devices would communicate that have no link.
 
         If it is open which forwards run again: those that the estimate says, or all if that is not enough. Updates do not wait where that
         takes memory that is lacking.
@@ -95,7 +96,13 @@ class LayoutEvaluator:
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
         """Simulate a layout that states which forwards run again; `None` where its schedule is refused."""
         compiled = self.schedules.compiled(self.problem, layout)
-        return None if compiled is None else self._timed(layout, *compiled)
+        if compiled is None:
+            return None
+        try:
+            return self._timed(layout, *compiled)
+        except NoLinkError as error:
+            self.schedules.unlinked = str(error)
+            return None
 
     def _timed(self, layout: Layout, schedule: Schedule, order: CompiledOrder) -> Evaluation:
         problem, workers = self.problem, layout.placement(self.problem)
