@@ -124,6 +124,8 @@ class Cost:
         communication: How transfers share links.
         nodes: Node of each device; where left out, each device has its own.
         patterns: Patterns of sums by members; of others, the one with which a run begins.
+        transfers_block: Whether a device does nothing else while a message passes that it sends or receives, and takes one in only once it
+            waits for it. raypipe's own actors do not block; runtimes that send and receive in the stream of the computation do.
     """
 
     devices: tuple[str, ...]
@@ -138,6 +140,7 @@ class Cost:
     communication: Communication = field(default_factory=Communication)
     nodes: tuple[str, ...] = ()
     patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
+    transfers_block: bool = False
 
     def compute_s(self, device: int, ops: tuple[Op, ...], shares: tuple[float, ...] = ()) -> float:
         """Return the seconds of a slot alone on its cores; `shares` of the rows by Op, all by default."""
