@@ -6,15 +6,16 @@ The runs are Sailor's (`data/measured_clusters`, SOURCE.txt there). Each becomes
 microbatches in 1F1B, which raypipe lowers and simulates as any other. What was different from raypipe's own actors is part of the plan
 and of the cost: gradients are summed behind the last backward, in a ring, and messages block, as in DeepSpeed's pipeline engine.
 
-One constant is fitted, for the cluster of GH200 nodes: the share of the measured rates between nodes that messages and sums reach, 1
-over a whole number. Least squares of the relative error on every second run say which, and the others are judged; then the other way
-round. *share* is that of the half that a run is not in. Runs of `--runs` are judged with the share that is fitted on all of the folder's.
+One constant per cluster is fitted: the share of the measured rates between nodes that messages and sums reach, 1 over a whole number.
+Least squares of the relative error on every second run say which, and the others are judged; then the other way round. *share* is that
+of the half that a run is not in. Runs of `--runs` are judged with the share that is fitted on all of the folder's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,8 +39,6 @@ from raypipe.simulation.simulator import Timing, time_order
 DATA = Path(__file__).parent / "data" / "measured_clusters"
 SHARES = tuple(1 / part for part in range(1, 9))
 """Shares of the measured rates that are tried."""
-FITTED = ("clariden",)
-"""Clusters whose share is fitted. In the other one 1 Gbit/s binds, which NCCL reaches."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +149,7 @@ def error(run: Run, rate_share: float) -> float:
 
 
 def fitted_share(runs: Sequence[Run]) -> float:
-    """The share that fits some runs of one cluster best; 1 where it is not fitted."""
-    if not runs or runs[0].cluster not in FITTED:
-        return 1.0
+    """The share that fits some runs of one cluster best; 1 without runs."""
     return min(SHARES, key=lambda share: sum(error(run, share) ** 2 for run in runs))
 
 
@@ -198,25 +195,24 @@ def row(found: dict[str, Any]) -> dict[str, str]:
 
 def mean_error(results: Sequence[dict[str, Any]], key: str = "error") -> float:
     """The mean absolute relative error."""
-    return statistics.fmean(abs(found[key]) for found in results if found[key] is not None)
+    errors = [abs(found[key]) for found in results if found[key] is not None]
+    return statistics.fmean(errors) if errors else math.nan
 
 
 def summarise(results: Sequence[dict[str, Any]]) -> None:
-    """Prints mean absolute errors of all and by cluster, and those of sums and memory."""
-    clusters = dict.fromkeys(found["name"].partition("/")[0] for found in results)
-    for place in ("", *clusters):
+    """Prints mean absolute errors of iterations, sums and memory, of all runs and by cluster."""
+    for place in ("", *dict.fromkeys(found["name"].partition("/")[0] for found in results)):
         chosen = [found for found in results if found["name"].startswith(place)]
-        with_sums = [found for found in chosen if found["predicted"]["gradient_reduction_s"]]
         print(
-            f"{place or 'all'}: mean absolute error of the iteration {mean_error(chosen):.1%}"
-            + (f" (Sailor's {mean_error(chosen, 'sailor_error'):.1%})" if any(found["sailor_s"] for found in chosen) else "")
-            + f", memory predicted / measured {_mean_ratio(chosen, 'max_memory_bytes'):.2f}"
-            + (f", sum predicted / measured {_mean_ratio(with_sums, 'gradient_reduction_s'):.2f}" if with_sums else "")
+            f"{place or 'all'}: mean absolute error of the iteration {mean_error(chosen):.1%} "
+            f"(Sailor's {mean_error(chosen, 'sailor_error'):.1%}), "
+            f"of sums {_mean_error_of(chosen, 'gradient_reduction_s'):.0%}, of memory {_mean_error_of(chosen, 'max_memory_bytes'):.0%}"
         )
 
 
-def _mean_ratio(results: Sequence[dict[str, Any]], key: str) -> float:
-    return statistics.geometric_mean(found["predicted"][key] / found["measured"][key] for found in results)
+def _mean_error_of(results: Sequence[dict[str, Any]], key: str) -> float:
+    pairs = [(found["predicted"][key], found["measured"][key]) for found in results if found["predicted"][key]]
+    return statistics.fmean(abs(predicted / measured - 1) for predicted, measured in pairs) if pairs else math.nan
 
 
 def read_runs(data: SailorData, path: Path) -> list[Run]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from measured_clusters import DATA, Run, cross_fitted, error, judged, main, mean_error, read_runs
+from measured_clusters import DATA, Run, cross_fitted, error, fitted_share, judged, main, mean_error, read_runs
 
 from raypipe.profiling.sailor import SailorData
 from raypipe.simulation.simulator import simulate
@@ -48,3 +48,9 @@ def test_other_runs_are_judged_with_what_is_fitted_on_all(tmp_path: Path, monkey
     run = Run.of(DATA_OF_SAILOR, entries[0])
     assert found["predicted"]["iteration_s"] == run.simulated(found["rate_share"]).iteration_s
     assert (found["name"], found["sailor_error"]) == (replace(run, sailor_s=None).name, None)
+
+
+def test_sums_alone_and_messages_alone_show_the_same_share_of_the_rates() -> None:
+    runs = [run for run in RUNS.values() if run.cluster == "clariden"]
+    assert fitted_share([run for run in runs if len(run.groups) == 1]) == 0.25
+    assert fitted_share([run for run in runs if len(run.groups) > 1]) == 0.25
