@@ -28,6 +28,7 @@ from rounds import print_table, write_json
 from raypipe.artifacts.cut import Cut
 from raypipe.artifacts.plan import Plan, Replica
 from raypipe.artifacts.profile import ModelProfile
+from raypipe.artifacts.topology import ClusterTopology
 from raypipe.communication.patterns import ring
 from raypipe.profiling.sailor import GpuNode, SailorData
 from raypipe.schedule_registry import build_schedule
@@ -48,6 +49,11 @@ class Figures:
     iteration_s: float
     gradient_reduction_s: float
     max_memory_bytes: float
+
+
+def kind_of(group: GpuNode) -> str:
+    """The kind of device that a group is."""
+    return f"{group.gpu}x{group.num_gpus}"
 
 
 @dataclass(frozen=True)
@@ -85,24 +91,28 @@ class Run:
         """The cluster that it ran on."""
         return self.name.partition("/")[0]
 
-    @property
-    def tensor_parallel(self) -> int:
-        """GPUs of a group, the same number in all."""
-        degrees = {group.num_gpus for stage in self.groups for group in stage}
-        if len(degrees) > 1:
-            raise SystemExit(f"{self.name} has groups of {sorted(degrees)} GPUs; a profile has layers divided by one degree")
-        return degrees.pop()
-
     @cached_property
     def profile(self) -> ModelProfile:
-        """The layers on one group of GPUs."""
-        gpu = self.groups[0][0].gpu
-        return self.data.profile(self.model, microbatch_size=self.microbatch_size, tensor_parallel=self.tensor_parallel, gpu=gpu)
+        """The layers, with the times of each kind of group; sizes are those of the first group's degree."""
+        kinds = {kind_of(group): self._profile_on(group).device_kinds[group.gpu] for stage in self.groups for group in stage}
+        return replace(self._profile_on(self.groups[0][0]), device_kinds=kinds)
+
+    def _profile_on(self, group: GpuNode) -> ModelProfile:
+        return self.data.profile(self.model, microbatch_size=self.microbatch_size, tensor_parallel=group.num_gpus, gpu=group.gpu)
+
+    def topology(self, rate_share: float) -> ClusterTopology:
+        """The groups, a node each, where links reach a share of their measured rates."""
+        groups = [group for stage in self.groups for group in stage]
+        found = self.data.topology(groups, tensor_parallel=None, rate_share=rate_share, name=self.cluster)
+        nodes = (
+            replace(node, devices=tuple(replace(device, kind=kind_of(group)) for device in node.devices))
+            for node, group in zip(found.nodes, groups, strict=True)
+        )
+        return replace(found, nodes=tuple(nodes))
 
     def plan(self, rate_share: float) -> Plan:
         """The run as a plan; a stage's groups share the rows of a microbatch, each those of one microbatch of its own."""
-        nodes = [group for stage in self.groups for group in stage]
-        topology = self.data.topology(nodes, tensor_parallel=self.tensor_parallel, rate_share=rate_share, name=self.cluster)
+        topology = self.topology(rate_share)
         rows = self.microbatch_size * len(self.groups[0])
         schedule = build_schedule("1f1b", len(self.groups), self.global_batch_size // rows)
         names = iter(device.name for device in topology.devices)
@@ -130,7 +140,9 @@ def _simulated(run: Run, rate_share: float) -> Figures:
     cost = plan_cost(plan)
     patterns = {members: ring(range(len(members))) for members in {collective.devices for collective in order.collectives}}
     timing = time_order(order, replace(cost, patterns=patterns, transfers_block=True))
-    return Figures(timing.makespan_s, _sum_s(timing), max(timing.peak_memory_bytes) / run.tensor_parallel)
+    gpus = [group.num_gpus for stage in run.groups for group in stage]
+    peaks = [peak / count for peak, count in zip(timing.peak_memory_bytes, gpus, strict=True)]
+    return Figures(timing.makespan_s, _sum_s(timing), max(peaks))
 
 
 def _sum_s(timing: Timing) -> float:

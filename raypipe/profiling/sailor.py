@@ -195,7 +195,7 @@ class SailorData:
         )
 
     def topology(
-        self, nodes: Sequence[GpuNode], *, tensor_parallel: int = 1, rate_share: float = 1.0, name: str = "sailor"
+        self, nodes: Sequence[GpuNode], *, tensor_parallel: int | None = 1, rate_share: float = 1.0, name: str = "sailor"
     ) -> ClusterTopology:
         """Return the cluster of some nodes, one device for each group of `tensor_parallel` GPUs.
 
@@ -204,7 +204,7 @@ class SailorData:
 
         Args:
             nodes: Nodes in the order in which their devices are counted.
-            tensor_parallel: GPUs of a group; divides those of each node.
+            tensor_parallel: GPUs of a group; divides those of each node. None for all of a node.
             rate_share: Share of the measured rates that links have.
             name: Name of the cluster.
 
@@ -214,11 +214,14 @@ class SailorData:
         """
         if not rate_share > 0:
             raise InputError(f"rate_share: expected a number above 0, got {rate_share}")
-        made = tuple(self._node(f"node{number}", node, tensor_parallel, rate_share) for number, node in enumerate(nodes))
+        degrees = [tensor_parallel or node.num_gpus for node in nodes]
+        made = tuple(
+            self._node(f"node{at}", node, degree, rate_share) for at, (node, degree) in enumerate(zip(nodes, degrees, strict=True))
+        )
         links: list[Link] = []
         shared: list[SharedLink] = []
-        for (a, one), (b, other) in itertools.permutations(zip(made, nodes, strict=True), 2):
-            latency_s, rate = self.between(one, other, tensor_parallel).line
+        for (a, one, here), (b, other, there) in itertools.permutations(zip(made, nodes, degrees, strict=True), 2):
+            latency_s, rate = self._between_gpus(one, other, here, there).line
             is_alone = len(a.devices) == len(b.devices) == 1
             ends = [(a.name, b.name)] if is_alone else itertools.product(*([device.name for device in node.devices] for node in (a, b)))
             links += [

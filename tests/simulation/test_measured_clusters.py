@@ -29,7 +29,7 @@ def test_a_run_becomes_a_plan_with_its_stages_groups_and_rows() -> None:
     assert [len(stage) for stage in plan.stages] == [12, 14]
     assert [[replica.share for replica in worker] for worker in plan.workers] == [[0.5, 0.5]] * 2
     assert (plan.microbatch_size, plan.schedule.num_microbatches) == (4, 64)
-    assert [plan.topology.device(name).kind for name in plan.devices] == ["RTX-3090", "RTX-2080", "Titan-RTX", "RTX-2080"]
+    assert [plan.topology.device(name).kind for name in plan.devices] == ["RTX-3090x8", "RTX-2080x8", "Titan-RTXx8", "RTX-2080x8"]
     assert simulate(plan).makespan_s < RUNS["mit/N4/N4_D2"].simulated().iteration_s  # where messages do not block
 
 
@@ -54,3 +54,14 @@ def test_sums_alone_and_messages_alone_show_the_same_share_of_the_rates() -> Non
     runs = [run for run in RUNS.values() if run.cluster == "clariden"]
     assert fitted_share([run for run in runs if len(run.groups) == 1]) == 0.25
     assert fitted_share([run for run in runs if len(run.groups) > 1]) == 0.25
+
+
+def test_groups_of_a_run_may_have_different_numbers_of_gpus() -> None:
+    entry = next(entry for entry in json.loads((DATA / "runs.json").read_text()) if entry["name"] == "mit/N2/N2_D1")
+    wider = [[group | {"tensor_parallel": 8} for group in stage] if at else stage for at, stage in enumerate(entry["groups"])]
+    run = Run.of(DATA_OF_SAILOR, entry | {"groups": wider})
+    plan = run.plan(1.0)
+    assert [plan.topology.device(name).kind for name in plan.devices] == ["RTX-3090x2", "Titan-RTXx8"]
+    eight = DATA_OF_SAILOR.profile("OPT-350", microbatch_size=2, tensor_parallel=8)
+    assert plan.profile.device_kinds["Titan-RTXx8"] == eight.device_kinds["Titan-RTX"]
+    assert run.simulated().iteration_s < RUNS["mit/N2/N2_D1"].simulated().iteration_s
