@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +12,7 @@ from raypipe.cli.options import COUNT, SECONDS, check_output, example, json_opti
 from raypipe.cli.screen import console, notice, print_json
 from raypipe.config import ClusterConfig
 from raypipe.network.probe_budget import Budget
+from raypipe.profiling.sailor import SailorData, parse_nodes
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import shared_words
 from raypipe.units import counted, ratio, seconds, size
@@ -19,7 +22,16 @@ if TYPE_CHECKING:
     from raypipe.network.fit import LinkFit
 
 
-@click.command(epilog=example("raypipe probe -o topology.yaml", "raypipe probe --address 10.0.0.1:6379 --budget-s 20 --json"))
+_SAILOR = ("nodes", "tensor_parallel")
+
+
+@click.command(
+    epilog=example(
+        "raypipe probe -o topology.yaml",
+        "raypipe probe --address 10.0.0.1:6379 --budget-s 20 --json",
+        "raypipe probe --from-sailor measured --nodes 'GH-96x4@us-central1-a*8' --tensor-parallel 4 -o topology.yaml",
+    )
+)
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="File to write the description of the cluster to (.yaml).")
 @click.option(
     "--address", help="Address of a running Ray cluster.  [default: the environment's RAY_ADDRESS, else a local cluster is started]"
@@ -31,8 +43,15 @@ if TYPE_CHECKING:
 @click.option("--devices-per-node", type=COUNT, help="Largest number of devices to describe on each node.  [default: all]")
 @click.option("--use-gpu", is_flag=True, help="Measure GPUs and the links between them in place of CPU slots.")
 @click.option("--timeout-s", type=SECONDS, default=60.0, help="Seconds to wait for the measuring processes to start.")
+@click.option(
+    "--from-sailor", type=click.Path(), metavar="FOLDER", help="Take the links of this folder of Sailor's in place of a measurement."
+)
+@click.option("--nodes", metavar="GPUxGPUS@ZONE*NODES,...", help="With --from-sailor, kind of GPU, GPUs a node, zone and number of nodes.")
+@click.option("--tensor-parallel", type=COUNT, default=1, help="With --from-sailor, number of GPUs that are one device together.")
 @json_option
+@click.pass_context
 def probe(
+    context: click.Context,
     *,
     output: str | None,
     address: str | None,
@@ -41,14 +60,22 @@ def probe(
     devices_per_node: int | None,
     use_gpu: bool,
     timeout_s: float,
+    from_sailor: str | None,
+    nodes: str | None,
+    tensor_parallel: int,
     as_json: bool,
 ) -> None:
     """Measure the running cluster: latency and bandwidth of every link, what links share, and how far clocks are apart.
 
     Messages go over the transports that training uses. Keep the cluster quiet meanwhile. What is written with -o can be planned and
-    simulated with.
+    simulated with. What Sailor measured of GPUs and clouds is read with --from-sailor.
     """
     check_output(output)
+    _check_options(context)
+    if from_sailor is not None:
+        assert nodes is not None, "checked with the options"
+        _convert(from_sailor, nodes, tensor_parallel, output, as_json=as_json)
+        return
     from raypipe.cluster.prober import probe as measure  # noqa: PLC0415  # loads ray and torch
 
     found = measure(
@@ -67,6 +94,53 @@ def probe(
     _print(found, report)
     if output:
         console().print(f"\nwritten to {output}", soft_wrap=True)
+
+
+def _check_options(context: click.Context) -> None:
+    params = context.params
+    sailor = params["from_sailor"] is not None
+    if sailor and params["nodes"] is None:
+        raise click.UsageError("--from-sailor needs --nodes: its files have the links of many kinds of nodes", context)
+    allowed = {"output", "as_json", "from_sailor", *_SAILOR} if sailor else {name for name in params if name not in _SAILOR}
+    for parameter in context.command.params:
+        given = parameter.name and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+        if given and parameter.name not in allowed:
+            of_what = "a measurement" if sailor else "--from-sailor"
+            raise click.UsageError(f"{max(parameter.opts, key=len)} can be used with {of_what} only", context)
+
+
+def _convert(folder: str, nodes: str, tensor_parallel: int, output: str | None, *, as_json: bool) -> None:
+    data, listed = SailorData(Path(folder)), parse_nodes(nodes)
+    topology = data.topology(listed, tensor_parallel=tensor_parallel)
+    if output:
+        topology.save(output)
+    pairs = [(one, other) for one, other in itertools.product(dict.fromkeys(listed), repeat=2) if one != other or listed.count(one) > 1]
+    links = [
+        Report(
+            Figure("from", f"{one.gpu} {one.zone}", "from"),
+            Figure("to", f"{other.gpu} {other.zone}", "to"),
+            Figure("latency_s", curve.line[0], "latency", seconds),
+            Figure("bandwidth_bytes_per_s", curve.line[1], "bandwidth", _rate),
+            Figure("error", curve.error, "largest\nerror", ratio),
+        )
+        for one, other in pairs
+        for curve in [data.between(one, other, tensor_parallel)]
+    ]
+    report = Report(
+        Figure("name", topology.name),
+        Figure("digest", topology.digest),
+        Figure("num_devices", topology.num_devices),
+        Figure("links", links),
+    )
+    if as_json:
+        print_json(report.document())
+        return
+    screen = console()
+    screen.print(f"{counted(len(listed), 'node')}, {counted(topology.num_devices, 'device')}", style="bold")
+    if links:
+        screen.print(rows_table(links, left=2))
+    if output:
+        screen.print(f"\nwritten to {output}", soft_wrap=True)
 
 
 def _print(found: Probed, report: Report) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -15,8 +16,9 @@ from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_
 from raypipe.cli.screen import console, notice, print_json
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
-from raypipe.profiling.linearize import Chain, linearize
+from raypipe.profiling.linearize import Chain, finer_chains, linearize
 from raypipe.profiling.pipedream import WEIGHT_GRAD_SHARE, read_pipedream
+from raypipe.profiling.sailor import SailorData
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import layer_report
 from raypipe.units import counted, ratio, seconds, size
@@ -26,9 +28,13 @@ if TYPE_CHECKING:
 
 _LARGE_SPREAD = 0.1
 _LARGE_SHARE = 0.01  # layers that take less of the model's time may vary as they like
-# Options that only a measurement, or only a file of PipeDream's, has a use for.
-_MEASURING = ("overrides", "device_kinds", "address", "repeats", "passes", "at_once")
-_READING = ("microbatch_size", "weight_grad_share", "name")
+_MUCH_SHORTER = 0.8  # part of its length that the longest layer should have in another chain, to be worth a word
+# Options that only some sources of a profile have a use for.
+_SOURCES = {
+    "a measurement": ("overrides", "device_kinds", "address", "repeats", "passes", "at_once"),
+    "--from-pipedream": ("microbatch_size", "weight_grad_share", "name"),
+    "--from-sailor": ("microbatch_size", "weight_grad_share", "name", "model", "tensor_parallel", "gpu"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class _Result:
         "raypipe profile examples/gpt_python_stdlib.yaml -o profile.json",
         "raypipe profile config.yaml --device-kinds cpu-fast=10.0.0.1,cpu-slow=10.0.0.3 -o profile.json",
         "raypipe profile --from-pipedream vgg16.graph.txt --microbatch-size 128 --chain -o profile.json",
+        "raypipe profile --from-sailor measured --model OPT-350 --microbatch-size 8 --tensor-parallel 4 -o profile.json",
     )
 )
 @click.argument("config", required=False, type=click.Path())
@@ -73,14 +80,26 @@ class _Result:
 @click.option(
     "--from-pipedream", type=click.Path(), metavar="FILE", help="Convert this profile of PipeDream (graph.txt) in place of a measurement."
 )
-@click.option("--microbatch-size", type=COUNT, help="Number of rows in the microbatch that PipeDream measured; its file does not say.")
+@click.option(
+    "--from-sailor", type=click.Path(), metavar="FOLDER", help="Convert a profile of this folder of Sailor's in place of a measurement."
+)
+@click.option(
+    "--microbatch-size",
+    type=COUNT,
+    help="Number of rows in the microbatch that was measured: PipeDream's file does not say it, Sailor's have several.",
+)
 @click.option(
     "--weight-grad-share",
     type=FiniteRange(0, 1),
     default=WEIGHT_GRAD_SHARE,
-    help="With --from-pipedream, share of the backward that computes the gradient of the weights, in operators with weights.",
+    help="Of a converted profile, share of the backward that computes the gradient of the weights, in layers with weights.",
 )
-@click.option("--name", help="With --from-pipedream, name of the profile.  [default: name of the file]")
+@click.option("--name", help="Name of a converted profile.  [default: name of the file or the model]")
+@click.option("--model", help="With --from-sailor, name of the model in its files.")
+@click.option("--tensor-parallel", type=COUNT, default=1, help="With --from-sailor, number of GPUs that are one device together.")
+@click.option(
+    "--gpu", help="With --from-sailor, kind of GPU whose times the layers have; others are kept beside them.  [default: the first measured]"
+)
 @click.option("--chain", is_flag=True, help="Merge parallel branches, so that the layers are a chain.")
 @click.option("--max-crossing", type=COUNT, default=1, help="With --chain, largest number of tensors between two layers of the chain.")
 @json_option
@@ -97,9 +116,13 @@ def profile(
     passes: int,
     at_once: int,
     from_pipedream: str | None,
+    from_sailor: str | None,
     microbatch_size: int | None,
     weight_grad_share: float,
     name: str | None,
+    model: str | None,
+    tensor_parallel: int,
+    gpu: str | None,
     chain: bool,
     max_crossing: int,
     as_json: bool,
@@ -107,15 +130,28 @@ def profile(
     """Measure what each layer of a model costs: times, and bytes passed on, kept and held as weights.
 
     CONFIG is the YAML file of a training run. A device of its Ray cluster builds one layer after the other and runs it with a
-    microbatch, so that no device needs to hold the model. A profile of PipeDream's is read with --from-pipedream.
+    microbatch, so that no device needs to hold the model. Profiles of PipeDream and Sailor are read with --from-pipedream and
+    --from-sailor.
     """
-    _check_options(context, config, from_pipedream, microbatch_size)
+    _check_options(context, config)
     output_suffix(output, "json")
     check_output(output, config, from_pipedream)
     most = max_crossing if chain else None
     if from_pipedream is not None:
         assert microbatch_size is not None, "checked with the options"
         read = read_pipedream(from_pipedream, microbatch_size=microbatch_size, weight_grad_share=weight_grad_share, name=name)
+        result = _result(read, most)
+    elif from_sailor is not None:
+        assert microbatch_size is not None, "checked with the options"
+        assert model is not None, "checked with the options"
+        read = SailorData(Path(from_sailor)).profile(
+            model,
+            microbatch_size=microbatch_size,
+            tensor_parallel=tensor_parallel,
+            gpu=gpu,
+            weight_grad_share=weight_grad_share,
+            name=name,
+        )
         result = _result(read, most)
     else:
         assert config is not None, "checked with the options"
@@ -130,20 +166,29 @@ def profile(
         click.echo(f"warning: {warning}", err=True)
 
 
-def _check_options(context: click.Context, config: str | None, from_pipedream: str | None, microbatch_size: int | None) -> None:
-    if (config is None) == (from_pipedream is None):
-        raise click.UsageError("give either CONFIG, to measure its model, or --from-pipedream FILE", context)
-    if from_pipedream is not None and microbatch_size is None:
-        raise click.UsageError("--from-pipedream needs --microbatch-size: the file does not tell the rows of its microbatch", context)
-    unused = {*(_MEASURING if config is None else _READING), *(() if context.params["chain"] else ("max_crossing",))}
-    given = [
-        max(parameter.opts, key=len)
+def _check_options(context: click.Context, config: str | None) -> None:
+    params = context.params
+    sources = [config, params["from_pipedream"], params["from_sailor"]]
+    if sum(source is not None for source in sources) != 1:
+        problem = "give either CONFIG, to measure its model, or --from-pipedream FILE, or --from-sailor FOLDER"
+        raise click.UsageError(problem, context)
+    chosen = next(name for name, source in zip(_SOURCES, sources, strict=True) if source is not None)
+    if config is None and params["microbatch_size"] is None:
+        raise click.UsageError(f"{chosen} needs --microbatch-size: the number of rows in the microbatch that was measured", context)
+    if params["from_sailor"] is not None and params["model"] is None:
+        raise click.UsageError("--from-sailor needs --model: its files have several models", context)
+    given = {
+        parameter.name: max(parameter.opts, key=len)
         for parameter in context.command.params
-        if parameter.name in unused and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
-    ]
-    if given:
-        of_what = "--chain" if given == ["--max-crossing"] else "a measurement" if config is None else "--from-pipedream"
-        raise click.UsageError(f"{', '.join(given)} can be used with {of_what} only", context)
+        if parameter.name and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+    }
+    if "max_crossing" in given and not params["chain"]:
+        raise click.UsageError("--max-crossing can be used with --chain only", context)
+    of_sources = dict.fromkeys(name for names in _SOURCES.values() for name in names)
+    for option in of_sources:
+        if option in given and option not in _SOURCES[chosen]:
+            having = " or ".join(source for source, names in _SOURCES.items() if option in names)
+            raise click.UsageError(f"{given[option]} can be used with {having} only", context)
 
 
 def _configured(config: str, overrides: Sequence[str], address: str | None, *, as_json: bool) -> TrainConfig:
@@ -160,7 +205,21 @@ def _result(profile: ModelProfile, max_tensors: int | None, kinds: tuple[Measure
     if max_tensors is None:
         return _Result(profile, None, kinds, tuple(kind.spreads for kind in kinds), warnings)
     chain = linearize(profile, max_tensors=max_tensors)
-    return _Result(chain.profile, chain, kinds, tuple(kind.merged_spreads(chain.members) for kind in kinds), warnings)
+    coarse = _coarse(profile, chain, max_tensors)
+    return _Result(chain.profile, chain, kinds, tuple(kind.merged_spreads(chain.members) for kind in kinds), (*warnings, *coarse))
+
+
+def _coarse(profile: ModelProfile, chain: Chain, max_tensors: int) -> list[str]:
+    """Say that a chain keeps few devices busy, where another one would keep more."""
+    finer = finer_chains(profile, chain, max_tensors=max_tensors)
+    if not finer or min(other.longest_share for other in finer.values()) > _MUCH_SHORTER * chain.longest_share:
+        return []
+    others = [f"{number}: {counted(other.profile.num_layers, 'layer')}, {ratio(other.longest_share)}" for number, other in finer.items()]
+    return [
+        f"the longest of the {counted(chain.profile.num_layers, 'layer')} of this chain takes {ratio(chain.longest_share)} of the time, "
+        f"so that a pipeline is at most {1 / chain.longest_share:.3g} times as fast as one device; more places to cut, "
+        f"with --max-crossing {'; '.join(others)}"
+    ]
 
 
 def _measured(

@@ -126,6 +126,8 @@ class Cost:
         path: Returns the path between two devices, by number; of infinite latency where they cannot communicate.
         nodes: Node of each device; where left out, each device has its own.
         patterns: Patterns of sums by members; of others, the one with which a run begins.
+        transfers_block: Whether a device does nothing else while a message passes that it sends or receives, and takes one in only once it
+            waits for it. raypipe's own actors do not block; runtimes that send and receive in the stream of the computation do.
     """
 
     devices: tuple[str, ...]
@@ -140,6 +142,7 @@ class Cost:
     communication: Communication = field(default_factory=Communication)
     nodes: tuple[str, ...] = ()
     patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
+    transfers_block: bool = False
 
     def link(self, source: int, target: int) -> Path:
         """Return the path that a transfer between two devices takes, or raise `NoLinkError` where there is none."""

@@ -51,6 +51,7 @@ class EventLoop:
     def __init__(self, order: CompiledOrder, cost: Cost) -> None:
         self.order = order
         self.cost = cost
+        self.blocking = cost.transfers_block
         num_programs = len(order.programs)
         self.starts: list[list[float]] = [[] for _ in range(num_programs)]
         self.ends: list[list[float]] = [[] for _ in range(num_programs)]
@@ -117,6 +118,7 @@ class EventLoop:
         kinds, numbers = self.order.kinds[program], self.order.numbers[program]
         starts, ends, arrival_s, heap, durations_s = self.starts[program], self.ends[program], self.arrival_s, self.heap, self.durations_s
         transfers, transfer_of = self.transfers, self.order.transfer_of
+        blocking = self.blocking
         shared = self.group_of.get(program)
         head, length = self.heads[program], len(kinds)
         while head < length:
@@ -144,9 +146,10 @@ class EventLoop:
                     self.message_waiter[number] = program
                     self.since_s[program] = now_s
                     break
-                if arrival > now_s:
-                    self.waits[program].append((number, -1, now_s, arrival))
-                    now_s = arrival
+                if arrival > now_s or blocking:
+                    here_s = max(arrival, now_s + transfers[transfer_of[number]].transfer_s) if blocking else arrival
+                    self.waits[program].append((number, -1, now_s, here_s))
+                    now_s = here_s
                     now_s += transfers[transfer_of[number]].recv_s
                 elif recv_s := transfers[transfer_of[number]].recv_s:
                     now_s += recv_s
@@ -155,6 +158,8 @@ class EventLoop:
             elif kind == SEND:
                 self._send(number, now_s)
                 send_s = transfers[transfer_of[number]].send_s
+                if blocking:
+                    send_s += max(self.departure_s[number] - now_s, 0.0) + transfers[transfer_of[number]].transfer_s
                 if not send_s:
                     continue
                 now_s += send_s
@@ -202,6 +207,8 @@ class EventLoop:
         program = self.message_waiter[number]
         if program >= 0:
             since_s = self.since_s[program]
+            if self.blocking:
+                arrival = max(arrival, since_s + transfer.transfer_s)
             if arrival > since_s:
                 self.waits[program].append((number, -1, since_s, arrival))
             self._push(arrival + transfer.recv_s, program)

@@ -166,7 +166,7 @@ def test_the_command_writes_a_chain_when_asked_to(tmp_path: Path, capsys: pytest
         (["--from-pipedream", "graph.txt"], "--from-pipedream needs --microbatch-size"),
         (["--from-pipedream", "graph.txt", "--microbatch-size", "1"], "graph.txt: there is no such file"),
         (["--from-pipedream", "graph.txt", "--microbatch-size", "1", "--repeats", "9"], "--repeats can be used with a measurement only"),
-        (["config.yaml", "--weight-grad-share", "0.4"], "--weight-grad-share can be used with --from-pipedream only"),
+        (["config.yaml", "--weight-grad-share", "0.4"], "--weight-grad-share can be used with --from-pipedream or --from-sailor only"),
         (["config.yaml", "--max-crossing", "2"], "--max-crossing can be used with --chain only"),
         (["config.yaml", "-o", "profile.yaml"], "let it end with .json"),
         (["config.yaml", "-o", "no/such/folder/profile.json"], "its folder does not exist"),

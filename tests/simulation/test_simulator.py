@@ -586,3 +586,31 @@ def test_devices_pay_for_each_op_and_message() -> None:
     assert computed[1, "1F0"] == [2.125, 3.25]
     assert computed[1, "1F1"] == [4.25, 5.375]
     assert computed[1, "1B0"][1] - computed[1, "1B0"][0] == 2.25
+
+
+# Transfers that block
+
+
+def test_transfers_that_block_take_time_of_both_ends() -> None:
+    # The last device takes in an activation, computes F and B, and sends the gradient: 0.5 + 3 + 0.5 a microbatch, but the first
+    # activation arrives while it waits, at 1.5. Its last gradient is followed by the last backward of the first device, and the norm.
+    schedule = build("1f1b", 2, 4)
+    cost = replace(equal_stages(schedule, latency_s=0.5), transfers_block=True)
+    assert run(schedule, cost).makespan_s == pytest.approx(1.5 + 3 + 3 * 4 + 0.5 + 2 + 0.5)
+
+
+@given(st.integers(1, 6), st.integers(1, 8), st.floats(0.0, 2.0))
+def test_transfers_that_block_are_never_quicker(devices: int, microbatches: int, transfer_s: float) -> None:
+    schedule = build("1f1b", devices, microbatches)
+    order, cost = CompiledOrder(lower(schedule)), equal_stages(schedule, latency_s=transfer_s)
+    free, blocked = (time_order(order, replace(cost, transfers_block=block)) for block in (False, True))
+    assert blocked.makespan_s >= free.makespan_s - 1e-9
+    if not transfer_s:
+        assert blocked.ends == free.ends
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "interleaved", "chimera", "dualpipe"])
+def test_transfers_that_block_deadlock_in_no_order(name: str) -> None:
+    schedule = build(name, 4, 8)
+    order, cost = CompiledOrder(lower(schedule)), equal_stages(schedule, latency_s=0.3)
+    assert time_order(order, replace(cost, transfers_block=True)).makespan_s > time_order(order, cost).makespan_s
