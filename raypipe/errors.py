@@ -9,6 +9,7 @@
     |   |-- ScheduleError
     |   |-- UnknownNameError
     |   `-- PlanError
+    |       `-- NoLinkError
     `-- RunError (RuntimeError)           exit code 1
         |-- TransportError
         |   `-- TransportTimeoutError
@@ -83,6 +84,10 @@ class UnknownNameError(InputError):
 
 class PlanError(InputError):
     """A plan, its stages, its devices or the model do not fit together."""
+
+
+class NoLinkError(PlanError):
+    """Two devices that would communicate have no link."""
 
 
 class RunError(RaypipeError, RuntimeError):

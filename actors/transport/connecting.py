@@ -128,7 +128,7 @@ class Connector:
         groups = [members for kind, members in self._sets if kind is _Kind.GROUP]
         ends = {*chain(*channels, *groups)}
         if (device := rendezvous.device) in ends:
-            peers = {*chain(*(members for members in channels if device in members))} - {device} | sum_peers(device, groups)
+            peers = {*chain(*(members for members in channels if device in members))} - {device} | sum_peers(device, groups, self._patterns)
             self._endpoints.port = Port.connect(
                 rendezvous, peers, others=ends - {device}, host_ip=self._host_ip, communication=self._communication, ways=self._ways
             )

@@ -32,7 +32,7 @@ _STAGING_BYTES = 4096
 _MOST_BYTES = 1 << 20
 """What is read from a connection before the others have their turn."""
 _SCRATCH_BYTES = 256 << 10
-"""Numbers are added in pieces that a core's cache holds."""
+"""Numbers are added in pieces that a core's cache holds, and a reader is woken when so many have come, or the chunk: each wake costs."""
 MOST_NOTED = 4096
 """Chunks of a window whose departures and receipts are kept, the newest."""
 
@@ -132,6 +132,7 @@ class Link:
         self.end = end
         self.descriptor = end.fileno()
         self._waits_s: float | None = None
+        self._low_bytes = 1
         self.lock = threading.Lock()
         self.tasks: deque[Callable[[], None]] = deque()
         self.ended: str | None = None
@@ -211,6 +212,7 @@ class Link:
         num_bytes = 0
         while num_bytes < _MOST_BYTES and (count := self._receive(socket.MSG_DONTWAIT)):
             num_bytes += count
+        self._set_low(self._due_bytes)
 
     def wait(self, done: Callable[[], bool], timeout_s: float) -> None:
         """Read, with the lock held, and wait for more, until it is `done`, nothing more will come, or the time is over."""
@@ -219,16 +221,19 @@ class Link:
             self._waits_s = timeout_s
             self.end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", *divmod(max(round(1e6 * timeout_s), 1), 10**6)))
         deadline_s = time.monotonic() + timeout_s
+        self._set_low(1)  # a larger one would also hold for the last bytes of a read that sleeps
         # The kernel fills the memory of a message, which no other frame can come between, and wakes this thread once.
-        while not done() and self._receive(socket.MSG_WAITALL if self._whole else 0) and time.monotonic() < deadline_s:
+        while not done() and time.monotonic() < deadline_s and self._receive(0 if self._wanted is self._staging else socket.MSG_WAITALL):
             pass
+        self._set_low(self._due_bytes)
 
     def _receive(self, flags: int) -> int:
         """Read once; return how many bytes came, 0 if none did."""
         if self.ended is not None:
             return 0
         try:
-            count = self.end.recv_into(self._wanted, 0, flags)
+            at_once = flags != socket.MSG_WAITALL or self._whole
+            count = self.end.recv_into(self._wanted, 0 if at_once else min(len(self._wanted), _SCRATCH_BYTES), flags)
         except BlockingIOError:
             return 0
         except OSError:
@@ -242,6 +247,18 @@ class Link:
         except Exception as error:  # a reader must not end without a word: all waits would last
             self._lose(f"what came cannot be read: {error!r}")
         return count
+
+    @property
+    def _due_bytes(self) -> int:
+        """Bytes that will come whatever this device does, so that nobody waits in vain until they are there."""
+        return 1 if self._wanted is self._staging else min(len(self._wanted), _SCRATCH_BYTES)
+
+    def _set_low(self, num_bytes: int) -> None:
+        """Say how many bytes must be there before a reader is woken."""
+        if num_bytes != self._low_bytes and self.ended is None:
+            self._low_bytes = num_bytes
+            with suppress(OSError):  # it is closed
+                self.end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     def _run_tasks(self) -> None:
         while self.tasks:

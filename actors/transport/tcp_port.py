@@ -108,7 +108,7 @@ class Port:
             members,
             members.index(self.device),
             pattern=pattern,
-            exchange=exchange(len(members)),
+            exchange=exchange(len(members), pattern),
             links={position: self.links[peer] for position, peer in enumerate(members) if peer in self.links},
             sender=self.sender,
             receiver=self.receiver,
@@ -125,12 +125,18 @@ class Port:
         self.holds.end.close()
 
 
-def sum_peers(device: int, groups: Collection[tuple[int, ...]]) -> set[int]:
-    """Return the devices with which a device exchanges numbers of sums: all other members, or those next to it in a large group."""
+def sum_peers(device: int, groups: Collection[tuple[int, ...]], patterns: Mapping[tuple[int, ...], Pattern]) -> set[int]:
+    """Return the devices with which a device exchanges numbers of sums.
+
+    All other members, or those next to it in a large group, or in the tree along which the group sums.
+    """
     peers: set[int] = set()
     for members in groups:
         if device not in members:
             continue
-        position, count = members.index(device), len(members)
-        peers.update(members if count <= MOST_MESHED else (members[position - 1], members[(position + 1) % count]))
+        position, count, pattern = members.index(device), len(members), patterns.get(members)
+        if pattern is not None and pattern.edges:
+            peers.update(members[neighbor] for neighbor in pattern.neighbors[position])
+        else:
+            peers.update(members if count <= MOST_MESHED else (members[position - 1], members[(position + 1) % count]))
     return peers - {device}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
 import struct
 import sys
+import termios
 import threading
 import time
 from collections import deque
@@ -19,8 +21,15 @@ from raypipe.schedules.collectives import Collective
 USUAL_BYTES_PER_S = 125e6
 _NOTSENT_LOWAT = 25
 """<linux/tcp.h>: a socket is writable while fewer bytes are unsent; Python has no name for it."""
-_KERNEL_S = 0.002
-"""Seconds of its work that the kernel may hold of a link beyond what is on its way: what has left the process cannot be overtaken."""
+_LEAST_KERNEL_S = 0.002
+_MOST_KERNEL_S = 0.02
+"""Seconds of its work that the kernel may hold of a link beyond what is on its way: what has left the process cannot be overtaken.
+
+The least does where threads wake at once. Where cores are busy, the kernel runs empty before one does; then it may hold more, and chunks
+are as much longer, since each also takes time from those who compute.
+"""
+_MORE, _LESS = 1.5, 0.98
+_INT = struct.Struct("i")
 _LEAST_BUFFER_BYTES = 64 << 10
 _MOST_BYTES = 4 << 20
 """Of a buffer, and of a chunk: a larger one gains nothing, and keeps a link for long whose rate falls."""
@@ -145,6 +154,7 @@ class Way:
         self.moved_s = time.monotonic()
         self.bytes_per_s = USUAL_BYTES_PER_S
         self.communication = communication
+        self._kernel_s = _LEAST_KERNEL_S
         self._limited_for = 0.0
         self._num_entries = 0
         self._full_s: float | None = None
@@ -195,7 +205,7 @@ class Way:
             return frame
         transfers = [Transfer(entry.traffic, entry.deadline, entry.sequence, entry.ready - entry.sent) for entry in queue]
         if self.communication.scheduled:
-            chunk_s = self.communication.chunk_s
+            chunk_s = self.communication.chunk_s * self._kernel_s / _LEAST_KERNEL_S
             chunk = next_chunk(transfers, bytes_per_s=min(self.bytes_per_s, _MOST_BYTES / chunk_s), chunk_s=chunk_s)
         else:
             chunk = first_come(transfers)
@@ -288,6 +298,8 @@ class Way:
     def unblock(self, ready: Container[int], *, stalled_s: float) -> bool:
         """See which sockets are writable; return whether the way is free. A peer that takes nothing for so long is put aside."""
         stalled = time.monotonic() - self.moved_s > stalled_s
+        if (blocked := self.blocked) is not None and blocked.descriptor in ready and (self.active is not None or self.queue):
+            self._fit_kernel(blocked)
         if self.draining is not None and (stalled or self.draining.descriptor in ready):
             self.draining = None
         if self.active is None or self.active.entry.link.descriptor in ready:
@@ -313,19 +325,30 @@ class Way:
         """See whose time is over."""
         self.held = {link for link in self.held if link.held_until_s > now_s}
 
-    def _limit(self) -> None:
-        """Let the kernel hold little; called again where the rate has changed."""
-        if not self.communication.scheduled or 0.75 < self.bytes_per_s / max(self._limited_for, 1.0) < 1.33:
+    def _fit_kernel(self, link: Link) -> None:
+        """Let the kernel hold more if it ran empty before this thread woke, and by and by less if not."""
+        if not self.communication.scheduled or sys.platform != "linux":
             return
-        self._limited_for = self.bytes_per_s
+        with suppress(OSError):  # it is closed
+            (left_bytes,) = _INT.unpack(fcntl.ioctl(link.end, termios.TIOCOUTQ, bytes(_INT.size)))
+            factor = _MORE if left_bytes <= self.bytes_per_s * _round_trip_s(link.end) else _LESS
+            self._kernel_s = min(max(self._kernel_s * factor, _LEAST_KERNEL_S), _MOST_KERNEL_S)
+            self._limit()
+
+    def _limit(self) -> None:
+        """Let the kernel hold little; called again where the rate or the time has changed."""
+        held_bytes = self.bytes_per_s * self._kernel_s
+        if not self.communication.scheduled or 0.75 < held_bytes / max(self._limited_for, 1.0) < 1.33:
+            return
+        self._limited_for = held_bytes
         for link in self.links:
             with suppress(OSError):  # it is closed
                 # A buffer also holds what is on its way until the peer has said that it is there.
-                num_bytes = round(self.bytes_per_s * (_KERNEL_S + 2 * _round_trip_s(link.end)))
+                num_bytes = round(held_bytes + self.bytes_per_s * 2 * _round_trip_s(link.end))
                 link.end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, min(max(num_bytes, _LEAST_BUFFER_BYTES), _MOST_BYTES) // 2)
                 if sys.platform == "linux":
                     # It asks for more when half of this is left, which has to last until the thread wakes.
-                    unsent_bytes = round(min(max(self.bytes_per_s * _KERNEL_S, _LEAST_BUFFER_BYTES / 2), _MOST_BYTES / 4))
+                    unsent_bytes = round(min(max(held_bytes, _LEAST_BUFFER_BYTES / 2), _MOST_BYTES / 4))
                     link.end.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, unsent_bytes)
 
     def lose(self, link: Link, problem: str) -> None:

@@ -1,15 +1,18 @@
-"""The machines and the network that a plan is made for: `raypipe.topology/1`. A path crosses one link, never several.
+"""The machines and the network that a plan is made for: `raypipe.topology/1`.
 
-The most specific link counts: device to device, device to node, node to device, node to node, default.
+The most specific link counts: device to device, device to node, node to device, node to node, default. A path crosses one link, or those
+between the nodes that its link names as `via`. Pairs that no link serves cannot communicate, and no plan lets them.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import pairwise, product
 from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -17,13 +20,15 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from raypipe.artifacts import codec
 from raypipe.artifacts.files import read_text, write_text
 from raypipe.artifacts.record import invalid, record
-from raypipe.errors import PlanError, suggestion
+from raypipe.errors import NoLinkError, PlanError, suggestion
 
 FORMAT = "raypipe.topology/1"
 
 _NO_LIMIT = "leave the key out for a link without limit, and the link out where there is none"
 
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_.:/-]+$", json_schema_extra={"expected": "letters, digits and the characters _ . : / -"})]
+_Names = tuple[str, ...]
+"""The names of a place by which links may know it, the most specific first: a device and its node, or a node alone."""
 Bandwidth = Annotated[float, Field(gt=0, json_schema_extra={"remedy": _NO_LIMIT})]
 
 
@@ -57,7 +62,9 @@ class Link:
 
     Attributes:
         bandwidth_bytes_per_s: Bytes per second each way, shared by all pairs of devices that the link serves; None for no limit.
-        latency_s: Seconds until the first byte arrives.
+        latency_s: Seconds until the first byte arrives; of a route, those beyond the links that it passes.
+        via: Nodes that transfers pass in this order, over the links between them: they take the sum of the latencies and share the
+            wires of all these links. None for a link of its own.
     """
 
     source: Annotated[str, Field(alias="from")]
@@ -65,10 +72,15 @@ class Link:
     bandwidth_bytes_per_s: Bandwidth | None = None
     latency_s: NonNegativeFloat
     one_way: bool = False
+    via: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
         if self.source == self.target:
             raise invalid(self, "to", f"the link joins {self.source!r} with itself; for the devices of a node, use the node's own link")
+        passed = (self.source, *(self.via or ()), self.target)
+        twice = next((name for name, count in Counter(passed).items() if count > 1), None)
+        if twice is not None:
+            raise invalid(self, "via", f"the route passes {twice!r} twice; name each node between the two ends once")
 
     @property
     def directions(self) -> tuple[tuple[str, str], ...]:
@@ -101,13 +113,29 @@ class Node:
     cores: PositiveInt | None = None
 
 
+_Hop = tuple[tuple[str, str], Link | NodeLink]
+"""A link, and the two names by which it joins two places."""
+
+
 @dataclass(frozen=True)
 class Path:
-    """The resources that a transfer between two devices passes through: the directed link `FROM->TO` and shared links."""
+    """The resources that a transfer between two devices passes through: the directed links `FROM->TO` and shared links.
+
+    A path of infinite latency stands for none: nothing ever arrives.
+    """
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = math.inf
     resources: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def exists(self) -> bool:
+        """Whether the two devices can communicate."""
+        return self.latency_s < math.inf
+
+
+NO_PATH = Path(latency_s=math.inf)
+"""The path of a pair that no link serves."""
 
 
 @record()
@@ -137,7 +165,7 @@ class ClusterTopology:
         overheads: Overheads of every device; None if unknown, which predicts none.
 
     Raises:
-        FormatError: A name is used twice or unknown, or two links serve the same pair.
+        FormatError: A name is used twice or unknown, two links serve the same pair, or a route passes nodes that no link joins.
     """
 
     name: str
@@ -153,6 +181,7 @@ class ClusterTopology:
         self._check_names()
         self._check_links()
         self._check_shared_links()
+        self._check_routes()
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the caches: a million paths need not travel with every message.
@@ -191,7 +220,18 @@ class ClusterTopology:
         )
 
     def path(self, source: str, target: str) -> Path:
-        """Return the path between two named devices, or raise `PlanError`; empty from a device to itself."""
+        """Return the path between two named devices, empty from a device to itself, or raise `PlanError` if no link serves them."""
+        path = self.reach(source, target)
+        if not path.exists:
+            ends = [f"{name!r} (node {self.node_of(name).name!r})" for name in (source, target)]
+            raise NoLinkError(
+                f"topology {self.name!r} has no link from device {ends[0]} to device {ends[1]}; add one between the devices or their "
+                "nodes, a route (`via`), or a default_link, or use a plan that does without"
+            )
+        return path
+
+    def reach(self, source: str, target: str) -> Path:
+        """Return the path between two named devices, `NO_PATH` if no link serves them."""
         one, other = self._known_as.get(source), self._known_as.get(target)
         key = (one[0], other[0]) if one and other and one[1] != other[1] else (source, target)
         path = self._paths.get(key)
@@ -270,6 +310,29 @@ class ClusterTopology:
                 if member[0] == member[1] and member[0] in self._locations:
                     raise invalid(self, place, f"{member[0]!r} is paired with itself; name two devices")
 
+    def _check_routes(self) -> None:
+        for index, link in enumerate(self.links):
+            for position, name in enumerate(link.via or ()):
+                if name not in self._nodes_by_name:
+                    problem = f"a route passes nodes, and none is called {name!r}{suggestion(name, self._nodes_by_name)}"
+                    raise invalid(self, f"links[{index}].via[{position}]", problem)
+            if link.via is None:
+                continue
+            places = [self._place(name) for name in (link.source, *link.via, link.target)]
+            for directed in (places, places[::-1])[: len(link.directions)]:
+                for one, other in pairwise(directed):
+                    hop = self._hop(one, other)
+                    if hop is None or (isinstance(hop[1], Link) and hop[1].via is not None):
+                        problem = f"the route passes from {one[0]!r} to {other[0]!r}, between which there is no link of its own; add it"
+                        raise invalid(self, f"links[{index}].via", problem)
+
+    def _place(self, name: str) -> _Names:
+        return (name, self._locations[name][1].name) if name in self._locations else (name,)
+
+    @cached_property
+    def _nodes_by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
     @cached_property
     def _names(self) -> frozenset[str]:
         return frozenset([node.name for node in self.nodes] + [device.name for device in self.devices])
@@ -308,27 +371,45 @@ class ClusterTopology:
             raise PlanError(f"topology {self.name!r} has no device called {name!r}{suggestion(name, self._locations)}") from None
 
     def _find_path(self, source: str, target: str) -> Path:
-        source_node, target_node = self.node_of(source), self.node_of(target)
+        starts, ends = (source, self.node_of(source).name), (target, self.node_of(target).name)
         if source == target:
             return Path()
-        wire_and_link = self._link(source, source_node, target, target_node)
-        if wire_and_link is None:
-            problem = f"topology {self.name!r} has no link from device {source!r} (node {source_node.name!r}) to device {target!r} (node "
-            raise PlanError(f"{problem}{target_node.name!r}); add one between the devices or their nodes, or a default_link")
-        wire, link = wire_and_link
-        pairs = [(start, end) for start in (source, source_node.name) for end in (target, target_node.name)]
-        limits = {wire: link.bandwidth_bytes_per_s or math.inf}
-        limits |= {shared.name: shared.bandwidth_bytes_per_s for pair in pairs for shared in self._shared_by_pair.get(pair, ())}
+        hop = self._hop(starts, ends)
+        if hop is None:
+            return NO_PATH
+        (begin, _), link = hop
+        limits = self._limits(starts, ends, hop)
+        latency_s = link.latency_s
+        if isinstance(link, Link) and link.via is not None:
+            # Against the direction in which a route is written, it is passed backwards.
+            between = [(name,) for name in (link.via if begin == link.source else link.via[::-1])]
+            passed = [self._limits(one, other, self._wire(one, other)) for one, other in pairwise([starts, *between, ends])]
+            latency_s += math.fsum(self._wire(one, other)[1].latency_s for one, other in pairwise([starts, *between, ends]))
+            # What is passed twice carries everything twice.
+            times = Counter(name for of_hop in passed for name in of_hop)
+            limits |= {name: limit / times[name] for of_hop in passed for name, limit in of_hop.items()}
         # What has no limit delays nobody.
         resources = tuple((resource, bandwidth) for resource, bandwidth in limits.items() if bandwidth < math.inf)
-        return Path(link.latency_s, min(limits.values()), resources)
+        return Path(latency_s, min(limits.values()), resources)
 
-    def _link(self, source: str, source_node: Node, target: str, target_node: Node) -> tuple[str, Link | NodeLink] | None:
-        a, b = source_node.name, target_node.name
-        for start, end in ((source, target), (source, b), (a, target), (a, b)):
+    def _limits(self, starts: _Names, ends: _Names, hop: _Hop) -> dict[str, float]:
+        """Return the bandwidth of a link's wire, and of the shared links on top of it."""
+        wire, link = hop
+        limits = {"->".join(wire): link.bandwidth_bytes_per_s or math.inf}
+        shared = (shared for pair in product(starts, ends) for shared in self._shared_by_pair.get(pair, ()))
+        return limits | {each.name: each.bandwidth_bytes_per_s for each in shared}
+
+    def _wire(self, starts: _Names, ends: _Names) -> _Hop:
+        hop = self._hop(starts, ends)
+        assert hop is not None, "routes are checked when the topology is made"
+        return hop
+
+    def _hop(self, starts: _Names, ends: _Names) -> _Hop | None:
+        """Return the link from one place to another, and its ends; places are named by device (if any) and node."""
+        for start, end in product(starts, ends):
             if link := self._links_by_pair.get((start, end)):
-                return f"{start}->{end}", link
-        if source_node is target_node:
-            switch = source_node.link or self.default_link
-            return (f"{source}->{target}", switch) if switch else None
-        return (f"{a}->{b}", self.default_link) if self.default_link else None
+                return (start, end), link
+        if starts[-1] == ends[-1]:
+            switch = self._nodes_by_name[starts[-1]].link or self.default_link
+            return ((starts[0], ends[0]), switch) if switch else None
+        return ((starts[-1], ends[-1]), self.default_link) if self.default_link else None

@@ -16,7 +16,7 @@ from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_
 from raypipe.cli.screen import console, notice, print_json
 from raypipe.cluster.signals import put_off
 from raypipe.config import TrainConfig
-from raypipe.profiling.linearize import Chain, linearize
+from raypipe.profiling.linearize import Chain, finer_chains, linearize
 from raypipe.profiling.pipedream import WEIGHT_GRAD_SHARE, read_pipedream
 from raypipe.profiling.sailor import SailorData
 from raypipe.show.report import Figure, Report, rows_table
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _LARGE_SPREAD = 0.1
 _LARGE_SHARE = 0.01  # layers that take less of the model's time may vary as they like
+_MUCH_SHORTER = 0.8  # part of its length that the longest layer should have in another chain, to be worth a word
 # Options that only some sources of a profile have a use for.
 _SOURCES = {
     "a measurement": ("overrides", "device_kinds", "address", "repeats", "passes", "at_once"),
@@ -204,7 +205,21 @@ def _result(profile: ModelProfile, max_tensors: int | None, kinds: tuple[Measure
     if max_tensors is None:
         return _Result(profile, None, kinds, tuple(kind.spreads for kind in kinds), warnings)
     chain = linearize(profile, max_tensors=max_tensors)
-    return _Result(chain.profile, chain, kinds, tuple(kind.merged_spreads(chain.members) for kind in kinds), warnings)
+    coarse = _coarse(profile, chain, max_tensors)
+    return _Result(chain.profile, chain, kinds, tuple(kind.merged_spreads(chain.members) for kind in kinds), (*warnings, *coarse))
+
+
+def _coarse(profile: ModelProfile, chain: Chain, max_tensors: int) -> list[str]:
+    """Say that a chain keeps few devices busy, where another one would keep more."""
+    finer = finer_chains(profile, chain, max_tensors=max_tensors)
+    if not finer or min(other.longest_share for other in finer.values()) > _MUCH_SHORTER * chain.longest_share:
+        return []
+    others = [f"{number}: {counted(other.profile.num_layers, 'layer')}, {ratio(other.longest_share)}" for number, other in finer.items()]
+    return [
+        f"the longest of the {counted(chain.profile.num_layers, 'layer')} of this chain takes {ratio(chain.longest_share)} of the time, "
+        f"so that a pipeline is at most {1 / chain.longest_share:.3g} times as fast as one device; more places to cut, "
+        f"with --max-crossing {'; '.join(others)}"
+    ]
 
 
 def _measured(

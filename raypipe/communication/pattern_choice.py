@@ -3,6 +3,8 @@
 A sum's time is that of all its shares, then that of all its totals, and the latencies of the longest way of a slice. In each phase the
 busiest link decides, or the busiest member: what a member sends to others of its node goes one after the other, and so does what it
 sends to other nodes.
+
+Members of whom some cannot communicate, both ways, sum along the tree of their best links; where links do not join them all, not at all.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from raypipe.communication.patterns import Hop, Pattern, direct, ring
+import networkx as nx
+
+from raypipe.communication.patterns import Hop, Pattern, direct, ring, tree
 
 LEAST_GAIN = 1.05
 """How much quicker than the ring in the order of the members another pattern must be for a run to begin with it."""
@@ -42,7 +46,10 @@ class LinkPath(Protocol):
 
 
 PathOf = Callable[[int, int], LinkPath]
-"""Returns the path between two members, by position."""
+"""Returns the path between two members, by position; of infinite latency where they cannot communicate."""
+
+NEVER = (math.inf, 0.0)
+"""The `SumTime` of members whom links do not join."""
 
 
 class SumTime(NamedTuple):
@@ -66,6 +73,8 @@ def ring_time(nodes: Sequence[Hashable], path: PathOf) -> SumTime:
     """Return `sum_time` of the ring in the order of the members, in less time."""
     num_members = len(nodes)
     hops = [Hop(member, (member + 1) % num_members) for member in range(num_members)]
+    if any(path(*hop).latency_s == math.inf for hop in hops):
+        return SumTime(*NEVER)
     phase_s = _phase_s(dict.fromkeys(hops, (num_members - 1) / num_members), nodes, path)
     latencies_s = [path(*hop).latency_s for hop in hops]
     if num_members > MOST_MESHED:
@@ -88,8 +97,10 @@ def _phase_s(loads: dict[Hop, float], nodes: Sequence[Hashable], path: PathOf) -
 
 def _latency_s(pattern: Pattern, path: PathOf) -> float:
     num_members = pattern.num_members
-    if num_members > MOST_MESHED:
+    if num_members > MOST_MESHED and not pattern.edges:
         return 2 * (num_members - 1) * max(path(*hop).latency_s for hop in pattern.loads[0])
+    if pattern.edges:
+        return 2 * _width_s(pattern, path)
     longest_s = 0.0
     for route in pattern.routes:
         shared_s = [0.0] * num_members
@@ -102,9 +113,56 @@ def _latency_s(pattern: Pattern, path: PathOf) -> float:
     return longest_s
 
 
-def exchange(num_members: int) -> Pattern:
-    """Return the pattern by whose totals the numbers of small tensors, such as norms, go from each member to all."""
+def _width_s(pattern: Pattern, path: PathOf) -> float:
+    """Return the latencies of the longest way between two members of a tree, in the slower direction."""
+    longest_s, width_s = [0.0] * pattern.num_members, 0.0
+    for source, target in pattern.routes[0].shares:
+        hop_s = longest_s[source] + max(path(source, target).latency_s, path(target, source).latency_s)
+        width_s = max(width_s, longest_s[target] + hop_s)
+        longest_s[target] = max(longest_s[target], hop_s)
+    return width_s
+
+
+def exchange(num_members: int, pattern: Pattern | None = None) -> Pattern:
+    """Return the pattern by whose totals the numbers of small tensors, such as norms, go from each member to all.
+
+    Where large sums of the same members have a tree as their `pattern`, because some cannot communicate, small ones go along it, too.
+    """
+    if pattern is not None and pattern.edges:
+        return pattern
     return direct(range(num_members)) if num_members <= MOST_MESHED else ring(range(num_members))
+
+
+def exchange_s(num_members: int, path: PathOf) -> float:
+    """Return the seconds in which small numbers go from each member to all: latencies alone, infinite where links do not join them."""
+    pairs = itertools.permutations(range(num_members), 2)
+    longest_s = max((path(*pair).latency_s for pair in pairs), default=0.0)
+    if longest_s < math.inf:
+        return longest_s
+    pattern = joining(num_members, path)
+    return math.inf if pattern is None else _width_s(pattern, path)
+
+
+def joining(num_members: int, path: PathOf) -> Pattern | None:
+    """Return the tree of the best links that join members both ways, `None` where they do not join all.
+
+    The least of its bandwidths is the largest possible (the maximum spanning tree); of equal links those of earlier members count.
+    """
+    graph: nx.Graph[int] = nx.Graph()
+    graph.add_nodes_from(range(num_members))
+    for one, other in itertools.combinations(range(num_members), 2):
+        ways = path(one, other), path(other, one)
+        if all(way.latency_s < math.inf for way in ways):
+            graph.add_edge(one, other, weight=min(way.bandwidth_bytes_per_s for way in ways))
+    edges = sorted(sorted(edge) for edge in nx.maximum_spanning_edges(graph, data=False))
+    return tree((one, other) for one, other in edges) if len(edges) == num_members - 1 else None
+
+
+def are_meshed(num_members: int, path: PathOf) -> bool:
+    """Return whether all members can communicate as far as patterns without a tree may ask: each pair, of many those next in the ring."""
+    if num_members <= MOST_MESHED:
+        return all(path(*pair).latency_s < math.inf for pair in itertools.permutations(range(num_members), 2))
+    return all(path(at, (at + 1) % num_members).latency_s < math.inf for at in range(num_members))
 
 
 def sum_pattern(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> Pattern:
@@ -112,6 +170,8 @@ def sum_pattern(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> Pa
 
     Among equals, and unless another one is quicker by `LEAST_GAIN`, it is the ring in the order of the members.
     """
+    if not are_meshed(len(nodes), path):
+        return joining(len(nodes), path) or ring(range(len(nodes)))
     if not 2 < len(nodes) <= MOST_MESHED:
         return ring(range(len(nodes)))
     return _begun_with(*_known(nodes, path), _rounded(num_bytes))
@@ -119,6 +179,8 @@ def sum_pattern(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> Pa
 
 def best_pattern(nodes: Sequence[Hashable], path: PathOf, num_bytes: float) -> Pattern:
     """Return the quickest pattern; among equals the ring in the order of the members."""
+    if not are_meshed(len(nodes), path):
+        return joining(len(nodes), path) or ring(range(len(nodes)))
     if not 2 < len(nodes) <= MOST_MESHED:
         return ring(range(len(nodes)))
     return _quickest(*_known(nodes, path), _rounded(num_bytes))
@@ -183,7 +245,10 @@ def _timed(nodes: tuple[int, ...], paths: _Paths) -> tuple[tuple[Pattern, SumTim
 
 
 def sum_times(nodes: Sequence[Hashable], path: PathOf) -> tuple[SumTime, ...]:
-    """Return the times of the patterns that may be chosen, that of the ring in the order of the members first."""
+    """Return the times of the patterns that may be chosen, that of the ring in the members' order first; `NEVER` where there is none."""
+    if not are_meshed(len(nodes), path):
+        pattern = joining(len(nodes), path)
+        return (SumTime(*NEVER) if pattern is None else sum_time(pattern, nodes, path),)
     if not 2 < len(nodes) <= MOST_MESHED:
         return (sum_time(ring(range(len(nodes))), nodes, path),)
     return tuple(time for _, time in _timed(*_known(nodes, path)))

@@ -9,6 +9,9 @@ another tree to all. Members stand in groups, such as those of one node, and the
 A group of its own for each member makes the ring of all (Patarasuk and Yuan, JPDC 2009), or the direct exchange; groups of several are
 two levels. Heads take turns by slice.
 
+Members of whom some cannot communicate sum along one tree of links: the shares of each slice go towards the member who begins it, the
+total from it to all. Each member sends (n - 1) / n of its numbers as shares, as in a ring.
+
 A member adds what comes to its own numbers, first that of its group, then that of others. So the order in which a number is added depends
 on the pattern and the number's place, not on chunks or time. Ring and direct exchange of the same groups add in the same order.
 """
@@ -77,12 +80,16 @@ class Pattern:
     Attributes:
         groups: Members of each group, groups in the order of the circle.
         direct: Whether heads send to the one that begins, and not from group to group.
+        edges: Links of the tree along which all slices go; none where groups say who sends to whom.
     """
 
     groups: tuple[tuple[int, ...], ...]
     direct: bool = False
+    edges: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
+        if self.edges:
+            return f"tree {' '.join(f'{one}-{other}' for one, other in self.edges)}"
         parts = [" ".join(map(str, group)) if len(group) == 1 else f"({' '.join(map(str, group))})" for group in self.groups]
         return f"{'direct' if self.direct else 'ring'} {' '.join(parts)}"
 
@@ -96,7 +103,19 @@ class Pattern:
         """The way of each slice, by the number of the member who begins it."""
         return tuple(map(self._route, range(self.num_members)))
 
+    @cached_property
+    def neighbors(self) -> tuple[tuple[int, ...], ...]:
+        """The members next to each one in the tree; nobody where there is none."""
+        found: list[list[int]] = [[] for _ in range(self.num_members)]
+        for one, other in self.edges:
+            found[one].append(other)
+            found[other].append(one)
+        return tuple(tuple(sorted(members)) for members in found)
+
     def _route(self, beginner: int) -> Route:
+        if self.edges:
+            outwards = self._outwards(beginner)
+            return Route(beginner, tuple(Hop(target, source) for source, target in reversed(outwards)), tuple(outwards))
         first = next(number for number, group in enumerate(self.groups) if beginner in group)
         turn = self.groups[first].index(beginner)
         groups = self.groups[first:] + self.groups[:first]
@@ -108,6 +127,15 @@ class Pattern:
             shares, totals = _chain(heads), _chain(heads[-1:] + heads[:-1])
         to_heads = [Hop(target, source) for source, target in within]
         return Route(beginner if self.direct else heads[-1], (*to_heads, *shares), (*totals, *within))
+
+    def _outwards(self, beginner: int) -> list[Hop]:
+        hops: list[Hop] = []
+        reached = [beginner]
+        for member in reached:  # Grows while it is walked.
+            new = [other for other in self.neighbors[member] if other not in reached]
+            hops += [Hop(member, other) for other in new]
+            reached += new
+        return hops
 
     @cached_property
     def loads(self) -> tuple[dict[Hop, float], dict[Hop, float]]:
@@ -138,12 +166,12 @@ class Pattern:
     @property
     def _is_ring(self) -> bool:
         # Loads of a ring of hundreds of members are not counted hop by hop.
-        return len(self.groups) == self.num_members and not self.direct
+        return len(self.groups) == self.num_members and not self.direct and not self.edges
 
     @property
     def with_same_bits(self) -> tuple[Pattern, ...]:
         """The patterns that add in the same order, this one first."""
-        return self, replace(self, direct=not self.direct)
+        return (self,) if self.edges else (self, replace(self, direct=not self.direct))
 
     @property
     def additions(self) -> tuple[Any, ...]:
@@ -159,6 +187,12 @@ def ring(order: Iterable[int]) -> Pattern:
 def direct(order: Iterable[int]) -> Pattern:
     """Return the direct exchange, which adds in the order of a ring."""
     return replace(ring(order), direct=True)
+
+
+def tree(edges: Iterable[tuple[int, int]]) -> Pattern:
+    """Return the pattern along a tree of at least one link."""
+    edges = tuple(edges)
+    return replace(ring(range(len(edges) + 1)), edges=edges)
 
 
 def slice_starts(numel: int, num_members: int) -> list[int]:

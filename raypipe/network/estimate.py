@@ -245,7 +245,7 @@ class NetworkEstimate:
 
     def snapshot(self, topology: ClusterTopology, *, names: Mapping[str, str] | None = None) -> ClusterTopology:
         """Return the topology with the current figures of each observed link between whole nodes; `names` maps nodes to its names."""
-        by_pair = _between_nodes(topology)
+        by_pair, node_of = _between_nodes(topology), _nodes_of(topology)
         seen: dict[NodePair, Link] = {}
         for (a, b), estimate in self.links.items():
             pair = (_called(a, names), _called(b, names))
@@ -254,8 +254,11 @@ class NetworkEstimate:
             if bandwidth is not None and (before is not None or pair not in by_pair):
                 latency_s = estimate.latency_s or (before.latency_s if before is not None else 0.0)
                 seen[pair] = Link(source=pair[0], target=pair[1], bandwidth_bytes_per_s=bandwidth, latency_s=latency_s, one_way=True)
+                if isinstance(before, Link) and before.via is not None:
+                    # A route goes on to share the wires that it passes; its own latency comes on top of theirs.
+                    via = before.via if node_of[before.source] == pair[0] else before.via[::-1]
+                    seen[pair] = replace(seen[pair], via=via, latency_s=before.latency_s)
         kept: list[Link] = []
-        node_of = _nodes_of(topology)
         for link in topology.links:
             left = [(a, b) for a, b in link.directions if (node_of[a], node_of[b]) not in seen]
             if len(left) == len(link.directions):

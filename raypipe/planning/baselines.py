@@ -103,7 +103,7 @@ class _Uniform:
         same = np.equal.outer(problem.node_of, problem.node_of)
         others = ~np.eye(problem.num_devices, dtype=bool)
         for pairs in ((same if within else ~same) & others, others):
-            bandwidths = problem.bandwidth[pairs]
+            bandwidths = problem.bandwidth[pairs & problem.joined]
             if bandwidths.size:
                 return float(bandwidths.mean())
         return math.inf

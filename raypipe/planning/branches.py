@@ -126,7 +126,7 @@ def _numbers_of_parts(problem: Problem, cut: JointCut) -> Iterator[int]:
 
 
 def layout_of(evaluator: LayoutEvaluator, cut: JointCut, *, num_parts: int, split: bool, recompute: bool = False) -> Layout | None:
-    """Return the layout of a cut; `None` where a worker with the loss may not have it."""
+    """Return the layout of a cut; `None` where a worker with the loss may not have it, or a link is missing."""
     assert cut.order is not None, "stages that wait for each other are refused before"
     used = sorted({worker for _, worker in cut.stages})
     number = {worker: position for position, worker in enumerate(used)}
@@ -154,6 +154,9 @@ def placed_stages(
     edge_bytes = {ends: num_bytes * problem.scale for ends, num_bytes in crossing_bytes(problem.profile, bare.cut(problem)).items()}
     if any(not problem.may_take_loss(groups[placed[sink]]) for sink in graph.sinks):
         return None
+    hops_s = _hops_s(evaluator, groups, placed, edge_bytes)
+    if any(hop_s == math.inf for _, hop_s in hops_s):
+        return None
     line = TimedPipelines(
         graph,
         (placed,),
@@ -164,7 +167,7 @@ def placed_stages(
         splits=split,
         num_parts=num_parts,
         whole_stages=frozenset(graph.sinks) if num_parts > 1 else frozenset(),
-        hops_s=_hops_s(evaluator, groups, placed, edge_bytes),
+        hops_s=hops_s,
     )
     saved = _each(problem.saved_prefix)
     kept = [sum(saved[layer] for layer in layers) for layers in stages]

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, islice
 
-import numpy as np
-
 from raypipe.errors import InputError, PlanError
 from raypipe.planning import chunks
 from raypipe.planning.cluster_state import ClusterState
@@ -148,7 +146,7 @@ class ChoicePlanner:
         problem = self.now
         moved = self._held(after) - self._held(before)
         num_bytes = sum(problem.profile.layers[layer].parameter_bytes for _, layer in moved) * STATE_BYTES_PER_PARAMETER_BYTE
-        slowest = float(np.min(problem.bandwidth))
+        slowest = float(problem.bandwidth[problem.joined].min())
         return num_bytes / slowest if math.isfinite(slowest) else 0.0
 
     def difference(self, one: Choice, other: Choice) -> str:

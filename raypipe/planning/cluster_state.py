@@ -16,6 +16,7 @@ from raypipe.units import seconds
 _SIGNIFICANT = 1.15  # Factor by which a figure must change to matter.
 _NO_LIMIT_BYTES_PER_S = 1e30  # Stands for a link without limit, so that changes to and from it are finite.
 _SHORT = 0.1  # Share of a device's time with a microbatch that is added to latencies: only long ones change by a large factor.
+_GONE = 1e-9  # Factor by which a link changes that ends to exist.
 _UNSTATED = math.log(1e12)  # No bandwidth changes by such a factor, unless to or from no limit.
 
 
@@ -51,6 +52,11 @@ def changes(old: Problem, new: Problem) -> Iterator[Change]:
     for sources, targets in new.blocks:
         if sources != targets:
             ends = " -> ".join(new.topology.node_of(new.names[group[0]]).name for group in (sources, targets))
+            there = [math.isfinite(float(problem.latency_s[sources[0], targets[-1]])) for problem in (old, new)]
+            if not all(there):
+                if any(there):
+                    yield Change(_GONE if there[0] else 1 / _GONE, f"link {ends} {'is gone' if there[0] else 'is there'}")
+                continue
             before, now = (float(problem.latency_s[sources[0], targets[-1]]) + short_s for problem in (old, new))
             what = "longer" if now > before else "shorter"
             yield Change(before / now, f"link {ends} is {what}: its latency is {seconds(max(now - short_s, 0.0))}")

@@ -40,8 +40,8 @@ def orders(problem: Problem) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def symmetric(bandwidth: Floats) -> Floats:
-    """Average both directions; replace infinity by a finite bandwidth, set the diagonal to 0."""
-    both = (bandwidth + bandwidth.T) / 2
+    """Average both directions, 0 if one is missing; replace infinity by a finite bandwidth, set the diagonal to 0."""
+    both = np.where((bandwidth > 0) & (bandwidth.T > 0), (bandwidth + bandwidth.T) / 2, 0.0)
     limits = both[np.isfinite(both)]
     both = np.where(np.isfinite(both), both, (float(limits.max()) if limits.size else 1.0) * 1e3)
     np.fill_diagonal(both, 0.0)

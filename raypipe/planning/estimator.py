@@ -29,6 +29,11 @@ class Channel(NamedTuple):
     latency_s: float
     loads: tuple[tuple[str, float], ...]
 
+    @property
+    def exists(self) -> bool:
+        """Whether all devices that exchange rows have links."""
+        return self.latency_s < math.inf
+
 
 class StageSeconds(NamedTuple):
     """Seconds of a microbatch on a stage's slowest device, and those of the sum of an update's gradients behind the last backward."""
@@ -79,7 +84,7 @@ class Estimator:
     def _stage(self, group: Devices, first: int, end: int) -> StageSeconds:
         problem = self.problem
         factors = problem.factors(group)
-        if factors is None or (end == problem.num_layers and not problem.may_take_loss(group)):
+        if factors is None or not problem.can_sum(group) or (end == problem.num_layers and not problem.may_take_loss(group)):
             return StageSeconds(math.inf, math.inf, math.inf)
         forward_s = backward_s = 0.0
         for kind, factor in factors.items():
@@ -102,7 +107,8 @@ class Estimator:
     def runs_s(self, group: Devices) -> tuple[Floats, Floats] | None:
         """Return the seconds of a microbatch's forward and backward on a worker for all runs of layers, by [first layer, end].
 
-        Infinite for no layers, and for the loss where the devices may not take it; `None` where the devices are more than rows.
+        Infinite for no layers, for the loss where the devices may not take it, and for devices that links do not join; `None` where the
+        devices are more than rows.
         """
         problem = self.problem
         factors = problem.factors(group)
@@ -110,6 +116,8 @@ class Estimator:
             return None
         forward_s, backward_s = (np.max([runs[kind] * factor for kind, factor in factors.items()], axis=0) for runs in self._runs_s)
         forward_s[np.tril_indices(len(forward_s))] = np.inf
+        if not problem.can_sum(group):
+            forward_s[:] = np.inf
         if not problem.may_take_loss(group):
             forward_s[:, -1] = np.inf
         return forward_s + problem.overheads_s[0], backward_s + problem.overheads_s[1]

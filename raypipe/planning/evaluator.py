@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.artifacts.plan import Plan, Predicted, Replica
 from raypipe.communication.patterns import Pattern
+from raypipe.errors import NoLinkError
 from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache, layout_schedule, window_updates
@@ -78,7 +79,7 @@ class LayoutEvaluator:
         self.estimator = Estimator(self.problem)
 
     def simulate(self, layout: Layout) -> Evaluation | None:
-        """Return the simulated layout; `None` where its schedule is refused.
+        """Return the simulated layout; `None` where its schedule is refused, or devices would communicate that have no link.
 
         If it is open which forwards run again: those that the estimate says, or all if that is not enough. Updates do not wait where that
         takes memory that is lacking.
@@ -95,7 +96,26 @@ class LayoutEvaluator:
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
         """Simulate a layout that states which forwards run again; `None` where its schedule is refused."""
         compiled = self.schedules.compiled(self.problem, layout)
-        return None if compiled is None else self._timed(layout, *compiled)
+        if compiled is None:
+            return None
+        try:
+            return self._timed(layout, *compiled)
+        except NoLinkError as error:
+            self.schedules.unlinked = str(error)
+            return None
+
+    def schedule(self, layout: Layout) -> Schedule:
+        """Return the order of a layout that has been simulated."""
+        compiled = self.schedules.compiled(self.problem, layout)
+        assert compiled is not None, "it was valid when it was simulated"
+        return compiled[0]
+
+    def simulate_order(self, layout: Layout, schedule: Schedule) -> Evaluation:
+        """Return a layout simulated with another order of as many stages on its workers."""
+        workers = layout.placement(self.problem)
+        assert workers is not None, "a simulated layout can be divided"
+        programs = lower(schedule, workers, buckets=stage_buckets(self.problem.profile, layout.cut(self.problem)))
+        return self._timed(layout, schedule, CompiledOrder(programs))
 
     def _timed(self, layout: Layout, schedule: Schedule, order: CompiledOrder) -> Evaluation:
         problem, workers = self.problem, layout.placement(self.problem)
@@ -135,8 +155,7 @@ class LayoutEvaluator:
         assert workers is not None, "a simulated layout can be divided"
         schedule = layout_schedule(problem, layout, num_updates=window_updates(problem, layout))
         if schedule.num_updates != len(evaluation.timing.order.updates):
-            programs = lower(schedule, workers, buckets=stage_buckets(problem.profile, layout.cut(problem)))
-            evaluation = self._timed(layout, schedule, CompiledOrder(programs))
+            evaluation = self.simulate_order(layout, schedule)
         trace = evaluation.timing.trace(name=problem.profile.name, num_updates=schedule.num_updates)
         return Plan(
             name=problem.profile.name,

@@ -95,11 +95,13 @@ class ScheduleCache:
     Attributes:
         too_stale: Limits that would allow the schedules that were refused for their staleness.
         refusals: Messages of all other refusals.
+        unlinked: Message of the last layout in which devices communicate that have no link; empty if there was none.
     """
 
     check: PlanCheck | None = None
     too_stale: set[StalenessLimits] = field(default_factory=set, repr=False)
     refusals: list[str] = field(default_factory=list, repr=False)
+    unlinked: str = field(default="", repr=False)
     _compiled: dict[object, _Lowered | None] = field(default_factory=dict, repr=False)
 
     def compiled(self, problem: Problem, layout: Layout) -> tuple[Schedule, CompiledOrder] | None:

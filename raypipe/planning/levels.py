@@ -74,7 +74,7 @@ def paths(weights: Floats) -> list[tuple[int, ...]]:
     size = len(weights)
     starts = range(0, size, max(size // _MOST_STARTS, 1))
     found = {_nearest(weights, start) for start in starts}
-    return sorted(found, key=lambda path: (_slowness(weights, path), path))[:_MOST_PATHS]
+    return sorted(found, key=lambda path: (-len(path), _slowness(weights, path), path))[:_MOST_PATHS]
 
 
 def _nearest(weights: Floats, start: int) -> tuple[int, ...]:
@@ -85,6 +85,8 @@ def _nearest(weights: Floats, start: int) -> tuple[int, ...]:
         back = np.where(left, weights[path[0]], -1.0)
         # Both ends grow, so that the last nodes are not those with bad links alone.
         at_end = float(there.max()) >= float(back.max())
+        if max(float(there.max()), float(back.max())) == 0.0:
+            break  # No link leads to those that are left.
         node = int((there if at_end else back).argmax())
         path.insert(len(path) if at_end else 0, node)
         left[node] = False
@@ -105,6 +107,8 @@ def dealt(estimator: Estimator, workers: Sequence[Devices], *, hops: bool = True
     for group in workers:
         if hops and before is not None:
             ways = (estimator.channel(before, group), estimator.channel(group, before))
+            if not all(way.exists for way in ways):
+                return None
             best = np.maximum(best, problem.crossing_bytes * max(way.s_per_byte for way in ways))
         seconds = estimator.runs_s(group)
         if seconds is None:

@@ -111,6 +111,8 @@ class Partition:
                 forward_s, backward_s = seconds
                 microbatch_s = forward_s + backward_s
                 update_s = problem.num_microbatches * microbatch_s
+                if not problem.can_sum(group):
+                    continue
                 if len(group) > 1:
                     update_s += problem.late_sums.late_s(np.asarray(problem.sum_s(group, summed_bytes)), backward_s)
                 stages[i, j] = (microbatch_s, update_s)
@@ -129,9 +131,11 @@ class Partition:
             update_s = microbatch_s.copy()
             for end in range(j + 1, self.num_units + 1):
                 if (j, end) not in stages:
-                    break
+                    continue
                 there = self.estimator.channel(self.group(i, j), self.group(j, end))
                 back = self.estimator.channel(self.group(j, end), self.group(i, j))
+                if not (there.exists and back.exists):
+                    continue
                 both = there.s_per_byte + back.s_per_byte
                 microbatch_s[end] = both * problem.crossing_bytes + there.latency_s + back.latency_s
                 busiest = both if self.half_duplex else max(there.s_per_byte, back.s_per_byte)

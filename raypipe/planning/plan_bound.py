@@ -86,7 +86,7 @@ class _Bounds:
         return self._work_s(tuple(range(self.problem.num_devices)))
 
     def _sum_s(self, num_bytes: float) -> float:
-        return math.inf if self.problem.num_devices == 1 else 2 * (self.best_latency_s + num_bytes / 2 / self.best_bandwidth)
+        return math.inf if not self.best_bandwidth else 2 * (self.best_latency_s + num_bytes / 2 / self.best_bandwidth)
 
     def copies_s(self) -> float:
         # Either two devices over the best link sum some layer's gradients, or no layer has copies and `lower_bounds` holds.

@@ -219,18 +219,24 @@ class Problem:
         return tuple(math.inf if device.memory_bytes is None else float(device.memory_bytes) for device in self.topology.devices)
 
     def path(self, source: int, target: int) -> Path:
-        """Return the path of a transfer between two devices."""
-        return self.topology.path(self.names[source], self.names[target])
+        """Return the path of a transfer between two devices, `NO_PATH` where no link serves them."""
+        return self.topology.reach(self.names[source], self.names[target])
 
     @cached_property
     def bandwidth(self) -> Floats:
-        """Bytes per second of each ordered pair; infinite on the diagonal and where nothing limits."""
+        """Bytes per second of each ordered pair; infinite on the diagonal and where nothing limits, 0 without a link."""
         return self._pairs[0]
 
     @cached_property
     def latency_s(self) -> Floats:
-        """Seconds until the first byte of each ordered pair; 0 on the diagonal."""
+        """Seconds until the first byte of each ordered pair; 0 on the diagonal, infinite without a link."""
         return self._pairs[1]
+
+    @cached_property
+    def joined(self) -> npt.NDArray[np.bool_]:
+        """Whether two devices can communicate both ways, as neighbors of a pipeline must; true on the diagonal."""
+        there: npt.NDArray[np.bool_] = np.isfinite(self.latency_s)
+        return there & there.T
 
     @cached_property
     def block_of(self) -> npt.NDArray[np.int32]:
@@ -248,7 +254,7 @@ class Problem:
         for sources, targets in self.blocks:
             path = self.path(sources[0], targets[-1])
             block = np.ix_(sources, targets)
-            bandwidth[block] = path.bandwidth_bytes_per_s
+            bandwidth[block] = path.bandwidth_bytes_per_s if path.exists else 0.0
             latency_s[block] = path.latency_s
         np.fill_diagonal(bandwidth, math.inf)
         np.fill_diagonal(latency_s, 0.0)
@@ -327,8 +333,12 @@ class Problem:
             demands = self._demands[group] = tuple(sorted(pairs))
         return demands
 
+    def can_sum(self, group: Devices) -> bool:
+        """Return whether links join a worker's devices, so that they can sum gradients."""
+        return len(group) == 1 or self._times_of(group)[0].latency_s < math.inf
+
     def sum_s(self, group: Sequence[int], num_bytes: float | Floats) -> float | Floats:
-        """Return the seconds in which a worker's devices sum gradients, as `Cost.collective_s` does."""
+        """Return the seconds in which a worker's devices sum gradients, as `Cost.collective_s` does; infinite without links."""
         if len(group) == 1:
             return num_bytes * 0.0
         times = self._times_of(tuple(group))
@@ -337,16 +347,24 @@ class Problem:
             best_s = np.minimum(best_s, time.latency_s + num_bytes * time.s_per_byte)
         return np.where(usual_s > LEAST_GAIN * best_s, best_s, usual_s)
 
+    @cached_property
+    def _all_joined(self) -> bool:
+        return bool(self.joined.all())
+
     def _times_of(self, group: Devices) -> tuple[SumTime, ...]:
         times = self._sum_times.get(group)
         if times is None:
+            members = list(group)
+            if not self._all_joined and not self.joined[np.ix_(members, members)].all():
+                times = self._sum_times[group] = sum_times(*self._paths_of(group))
+                return times
             times = (ring_time(*self._paths_of(group)),)
             if 2 < len(group) <= MOST_MESHED:
                 # In another order only the ring in that order differs, and groups whose pairs have equal paths have equal times.
-                members = tuple(sorted(group))
+                members = sorted(group)
                 alike = self.block_of[np.ix_(members, members)].tobytes()
                 if alike not in self._sum_times:
-                    self._sum_times[alike] = sum_times(*self._paths_of(members))
+                    self._sum_times[alike] = sum_times(*self._paths_of(tuple(members)))
                 times += self._sum_times[alike]
             self._sum_times[group] = times
         return times

@@ -8,8 +8,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from raypipe.errors import PlanError, UnknownNameError
+from raypipe.errors import NoLinkError, PlanError, UnknownNameError
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, better, ignore
+from raypipe.planning.lack import lack_words
 from raypipe.planning.layer_order import canonical
 from raypipe.planning.planners import AUTO, PLANNERS, Planner, best_proposal
 from raypipe.planning.problem import Problem
@@ -27,7 +28,7 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
 
     Raises:
         UnknownNameError: There is no such planner or schedule.
-        PlanError: Nothing fits into memory, or the planner has no plan.
+        PlanError: Nothing fits into memory, or the planner has no plan; `NoLinkError` where its plans use pairs without a link.
     """
     by_name = {planner.name: planner for planner in PLANNERS}
     if name not in by_name:
@@ -43,6 +44,8 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
             f"every plan with schedule {schedule!r} is staler than allowed ({limits}); use more microbatches, or allow "
             f"{limits.nearest(evaluator.schedules.too_stale)}"
         )
+    if best is None and evaluator.schedules.unlinked:
+        raise NoLinkError(f"planner {name!r} has no plan that does without the links that are missing: {evaluator.schedules.unlinked}")
     if best is None:
         raise PlanError(
             f"planner {name!r} has no plan with schedule {schedule!r} for {problem.num_layers} layers, {problem.num_devices} devices and "
@@ -51,8 +54,8 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
         )
     if best.missing_bytes:
         raise PlanError(
-            f"the best plan of planner {name!r} lacks {size(round(best.missing_bytes))} of memory on its fullest device ({best.layout}); "
-            "use smaller or more microbatches, more devices, or another planner"
+            f"the best plan of planner {name!r} lacks {lack_words(evaluator, best)}; more devices, or another planner, may fit, too. "
+            f"The plan: {best.layout}"
         )
     return best
 

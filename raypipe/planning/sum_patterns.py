@@ -50,12 +50,15 @@ class SumPatterns:
         exact: Whether no change may change a bit of a sum.
 
     Attributes:
-        patterns: Pattern of all sums of the same members; chosen for the largest of them.
+        patterns: Pattern of all sums of the same members; chosen for the largest of them. Of members that exchange only norms, the tree
+            where some of them cannot communicate.
     """
 
     def __init__(self, cost: Cost, programs: Iterable[DeviceProgram], *, exact: bool) -> None:
+        programs = list(programs)
         largest = cost.largest_sums(programs)
         self.patterns = {members: cost.pattern(collective) for members, collective in largest.items()}
+        self.patterns |= cost.trees(programs)
         self.exact = exact
         self._num_bytes = {members: cost.collective_bytes(collective) for members, collective in largest.items()}
         self._devices = cost.devices
@@ -73,11 +76,13 @@ class SumPatterns:
 
     def _links(self, members: Members, topology: ClusterTopology) -> tuple[list[Hashable], Callable[[int, int], Path]]:
         names = [self._devices[member] for member in members]
-        return [topology.node_of(name).name for name in names], lambda source, target: topology.path(names[source], names[target])
+        return [topology.node_of(name).name for name in names], lambda source, target: topology.reach(names[source], names[target])
 
     def _decided(self, members: Members, num_bytes: int, topology: ClusterTopology) -> PatternDecision | None:
         nodes, path = self._links(members, topology)
         now = self.patterns[members]
+        if now.edges:
+            return None  # Its members are connected along the tree alone.
 
         def seconds(pattern: Pattern) -> float:
             return sum_time(pattern, nodes, path).seconds(num_bytes)

@@ -29,6 +29,22 @@ class Chain:
     members: tuple[tuple[int, ...], ...]
     num_tensors: tuple[int, ...]
 
+    @property
+    def longest_share(self) -> float:
+        """Part of the model's time that its longest layer takes, and so the least that a stage of equal devices takes."""
+        times_s = [layer.forward_s + layer.backward_s for layer in self.profile.layers]
+        return max(times_s) / sum(times_s) if any(times_s) else 0.0
+
+
+def finer_chains(profile: ModelProfile, chain: Chain, *, max_tensors: int, most: int = 8) -> dict[int, Chain]:
+    """Return, by the number of tensors that may cross between layers, the chains whose longest layer is shorter by a twentieth or more."""
+    finer: dict[int, Chain] = {}
+    for number in range(max_tensors + 1, most + 1):
+        other = linearize(profile, max_tensors=number)
+        if other.longest_share < 0.95 * chain.longest_share:
+            chain = finer[number] = other
+    return finer
+
 
 def linearize(profile: ModelProfile, *, max_tensors: int | None = 1) -> Chain:
     """Merge layers between the places where at most `max_tensors` (`None`: any number of) tensors cross. Time O(layers * edges).

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from raypipe.artifacts.topology import Overheads, Path
 from raypipe.communication.buckets import buckets
-from raypipe.communication.pattern_choice import SumTime, sum_pattern, sum_time
+from raypipe.communication.pattern_choice import SumTime, exchange_s, sum_pattern, sum_time
 from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import Communication
+from raypipe.errors import NoLinkError
 from raypipe.schedules.collectives import Collective, CollectiveKind, Start
 from raypipe.schedules.ir import Op, OpKind
 from raypipe.schedules.lower import DeviceProgram, Message
@@ -122,6 +123,7 @@ class Cost:
         overlap_s: Returns the seconds of a slot whose Ops overlap, from the seconds of each.
         overheads: Seconds besides on each Op and message.
         communication: How transfers share links.
+        path: Returns the path between two devices, by number; of infinite latency where they cannot communicate.
         nodes: Node of each device; where left out, each device has its own.
         patterns: Patterns of sums by members; of others, the one with which a run begins.
         transfers_block: Whether a device does nothing else while a message passes that it sends or receives, and takes one in only once it
@@ -141,6 +143,16 @@ class Cost:
     nodes: tuple[str, ...] = ()
     patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
     transfers_block: bool = False
+
+    def link(self, source: int, target: int) -> Path:
+        """Return the path that a transfer between two devices takes, or raise `NoLinkError` where there is none."""
+        path = self.path(source, target)
+        if not path.exists:
+            raise NoLinkError(
+                f"the plan sends from device {self.devices[source]!r} to device {self.devices[target]!r}, but the topology has no link "
+                "between them; add a link or a route (`via`) to the topology, or plan for it anew"
+            )
+        return path
 
     def compute_s(self, device: int, ops: tuple[Op, ...], shares: tuple[float, ...] = ()) -> float:
         """Return the seconds of a slot alone on its cores; `shares` of the rows by Op, all by default."""
@@ -207,6 +219,13 @@ class Cost:
                 largest[collective.devices] = collective
         return largest
 
+    def trees(self, programs: Iterable[DeviceProgram]) -> dict[tuple[int, ...], Pattern]:
+        """Return the trees of those sets of members that exchange something in some programs and cannot all communicate."""
+        items = (item.collective for program in programs for item in program.items if isinstance(item, Start))
+        collectives = {collective.devices: collective for collective in items if len(collective.devices) > 1}
+        patterns = {members: self.pattern(collective) for members, collective in collectives.items()}
+        return {members: pattern for members, pattern in patterns.items() if pattern.edges}
+
     def collective_s(self, collective: Collective) -> float:
         """Return the seconds from the last member's start to the end, with the links to itself.
 
@@ -214,7 +233,13 @@ class Cost:
         """
         members = collective.devices
         if self.takes_latency_alone(collective):
-            return max((self.path(source, target).latency_s for source in members for target in members if source != target), default=0.0)
+            latency_s = exchange_s(len(members), self._path_of(members))
+            if latency_s == math.inf:
+                raise NoLinkError(
+                    f"devices {', '.join(self.devices[member] for member in members)} exchange gradient norms, but the links of the "
+                    "topology do not join them both ways; add links or routes (`via`), or plan for it anew"
+                )
+            return latency_s
         return self._sum_time(collective).seconds(self.collective_bytes(collective)) if len(members) > 1 else 0.0
 
     def sum_latency_s(self, collective: Collective) -> float:

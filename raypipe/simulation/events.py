@@ -266,7 +266,7 @@ class _Transfer:
     __slots__ = ("num_bytes", "recv_s", "resources", "send_s", "transfer_s")
 
     def __init__(self, cost: Cost, source: int, target: int, message: Message) -> None:
-        path, size = cost.path(source, target), cost.message_bytes(message)
+        path, size = cost.link(source, target), cost.message_bytes(message)
         self.num_bytes = size
         self.transfer_s = size / path.bandwidth_bytes_per_s + path.latency_s
         self.resources = tuple((resource, size / bandwidth) for resource, bandwidth in path.resources)

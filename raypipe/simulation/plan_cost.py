@@ -112,7 +112,7 @@ def layout_cost(
         stages=stages,
         edge_bytes=edge_bytes,
         tied_bytes=tied_bytes(profile, cut),
-        path=lambda source, target: topology.path(devices[source], devices[target]),
+        path=lambda source, target: topology.reach(devices[source], devices[target]),
         shared_compute=tuple(shared),
         weight_versions=weight_versions or {},
         overheads=topology.overheads or Overheads(),

@@ -76,7 +76,7 @@ def _sum_of(collective: Collective, cost: Cost) -> _Sum:
             source, target = members[hop.source], members[hop.target]
             of_devices = frozenset(members[position] for position in needed(hop))
             takes_turns = len(nodes.get(hop.source, ())) > 1 and cost.node(target) != cost.node(source)
-            found.append(_Hop(source, target, cost.path(source, target), part * num_bytes, of_devices, takes_turns))
+            found.append(_Hop(source, target, cost.link(source, target), part * num_bytes, of_devices, takes_turns))
         return found
 
     shares, totals = pattern.loads

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from raypipe.artifacts import codec
 from raypipe.artifacts.syntax import yaml_text, yaml_tree
 from raypipe.artifacts.topology import FORMAT, ClusterTopology, Device, Link, Node, NodeLink, Overheads, Path, SharedLink
-from raypipe.errors import FormatError, PlanError
+from raypipe.errors import FormatError, NoLinkError, PlanError
 
 CONFIGS = FilePath(__file__).parents[2] / "cluster_configs"
 
@@ -202,8 +202,8 @@ def test_the_default_link_joins_what_nothing_else_does() -> None:
 
 @pytest.mark.parametrize(("source", "target"), [("a0", "c1"), ("c0", "c1")])
 def test_a_pair_that_nothing_joins_is_an_error_with_a_remedy(source: str, target: str) -> None:
-    message = f"no link from device '{source}' .* to device '{target}' .*; add one between the devices or their nodes, or a default_link"
-    with pytest.raises(PlanError, match=message):
+    message = f"no link from device '{source}' .* to device '{target}' .*; add one between the devices or their nodes, a route"
+    with pytest.raises(NoLinkError, match=message):
         read(LAB).path(source, target)
 
 
@@ -321,3 +321,72 @@ def test_overheads_go_through_the_file_and_cannot_be_negative(tmp_path: FilePath
     assert ClusterTopology.load(tmp_path / "lab.yaml") == found
     with pytest.raises(FormatError, match="recv_s"):
         Overheads(recv_s=-1.0)
+
+
+ROUTED = """
+format: raypipe.topology/1
+name: routed
+nodes:
+- {name: a, devices: [{name: a0, kind: cpu}, {name: a1, kind: cpu}]}
+- {name: switch, devices: []}
+- {name: b, devices: [{name: b0, kind: cpu}]}
+- {name: c, devices: [{name: c0, kind: cpu}]}
+links:
+- {from: a, to: switch, bandwidth_bytes_per_s: 4e9, latency_s: 1e-5}
+- {from: switch, to: b, bandwidth_bytes_per_s: 3e9, latency_s: 2e-5}
+- {from: b, to: c, bandwidth_bytes_per_s: 2e9, latency_s: 4e-5}
+- {from: a, to: b, via: [switch], latency_s: 0}
+- {from: c, to: a0, via: [b, switch], bandwidth_bytes_per_s: 1e9, latency_s: 1e-6}
+shared_links:
+- {name: up, bandwidth_bytes_per_s: 5e9, members: [[a, switch], [b, switch]]}
+- {name: down, bandwidth_bytes_per_s: 2.5e9, members: [[switch, a]]}
+"""
+
+
+def test_a_route_takes_the_latencies_and_shares_the_wires_of_the_links_that_it_passes() -> None:
+    topology = read(ROUTED)
+    there = topology.path("a1", "b0")
+    assert there.latency_s == pytest.approx(3e-5)
+    assert there.bandwidth_bytes_per_s == 3e9
+    assert dict(there.resources) == {"a->switch": 4e9, "switch->b": 3e9, "up": 5e9}
+    back = topology.path("b0", "a1")
+    assert dict(back.resources) == {"b->switch": 3e9, "switch->a": 4e9, "up": 5e9, "down": 2.5e9}
+
+
+def test_a_route_may_pass_several_nodes_and_be_slower_than_they_are() -> None:
+    topology = read(ROUTED)
+    for path, wires in (
+        (topology.path("c0", "a0"), {"c->a0": 1e9, "c->b": 2e9, "b->switch": 3e9, "switch->a": 4e9, "up": 5e9, "down": 2.5e9}),
+        (topology.path("a0", "c0"), {"a0->c": 1e9, "a->switch": 4e9, "switch->b": 3e9, "b->c": 2e9, "up": 5e9}),
+    ):
+        assert path.latency_s == pytest.approx(7.1e-5)
+        assert path.bandwidth_bytes_per_s == 1e9
+        assert dict(path.resources) == wires
+    assert not topology.reach("a1", "c0").exists
+
+
+def test_what_a_route_passes_twice_carries_everything_twice() -> None:
+    topology = read(ROUTED.replace("[b, switch]]}", "[b, switch], [switch, b]]}"))
+    assert dict(topology.path("a0", "b0").resources)["up"] == 2.5e9
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "problem"),
+    [
+        (("via: [switch], latency", "via: [c], latency"), "links[3].via", "between which there is no link of its own"),
+        (("via: [switch], latency", "via: [swich], latency"), "links[3].via[0]", "did you mean 'switch'"),
+        (("via: [switch], latency", "via: [b], latency"), "links[3].via", "passes 'b' twice"),
+        (("via: [switch], latency", "via: [], latency"), "links[3].via", ""),
+        (("latency_s: 2e-5}", "latency_s: 2e-5, one_way: true}"), "links[3].via", "from 'b' to 'switch'"),
+    ],
+)
+def test_a_route_over_links_that_do_not_exist_is_refused(change: tuple[str, str], where: str, problem: str) -> None:
+    with pytest.raises(FormatError) as refused:
+        read(ROUTED.replace(*change))
+    assert refused.value.where == where
+    assert problem in refused.value.problem
+
+
+def test_a_topology_with_routes_is_read_as_it_was_written() -> None:
+    topology = read(ROUTED)
+    assert read(codec.to_yaml(topology, format_name=FORMAT)) == topology

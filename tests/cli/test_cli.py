@@ -823,3 +823,16 @@ def test_spoiled_files_are_read_or_refused_with_one_message(run: Run, files: dic
             refused(ran)
         elif "--json" in command:
             assert ran.document is not None
+
+
+def test_a_coarse_chain_says_what_more_places_to_cut_give(run: Run, tmp_path: Path) -> None:
+    def warnings(*options: str) -> list[str]:
+        found: list[str] = run(
+            "profile", "--from-pipedream", GNMT, "--microbatch-size", 64, "--chain", *options, "-o", tmp_path / "x.json", "--json"
+        ).document["warnings"]
+        return found
+
+    (warning,) = warnings()
+    assert "41.0% of the time" in warning
+    assert "--max-crossing 2: 16 layers, 21.3%" in warning
+    assert warnings("--max-crossing", "2") == []

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from raypipe.communication.patterns import Pattern, direct, ring, slice_starts
+from raypipe.communication.patterns import Pattern, direct, ring, slice_starts, tree
 
 PATTERNS = [
     ring(range(2)),
@@ -19,6 +19,8 @@ PATTERNS = [
     Pattern(((0, 2, 4), (1,), (3, 5))),
     Pattern(((0, 2, 4), (1,), (3, 5)), direct=True),
     Pattern(((0, 1, 2, 3),)),
+    tree(((0, 2), (1, 2), (1, 3))),
+    tree(((0, 1), (0, 2), (0, 3))),
 ]
 
 
@@ -58,8 +60,12 @@ def test_loads_are_the_slices_that_pass(pattern: Pattern) -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_ring_and_direct_exchange_of_the_same_groups_add_in_the_same_order(pattern: Pattern) -> None:
-    same, other = pattern.with_same_bits
+    same, *others = pattern.with_same_bits
     assert same == pattern
+    if pattern.edges:
+        assert not others
+        return
+    (other,) = others
     assert other != pattern
     assert other.additions == pattern.additions
 
@@ -87,3 +93,12 @@ def test_the_first_slices_are_longer_where_numbers_do_not_divide(numel: int, sta
 
 def test_a_pattern_says_what_it_is() -> None:
     assert [str(pattern) for pattern in (ring((0, 2, 1)), Pattern(((0, 1), (2,)), direct=True))] == ["ring 0 2 1", "direct (0 1) 2"]
+
+
+def test_each_member_of_a_tree_sends_as_many_shares_as_in_a_ring() -> None:
+    pattern = tree(((0, 2), (1, 2), (1, 3), (3, 4)))
+    sent: Counter[int] = Counter()
+    for (source, _), part in pattern.loads[0].items():
+        sent[source] += part  # type: ignore[assignment]
+    assert set(pattern.loads[0]) == {(one, other) for edge in pattern.edges for one, other in (edge, edge[::-1])}
+    assert all(of_member == pytest.approx(4 / 5) for of_member in sent.values())

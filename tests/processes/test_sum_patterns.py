@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.communication import policy
-from raypipe.communication.patterns import Pattern, direct, ring, slice_starts
+from raypipe.communication.patterns import Pattern, direct, ring, slice_starts, tree
 from raypipe.communication.policy import Communication
 from raypipe.errors import TransportError
 from raypipe.schedules.collectives import Collective, CollectiveKind
@@ -24,6 +24,7 @@ from tests.processes.transport_contract import gradients, together
 
 EVERYBODY = (0, 1, 2, 3)
 NODES = Pattern(((0, 1), (2, 3)))
+TREE = tree(((0, 2), (1, 2), (1, 3)))
 NUMEL = 10_007
 
 
@@ -53,7 +54,7 @@ def summed(ends: Sequence[ProcessTransport], tensors: Sequence[Tensor], *, updat
     return [part.wait() for part in pending]
 
 
-@pytest.mark.parametrize("pattern", [ring((0, 2, 1, 3)), direct(range(4)), NODES, Pattern(((0, 1, 2), (3,)), direct=True)], ids=str)
+@pytest.mark.parametrize("pattern", [ring((0, 2, 1, 3)), direct(range(4)), NODES, Pattern(((0, 1, 2), (3,)), direct=True), TREE], ids=str)
 @pytest.mark.parametrize(
     ("least_bytes", "communication"),
     [(1001, Communication(chunk_s=1e-15)), (1, Communication(chunk_s=100.0)), (1, Communication(scheduled=False))],

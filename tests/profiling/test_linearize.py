@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raypipe.artifacts.profile import LayerProfile, LayerTimes, ModelProfile, NamedEdge
 from raypipe.errors import InputError
-from raypipe.profiling.linearize import linearize
+from raypipe.profiling.linearize import finer_chains, linearize
 from raypipe.profiling.pipedream import read_pipedream
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "pipedream_profiles"
@@ -279,3 +279,21 @@ def test_a_weight_that_merged_layers_share_is_there_and_stepped_once() -> None:
     chain = linearize(dag("ab ac bd cd", **towers)).profile
     assert sum(one.parameter_bytes for one in chain.layers) == 15
     assert sum(one.update_s or 0.0 for one in chain.layers) == 1.5
+
+
+def test_finer_chains_have_a_shorter_longest_layer_each_and_are_what_linearize_gives() -> None:
+    profile = read_pipedream(FOLDER / "inception_v3.graph.txt", microbatch_size=64)
+    chain = linearize(profile)
+    finer = finer_chains(profile, chain, max_tensors=1)
+    shares = [chain.longest_share, *(other.longest_share for other in finer.values())]
+    assert 1 not in finer
+    assert len(shares) > 1
+    assert all(later < 0.95 * earlier for earlier, later in itertools.pairwise(shares))
+    assert all(other == linearize(profile, max_tensors=number) for number, other in finer.items())
+    longest_s = max(layer.forward_s + layer.backward_s for layer in chain.profile.layers)
+    assert chain.longest_share == pytest.approx(longest_s / sum(layer.forward_s + layer.backward_s for layer in profile.layers))
+
+
+def test_a_chain_of_all_layers_has_no_finer_one() -> None:
+    profile = read_pipedream(FOLDER / "vgg16.graph.txt", microbatch_size=64)
+    assert finer_chains(profile, linearize(profile), max_tensors=1) == {}
