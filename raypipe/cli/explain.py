@@ -7,12 +7,12 @@ from functools import partial
 
 from rich.console import Console
 
+from raypipe.analysis.changes import Effect, effects
 from raypipe.analysis.idle import divide
+from raypipe.analysis.rivals import Kind, Rivals, lost_in, parts_s
 from raypipe.artifacts.plan import Plan
-from raypipe.planning.changes import Effect, effects
 from raypipe.planning.evaluator import Evaluation
 from raypipe.planning.limits import without_limits
-from raypipe.planning.rivals import Kind, Rivals, lost_in, parts_s
 from raypipe.schedules.metrics import metrics
 from raypipe.show.causes import findings
 from raypipe.show.report import Figure, Report, rows_table

@@ -10,6 +10,7 @@ from functools import partial
 
 import click
 
+from raypipe.analysis.rivals import Rivals
 from raypipe.analysis.slack import StageCommunication, stage_communication
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
@@ -21,7 +22,6 @@ from raypipe.errors import InputError
 from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
 from raypipe.planning.planners import AUTO, PLANNERS
-from raypipe.planning.rivals import Rivals
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import plan_report, prediction, stage_table
 from raypipe.simulation.simulator import simulate

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import raypipe
+from raypipe.analysis.changes import Change, Effect, changes, effects
+from raypipe.analysis.rivals import Kind, Rivals, lost_in, parts_s
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink, SharedLink
 from raypipe.errors import PlanError
-from raypipe.planning.changes import Change, Effect, changes, effects
-from raypipe.planning.rivals import Kind, Rivals, lost_in, parts_s
 from raypipe.simulation.simulator import simulate
 
 EFFORT = 0.02
