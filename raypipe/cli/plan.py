@@ -14,18 +14,22 @@ from raypipe.analysis.slack import StageCommunication, stage_communication
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
+from raypipe.cli.explain import Explanation
 from raypipe.cli.interruption import EXIT_INTERRUPTED, Interruption
 from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_option
 from raypipe.cli.screen import console, notice, print_json, progress_console
 from raypipe.errors import InputError, NoPlanYetError
 from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
-from raypipe.planning.limits import without_limits
 from raypipe.planning.planners import AUTO, PLANNERS
+from raypipe.planning.rivals import Rivals
 from raypipe.show.report import Figure, Report, rows_table
 from raypipe.show.tables import plan_report, prediction, stage_table
 from raypipe.simulation.simulator import simulate
-from raypipe.units import counted, seconds, size
+from raypipe.units import counted, seconds
+
+_QUICK = 0.05
+"""Effort, as a part of the plan's, of each of a dozen plans that explain it."""
 
 
 @click.command(
@@ -89,8 +93,8 @@ from raypipe.units import counted, seconds, size
 @click.option(
     "--explain",
     is_flag=True,
-    help="Also show the best that was found with each schedule, and what an update would take without limits on memory, without transfers "
-    "and without interactions of branches.",
+    help="Also show what binds, where the time of each device goes, what single changes would give, the best plans of other kinds and why "
+    "they lost, and what each limit costs.",
 )
 @click.option("--compare", is_flag=True, help="Also show the plans of all other planners.")
 @click.option("-o", "--output", type=click.Path(), metavar="FILE", help="File to write the plan to (.json).")
@@ -134,7 +138,7 @@ def plan(
         effort=effort,
     )
     began_s = time.perf_counter()
-    tried: dict[str, Evaluation] = {}
+    tried = Rivals()
     interrupted = Interruption()
     try:
         with _watched(tried) as on_evaluated, interrupted:
@@ -160,21 +164,26 @@ def plan(
     if interrupted():
         notice("interrupted: this is the best plan so far")
         explain = compare = False
-    explained = _explained(tried, found, partial(make, planner=planner, schedule=schedule)) if explain else {}
+    explanation = None
+    if explain:
+        with _watched(Rivals()) as on_evaluated:
+            options = {"num_microbatches": found.schedule.num_microbatches, "microbatch_size": found.microbatch_size}
+            quick = effort * _QUICK
+            again = partial(make, planner=planner, schedule=schedule, on_evaluated=on_evaluated, effort=quick, **options)
+            explanation = Explanation(found, tried, again)
     others: dict[str, Report] = {}
     if compare:
-        with _watched({}) as on_evaluated:
+        with _watched(Rivals()) as on_evaluated:
             again = partial(make, *model, found.schedule.num_microbatches, microbatch_size=found.microbatch_size, on_evaluated=on_evaluated)
             others = {other.name: _compared(again, other.name, found) for other in PLANNERS if other.name != planner}
     if as_json:
         compared = [Figure("compared", Report(*(Figure(name, other) for name, other in others.items())))] if compare else []
-        documents = [Figure(name, rows) for name, rows in explained.items()]
-        print_json(Report(*report.figures, *documents, *compared).document())
+        explained = explanation.report().figures if explanation else ()
+        print_json(Report(*report.figures, *explained, *compared).document())
         return interrupted.exit_code
     _print(found, report, communication)
-    for rows in explained.values():
-        console().print()
-        console().print(rows_table(rows))
+    if explanation:
+        explanation.show(console())
     if others:
         _print_others(others)
     if output:
@@ -183,49 +192,20 @@ def plan(
 
 
 @contextmanager
-def _watched(tried: dict[str, Evaluation]) -> Iterator[OnEvaluated]:
-    """Show how planning goes; note the best of each schedule in `tried`."""
+def _watched(tried: Rivals) -> Iterator[OnEvaluated]:
+    """Show how planning goes; note the best of each kind in `tried`."""
     update_s, num_evaluated = math.inf, 0
     with progress_console().status("planning") as status:
 
         def on_evaluated(evaluation: Evaluation) -> None:
             nonlocal update_s, num_evaluated
             num_evaluated += 1
-            order = evaluation.layout.order
-            if order not in tried or evaluation.rank < tried[order].rank:
-                tried[order] = evaluation
+            tried.add(evaluation)
             update_s = min(update_s, math.inf if evaluation.missing_bytes else evaluation.update_s)
             best = "none fits yet" if update_s == math.inf else f"the best takes {seconds(update_s)} an update"
             status.update(f"planning: {counted(num_evaluated, 'plan')} simulated, {best}")
 
         yield on_evaluated
-
-
-def _explained(tried: Mapping[str, Evaluation], found: Plan, make: Callable[..., Plan]) -> dict[str, list[Report]]:
-    """Return why a plan was chosen: the best of each schedule, and updates without limits."""
-    chosen_s = prediction(found).update_s
-    by_schedule = [
-        Report(
-            Figure("schedule", order, "schedule tried"),
-            Figure("update_s", evaluation.update_s, "best update", seconds),
-            Figure("", evaluation.update_s / chosen_s if chosen_s else None, "over this plan's", "{:.3f}".format),
-            Figure("missing_bytes", round(evaluation.missing_bytes), "lacks", lambda missing: size(missing) if missing else "-"),
-        )
-        for order, evaluation in sorted(tried.items(), key=lambda item: item[1].rank)
-    ]
-    with _watched({}) as on_evaluated:
-        again = partial(
-            make, num_microbatches=found.schedule.num_microbatches, microbatch_size=found.microbatch_size, on_evaluated=on_evaluated
-        )
-        limits = [
-            Report(
-                Figure("limit", without.limit, "without"),
-                Figure("update_s", without.update_s, "update", seconds),
-                Figure("cost_s", chosen_s - without.update_s, "so it costs", seconds),
-            )
-            for without in without_limits(found, again)
-        ]
-    return {"tried": by_schedule, "without": limits}
 
 
 def _compared(make: Callable[..., Plan], planner: str, found: Plan) -> Report:

@@ -31,7 +31,7 @@ _NUM_CLIMBED = 3  # Pipelines of groups whose workers change places, by each of 
 _SPLIT_RAMP = 0.4  # Part of the time besides the busiest worker's that remains where backwards are split.
 _ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices by eight.
 _LEAST_SIMULATIONS = 6
-_SIMULATION_WORK = 512.0  # Microbatches x devices of a simulation that counts as one.
+_SIMULATION_WORK = 256.0  # Microbatches x devices of a simulation that counts as one.
 
 
 @dataclass(frozen=True)
