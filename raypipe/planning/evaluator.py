@@ -134,6 +134,19 @@ class LayoutEvaluator:
             self.schedules.unlinked = str(error)
             return None
 
+    def schedule(self, layout: Layout) -> Schedule:
+        """Return the order of a layout that has been simulated."""
+        compiled = self.schedules.compiled(self.problem, layout)
+        assert compiled is not None, "it was valid when it was simulated"
+        return compiled[0]
+
+    def simulate_order(self, layout: Layout, schedule: Schedule) -> Evaluation:
+        """Return a layout simulated with another order of as many stages on its workers."""
+        workers = layout.placement(self.problem)
+        assert workers is not None, "a simulated layout can be divided"
+        programs = lower(schedule, workers, buckets=stage_buckets(self.problem.profile, layout.cut(self.problem)))
+        return self._timed(layout, schedule, CompiledOrder(programs))
+
     def _timed(self, layout: Layout, schedule: Schedule, order: CompiledOrder) -> Evaluation:
         problem, workers = self.problem, layout.placement(self.problem)
         assert workers is not None, "a layout with a schedule can be divided"
@@ -170,8 +183,7 @@ class LayoutEvaluator:
         assert workers is not None, "a simulated layout can be divided"
         schedule = layout_schedule(problem, layout, num_updates=window_updates(problem, layout))
         if schedule.num_updates != len(evaluation.timing.order.updates):
-            programs = lower(schedule, workers, buckets=stage_buckets(problem.profile, layout.cut(problem)))
-            evaluation = self._timed(layout, schedule, CompiledOrder(programs))
+            evaluation = self.simulate_order(layout, schedule)
         trace = evaluation.timing.trace(name=problem.profile.name, num_updates=schedule.num_updates)
         return Plan(
             name=problem.profile.name,

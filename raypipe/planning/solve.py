@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from raypipe.errors import NoLinkError, NoPlanYetError, PlanError, UnknownNameError
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, better, ignore
+from raypipe.planning.lack import lack_words
 from raypipe.planning.layer_order import canonical
 from raypipe.planning.planners import AUTO, PLANNERS, Planner, best_proposal
 from raypipe.planning.problem import Problem
@@ -65,8 +66,8 @@ def solve(
         )
     if best.missing_bytes:
         raise PlanError(
-            f"the best plan of planner {name!r} lacks {size(round(best.missing_bytes))} of memory on its fullest device ({best.layout}); "
-            "use smaller or more microbatches, more devices, or another planner"
+            f"the best plan of planner {name!r} lacks {lack_words(evaluator, best)}; more devices, or another planner, may fit, too. "
+            f"The plan: {best.layout}"
         )
     return best
 

@@ -75,9 +75,13 @@ def test_a_plan_explains_itself(run: Run, inputs: tuple[object, ...]) -> None:
     best = {one["schedule"]: one["update_s"] for one in figures["tried"] if not one["missing_bytes"]}
     assert min(best.values()) == pytest.approx(figures["update_s"])
     assert all(one["cost_s"] == pytest.approx(figures["update_s"] - one["update_s"]) for one in figures["without"])
+    assert all(one["saved_s"] == pytest.approx(figures["update_s"] - one["update_s"]) for one in figures["helps"])
+    assert figures["binds"] in {None, *(one["limit"] for one in figures["helps"])}
+    assert all(one["lost_in"] for one in figures["tried"] if one["update_s"] > figures["update_s"] * (1 + 1e-9))
+    assert figures["schedule_parameters"]["num_pipelines"] >= 1
     shown = run("plan", *inputs, "--microbatches", 8, *QUICK, "--explain").out
-    assert "the best plans of each kind" in shown
-    assert "so it costs" in shown
+    for words in ("binds", "where the time of each device goes", "lost in", "so it costs", "microbatches in flight"):
+        assert words in " ".join(shown.split())
 
 
 def test_all_planners_are_compared(run: Run, inputs: tuple[object, ...]) -> None:
