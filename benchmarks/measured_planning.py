@@ -59,7 +59,7 @@ CASES = {
     "OPT-350M, A100 and V100, two regions": Case(
         "OPT-350",
         "A100-40x4@us-central1-a,V100-16x4@us-central1-a,A100-40x4@us-west1-b,V100-16x4@us-west1-b",
-        1,
+        2,
         4,
         32,
     ),
@@ -67,9 +67,9 @@ CASES = {
         "GPT-Neo-2.7", "A100-40x4@us-central1-a*4,A100-40x4@us-central1-b*2,A100-40x4@us-central1-c*2", 4, 2, 32
     ),
     "GPT-Neo 2.7B, A100 and V100, two regions": Case("GPT-Neo-2.7", "A100-40x4@us-central1-a*4,V100-16x4@us-west1-b*4", 4, 2, 32),
-    "GPT-Neo 2.7B, 8 GH200 nodes": Case("GPT-Neo-2.7", "GH-96x4@us-central1-a*8", 2, 8, 16),
+    "GPT-Neo 2.7B, 8 GH200 nodes": Case("GPT-Neo-2.7", "GH-96x4@us-central1-a*8", 4, 8, 16),
     "OPT-30B, 8 A100 nodes": Case("OPT-30", "A100-40x4@us-central1-a*8", 4, 2, 32),
-    "OPT-30B, A100 and V100, two zones": Case("OPT-30", "A100-40x4@us-central1-a*4,V100-16x4@us-central1-b*8", 4, 2, 32),
+    "OPT-30B, A100 and V100, two zones": Case("OPT-30", "A100-40x4@us-central1-a*4,V100-16x4@us-central1-b*4", 4, 2, 32),
     "Llama-3 8B, 4 GH200 nodes": Case("LLAMA-3-8", "GH-96x4@us-central1-a*4", 4, 2, 16),
     "Llama-3 8B, A100, two regions": Case("LLAMA-3-8", "A100-40x4@us-central1-a*4,A100-40x4@us-west1-b*4", 4, 2, 32),
 }

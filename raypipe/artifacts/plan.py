@@ -38,6 +38,7 @@ class Predicted:
     Attributes:
         bubble_ratio: 1 - mean busy time / longest span.
         lower_bound_s: Least seconds per update of any plan for this profile, topology and number of microbatches; None if unknown.
+        lower_bound_reason: What no plan can avoid, in words, such that it takes `lower_bound_s`.
     """
 
     update_s: float
@@ -45,6 +46,7 @@ class Predicted:
     device_bubble_ratios: tuple[float, ...] = ()
     peak_memory_bytes: tuple[int, ...] = ()
     lower_bound_s: float | None = None
+    lower_bound_reason: str | None = None
 
     @property
     def optimality_gap(self) -> float | None:

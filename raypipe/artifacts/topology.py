@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise, product
@@ -240,6 +240,38 @@ class ClusterTopology:
         return path
 
     @cached_property
+    def islands(self) -> tuple[tuple[str, ...], ...]:
+        """Return the sets of devices that links join both ways, directly or over other devices; each in the order of the file."""
+        if self.default_link is not None:
+            return (tuple(self._locations),)
+        parents = {name: name for name in self._locations}
+
+        def root(name: str) -> str:
+            while parents[name] != name:
+                parents[name] = name = parents[parents[name]]
+            return name
+
+        def join(names: Sequence[str]) -> None:
+            for name in names[1:]:
+                parents[root(name)] = root(names[0])
+
+        def devices(name: str) -> list[str]:
+            return [name] if name in self._locations else [device.name for device in self._nodes_by_name[name].devices]
+
+        for node in self.nodes:
+            if node.link is not None:
+                join([device.name for device in node.devices])
+        for source, target in self._links_by_pair:
+            one, other = devices(source), devices(target)
+            # A link of a device may lead back where that of its node has led there.
+            if one and other and self.reach(other[0], one[0]).exists:
+                join([*one, *other])
+        found: dict[str, list[str]] = {}
+        for name in self._locations:
+            found.setdefault(root(name), []).append(name)
+        return tuple(map(tuple, found.values()))
+
+    @cached_property
     def digest(self) -> str:
         """Return sixteen hexadecimal digits for the content."""
         return codec.digest(self, format_name=FORMAT)
@@ -396,6 +428,8 @@ class ClusterTopology:
         """Return the bandwidth of a link's wire, and of the shared links on top of it."""
         wire, link = hop
         limits = {"->".join(wire): link.bandwidth_bytes_per_s or math.inf}
+        if not self.shared_links:
+            return limits
         shared = (shared for pair in product(starts, ends) for shared in self._shared_by_pair.get(pair, ()))
         return limits | {each.name: each.bandwidth_bytes_per_s for each in shared}
 

@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple, Protocol
-
-import networkx as nx
 
 from raypipe.communication.patterns import Hop, Pattern, direct, ring, tree
 
@@ -146,16 +145,22 @@ def exchange_s(num_members: int, path: PathOf) -> float:
 def joining(num_members: int, path: PathOf) -> Pattern | None:
     """Return the tree of the best links that join members both ways, `None` where they do not join all.
 
-    The least of its bandwidths is the largest possible (the maximum spanning tree); of equal links those of earlier members count.
+    The least of its bandwidths is the largest possible (a maximum spanning tree, by Prim's algorithm); of equal links the first counts.
     """
-    graph: nx.Graph[int] = nx.Graph()
-    graph.add_nodes_from(range(num_members))
-    for one, other in itertools.combinations(range(num_members), 2):
-        ways = path(one, other), path(other, one)
-        if all(way.latency_s < math.inf for way in ways):
-            graph.add_edge(one, other, weight=min(way.bandwidth_bytes_per_s for way in ways))
-    edges = sorted(sorted(edge) for edge in nx.maximum_spanning_edges(graph, data=False))
-    return tree((one, other) for one, other in edges) if len(edges) == num_members - 1 else None
+    best: dict[int, tuple[float, int]] = dict.fromkeys(range(1, num_members), (0.0, 0))
+    edges: list[tuple[int, int]] = []
+    newest = 0
+    while best:
+        for other, known in best.items():
+            ways = path(newest, other), path(other, newest)
+            if all(way.latency_s < math.inf for way in ways):
+                best[other] = max(known, (min(way.bandwidth_bytes_per_s for way in ways), newest), key=itemgetter(0))
+        newest = max(best, key=lambda member: best[member][0])
+        bandwidth, neighbor = best.pop(newest)
+        if not bandwidth:
+            return None
+        edges.append((min(neighbor, newest), max(neighbor, newest)))
+    return tree(sorted(edges))
 
 
 def are_meshed(num_members: int, path: PathOf) -> bool:

@@ -6,6 +6,7 @@ that a limit K on activations in flight closes: the forward of microbatch i + K 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe.communication.buckets import num_buckets
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Floats, Problem
 
@@ -45,19 +47,21 @@ class StageSeconds(NamedTuple):
 
 
 class RunBytes(NamedTuple):
-    """Bytes of runs of layers: weights and optimizer, an activation kept whole, its inputs alone, and the microbatch that is worked on."""
+    """Bytes of runs of layers: weights and optimizer, activations whole or as inputs, the microbatch at work, vectors to sum."""
 
     standing: Floats
     saved: Floats
     inputs: Floats
     working: Floats
+    vectors: Floats
 
-    def fit(self, demands: Sequence[tuple[float, float]], held: int, *, recomputed: bool) -> NDArray[np.bool_]:
+    def fit(self, demands: Sequence[tuple[float, float]], held: int, *, recomputed: bool, copied: bool) -> NDArray[np.bool_]:
         """Return what fits on devices with these `Problem.demands` and `held` activations in flight."""
         needed = (self.inputs if recomputed else self.saved) * (held - 1) + self.working
         fit: NDArray[np.bool_] = np.ones_like(needed, dtype=bool)
         for share, limit in demands:
-            fit &= self.standing + needed * share <= limit
+            most = np.maximum(needed * share, self.vectors) if copied else needed * share
+            fit &= self.standing + most <= limit
         return fit
 
 
@@ -68,6 +72,7 @@ class Estimator:
     problem: Problem
     poll: Callable[[], None] = lambda: None
     _channels: dict[tuple[Devices, Devices], Channel] = field(default_factory=dict, repr=False)
+    _vectors: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     _stages: dict[tuple[Devices, int, int], StageSeconds] = field(default_factory=dict, repr=False)
 
     def channel(self, source: Devices, target: Devices) -> Channel:
@@ -150,7 +155,10 @@ class Estimator:
         working = np.zeros_like(saved)
         for first in range(problem.num_layers):
             working[first, first + 1 :] = np.maximum.accumulate(problem.working_peaks[first:]) - problem.saved_prefix[first]
-        return RunBytes(standing, saved, np.minimum(problem.crossing_bytes[:, None], saved), np.maximum(saved, working))
+        vectors = np.zeros_like(saved)
+        for first, end in itertools.combinations(range(problem.num_layers + 1), 2):
+            vectors[first, end] = self.vector_bytes(first, end)
+        return RunBytes(standing, saved, np.minimum(problem.crossing_bytes[:, None], saved), np.maximum(saved, working), vectors)
 
     def busy_runs_s(self, group: Devices, held: int | None) -> Floats | None:
         """Return the seconds of a microbatch on a worker, forth and back, as `runs_s`.
@@ -165,8 +173,8 @@ class Estimator:
             return once_s
         twice_s = once_s + seconds[0] if self.problem.recompute else np.full_like(once_s, np.inf)
         demands = self.problem.demands(group)
-        twice_s = np.where(self.run_bytes.fit(demands, held, recomputed=True), twice_s, np.inf)
-        return np.where(self.run_bytes.fit(demands, held, recomputed=False), once_s, twice_s)
+        twice_s = np.where(self.run_bytes.fit(demands, held, recomputed=True, copied=len(group) > 1), twice_s, np.inf)
+        return np.where(self.run_bytes.fit(demands, held, recomputed=False, copied=len(group) > 1), once_s, twice_s)
 
     def missing_bytes(self, layout: Layout) -> float:
         """Return the bytes that the fullest device lacks, for one stage per worker."""
@@ -195,8 +203,10 @@ class Estimator:
         # The last microbatch also needs working memory for a moment.
         working = problem.working_peaks[first:end].max() - problem.saved_prefix[first]
         needed = kept * (held - 1) + max(saved, working)
+        # Where a sum starts, the gradients of its bucket are copied into a vector; activations are gone then.
+        vector = self.vector_bytes(first, end) if len(group) > 1 else 0.0
         for share, limit in problem.demands(group):
-            most = max(most, standing + needed * share - limit)
+            most = max(most, standing + max(needed * share, vector) - limit)
         return float(most)
 
     def busy_s(self, layout: Layout) -> list[float]:
@@ -211,6 +221,14 @@ class Estimator:
                 crossing_bytes = float(self.problem.crossing_bytes[layout.cuts[number + 1]])
                 busy_s[-1] = max(busy_s[-1], crossing_bytes * max(there.s_per_byte, back.s_per_byte))
         return busy_s
+
+    def vector_bytes(self, first: int, end: int) -> float:
+        """Return the bytes of the vector in which copies of the layers first..end-1 sum a bucket of their gradients."""
+        num_bytes = self._vectors.get((first, end))
+        if num_bytes is None:
+            trained = tuple(layer.trained_bytes for layer in self.problem.profile.layers[first:end])
+            num_bytes = self._vectors[first, end] = sum(trained) / num_buckets(trained)
+        return num_bytes
 
     def estimate_s(self, layout: Layout) -> float:
         """Return the seconds of one update, for one pipeline, one stage per worker and whole backwards."""

@@ -176,8 +176,8 @@ class LayoutEvaluator:
             return 0.0
         return max(0.0, *(peak - limit for peak, limit in zip(peaks(), limits, strict=True)))
 
-    def plan(self, evaluation: Evaluation, *, planner: str, lower_bound_s: float) -> Plan:
-        """Return the plan of a simulated layout."""
+    def plan(self, evaluation: Evaluation, *, planner: str, lower_bound_s: float, lower_bound_reason: str | None = None) -> Plan:
+        """Return the plan of a simulated layout, with what is known of all plans."""
         problem, layout = self.problem, evaluation.layout
         workers = layout.placement(problem)
         assert workers is not None, "a simulated layout can be divided"
@@ -203,6 +203,7 @@ class LayoutEvaluator:
                 device_bubble_ratios=trace.device_bubble_ratios,
                 peak_memory_bytes=trace.peak_memory_bytes,
                 lower_bound_s=lower_bound_s,
+                lower_bound_reason=lower_bound_reason,
             ),
             profile_digest=problem.profile.digest,
             topology_digest=problem.topology.digest,

@@ -63,13 +63,13 @@ def lower_bound(
     starts = [head + latency_s * bool(block.sources) for head, block in zip(heads, blocks, strict=True)]
     return LowerBound(
         work_s=work / math.fsum(speeds),
-        ramp_s=_ramp_s(work, sorted(starts * num_copies), sorted(speeds, reverse=True)),
+        ramp_s=ramp_s(work, sorted(starts * num_copies), sorted(speeds, reverse=True)),
         block_s=max(head + (queue * block.microbatch_s + block.update_s) / fastest for head, block in zip(heads, blocks, strict=True)),
         path_s=_path_s(blocks, queue=queue) / fastest,
     )
 
 
-def _ramp_s(work: float, starts: Sequence[float], speeds: Sequence[float]) -> float:
+def ramp_s(work: float, starts: Sequence[float], speeds: Sequence[float]) -> float:
     """Return the least T for which the sum of speed x max(T - start, 0) is the work; the fastest devices start the earliest."""
     total_speed = lost = 0.0
     end_s = math.inf

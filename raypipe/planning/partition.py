@@ -201,8 +201,9 @@ class Partition:
             size = len(self.positions)
             fits = np.zeros((self.num_units - i, size, size), dtype=bool)
             for j in np.flatnonzero(self._possible[i]).tolist():
-                demands = self.estimator.problem.demands(self.group(i, j))
-                fits[j - i - 1] = self._run_bytes.fit(demands, held, recomputed=recomputed)
+                group = self.group(i, j)
+                demands = self.estimator.problem.demands(group)
+                fits[j - i - 1] = self._run_bytes.fit(demands, held, recomputed=recomputed, copied=len(group) > 1)
             self._fitting[i, held, recomputed] = fits
         return self._fitting[i, held, recomputed]
 

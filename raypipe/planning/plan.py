@@ -101,12 +101,12 @@ def plan_problem(
     evaluator = LayoutEvaluator(problem, on_evaluated=on_evaluated, poll=poll)
     best = solve(evaluator, name=name, schedule=schedule, budget=budget, known=known)
     evaluator.poll = never
-    return evaluator.plan(best, planner=name, lower_bound_s=bound_s(problem, schedule))
+    least_s, reason = bound(problem, schedule)
+    return evaluator.plan(best, planner=name, lower_bound_s=least_s, lower_bound_reason=reason)
 
 
-def bound_s(problem: Problem, schedule: str) -> float:
-    """Return the seconds of an update that no plan beats; where updates may overlap, their part of one long update."""
-    if not asynchronous_orders(problem, schedule):
-        return plan_bound(problem).update_s
-    count = problem.updates_per_window
-    return plan_bound(replace(problem, num_microbatches=problem.num_microbatches * count)).update_s / count
+def bound(problem: Problem, schedule: str) -> tuple[float, str]:
+    """Return the seconds of an update that no plan beats, and why; where updates may overlap, their part of one long update."""
+    count = problem.updates_per_window if asynchronous_orders(problem, schedule) else 1
+    found = plan_bound(replace(problem, num_microbatches=problem.num_microbatches * count))
+    return found.update_s / count, found.reason

@@ -8,25 +8,38 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.planning.lower_bounds import Block, lower_bound
+from raypipe.planning.lower_bounds import Block, lower_bound, ramp_s
 from raypipe.planning.problem import Devices, Floats, Problem
 
 _MOST_BORDERS = 64
+_MOST_SHOWN = 4
 
 
 @dataclass(frozen=True)
 class PlanBound:
-    """Least seconds of one update, whatever the plan."""
+    """Least seconds of one update, whatever the plan.
+
+    Attributes:
+        work_s: All work, shared by all devices.
+        copies_s: Copies of some layer are summed, or none has copies and devices wait for the pipeline to fill.
+        layer_s: The layer that takes longest, on one device or on copies that are summed.
+        border_s: What crosses a border between devices.
+        layer: Name of the layer of `layer_s`.
+        side: Names of the devices behind the border of `border_s`; empty without a border.
+    """
 
     work_s: float
     copies_s: float
     layer_s: float
     border_s: float
+    layer: str = ""
+    side: tuple[str, ...] = ()
 
     @property
     def update_s(self) -> float:
@@ -38,11 +51,44 @@ class PlanBound:
         """Name of the largest bound."""
         return max(("work", "copies", "layer", "border"), key=lambda name: float(getattr(self, f"{name}_s")))
 
+    @property
+    def reason(self) -> str:
+        """What no plan can avoid, in words."""
+        match self.binding:
+            case "work":
+                return "all devices compute all the time"
+            case "copies":
+                return "copies of some layer sum their gradients, or no layer has copies and the pipeline must fill"
+            case "layer":
+                return f"all microbatches of layer {self.layer} pass one device, or several, which sum its gradients after their work"
+            case _:
+                shown = ", ".join(self.side[:_MOST_SHOWN]) + (f" and {len(self.side) - _MOST_SHOWN} more" * (len(self.side) > _MOST_SHOWN))
+                return f"activations or sums of gradients cross the border between {shown} and the other devices, or one side does all work"
+
 
 def plan_bound(problem: Problem) -> PlanBound:
     """Return the bound for one update of any plan."""
     bounds = _Bounds(problem)
-    return PlanBound(bounds.work_s(), bounds.copies_s(), bounds.layer_s(), bounds.border_s())
+    layer_s, layer = bounds.layer_s()
+    border_s, side = bounds.border_s()
+    return PlanBound(
+        work_s=bounds.work_s(),
+        copies_s=bounds.copies_s(),
+        layer_s=layer_s,
+        border_s=border_s,
+        layer=problem.profile.layers[layer].name,
+        side=tuple(problem.names[device] for device in side),
+    )
+
+
+def _sizes(num_devices: int) -> Iterator[int]:
+    """Yield the largest of each range of numbers of members: 2, 3 and so on at first, then ever wider ranges."""
+    size = 2
+    while size < num_devices:
+        yield size
+        size = max(size + 1, size * 5 // 4)
+    if num_devices > 1:
+        yield num_devices
 
 
 class _Bounds:
@@ -57,6 +103,7 @@ class _Bounds:
         self.best_bandwidth = float(problem.bandwidth[off_diagonal].max(initial=0.0))
         self.best_latency_s = float(problem.latency_s[off_diagonal].min(initial=math.inf))
         self.layer_bytes = np.diff(problem.summed_prefix)
+        self._copied: dict[tuple[float, bytes], float] = {}
 
     def _work_s(self, devices: Devices) -> float:
         # The dual of sharing all work, layer by layer: prices y_l <= z_d x seconds of layer l on device d, where z, by power, sums to 1.
@@ -85,11 +132,58 @@ class _Bounds:
     def work_s(self) -> float:
         return self._work_s(tuple(range(self.problem.num_devices)))
 
-    def _sum_s(self, num_bytes: float) -> float:
-        return math.inf if not self.best_bandwidth else 2 * (self.best_latency_s + num_bytes / 2 / self.best_bandwidth)
+    def _copied_s(self, layer: int) -> float:
+        """Return the least seconds of an update in which several devices sum the gradients of a layer.
+
+        Each member m computes a part x_m of the layer's work, and the parts add up to 1. Every one of its gradients has left its device, in
+        a share or in a total, since all members need them; no share or total leaves before the last of them is complete. So
+        T >= x_m w / s_m + latency + G / r_m, with the rate r_m at which numbers of one sum leave m. For T, n members do at most
+        sum of s_m (T - latency - G / r_m) of the work; the bound is the least T for which that is w, over all n >= 2.
+        """
+        num_devices, num_bytes = self.problem.num_devices, float(self.layer_bytes[layer])
+        own_s = self.device_s[:, layer] / self.alone * self.num_microbatches
+        key = (num_bytes, own_s.tobytes())
+        if key in self._copied:
+            return self._copied[key]
+        speeds = np.sort(1 / np.maximum(own_s, 1e-300))[::-1].tolist()
+        best_s = math.inf
+        # More members are faster, but have more links: numbers of members between two sizes have the links of the larger one.
+        for most in _sizes(num_devices):
+            rates = self._sum_rates(most)
+            late_s = np.where(rates > 0, self.best_latency_s + num_bytes / np.maximum(rates, 1e-300), math.inf)
+            starts = np.sort(late_s if num_bytes else np.zeros(num_devices))
+            best_s = min(best_s, ramp_s(1.0, starts[:most].tolist(), speeds[:most]))
+        self._copied[key] = best_s
+        return best_s
+
+    def _sum_rates(self, num_members: int) -> Floats:
+        """Return for each device the most bytes per second of one sum that leave it, 0 where it has no link.
+
+        What it sends to several other nodes goes one after the other (`simulation.transfers`); within its node, or to the devices of one
+        other node that have links of their own, it may send to all members at once.
+        """
+        within, across = self._out_rates
+        rates: Floats = within[:, : num_members - 1].sum(axis=1) + across
+        return rates
+
+    @cached_property
+    def _out_rates(self) -> tuple[Floats, Floats]:
+        problem = self.problem
+        linked = problem.bandwidth.copy()
+        np.fill_diagonal(linked, 0.0)
+        same_node = np.equal.outer(problem.nodes_of, problem.nodes_of)
+        others = np.where(same_node, 0.0, linked)
+        across = others.max(axis=1, initial=0.0)
+        if all(len(starts) == len(ends) == 1 for starts, ends in problem.blocks):
+            nodes = np.eye(len(problem.topology.nodes))[problem.nodes_of]
+            finite = np.where(np.isfinite(others), others, 1e300)
+            across = np.maximum(across, (finite @ nodes).max(axis=1, initial=0.0))
+        widest = int(same_node.sum(axis=1).max())
+        within = np.sort(np.where(same_node, linked, 0.0), axis=1)[:, ::-1][:, :widest]
+        return within, across
 
     def copies_s(self) -> float:
-        # Either two devices over the best link sum some layer's gradients, or no layer has copies and `lower_bounds` holds.
+        """Return the bound by cases: some layer has copies, whose gradients are summed, or no layer has, and `lower_bounds` holds."""
         problem = self.problem
         # Of each part of the work what the kind that is best at it takes.
         parts = np.diff(problem.prefix_s, axis=2).min(axis=0)
@@ -101,16 +195,22 @@ class _Bounds:
             for (forward_s, input_grad_s, weight_grad_s), feeding in zip(parts.T.tolist(), sources, strict=True)
         ]
         single_s = lower_bound(blocks, num_microbatches=self.num_microbatches, speeds=tuple(self.alone.tolist())).update_s
-        with_copies_s = max(self.work_s(), min(self._sum_s(float(num_bytes)) for num_bytes in self.layer_bytes))
+        with_copies_s = max(self.work_s(), min(map(self._copied_s, range(problem.num_layers))))
         return float(min(single_s, with_copies_s))
 
-    def layer_s(self) -> float:
-        # All microbatches of a layer pass one device, or its gradients are summed.
+    def layer_s(self) -> tuple[float, int]:
+        """Return the bound by single layers, and the layer: all its microbatches pass one device, or its gradients are summed."""
         on_one_s = (self.device_s / self.alone[:, None]).min(axis=0) * self.num_microbatches
-        return max(min(float(one_s), self._sum_s(float(num_bytes))) for one_s, num_bytes in zip(on_one_s, self.layer_bytes, strict=True))
+        bounds = [min(float(one_s), self._copied_s(layer)) for layer, one_s in enumerate(on_one_s)]
+        layer = max(range(len(bounds)), key=bounds.__getitem__)
+        return bounds[layer], layer
 
-    def border_s(self) -> float:
-        return max(map(self._across_s, self._sides()), default=0.0)
+    def border_s(self) -> tuple[float, Devices]:
+        """Return the bound by borders between devices, and the smaller side of the border."""
+        bounds = {side: self._across_s(side) for side in self._sides()}
+        side = max(bounds, key=bounds.__getitem__, default=())
+        others = tuple(sorted(set(range(self.problem.num_devices)) - set(side)))
+        return bounds.get(side, 0.0), min(side, others, key=len)
 
     def _sides(self) -> Iterator[Devices]:
         # Sets of devices that no link above some bandwidth leaves.
@@ -134,12 +234,18 @@ class _Bounds:
                 if devices not in seen:
                     seen.add(devices)
                     yield devices
-            if len(seen) > _MOST_BORDERS:
-                return
+                    if len(seen) > _MOST_BORDERS:
+                        return
 
     def _across_s(self, side: Devices) -> float:
-        # A plan that does not copy all layers to both sides carries a part x of all rows over the border, in x M d / B seconds (d: bytes
-        # of the smallest tensor between layers), and leaves (1 - x) of the work to one side alone; x can be chosen.
+        """Return the least seconds of an update, given what crosses the border of a set of devices.
+
+        Either all layers have copies on both sides. Each slice of their sums crosses the border both ways, as a share towards its owner or
+        as a total away from it: T >= G / B for all gradients G, and B, the capacity of all wires across in the slower direction. That
+        takes memory for all weights on either side. Or some layer is on one side alone. Rows that have any work on the other side then
+        cross the border, forth as an activation and back as its gradient: of a part x of the rows, in x M d / B seconds (d: bytes of the
+        smallest tensor between layers), while the others leave (1 - x) of the work to one side; x can be chosen.
+        """
         problem = self.problem
         graph: nx.Graph[int] = nx.Graph()
         graph.add_nodes_from(range(problem.num_layers))
@@ -152,29 +258,49 @@ class _Bounds:
         capacity = min(self._capacity(inside, ~inside), self._capacity(~inside, inside))
         if capacity == math.inf:
             return 0.0
-        # All layers on both sides: every sum crosses the border twice in its ring.
-        best = float(np.maximum(problem.bandwidth, problem.bandwidth.T)[np.ix_(inside, ~inside)].max())
-        copied_s = float(self.layer_bytes.max()) / best
+        memory = np.array(problem.memory_bytes)
+        has_room = min(memory[inside].sum(), memory[~inside].sum()) >= self.least_bytes
+        copied_s = math.inf if not has_room else _quotient(float(self.layer_bytes.sum()), capacity)
         # Of a model with branches one tensor may cross alone.
         fewest_bytes = min((edge.bytes * problem.scale for edge in problem.profile.edges()), default=math.inf)
-        carried_s = self.num_microbatches * fewest_bytes / capacity
+        carried_s = self.num_microbatches * _quotient(fewest_bytes, capacity)
         ways = [copied_s]
         for devices in (side, others):
             alone_s = self._work_s(devices)
             ways.append(alone_s if carried_s == math.inf else alone_s * carried_s / max(alone_s + carried_s, 1e-300))
         return min(ways)
 
+    @cached_property
+    def least_bytes(self) -> float:
+        """Least memory of all layers' weights, gradients and optimizer state; tied weights may be held once."""
+        problem = self.problem
+        shared = (sorted(problem.profile.layers[layer].shared_bytes for layer in tie)[:-1] for tie in problem.profile.ties())
+        return float(problem.standing_prefix[-1]) - sum(map(sum, shared)) * (1 + problem.state_bytes_per_parameter_byte)
+
     def _capacity(self, sources: NDArray[np.bool_], targets: NDArray[np.bool_]) -> float:
-        wires: dict[str, float] = {}
+        """Return the most bytes per second from some devices to others.
+
+        Every path is charged to one of its wires, and the wires add up; of several ways to choose them, the one that gives the least.
+        """
         problem = self.problem
         blocks, num_pairs = np.unique(problem.block_of[np.ix_(sources, targets)], return_counts=True)
+        wires: tuple[dict[str, float], ...] = ({}, {}, {})
         for block, count in zip(blocks.tolist(), num_pairs.tolist(), strict=True):
             starts, ends = problem.blocks[block]
             one, other = starts[0], ends[-1]
             path = problem.path(one, other)
+            if not path.exists:
+                continue
             if path.bandwidth_bytes_per_s == math.inf:
                 return math.inf
             # Within a node each ordered pair has a wire of its own; two nodes share one.
-            name, bandwidth = path.resources[0]
-            wires[name] = bandwidth * (count if problem.node_of[one] == problem.node_of[other] else 1)
-        return math.fsum(wires.values())
+            times = count if problem.node_of[one] == problem.node_of[other] else 1
+            tightest = min(path.resources, key=lambda resource: resource[1])
+            for of_choice, (name, bandwidth) in zip(wires, (path.resources[0], path.resources[-1], tightest), strict=True):
+                of_choice[name] = max(of_choice.get(name, 0.0), bandwidth * times)
+        return min(math.fsum(of_choice.values()) for of_choice in wires)
+
+
+def _quotient(num_bytes: float, capacity: float) -> float:
+    """Return the seconds of some bytes; infinite over no wires."""
+    return num_bytes / capacity if capacity else math.inf

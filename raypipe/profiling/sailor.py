@@ -83,10 +83,17 @@ class LinkCurve:
     Attributes:
         coefficients: GB/s = c[0] x^2 + c[1] x + c[2] with x = log2(bytes / 1e6).
         most_bytes_per_s: Highest rate measured.
+
+    Raises:
+        InputError: The rate at 1 MB is not above 0.
     """
 
     coefficients: tuple[float, float, float]
     most_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.coefficients[2] > 0 and self.most_bytes_per_s > 0):
+            raise InputError(f"the bandwidth {self.coefficients} is not above 0 GB/s at 1 MB; measure this link again")
 
     def seconds(self, num_bytes: float) -> float:
         """Return the measured seconds of a message; below 1 MB at the rate of 1 MB."""
@@ -155,9 +162,10 @@ class SailorData:
         path = self._path("layers")
         layers = _at(_at(self._layers, path, "model", model), path, "tensor-parallel degree", tensor_parallel)
         reference = times[gpu or next(iter(times))]
-        if set(layers) != set(reference):
-            problem = f"{model} has {len(layers)} layers here and {len(reference)} in profiles.json; take both files from one source"
-            raise FormatError(path, f"{model}.{tensor_parallel}", problem)
+        for kind, of_kind in times.items():
+            if set(layers) != set(of_kind):
+                problem = f"{model} has {len(layers)} layers here and {len(of_kind)} on {kind} in profiles.json; take both from one source"
+                raise FormatError(path, f"{model}.{tensor_parallel}", problem)
 
         def floats(number: int, key: str) -> int:
             try:

@@ -34,16 +34,28 @@ def plan_report(plan: Plan, communication: Sequence[StageCommunication] = (), *,
         Figure("recomputed_stages", list(recomputed_stages(plan.schedule))),
         Figure("num_devices", len(plan.devices)),
         Figure("idle_devices", [device.name for device in plan.topology.devices if device.name not in plan.devices]),
+        *_islands(plan),
         Figure("num_microbatches", plan.schedule.num_microbatches),
         Figure("microbatch_size", plan.microbatch_size),
         Figure("update_s", predicted.update_s, "update", seconds),
         Figure("samples_per_s", rate, "rate", "{:.4g} samples/s".format),
         Figure("bubble_ratio", predicted.bubble_ratio, "bubble", ratio),
         Figure("lower_bound_s", predicted.lower_bound_s, "no plan takes less than", seconds),
+        Figure("lower_bound_reason", predicted.lower_bound_reason, "because" if predicted.lower_bound_s else ""),
         Figure("optimality_gap", predicted.optimality_gap, "gap", ratio),
         Figure("peak_memory_bytes", list(predicted.peak_memory_bytes)),
         *([Figure("planning_s", planning_s, "planned in", seconds)] if planning_s is not None else []),
     )
+
+
+def _islands(plan: Plan) -> list[Figure]:
+    """Return that links do not join all devices, so that the plan stays among some of them."""
+    islands = plan.topology.islands
+    if len(islands) == 1:
+        return []
+    chosen = next(number for number, island in enumerate(islands) if plan.devices[0] in island)
+    words = f"one of {len(islands)} sets of devices that no link joins, of {len(islands[chosen])} devices"
+    return [Figure("islands", [list(island) for island in islands]), Figure("", words, "inside")]
 
 
 def prediction(plan: Plan) -> Predicted:

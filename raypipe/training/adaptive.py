@@ -30,7 +30,7 @@ from raypipe.planning.choices import Choice
 from raypipe.planning.cluster_state import ClusterState
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import layout_schedule
-from raypipe.planning.plan import bound_s
+from raypipe.planning.plan import bound
 from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.replanning import ConcurrencyPolicy, Decision
 from raypipe.schedule_registry import spec
@@ -190,7 +190,8 @@ class AdaptiveStrategy(Strategy):
         evaluator = self.policy.planner.evaluator_of(choice)
         evaluation = evaluator.simulate(choice.layout)
         assert evaluation is not None, "the policy simulates what it chooses"
-        plan = evaluator.plan(evaluation, planner="adaptive", lower_bound_s=bound_s(evaluator.problem, choice.layout.order))
+        least_s, reason = bound(evaluator.problem, choice.layout.order)
+        plan = evaluator.plan(evaluation, planner="adaptive", lower_bound_s=least_s, lower_bound_reason=reason)
         if self.start is not None and choice == self._starting_choice:
             self.schedules = dict(self.start.schedules)
         else:

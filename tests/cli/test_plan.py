@@ -23,7 +23,16 @@ __all__ = ["run"]
 
 KEYS = {
     *("planner", "schedule", "num_stages", "stages", "num_devices", "idle_devices", "num_microbatches", "microbatch_size", "update_s"),
-    *("recomputed_stages", "lower_bound_s", "optimality_gap", "samples_per_s", "bubble_ratio", "peak_memory_bytes", "planning_s"),
+    *(
+        "recomputed_stages",
+        "lower_bound_s",
+        "lower_bound_reason",
+        "optimality_gap",
+        "samples_per_s",
+        "bubble_ratio",
+        "peak_memory_bytes",
+        "planning_s",
+    ),
 }
 QUICK = ("--effort", 0.05)
 

@@ -7,10 +7,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+import networkx as nx
+
 from raypipe.artifacts.profile import LayerProfile, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, NodeLink
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Problem
+from raypipe.simulation.plan_cost import STATE_BYTES_PER_PARAMETER_BYTE
 
 NUM_ROWS = 12
 MB = 1_000_000
@@ -26,8 +29,14 @@ def random_problem(
     memory_bytes: int | None = None,
     one_way: bool = False,
     speeds: tuple[float, ...] = (1.0, 1.0, 0.5),
+    missing: float = 0.0,
+    room: float | None = None,
 ) -> Problem:
-    """A chain of unequal layers, and a node for each device, all of them linked with bandwidths of 1, 10 or 25 MB/s."""
+    """A chain of unequal layers, and a node for each device, linked with bandwidths of 1, 10 or 25 MB/s.
+
+    A part `missing` of the pairs has no link, as far as all devices stay joined. Each device has `room` for that part of what the model
+    keeps, but at least for the largest layer.
+    """
     rng = random.Random(seed)
     layers = []
     for index in range(num_layers):
@@ -43,6 +52,9 @@ def random_problem(
                 parameter_bytes=rng.choice((1, 20, 100)) * MB,
             )
         )
+    if room is not None:
+        kept = [(1 + STATE_BYTES_PER_PARAMETER_BYTE) * layer.parameter_bytes for layer in layers]
+        memory_bytes = round(max(room * sum(kept), *kept) + 2 * num_microbatches * 3 * MB)
     nodes = tuple(
         Node(name=f"node{number}", devices=(Device(f"device{number}", "cpu", memory_bytes, rng.choice(speeds)),))
         for number in range(num_devices)
@@ -58,8 +70,22 @@ def random_problem(
         )
         for one, other in pairs
     )
+    links = _joining(links, num_devices, missing, rng)
     profile = ModelProfile(name="random", microbatch_size=NUM_ROWS, layers=tuple(layers))
     return Problem(profile, ClusterTopology(name="random", nodes=nodes, links=links), num_microbatches, NUM_ROWS)
+
+
+def _joining(links: tuple[Link, ...], num_devices: int, missing: float, rng: random.Random) -> tuple[Link, ...]:
+    """Leave out pairs as long as the others join all nodes."""
+    kept: dict[frozenset[str], list[Link]] = {}
+    for link in links:
+        kept.setdefault(frozenset((link.source, link.target)), []).append(link)
+    for pair in rng.sample(list(kept), round(missing * len(kept))):
+        graph: nx.Graph[str] = nx.Graph()
+        graph.add_edges_from((min(other), max(other)) for other in kept if other != pair)
+        if len(graph) == num_devices and nx.is_connected(graph):
+            del kept[pair]
+    return tuple(link for of_pair in kept.values() for link in of_pair)
 
 
 def islands(

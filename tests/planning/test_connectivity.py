@@ -23,6 +23,7 @@ from raypipe.planning.problem import Problem
 from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import solve
 from raypipe.planning.sum_patterns import SumPatterns
+from raypipe.show.tables import plan_report
 from raypipe.simulation.plan_cost import plan_cost, plan_programs
 from raypipe.simulation.simulator import simulate
 
@@ -177,3 +178,24 @@ def test_a_link_that_is_gone_is_a_change_of_the_cluster() -> None:
     new = replace(old, topology=cluster(((0, 1), (2, 3), (3, 0))))
     assert "link n2 -> n1 is gone" in largest_change(old, new)
     assert "is there" in largest_change(new, old)
+
+
+def test_a_report_says_that_a_plan_stays_inside_one_island_and_what_binds() -> None:
+    apart = plan_problem(problem(((0, 1), (2, 3), (3, 4))), budget=QUICK)
+    assert apart.topology.islands == (("n0/0", "n1/0"), ("n2/0", "n3/0", "n4/0"))
+    report = plan_report(apart)
+    assert report.document()["islands"] == [["n0/0", "n1/0"], ["n2/0", "n3/0", "n4/0"]]
+    assert report.document()["lower_bound_reason"] == plan_bound(problem(((0, 1), (2, 3), (3, 4)))).reason
+    assert "one of 2 sets of devices that no link joins, of 3 devices" in report.sentence()
+    assert "islands" not in plan_report(plan_problem(problem(RING), name="1f1b-equal")).document()
+
+
+def test_nodes_and_devices_are_joined_over_others() -> None:
+    lone = cluster(LINE, per_node=2)
+    assert len(lone.islands) == 1
+    one_way = replace(lone, links=tuple(replace(link, one_way=True) for link in lone.links))
+    assert one_way.islands == tuple((f"n{number}/0", f"n{number}/1") for number in range(4))
+    back = replace(one_way, links=(*one_way.links, Link(source="n2", target="n0/1", latency_s=0.0, one_way=True)))
+    assert [len(island) for island in back.islands] == [4, 2, 2]
+    unlinked = replace(lone, links=(), nodes=tuple(replace(node, link=None) for node in lone.nodes))
+    assert len(unlinked.islands) == 8
