@@ -124,7 +124,7 @@ def fixed_plans(folder: Path, adapted: Path, slow: tuple[str, str], part: float)
     found: list[tuple[str, float, Path]] = []
     for name in SCHEDULES:
         try:
-            plan = plan_problem(problem, schedule=name, budget=SearchBudget.usual(4, effort=0.5))
+            plan = plan_problem(problem, schedule=name, budget=SearchBudget.usual(problem, effort=0.5))
         except PlanError:
             continue  # it cannot take this size, or is staler than allowed
         assert plan.predicted is not None

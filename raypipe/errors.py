@@ -9,7 +9,8 @@
     |   |-- ScheduleError
     |   |-- UnknownNameError
     |   `-- PlanError
-    |       `-- NoLinkError
+    |       |-- NoLinkError
+    |       `-- NoPlanYetError
     `-- RunError (RuntimeError)           exit code 1
         |-- TransportError
         |   `-- TransportTimeoutError
@@ -88,6 +89,10 @@ class PlanError(InputError):
 
 class NoLinkError(PlanError):
     """Two devices that would communicate have no link."""
+
+
+class NoPlanYetError(PlanError):
+    """A search for a plan was stopped before it found one that fits."""
 
 
 class RunError(RaypipeError, RuntimeError):

@@ -9,13 +9,13 @@ from typing import cast
 import click
 
 from raypipe import __version__
+from raypipe.cli.interruption import EXIT_INTERRUPTED
 from raypipe.errors import InputError, RaypipeError, suggestion
 
 COMMANDS = ("schedule", "schedules", "probe", "profile", "plan", "simulate", "rehearse", "train", "show", "calibrate", "data")
 # Exit codes; 0 is success.
 _EXIT_FAILURE = 1
 _EXIT_BAD_INPUT = 2
-_EXIT_INTERRUPTED = 130
 
 
 class _Commands(click.Group):
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result = commands.main(args=None if arguments is None else list(arguments), prog_name="raypipe", standalone_mode=False)
     except click.Abort:  # click's word for Ctrl-C
-        return _EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f"\ntry: {context.command_path} --help" if context else ""

@@ -16,9 +16,10 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cli.explain import Explanation
+from raypipe.cli.interruption import EXIT_INTERRUPTED, Interruption
 from raypipe.cli.options import COUNT, FiniteRange, check_output, example, json_option
-from raypipe.cli.screen import console, print_json, progress_console
-from raypipe.errors import InputError
+from raypipe.cli.screen import console, notice, print_json, progress_console
+from raypipe.errors import InputError, NoPlanYetError
 from raypipe.planning import plan as planning
 from raypipe.planning.evaluator import Evaluation, OnEvaluated
 from raypipe.planning.planners import AUTO, PLANNERS
@@ -84,6 +85,12 @@ _QUICK = 0.05
     help="Search effort as a multiple of the usual effort; more takes longer and may find better plans.",
 )
 @click.option(
+    "--time-limit",
+    type=FiniteRange(0),
+    metavar="SECONDS",
+    help="Seconds after which the search ends with the best plan so far; where none fits yet, with the first that does.",
+)
+@click.option(
     "--explain",
     is_flag=True,
     help="Also show what binds, where the time of each device goes, what single changes would give, the best plans of other kinds and why "
@@ -107,12 +114,16 @@ def plan(
     updates_per_window: int,
     recompute: bool,
     effort: float,
+    time_limit: float | None,
     explain: bool,
     compare: bool,
     output: str | None,
     as_json: bool,
-) -> None:
-    """Choose stages, replication, devices and schedule for a model on a cluster, and say how far from optimal that may be."""
+) -> int | None:
+    """Choose stages, replication, devices and schedule for a model on a cluster, and say how far from optimal that may be.
+
+    Ctrl-C ends the search with the best plan so far, a second one without a plan.
+    """
     check_output(output, profile, topology)
     if (batch_size is None) == (microbatches is None) or (batch_size is not None and microbatch_size is not None):
         raise click.UsageError("give either --microbatches, with --microbatch-size if it is not the profile's, or --batch-size")
@@ -128,21 +139,31 @@ def plan(
     )
     began_s = time.perf_counter()
     tried = Rivals()
-    with _watched(tried) as on_evaluated:
-        found = make(
-            *model,
-            microbatches or 1,
-            microbatch_size=microbatch_size,
-            batch_size=batch_size,
-            planner=planner,
-            schedule=schedule,
-            on_evaluated=on_evaluated,
-        )
+    interrupted = Interruption()
+    try:
+        with _watched(tried) as on_evaluated, interrupted:
+            found = make(
+                *model,
+                microbatches or 1,
+                microbatch_size=microbatch_size,
+                batch_size=batch_size,
+                planner=planner,
+                schedule=schedule,
+                time_limit_s=time_limit,
+                should_stop=interrupted,
+                on_evaluated=on_evaluated,
+            )
+    except NoPlanYetError:
+        notice("interrupted before any plan was found; nothing is written")
+        return EXIT_INTERRUPTED
     took_s = time.perf_counter() - began_s
     if output:
         found.save(output)
     communication = stage_communication(found, simulate(found))
     report = plan_report(found, communication, planning_s=took_s)
+    if interrupted():
+        notice("interrupted: this is the best plan so far")
+        explain = compare = False
     explanation = None
     if explain:
         with _watched(Rivals()) as on_evaluated:
@@ -159,7 +180,7 @@ def plan(
         compared = [Figure("compared", Report(*(Figure(name, other) for name, other in others.items())))] if compare else []
         explained = explanation.report().figures if explanation else ()
         print_json(Report(*report.figures, *explained, *compared).document())
-        return
+        return interrupted.exit_code
     _print(found, report, communication)
     if explanation:
         explanation.show(console())
@@ -167,6 +188,7 @@ def plan(
         _print_others(others)
     if output:
         console().print(f"\nwritten to {output}", soft_wrap=True)
+    return interrupted.exit_code
 
 
 @contextmanager

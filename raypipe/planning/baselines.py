@@ -66,7 +66,7 @@ def equal_stages(order: str, estimator: Estimator) -> Iterator[Layout]:
 
 def spp(estimator: Estimator) -> Iterator[Layout]:
     """Yield the layouts of SPP as reconstructed: RDO, PRM, PE (Luo et al., INFOCOM 2022, arXiv 2204.10562)."""
-    partition = Partition(estimator, recursive(estimator.problem))
+    partition = Partition(estimator, recursive(estimator.problem), most_positions=estimator.problem.num_layers + 1)
     for plan in partition.least_bottleneck("list"):
         yield plan.layout
     # Where memory is short for that many activations in flight: the same with as many as 1F1B's first stage has.

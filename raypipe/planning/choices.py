@@ -116,7 +116,7 @@ class ChoicePlanner:
         """
         failures: list[str] = []
         candidates: list[tuple[float, int, Choice, Evaluation]] = []
-        budget = SearchBudget.usual(self.problem.num_devices, effort=effort)
+        budget = SearchBudget.usual(self.now, effort=effort)
         for division in self.divisions:
             for schedule in self.schedules:
                 try:

@@ -148,7 +148,10 @@ def canonical(problem: Problem) -> tuple[Problem, tuple[int, ...]]:
             nodes.append(replace(node, devices=tuple(problem.topology.devices[device] for device in devices)))
     nodes += [node for node in problem.topology.nodes if not node.devices]  # Links may name them.
     renumbered = replace(problem, topology=replace(problem.topology, nodes=tuple(nodes)))
-    return renumbered, tuple(device for devices in by_color for device in devices)
+    numbers = tuple(device for devices in by_color for device in devices)
+    chosen = np.ix_(numbers, numbers)
+    renumbered.know_pairs(problem.bandwidth[chosen], problem.latency_s[chosen])
+    return renumbered, numbers
 
 
 def device_colors(problem: Problem) -> list[float]:

@@ -6,13 +6,15 @@ that a limit K on activations in flight closes: the forward of microbatch i + K 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raypipe.communication.buckets import num_buckets
 from raypipe.planning.layout import Layout
@@ -44,11 +46,31 @@ class StageSeconds(NamedTuple):
     sum_s: float
 
 
+class RunBytes(NamedTuple):
+    """Bytes of runs of layers: weights and optimizer, activations whole or as inputs, the microbatch at work, vectors to sum."""
+
+    standing: Floats
+    saved: Floats
+    inputs: Floats
+    working: Floats
+    vectors: Floats
+
+    def fit(self, demands: Sequence[tuple[float, float]], held: int, *, recomputed: bool, copied: bool) -> NDArray[np.bool_]:
+        """Return what fits on devices with these `Problem.demands` and `held` activations in flight."""
+        needed = (self.inputs if recomputed else self.saved) * (held - 1) + self.working
+        fit: NDArray[np.bool_] = np.ones_like(needed, dtype=bool)
+        for share, limit in demands:
+            most = np.maximum(needed * share, self.vectors) if copied else needed * share
+            fit &= self.standing + most <= limit
+        return fit
+
+
 @dataclass
 class Estimator:
-    """Estimates time and memory of layouts of one problem."""
+    """Estimates time and memory of layouts of one problem; `poll` is called now and then, and may raise to end a search."""
 
     problem: Problem
+    poll: Callable[[], None] = lambda: None
     _channels: dict[tuple[Devices, Devices], Channel] = field(default_factory=dict, repr=False)
     _vectors: dict[tuple[int, int], float] = field(default_factory=dict, repr=False)
     _stages: dict[tuple[Devices, int, int], StageSeconds] = field(default_factory=dict, repr=False)
@@ -124,6 +146,36 @@ class Estimator:
             forward_s[:, -1] = np.inf
         return forward_s + problem.overheads_s[0], backward_s + problem.overheads_s[1]
 
+    @cached_property
+    def run_bytes(self) -> RunBytes:
+        """Memory of all runs of layers, by [first layer, end]."""
+        problem = self.problem
+        standing = problem.standing_prefix[None, :] - problem.standing_prefix[:, None]
+        saved = problem.saved_prefix[None, :] - problem.saved_prefix[:, None]
+        working = np.zeros_like(saved)
+        for first in range(problem.num_layers):
+            working[first, first + 1 :] = np.maximum.accumulate(problem.working_peaks[first:]) - problem.saved_prefix[first]
+        vectors = np.zeros_like(saved)
+        for first, end in itertools.combinations(range(problem.num_layers + 1), 2):
+            vectors[first, end] = self.vector_bytes(first, end)
+        return RunBytes(standing, saved, np.minimum(problem.crossing_bytes[:, None], saved), np.maximum(saved, working), vectors)
+
+    def busy_runs_s(self, group: Devices, held: int | None) -> Floats | None:
+        """Return the seconds of a microbatch on a worker, forth and back, as `runs_s`.
+
+        With `held` activations in flight, forwards run twice where memory demands it, and what does not fit takes forever.
+        """
+        seconds = self.runs_s(group)
+        if seconds is None:
+            return None
+        once_s = seconds[0] + seconds[1]
+        if held is None or not self._memory_is_limited:
+            return once_s
+        twice_s = once_s + seconds[0] if self.problem.recompute else np.full_like(once_s, np.inf)
+        demands = self.problem.demands(group)
+        twice_s = np.where(self.run_bytes.fit(demands, held, recomputed=True, copied=len(group) > 1), twice_s, np.inf)
+        return np.where(self.run_bytes.fit(demands, held, recomputed=False, copied=len(group) > 1), once_s, twice_s)
+
     def missing_bytes(self, layout: Layout) -> float:
         """Return the bytes that the fullest device lacks, for one stage per worker."""
         recomputed = self.recomputed(layout)
@@ -156,6 +208,19 @@ class Estimator:
         for share, limit in problem.demands(group):
             most = max(most, standing + max(needed * share, vector) - limit)
         return float(most)
+
+    def busy_s(self, layout: Layout) -> list[float]:
+        """Return for each stage the seconds of a microbatch that its devices compute, or exchange with the next stage if that is longer."""
+        again = self.recomputed(layout)
+        busy_s: list[float] = []
+        for number, group in enumerate(layout.workers):
+            forward_s, backward_s, _ = self.stage(group, layout.cuts[number], layout.cuts[number + 1])
+            busy_s.append(forward_s * (1 + (number in again)) + backward_s)
+            if number + 1 < len(layout.workers):
+                there, back = self.channel(group, layout.workers[number + 1]), self.channel(layout.workers[number + 1], group)
+                crossing_bytes = float(self.problem.crossing_bytes[layout.cuts[number + 1]])
+                busy_s[-1] = max(busy_s[-1], crossing_bytes * max(there.s_per_byte, back.s_per_byte))
+        return busy_s
 
     def vector_bytes(self, first: int, end: int) -> float:
         """Return the bytes of the vector in which copies of the layers first..end-1 sum a bucket of their gradients."""

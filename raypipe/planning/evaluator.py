@@ -13,6 +13,7 @@ from raypipe.planning.estimator import Estimator
 from raypipe.planning.layout import Layout
 from raypipe.planning.layout_schedules import ScheduleCache, layout_schedule, window_updates
 from raypipe.planning.problem import Problem
+from raypipe.planning.stopping import Poll, never
 from raypipe.schedule_registry import overlaps
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.lower import lower
@@ -67,16 +68,37 @@ def better(best: Evaluation | None, other: Evaluation | None) -> Evaluation | No
 
 @dataclass
 class LayoutEvaluator:
-    """Simulates layouts of one problem, with sums by `patterns` where these have their members, by number in the layout."""
+    """Simulates layouts of one problem, with sums by `patterns` where these have their members, by number in the layout.
+
+    Attributes:
+        poll: Called after each simulation and between other steps of a search; raises `SearchStopped` to end it.
+        best_so_far: Best layout that was simulated.
+        stopped: Whether `poll` has ended the search for a layout.
+    """
 
     problem: Problem
     schedules: ScheduleCache = field(default_factory=ScheduleCache, repr=False)
     on_evaluated: OnEvaluated = ignore
     patterns: Mapping[tuple[int, ...], Pattern] = field(default_factory=dict)
+    poll: Poll = never
     estimator: Estimator = field(init=False, repr=False)
+    best_so_far: Evaluation | None = field(default=None, init=False, repr=False)
+    stopped: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.estimator = Estimator(self.problem)
+        self.estimator = Estimator(self.problem, lambda: self.poll(self.has_plan))
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a layout that fits was simulated."""
+        return self.best_so_far is not None and not self.best_so_far.missing_bytes
+
+    def note(self, evaluation: Evaluation) -> Evaluation:
+        """Remember a simulated layout if it is the best so far; it may end the search that polls."""
+        self.best_so_far = better(self.best_so_far, evaluation)
+        self.on_evaluated(evaluation)
+        self.poll(self.has_plan)
+        return evaluation
 
     def simulate(self, layout: Layout) -> Evaluation | None:
         """Return the simulated layout; `None` where its schedule is refused, or devices would communicate that have no link.
@@ -92,6 +114,14 @@ class LayoutEvaluator:
             return evaluation
         all_again = self.simulate_exactly(replace(evaluation.layout, recomputed=tuple(range(layout.num_stages))))
         return better(evaluation, all_again)
+
+    def simulate_at_last(self, layout: Layout) -> Evaluation | None:
+        """Simulate a layout though the search has ended."""
+        poll, self.poll = self.poll, never
+        try:
+            return self.simulate(layout)
+        finally:
+            self.poll = poll
 
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
         """Simulate a layout that states which forwards run again; `None` where its schedule is refused."""
@@ -137,9 +167,7 @@ class LayoutEvaluator:
         )
         timing = time_order(order, cost)
         missing_bytes = self.missing_bytes(layout, lambda: timing.peak_memory_bytes)
-        evaluation = Evaluation(layout, timing, missing_bytes, window_updates(problem, layout))
-        self.on_evaluated(evaluation)
-        return evaluation
+        return self.note(Evaluation(layout, timing, missing_bytes, window_updates(problem, layout)))
 
     def missing_bytes(self, layout: Layout, peaks: Callable[[], Sequence[float]]) -> float:
         """Return the bytes that the fullest device lacks; `peaks` is called only where memory is limited."""

@@ -54,7 +54,7 @@ class ShortEvaluator(LayoutEvaluator):
         if lengths is None or problem.staleness:
             return None
         schedules = ScheduleCache(evaluator.schedules.check, refusals=evaluator.schedules.refusals)
-        return cls(problem, schedules, evaluator.on_evaluated, lengths=lengths)
+        return cls(problem, schedules, evaluator.on_evaluated, poll=evaluator.poll, lengths=lengths)
 
     def simulate_exactly(self, layout: Layout) -> Evaluation | None:
         """Extrapolate a layout from two short updates; see `LayoutEvaluator`."""
@@ -72,13 +72,12 @@ class ShortEvaluator(LayoutEvaluator):
             layout, lambda: list(map(on_the_line, fewer.timing.peak_memory_bytes, more.timing.peak_memory_bytes))
         )
         evaluation = replace(more, missing_bytes=missing_bytes, extrapolated_s=on_the_line(fewer.update_s, more.update_s))
-        self.on_evaluated(evaluation)
         of_order = self.best.setdefault(layout.order, [])
         if all(kept.layout != layout for kept in of_order):
             of_order.append(evaluation)
             of_order.sort(key=lambda one: one.rank)
             del of_order[_MOST_KEPT:]
-        return evaluation
+        return self.note(evaluation)
 
     def decided(self, extrapolated: Evaluation | None, evaluator: LayoutEvaluator) -> Evaluation | None:
         """Return the best of a layout and those kept of its schedule, simulated as whole updates."""

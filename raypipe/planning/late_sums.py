@@ -46,6 +46,11 @@ class LateSums:
         complete[numbers >= count] = left[numbers >= count] = 0.0
         return cls(np.clip(complete, 0.0, 1.0), np.clip(left, 0.0, 1.0))
 
+    def at(self, positions: Integers) -> LateSums:
+        """Return the buckets of the runs between these positions alone."""
+        chosen = np.ix_(np.arange(MOST_BUCKETS), positions, positions)
+        return LateSums(self.complete[chosen], self.left[chosen])
+
     def late_s(self, sum_s: Floats, backward_s: Floats) -> Floats:
         """Return the seconds by which sums end behind the backward, by [first, end], given those of both alone."""
         late_s: Floats = (self.complete * backward_s + self.left * sum_s).max(axis=0) - backward_s

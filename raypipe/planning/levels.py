@@ -97,23 +97,28 @@ def _slowness(weights: Floats, path: Sequence[int]) -> float:
     return float(sum(1 / max(weights[one, other], 1e-300) for one, other in itertools.pairwise(path)))
 
 
-def dealt(estimator: Estimator, workers: Sequence[Devices], *, hops: bool = True) -> tuple[int, ...] | None:
-    """Return the cuts whose busiest worker, or hop, is least busy, a stage for each worker in order; `None` where there are none."""
+def dealt(
+    estimator: Estimator, workers: Sequence[Devices], *, hops: bool = True, held: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
+    """Return the cuts whose busiest worker, or hop, is least busy, a stage for each worker in order; `None` where there are none.
+
+    With `held`, the activations of each stage in flight, stages fit into memory, if need be by forwards that run twice.
+    """
     problem = estimator.problem
     best = np.full(problem.num_layers + 1, np.inf)
     best[0] = 0.0
     choices: list[np.ndarray] = []
     before: Devices | None = None
-    for group in workers:
+    for stage, group in enumerate(workers):
         if hops and before is not None:
             ways = (estimator.channel(before, group), estimator.channel(group, before))
             if not all(way.exists for way in ways):
                 return None
             best = np.maximum(best, problem.crossing_bytes * max(way.s_per_byte for way in ways))
-        seconds = estimator.runs_s(group)
-        if seconds is None:
+        seconds_s = estimator.busy_runs_s(group, None if held is None else held[stage])
+        if seconds_s is None:
             return None
-        reached = np.maximum(best[:, None], seconds[0] + seconds[1])
+        reached = np.maximum(best[:, None], seconds_s)
         choices.append(reached.argmin(axis=0))
         best = reached.min(axis=0)
         before = group

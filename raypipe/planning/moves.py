@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,8 @@ class Moves:
 
         Which forwards run again is left open: other stages may then lack memory.
         """
-        change = rng.choices(_CHANGES, weights=_WEIGHTS)[0]
-        return change(self, replace(layout, recomputed=None), rng)
+        change = rng.choices(_CHANGES, cum_weights=_CUMULATIVE)[0]
+        return change(self, layout if layout.recomputed is None else replace(layout, recomputed=None), rng)
 
     def _idle(self, layout: Layout) -> list[int]:
         used = {device for group in layout.workers for device in group}
@@ -177,6 +178,7 @@ _CHANGES = (
     Moves._change_order,
 )
 _WEIGHTS = (4, 4, 3, 1.5, 1, 1, 1, 1, 1, 0.5, 1, 0.5)
+_CUMULATIVE = tuple(itertools.accumulate(_WEIGHTS))
 
 
 def _groups(workers: Sequence[Sequence[int]]) -> tuple[Devices, ...]:

@@ -7,12 +7,14 @@
 which gives the best plans for any number of microbatches (as Alpa, Zheng et al., OSDI 2022, arXiv 2201.12023, section 5.2).
 
 Suffixes, because activations in flight are counted from the end. Exact while every device may begin a worker; devices at both ends
-may stay idle. Time: O(V^2 L^2 + V^3 L) for each limit, times the number of stages where memory is limited.
+may stay idle. Time: O(V^2 L^2 + V^3 L) for each limit, times the number of stages where memory is limited. Of many layers, cuts are
+chosen among some positions.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +24,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.planning.estimator import Estimator
+from raypipe.planning.estimator import Estimator, RunBytes
 from raypipe.planning.layout import Layout
 from raypipe.planning.problem import Devices, Floats
 
 MOST_UNITS = 32  # Most devices for which the dynamic program is exact; with more, runs of devices count as one unit.
-Run = tuple[int, int]  # Units i..j-1.
+MOST_POSITIONS = 41  # Most positions for which it is; of more layers, some positions may be cut.
+_WORK_OF_RUN = 250_000  # Times as long as one entry of a program takes a run of units: sums, messages and memory.
 _Seconds = tuple[Floats, Floats]  # Of a microbatch, and of an update.
-Stages = NDArray[np.int_]  # For each first layer, the largest end of a stage.
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Partition:
     order: tuple[int, ...]
     half_duplex: bool = False
     most_units: int = MOST_UNITS
-    _fitting: dict[tuple[int, int, int, bool], Stages] = field(default_factory=dict, repr=False)
+    most_positions: int = MOST_POSITIONS
+    _fitting: dict[tuple[int, int, bool], NDArray[np.bool_]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
@@ -96,52 +99,89 @@ class Partition:
         return self.order[self.borders[i] : self.borders[j]]
 
     @cached_property
-    def _stages(self) -> tuple[dict[Run, _Seconds], dict[Run, _Seconds] | None]:
-        # By [first layer, end], an update with its sums; the same with forwards that run twice, where memory may demand it.
+    def positions(self) -> NDArray[np.int_]:
+        """Positions where layers may be cut: all, or of each of as many even parts of the work the one that the fewest bytes cross."""
         problem = self.estimator.problem
-        summed_bytes = problem.summed_prefix[None, :] - problem.summed_prefix[:, None]
-        stages: dict[Run, _Seconds] = {}
-        again: dict[Run, _Seconds] | None = {} if self.limited and problem.recompute else None
+        if problem.num_layers < self.most_positions:
+            return np.arange(problem.num_layers + 1)
+        done = problem.prefix_s.sum(axis=1).mean(axis=0)
+        inner = np.arange(1, problem.num_layers)
+        part = np.minimum(done[inner] / max(float(done[-1]), 1e-300) * (self.most_positions - 2), self.most_positions - 3).astype(int)
+        order = np.lexsort((inner, problem.crossing_bytes[inner], part))
+        _, first = np.unique(part[order], return_index=True)
+        return np.array([0, *sorted(inner[order[first]].tolist()), problem.num_layers])
+
+    @property
+    def work_of_tables(self) -> int:
+        """Work of the tables that all programs share, in the unit of `work`."""
+        return _WORK_OF_RUN * self.num_units**2
+
+    @cached_property
+    def work(self) -> int:
+        """Number of entries of the table that one program fills, all stages included."""
+        levels = min(self.num_units, len(self.positions) - 1) if self.limited else 1
+        return levels * self.num_units**2 * len(self.positions) ** 2 // 2
+
+    def _empty(self, *shape: int) -> Floats:
+        return np.full((self.num_units + 1, self.num_units + 1, *shape), math.inf)
+
+    @cached_property
+    def _stages(self) -> tuple[_Seconds, _Seconds | None]:
+        # By [i, j, first layer, end], an update with its sums; the same with forwards that run twice, where memory may demand it.
+        problem, size = self.estimator.problem, len(self.positions)
+        chosen = np.ix_(self.positions, self.positions)
+        summed = problem.summed_prefix[self.positions]
+        summed_bytes = summed[None, :] - summed[:, None]
+        late_sums = problem.late_sums.at(self.positions)
+        stages = self._empty(size, size), self._empty(size, size)
+        again = (self._empty(size, size), self._empty(size, size)) if self.limited and problem.recompute else None
         for i in range(self.num_units):
             for j in range(i + 1, self.num_units + 1):
                 group = self.group(i, j)
                 seconds = self.estimator.runs_s(group)
                 if seconds is None:
                     break
-                forward_s, backward_s = seconds
-                microbatch_s = forward_s + backward_s
-                update_s = problem.num_microbatches * microbatch_s
                 if not problem.can_sum(group):
                     continue
+                forward_s, backward_s = seconds[0][chosen], seconds[1][chosen]
+                microbatch_s = forward_s + backward_s
+                update_s = problem.num_microbatches * microbatch_s
                 if len(group) > 1:
-                    update_s += problem.late_sums.late_s(np.asarray(problem.sum_s(group, summed_bytes)), backward_s)
-                stages[i, j] = (microbatch_s, update_s)
+                    sum_s = np.asarray(problem.sum_s(group, summed_bytes))
+                    update_s += late_sums.late_s(sum_s, backward_s)
+                stages[0][i, j], stages[1][i, j] = microbatch_s, update_s
                 if again is not None:
-                    again[i, j] = (microbatch_s + forward_s, update_s + problem.num_microbatches * forward_s)
+                    again[0][i, j], again[1][i, j] = microbatch_s + forward_s, update_s + problem.num_microbatches * forward_s
         return stages, again
 
     @cached_property
-    def _channels(self) -> dict[Run, _Seconds]:
-        # From a run i..j-1 to the runs j..l-1, by [l, position of the cut].
+    def _channels(self) -> _Seconds:
+        # From a run i..j-1 to the runs j..l-1, by [i, j, l, position of the cut].
         problem = self.estimator.problem
-        channels = {}
-        stages, _ = self._stages
-        for i, j in stages:
-            microbatch_s = np.full((self.num_units + 1, problem.num_layers + 1), math.inf)
-            update_s = microbatch_s.copy()
+        crossing_bytes = problem.crossing_bytes[self.positions]
+        shape = (self.num_units + 1, len(self.positions))
+        microbatch_s, update_s = self._empty(*shape), self._empty(*shape)
+        possible = self._possible
+        for i, j in itertools.combinations(range(self.num_units), 2):
+            if not possible[i, j]:
+                continue
             for end in range(j + 1, self.num_units + 1):
-                if (j, end) not in stages:
+                if not possible[j, end]:
                     continue
                 there = self.estimator.channel(self.group(i, j), self.group(j, end))
                 back = self.estimator.channel(self.group(j, end), self.group(i, j))
                 if not (there.exists and back.exists):
                     continue
                 both = there.s_per_byte + back.s_per_byte
-                microbatch_s[end] = both * problem.crossing_bytes + there.latency_s + back.latency_s
+                microbatch_s[i, j, end] = both * crossing_bytes + there.latency_s + back.latency_s
                 busiest = both if self.half_duplex else max(there.s_per_byte, back.s_per_byte)
-                update_s[end] = problem.num_microbatches * busiest * problem.crossing_bytes
-            channels[i, j] = (microbatch_s, update_s)
-        return channels
+                update_s[i, j, end] = problem.num_microbatches * busiest * crossing_bytes
+        return microbatch_s, update_s
+
+    @cached_property
+    def _possible(self) -> NDArray[np.bool_]:
+        """Whether the units i..j-1 can be one worker."""
+        return np.asarray(np.isfinite(self._stages[0][0]).any(axis=(2, 3)))
 
     @cached_property
     def limited(self) -> bool:
@@ -151,41 +191,21 @@ class Partition:
         return any(problem.memory_bytes[device] < everything for device in self.order)
 
     @cached_property
-    def _working(self) -> Floats:
-        """Most bytes that a microbatch needs at any time, by [first layer, end]."""
-        peaks, saved = self.estimator.problem.working_peaks, self.estimator.problem.saved_prefix
-        needed = np.zeros((len(saved), len(saved)))
-        for first in range(len(peaks)):
-            needed[first, first + 1 :] = np.maximum.accumulate(peaks[first:]) - saved[first]
-        return needed
+    def _run_bytes(self) -> RunBytes:
+        chosen = np.ix_(self.positions, self.positions)
+        return RunBytes(*(num_bytes[chosen] for num_bytes in self.estimator.run_bytes))
 
-    @cached_property
-    def _vectors(self) -> Floats:
-        """Bytes of the vector in which copies of a stage sum their gradients, by [first layer, end]."""
-        size = self.estimator.problem.num_layers + 1
-        vectors = np.zeros((size, size))
-        for first in range(size):
-            for end in range(first + 1, size):
-                vectors[first, end] = self.estimator.vector_bytes(first, end)
-        return vectors
-
-    def _fits(self, i: int, j: int, held: int, *, recomputed: bool) -> Stages:
-        """Return for each first layer the largest end that fits on the units i..j-1 with `held` activations in flight."""
-        ends = self._fitting.get((i, j, held, recomputed))
-        if ends is None:
-            problem = self.estimator.problem
-            group = self.group(i, j)
-            standing = -np.subtract.outer(problem.standing_prefix, problem.standing_prefix)
-            saved = -np.subtract.outer(problem.saved_prefix, problem.saved_prefix)
-            kept = np.minimum(problem.crossing_bytes[:, None], saved) if recomputed else saved
-            needed = kept * (held - 1) + np.maximum(saved, self._working)
-            fits = np.ones_like(standing, dtype=bool)
-            for share, limit in problem.demands(group):
-                most = np.maximum(needed * share, self._vectors) if len(group) > 1 else needed * share
-                fits &= standing + most <= limit
-            # What is longer needs more, but for one bucket where a stage begins to have more of them: those few stages are left out.
-            ends = self._fitting[i, j, held, recomputed] = np.logical_and.accumulate(fits, axis=1).sum(axis=1) - 1
-        return ends
+    def _fits(self, i: int, held: int, *, recomputed: bool) -> NDArray[np.bool_]:
+        """Return what fits on the units i..j-1 with `held` activations in flight, by [j - i - 1, first layer, end]."""
+        if (i, held, recomputed) not in self._fitting:
+            size = len(self.positions)
+            fits = np.zeros((self.num_units - i, size, size), dtype=bool)
+            for j in np.flatnonzero(self._possible[i]).tolist():
+                group = self.group(i, j)
+                demands = self.estimator.problem.demands(group)
+                fits[j - i - 1] = self._run_bytes.fit(demands, held, recomputed=recomputed, copied=len(group) > 1)
+            self._fitting[i, held, recomputed] = fits
+        return self._fitting[i, held, recomputed]
 
     def least_bottleneck(self, schedule: str = "1f1b") -> list[Bottleneck]:
         """Return for each number of stages the plan whose busiest stage or channel works least in an update."""
@@ -209,11 +229,8 @@ class Partition:
         return self._costs(lambda _, update_s: update_s)
 
     def _costs(self, choose: Callable[[Floats, Floats], Floats]) -> _Costs:
-        def chosen(table: dict[Run, _Seconds]) -> dict[Run, Floats]:
-            return {run: choose(*seconds) for run, seconds in table.items()}
-
         stages, again = self._stages
-        return _Costs(chosen(stages), None if again is None else chosen(again), chosen(self._channels))
+        return _Costs(choose(*stages), None if again is None else choose(*again), choose(*self._channels))
 
     def _solve(
         self,
@@ -224,37 +241,36 @@ class Partition:
         by_level: bool,
     ) -> list[Bottleneck]:
         """Return the best plan; of each number of stages if `by_level`. best[i, j, a]: layers a.. whose first stage is on units i..j-1."""
-        problem = self.estimator.problem
-        num_layers, num_units = problem.num_layers, self.num_units
+        num_units, size = self.num_units, len(self.positions)
         stages, again, channels = costs
-        runs = sorted(stages, reverse=True)
-        layers = np.arange(num_layers + 1)
+        rows, starts_at = np.ogrid[:num_units, :size]
         plans: list[Bottleneck] = []
         levels: list[_Level] = []
-        for level in range(min(num_units, num_layers) if by_level else 1):
-            now = _Level(num_units, num_layers)
+        for level in range(min(num_units, size - 1) if by_level else 1):
+            self.estimator.poll()
+            now = _Level(num_units, size)
             behind = (levels[-1] if levels else None) if by_level else now
-            held = Layout(tuple(range(level + 2)), (), schedule).in_flight(0, problem.num_microbatches)
-            for i, j in runs:
-                rest = np.full(num_layers + 1, math.inf)
-                following = np.zeros(num_layers + 1, dtype=np.int32)
-                if behind is not None and j < num_units:
-                    ways = join(channels[i, j], behind.best[j])
-                    following = ways.argmin(axis=0).astype(np.int32)
-                    rest = ways[following, layers]
+            held = Layout(tuple(range(level + 2)), (), schedule).in_flight(0, self.estimator.problem.num_microbatches)
+            for i in reversed(range(num_units)):
+                count = num_units - i  # Runs that begin here; the one with all other units has nothing behind it.
+                rest = np.full((count, size), math.inf)
+                following = np.zeros((count, size), dtype=np.int32)
+                if behind is not None and count > 1:
+                    ways = join(channels[i, i + 1 : -1], behind.best[i + 1 : -1])
+                    following[:-1] = ways.argmin(axis=1)
+                    rest[:-1] = ways.min(axis=1)
                 # Behind the last layer comes nothing, at the first level at least.
-                rest[num_layers] = 0.0 if level == 0 else math.inf
-                values = join(stages[i, j], rest[None, :])
+                rest[:, -1] = 0.0 if level == 0 else math.inf
+                values = join(stages[i, i + 1 :], rest[:, None, :])
                 if by_level and self.limited:
-                    values = np.where(layers <= self._fits(i, j, held, recomputed=False)[:, None], values, math.inf)
+                    values = np.where(self._fits(i, held, recomputed=False), values, math.inf)
                     if again is not None:
-                        twice = join(again[i, j], rest[None, :])
-                        fits = layers <= self._fits(i, j, held, recomputed=True)[:, None]
-                        values = np.where(fits, np.minimum(values, twice), values)
-                cut = values.argmin(axis=1)
-                now.best[i, j] = values[layers, cut]
-                now.cut[i, j] = cut
-                now.following[i, j] = following[cut]
+                        twice = join(again[i, i + 1 :], rest[:, None, :])
+                        values = np.where(self._fits(i, held, recomputed=True), np.minimum(values, twice), values)
+                cut = values.argmin(axis=2)
+                now.best[i, i + 1 :] = values[rows[:count], starts_at, cut]
+                now.cut[i, i + 1 :] = cut
+                now.following[i, i + 1 :] = following[rows[:count], cut]
             levels.append(now)
             starts = now.best[:, :, 0].reshape(-1)
             at = int(starts.argmin())
@@ -264,32 +280,32 @@ class Partition:
         return plans
 
     def _layout(self, levels: Sequence[_Level], i: int, j: int, schedule: str, *, by_level: bool) -> Layout:
-        level, layer = len(levels) - 1, 0
+        level, at, last = len(levels) - 1, 0, len(self.positions) - 1
         cuts, workers = [0], []
         while True:
             workers.append(self.group(i, j))
-            at = levels[level]
-            end, following = int(at.cut[i, j, layer]), int(at.following[i, j, layer])
-            cuts.append(end)
-            if end == self.estimator.problem.num_layers:
+            of_level = levels[level]
+            end, following = int(of_level.cut[i, j, at]), int(of_level.following[i, j, at])
+            cuts.append(int(self.positions[end]))
+            if end == last:
                 return Layout(tuple(cuts), tuple(workers), schedule)
-            i, j, layer = j, following, end
+            i, j, at = j, following, end
             level -= by_level
 
 
 class _Costs(NamedTuple):
-    """Stages by [first layer, end], also with forwards that run twice; channels by [end of the next run, position of the cut]."""
+    """Stages by [i, j, first layer, end], also with forwards that run twice; channels by [i, j, end of the next run, cut]."""
 
-    stages: dict[Run, Floats]
-    again: dict[Run, Floats] | None
-    channels: dict[Run, Floats]
+    stages: Floats
+    again: Floats | None
+    channels: Floats
 
 
 class _Level:
     """By [i, j, first layer]."""
 
-    def __init__(self, num_units: int, num_layers: int) -> None:
-        shape = (num_units + 1, num_units + 1, num_layers + 1)
+    def __init__(self, num_units: int, size: int) -> None:
+        shape = (num_units + 1, num_units + 1, size)
         self.best = np.full(shape, math.inf)
         self.cut = np.zeros(shape, dtype=np.int32)
         self.following = np.zeros(shape, dtype=np.int32)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology
 from raypipe.errors import PlanError
-from raypipe.planning.evaluator import LayoutEvaluator, OnEvaluated, ignore
+from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, ignore
 from raypipe.planning.plan_bound import plan_bound
 from raypipe.planning.planners import AUTO
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import asynchronous_orders
 from raypipe.planning.search import SearchBudget
 from raypipe.planning.solve import best_division, solve
+from raypipe.planning.stopping import Poll, Stop, never
 
 
 def plan(
@@ -33,6 +35,8 @@ def plan(
     updates_per_window: int = 10,
     recompute: bool = True,
     effort: float = 1.0,
+    time_limit_s: float | None = None,
+    should_stop: Callable[[], bool] | None = None,
     on_evaluated: OnEvaluated = ignore,
 ) -> Plan:
     """Choose stages, replication, devices and schedule for a model on a cluster.
@@ -52,11 +56,13 @@ def plan(
         updates_per_window: Number of updates between two drains of the pipeline, for schedules whose updates overlap.
         recompute: Whether forwards may run again where memory is short.
         effort: Effort of the search, as a multiple of the usual one.
+        time_limit_s: Seconds after which the best plan so far is returned; where none fits yet, the first that does.
+        should_stop: Called often; once it returns True, the best plan so far is returned.
         on_evaluated: Called with every layout that is simulated.
 
     Raises:
         UnknownNameError: There is no such planner or schedule.
-        PlanError: Nothing fits into memory, or the planner has no plan.
+        PlanError: Nothing fits into memory, or the planner has no plan; `NoPlanYetError` where it was stopped too early.
         FormatError: A file cannot be read.
     """
     if batch_size is not None and microbatch_size is not None:
@@ -73,18 +79,28 @@ def plan(
         max_mean_staleness=max_mean_staleness,
         updates_per_window=updates_per_window,
     )
-    budget = SearchBudget.usual(problem.num_devices, effort=effort)
+    budget = SearchBudget.usual(problem, effort=effort)
+    poll = Stop.after(time_limit_s, should_stop)
+    known: Evaluation | None = None
     if batch_size is not None:
-        problem = best_division(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
-    return plan_problem(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated)
+        problem, known = best_division(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated, poll=poll)
+    return plan_problem(problem, name=planner, schedule=schedule, budget=budget, on_evaluated=on_evaluated, poll=poll, known=known)
 
 
 def plan_problem(
-    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None, on_evaluated: OnEvaluated = ignore
+    problem: Problem,
+    *,
+    name: str = "raypipe",
+    schedule: str = AUTO,
+    budget: SearchBudget | None = None,
+    on_evaluated: OnEvaluated = ignore,
+    poll: Poll = never,
+    known: Evaluation | None = None,
 ) -> Plan:
-    """Plan a problem; arguments and errors as for `plan`."""
-    evaluator = LayoutEvaluator(problem, on_evaluated=on_evaluated)
-    best = solve(evaluator, name=name, schedule=schedule, budget=budget)
+    """Plan a problem, at least as well as the layout `known`; `poll` may end the search. Arguments and errors as for `plan`."""
+    evaluator = LayoutEvaluator(problem, on_evaluated=on_evaluated, poll=poll)
+    best = solve(evaluator, name=name, schedule=schedule, budget=budget, known=known)
+    evaluator.poll = never
     least_s, reason = bound(problem, schedule)
     return evaluator.plan(best, planner=name, lower_bound_s=least_s, lower_bound_reason=reason)
 

@@ -11,6 +11,7 @@ from raypipe.planning.estimator import Estimator
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.layout import Layout
 from raypipe.planning.partition import MOST_UNITS
+from raypipe.planning.stopping import SearchStopped
 
 AUTO = "auto"  # Instead of a schedule's name: the planner chooses.
 
@@ -47,16 +48,41 @@ PLANNERS: tuple[Planner, ...] = (
 def best_proposal(layouts: Callable[[Estimator], Iterator[Layout]], evaluator: LayoutEvaluator, schedule: str) -> Evaluation | None:
     """Return the best of what a planner proposes."""
     best: Evaluation | None = None
-    for layout in layouts(evaluator.estimator):
-        best = better(best, evaluator.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
+    try:
+        for layout in layouts(evaluator.estimator):
+            best = better(best, evaluator.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
+    except SearchStopped:
+        evaluator.stopped = True
+        return evaluator.best_so_far
     return best
 
 
-def proposals(evaluator: LayoutEvaluator, schedule: str) -> Iterator[Evaluation]:
-    """Yield each baseline's best proposal; with many devices, of the quick baselines alone."""
+def proposals(
+    evaluator: LayoutEvaluator, schedule: str, *, ahead_of: Evaluation | None = None, most: int | None = None
+) -> Iterator[Evaluation]:
+    """Yield each baseline's best proposal; with many devices, of the quick baselines alone.
+
+    Proposals whose busiest stage or hop alone takes longer than the layout `ahead_of` are left out; of the others, the `most` with the best
+    estimates are simulated.
+    """
     few = evaluator.problem.num_devices <= MOST_UNITS
     for planner in PLANNERS:
-        if planner.layouts is not None and (few or planner.quick):
-            best = best_proposal(planner.layouts, evaluator, schedule)
-            if best is not None:
-                yield best
+        if planner.layouts is None or not (few or planner.quick):
+            continue
+        layouts = partial(_promising, planner.layouts, ahead_of, most)
+        best: Evaluation | None = None
+        for layout in layouts(evaluator.estimator):
+            best = better(best, evaluator.simulate(layout if schedule == AUTO else replace(layout, order=schedule)))
+        if best is not None:
+            yield best
+
+
+def _promising(
+    layouts: Callable[[Estimator], Iterator[Layout]], ahead_of: Evaluation | None, most: int | None, estimator: Estimator
+) -> Iterator[Layout]:
+    ranked: list[tuple[float, int, Layout]] = []
+    for layout in layouts(estimator):
+        busy_s = estimator.problem.num_microbatches * max(estimator.busy_s(layout))
+        if ahead_of is None or ahead_of.missing_bytes or busy_s < ahead_of.update_s:
+            ranked.append((estimator.estimate_s(layout), len(ranked), layout))
+    yield from (layout for _, _, layout in sorted(ranked)[:most])

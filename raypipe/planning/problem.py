@@ -247,13 +247,18 @@ class Problem:
         np.fill_diagonal(numbers, -1)
         return numbers
 
+    def know_pairs(self, bandwidth: Floats, latency_s: Floats) -> None:
+        """Take bandwidth and latency from one who knows them: to look up a million paths takes seconds."""
+        vars(self)["_pairs"] = bandwidth, latency_s
+
     @cached_property
     def _pairs(self) -> tuple[Floats, Floats]:
         bandwidth = np.full((self.num_devices, self.num_devices), math.inf)
         latency_s = np.zeros((self.num_devices, self.num_devices))
         for sources, targets in self.blocks:
             path = self.path(sources[0], targets[-1])
-            block = np.ix_(sources, targets)
+            # Of a million pairs, indices of arrays would take longer than the paths.
+            block = (sources[0], targets[0]) if len(sources) == len(targets) == 1 else np.ix_(sources, targets)
             bandwidth[block] = path.bandwidth_bytes_per_s if path.exists else 0.0
             latency_s[block] = path.latency_s
         np.fill_diagonal(bandwidth, math.inf)

@@ -19,13 +19,18 @@ from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, proposals
 from raypipe.planning.problem import Devices, Problem
 from raypipe.planning.search import LayoutSearch, SearchBudget
+from raypipe.planning.stopping import SearchStopped
 from raypipe.schedule_registry import is_file, overlaps
 from raypipe.schedules.families import branch_aware
 
 # Schedules of one stage per worker that `auto` tries besides those that the local search chooses from.
 ONE_STAGE_ORDERS = ("gpipe", "zb-h1", "zb-h2")
+_SPLIT_ORDERS = ("zb-h1", "zb-h2")
 _MARGIN = 1.02
 _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many ways.
+_MANY_SIMULATIONS = 100  # With fewer, some proposals of each baseline and some orders stand for all.
+_FEW_PROPOSALS = 4
+_NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
 _SLACK = 1.25  # Most times that schedules with a split backward are faster than estimated.
 
@@ -38,19 +43,35 @@ def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) ->
     sorted_problem, numbers = canonical(evaluator.problem)
     _, *others = layer_order.lists(sorted_problem)
     search = _Search.of(evaluator, sorted_problem, schedule, budget)
+    on_others = [(_Search.of(evaluator, layer_order.listed(sorted_problem, layers), schedule, budget), layers) for layers in others]
+    try:
+        best_sorted = _best_sorted(search, on_others, schedule, budget)
+        best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
+        for evaluation in proposals(
+            evaluator, schedule, ahead_of=best, most=_FEW_PROPOSALS if budget.num_simulations < _MANY_SIMULATIONS else None
+        ):
+            best = better(best, evaluation)
+    except SearchStopped:
+        evaluator.stopped = True
+        best = evaluator.best_so_far
+        own = tuple(range(sorted_problem.num_layers))
+        for each, layers in ((search, own), *on_others):
+            for seen in (each.exact.best_so_far, each.evaluator.best_so_far):
+                if seen is not None and (best is None or seen.rank < best.rank):
+                    layout = seen.layout if layers == own else seen.layout.relisted(layers)
+                    best = better(best, evaluator.simulate_at_last(layout.renumbered(numbers)))
+    return best
+
+
+def _best_sorted(search: _Search, on_others: Sequence[tuple[_Search, Layers]], schedule: str, budget: SearchBudget) -> Evaluation | None:
     found = search.on_list()
-    for layers in others:
-        on_other = _Search.of(evaluator, layer_order.listed(sorted_problem, layers), schedule, budget).on_list()
-        found = found.joined(search.of_list(on_other, layers))
+    for on_other, layers in on_others:
+        found = found.joined(search.of_list(on_other.on_list(), layers))
     if schedule in {AUTO, branch_aware.NAME}:
         found = found.joined(search.on_branches(found.workers))
     most_steps = max(budget.num_simulations // 30, _LEAST_STEPS)
     hidden = partial(with_hidden_transfers, search.exact, most_steps=most_steps)
-    best_sorted = _Found(hidden(found.certain), hidden(found.others)).best
-    best = None if best_sorted is None else evaluator.simulate(best_sorted.layout.renumbered(numbers))
-    for evaluation in proposals(evaluator, schedule):
-        best = better(best, evaluation)
-    return best
+    return _Found(hidden(found.certain), hidden(found.others)).best
 
 
 @dataclass(frozen=True)
@@ -85,7 +106,7 @@ class _Search:
 
     @classmethod
     def of(cls, evaluator: LayoutEvaluator, problem: Problem, schedule: str, budget: SearchBudget) -> _Search:
-        exact = LayoutEvaluator(problem, evaluator.schedules, evaluator.on_evaluated)
+        exact = LayoutEvaluator(problem, evaluator.schedules, evaluator.on_evaluated, poll=evaluator.poll)
         # Schedules that overlap or come from a file may exist for one number of microbatches alone.
         short = None if schedule != AUTO and (overlaps(schedule) or is_file(schedule)) else ShortEvaluator.of(exact)
         return cls(exact, short or exact, schedule, budget)
@@ -95,7 +116,8 @@ class _Search:
         evaluator, schedule, budget = self.evaluator, self.schedule, self.budget
         few = evaluator.problem.num_devices <= MOST_UNITS
         # Other schedules hold more or fewer activations: which forwards run again is left open.
-        begin = [replace(evaluation.layout, recomputed=None) for evaluation in proposals(evaluator, schedule)] if few else []
+        baselines = proposals(evaluator, schedule, most=_FEW_PROPOSALS) if few else ()
+        begin = [replace(evaluation.layout, recomputed=None) for evaluation in baselines]
         overlapping = asynchronous_orders(evaluator.problem, schedule)
         several = [order for order in chunks.ORDERS if schedule in {AUTO, order}]
         single = ("1f1b", "list") if several or overlapping else (schedule,)
@@ -111,9 +133,10 @@ class _Search:
         best_of: dict[tuple[str, int], Evaluation | None] = {}
         for layout in self._of_several(several, overlapping, workers, tops):
             key = (layout.order, layout.num_pipelines)
-            best_of[key] = better(best_of.get(key), self._climbed(layout))
-        for evaluation in best_of.values():
-            others = better(others, with_hidden_transfers(evaluator, evaluation, most_steps=_LEAST_STEPS))
+            best_of[key] = better(best_of.get(key), evaluator.simulate(layout))
+        ranked = sorted((evaluation for evaluation in best_of.values() if evaluation is not None), key=lambda evaluation: evaluation.rank)
+        for evaluation in ranked[:_NUM_CLIMBED] if schedule == AUTO and not overlapping else ranked:
+            others = better(others, with_hidden_transfers(evaluator, self._climbed(evaluation.layout), most_steps=_LEAST_STEPS))
         # Single stages stand for a schedule that is asked for by name only as a way to its workers.
         return _Found(self._whole(best) if schedule == AUTO else None, self._whole(others), tuple(workers))
 
@@ -128,10 +151,13 @@ class _Search:
     def _of_one_stage(self, search: LayoutSearch) -> Evaluation | None:
         num_simulations = self.budget.num_simulations
         others: Evaluation | None = None
-        # With few simulations, only the order that is fastest if memory allows it.
-        for order in ONE_STAGE_ORDERS[-max(num_simulations // 10, 1) :]:
+        # With few simulations, only the orders that are fastest if memory allows them.
+        for order in ONE_STAGE_ORDERS if num_simulations >= _MANY_SIMULATIONS else _SPLIT_ORDERS:
             best_of_order: Evaluation | None = None
-            for top in search.best_layouts(max(num_simulations // 8, 1)):
+            tops = search.best_layouts(max(num_simulations // 8, 1))
+            if order in _SPLIT_ORDERS:
+                tops += search.split_layouts(max(num_simulations // 8, 2))
+            for top in dict.fromkeys(tops):
                 best_of_order = better(best_of_order, self.evaluator.simulate(replace(top, order=order, max_in_flight=None)))
             if best_of_order is not None:
                 others = better(others, search.improved([best_of_order], num_simulations // 4 - 1, slack=_SLACK))
@@ -173,7 +199,9 @@ class _Search:
         return self.evaluator.decided(evaluation, self.exact) if isinstance(self.evaluator, ShortEvaluator) else evaluation
 
     def _climbed(self, layout: Layout) -> Evaluation | None:
-        return climbed(self.evaluator, self.evaluator.simulate(layout), most_steps=self.budget.num_simulations // 30)
+        # Each step simulates two layouts for each cut.
+        most_steps = self.budget.num_simulations // max(30, 2 * layout.num_stages)
+        return climbed(self.evaluator, self.evaluator.simulate(layout), most_steps=most_steps)
 
 
 def _is_certain(layout: Layout) -> bool:

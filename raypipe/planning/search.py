@@ -12,37 +12,51 @@ from dataclasses import dataclass, field, replace
 
 from raypipe.planning.device_order import orders
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
+from raypipe.planning.extrapolation import short_lengths
+from raypipe.planning.group_pipelines import GroupPipelines
 from raypipe.planning.layout import Layout
 from raypipe.planning.levels import node_pipelines
 from raypipe.planning.moves import Moves
 from raypipe.planning.partition import MOST_UNITS, Partition
-from raypipe.planning.problem import Devices
+from raypipe.planning.problem import Devices, Problem
 
 # Limits on the busiest stage or channel, as multiples of the least possible.
 _LIMITS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 10.0)
-_FEW_LIMITS = 4  # With more devices than the dynamic program takes one by one, every fourth limit is tried.
-_ORDERS_OF_MANY = ("rdo", "tree")  # Device orders that are tried with so many devices.
 _NUM_RANDOM = 24  # Number of random device orders, and most devices for which they are tried.
 _MOST_FOR_RANDOM = 16
+_TABLES_PART = 0.6  # Part of the work of programs after which no further device order is begun.
 _TEMPERATURE = 0.2  # Average relative slowdown that is accepted at first.
 _POOL = 6  # Number of simulated layouts around which the search continues.
+_NUM_CLIMBED = 3  # Pipelines of groups whose workers change places, by each of two ranks.
+_SPLIT_RAMP = 0.4  # Part of the time besides the busiest worker's that remains where backwards are split.
+_ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices by eight.
+_LEAST_SIMULATIONS = 6
+_SIMULATION_WORK = 256.0  # Microbatches x devices of a simulation that counts as one.
 
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """Numbers of layouts that annealing estimates, that are simulated, and from which annealing starts."""
+    """Numbers of layouts that annealing estimates, that are simulated, and from which annealing starts; entries of dynamic programs."""
 
     num_estimates: int = 48_000
     num_simulations: int = 320
     num_starts: int = 24
+    program_work: float = 3e8
+    num_swaps: int = 1_200
 
     @classmethod
-    def usual(cls, num_devices: int, *, effort: float = 1.0) -> SearchBudget:
-        """Return the usual budget times `effort`; it shrinks beyond 64 devices, since each layout takes longer."""
-        many = max(num_devices / 64, 1.0)
+    def usual(cls, problem: Problem, *, effort: float = 1.0) -> SearchBudget:
+        """Return the usual budget times `effort`; numbers shrink as a layout takes longer to estimate and to simulate."""
+        num_stages = min(problem.num_devices, problem.num_layers)
+        num_used = min(problem.num_devices, problem.num_layers * problem.microbatch_size)
+        lengths = short_lengths(problem.num_microbatches, problem.num_devices) or (0, problem.num_microbatches)
+        estimate = max((num_stages + num_used / 8) / _ESTIMATE_WORK, 1.0)
+        simulation = max(sum(lengths) * num_used / _SIMULATION_WORK, 1.0)
         return cls(
-            num_estimates=max(round(cls.num_estimates * effort / many**1.5), 1),
-            num_simulations=max(round(cls.num_simulations * effort / many**2), 3),
+            num_estimates=max(round(cls.num_estimates * effort / estimate), 1),
+            num_simulations=max(round(cls.num_simulations * effort / simulation), _LEAST_SIMULATIONS),
+            program_work=cls.program_work * effort,
+            num_swaps=max(round(cls.num_swaps * effort / estimate), 1),
         )
 
 
@@ -73,38 +87,66 @@ class LayoutSearch:
         return self._simulate()
 
     def starts(self) -> Iterator[Layout]:
-        """Yield the layouts of the dynamic programs and of other planners."""
+        """Yield the layouts of the dynamic programs, of pipelines of groups and of other planners."""
         for layout in self.others:
             yield layout if layout.order in self.schedules else replace(layout, order=self.schedules[0])
-        num_devices = self.evaluator.problem.num_devices
-        many = num_devices > MOST_UNITS
-        if many:
-            yield from node_pipelines(self.evaluator.estimator, orders=self.schedules)
+        if self.evaluator.problem.num_devices > 1:
+            yield from self._of_groups()
+        if self.evaluator.problem.num_devices <= MOST_UNITS:
+            yield from self._of_programs()
+
+    def _of_groups(self) -> Iterator[Layout]:
+        groups = GroupPipelines(self.evaluator.estimator, self.schedules[0])
+        layouts = [*node_pipelines(self.evaluator.estimator, orders=self.schedules[:1]), *groups.layouts()]
+        yield from layouts
+        fitting = [layout for layout in layouts if math.isfinite(self.estimate_s(layout))]
+        if fitting:
+            self.evaluator.simulate(min(fitting, key=self.estimate_s))  # Whenever the search is stopped, there is a plan.
+        begin = [*sorted(fitting, key=self.estimate_s)[:_NUM_CLIMBED], *sorted(fitting, key=self.split_s)[:_NUM_CLIMBED]]
+        for layout in dict.fromkeys(begin):
+            for better in groups.improved(layout, num_steps=self.budget.num_swaps // len(begin)):
+                yield from (replace(better, order=order) for order in self.schedules)
+
+    def _of_programs(self) -> Iterator[Layout]:
+        """Yield the plans of the dynamic programs: of as many device orders as may be tried, the best ones under most limits."""
+        problem, left = self.evaluator.problem, self.budget.program_work
         rng = random.Random(2)
-        num_random = _NUM_RANDOM if num_devices <= _MOST_FOR_RANDOM else 0  # For networks without structure.
-        shuffled = (("random", tuple(rng.sample(range(num_devices), num_devices))) for _ in range(num_random))
-        for name, order in (*orders(self.evaluator.problem), *shuffled):
-            if many and name not in _ORDERS_OF_MANY:
-                continue
+        num_random = _NUM_RANDOM if problem.num_devices <= _MOST_FOR_RANDOM else 0  # For networks without structure.
+        shuffled = (tuple(rng.sample(range(problem.num_devices), problem.num_devices)) for _ in range(num_random))
+        ranked: list[tuple[float, int, str, Partition]] = []
+        for order in (*(order for _, order in orders(problem)), *shuffled):
+            if left < (1 - _TABLES_PART) * self.budget.program_work:
+                break
             partition = Partition(self.evaluator.estimator, order)
-            # Schedules differ in what fits: where all fits, and with many devices, one stands for the others.
-            for schedule in self.schedules if partition.limited and not many else self.schedules[:1]:
-                least_s = partition.least_limit_s(schedule)
-                if math.isfinite(least_s):
-                    for factor in _LIMITS[::_FEW_LIMITS] if many else _LIMITS:
-                        for best in partition.least_sum(least_s * factor * (1 + 1e-9), schedule):
-                            yield best.layout
-                            for other in self.schedules:
-                                if other != schedule:
-                                    yield replace(best.layout, order=other)
+            left -= partition.work_of_tables
+            # Schedules differ in what fits: where all fits, one stands for the others.
+            for schedule in self.schedules if partition.limited else self.schedules[:1]:
+                left -= partition.work
+                ranked.append((partition.least_limit_s(schedule), len(ranked), schedule, partition))
+        for least_s, _, schedule, partition in sorted(ranked):
+            if not math.isfinite(least_s):
+                return
+            for factor in _LIMITS:
+                left -= partition.work
+                for best in partition.least_sum(least_s * factor * (1 + 1e-9), schedule):
+                    yield best.layout
+                    yield from (replace(best.layout, order=other) for other in self.schedules if other != schedule)
+                if left <= 0:
+                    return
 
     def estimate_s(self, layout: Layout) -> float:
         """Return the estimated seconds of an update; infinite where memory is short."""
         estimate = self._estimates.get(layout)
         if estimate is None:
+            self.evaluator.poll(self.evaluator.has_plan)
             estimate = math.inf if self.evaluator.estimator.missing_bytes(layout) > 0 else self.evaluator.estimator.estimate_s(layout)
             self._estimates[layout] = estimate
         return estimate
+
+    def split_s(self, layout: Layout) -> float:
+        """Return a rank among layouts for orders with split backwards: these fill and drain in less time."""
+        busy_s = self.evaluator.problem.num_microbatches * max(self.evaluator.estimator.busy_s(layout))
+        return busy_s + (self.estimate_s(layout) - busy_s) * _SPLIT_RAMP
 
     def best_layouts(self, count: int) -> list[Layout]:
         """Return the layouts with the best estimates that differ in their workers."""
@@ -114,6 +156,13 @@ class LayoutSearch:
             if len(by_workers) == count:
                 break
         return list(by_workers.values())
+
+    def split_layouts(self, count: int) -> list[Layout]:
+        """Return the layouts that rank best for orders with split backwards, those that fit."""
+        by_workers: dict[tuple[Devices, ...], Layout] = {}
+        for layout in sorted((layout for layout, estimate in self._estimates.items() if estimate < math.inf), key=self.split_s):
+            by_workers.setdefault(layout.workers, layout)
+        return list(by_workers.values())[:count]
 
     def _different(self, count: int) -> list[Layout]:
         """Return layouts with the best estimates, those first that are best of all with as many devices on each worker."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from raypipe.errors import NoLinkError, PlanError, UnknownNameError
+from raypipe.errors import NoLinkError, NoPlanYetError, PlanError, UnknownNameError
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, OnEvaluated, better, ignore
 from raypipe.planning.lack import lack_words
 from raypipe.planning.layer_order import canonical
@@ -16,6 +16,7 @@ from raypipe.planning.planners import AUTO, PLANNERS, Planner, best_proposal
 from raypipe.planning.problem import Problem
 from raypipe.planning.schedule_search import searched
 from raypipe.planning.search import SearchBudget
+from raypipe.planning.stopping import Poll, never
 from raypipe.schedule_registry import spec
 from raypipe.units import size
 
@@ -23,10 +24,18 @@ _MOST_DIVISIONS = 8
 _MICROBATCHES_PER_DEVICE = 16
 
 
-def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None) -> Evaluation:
-    """Return the best layout that a planner finds.
+def solve(
+    evaluator: LayoutEvaluator,
+    *,
+    name: str = "raypipe",
+    schedule: str = AUTO,
+    budget: SearchBudget | None = None,
+    known: Evaluation | None = None,
+) -> Evaluation:
+    """Return the best layout that a planner finds, or the one that is known where that is better.
 
     Raises:
+        NoPlanYetError: The search was stopped before it had a plan that fits.
         UnknownNameError: There is no such planner or schedule.
         PlanError: Nothing fits into memory, or the planner has no plan; `NoLinkError` where its plans use pairs without a link.
     """
@@ -37,7 +46,10 @@ def solve(evaluator: LayoutEvaluator, *, name: str = "raypipe", schedule: str = 
         spec(schedule)
     problem = evaluator.problem
     _check_possible(problem)
-    best = _best_on_any_list(partial(_best, by_name[name], schedule, budget or SearchBudget.usual(problem.num_devices)), evaluator)
+    best = _best_on_any_list(partial(_best, by_name[name], schedule, budget or SearchBudget.usual(problem)), evaluator)
+    best = better(known, best)
+    if evaluator.stopped and (best is None or best.missing_bytes):
+        raise NoPlanYetError("planning was stopped before it found a plan that fits; allow it more time")
     if best is None and evaluator.schedules.too_stale:
         limits = problem.staleness
         raise PlanError(
@@ -69,9 +81,11 @@ def _best_on_any_list(search: Callable[[LayoutEvaluator], Evaluation | None], ev
     in_order, layers = canonical(evaluator.problem)
     if in_order is evaluator.problem:
         return search(evaluator)
-    best = search(LayoutEvaluator(in_order, evaluator.schedules, evaluator.on_evaluated))
+    on_list = LayoutEvaluator(in_order, evaluator.schedules, evaluator.on_evaluated, poll=evaluator.poll)
+    best = search(on_list)
+    evaluator.stopped = on_list.stopped
     if best is not None:
-        best = evaluator.simulate(best.layout.relisted(layers))
+        best = evaluator.simulate_at_last(best.layout.relisted(layers))
     # The list says in which order a stage computes its layers, and so how much memory it needs for a while.
     return better(best, search(evaluator)) if best is None or best.missing_bytes else best
 
@@ -121,9 +135,15 @@ def divided(batch_size: int, *, most_microbatches: int, most: int = _MOST_DIVISI
 
 
 def best_division(
-    problem: Problem, *, name: str = "raypipe", schedule: str = AUTO, budget: SearchBudget | None = None, on_evaluated: OnEvaluated = ignore
-) -> Problem:
-    """Return the problem with the division of its rows that a quick search finds best.
+    problem: Problem,
+    *,
+    name: str = "raypipe",
+    schedule: str = AUTO,
+    budget: SearchBudget | None = None,
+    on_evaluated: OnEvaluated = ignore,
+    poll: Poll = never,
+) -> tuple[Problem, Evaluation]:
+    """Return the problem with the division of its rows that a quick search finds best, and the layout that it finds.
 
     A row costs the same in microbatches of any size, besides the overheads per microbatch.
 
@@ -135,21 +155,21 @@ def best_division(
             f"the loss of {problem.profile.name!r} couples the rows of a microbatch: another division of an update into microbatches "
             "trains another loss; give the number of microbatches and microbatch_size instead of batch_size"
         )
-    budget = budget or SearchBudget.usual(problem.num_devices)
+    budget = budget or SearchBudget.usual(problem)
     quick = replace(budget, num_estimates=max(budget.num_estimates // 5, 1), num_simulations=max(budget.num_simulations // 5, 4))
-    best: tuple[tuple[float, float], Problem] | None = None
+    best: tuple[Problem, Evaluation] | None = None
     failure: PlanError | None = None
     batch_size = problem.num_microbatches * problem.microbatch_size
     for num_microbatches, microbatch_size in divided(batch_size, most_microbatches=_MICROBATCHES_PER_DEVICE * problem.num_devices):
         candidate = replace(problem, num_microbatches=num_microbatches, microbatch_size=microbatch_size)
         try:
-            evaluation = solve(LayoutEvaluator(candidate, on_evaluated=on_evaluated), name=name, schedule=schedule, budget=quick)
+            evaluation = solve(LayoutEvaluator(candidate, on_evaluated=on_evaluated, poll=poll), name=name, schedule=schedule, budget=quick)
         except PlanError as error:
             failure = error
             continue
-        if best is None or evaluation.rank < best[0]:
-            best = (evaluation.rank, candidate)
+        if best is None or evaluation.rank < best[1].rank:
+            best = (candidate, evaluation)
     if best is None:
         assert failure is not None
         raise failure
-    return best[1]
+    return best

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from raypipe.artifacts.profile import LayerTimes, ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Device, Node, NodeLink
 from raypipe.show.tables import plan_report
 from raypipe.simulation.simulator import simulate
-from tests.cli.test_cli import Run, refused, run
+from tests.cli.test_cli import Run, in_process, refused, run
 
 __all__ = ["run"]
 
@@ -257,3 +258,79 @@ def test_a_plan_can_be_read_by_others(run: Run, inputs: tuple[object, ...], tmp_
     assert run("plan", *inputs, "--microbatches", 4, *QUICK, "-o", written).code == 0
     assert json.loads(written.read_text())["format"] == "raypipe.plan/1"
     assert run("show", written).code == 0
+
+
+@pytest.fixture
+def long_search(tmp_path: Path) -> tuple[str, ...]:
+    """The arguments of a search that takes far longer than a test may."""
+    profile, topology = tmp_path / "long.json", tmp_path / "long.yaml"
+    ModelProfile.uniform(40, forward_s=0.01, backward_s=0.02, output_bytes=1000, parameter_bytes=2000, microbatch_size=4).save(profile)
+    ClusterTopology.uniform(16, latency_s=0.001, bandwidth_bytes_per_s=1e6, devices_per_node=1).save(topology)
+    return ("plan", "--profile", str(profile), "--topology", str(topology), "--microbatches", "16", "--effort", "100")
+
+
+def test_a_time_limit_ends_with_the_best_plan_so_far(run: Run, long_search: tuple[str, ...], tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    began_s = time.monotonic()
+    ran = run(*long_search, "--time-limit", 1, "-o", output)
+    assert ran.code == 0
+    assert time.monotonic() - began_s < 30
+    assert Plan.load(output).predicted is not None
+
+
+def test_a_time_limit_of_nothing_gives_the_first_plan(run: Run, inputs: tuple[object, ...]) -> None:
+    ran = run("plan", *inputs, "--microbatches", 4, "--time-limit", 0, "--json")
+    assert ran.code == 0
+    assert json.loads(ran.out)["update_s"] > 0
+
+
+INTERRUPTED = (
+    "import os, signal, sys\n"
+    "from raypipe.planning.evaluator import LayoutEvaluator\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # The shell of a test may have it ignored.
+    "{patch}\n"
+    "from raypipe.cli import main\n"
+    "sys.exit(main())"
+)
+
+
+def test_ctrl_c_writes_the_best_plan_so_far_and_gives_130(long_search: tuple[str, ...], tmp_path: Path) -> None:
+    patch = (
+        "note = LayoutEvaluator.note\n"
+        "def interrupted(self, evaluation):\n"
+        "    LayoutEvaluator.note = note\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return note(self, evaluation)\n"
+        "LayoutEvaluator.note = interrupted"
+    )
+    output = tmp_path / "plan.json"
+    ran = in_process(*long_search, "-o", str(output), code=INTERRUPTED.format(patch=patch))
+    assert ran.returncode == 130
+    assert "best plan so far" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert Plan.load(output).predicted is not None
+
+
+def test_ctrl_c_before_any_plan_says_so_and_gives_130(long_search: tuple[str, ...], tmp_path: Path) -> None:
+    patch = (
+        "simulate = LayoutEvaluator.simulate\n"
+        "def interrupted(self, layout):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    self.estimator.poll()\n"
+        "    return simulate(self, layout)\n"
+        "LayoutEvaluator.simulate = interrupted"
+    )
+    output = tmp_path / "plan.json"
+    ran = in_process(*long_search, "-o", str(output), code=INTERRUPTED.format(patch=patch))
+    assert (ran.returncode, ran.stdout) == (130, "")
+    assert "before any plan" in ran.stderr
+    assert not output.exists()
+
+
+def test_a_second_ctrl_c_ends_at_once(long_search: tuple[str, ...], tmp_path: Path) -> None:
+    patch = "LayoutEvaluator.simulate = lambda self, layout: [os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
+    output = tmp_path / "plan.json"
+    ran = in_process(*long_search, "-o", str(output), code=INTERRUPTED.format(patch=patch))
+    assert ran.returncode == 130
+    assert "Traceback" not in ran.stderr
+    assert not output.exists()

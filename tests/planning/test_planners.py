@@ -127,7 +127,7 @@ def test_an_order_that_is_asked_for_is_used(schedule: str) -> None:
 def test_rows_are_divided_into_as_many_microbatches_as_pay() -> None:
     problem = islands((4,), num_layers=8)
     whole = replace(problem, num_microbatches=1, microbatch_size=32)
-    chosen = best_division(whole, schedule="1f1b", budget=SMALL)
+    chosen = best_division(whole, schedule="1f1b", budget=SMALL)[0]
     assert chosen.num_microbatches * chosen.microbatch_size == 32
     own_s = solve(LayoutEvaluator(chosen), schedule="1f1b", budget=SMALL).update_s
     for num_microbatches, microbatch_size in divided(32, most_microbatches=32):
@@ -139,7 +139,7 @@ def test_what_a_microbatch_costs_besides_makes_them_larger() -> None:
     problem = islands((4,), num_layers=8)
     whole = replace(problem, num_microbatches=1, microbatch_size=32)
     slow = replace(problem.topology, overheads=Overheads(forward_s=5.0, backward_s=5.0))
-    cheap, dear = (best_division(replace(whole, topology=topology), budget=SMALL) for topology in (problem.topology, slow))
+    cheap, dear = (best_division(replace(whole, topology=topology), budget=SMALL)[0] for topology in (problem.topology, slow))
     assert dear.num_microbatches < cheap.num_microbatches
 
 
