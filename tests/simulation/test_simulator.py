@@ -127,7 +127,8 @@ def test_asynchronous_1f1b_pays_for_a_global_norm() -> None:
 def earliest_end_s(schedule: Schedule, cost: Cost, latency_s: float) -> float:
     """The longest path through program order and dependencies.
 
-    Those between workers take the latency, and those on the sum of r copies 2 (r-1) times that: once round a ring and back.
+    Those between workers take the latency, and those on the sum of copies twice that: each share goes to the owner of its slice, and the
+    total to all. With links without limits that is quicker than a ring of any number of copies.
     """
     schedule = add_reductions(schedule)
     joined = before_joined_sums(schedule)
@@ -144,7 +145,7 @@ def earliest_end_s(schedule: Schedule, cost: Cost, latency_s: float) -> float:
                 if not needed <= ends.keys():
                     break
                 hops = {
-                    other: 2 * (len(schedule.replicas[other.stage]) - 1)
+                    other: 2 * (len(schedule.replicas[other.stage]) > 1)
                     if other.kind is OpKind.REDUCE
                     else int(schedule.worker(other) != worker)
                     for other in needed
