@@ -14,6 +14,7 @@ from raypipe.communication.policy import Traffic
 from tests.actors.transport.test_turns import BYTES_PER_S, Waiting, way_with
 
 PAYLOAD = bytes(range(256)) * 100
+BEGINNING = 10_000
 
 
 @pytest.fixture
@@ -39,8 +40,14 @@ class Message:
         self.has_come = True
 
 
-def frame_of_a_message() -> bytes:
-    return HEADER.pack(Kind.MESSAGE, 0, 0, 0, len(PAYLOAD)) + PAYLOAD
+def begun(link: Link, other: socket.socket) -> tuple[Message, bytes]:
+    """Read the first bytes of a message; return it and its frame."""
+    link.messages = message = Message()
+    frame = HEADER.pack(Kind.MESSAGE, 0, 0, 0, len(PAYLOAD)) + PAYLOAD
+    other.sendall(frame[:BEGINNING])
+    assert is_readable(link, 5.0)
+    link.read()
+    return message, frame
 
 
 def is_readable(link: Link, timeout_s: float = 0.0) -> bool:
@@ -49,12 +56,8 @@ def is_readable(link: Link, timeout_s: float = 0.0) -> bool:
 
 def test_a_reader_sleeps_until_the_rest_of_a_chunk_is_there(pair: tuple[Link, socket.socket]) -> None:
     link, other = pair
-    link.messages = message = Message()
-    frame = frame_of_a_message()
-    other.sendall(frame[:10_000])
-    assert is_readable(link, 5.0)
-    link.read()
-    other.sendall(frame[10_000:-1])
+    message, frame = begun(link, other)
+    other.sendall(frame[BEGINNING:-1])
     assert not is_readable(link, 0.1)
     other.sendall(frame[-1:] + frame[:1])
     assert is_readable(link, 5.0)
@@ -67,14 +70,10 @@ def test_a_reader_sleeps_until_the_rest_of_a_chunk_is_there(pair: tuple[Link, so
 
 def test_who_waits_gets_the_last_bytes_of_a_chunk_of_which_another_has_read_the_first(pair: tuple[Link, socket.socket]) -> None:
     link, other = pair
-    link.messages = message = Message()
-    frame = frame_of_a_message()
-    other.sendall(frame[:10_000])
-    assert is_readable(link, 5.0)
-    link.read()
+    message, frame = begun(link, other)
     waiting = threading.Thread(target=link.wait, args=(lambda: message.has_come, 30.0))
     waiting.start()
-    for start in range(10_000, len(frame), 5_000):
+    for start in range(BEGINNING, len(frame), 5_000):
         waiting.join(0.05)
         other.sendall(frame[start : start + 5_000])
     waiting.join(10.0)
