@@ -15,6 +15,7 @@
         |-- TransportError
         |   `-- TransportTimeoutError
         |-- StageFailedError
+        |-- NonFiniteError
         `-- AbortedError
 
 Pickle calls `type(error)(*error.args)`, so errors with more than a message define `__reduce__`.
@@ -131,6 +132,10 @@ class StageFailedError(RunError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.device, self.stages, self.node, self.during, self.problem, self.remedy))
+
+
+class NonFiniteError(RunError):
+    """A loss, a gradient, a weight or a moment of the optimizer is infinite or no number."""
 
 
 class AbortedError(RunError):

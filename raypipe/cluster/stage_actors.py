@@ -25,7 +25,9 @@ from raypipe.errors import StageFailedError, TransportTimeoutError
 
 CONTROL = "control"
 """Concurrency group of methods that actors answer while they compute."""
-_CONTROL_THREADS = 2
+SAVING = "saving"
+"""Concurrency group in which an actor writes a copy of its layers while it computes."""
+_GROUPS = {CONTROL: 2, SAVING: 1}
 _GRACE_S = 3.0  # from the first failure, for one that explains it: peers notice a dead neighbor first
 _FOLLOW_S = 1.0
 _MOST_SILENCES = 10
@@ -43,7 +45,7 @@ def waits_for(lost: str, statuses: Mapping[int, Status], *, names: Sequence[str]
 def launch_stage_actors(slots: Sequence[DeviceSlot], *, stages: Sequence[tuple[int, ...]], run: str, scaling: ScalingConfig) -> list[Any]:
     """Start a stage actor in each slot; return their handles before the actors are up."""
     # Concurrency groups can be named here only, not in `.options`.
-    actor_class = ray.remote(concurrency_groups={CONTROL: _CONTROL_THREADS}, max_restarts=0, max_task_retries=0)(StageActor)
+    actor_class = ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(StageActor)
     handles: list[Any] = []
     counts = Counter(slot.node.node_id for slot in slots)
     positions: Counter[str] = Counter()

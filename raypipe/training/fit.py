@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,21 +14,26 @@ from raypipe.actors.execution.batches import FileSource, FixedBatch
 from raypipe.actors.execution.faults import FaultScript
 from raypipe.actors.execution.report import mean_losses
 from raypipe.actors.orders import BatchFunction, BuildOrder
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex
+from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.artifacts.checkpoint_files import CheckpointIndex, finished_folders
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.signals import JOB_WAIT, StopRequest
 from raypipe.config import AUTO, OptimizerName, TrainConfig
 from raypipe.model import Model
 from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.families import branch_aware
 from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
-from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume
+from raypipe.training.checkpoints import Checkpoints
+from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, rows_per_update
+from raypipe.training.ending import finished_result, leave
 from raypipe.training.record import RunRecord, write_report
-from raypipe.training.result import Listener, Result
+from raypipe.training.result import Listener, Result, Resume, StoppedRun
 from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
+from raypipe.training.run_lock import RunLock
 from raypipe.training.run_schedules import is_sharded
 from raypipe.training.strategy import NamedStrategy, PlannedStrategy, Strategy
 from raypipe.training.sums import SumAdaptation
@@ -55,7 +61,7 @@ class Fit:
         plan: Plan | None,
         faults: FaultScript,
         listener: Listener,
-        resume: bool,
+        resume: Resume,
     ) -> None:
         self.config = config
         self.batches = batches
@@ -63,21 +69,73 @@ class Fit:
         self.listener = listener
         self.model_function = partial(make_model, model, config.model.options, compile_layers=config.model.compile)
         self.model = self.model_function()
-        folder = RunFolder.latest(config.run.storage_path, config.run.name) if resume else None
-        self.resumed = checkpoint_to_resume(folder, config, self.model, listener.notice) if folder else None
+        self.resumed: Checkpoint | None = None
+        self.lock: RunLock | None = None
+        try:
+            self._settle(model, plan, resume)
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _settle(self, model: str | Callable[..., Model], plan: Plan | None, resume: Resume) -> None:
+        # Whatever can be refused is, before a new folder is made or an old one changed.
+        config, listener = self.config, self.listener
+        folder = self._folder_to_resume(resume)
+        if folder is not None:
+            self._lock(folder)
+            folder.fetch()
+            if resume is True or finished_folders(folder.storage):
+                listener.notice(f"checking the checkpoints of {folder.name}")
+                self.resumed = checkpoint_to_resume(folder, config, self.model, listener.notice, may_be_done=resume == "auto")
         self.first_update = self.resumed.index.update if self.resumed else 0
-        self.strategy = run_strategy(config, self.model, plan, window_sizes={size for _, size in _windows(config, self.first_update)})
+        self.is_done = self.first_update >= config.run.num_updates
+        windows = [(config.run.num_updates, 1)] if self.is_done else _windows(config, self.first_update)
+        self.strategy = run_strategy(config, self.model, plan, window_sizes={size for _, size in windows})
         tokens_per_row = 1
         if config.data.path:
             tokens_per_row = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
         self.folder = folder or RunFolder.create(config.run.storage_path, config.run.name)
-        if self.resumed is None:
+        if folder is None:
+            self._lock(self.folder)
             self.folder.begin(config)
+        elif self.resumed is None:
+            self.folder.restart(config)
         self.record = RunRecord(config, self.folder, listener, tokens_per_row=tokens_per_row)
         self.coordinator: Coordinator
         self.adaptation: Adaptation | None = None
         self.sums: SumAdaptation
-        self.checkpoint: Checkpoint
+        self.stop = StopRequest(config.run.grace_s, listener.notice)
+        assert self.lock is not None, "a run has the lock of its folder"
+        self.checkpoints = Checkpoints(
+            self.folder, self.lock, config.run, index=self._index(), resumed=self.resumed, notice=listener.notice
+        )
+        self.num_done = self.first_update
+        self.is_told = False
+
+    def _folder_to_resume(self, resume: Resume) -> RunFolder | None:
+        run = self.config.run
+        if resume == "auto":
+            return RunFolder.newest(run.storage_path, run.name)
+        return RunFolder.latest(run.storage_path, run.name) if resume else None
+
+    def _lock(self, folder: RunFolder) -> None:
+        self.lock = RunLock(folder.storage)
+        self.lock.acquire(self.listener.notice)
+
+    def _unlock(self) -> None:
+        if self.lock is not None:
+            self.lock.release()
+
+    def _index(self) -> CheckpointIndex:
+        config = self.config
+        return CheckpointIndex(
+            update=0,
+            layers=tuple(layer.name for layer in self.model.layers),
+            model=config.model.function,
+            seed=config.run.seed,
+            rows_per_update=rows_per_update(config),
+            optimizer=config.optimizer.name,
+        )
 
     def run(self) -> Result:
         """Train, and write the report.
@@ -86,9 +144,19 @@ class Fit:
             InputError: The cluster does not fit the run.
             RunError: Something failed while running.
         """
+        try:
+            with self._told_if_interrupted():
+                return finished_result(self.folder, self.resumed, self.listener.notice) if self.is_done and self.resumed else self._run()
+        except BaseException as error:
+            leave(self.folder, self.record, error, update=self.num_done, notice=self.listener.notice)
+            raise
+        finally:
+            self._unlock()
+
+    def _run(self) -> Result:
         config, strategy = self.config, self.strategy
-        self.listener.notice(f"run folder: {self.folder.path}")
-        if "working_dir_files" in Path(self.folder.path).absolute().parts:
+        self.listener.notice(f"run folder: {self.folder.name}")
+        if "working_dir_files" in Path(self.folder.name).absolute().parts:
             self.listener.notice("Ray removes this copy of the job's working directory some day; set run.storage_path to keep the results")
         actors = stage_actors(
             self.folder.path.name,
@@ -99,32 +167,49 @@ class Fit:
             cluster=config.cluster,
             notice=self.listener.notice,
         )
-        with actors as self.coordinator:
+        with actors as self.coordinator, self._told_if_interrupted():
             self.record.start_metrics(self.coordinator.run)
             self._prepare()
-            if config.data.num_validation_microbatches:
-                self.listener.notice("evaluating before the first update")
-                self._evaluate(self.first_update)
-            self.listener.notice(f"training updates {self.first_update + 1} to {config.run.num_updates}")
-            for first, size in _windows(config, self.first_update):
-                self._train(first, size)
+            checkpoint = self._train_all()
             sample = self._sample()
         self.listener.notice("writing the report")
         figures = write_report(self.folder, self.record.phases)
+        self.folder.publish()
         return Result(
-            path=str(self.folder.path),
+            path=self.folder.name,
             metrics=self.record.figures,
             losses=self.record.losses,
             validation_losses=self.record.validation_losses,
-            checkpoint=self.checkpoint,
+            checkpoint=checkpoint,
             plan=strategy.plan,
             figures=figures,
             sample=sample,
         )
 
+    @contextlib.contextmanager
+    def _told_if_interrupted(self) -> Iterator[None]:
+        # While there is time: `ray job stop` ends the process soon.
+        try:
+            yield
+        except StoppedRun:
+            raise
+        except KeyboardInterrupt:
+            if not self.is_told:
+                self.is_told = True
+                self.listener.notice(self._lost())
+            raise
+
+    def _lost(self) -> str:
+        newest, done = self.checkpoints.newest, self.num_done
+        saved = newest.index.update if newest is not None else 0
+        goes_on = f"`--resume auto` goes on from update {saved}" if saved else "`--resume auto` begins again"
+        lost = f"updates {saved + 1} to {done} are lost, " if done > saved else ""
+        why = f"; {JOB_WAIT} of the cluster leaves less than run.grace_s" if self.stop.is_short and self.stop.came else ""
+        return f"interrupted {f'after update {done}' if done else 'before the first update was done'}: {lost}{goes_on}{why}"
+
     def _prepare(self) -> None:
         coordinator, strategy, notice = self.coordinator, self.strategy, self.listener.notice
-        coordinator.check_storage(str(self.folder.path))
+        coordinator.check_storage(self.folder.storage)
         strategy.prepare(coordinator, name=self.folder.path.name, measure=self._measure, notice=notice)
         if self.resumed is None:
             self.record.begin_phase(strategy)
@@ -132,11 +217,12 @@ class Fit:
         sizes = coordinator.build(self._build_order())
         strategy.check_layers(sizes)
         if self.resumed is not None:
-            coordinator.load(self.resumed.path)
+            coordinator.load(self.resumed.folder)
             # Only now: a run that cannot be resumed leaves its folder as it was.
             self.folder.continue_from(self.config, update=self.first_update)
             self.record.begin_phase(strategy)
             notice(f"resumed from {self.resumed.path} at update {self.first_update}")
+        self.folder.remove_unfinished()
         self.sums = SumAdaptation(strategy, coordinator, self.record, exact=self.config.communication.exact)
         programs = strategy.programs()
         coordinator.connect(programs, strategy.cut, patterns=self.sums.begin(programs))
@@ -200,32 +286,53 @@ class Fit:
         self.listener.notice(f"layer times measured to within +-{spread:.0%}")
         return model_profile(measured, self.model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
 
+    def _train_all(self) -> Checkpoint:
+        num_updates = self.config.run.num_updates
+        with self.stop:
+            if self.config.data.num_validation_microbatches:
+                self.listener.notice("evaluating before the next update")
+                self._evaluate(self.first_update)
+            self.listener.notice(f"training updates {self.first_update + 1} to {num_updates}")
+            self.checkpoints.begin()
+            for first, size in _windows(self.config, self.first_update):
+                if self.stop.came:
+                    break
+                self._train(first, size)
+            if self.num_done == 0:
+                raise KeyboardInterrupt
+            if self.record.losses:
+                self._save()
+            checkpoint = self.checkpoints.finish(self.num_done)
+        if self.num_done < num_updates:
+            self.listener.notice(f"stopped after update {self.num_done}, saved in {checkpoint.path}; `--resume auto` goes on from there")
+            raise StoppedRun
+        return checkpoint
+
     def _train(self, first: int, size: int) -> None:
         run = self.config.run
         result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=first)
         self.record.add_window(result, self.strategy.schedule, first_update=first)
-        done = first + size
+        self.num_done = done = first + size
         is_last = done == run.num_updates
-        if self.config.data.num_validation_microbatches and (is_last or (run.evaluate_every and done % run.evaluate_every == 0)):
+        is_evaluated = is_last or bool(run.evaluate_every and done % run.evaluate_every == 0)
+        if is_evaluated and self.config.data.num_validation_microbatches and (is_last or not self.stop.came):
             self._evaluate(done)
-        if is_last or (run.checkpoint_every and done % run.checkpoint_every == 0):
-            self._save(done)
+        self.checkpoints.poll()
+        if not is_last and self.checkpoints.is_due(done):
+            self._save()
         self.record.publish()
-        if not is_last:
-            self.sums.after_window(update=done)
-        if self.adaptation is not None and not is_last:
+        if is_last or self.stop.came:
+            return
+        self.sums.after_window(update=done)
+        if self.adaptation is not None:
             self.adaptation.after_window(result, update=done, updates_left=run.num_updates - done)
+
+    def _save(self) -> None:
+        self.checkpoints.save(self.coordinator, self.num_done, self.record.losses_at(self.num_done))
 
     def _evaluate(self, update: int) -> None:
         result = self.coordinator.run_window("evaluate", num_updates=1, first_update=0, split="validation")
         self.record.add_evaluation(update, mean_losses(result.reports, num_microbatches=self.strategy.num_validation_microbatches)[0])
-
-    def _save(self, update: int) -> None:
-        folder = self.folder.new_checkpoint(update)
-        self.coordinator.save(str(folder))
-        layers = tuple(layer.name for layer in self.model.layers)
-        index = CheckpointIndex(update=update, layers=layers, model=self.config.model.function, seed=self.config.run.seed)
-        self.checkpoint = Checkpoint.finish(folder, index)
 
     def _sample(self) -> str:
         run = self.config.run
