@@ -77,7 +77,7 @@ class Checkpoint:
                 checkpoints.append(cls.open(candidate))
             except FormatError as error:
                 problems.append((candidate.name, error))
-        for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.index.update, reverse=True):
+        for checkpoint in sorted(checkpoints, key=lambda one: (one.index.update, one.path), reverse=True):
             try:
                 checkpoint.check()
             except FormatError as error:

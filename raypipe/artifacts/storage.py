@@ -46,6 +46,8 @@ class Storage:
             return cls(path, fs.LocalFileSystem(), path)
         try:
             filesystem, path = fs.FileSystem.from_uri(name)
+            if not path.strip("/"):
+                raise ValueError("it names no bucket and no folder")
         except (OSError, ValueError, NotImplementedError) as error:
             raise ConfigError(
                 f"{key} {name!r}: pyarrow has no file system for this URI ({_first_line(error)}); "
