@@ -21,6 +21,8 @@ from raypipe.errors import (
     RunError,
     ScheduleError,
     StageFailedError,
+    StageRaisedError,
+    StateLostError,
     TransportError,
     TransportTimeoutError,
     UnknownNameError,
@@ -42,6 +44,8 @@ EXAMPLES: tuple[RaypipeError, ...] = (
     TransportError("a:gpu0", "b:gpu1", "receive of 2F5", "the connection was closed"),
     TransportTimeoutError("a:gpu0", "b:gpu1", "receive of 2F5", "no answer in 30 s"),
     StageFailedError("b:gpu1", "2-3", "b", "window 3, 2B5", "out of memory", "lower microbatch_size"),
+    StageRaisedError("b:gpu1", "2-3", "b", "window 3, 2B5", "ValueError: no", "see the log"),
+    StateLostError("taking layers over: no copy is left"),
     AbortedError("stopped because device b:gpu1 failed"),
 )
 BY_CLASS = [pytest.param(error, id=type(error).__name__) for error in EXAMPLES]

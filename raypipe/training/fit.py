@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,10 @@ from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.cluster.coordinator import Coordinator
+from raypipe.cluster.state_copies import StateCopies
+from raypipe.cluster.window import WindowResult
 from raypipe.config import AUTO, OptimizerName, TrainConfig
+from raypipe.errors import RunError
 from raypipe.model import Model
 from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.families import branch_aware
@@ -25,6 +28,7 @@ from raypipe.schedules.metrics import metrics
 from raypipe.training.adaptive import Adaptation, AdaptiveStrategy
 from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume
 from raypipe.training.record import RunRecord, write_report
+from raypipe.training.recovery import Recovery
 from raypipe.training.result import Listener, Result
 from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
@@ -66,18 +70,19 @@ class Fit:
         folder = RunFolder.latest(config.run.storage_path, config.run.name) if resume else None
         self.resumed = checkpoint_to_resume(folder, config, self.model, listener.notice) if folder else None
         self.first_update = self.resumed.index.update if self.resumed else 0
-        self.strategy = run_strategy(config, self.model, plan, window_sizes={size for _, size in _windows(config, self.first_update)})
+        self.strategy = run_strategy(config, self.model, plan, window_sizes=_window_sizes(config, self.first_update))
         tokens_per_row = 1
         if config.data.path:
             tokens_per_row = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
         self.folder = folder or RunFolder.create(config.run.storage_path, config.run.name)
         if self.resumed is None:
             self.folder.begin(config)
-        self.record = RunRecord(config, self.folder, listener, tokens_per_row=tokens_per_row)
+        self.record = RunRecord(config, self.folder, listener, tokens_per_row=tokens_per_row, first_update=self.first_update)
         self.coordinator: Coordinator
         self.adaptation: Adaptation | None = None
         self.sums: SumAdaptation
-        self.checkpoint: Checkpoint
+        self.recovery: Recovery
+        self.checkpoint = self.resumed
 
     def run(self) -> Result:
         """Train, and write the report.
@@ -102,13 +107,9 @@ class Fit:
         with actors as self.coordinator:
             self.record.start_metrics(self.coordinator.run)
             self._prepare()
-            if config.data.num_validation_microbatches:
-                self.listener.notice("evaluating before the first update")
-                self._evaluate(self.first_update)
-            self.listener.notice(f"training updates {self.first_update + 1} to {config.run.num_updates}")
-            for first, size in _windows(config, self.first_update):
-                self._train(first, size)
+            self._train()
             sample = self._sample()
+        assert self.checkpoint is not None, "a run ends with a checkpoint"
         self.listener.notice("writing the report")
         figures = write_report(self.folder, self.record.phases)
         return Result(
@@ -142,6 +143,15 @@ class Fit:
         coordinator.connect(programs, strategy.cut, patterns=self.sums.begin(programs))
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
+        self.recovery = Recovery(
+            self.config.failure,
+            coordinator,
+            self.record,
+            self.sums,
+            StateCopies(coordinator.actors, share=self.config.failure.copy_share),
+            build_order=self._build_order,
+            checkpoint=lambda: self.checkpoint,
+        )
         if isinstance(strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
             self.adaptation = Adaptation(strategy, coordinator, self.record, build_order=self._build_order, sums=self.sums)
         self._describe(sum(size.num_parameters for size in sizes.values()))
@@ -200,16 +210,35 @@ class Fit:
         self.listener.notice(f"layer times measured to within +-{spread:.0%}")
         return model_profile(measured, self.model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
 
-    def _train(self, first: int, size: int) -> None:
+    def _train(self) -> None:
+        run, done = self.config.run, self.first_update
+        result: WindowResult | None = None
+        self.listener.notice(f"training updates {done + 1} to {run.num_updates}")
+        while True:
+            try:
+                self._between_windows(done, result)
+                if done == run.num_updates:
+                    return
+                size = _window_size(self.config, done)
+                result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=done)
+                self.record.add_window(result, self.strategy.schedule, first_update=done)
+                done += size
+                self.recovery.after_window(done)
+            except RunError as error:
+                self.faults = self.faults.after(self.coordinator.num_windows(f"train-{_window_size(self.config, done)}"))
+                done, result = self.recovery.recover(error, self.strategy, update=done), None
+
+    def _between_windows(self, done: int, result: WindowResult | None) -> None:
+        """Do what is due behind an update; `result` is that of the window that ended there, if one did since the run began or recovered."""
         run = self.config.run
-        result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=first)
-        self.record.add_window(result, self.strategy.schedule, first_update=first)
-        done = first + size
-        is_last = done == run.num_updates
-        if self.config.data.num_validation_microbatches and (is_last or (run.evaluate_every and done % run.evaluate_every == 0)):
+        is_first, is_last = done == self.first_update, done == run.num_updates
+        if self.config.data.num_validation_microbatches and (is_first or is_last or _is_due(run.evaluate_every, done)):
             self._evaluate(done)
-        if is_last or (run.checkpoint_every and done % run.checkpoint_every == 0):
+        is_saved = self.checkpoint is not None and self.checkpoint.index.update == done
+        if not is_first and not is_saved and (is_last or _is_due(run.checkpoint_every, done)):
             self._save(done)
+        if result is None:
+            return
         self.record.publish()
         if not is_last:
             self.sums.after_window(update=done)
@@ -217,6 +246,8 @@ class Fit:
             self.adaptation.after_window(result, update=done, updates_left=run.num_updates - done)
 
     def _evaluate(self, update: int) -> None:
+        if update == self.first_update:
+            self.listener.notice("evaluating before the first update")
         result = self.coordinator.run_window("evaluate", num_updates=1, first_update=0, split="validation")
         self.record.add_evaluation(update, mean_losses(result.reports, num_microbatches=self.strategy.num_validation_microbatches)[0])
 
@@ -267,12 +298,24 @@ def run_strategy(config: TrainConfig, model: Model, plan: Plan | None, *, window
     return AdaptiveStrategy(config, model, window_sizes=window_sizes, start=start, can_divide=can_divide)
 
 
-def _windows(config: TrainConfig, first: int) -> Iterator[tuple[int, int]]:
-    """Yield (first update, number of updates) of each window; evaluations and checkpoints end one."""
+def _is_due(every: int, update: int) -> bool:
+    return bool(every) and update % every == 0
+
+
+def _window_size(config: TrainConfig, first: int) -> int:
+    """Return the number of updates of the window that begins behind an update; evaluations and checkpoints end one."""
     run = config.run
     intervals = (run.evaluate_every if config.data.num_validation_microbatches else 0, run.checkpoint_every)
-    while first < run.num_updates:
-        ends = [first + config.schedule.updates_per_window, run.num_updates]
-        ends += [(first // every + 1) * every for every in intervals if every]
-        yield first, min(ends) - first
-        first = min(ends)
+    ends = [first + config.schedule.updates_per_window, run.num_updates]
+    ends += [(first // every + 1) * every for every in intervals if every]
+    return min(ends) - first
+
+
+def _window_sizes(config: TrainConfig, first: int) -> set[int]:
+    """Return the sizes of all windows of a run."""
+    sizes: set[int] = set()
+    while first < config.run.num_updates:
+        size = _window_size(config, first)
+        sizes.add(size)
+        first += size
+    return sizes
