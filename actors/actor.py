@@ -26,6 +26,7 @@ from raypipe.actors.measure.metrics import StageMetrics
 from raypipe.actors.orders import Awaited, BatchFunction, BuildOrder, ConnectOrder, Identity, LayerSize, ModelFunction, Status
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput
 from raypipe.actors.stage.optimizers import build_optimizer
+from raypipe.actors.stage.state import PackedState, packed, unpacked
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.rendezvous import host_store
@@ -34,7 +35,7 @@ from raypipe.artifacts.checkpoint_files import FileSums
 from raypipe.artifacts.storage import Storage
 from raypipe.communication.patterns import Pattern
 from raypipe.config import OptimizerConfig, Precision
-from raypipe.errors import AbortedError, ConfigError, RunError, StageFailedError
+from raypipe.errors import AbortedError, ConfigError, RunError, StageRaisedError
 from raypipe.schedules.lower import DeviceProgram
 
 
@@ -110,6 +111,7 @@ class StageActor:
         self._programs: dict[str, DeviceProgram] = {}
         self._links = Links(identity.device)
         self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
+        self._held: dict[int, tuple[PackedState, ...]] = {}
 
     def __repr__(self) -> str:
         return f"Stage({self.identity.stage_text})"
@@ -204,6 +206,11 @@ class StageActor:
             self.identity = identity
             self._metrics = StageMetrics(run=identity.run, device=identity.name, stages=identity.stage_text)
 
+    def restart(self, identity: Identity | None) -> None:
+        """Forget that this actor was aborted, and what it did; then as `assign`."""
+        self._activity.abort_reason = None
+        self.assign(identity)
+
     def build(self, order: BuildOrder) -> dict[int, LayerSize]:
         """Build the layers of this device's stages; return the size of each."""
         self._activity.begin("building layers")
@@ -240,14 +247,23 @@ class StageActor:
         """Return the layers whose states this device's stages need."""
         return self._stages.needed_layers() if self._stages is not None else []
 
-    def export_layers(self, layers: Sequence[int]) -> Iterator[dict[str, torch.Tensor] | None]:
+    def export_layers(self, layers: Sequence[int]) -> Iterator[PackedState | None]:
         """Yield weights and optimizer state of each layer, then `None`, which tells the driver that all are done."""
-        yield from self._built(f"exporting layers {', '.join(map(str, layers))}").export_layers(layers)
+        for state in self._built(f"exporting layers {', '.join(map(str, layers))}").export_layers(layers):
+            yield packed(state)
         yield None
 
-    def import_layers(self, layers: Sequence[int], *states: Mapping[str, torch.Tensor]) -> None:
+    def import_layers(self, layers: Sequence[int], *states: PackedState) -> None:
         """Take over layers that `needed_layers` returned, with the states that `export_layers` yielded."""
-        self._built("importing layers").import_layers(dict(zip(layers, states, strict=True)))
+        self._built("importing layers").import_layers({layer: unpacked(state) for layer, state in zip(layers, states, strict=True)})
+
+    def hold(self, update: int, oldest: int, *states: PackedState) -> None:
+        """Keep the states of another node's layers behind an update, and drop those that were kept before the update `oldest`.
+
+        Answered while the other methods compute.
+        """
+        # Ray keeps its copy of an object on this node for as long as a process here uses the object's memory.
+        self._held = {kept: held for kept, held in self._held.items() if kept >= oldest} | {update: states}
 
     def _built(self, doing: str) -> DeviceStages:
         assert self._stages is not None, "build comes first"
@@ -352,10 +368,10 @@ class StageActor:
         self._metrics.record(report, program)
         return report
 
-    def _failure(self, error: Exception, executor: Executor) -> StageFailedError:
+    def _failure(self, error: Exception, executor: Executor) -> StageRaisedError:
         info, during = self.info(), f"{self._activity.doing}, {executor.progress}"
         _LOG.error("%s", during, exc_info=error)  # the driver is told the last line alone
-        return StageFailedError(
+        return StageRaisedError(
             device=self.identity.name,
             stages=stages_text(self.identity.stages, executor.branches),
             node=f"{info.hostname} {info.ip}",

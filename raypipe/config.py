@@ -265,6 +265,21 @@ class CommunicationConfig:
 
 
 @record()
+class FailureConfig:
+    """What a run does about failures of devices, nodes and links.
+
+    Attributes:
+        max_failures: Most failures in a row that a run recovers from; they are counted anew once the run is past the window that failed.
+            0 lets every failure end the run, which then keeps no copies of its state.
+        copy_share: Largest share of the run's time in which the devices may wait for copies of their state, which a recovery goes on
+            from. Where copies after every window would take more, they are rarer.
+    """
+
+    max_failures: NonNegativeInt = 3
+    copy_share: Annotated[float, Field(gt=0, le=1)] = 0.05
+
+
+@record()
 class ClusterConfig:
     """The Ray cluster.
 
@@ -354,6 +369,7 @@ class TrainConfig:
         run: The length of the run and the place of its results.
         adaptation: Whether and when the run changes its plan.
         communication: What devices sum and send each other.
+        failure: What the run does about failures.
         plan: `raypipe.plan/1` file. Stages, devices, schedule, microbatches and their size are then those of the plan. The keys of
             `schedule` and `scaling` that it decides may be left out; a value that is neither the default nor the plan's is refused.
     """
@@ -367,6 +383,7 @@ class TrainConfig:
     run: RunConfig = RunConfig()
     adaptation: AdaptationConfig = AdaptationConfig()
     communication: CommunicationConfig = CommunicationConfig()
+    failure: FailureConfig = FailureConfig()
     plan: str | None = None
 
     @classmethod

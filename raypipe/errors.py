@@ -11,10 +11,13 @@
     |   `-- PlanError
     |       |-- NoLinkError
     |       `-- NoPlanYetError
+    |-- RunTakenOverError                 exit code 1
     `-- RunError (RuntimeError)           exit code 1
         |-- TransportError
         |   `-- TransportTimeoutError
         |-- StageFailedError
+        |   `-- StageRaisedError
+        |-- StateLostError
         |-- NonFiniteError
         `-- AbortedError
 
@@ -96,6 +99,10 @@ class NoPlanYetError(PlanError):
     """A search for a plan was stopped before it found one that fits."""
 
 
+class RunTakenOverError(RaypipeError):
+    """Another process writes the folder of this run, as happens after this one was suspended for long."""
+
+
 class RunError(RaypipeError, RuntimeError):
     """Something failed while running."""
 
@@ -118,6 +125,10 @@ class TransportTimeoutError(TransportError):
     """The other end did not answer in time."""
 
 
+class StateLostError(RunError):
+    """No copy of some layers is left in the memory of any node."""
+
+
 class StageFailedError(RunError):
     """A stage actor died, or raised `during` some work, such as "window 3, 2B5"."""
 
@@ -132,6 +143,10 @@ class StageFailedError(RunError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.device, self.stages, self.node, self.during, self.problem, self.remedy))
+
+
+class StageRaisedError(StageFailedError):
+    """A stage's own code, such as the model's, raised an error."""
 
 
 class NonFiniteError(RunError):

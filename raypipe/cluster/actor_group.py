@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from raypipe.actors.actor import remedy_of
 from raypipe.cluster.slots import DeviceSlot
-from raypipe.errors import AbortedError, RaypipeError, RunError, TransportError
+from raypipe.errors import AbortedError, RaypipeError, RunError, StateLostError, TransportError
 
 _POLL_S = 5.0  # between two looks at actors that have not answered
 STARTING = "starting"
@@ -107,6 +107,8 @@ class ActorGroup:
             seen = "cannot be reached" if isinstance(error, ActorUnavailableError) else f"its process died ({_reason(error)})"
             return Failure(self._error(device, task, seen, _START_REMEDY if task == STARTING else self.death_remedy), is_death=True)
         cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, ObjectLostError):
+            return Failure(StateLostError(f"{task}: {self._where(device)}: the nodes that had copies of layers are lost ({cause})"))
         return Failure(self._error(device, task, f"{type(cause).__name__}: {cause}", remedy_of(cause)))
 
     def _error(self, device: int, task: str, problem: str, remedy: str) -> RunError:

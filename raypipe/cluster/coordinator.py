@@ -1,4 +1,4 @@
-"""The driver's side of a run: connects the stage actors, runs windows, moves layers. A failure ends the run."""
+"""The driver's side of a run: connects the stage actors, runs windows, moves layers, replaces lost actors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.stage_actors import SAVING, StageActors
+from raypipe.cluster.state_copies import States, export_states
 from raypipe.cluster.window import WindowResult
 from raypipe.communication.patterns import Pattern
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
@@ -176,6 +177,10 @@ class Coordinator:
         """Run forwards on these rows, `num_rows` a microbatch; the reports have the last layer's outputs."""
         return self._window(name, "run_on", num_updates=1, batches=batches, num_rows=num_rows)
 
+    def num_windows(self, name: str) -> int:
+        """Return how many windows of a program have ended well."""
+        return self._windows[name]
+
     def _window(self, name: str, method: str, *, num_updates: int, **arguments: Any) -> WindowResult:
         self.clocks.refresh()
         number, since_s = self._windows[name], time.perf_counter()
@@ -221,29 +226,35 @@ class Coordinator:
     ) -> None:
         """Go on with other stages on other devices; layers and optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
-        states = self._layer_states()
+        states = {layer: state for of_device in export_states(self.actors).values() for layer, state in of_device.items()}
         self.actors.assign(devices, stages)
-        self.build(order)
-        needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())
-        self.actors.ask(
-            "taking layers over",
-            lambda device, actor: actor.import_layers.remote(needed[device], *(states[layer] for layer in needed[device])),
-        )
-        self._epoch += 1
-        self.connect(programs, order.cut, patterns=patterns)
+        self.restore(states, order=order, programs=programs, patterns=patterns)
         self.actors.leaving = frozenset()
 
-    def _layer_states(self) -> dict[int, Any]:
-        owned = self.actors.ask("asking for layers", lambda _, actor: actor.primary_layers.remote())
-        states: dict[int, Any] = {}
-        done: dict[int, Any] = {}
-        for device, layers in owned.items():
-            if layers:
-                handle = self.actors.members[device].handle
-                *of_device, done[device] = handle.export_layers.options(num_returns=len(layers) + 1).remote(layers)
-                states |= dict(zip(layers, of_device, strict=True))
-        self.actors.gather(done, "handing layers out")
-        return states
+    def restore(self, states: States | Storage | None, *, order: BuildOrder, programs: Programs, patterns: Patterns = _RINGS) -> None:
+        """Build the assigned stages with the states of layers or those in a checkpoint's folder, or as they begin; and connect them.
+
+        Raises:
+            StateLostError: No node has the state of some layer any more.
+        """
+        self.build(order)
+        if isinstance(states, Storage):
+            self.load(states)
+        elif states is not None:
+            needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())
+            self.actors.ask(
+                "taking layers over",
+                lambda device, actor: actor.import_layers.remote(needed[device], *(states[layer] for layer in needed[device])),
+            )
+        self._epoch += 1
+        self.connect(programs, order.cut, patterns=patterns)
+
+    def replace(self, slots: Mapping[int, DeviceSlot]) -> None:
+        """Start new actors in place of lost ones, by number, in these slots."""
+        has_moved = any(slot.node != self.actors.launched[number].slot.node for number, slot in slots.items())
+        self.actors.replace(slots)
+        if has_moved:
+            self.links = LinkMonitor(self.actors)
 
     def close(self) -> None:
         """End the actors; may be called twice."""

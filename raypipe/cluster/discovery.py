@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,29 @@ def find_slots(scaling: ScalingConfig) -> list[DeviceSlot]:
         )
     _wait_until_free({kind: scaling.num_devices * amount for kind, amount in needs.items()})
     return slots[: scaling.num_devices]
+
+
+def spare_slots(slots: Sequence[DeviceSlot], lost: Sequence[int], needs: Mapping[str, float]) -> dict[int, DeviceSlot]:
+    """Return slots for the actors with these numbers, which are lost: their own where its node lives, else one on an equal node with room.
+
+    Each device needs `needs` of its node's resources. Those without such a slot are left out.
+    """
+    nodes = {node.node_id: node for node in cluster_nodes() if node.alive}
+    found = {number: slots[number] for number in lost if slots[number].node.node_id in nodes}
+    homeless = [number for number in lost if number not in found]
+    used = Counter(slot.node.node_id for number, slot in enumerate(slots) if number not in homeless)
+    names = {slot.name for slot in slots}
+    for number in homeless:
+        slot = slots[number]
+        for node in nodes.values():
+            # GPUs of another kind would change what the plan expects of a device.
+            if node.accelerators == slot.node.accelerators and used[node.node_id] < node.room(needs):
+                name = next(name for count in itertools.count() if (name := f"{node.name}/{count}") not in names)
+                found[number] = DeviceSlot(node, name, slot.num_gpus)
+                names.add(name)
+                used[node.node_id] += 1
+                break
+    return found
 
 
 def planned_slots(

@@ -20,7 +20,10 @@ from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.signals import JOB_WAIT, StopRequest
+from raypipe.cluster.state_copies import StateCopies
+from raypipe.cluster.window import WindowResult
 from raypipe.config import AUTO, OptimizerName, TrainConfig
+from raypipe.errors import RunError
 from raypipe.model import Model
 from raypipe.profiling.profiler import model_profile
 from raypipe.schedules.families import branch_aware
@@ -30,6 +33,7 @@ from raypipe.training.checkpoints import Checkpoints
 from raypipe.training.checks import check_data, check_staleness, checkpoint_to_resume, rows_per_update
 from raypipe.training.ending import finished_result, leave
 from raypipe.training.record import RunRecord, write_report
+from raypipe.training.recovery import Recovery
 from raypipe.training.result import Listener, Result, Resume, StoppedRun
 from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_folder import RunFolder
@@ -89,8 +93,8 @@ class Fit:
                 self.resumed = checkpoint_to_resume(folder, config, self.model, listener.notice, may_be_done=resume == "auto")
         self.first_update = self.resumed.index.update if self.resumed else 0
         self.is_done = self.first_update >= config.run.num_updates
-        windows = [(config.run.num_updates, 1)] if self.is_done else _windows(config, self.first_update)
-        self.strategy = run_strategy(config, self.model, plan, window_sizes={size for _, size in windows})
+        sizes = {1} if self.is_done else _window_sizes(config, self.first_update)
+        self.strategy = run_strategy(config, self.model, plan, window_sizes=sizes)
         tokens_per_row = 1
         if config.data.path:
             tokens_per_row = check_data(config, self.model, vocabulary_size=keyword(model, config.model.options, "vocabulary_size"))
@@ -100,10 +104,11 @@ class Fit:
             self.folder.begin(config)
         elif self.resumed is None:
             self.folder.restart(config)
-        self.record = RunRecord(config, self.folder, listener, tokens_per_row=tokens_per_row)
+        self.record = RunRecord(config, self.folder, listener, tokens_per_row=tokens_per_row, first_update=self.first_update)
         self.coordinator: Coordinator
         self.adaptation: Adaptation | None = None
         self.sums: SumAdaptation
+        self.recovery: Recovery
         self.stop = StopRequest(config.run.grace_s, listener.notice)
         assert self.lock is not None, "a run has the lock of its folder"
         self.checkpoints = Checkpoints(
@@ -170,7 +175,7 @@ class Fit:
         with actors as self.coordinator, self._told_if_interrupted():
             self.record.start_metrics(self.coordinator.run)
             self._prepare()
-            checkpoint = self._train_all()
+            checkpoint = self._train()
             sample = self._sample()
         self.listener.notice("writing the report")
         figures = write_report(self.folder, self.record.phases)
@@ -228,6 +233,15 @@ class Fit:
         coordinator.connect(programs, strategy.cut, patterns=self.sums.begin(programs))
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
+        self.recovery = Recovery(
+            self.config.failure,
+            coordinator,
+            self.record,
+            self.sums,
+            StateCopies(coordinator.actors, share=self.config.failure.copy_share),
+            build_order=self._build_order,
+            checkpoint=lambda: self.checkpoints.newest,
+        )
         if isinstance(strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
             self.adaptation = Adaptation(strategy, coordinator, self.record, build_order=self._build_order, sums=self.sums)
         self._describe(sum(size.num_parameters for size in sizes.values()))
@@ -286,51 +300,57 @@ class Fit:
         self.listener.notice(f"layer times measured to within +-{spread:.0%}")
         return model_profile(measured, self.model, name=config.model.function, microbatch_size=config.schedule.microbatch_size)
 
-    def _train_all(self) -> Checkpoint:
-        num_updates = self.config.run.num_updates
+    def _train(self) -> Checkpoint:
+        run, done = self.config.run, self.first_update
+        result: WindowResult | None = None
         with self.stop:
-            if self.config.data.num_validation_microbatches:
-                self.listener.notice("evaluating before the next update")
-                self._evaluate(self.first_update)
-            self.listener.notice(f"training updates {self.first_update + 1} to {num_updates}")
+            self.listener.notice(f"training updates {done + 1} to {run.num_updates}")
             self.checkpoints.begin()
-            for first, size in _windows(self.config, self.first_update):
-                if self.stop.came:
-                    break
-                self._train(first, size)
-            if self.num_done == 0:
+            while True:
+                try:
+                    is_end = done == run.num_updates or self.stop.came
+                    self._between_windows(done, result, is_end=is_end)
+                    if is_end:
+                        break
+                    size = _window_size(self.config, done)
+                    result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=done)
+                    self.record.add_window(result, self.strategy.schedule, first_update=done)
+                    self.num_done = done = done + size
+                    self.recovery.after_window(done)
+                except RunError as error:
+                    self.faults = self.faults.after(self.coordinator.num_windows(f"train-{_window_size(self.config, done)}"))
+                    done, result = self.recovery.recover(error, self.strategy, update=done), None
+                    self.num_done = done
+            if done == 0:
                 raise KeyboardInterrupt
-            if self.record.losses:
-                self._save()
-            checkpoint = self.checkpoints.finish(self.num_done)
-        if self.num_done < num_updates:
-            self.listener.notice(f"stopped after update {self.num_done}, saved in {checkpoint.path}; `--resume auto` goes on from there")
+            checkpoint = self.checkpoints.finish(done)
+        if done < run.num_updates:
+            self.listener.notice(f"stopped after update {done}, saved in {checkpoint.path}; `--resume auto` goes on from there")
             raise StoppedRun
         return checkpoint
 
-    def _train(self, first: int, size: int) -> None:
+    def _between_windows(self, done: int, result: WindowResult | None, *, is_end: bool) -> None:
+        """Do what is due behind an update; `result` is that of the window that ended there, if one did since the run began or recovered."""
         run = self.config.run
-        result = self.coordinator.run_window(f"train-{size}", num_updates=size, first_update=first)
-        self.record.add_window(result, self.strategy.schedule, first_update=first)
-        self.num_done = done = first + size
-        is_last = done == run.num_updates
-        is_evaluated = is_last or bool(run.evaluate_every and done % run.evaluate_every == 0)
-        if is_evaluated and self.config.data.num_validation_microbatches and (is_last or not self.stop.came):
+        is_first, is_last = done == self.first_update, done == run.num_updates
+        is_evaluated = is_first or is_last or _is_due(run.evaluate_every, done)
+        if self.config.data.num_validation_microbatches and is_evaluated and (is_last or not is_end):
             self._evaluate(done)
         self.checkpoints.poll()
-        if not is_last and self.checkpoints.is_due(done):
-            self._save()
+        if not is_first and (is_end or self.checkpoints.is_due(done)):
+            self.checkpoints.save(self.coordinator, done, self.record.losses_at(done))
+        if result is None:
+            return
         self.record.publish()
-        if is_last or self.stop.came:
+        if is_end:
             return
         self.sums.after_window(update=done)
         if self.adaptation is not None:
             self.adaptation.after_window(result, update=done, updates_left=run.num_updates - done)
 
-    def _save(self) -> None:
-        self.checkpoints.save(self.coordinator, self.num_done, self.record.losses_at(self.num_done))
-
     def _evaluate(self, update: int) -> None:
+        if update == self.first_update:
+            self.listener.notice("evaluating before the first update")
         result = self.coordinator.run_window("evaluate", num_updates=1, first_update=0, split="validation")
         self.record.add_evaluation(update, mean_losses(result.reports, num_microbatches=self.strategy.num_validation_microbatches)[0])
 
@@ -374,12 +394,24 @@ def run_strategy(config: TrainConfig, model: Model, plan: Plan | None, *, window
     return AdaptiveStrategy(config, model, window_sizes=window_sizes, start=start, can_divide=can_divide)
 
 
-def _windows(config: TrainConfig, first: int) -> Iterator[tuple[int, int]]:
-    """Yield (first update, number of updates) of each window; evaluations and checkpoints end one."""
+def _is_due(every: int, update: int) -> bool:
+    return bool(every) and update % every == 0
+
+
+def _window_size(config: TrainConfig, first: int) -> int:
+    """Return the number of updates of the window that begins behind an update; evaluations and checkpoints end one."""
     run = config.run
     intervals = (run.evaluate_every if config.data.num_validation_microbatches else 0, run.checkpoint_every)
-    while first < run.num_updates:
-        ends = [first + config.schedule.updates_per_window, run.num_updates]
-        ends += [(first // every + 1) * every for every in intervals if every]
-        yield first, min(ends) - first
-        first = min(ends)
+    ends = [first + config.schedule.updates_per_window, run.num_updates]
+    ends += [(first // every + 1) * every for every in intervals if every]
+    return min(ends) - first
+
+
+def _window_sizes(config: TrainConfig, first: int) -> set[int]:
+    """Return the sizes of all windows of a run."""
+    sizes: set[int] = set()
+    while first < config.run.num_updates:
+        size = _window_size(config, first)
+        sizes.add(size)
+        first += size
+    return sizes

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.measure.metrics import RunMetrics
@@ -78,7 +79,7 @@ def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFig
 class RunRecord:
     """The record of one run, for its `Result`."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener, *, tokens_per_row: int) -> None:
+    def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener, *, tokens_per_row: int, first_update: int) -> None:
         self.config = config
         self.folder = folder
         self.listener = listener
@@ -86,6 +87,8 @@ class RunRecord:
         self.validation_losses: list[tuple[int, float]] = []
         self.figures: dict[str, float] = {}
         self.phases: list[Phase] = []
+        self.num_recoveries = 0
+        self._first_update = first_update
         self._metrics: RunMetrics
         self._tokens_per_row = tokens_per_row
         self._has_diverged = False
@@ -164,6 +167,19 @@ class RunRecord:
         if self.validation_losses and self.validation_losses[-1][0] == update:
             losses[CheckpointMetric.VALIDATION_LOSS.value] = self.validation_losses[-1][1]
         return losses
+
+    def rewind(self, update: int) -> None:
+        """Forget the losses after an update, from which the run goes on once more; it also evaluates once more."""
+        self.folder.rewind_metrics(update)
+        del self.losses[update - self._first_update :]
+        self.validation_losses = [(at, loss) for at, loss in self.validation_losses if at < update]
+
+    def add_failure(self, line: dict[str, Any]) -> None:
+        """Record a failure that the run has recovered from."""
+        self.folder.add_failure(line)
+        self.phases[-1].notes.append(f"update {line['update']}: {line['text']}")
+        self.num_recoveries += 1
+        self._metrics.record("recoveries", self.num_recoveries)
 
     def publish(self) -> None:
         """Send the last figures to Ray's metrics and to the listener."""

@@ -211,9 +211,17 @@ class RunFolder:
         with self.file(name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(without_nan(line)) + "\n")
 
-    def _drop_after(self, update: int) -> None:
-        # A resumed run repeats the evaluation and the decision that followed its checkpoint.
+    def add_failure(self, line: dict[str, Any]) -> None:
+        """Append a line to `failures.jsonl`."""
+        self._append("failures.jsonl", line)
+
+    def rewind_metrics(self, update: int) -> None:
+        """Drop the metrics of what came after an update, and the evaluation that followed it, which a run that goes on repeats."""
         _keep_lines(self.file("metrics.jsonl"), lambda line: line["update"] <= update if "loss" in line else line["update"] < update)
+
+    def _drop_after(self, update: int) -> None:
+        # A resumed run repeats the decision that followed its checkpoint.
+        self.rewind_metrics(update)
         _keep_lines(self.file("adaptation.jsonl"), lambda line: line["update"] < update)
         for path in self.path.iterdir():
             if (match := _UNTIL.fullmatch(path.name)) and int(match[1]) > update:

@@ -18,7 +18,7 @@ from pathlib import Path
 from raypipe.artifacts import codec
 from raypipe.artifacts.record import record
 from raypipe.artifacts.storage import Storage
-from raypipe.errors import ConfigError, FormatError, RunError
+from raypipe.errors import ConfigError, FormatError, RunTakenOverError
 
 FORMAT = "raypipe.lock/1"
 LOCK = "run.lock"
@@ -93,9 +93,11 @@ class RunLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise `RunError` if another process has taken the lock, as happens to one that was suspended for long."""
+        """Raise `RunTakenOverError` if another process has taken the lock, as happens to one that was suspended for long."""
         if self._lost is not None:
-            raise RunError(f"{self.folder.name}: {self._lost} has taken over this run while this process did not answer; it goes on there")
+            raise RunTakenOverError(
+                f"{self.folder.name}: {self._lost} has taken over this run while this process did not answer; it goes on there"
+            )
 
     def release(self) -> None:
         """Give the lock back; may be called twice."""

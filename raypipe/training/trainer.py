@@ -15,6 +15,7 @@ from raypipe.config import (
     ClusterConfig,
     CommunicationConfig,
     DataConfig,
+    FailureConfig,
     ModelConfig,
     OptimizerConfig,
     Precision,
@@ -49,6 +50,7 @@ class Trainer:
         run_config: Length of the run, and where its results go.
         adaptation_config: Whether and when to switch plans.
         communication_config: What devices sum and send each other.
+        failure_config: What the run does about failures.
         plan: `raypipe.plan/1` file that decides about stages, devices, schedule and microbatches.
         faults: Failures to inject, for drills.
 
@@ -75,6 +77,7 @@ class Trainer:
         run_config: RunConfig | None = None,
         adaptation_config: AdaptationConfig | None = None,
         communication_config: CommunicationConfig | None = None,
+        failure_config: FailureConfig | None = None,
         plan: str | None = None,
         faults: FaultScript | None = None,
     ) -> None:
@@ -90,6 +93,7 @@ class Trainer:
             run=run_config or RunConfig(),
             adaptation=adaptation_config or AdaptationConfig(),
             communication=communication_config or CommunicationConfig(),
+            failure=failure_config or FailureConfig(),
             plan=plan,
         )
         self.plan = Plan.load(plan) if plan is not None else None

@@ -15,7 +15,7 @@ from pyarrow import fs
 
 from raypipe.artifacts import codec
 from raypipe.artifacts.storage import Storage
-from raypipe.errors import ConfigError, RunError
+from raypipe.errors import ConfigError, RunTakenOverError
 from raypipe.training.run_lock import FORMAT, LOCK, LockOwner, RunLock
 
 HOST = os.uname().nodename
@@ -125,9 +125,9 @@ def test_an_owner_gives_signs_of_life_and_notices_who_took_over(tmp_path: Path, 
         time.sleep(0.1)
         try:
             mine.check()
-        except RunError:
+        except RunTakenOverError:
             break
-    with pytest.raises(RunError, match=r"on host node-7 has taken over this run"):
+    with pytest.raises(RunTakenOverError, match=r"on host node-7 has taken over this run"):
         mine.check()
     mine.release()
     assert LOCK in of.names(), "the lock of another is not removed"
