@@ -11,7 +11,6 @@
     |   `-- PlanError
     |       |-- NoLinkError
     |       `-- NoPlanYetError
-    |-- RunTakenOverError                 exit code 1
     `-- RunError (RuntimeError)           exit code 1
         |-- TransportError
         |   `-- TransportTimeoutError
@@ -19,6 +18,7 @@
         |   `-- StageRaisedError
         |-- StateLostError
         |-- NonFiniteError
+        |-- RunTakenOverError
         `-- AbortedError
 
 Pickle calls `type(error)(*error.args)`, so errors with more than a message define `__reduce__`.
@@ -99,10 +99,6 @@ class NoPlanYetError(PlanError):
     """A search for a plan was stopped before it found one that fits."""
 
 
-class RunTakenOverError(RaypipeError):
-    """Another process writes the folder of this run, as happens after this one was suspended for long."""
-
-
 class RunError(RaypipeError, RuntimeError):
     """Something failed while running."""
 
@@ -151,6 +147,10 @@ class StageRaisedError(StageFailedError):
 
 class NonFiniteError(RunError):
     """A loss, a gradient, a weight or a moment of the optimizer is infinite or no number."""
+
+
+class RunTakenOverError(RunError):
+    """Another process writes the folder of this run, as happens after this one was suspended for long."""
 
 
 class AbortedError(RunError):
