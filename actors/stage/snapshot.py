@@ -62,14 +62,21 @@ def write_layer(folder: Storage, index: int, name: str, tensors: Mapping[str, Te
     """Write the state of one layer, on the CPU, into its file; return its sums by the name of the file. Raises as `Snapshot.write`."""
     file = layer_file(index, name)
     for key, tensor in tensors.items():
-        # Numbers of one byte know no infinity that torch could tell.
-        if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all()):
+        if not _is_finite(tensor):
             raise NonFiniteError(f"{key} in {file} is infinite or no number; nothing was saved")
     try:
         with folder.writing(file) as stream:
             return {file: write_tensors(stream.write, tensors, metadata={"layer": str(index)})}
     except (OSError, ValueError) as error:
         raise RunError(f"{folder.name}/{file} cannot be written on node {os.uname().nodename}: {error}") from None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # Numbers of one byte know no infinity that torch could tell.
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        return True
+    # The sum reads the tensor once. It may overflow where all numbers are finite, and is finite only if they are.
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _copied(tensor: Tensor, into: Tensor | None) -> Tensor:
