@@ -142,6 +142,6 @@ def test_a_run_at_a_uri_goes_on_on_another_machine(bucket: str, tmp_path: Path, 
     second = trainer(bucket, num_updates=9).fit(resume="auto")
     assert first.losses + second.losses == straight.losses
     lines = [json.loads(line) for line in next((tmp_path / "another").rglob("metrics.jsonl")).read_text().splitlines()]
-    assert [line["update"] for line in lines] == list(range(1, 10)), "the records came along"
+    assert [line["update"] for line in lines if "loss" in line] == list(range(1, 10)), "the records came along"
     found = Checkpoint.latest(second.path)
     assert found == second.checkpoint
