@@ -65,9 +65,10 @@ class ActorGroup:
         numbers = range(len(self.members)) if devices is None else devices
         return self.gather({device: call(device, self.members[device].handle) for device in numbers}, task, timeout_s=timeout_s)
 
-    def open_store(self, host: str, *, timeout_s: float) -> int:
-        """Open the actors' store on the first device's node, at `host`; return its port."""
-        port: int = self.ask("opening the store", lambda _, actor: actor.host_store.remote(host=host, timeout_s=timeout_s), devices=[0])[0]
+    def open_store(self, host: str, *, device: int = 0, timeout_s: float) -> int:
+        """Open the actors' store on a device's node, at `host`; return its port."""
+        opened = self.ask("opening the store", lambda _, actor: actor.host_store.remote(host=host, timeout_s=timeout_s), devices=[device])
+        port: int = opened[device]
         self.store = (host, port)
         return port
 

@@ -43,6 +43,7 @@ class Coordinator:
         self._windows: Counter[str] = Counter()
         self._programs: dict[str, tuple[DeviceProgram, ...]] = {}
         self.patterns: dict[tuple[int, ...], Pattern] = {}  # of sums, by members
+        self.cut_nodes: frozenset[str] = frozenset()  # nodes that some other node cannot reach; actors do not meet there
         self._epoch = 0
         self._is_closed = False
         self.actors = StageActors(run, slots, stages=stages, scaling=scaling, cluster=cluster)
@@ -131,8 +132,11 @@ class Coordinator:
         channels, infos = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)})), self.actors.infos
         shared = shared_channels(channels, infos=infos, names=self.device_names, transport=self.transport)
         self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), transport=self.transport)
-        host, timeout_s = infos[0].ip, self.cluster.start_timeout_s
-        port = self.actors.open_store(host, timeout_s=timeout_s)
+        # A run that goes on has started before: a device that cannot be reached now is not only slow to start.
+        timeout_s = self.cluster.silence_timeout_s if self._epoch else self.cluster.start_timeout_s
+        hub = next((device for device, slot in enumerate(self.slots) if slot.node.node_id not in self.cut_nodes), 0)
+        host = infos[hub].ip
+        port = self.actors.open_store(host, device=hub, timeout_s=timeout_s)
         return ConnectOrder(
             names=self.device_names,
             channels=channels,

@@ -81,9 +81,9 @@ class StateCopies:
         """Return the copies from which a run may go on, from new to old; parts of one may be lost."""
         return self._kept[::-1]
 
-    def forget(self) -> None:
-        """Drop what can no longer be used."""
-        self._kept, self._fetching = [], []
+    def drop_after(self, update: int) -> None:
+        """Forget the copies of states behind a later update, which a run that goes on will reach again."""
+        self._kept = [copy for copy in self._kept if copy.update <= update]
 
 
 def export_states(actors: StageActors) -> dict[int, dict[int, Any]]:

@@ -148,13 +148,25 @@ class Fit:
             coordinator,
             self.record,
             self.sums,
+            strategy,
             StateCopies(coordinator.actors, share=self.config.failure.copy_share),
             build_order=self._build_order,
             checkpoint=lambda: self.checkpoint,
+            adopt=self._adopt,
         )
-        if isinstance(strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
-            self.adaptation = Adaptation(strategy, coordinator, self.record, build_order=self._build_order, sums=self.sums)
+        self._begin_adaptation()
         self._describe(sum(size.num_parameters for size in sizes.values()))
+
+    def _begin_adaptation(self) -> None:
+        if isinstance(self.strategy, AdaptiveStrategy) and self.config.adaptation.enabled:
+            self.adaptation = Adaptation(self.strategy, self.coordinator, self.record, build_order=self._build_order, sums=self.sums)
+
+    def _adopt(self, strategy: Strategy, update: int, reason: str) -> None:
+        before, self.strategy = self.strategy.plan, strategy
+        self.listener.notice(f"update {update}: {reason}")
+        self.sums.strategy = self.recovery.strategy = strategy
+        self.record.switch(before, strategy, update=update, reason=reason)
+        self._begin_adaptation()
 
     def _describe(self, num_parameters: int) -> None:
         strategy, notice = self.strategy, self.listener.notice
@@ -226,7 +238,7 @@ class Fit:
                 self.recovery.after_window(done)
             except RunError as error:
                 self.faults = self.faults.after(self.coordinator.num_windows(f"train-{_window_size(self.config, done)}"))
-                done, result = self.recovery.recover(error, self.strategy, update=done), None
+                done, result = self.recovery.recover(error, update=done), None
 
     def _between_windows(self, done: int, result: WindowResult | None) -> None:
         """Do what is due behind an update; `result` is that of the window that ended there, if one did since the run began or recovered."""

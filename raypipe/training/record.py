@@ -11,6 +11,7 @@ from typing import Any
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.measure.metrics import RunMetrics
 from raypipe.analysis.comparison import ComparedFigure, compare, median_window
+from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.window import WindowResult
 from raypipe.config import TrainConfig
@@ -107,6 +108,12 @@ class RunRecord:
         self._metrics.record("pattern_changes", self._num_pattern_changes)
         assert strategy.plan.predicted is not None, "a strategy predicts its plan"
         self._metrics.record("predicted_update_seconds", strategy.plan.predicted.update_s)
+
+    def switch(self, before: Plan, strategy: Strategy, *, update: int, reason: str) -> None:
+        """Write what ran until an update, and the plan that runs from now on."""
+        before.save(self.folder.file(f"plan-until-update-{update:06d}.json"))
+        self.phases[-1].save(self.folder, until=update)
+        self.begin_phase(strategy, f"update {update}: {reason}")
 
     def add_pattern_decision(self, update: int, decision: PatternDecision) -> None:
         """Record a decision on the pattern of a sum."""

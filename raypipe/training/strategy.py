@@ -96,6 +96,11 @@ class Strategy(ABC):
         return list(range(len(self.plan.devices)))
 
     @property
+    def launched(self) -> tuple[str, ...]:
+        """Name in the plan's topology of the device in each launched slot."""
+        return self.plan.devices
+
+    @property
     def microbatch_size(self) -> int:
         """Rows of a microbatch."""
         return self.config.schedule.microbatch_size
