@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -31,6 +31,8 @@ from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
 from raypipe.actors.transport.rendezvous import host_store
 from raypipe.artifacts.branches import stages_text
+from raypipe.artifacts.checkpoint_files import FileSums
+from raypipe.artifacts.storage import Storage
 from raypipe.communication.patterns import Pattern
 from raypipe.config import OptimizerConfig, Precision
 from raypipe.errors import AbortedError, ConfigError, RunError, StageRaisedError
@@ -64,6 +66,7 @@ class Activity:
 
 
 _LOG = logging.getLogger("raypipe.stage")
+_WRITER_NICENESS = 10
 
 
 def remedy_of(error: BaseException) -> str:
@@ -79,8 +82,8 @@ def remedy_of(error: BaseException) -> str:
 class StageActor:
     """One device and the stages on it.
 
-    Methods run one at a time, but for `status`, `read_clock` and `abort`, which Ray gives threads of their own. `gpu_share` is 0 for a CPU
-    device. An actor with a `node_position` among those of its node binds to some cores.
+    Methods run one at a time, but for `status`, `read_clock`, `abort` and `write_snapshot`, which Ray gives threads of their own.
+    `gpu_share` is 0 for a CPU device. An actor with a `node_position` among those of its node binds to some cores.
     """
 
     def __init__(
@@ -152,15 +155,15 @@ class StageActor:
         """Return where this actor runs."""
         return actor_info(self._on, num_cores=self._num_cores)
 
-    def check_storage(self, folder: str) -> None:
+    def check_storage(self, folder: Storage) -> None:
         """Raise `ConfigError` if this node cannot write to the folder where checkpoints will go."""
-        probe = Path(folder) / f"probe-{self.identity.device}"
+        name = f"probe-{self.identity.device}"
         try:
-            probe.touch()
-            probe.unlink()
+            folder.write(name, b"")
+            folder.remove(name)
         except OSError as error:
             raise ConfigError(
-                f"run.storage_path: {folder} cannot be written on node {os.uname().nodename} ({error.strerror}); "
+                f"run.storage_path: {folder.name} cannot be written on node {os.uname().nodename} ({error.strerror or error}); "
                 "choose a path that all nodes share"
             ) from None
 
@@ -221,12 +224,19 @@ class StageActor:
         """Return what a stage gives, from what the stages before it give; prepare its weights for the precision."""
         return self._built(f"finding the shapes of stage {stage}").output_specs(stage, made)
 
-    def save(self, folder: str) -> list[str]:
-        """Write weights and optimizer state of each layer, of replicas the first, into a folder; return the names of the files."""
-        return self._built("saving").save(folder)
+    def take_snapshot(self) -> None:
+        """Copy weights and optimizer state of each layer, of replicas the first, into memory."""
+        self._built("copying layers").take_snapshot()
 
-    def load(self, folder: str) -> None:
-        """Read what `save` wrote, with this or any other cut of the model."""
+    def write_snapshot(self, folder: Storage) -> dict[str, FileSums]:
+        """Write the copy into a folder, in a thread of its own; return the sums of each file, or raise `RunError`."""
+        assert self._stages is not None, "a snapshot comes first"
+        # Of the processors it takes what the stages leave; Linux has a priority for each thread.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WRITER_NICENESS)
+        return self._stages.write_snapshot(folder)
+
+    def load(self, folder: Storage) -> None:
+        """Read what was written from this or any other cut of the model."""
         self._built("loading").load(folder)
 
     def primary_layers(self) -> list[int]:

@@ -17,6 +17,8 @@
         |-- StageFailedError
         |   `-- StageRaisedError
         |-- StateLostError
+        |-- NonFiniteError
+        |-- RunTakenOverError
         `-- AbortedError
 
 Pickle calls `type(error)(*error.args)`, so errors with more than a message define `__reduce__`.
@@ -141,6 +143,14 @@ class StageFailedError(RunError):
 
 class StageRaisedError(StageFailedError):
     """A stage's own code, such as the model's, raised an error."""
+
+
+class NonFiniteError(RunError):
+    """A loss, a gradient, a weight or a moment of the optimizer is infinite or no number."""
+
+
+class RunTakenOverError(RunError):
+    """Another process writes the folder of this run, as happens after this one was suspended for long."""
 
 
 class AbortedError(RunError):

@@ -15,10 +15,12 @@ from raypipe.errors import (
     FormatError,
     InputError,
     NoLinkError,
+    NonFiniteError,
     NoPlanYetError,
     PlanError,
     RaypipeError,
     RunError,
+    RunTakenOverError,
     ScheduleError,
     StageFailedError,
     StageRaisedError,
@@ -46,6 +48,8 @@ EXAMPLES: tuple[RaypipeError, ...] = (
     StageFailedError("b:gpu1", "2-3", "b", "window 3, 2B5", "out of memory", "lower microbatch_size"),
     StageRaisedError("b:gpu1", "2-3", "b", "window 3, 2B5", "ValueError: no", "see the log"),
     StateLostError("taking layers over: no copy is left"),
+    NonFiniteError("weight in layer-0000-a.safetensors is infinite or no number"),
+    RunTakenOverError("runs/gpt: process 7 on host node-7 has taken over this run"),
     AbortedError("stopped because device b:gpu1 failed"),
 )
 BY_CLASS = [pytest.param(error, id=type(error).__name__) for error in EXAMPLES]

@@ -13,11 +13,12 @@ from raypipe.actors.measure.layers import USUAL_EFFORT, Effort, LayerMeasurement
 from raypipe.actors.orders import BatchFunction, BuildOrder, ConnectOrder, LayerSize, ModelFunction
 from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput, edge_specs
 from raypipe.artifacts.cut import Cut
+from raypipe.artifacts.storage import Storage
 from raypipe.cluster.checks import channel_text, on_gpus, shared_channels
 from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
-from raypipe.cluster.stage_actors import StageActors
+from raypipe.cluster.stage_actors import SAVING, StageActors
 from raypipe.cluster.state_copies import States, export_states
 from raypipe.cluster.window import WindowResult
 from raypipe.communication.patterns import Pattern
@@ -89,7 +90,7 @@ class Coordinator:
         self.actors.follow(calls, task, notice)
         return list(self.actors.gather(calls, task).values())
 
-    def check_storage(self, folder: str) -> None:
+    def check_storage(self, folder: Storage) -> None:
         """Refuse a folder that some node cannot write to."""
         self.actors.ask("checking the storage", lambda _, actor: actor.check_storage.remote(folder))
 
@@ -206,11 +207,15 @@ class Coordinator:
 
     # Layers
 
-    def save(self, folder: str) -> None:
-        """Write all layers into a folder."""
-        self.actors.ask("saving", lambda _, actor: actor.save.remote(folder))
+    def take_snapshot(self) -> None:
+        """Let every actor copy its layers into memory."""
+        self.actors.ask("copying layers", lambda _, actor: actor.take_snapshot.remote())
 
-    def load(self, folder: str) -> None:
+    def write_snapshot(self, folder: Storage) -> list[Any]:
+        """Let the actors write their copies into a folder, beside windows; return Ray's references to the sums of the files of each."""
+        return [member.handle.write_snapshot.options(concurrency_group=SAVING).remote(folder) for member in self.actors.members]
+
+    def load(self, folder: Storage) -> None:
         """Read all layers from a folder."""
         self.actors.ask("loading", lambda _, actor: actor.load.remote(folder))
 
@@ -230,14 +235,14 @@ class Coordinator:
         self.restore(states, order=order, programs=programs, patterns=patterns)
         self.actors.leaving = frozenset()
 
-    def restore(self, states: States | str | None, *, order: BuildOrder, programs: Programs, patterns: Patterns = _RINGS) -> None:
+    def restore(self, states: States | Storage | None, *, order: BuildOrder, programs: Programs, patterns: Patterns = _RINGS) -> None:
         """Build the assigned stages with the states of layers or those in a checkpoint's folder, or as they begin; and connect them.
 
         Raises:
             StateLostError: No node has the state of some layer any more.
         """
         self.build(order)
-        if isinstance(states, str):
+        if isinstance(states, Storage):
             self.load(states)
         elif states is not None:
             needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())

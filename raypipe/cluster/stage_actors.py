@@ -25,9 +25,11 @@ from raypipe.errors import StageFailedError, TransportTimeoutError
 
 CONTROL = "control"
 """Concurrency group of methods that actors answer while they compute."""
-_CONTROL_THREADS = 2
 COPIES = "copies"
 """Concurrency group of the method that keeps copies of another node's layers."""
+SAVING = "saving"
+"""Concurrency group in which an actor writes a copy of its layers while it computes."""
+_GROUPS = {CONTROL: 2, COPIES: 1, SAVING: 1}
 _SUSPECT_S = 2.0  # for an actor that is named as the cause of a failure to come to rest
 _GRACE_S = 3.0  # from the first failure, for one that explains it: peers notice a dead neighbor first
 _FOLLOW_S = 1.0
@@ -53,7 +55,7 @@ def launch_stage_actors(
 ) -> list[Any]:
     """Start a stage actor in each slot, or `only` in some by number; return their handles before the actors are up."""
     # Concurrency groups can be named here only, not in `.options`.
-    actor_class = ray.remote(concurrency_groups={CONTROL: _CONTROL_THREADS, COPIES: 1}, max_restarts=0, max_task_retries=0)(StageActor)
+    actor_class = ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(StageActor)
     handles: list[Any] = []
     positions = _node_positions(slots)
     for device, (slot, of_device) in enumerate(zip(slots, stages, strict=True)):

@@ -14,7 +14,7 @@ from raypipe.analysis.comparison import ComparedFigure, compare, median_window
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.window import WindowResult
-from raypipe.config import TrainConfig
+from raypipe.config import CheckpointMetric, TrainConfig
 from raypipe.planning.sum_patterns import PatternDecision
 from raypipe.schedules.ir import Schedule
 from raypipe.show.page import draw_page
@@ -167,6 +167,13 @@ class RunRecord:
         self.validation_losses.append((update, loss))
         self.figures["validation_loss"] = loss
         self.folder.add_metrics({"update": update, "validation_loss": loss})
+
+    def losses_at(self, update: int) -> dict[str, float]:
+        """Return the training loss of the last update, and the validation loss if the weights after this update were evaluated."""
+        losses = {CheckpointMetric.LOSS.value: self.losses[-1]}
+        if self.validation_losses and self.validation_losses[-1][0] == update:
+            losses[CheckpointMetric.VALIDATION_LOSS.value] = self.validation_losses[-1][1]
+        return losses
 
     def rewind(self, update: int) -> None:
         """Forget the losses after an update, from which the run goes on once more; it also evaluates once more."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from raypipe.actors.orders import BuildOrder
 from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.artifacts.storage import Storage
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import end_processes, spare_slots
 from raypipe.cluster.slots import resources_per_device
@@ -31,7 +32,7 @@ class Source:
     """A state to go on from: that behind `update`, and the words for where it lies."""
 
     update: int
-    states: States | str | None
+    states: States | Storage | None
     text: str
 
 
@@ -207,7 +208,7 @@ class Recovery:
         for copy in self.copies.candidates():
             yield Source(copy.update, copy.states, "the copies in memory")
         if (checkpoint := self.checkpoint()) is not None:
-            yield Source(checkpoint.index.update, checkpoint.path, f"the checkpoint {checkpoint.path}")
+            yield Source(checkpoint.index.update, checkpoint.folder, f"the checkpoint {checkpoint.path}")
         yield Source(0, None, "the beginning")
 
 

@@ -28,7 +28,7 @@ from raypipe.errors import ConfigError
 from raypipe.model import Model
 from raypipe.training.checks import with_plan
 from raypipe.training.fit import Fit
-from raypipe.training.result import Listener, Result, Silent
+from raypipe.training.result import Listener, Result, Resume, Silent
 from raypipe.user_code import name_of
 
 
@@ -123,16 +123,19 @@ class Trainer:
             **sections,
         )
 
-    def fit(self, *, listener: Listener | None = None, resume: bool = False) -> Result:
+    def fit(self, *, listener: Listener | None = None, resume: Resume = False) -> Result:
         """Train, and return the outcome.
 
         Args:
             listener: Receives notices and progress.
-            resume: Whether to go on from the newest checkpoint of this name, whatever stages wrote it.
+            resume: Whether to go on from the newest checkpoint of this name, whatever stages wrote it. With `auto` the newest run of this
+                name goes on, or begins again if it has no checkpoint, or returns its result if it has all updates; without one, a run
+                begins.
 
         Raises:
-            InputError: Configuration, model, data, schedule and cluster do not fit together.
+            InputError: Configuration, model, data, schedule and cluster do not fit together, or another process writes this run.
             RunError: Something failed while running; checkpoints stay.
+            KeyboardInterrupt: By Ctrl-C or SIGTERM: a `StoppedRun` once the window and a checkpoint are done.
         """
         return Fit(
             self.config,
