@@ -322,6 +322,8 @@ class Fit:
                 try:
                     is_end = done == run.num_updates or self.stop.came
                     self._between_windows(done, result, is_end=is_end)
+                    if is_end and done:
+                        checkpoint = self.checkpoints.finish(done)
                     if is_end:
                         break
                     size = _window_size(self.config, done)
@@ -337,7 +339,6 @@ class Fit:
                     self.num_done = done
             if done == 0:
                 raise KeyboardInterrupt
-            checkpoint = self.checkpoints.finish(done)
         if done < run.num_updates:
             self.listener.notice(f"stopped after update {done}, saved in {checkpoint.path}; `--resume auto` goes on from there")
             raise StoppedRun
