@@ -365,7 +365,7 @@ class Fit:
 
     def _evaluate(self, update: int) -> None:
         if update == self.first_update:
-            self.listener.notice("evaluating before the first update")
+            self.listener.notice(f"evaluating before update {update + 1}")
         result = self.coordinator.run_window("evaluate", num_updates=1, first_update=0, split="validation")
         self.record.add_evaluation(update, mean_losses(result.reports, num_microbatches=self.strategy.num_validation_microbatches)[0])
 
