@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from raypipe.artifacts.topology import ClusterTopology, Path
-from raypipe.communication.pattern_choice import MOST_MESHED, best_pattern, sum_time
-from raypipe.communication.patterns import Pattern
+from raypipe.communication.pattern_choice import best_pattern, sum_time
+from raypipe.communication.patterns import MOST_MESHED, Pattern
 from raypipe.schedules.lower import DeviceProgram
 from raypipe.simulation.cost import Cost
 
