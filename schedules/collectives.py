@@ -207,7 +207,7 @@ class CollectiveOrder:
                     self._sums.setdefault((place.worker, op.index), []).append((frozenset((op.stage,)), collective))
             elif next_use and (user := next_use(op)) is not None:
                 self.awaits.setdefault(user, []).append(Await(collective))
-            else:
+            elif len(members) > 1:
                 self.at_end.setdefault(place.worker, []).append(Await(collective))
 
     def _join(self, kind: CollectiveKind, number: int, stages: frozenset[int], update: int) -> None:

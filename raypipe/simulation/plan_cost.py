@@ -96,9 +96,9 @@ def layout_cost(
     stages: dict[tuple[int, int], StageCost] = {}
     optimizer_bytes = state_bytes_per_parameter_byte - GRADIENT_BYTES_PER_PARAMETER_BYTE
     shared_bytes: Counter[int] = Counter()
-    for number in cut.parted_ties:
-        for stage in {cut.stage_of[layer] for layer in cut.ties[number]}:
-            shared_bytes[stage] += max(profile.layers[layer].shared_bytes for layer in cut.ties[number])
+    for tie in cut.parted_ties:
+        for stage in {cut.stage_of[layer] for layer in cut.ties[tie]}:
+            shared_bytes[stage] += max(profile.layers[layer].shared_bytes for layer in cut.ties[tie])
     for workers in pipelines:
         for stage, worker in enumerate(workers):
             share = (stepped or {}).get(StageReplica(worker, stage), 1.0)
