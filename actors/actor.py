@@ -75,6 +75,13 @@ def remedy_of(error: BaseException) -> str:
     return "see the actor's log in the Ray dashboard"
 
 
+def _merged(layers: Sequence[int], states: Sequence[Mapping[str, torch.Tensor]]) -> dict[int, dict[str, torch.Tensor]]:
+    merged: dict[int, dict[str, torch.Tensor]] = {}
+    for layer, state in zip(layers, states, strict=True):
+        merged.setdefault(layer, {}).update(state)
+    return merged
+
+
 class StageActor:
     """One device and the stages on it.
 
@@ -214,9 +221,12 @@ class StageActor:
         """Return what a stage gives, from what the stages before it give; prepare its weights for the precision."""
         return self._built(f"finding the shapes of stage {stage}").output_specs(stage, made)
 
-    def save(self, folder: str) -> list[str]:
-        """Write weights and optimizer state of each layer, of replicas the first, into a folder; return the names of the files."""
-        return self._built("saving").save(folder)
+    def save(self, folder: str, layers: Sequence[int] = (), *stepped: Mapping[str, torch.Tensor]) -> list[str]:
+        """Write weights and optimizer state of each layer, of replicas the first, into a folder; return the names of the files.
+
+        `layers` are those of which other replicas have `stepped` a part.
+        """
+        return self._built("saving").save(folder, _merged(layers, stepped))
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, with this or any other cut of the model."""
@@ -225,6 +235,10 @@ class StageActor:
     def primary_layers(self) -> list[int]:
         """Return the layers that this device exports, of replicas the first."""
         return self._stages.primary_layers() if self._stages is not None else []
+
+    def stepped_layers(self) -> list[int]:
+        """Return the layers of which this device has a part of the optimizer's state, beside the replica that exports them."""
+        return self._stages.stepped_layers() if self._stages is not None else []
 
     def needed_layers(self) -> list[int]:
         """Return the layers whose states this device's stages need."""
@@ -235,9 +249,14 @@ class StageActor:
         yield from self._built(f"exporting layers {', '.join(map(str, layers))}").export_layers(layers)
         yield None
 
+    def export_stepped(self, layers: Sequence[int]) -> Iterator[dict[str, torch.Tensor] | None]:
+        """Yield this device's part of the optimizer's state of each layer, then `None`."""
+        yield from self._built(f"exporting the optimizer's state of layers {', '.join(map(str, layers))}").export_stepped(layers)
+        yield None
+
     def import_layers(self, layers: Sequence[int], *states: Mapping[str, torch.Tensor]) -> None:
-        """Take over layers that `needed_layers` returned, with the states that `export_layers` yielded."""
-        self._built("importing layers").import_layers(dict(zip(layers, states, strict=True)))
+        """Take over layers that `needed_layers` returned, with the states that `export_layers` and `export_stepped` yielded."""
+        self._built("importing layers").import_layers(_merged(layers, states))
 
     def _built(self, doing: str) -> DeviceStages:
         assert self._stages is not None, "build comes first"

@@ -15,7 +15,7 @@ from raypipe.actors.stage.gradient_flow import LayerOutput
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
-from raypipe.actors.stage.state import export_layers, import_layers
+from raypipe.actors.stage.state import export_layers, export_stepped, import_layers
 from raypipe.actors.stage.weights import Weights
 from raypipe.model import Batch
 
@@ -77,9 +77,12 @@ class DeviceStages:
 
     # Layers on disk
 
-    def save(self, folder: str) -> list[str]:
-        """Write weights and optimizer state of each layer of the primary stages into a folder; return the names of the files."""
-        return [name for weights in self._primary() for name in save_stage(folder, weights)]
+    def save(self, folder: str, stepped: Mapping[int, Mapping[str, Tensor]]) -> list[str]:
+        """Write weights and optimizer state of each layer of the primary stages into a folder; return the names of the files.
+
+        `stepped` is what other copies have of the optimizer's state, by layer.
+        """
+        return [name for weights in self._primary() for name in save_stage(folder, weights, stepped)]
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, with this or any other cut of the model."""
@@ -94,6 +97,16 @@ class DeviceStages:
     def primary_layers(self) -> list[int]:
         """Return the layers that this device exports."""
         return [index for weights in self._primary() for index in weights.module.indices]
+
+    def stepped_layers(self) -> list[int]:
+        """Return the layers of which this device, not being the first copy, has a part of the optimizer's state."""
+        return [layer for stage, weights in self.weights.items() if stage not in self.primary for layer in export_stepped(weights)]
+
+    def export_stepped(self, layers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+        """Yield the part of the optimizer's state of each of `stepped_layers`."""
+        for layer in layers:
+            weights = next(weights for weights in self.weights.values() if layer in weights.module.indices)
+            yield {name: tensor.cpu() for name, tensor in export_stepped(weights)[layer].items()}
 
     def needed_layers(self) -> list[int]:
         """Return the layers whose states the stages need."""

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -131,10 +132,16 @@ def load_modules(checkpoint: Checkpoint, model: Model) -> list[nn.Module]:
     return modules
 
 
-def save_stage(folder: str | os.PathLike[str], weights: Weights) -> list[str]:
-    """Write the state of each layer of a stage; return the names of the files."""
+def save_stage(
+    folder: str | os.PathLike[str], weights: Weights, stepped: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
+) -> list[str]:
+    """Write the state of each layer of a stage, with what other copies have of the optimizer's (`export_stepped`).
+
+    Returns the names of the files.
+    """
     names: list[str] = []
-    for index, tensors in export_layers(weights).items():
+    for index, own in export_layers(weights).items():
+        tensors = {**own, **stepped.get(index, {})}
         name = layer_file(index, weights.module.names[index])
         partial = Path(folder) / f"{name}.partial"
         save_file(_in_separate_memory(tensors), partial, metadata={"layer": str(index)})

@@ -199,7 +199,13 @@ class Coordinator:
 
     def save(self, folder: str) -> None:
         """Write all layers into a folder."""
-        self.actors.ask("saving", lambda _, actor: actor.save.remote(folder))
+        written = self.actors.ask("asking for layers", lambda _, actor: actor.primary_layers.remote())
+        stepped = self._handed_out("stepped_layers", "export_stepped")
+        parts = {device: [(layer, part) for layer in layers for part in stepped.get(layer, ())] for device, layers in written.items()}
+        self.actors.ask(
+            "saving",
+            lambda device, actor: actor.save.remote(folder, [layer for layer, _ in parts[device]], *(part for _, part in parts[device])),
+        )
 
     def load(self, folder: str) -> None:
         """Read all layers from a folder."""
@@ -216,27 +222,33 @@ class Coordinator:
     ) -> None:
         """Go on with other stages on other devices; layers and optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
-        states = self._layer_states()
+        states = self._handed_out("primary_layers", "export_layers")
+        for layer, parts in self._handed_out("stepped_layers", "export_stepped").items():
+            states[layer] += parts
         self.actors.assign(devices, stages)
         self.build(order)
         needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())
         self.actors.ask(
             "taking layers over",
-            lambda device, actor: actor.import_layers.remote(needed[device], *(states[layer] for layer in needed[device])),
+            lambda device, actor: actor.import_layers.remote(
+                [layer for layer in needed[device] for _ in states[layer]], *(state for layer in needed[device] for state in states[layer])
+            ),
         )
         self._epoch += 1
         self.connect(programs, order.cut, patterns=patterns)
         self.actors.leaving = frozenset()
 
-    def _layer_states(self) -> dict[int, Any]:
-        owned = self.actors.ask("asking for layers", lambda _, actor: actor.primary_layers.remote())
-        states: dict[int, Any] = {}
+    def _handed_out(self, which: str, export: str) -> dict[int, list[Any]]:
+        """Return by layer what devices export, as references to Ray's object stores; methods of the actors say which layers, and export."""
+        owned = self.actors.ask("asking for layers", lambda _, actor: getattr(actor, which).remote())
+        states: dict[int, list[Any]] = {}
         done: dict[int, Any] = {}
         for device, layers in owned.items():
             if layers:
                 handle = self.actors.members[device].handle
-                *of_device, done[device] = handle.export_layers.options(num_returns=len(layers) + 1).remote(layers)
-                states |= dict(zip(layers, of_device, strict=True))
+                *of_device, done[device] = getattr(handle, export).options(num_returns=len(layers) + 1).remote(layers)
+                for layer, state in zip(layers, of_device, strict=True):
+                    states.setdefault(layer, []).append(state)
         self.actors.gather(done, "handing layers out")
         return states
 

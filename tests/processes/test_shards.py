@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from raypipe.actors.local import LocalPipeline
+from raypipe.actors.stage.state import export_layers, export_stepped, import_layers
 from raypipe.communication.patterns import Pattern, direct, ring
 from raypipe.communication.shards import Segment
 from raypipe.config import Precision
+from raypipe.model import Model
 from raypipe.schedules.collectives import Collective, CollectiveKind
 from raypipe.schedules.ir import Schedule
 from raypipe.schedules.passes import late_updates, recompute, shard_optimizer
@@ -76,6 +78,40 @@ def test_tied_weights_stay_whole(make: Make, name: str, num_pipelines: int, copi
         tied = {at for at in range(len(weights.masters)) if at not in weights.shared.unshared}
         assert tied <= weights.shards.stepped
         assert not tied.intersection(weights.shards.passed)
+
+
+def exported(run: LocalPipeline) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    """What the first copy of each stage exports, with what the others have of the optimizer's state."""
+    found: list[tuple[int, dict[str, torch.Tensor]]] = []
+    for program, on_device in zip(run.programs, run.weights, strict=True):
+        for stage in program.primary_stages:
+            others = [device[stage] for device in run.weights if stage in device and device is not on_device]
+            for layer, state in export_layers(on_device[stage]).items():
+                parts = [export_stepped(weights).get(layer, {}) for weights in others]
+                assert not any(state.keys() & part.keys() for part in parts)
+                found.append((layer, dict(state, **{name: tensor for part in parts for name, tensor in part.items()})))
+    return found
+
+
+@pytest.mark.parametrize("model", [table_gpt, tied_gpt])
+def test_the_optimizers_state_is_exported_whole_and_goes_on_at_another_number_of_copies(make: Make, model: Callable[[], Model]) -> None:
+    prefix = model.__name__
+    run = beside(make, f"export-{prefix}", "1f1b", 1, 3, model=model)
+    states = dict(exported(run))
+    whole = pipeline(model(), "1f1b", num_pipelines=1, copies=3)
+    over_tcp(whole, make, f"export-whole-{prefix}")
+    for layer, state in exported(whole):
+        assert states[layer].keys() == state.keys()
+        assert all(torch.equal(states[layer][name], tensor) for name, tensor in state.items())
+    # Two copies that hold all of the state and divide it in their first window, and two that do not.
+    change = partial(sharded, copies=2, num_pipelines=1)
+    run_of_two = partial(pipeline, model(), "1f1b", num_pipelines=1, copies=2)
+    resumed = [run_of_two(change=change), run_of_two()]
+    for each in resumed:
+        for weights in (weights for device in each.weights for weights in device.values()):
+            import_layers(weights, {layer: states[layer] for layer in weights.module.needed_layers})
+    divided, plain = (over_tcp(each, make, f"resumed-{number}-{prefix}") for number, each in enumerate(resumed))
+    check_same_bits(divided, plain)
 
 
 @pytest.mark.parametrize("pattern", [ring((0, 2, 1, 3)), direct(range(4)), Pattern(((0, 1), (2, 3)))], ids=str)
