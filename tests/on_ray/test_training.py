@@ -191,8 +191,8 @@ def test_a_run_resumes_at_another_number_of_stages_as_if_it_had_never_stopped(tm
 
 @pytest.mark.usefixtures("shared_actors")
 def test_a_divided_optimizer_is_saved_as_a_whole_one_and_resumes_at_another_number_of_copies(tmp_path: Path, unsplit: Trained) -> None:
-    """Four copies of one stage, then two of each of two, then none."""
-    runs = [(8, 4, 4, True), (14, 4, 2, True), (NUM_UPDATES, 2, 1, False)]
+    """Three copies of one stage, then two of each of two, then one."""
+    runs = [(8, 3, 3, True), (14, 4, 2, True), (NUM_UPDATES, 2, 1, False)]
     found = [
         trainer(tmp_path, devices=devices, replicas=replicas, num_updates=num_updates, shard_optimizer=sharded).fit(resume=number > 0)
         for number, (num_updates, devices, replicas, sharded) in enumerate(runs)
