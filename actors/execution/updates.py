@@ -170,7 +170,7 @@ class Updates:
             case CollectiveKind.GRADIENTS:
                 return self._weights[stage].flat_gradients(update, self._microbatches(update), _bucket(collective))
             case CollectiveKind.STAGE_NORM:
-                return self._local_squared_norm(update, (stage,)).reshape(1)
+                return self._weights[stage].squared_norm(update).reshape(1)  # a weight that stages share has a norm of its own
             case CollectiveKind.WEIGHTS:
                 return self._weights[stage].flat()
 
