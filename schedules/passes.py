@@ -223,19 +223,32 @@ def _halfway(schedule: Schedule, sharded: Collection[int]) -> Iterator[Sequence[
     last = late_updates(schedule).places
     alone = schedule.update_scope is UpdateScope.STAGE
     for worker, program in enumerate(schedule.programs):
+        time = [0, *itertools.accumulate(sum(_USUAL_TIMES.get(op.kind, 0) for op in ops_of(slot)) for slot in program)]
         placed: list[tuple[int, bool, Slot]] = []
         for position, slot in enumerate(program):
             at = position
             if isinstance(slot, Op) and _is_update(slot) and slot.stage in sharded and schedule.weight_rule.fixed_version(0) is not None:
-                first = position
+                first, end = position, last[slot].position
+                end += end > position  # It is itself no longer among those before it.
                 # What waits for no other stage may begin as soon as its own gradients are there.
                 if alone and slot.stage not in schedule.graph.tie_of:
                     gradients = schedule.gradient_ops(StageReplica(worker, slot.stage), slot.index)
                     first = max((schedule.places[op].position + 1 for op in gradients), default=position)
-                at = (first + last[slot].position) // 2
+                off = [(abs(2 * time[place] - time[first] - time[end]), -place) for place in range(first, end + 1)]
+                at = -min(off)[1]
             placed.append((at, at == position, slot))
         placed.sort(key=itemgetter(0, 1))  # What is moved stands before what was at its new place.
         yield tuple(slot for _, _, slot in placed)
+
+
+_USUAL_TIMES = {
+    OpKind.FORWARD: 1,
+    OpKind.RECOMPUTE: 1,
+    OpKind.BACKWARD: 2,
+    OpKind.INPUT_GRADIENT: 1,
+    OpKind.WEIGHT_GRADIENT: 1,
+}
+"""Times of Ops in relation to each other, as models usually have them."""
 
 
 def _gathered(schedule: Schedule) -> Schedule:
