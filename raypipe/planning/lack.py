@@ -46,7 +46,7 @@ def _helps(evaluator: LayoutEvaluator, lacking: Evaluation) -> Iterator[str]:
     if sharded is not schedule:
         shared = evaluator.simulate_order(layout, sharded)
         if shared.missing_bytes < lacking.missing_bytes:
-            yield f"one optimizer state for all copies of a stage (scaling.shard_optimizer) {_left(shared)}"
+            yield f"an optimizer whose state the copies of a stage divide (scaling.shard_optimizer) {_left(shared)}"
     if problem.profile.loss_couples_rows:
         return
     fewest: str | None = None

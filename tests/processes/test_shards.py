@@ -16,7 +16,7 @@ from raypipe.communication.shards import Segment
 from raypipe.config import Precision
 from raypipe.model import Model
 from raypipe.schedules.collectives import Collective, CollectiveKind
-from raypipe.schedules.ir import Schedule
+from raypipe.schedules.ir import Schedule, WeightRule
 from raypipe.schedules.passes import late_updates, recompute, shard_optimizer
 from tests.lookups import COPIES, check_same_bits, pipeline, table_gpt, tied_gpt
 from tests.processes.over_tcp import over_tcp
@@ -48,6 +48,13 @@ def test_copies_that_divide_the_optimizer_have_the_same_weights(make: Make, name
         assert held == weights.shards.stepped
         assert len(held) < len(weights.masters)
         assert weights.versions.num_versions == 1
+
+
+@pytest.mark.parametrize(("num_pipelines", "copies"), [(1, 3), (2, 4)])
+def test_they_do_so_where_versions_are_stashed(make: Make, num_pipelines: int, copies: int) -> None:
+    name = "async-1f1b" if num_pipelines == 1 else "amdp"
+    stash = partial(dataclasses.replace, weight_rule=WeightRule.STASH)
+    beside(make, f"stash-{name}", name, num_pipelines, copies, change=stash)
 
 
 @pytest.mark.parametrize("copies", [2, 3])
