@@ -19,7 +19,7 @@ from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.stage_actors import SAVING, StageActors
-from raypipe.cluster.state_copies import States, export_states
+from raypipe.cluster.states import States, all_states, arguments, by_layer, export_states, exported_layers
 from raypipe.cluster.window import WindowResult
 from raypipe.communication.patterns import Pattern
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
@@ -209,7 +209,12 @@ class Coordinator:
 
     def take_snapshot(self) -> None:
         """Let every actor copy its layers into memory."""
-        self.actors.ask("copying layers", lambda _, actor: actor.take_snapshot.remote())
+        whole, stepped = exported_layers(self.actors)
+        parts = by_layer(export_states(self.actors, stepped))
+        self.actors.ask(
+            "copying layers",
+            lambda device, actor: actor.take_snapshot.remote(*arguments(parts, [layer for layer in whole[device] if layer in parts])),
+        )
 
     def write_snapshot(self, folder: Storage) -> list[Any]:
         """Let the actors write their copies into a folder, beside windows; return Ray's references to the sums of the files of each."""
@@ -230,7 +235,7 @@ class Coordinator:
     ) -> None:
         """Go on with other stages on other devices; layers and optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
-        states = {layer: state for of_device in export_states(self.actors).values() for layer, state in of_device.items()}
+        states = all_states(self.actors)
         self.actors.assign(devices, stages)
         self.restore(states, order=order, programs=programs, patterns=patterns)
         self.actors.leaving = frozenset()
@@ -248,7 +253,7 @@ class Coordinator:
             needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())
             self.actors.ask(
                 "taking layers over",
-                lambda device, actor: actor.import_layers.remote(needed[device], *(states[layer] for layer in needed[device])),
+                lambda device, actor: actor.import_layers.remote(*arguments(states, needed[device])),
             )
         self._epoch += 1
         self.connect(programs, order.cut, patterns=patterns)

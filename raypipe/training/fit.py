@@ -269,7 +269,7 @@ class Fit:
         notice(f"layers of each stage: {' '.join(str(len(layers)) for layers in strategy.cut.stages)}")
         notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
         if self.config.scaling.shard_optimizer and not is_sharded(schedule):
-            notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage in one pipeline only")
+            notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
         mean_delay = metrics(schedule).mean_delay
         if mean_delay and self.config.optimizer.name is OptimizerName.ADAMW:
             notice(

@@ -14,7 +14,8 @@ from raypipe.artifacts.storage import Storage
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import end_processes, spare_slots
 from raypipe.cluster.slots import resources_per_device
-from raypipe.cluster.state_copies import StateCopies, States
+from raypipe.cluster.state_copies import StateCopies
+from raypipe.cluster.states import States
 from raypipe.config import FailureConfig
 from raypipe.errors import PlanError, RunError, StageRaisedError, StateLostError, TransportError
 from raypipe.training.adaptive import AdaptiveStrategy

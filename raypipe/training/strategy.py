@@ -258,7 +258,8 @@ class PlannedStrategy(Strategy):
         check_model(plan, model)
         check_alike(plan.topology, plan.devices)
         check_runnable(plan.schedule, plan.placement, plan.microbatch_size)
-        schedules = {size: sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
+        replicated = plan.placement.replicated_workers
+        schedules = {size: sharded(config, window_of(plan.schedule, size), replicated) for size in sorted(window_sizes)}
         super().__init__(config, model, schedules=schedules, placement=plan.placement)
 
     @property
