@@ -131,7 +131,7 @@ class Coordinator:
         shared = shared_channels(channels, infos=infos, names=self.device_names, transport=self.transport)
         self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), transport=self.transport)
         host, timeout_s = infos[0].ip, self.cluster.start_timeout_s
-        port = self.actors.open_store(host, timeout_s=timeout_s)
+        store = self.actors.open_store(host, timeout_s=timeout_s)
         return ConnectOrder(
             names=self.device_names,
             channels=channels,
@@ -140,8 +140,7 @@ class Coordinator:
             nodes=tuple(info.node_id for info in infos),
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             patterns=self.patterns,
-            host=host,
-            port=port,
+            store=store,
             prefix=f"{self.run}/{self._epoch}",
             connect_timeout_s=timeout_s,
             message_timeout_s=self.cluster.message_timeout_s,
