@@ -23,12 +23,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self, cast
+from typing import NamedTuple, Protocol, Self, cast
 
 from raypipe.actors.transport.secret import NUM_BYTES, Secret
-
-if TYPE_CHECKING:
-    from _typeshed import HasFileno
 
 _LOG = logging.getLogger("raypipe.transport")
 _ANSWER = struct.Struct(f"<I{NUM_BYTES}s{NUM_BYTES}s")
@@ -57,9 +54,14 @@ class Admitted(NamedTuple):
 @dataclass
 class _Caller:
     end: socket.socket
+    who: str
     challenge: bytes
     deadline_s: float
     said: bytes = b""
+
+
+class _HasDescriptor(Protocol):
+    def fileno(self) -> int: ...
 
 
 class Gate:
@@ -92,7 +94,7 @@ class Gate:
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when `admit` has something to do."""
-        return cast("HasFileno", self._selector).fileno()  # those of Linux and macOS have one
+        return cast(_HasDescriptor, self._selector).fileno()  # those of Linux and macOS have one
 
     def admit(self, timeout_s: float = 0.0) -> list[Admitted]:
         """Return who has proved to know the secret; wait for somebody to do anything for up to some seconds."""
@@ -111,7 +113,7 @@ class Gate:
     def _accept(self) -> None:
         for _ in range(MOST_PENDING):  # then those who have come are heard
             try:
-                end, _ = self._server.accept()
+                end, address = self._server.accept()
             except OSError as error:
                 if error.errno in {errno.EMFILE, errno.ENFILE}:  # no descriptor is free: one that waits in vain is given up
                     for caller in list(self._pending.values())[:1]:
@@ -119,7 +121,8 @@ class Gate:
                     time.sleep(_POLL_MS / 1000)
                 return  # else nobody is left
             end.setblocking(False)
-            caller = _Caller(end, secrets.token_bytes(NUM_BYTES), time.monotonic() + _PROVE_WITHIN_S)
+            who = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a process of this host"
+            caller = _Caller(end, who, secrets.token_bytes(NUM_BYTES), time.monotonic() + _PROVE_WITHIN_S)
             try:
                 end.send(caller.challenge)
             except OSError:
@@ -160,15 +163,10 @@ class Gate:
         del self._pending[caller.end.fileno()]
 
     def _refuse(self, caller: _Caller, why: str) -> None:
-        try:
-            where = caller.end.getpeername()
-        except OSError:
-            where = None
-        who = f"{where[0]}:{where[1]}" if isinstance(where, tuple) else "a process of this host"
         self._forget(caller)
         caller.end.close()
         self._num_refused += 1
-        self._last_refused = f"{who}: {why}"
+        self._last_refused = f"{caller.who}: {why}"
 
     def _log(self, now_s: float) -> None:
         if self._num_refused and now_s >= self._log_from_s:
