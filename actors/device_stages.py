@@ -10,13 +10,16 @@ from torch import Tensor
 
 from raypipe.actors.execution.batches import BatchSource
 from raypipe.actors.orders import BuildOrder, LayerSize
-from raypipe.actors.stage.checkpoint import load_stage, save_stage
+from raypipe.actors.stage.checkpoint import load_stages
 from raypipe.actors.stage.gradient_flow import LayerOutput
 from raypipe.actors.stage.module import StageModule
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.precision import build_stage, loss_in_float32, prepare
+from raypipe.actors.stage.snapshot import Snapshot
 from raypipe.actors.stage.state import export_layers, import_layers
 from raypipe.actors.stage.weights import Weights
+from raypipe.artifacts.checkpoint_files import FileSums
+from raypipe.artifacts.storage import Storage
 from raypipe.model import Batch
 
 WHOLE = (0.0, 1.0)
@@ -32,6 +35,7 @@ class DeviceStages:
         self.weights: dict[int, Weights] = {}
         self.primary: frozenset[int] = frozenset()
         """Stages whose first copy is on this device; only it saves and exports them."""
+        self._snapshot = Snapshot()
         self._stages = stages
         self._on = on
         self._sources: dict[str, BatchSource] = {}
@@ -77,14 +81,17 @@ class DeviceStages:
 
     # Layers on disk
 
-    def save(self, folder: str) -> list[str]:
-        """Write weights and optimizer state of each layer of the primary stages into a folder; return the names of the files."""
-        return [name for weights in self._primary() for name in save_stage(folder, weights)]
+    def take_snapshot(self) -> None:
+        """Copy weights and optimizer state of the primary stages into memory; the copy before must have been written."""
+        self._snapshot.take(self._primary())
 
-    def load(self, folder: str) -> None:
-        """Read what `save` wrote, with this or any other cut of the model."""
-        for weights in self.weights.values():
-            load_stage(folder, weights)
+    def write_snapshot(self, folder: Storage) -> dict[str, FileSums]:
+        """Write the copy into a folder while windows run; return the sums of each layer's file."""
+        return self._snapshot.write(folder)
+
+    def load(self, folder: Storage) -> None:
+        """Read what was written from any cut of the model."""
+        load_stages(folder, self.weights.values())
 
     # Layers that move between devices
 

@@ -15,6 +15,10 @@
         |-- TransportError
         |   `-- TransportTimeoutError
         |-- StageFailedError
+        |   `-- StageRaisedError
+        |-- StateLostError
+        |-- NonFiniteError
+        |-- RunTakenOverError
         `-- AbortedError
 
 Pickle calls `type(error)(*error.args)`, so errors with more than a message define `__reduce__`.
@@ -118,6 +122,10 @@ class TransportTimeoutError(TransportError):
     """The other end did not answer in time."""
 
 
+class StateLostError(RunError):
+    """No copy of some layers is left in the memory of any node."""
+
+
 class StageFailedError(RunError):
     """A stage actor died, or raised `during` some work, such as "window 3, 2B5"."""
 
@@ -132,6 +140,18 @@ class StageFailedError(RunError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.device, self.stages, self.node, self.during, self.problem, self.remedy))
+
+
+class StageRaisedError(StageFailedError):
+    """A stage's own code, such as the model's, raised an error."""
+
+
+class NonFiniteError(RunError):
+    """A loss, a gradient, a weight or a moment of the optimizer is infinite or no number."""
+
+
+class RunTakenOverError(RunError):
+    """Another process writes the folder of this run, as happens after this one was suspended for long."""
 
 
 class AbortedError(RunError):

@@ -24,7 +24,7 @@ from raypipe.artifacts.topology import ClusterTopology
 from raypipe.cli import main
 from raypipe.cluster.node_matching import is_gpu
 from raypipe.cluster.slots import NODE_LABEL
-from raypipe.config import TrainConfig
+from raypipe.config import RunConfig, TrainConfig
 from raypipe.planning.balance import balanced_cut
 from raypipe.schedules import catalogue
 from raypipe.schedules.request import ScheduleRequest
@@ -112,7 +112,8 @@ def train_config(command: str) -> TrainConfig:
     """The configuration of the one `raypipe train FILE --set KEY=VALUE ...` that a shell command holds."""
     found = re.findall(r"raypipe train ([^'&;]*)", command)
     assert len(found) == 1, command
-    path, *options = shlex.split(found[0])
+    path, resume, auto, *options = shlex.split(found[0])
+    assert (resume, auto) == ("--resume", "auto"), "the same command starts and goes on"
     assert options[0::2] == ["--set"] * (len(options) // 2)
     return TrainConfig.load(ROOT / path, overrides=options[1::2])
 
@@ -159,6 +160,8 @@ def test_a_launcher_file_starts_ray_with_options_that_it_has(name: str) -> None:
     commands = content["head_start_ray_commands"] + content["worker_start_ray_commands"]
     starts = [command.split("ray start")[1] for command in commands if "ray start" in command]
     assert starts
+    # Where the supervisors of jobs get their environment from.
+    assert all("export RAY_JOB_STOP_WAIT_TIME_S=60;" in command for command in content["head_start_ray_commands"] if "ray start" in command)
     for start in starts:
         options = shlex.split(start)
         assert {option.split("=")[0] for option in options} <= known
@@ -248,6 +251,8 @@ def check_cluster(name: str, text: str) -> None:
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
         assert container["resources"]["requests"] == container["resources"]["limits"]
+        wait = {variable["name"]: variable["value"] for variable in container["env"]}["RAY_JOB_STOP_WAIT_TIME_S"]
+        assert int(wait) > RunConfig().grace_s, "`ray job stop` leaves time to save"
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
         assert ray_config(name).run.storage_path in {mount["mountPath"] for mount in container["volumeMounts"]}
 

@@ -57,6 +57,7 @@ class RunMetrics:
                 ("updates", "Updates done"),
                 ("pipelines", "Pipelines that run at once"),
                 ("switches", "Switches to another way to run so far"),
+                ("recoveries", "Failures that the run has recovered from"),
                 ("pattern_changes", "Changes of the pattern of a sum so far"),
                 ("predicted_update_seconds", "Seconds per update as predicted for the way that runs"),
             )

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from raypipe.actors.actor import remedy_of
 from raypipe.actors.transport.secret import Secret, StoreAddress
 from raypipe.cluster.slots import DeviceSlot
-from raypipe.errors import AbortedError, RaypipeError, RunError, TransportError
+from raypipe.errors import AbortedError, RaypipeError, RunError, StateLostError, TransportError
 
 _POLL_S = 5.0  # between two looks at actors that have not answered
 STARTING = "starting"
@@ -69,11 +69,10 @@ class ActorGroup:
         numbers = range(len(self.members)) if devices is None else devices
         return self.gather({device: call(device, self.members[device].handle) for device in numbers}, task, timeout_s=timeout_s)
 
-    def open_store(self, host: str, *, timeout_s: float) -> StoreAddress:
-        """Open the actors' store on the first device's node, at `host`; return where it is."""
-        task = "opening the store"
-        answers = self.ask(task, lambda _, actor: actor.host_store.remote(host=host, secret=self.secret), devices=[0], timeout_s=timeout_s)
-        self.store = answers[0]
+    def open_store(self, host: str, *, device: int = 0, timeout_s: float) -> StoreAddress:
+        """Open the actors' store on a device's node, at `host`; return where it is."""
+        calls = {device: self.members[device].handle.host_store.remote(host=host, secret=self.secret)}
+        self.store = self.gather(calls, "opening the store", timeout_s=timeout_s)[device]
         return self.store
 
     def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None) -> dict[int, Any]:
@@ -112,6 +111,8 @@ class ActorGroup:
             seen = "cannot be reached" if isinstance(error, ActorUnavailableError) else f"its process died ({_reason(error)})"
             return Failure(self._error(device, task, seen, _START_REMEDY if task == STARTING else self.death_remedy), is_death=True)
         cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, ObjectLostError):
+            return Failure(StateLostError(f"{task}: {self._where(device)}: the nodes that had copies of layers are lost ({cause})"))
         return Failure(self._error(device, task, f"{type(cause).__name__}: {cause}", remedy_of(cause)))
 
     def _error(self, device: int, task: str, problem: str, remedy: str) -> RunError:

@@ -6,13 +6,15 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from raypipe.actors.execution.report import mean_losses, norms_of
 from raypipe.actors.measure.metrics import RunMetrics
 from raypipe.analysis.comparison import ComparedFigure, compare, median_window
+from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Trace
 from raypipe.cluster.window import WindowResult
-from raypipe.config import TrainConfig
+from raypipe.config import CheckpointMetric, TrainConfig
 from raypipe.planning.sum_patterns import PatternDecision
 from raypipe.schedules.ir import Schedule
 from raypipe.show.page import draw_page
@@ -78,7 +80,7 @@ def write_report(folder: RunFolder, phases: Sequence[Phase]) -> list[ComparedFig
 class RunRecord:
     """The record of one run, for its `Result`."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener, *, tokens_per_row: int) -> None:
+    def __init__(self, config: TrainConfig, folder: RunFolder, listener: Listener, *, tokens_per_row: int, first_update: int) -> None:
         self.config = config
         self.folder = folder
         self.listener = listener
@@ -86,6 +88,8 @@ class RunRecord:
         self.validation_losses: list[tuple[int, float]] = []
         self.figures: dict[str, float] = {}
         self.phases: list[Phase] = []
+        self.num_recoveries = 0
+        self._first_update = first_update
         self._metrics: RunMetrics
         self._tokens_per_row = tokens_per_row
         self._has_diverged = False
@@ -104,6 +108,12 @@ class RunRecord:
         self._metrics.record("pattern_changes", self._num_pattern_changes)
         assert strategy.plan.predicted is not None, "a strategy predicts its plan"
         self._metrics.record("predicted_update_seconds", strategy.plan.predicted.update_s)
+
+    def switch(self, before: Plan, strategy: Strategy, *, update: int, reason: str) -> None:
+        """Write what ran until an update, and the plan that runs from now on."""
+        before.save(self.folder.file(f"plan-until-update-{update:06d}.json"))
+        self.phases[-1].save(self.folder, until=update)
+        self.begin_phase(strategy, f"update {update}: {reason}")
 
     def add_pattern_decision(self, update: int, decision: PatternDecision) -> None:
         """Record a decision on the pattern of a sum."""
@@ -157,6 +167,26 @@ class RunRecord:
         self.validation_losses.append((update, loss))
         self.figures["validation_loss"] = loss
         self.folder.add_metrics({"update": update, "validation_loss": loss})
+
+    def losses_at(self, update: int) -> dict[str, float]:
+        """Return the training loss of the last update, and the validation loss if the weights after this update were evaluated."""
+        losses = {CheckpointMetric.LOSS.value: self.losses[-1]}
+        if self.validation_losses and self.validation_losses[-1][0] == update:
+            losses[CheckpointMetric.VALIDATION_LOSS.value] = self.validation_losses[-1][1]
+        return losses
+
+    def rewind(self, update: int) -> None:
+        """Forget the losses after an update, from which the run goes on once more; it also evaluates once more."""
+        self.folder.rewind_metrics(update)
+        del self.losses[update - self._first_update :]
+        self.validation_losses = [(at, loss) for at, loss in self.validation_losses if at < update]
+
+    def add_failure(self, line: dict[str, Any]) -> None:
+        """Record a failure that the run has recovered from."""
+        self.folder.add_failure(line)
+        self.phases[-1].notes.append(f"update {line['update']}: {line['text']}")
+        self.num_recoveries += 1
+        self._metrics.record("recoveries", self.num_recoveries)
 
     def publish(self) -> None:
         """Send the last figures to Ray's metrics and to the listener."""

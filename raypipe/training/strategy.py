@@ -91,6 +91,16 @@ class Strategy(ABC):
         return device_stages(self.schedule, self.placement)
 
     @property
+    def devices(self) -> list[int]:
+        """Number of the launched slot of each device of the plan."""
+        return list(range(len(self.plan.devices)))
+
+    @property
+    def launched(self) -> tuple[str, ...]:
+        """Name in the plan's topology of the device in each launched slot."""
+        return self.plan.devices
+
+    @property
     def microbatch_size(self) -> int:
         """Rows of a microbatch."""
         return self.config.schedule.microbatch_size

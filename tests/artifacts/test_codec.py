@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import IO, Annotated, Any, NamedTuple
 
 import pytest
 import yaml
@@ -367,10 +367,10 @@ def test_reading_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
 
 
 def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, mode: str) -> IO[bytes]:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root, who runs tests in containers, may read everything
+    monkeypatch.setattr(Path, "open", refuse)  # root, who runs tests in containers, may read everything
     with pytest.raises(FormatError, match="not permitted"):
         read_text(tmp_path / "zoo.json")
 

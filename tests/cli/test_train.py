@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from raypipe.actors.stage.checkpoint import Checkpoint, CheckpointIndex
+from raypipe.actors.stage.checkpoint import Checkpoint
+from raypipe.artifacts.checkpoint_files import CheckpointIndex
 from raypipe.cli import main
 from raypipe.cli.train import TrainScreen
 from raypipe.config import TrainConfig

@@ -160,6 +160,10 @@ class Cluster(Network):
                 what = f"node {number} of {self.name}: ray start, with {timeout_s:g} s for all nodes"
                 finish(process, what=what, timeout_s=left_s)
 
+    def start_node(self, node: int, *, num_cpus: int, timeout_s: float = 60.0) -> None:
+        """Starts Ray on a node once more, after `crash`."""
+        self.run(self._start_command(node, num_cpus, {}), node=node, timeout_s=timeout_s)
+
     def _start_command(self, node: int, num_cpus: int, labels: Mapping[str, str]) -> list[str]:
         role = ["--head", f"--port={PORT}", "--include-dashboard=false"] if node == 0 else [f"--address={self.address}"]
         named = {"raypipe.io/node": f"node{node}"} | dict(labels)

@@ -20,7 +20,17 @@ from raypipe.actors.stage.checkpoint import Checkpoint
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.artifacts.plan import Plan
 from raypipe.artifacts.trace import Source, Trace
-from raypipe.config import ClusterConfig, DataConfig, OptimizerConfig, OptimizerName, RunConfig, ScalingConfig, ScheduleConfig, Transport
+from raypipe.config import (
+    ClusterConfig,
+    DataConfig,
+    FailureConfig,
+    OptimizerConfig,
+    OptimizerName,
+    RunConfig,
+    ScalingConfig,
+    ScheduleConfig,
+    Transport,
+)
 from raypipe.data.prepare import prepare
 from raypipe.errors import ConfigError, PlanError, StageFailedError
 from raypipe.models.mlp import mlp
@@ -80,6 +90,7 @@ def trainer(
         scaling_config=ScalingConfig(num_devices=devices, transport=transport, shard_optimizer=shard_optimizer),
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=num_updates, checkpoint_every=checkpoint_every),
+        failure_config=FailureConfig(max_failures=0),
         faults=faults,
     )
 

@@ -1,0 +1,84 @@
+"""A copy of a device's layers in memory, from which a checkpoint is written while the next window runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from raypipe.actors.stage.state import export_layers
+from raypipe.actors.stage.tensor_file import write_tensors
+from raypipe.actors.stage.weights import Weights
+from raypipe.artifacts.checkpoint_files import FileSums, layer_file
+from raypipe.artifacts.storage import Storage
+from raypipe.errors import NonFiniteError, RunError
+
+
+class Snapshot:
+    """Weights and optimizer state of layers as they were at the end of a window.
+
+    The memory of one copy is kept for the next: taking it anew from the system would take longer than copying.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[int, dict[str, Tensor]] = {}
+        self._files: dict[int, str] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copy."""
+        return sum(tensor.nbytes for tensors in self._layers.values() for tensor in tensors.values())
+
+    def take(self, stages: Iterable[Weights]) -> None:
+        """Copy the layers of stages into memory; what was copied before is gone. Between windows, and not while `write` runs."""
+        layers: dict[int, dict[str, Tensor]] = {}
+        for weights in stages:
+            for index, tensors in export_layers(weights).items():
+                before = self._layers.get(index, {})
+                layers[index] = {name: _copied(tensor, before.get(name)) for name, tensor in tensors.items()}
+                self._files[index] = layer_file(index, weights.module.names[index])
+        self._layers = layers
+
+    def write(self, folder: Storage) -> dict[str, FileSums]:
+        """Write the copy into a folder, a file for each layer, onto the disk; return the sums of each.
+
+        Raises:
+            NonFiniteError: A number is infinite or NaN.
+            RunError: The folder cannot be written.
+        """
+        sums: dict[str, FileSums] = {}
+        for index, tensors in self._layers.items():
+            file = self._files[index]
+            _check_finite(file, tensors)
+            try:
+                with folder.writing(file) as stream:
+                    sums[file] = write_tensors(stream.write, tensors, metadata={"layer": str(index)})
+            except (OSError, ValueError) as error:
+                raise RunError(f"{folder.name}/{file} cannot be written on node {os.uname().nodename}: {error}") from None
+        try:
+            folder.sync()
+        except OSError as error:
+            raise RunError(f"{folder.name} cannot be written on node {os.uname().nodename}: {error}") from None
+        return sums
+
+
+def _copied(tensor: Tensor, into: Tensor | None) -> Tensor:
+    if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
+        into = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    with torch.no_grad():
+        return into.copy_(tensor)
+
+
+def _check_finite(file: str, tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(f"{name} in {file} is infinite or no number; nothing was saved")
+
+
+def save_stages(folder: str | os.PathLike[str] | Storage, stages: Iterable[Weights]) -> dict[str, FileSums]:
+    """Write the layers of stages into a folder; return the sums of each file. Raises as `Snapshot.write`."""
+    snapshot = Snapshot()
+    snapshot.take(stages)
+    return snapshot.write(folder if isinstance(folder, Storage) else Storage.at(folder))
