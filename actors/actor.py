@@ -131,6 +131,8 @@ class StageActor:
             computes=bool(progress) and not progress.startswith("waiting"),
             failure=running.failure if running is not None else None,
             awaited=self._awaited(step) if step is not None else None,
+            name=self.identity.name,
+            stages=self.identity.stage_text,
         )
 
     def _awaited(self, step: ReceiveStep | AwaitStep) -> Awaited:

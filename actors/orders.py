@@ -124,6 +124,8 @@ class Status:
         since_s: Seconds since the actor began the call that it is in.
         computes: Whether it runs an Op of a window, and does not wait for another device.
         failure: Why its window cannot end, where the thread that runs it cannot say so itself.
+        name: Name of the device.
+        stages: The stages on it, in text.
         awaited: The transfer that it waits for, or waited for when its window failed.
     """
 
@@ -133,3 +135,5 @@ class Status:
     computes: bool
     failure: RunError | None = None
     awaited: Awaited | None = None
+    name: str = ""
+    stages: str = ""

@@ -12,7 +12,21 @@ from raypipe import __version__
 from raypipe.cli.interruption import EXIT_INTERRUPTED
 from raypipe.errors import InputError, RaypipeError, suggestion, visible
 
-COMMANDS = ("schedule", "schedules", "probe", "profile", "plan", "simulate", "rehearse", "train", "show", "calibrate", "data")
+COMMANDS = (
+    "schedule",
+    "schedules",
+    "probe",
+    "profile",
+    "plan",
+    "simulate",
+    "rehearse",
+    "train",
+    "top",
+    "runs",
+    "show",
+    "calibrate",
+    "data",
+)
 # Exit codes; 0 is success.
 _EXIT_FAILURE = 1
 _EXIT_BAD_INPUT = 2
