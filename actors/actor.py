@@ -29,7 +29,8 @@ from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import PackedState, packed, unpacked
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreServer
 from raypipe.artifacts.branches import stages_text
 from raypipe.artifacts.checkpoint_files import FileSums
 from raypipe.artifacts.storage import Storage
@@ -108,7 +109,7 @@ class StageActor:
         start_profiler()  # layers are measured in a thread of Ray's
         self.identity = identity
         self._activity = Activity()
-        self._store: object = None
+        self._store: StoreServer | None = None
         self._stages: DeviceStages | None = None
         self._transport: ProcessTransport | None = None
         self._executor: Executor | None = None
@@ -137,6 +138,8 @@ class StageActor:
             computes=bool(progress) and not progress.startswith("waiting"),
             failure=running.failure if running is not None else None,
             awaited=self._awaited(step) if step is not None else None,
+            name=self.identity.name,
+            stages=self.identity.stage_text,
         )
 
     def _awaited(self, step: ReceiveStep | AwaitStep) -> Awaited:
@@ -282,11 +285,13 @@ class StageActor:
 
     # Connecting
 
-    def host_store(self, *, host: str, timeout_s: float) -> int:
-        """Open the store where all actors meet; return its port."""
+    def host_store(self, *, host: str, secret: Secret) -> StoreAddress:
+        """Open the store where all actors meet, instead of an earlier one; return where it is."""
         self._activity.begin("opening the store")
-        self._store, port = host_store(host, timeout_s=timeout_s)
-        return port
+        if self._store is not None:
+            self._store.close()
+        self._store = StoreServer(host, secret=secret)
+        return self._store.address
 
     def connect(self, order: ConnectOrder, edge_specs: EdgeSpecs, *, host_ip: str) -> None:
         """Connect this device with its neighbors."""
@@ -298,7 +303,7 @@ class StageActor:
             shared=order.shared,
             groups=order.groups,
             patterns=order.patterns,
-            store=(order.host, order.port),
+            store=order.store,
             prefix=order.prefix,
             connect_timeout_s=order.connect_timeout_s,
             timeout_s=order.message_timeout_s,

@@ -12,7 +12,8 @@ from raypipe.actors.actor_info import ActorInfo, actor_info
 from raypipe.actors.measure.flows import Flow, FlowConnection, Readings
 from raypipe.actors.measure.links import Links
 from raypipe.actors.transport import cuda
-from raypipe.actors.transport.rendezvous import host_store
+from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreServer
 
 
 class ProbeActor:
@@ -26,7 +27,7 @@ class ProbeActor:
             os.environ.update(cuda.environment(""))
             self._on = torch.device("cuda", 0)
         self._links = Links(device, on=self._on)
-        self._store: object = None
+        self._store: StoreServer | None = None
 
     def __repr__(self) -> str:
         return f"Probe({self.device})"
@@ -35,10 +36,10 @@ class ProbeActor:
         """Return where this actor runs."""
         return actor_info(self._on, num_cores=len(os.sched_getaffinity(0)))
 
-    def host_store(self, *, host: str, timeout_s: float) -> int:
-        """Open the store where the devices of flows find each other; return its port."""
-        self._store, port = host_store(host, timeout_s=timeout_s)
-        return port
+    def host_store(self, *, host: str, secret: Secret) -> StoreAddress:
+        """Open the store where the devices of flows find each other; return where it is."""
+        self._store = StoreServer(host, secret=secret)
+        return self._store.address
 
     def connect(self, connections: Sequence[FlowConnection], *, host_ip: str) -> None:
         """Connect flows; raises `ConfigError` if cupy or NCCL is missing on a GPU."""

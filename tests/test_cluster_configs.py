@@ -200,6 +200,14 @@ def test_the_command_at_the_top_of_a_launcher_file_trains_on_all_devices(name: s
         assert f"ray {verb} cluster_configs/ray/{name}.yaml" in text
 
 
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_a_launcher_file_gives_all_nodes_the_token_of_ray(name: str) -> None:
+    content = launcher(name)
+    assert content["file_mounts"]["~/.ray/auth_token"] == "~/.ray/auth_token"
+    assert any("export RAY_AUTH_MODE=token" in command for command in content["setup_commands"])
+    assert "ray get-auth-token --generate" in opening(CONFIGS / "ray" / f"{name}.yaml")
+
+
 # KubeRay.
 
 
@@ -225,6 +233,7 @@ def check_cluster(name: str, text: str) -> None:
     cluster = yaml.safe_load(text)
     assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
     assert cluster["metadata"]["name"] == name.replace("_", "-")
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
     for node, group, node_type in zip(topology(name).nodes, groups_of(cluster), node_types(cluster), strict=True):
         gpus = num_gpus(name)[node.name]
         resources = node_type["resources"]

@@ -85,7 +85,7 @@ def _check_finite(file: str, tensors: dict[str, Tensor]) -> None:
 def save_stages(
     folder: str | os.PathLike[str] | Storage, stages: Iterable[Weights], stepped: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
 ) -> dict[str, FileSums]:
-    """Write the layers of stages, as `Snapshot.take` copies them, into a folder; return the sums of each file. Errors as `Snapshot.write`."""
+    """Write the layers of stages, as `Snapshot.take` copies them, into a folder; return the sums of each file, or raise its errors."""
     snapshot = Snapshot()
     snapshot.take(stages, stepped)
     return snapshot.write(folder if isinstance(folder, Storage) else Storage.at(folder))

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from raypipe.actors.actor import remedy_of
+from raypipe.actors.transport.secret import Secret, StoreAddress
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.errors import AbortedError, RaypipeError, RunError, StateLostError, TransportError
 
@@ -56,7 +57,10 @@ class ActorGroup:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
-        self.store = ("", 0)  # host and port, once it is open
+        self.secret = Secret.new()
+        """What the actors prove to each other to know; Ray hands it out with their calls."""
+        self.store: StoreAddress
+        """Once it is open."""
 
     def ask(
         self, task: str, call: Callable[[int, Any], Any], *, devices: Iterable[int] | None = None, timeout_s: float | None = None
@@ -65,12 +69,11 @@ class ActorGroup:
         numbers = range(len(self.members)) if devices is None else devices
         return self.gather({device: call(device, self.members[device].handle) for device in numbers}, task, timeout_s=timeout_s)
 
-    def open_store(self, host: str, *, device: int = 0, timeout_s: float) -> int:
-        """Open the actors' store on a device's node, at `host`; return its port."""
-        opened = self.ask("opening the store", lambda _, actor: actor.host_store.remote(host=host, timeout_s=timeout_s), devices=[device])
-        port: int = opened[device]
-        self.store = (host, port)
-        return port
+    def open_store(self, host: str, *, device: int = 0, timeout_s: float) -> StoreAddress:
+        """Open the actors' store on a device's node, at `host`; return where it is."""
+        calls = {device: self.members[device].handle.host_store.remote(host=host, secret=self.secret)}
+        self.store = self.gather(calls, "opening the store", timeout_s=timeout_s)[device]
+        return self.store
 
     def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None) -> dict[int, Any]:
         """Return the answers by device, or raise the failure of one. Without a timeout, only silence is a failure."""

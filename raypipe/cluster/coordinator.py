@@ -136,8 +136,7 @@ class Coordinator:
         # A run that goes on has started before: a device that cannot be reached now is not only slow to start.
         timeout_s = self.cluster.silence_timeout_s if self._epoch else self.cluster.start_timeout_s
         hub = next((device for device, slot in enumerate(self.slots) if slot.node.node_id not in self.cut_nodes), 0)
-        host = infos[hub].ip
-        port = self.actors.open_store(host, device=hub, timeout_s=timeout_s)
+        store = self.actors.open_store(infos[hub].ip, device=hub, timeout_s=timeout_s)
         return ConnectOrder(
             names=self.device_names,
             channels=channels,
@@ -146,8 +145,7 @@ class Coordinator:
             nodes=tuple(info.node_id for info in infos),
             groups=tuple(sorted({item.collective.devices for _, item in items if isinstance(item, Start)})),
             patterns=self.patterns,
-            host=host,
-            port=port,
+            store=store,
             prefix=f"{self.run}/{self._epoch}",
             connect_timeout_s=timeout_s,
             message_timeout_s=self.cluster.message_timeout_s,

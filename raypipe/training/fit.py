@@ -112,7 +112,13 @@ class Fit:
         self.stop = StopRequest(config.run.grace_s, listener.notice)
         assert self.lock is not None, "a run has the lock of its folder"
         self.checkpoints = Checkpoints(
-            self.folder, self.lock, config.run, index=self._index(), resumed=self.resumed, notice=listener.notice
+            self.folder,
+            self.lock,
+            config.run,
+            index=self._index(),
+            resumed=self.resumed,
+            notice=listener.notice,
+            on_saved=self.record.add_checkpoint,
         )
         self.num_done = self.first_update
         self.is_told = False

@@ -84,6 +84,7 @@ class Recovery:
         Raises:
             RunError: The failure is one too many, or no device or state is left to go on with.
         """
+        self.record.count_failure()
         self._count(error, update)
         since_s = time.monotonic()
         for _ in range(_MOST_TRIES):
