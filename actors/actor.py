@@ -28,7 +28,6 @@ from raypipe.actors.stage.gradient_flow import EdgeSpecs, LayerOutput
 from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
-from raypipe.actors.transport.rendezvous import host_store
 from raypipe.artifacts.branches import stages_text
 from raypipe.communication.patterns import Pattern
 from raypipe.config import OptimizerConfig, Precision
@@ -97,7 +96,6 @@ class StageActor:
         start_profiler()  # layers are measured in a thread of Ray's
         self.identity = identity
         self._activity = Activity()
-        self._store: object = None
         self._stages: DeviceStages | None = None
         self._transport: ProcessTransport | None = None
         self._executor: Executor | None = None
@@ -245,12 +243,6 @@ class StageActor:
         return self._stages
 
     # Connecting
-
-    def host_store(self, *, host: str, timeout_s: float) -> int:
-        """Open the store where all actors meet; return its port."""
-        self._activity.begin("opening the store")
-        self._store, port = host_store(host, timeout_s=timeout_s)
-        return port
 
     def connect(self, order: ConnectOrder, edge_specs: EdgeSpecs, *, host_ip: str) -> None:
         """Connect this device with its neighbors."""

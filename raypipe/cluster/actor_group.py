@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from raypipe.actors.actor import remedy_of
+from raypipe.actors.transport.rendezvous import host_store
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.errors import AbortedError, RaypipeError, RunError, TransportError
 
@@ -57,6 +58,7 @@ class ActorGroup:
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
         self.store = ("", 0)  # host and port, once it is open
+        self._held_store: object = None  # ends with its last reference
 
     def ask(
         self, task: str, call: Callable[[int, Any], Any], *, devices: Iterable[int] | None = None, timeout_s: float | None = None
@@ -65,11 +67,11 @@ class ActorGroup:
         numbers = range(len(self.members)) if devices is None else devices
         return self.gather({device: call(device, self.members[device].handle) for device in numbers}, task, timeout_s=timeout_s)
 
-    def open_store(self, host: str, *, timeout_s: float) -> int:
-        """Open the actors' store on the first device's node, at `host`; return its port."""
-        port: int = self.ask("opening the store", lambda _, actor: actor.host_store.remote(host=host, timeout_s=timeout_s), devices=[0])[0]
+    def open_store(self, *, timeout_s: float) -> None:
+        """Open the store where the actors find each other. It is the driver's: all nodes reach it, if not each other."""
+        host = ray.util.get_node_ip_address()
+        self._held_store, port = host_store(host, timeout_s=timeout_s)
         self.store = (host, port)
-        return port
 
     def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None) -> dict[int, Any]:
         """Return the answers by device, or raise the failure of one. Without a timeout, only silence is a failure."""

@@ -130,8 +130,9 @@ class Coordinator:
         channels, infos = tuple(sorted({(item.device, device) for device, item in items if isinstance(item, Recv)})), self.actors.infos
         shared = shared_channels(channels, infos=infos, names=self.device_names, transport=self.transport)
         self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), transport=self.transport)
-        host, timeout_s = infos[0].ip, self.cluster.start_timeout_s
-        port = self.actors.open_store(host, timeout_s=timeout_s)
+        timeout_s = self.cluster.start_timeout_s
+        self.actors.open_store(timeout_s=timeout_s)
+        host, port = self.actors.store
         return ConnectOrder(
             names=self.device_names,
             channels=channels,

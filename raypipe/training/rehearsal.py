@@ -28,7 +28,7 @@ from raypipe.schedules.passes import one_of_repeated
 from raypipe.simulation.cost import Cost, LayerCost, StageCost
 from raypipe.simulation.plan_cost import plan_cost, stage_buckets
 from raypipe.simulation.simulator import simulate_programs
-from raypipe.training.checks import least_rows
+from raypipe.training.checks import check_links, least_rows
 from raypipe.training.run_cluster import stage_actors
 from raypipe.training.run_schedules import device_stages, window_of
 
@@ -100,6 +100,7 @@ def rehearse(
     schedule = window_of(order, num_updates or (_NUM_UPDATES if one_of_repeated(order) else order.num_updates))
     if len(schedule.graph.sinks) > 1:
         raise PlanError(f"stages {', '.join(map(str, schedule.graph.sinks))} of the plan feed no other; a rehearsal takes one loss")
+    check_links(plan, scaling.transport)
     buckets = stage_buckets(plan.profile, plan.cut)
     programs = executable_programs(schedule, plan.placement, buckets)
     scaled = _Scaled(plan, schedule, programs, buckets, time_scale=time_scale, byte_scale=byte_scale)
