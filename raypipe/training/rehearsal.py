@@ -22,6 +22,7 @@ from raypipe.cluster.node_matching import num_slots
 from raypipe.config import ClusterConfig, OptimizerConfig, ScalingConfig
 from raypipe.errors import ConfigError, PlanError
 from raypipe.models.rehearsing import NUMBER_BYTES, LayerWaits, WaitingOptimizer, layers_per_stage, rehearsing
+from raypipe.planning.sum_patterns import SumPatterns
 from raypipe.schedules.ir import OpKind, Schedule
 from raypipe.schedules.lower import DeviceProgram
 from raypipe.schedules.passes import one_of_repeated
@@ -118,7 +119,7 @@ def rehearse(
     traces: list[Trace] = []
     with actors as coordinator:
         coordinator.build([scaled.order(device) for device in range(len(plan.devices))])
-        patterns = {members: scaled.cost.pattern(collective) for members, collective in scaled.cost.largest_sums(programs).items()}
+        patterns = SumPatterns(scaled.cost, programs, exact=True).patterns
         coordinator.connect({"rehearse": programs}, scaled.cut, patterns=patterns)
         if coordinator.channel_text:
             notice(f"messages between devices: {coordinator.channel_text}")
