@@ -4,7 +4,8 @@
     python benchmarks/planners_on_wire.py --simulate                                                    # on any machine
 
 Each ordered pair of nodes has a wire of 50 Mbit/s to 1 Gbit/s, at random. The models are those of `models.py` with seconds and bytes
-divided so that an update takes some seconds: what computes waits for that time, messages and sums are real.
+divided so that an update takes some seconds: what computes waits for that time, messages and sums are real. The simulator is told what an
+F and a B take beyond their waits, as `raypipe calibrate` fits it, from one rehearsal of raypipe's plan on the same nodes.
 
 A pair of planners whose simulated updates differ by more than 5 % must have the same order in rehearsal.
 """
@@ -16,7 +17,7 @@ import itertools
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,11 +26,19 @@ from planning import regrouped
 from rounds import Summary, in_rounds, print_table, write_json
 from wire import GOODPUT, LATENCY_S, on_nodes, rehearsed_s, scaled
 
+from raypipe import simulate
+from raypipe.actors.execution.programs import executable_programs
 from raypipe.artifacts.plan import Plan
-from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node
+from raypipe.artifacts.topology import ClusterTopology, Device, Link, Node, Overheads
+from raypipe.artifacts.trace import Trace
 from raypipe.planning.evaluator import LayoutEvaluator
 from raypipe.planning.problem import Problem
 from raypipe.planning.solve import solve
+from raypipe.profiling.overhead_fit import Observations
+from raypipe.simulation.plan_cost import plan_cost, stage_buckets
+from raypipe.training.run_schedules import window_of
+from tests.multinode.cluster import Cluster
+from tests.multinode.driver import Driver
 
 MBIT = 1e6 / 8
 NUM_NODES = 4
@@ -89,6 +98,18 @@ def plans(problem: Problem) -> Iterator[tuple[str, Plan]]:
         yield name, evaluator.plan(solve(evaluator, name=name), planner=name, lower_bound_s=0.0)
 
 
+def fitted(machines: Cluster, commands: Driver, plan: Plan) -> Overheads:
+    """Return what Ops take beyond their waits in a rehearsal of a plan; what messages take is the links'."""
+    path = machines.folder / "fitted.json"
+    plan.save(path)
+    commands.run("rehearse", path, "--updates", 2, "-o", path.with_suffix(".trace.json"))
+    trace, observations = Trace.load(path.with_suffix(".trace.json")), Observations()
+    schedule = window_of(plan.schedule, trace.num_updates)
+    observations.add(executable_programs(schedule, plan.placement, stage_buckets(plan.profile, plan.cut)), trace, plan_cost(plan))
+    found = observations.costs().overheads
+    return Overheads(forward_s=found.forward_s, backward_s=found.backward_s)
+
+
 def misplaced(simulated: dict[str, float], rehearsed: dict[str, float]) -> list[tuple[str, str]]:
     """Return the pairs of planners that are apart in simulation and whose order is another one in rehearsal."""
     pairs = itertools.permutations(simulated, 2)
@@ -104,6 +125,10 @@ def compared(name: str, *, seed: int, rounds: int) -> dict[str, Any]:
     result |= {"simulated_s": simulated, "orders": {planner: plan.schedule.name for planner, plan in of_planner.items()}}
     if rounds:
         with on_nodes(NUM_NODES, 1, rates=of_pairs) as (machines, commands):
+            overheads = fitted(machines, commands, of_planner["raypipe"])
+            of_planner = {planner: plan.on(replace(plan.topology, overheads=overheads)) for planner, plan in of_planner.items()}
+            simulated = {planner: simulate(plan).update_s for planner, plan in of_planner.items()}
+            result |= {"simulated_s": simulated, "overheads": overheads}
             runs = {planner: partial(rehearsed_s, machines, commands, plan, num_updates=1) for planner, plan in of_planner.items()}
             found = {planner: Summary.of(values) for planner, values in in_rounds(runs, num_rounds=rounds).items()}
         result["rehearsed_s"] = found

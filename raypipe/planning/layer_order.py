@@ -1,7 +1,9 @@
 """Lists of a model's layers that depend on its graph alone, so that no plan depends on how the list interleaves branches.
 
-Planners cut a list of layers into stages. A chain has one list. A model with branches has many, all in topological order; two are tried:
-its branches one behind the other, and all layers by the work from them to the end. Longest paths to the end come first in both.
+Planners cut a list of layers into stages. A chain has one list. A graph has many, all in topological order; two are tried. In one, branches
+stand behind each other: by the work from them to the end, or from the outputs back to what they need, whichever has fewer bytes that cross
+its places (skips and joins let a list by work carry tensors along that it could hand over at once). In the other, all layers stand by the
+work from them to the end.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+import networkx as nx
+
+from raypipe.artifacts.profile import ModelProfile
 from raypipe.planning.branch_placement import Layers
 from raypipe.planning.problem import Problem
 
@@ -20,8 +25,42 @@ def canonical(problem: Problem) -> tuple[Problem, Layers]:
     """Return the problem with its branches one behind the other, and the former number of each layer."""
     if _has_one_list(problem):
         return problem, tuple(range(problem.num_layers))
-    layers = _listed_by_work(problem, follow_branches=True)
-    return listed(problem, layers), layers
+    by_work = _listed_by_work(problem, follow_branches=True)
+    found = [(listed(problem, layers), layers) for layers in (by_work, depth_first(problem.profile, by_name=True))]
+    return min(found, key=lambda one: float(one[0].crossing_bytes.sum()))
+
+
+def depth_first(profile: ModelProfile, *, by_name: bool = False) -> Layers:
+    """Return the layers from the outputs back, the longer path before the shorter; of equal ones, by number or `by_name`.
+
+    A branch ends before the next begins, a layer without inputs comes right before its consumer, one without consumers right after its
+    producer. No tensor crosses a place that it need not. In a model that begins with one layer, the places that one tensor crosses are the
+    same in any order: those of its dominators.
+    """
+    producers: list[set[int]] = [set() for _ in profile.layers]
+    for producer, consumer, _ in profile.edges():
+        producers[consumer].add(producer)
+    # For each layer, the set of its ancestors as bits.
+    before: list[int] = []
+    for of_layer in producers:
+        ancestors = 0
+        for producer in of_layer:
+            ancestors |= before[producer] | 1 << producer
+        before.append(ancestors)
+
+    def rank(layer: int) -> tuple[int, str, int]:
+        return before[layer].bit_count(), profile.layers[layer].name if by_name else "", layer
+
+    consumed = {producer for of_layer in producers for producer in of_layer}
+    outputs = sorted((layer for layer in range(profile.num_layers) if layer not in consumed), key=rank)
+    # Edges lead backwards, and are walked in the order of insertion; of several outputs, the one with the fewest ancestors is first.
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    start = profile.num_layers
+    graph.add_edges_from((start, layer) for layer in outputs)
+    for layer, of_layer in enumerate(producers):
+        by_path = sorted(of_layer, key=lambda other: (-before[other].bit_count(), *rank(other)[1:]))
+        graph.add_edges_from((layer, producer) for producer in by_path)
+    return tuple(layer for layer in nx.dfs_postorder_nodes(graph, start) if layer != start)
 
 
 def lists(problem: Problem) -> Iterator[Layers]:
