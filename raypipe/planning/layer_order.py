@@ -1,9 +1,9 @@
 """Lists of a model's layers that depend on its graph alone, so that no plan depends on how the list interleaves branches.
 
-Planners cut a list of layers into stages. A chain has one list. A graph has many, all in topological order; two are tried. In one, branches
-stand behind each other: by the work from them to the end, or from the outputs back to what they need, whichever has fewer bytes that cross
-its places (skips and joins let a list by work carry tensors along that it could hand over at once). In the other, all layers stand by the
-work from them to the end.
+Planners cut a list of layers into stages. A chain has one list. A graph has many, all in topological order; two are tried. One has few bytes
+that cross its places. Of three it is the one with the fewest: branches behind each other by the work from them to the end; from the outputs
+back to what they need; step by step so that the fewest bytes are left to hand over. With skips and joins, a list by work would carry
+tensors along that it could hand over at once. In the other list, all layers stand by the work from them to the end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _STEPS = 50  # Lengths of paths to the end that are told apart.
 
 
 def canonical(problem: Problem) -> tuple[Problem, Layers]:
-    """Return the problem with its branches one behind the other, and the former number of each layer."""
+    """Return the problem with its layers listed so that few bytes cross from each to those behind it, and the former number of each."""
     if _has_one_list(problem):
         return problem, tuple(range(problem.num_layers))
     by_work = _listed_by_work(problem, follow_branches=True)
-    found = [(listed(problem, layers), layers) for layers in (by_work, depth_first(problem.profile, by_name=True))]
+    candidates = (by_work, depth_first(problem.profile, by_name=True), _fewest_bytes_first(problem.profile))
+    found = [(listed(problem, layers), layers) for layers in candidates]
     return min(found, key=lambda one: float(one[0].crossing_bytes.sum()))
 
 
@@ -71,6 +72,36 @@ def lists(problem: Problem) -> Iterator[Layers]:
         interleaved = _listed_by_work(problem, follow_branches=False)
         if interleaved != own:
             yield interleaved
+
+
+def _fewest_bytes_first(profile: ModelProfile) -> Layers:
+    """Return the list in which the next layer is the one behind which the fewest bytes wait for others; of equal ones, by name."""
+    sources: list[set[int]] = [set() for _ in profile.layers]
+    readers: list[set[int]] = [set() for _ in profile.layers]
+    num_bytes = [0] * profile.num_layers
+    for producer, consumer, of_edge in profile.edges():
+        sources[consumer].add(producer)
+        readers[producer].add(consumer)
+        num_bytes[producer] = max(num_bytes[producer], of_edge)
+    left = [len(of_layer) for of_layer in sources]
+    ready = {layer for layer, count in enumerate(left) if not count}
+    found: list[int] = []
+
+    def rank(layer: int) -> tuple[int, str]:
+        freed = sum(num_bytes[source] for source in sources[layer] if readers[source] == {layer})
+        return (num_bytes[layer] if readers[layer] else 0) - freed, profile.layers[layer].name
+
+    while ready:
+        layer = min(ready, key=rank)
+        ready.remove(layer)
+        found.append(layer)
+        for source in sources[layer]:
+            readers[source].discard(layer)
+        for reader in tuple(readers[layer]):
+            left[reader] -= 1
+            if not left[reader]:
+                ready.add(reader)
+    return tuple(found)
 
 
 def _has_one_list(problem: Problem) -> bool:
