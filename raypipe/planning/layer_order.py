@@ -1,9 +1,9 @@
 """Lists of a model's layers that depend on its graph alone, so that no plan depends on how the list interleaves branches.
 
-Planners cut a list of layers into stages. A chain has one list. A graph has many, all in topological order; two are tried. One has few bytes
-that cross its places. Of three it is the one with the fewest: branches behind each other by the work from them to the end; from the outputs
-back to what they need; step by step so that the fewest bytes are left to hand over. With skips and joins, a list by work would carry
-tensors along that it could hand over at once. In the other list, all layers stand by the work from them to the end.
+Planners cut a list of layers into stages. A chain has one list. A graph has many, all in topological order; two are tried. One has few
+bytes that cross its places. Of three it is the one with the fewest: branches behind each other by the work from them to the end; from the
+outputs back to what they need; step by step so that the fewest bytes are left to hand over. With skips and joins, a list by work would
+carry tensors along that it could hand over at once. In the other list, all layers stand by the work from them to the end.
 """
 
 from __future__ import annotations
