@@ -5,7 +5,8 @@
 
 Each ordered pair of nodes has a wire of 50 Mbit/s to 1 Gbit/s, at random. The models are those of `models.py` with seconds and bytes
 divided so that an update takes some seconds: what computes waits for that time, messages and sums are real. The simulator is told what an
-F and a B take beyond their waits, as `raypipe calibrate` fits it, from one rehearsal of raypipe's plan on the same nodes.
+F and a B take beyond their waits, as `raypipe calibrate` fits it, from one rehearsal of raypipe's plan on the same nodes; with `--plain`
+it is not.
 
 A pair of planners whose simulated updates differ by more than 5 % must have the same order in rehearsal.
 """
@@ -116,7 +117,7 @@ def misplaced(simulated: dict[str, float], rehearsed: dict[str, float]) -> list[
     return [(one, other) for one, other in pairs if simulated[one] * (1 + CLOSE) < simulated[other] and rehearsed[one] >= rehearsed[other]]
 
 
-def compared(name: str, *, seed: int, rounds: int) -> dict[str, Any]:
+def compared(name: str, *, seed: int, rounds: int, plain: bool) -> dict[str, Any]:
     """Return what each planner's plan of a model takes, simulated and, with rounds, rehearsed."""
     of_pairs = rates(seed)
     of_planner = dict(plans(problem_of(CASES[name], network(of_pairs))))
@@ -125,7 +126,7 @@ def compared(name: str, *, seed: int, rounds: int) -> dict[str, Any]:
     result |= {"simulated_s": simulated, "orders": {planner: plan.schedule.name for planner, plan in of_planner.items()}}
     if rounds:
         with on_nodes(NUM_NODES, 1, rates=of_pairs) as (machines, commands):
-            overheads = fitted(machines, commands, of_planner["raypipe"])
+            overheads = Overheads() if plain else fitted(machines, commands, of_planner["raypipe"])
             of_planner = {planner: plan.on(replace(plan.topology, overheads=overheads)) for planner, plan in of_planner.items()}
             simulated = {planner: simulate(plan).update_s for planner, plan in of_planner.items()}
             result |= {"simulated_s": simulated, "overheads": overheads}
@@ -152,11 +153,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--simulate", action="store_true", help="without rehearsals, on any machine")
+    parser.add_argument("--plain", action="store_true", help="simulate without what Ops take beyond their waits")
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     results = []
     for name in options.models:
-        results.append(compared(name, seed=options.seed, rounds=0 if options.simulate else options.rounds))
+        results.append(compared(name, seed=options.seed, rounds=0 if options.simulate else options.rounds, plain=options.plain))
         print_table(f"seconds of an update, {name}", list(_rows(results[-1])))
         if "misplaced" in results[-1]:
             print(f"pairs in another order than simulated: {results[-1]['misplaced'] or 'none'}", flush=True)
