@@ -29,8 +29,6 @@ from raypipe.actors.stage.optimizers import build_optimizer
 from raypipe.actors.stage.state import PackedState, packed, unpacked
 from raypipe.actors.transport import cuda
 from raypipe.actors.transport.process import ProcessTransport
-from raypipe.actors.transport.secret import Secret, StoreAddress
-from raypipe.actors.transport.store import StoreServer
 from raypipe.artifacts.branches import stages_text
 from raypipe.artifacts.checkpoint_files import FileSums
 from raypipe.artifacts.storage import Storage
@@ -109,7 +107,6 @@ class StageActor:
         start_profiler()  # layers are measured in a thread of Ray's
         self.identity = identity
         self._activity = Activity()
-        self._store: StoreServer | None = None
         self._stages: DeviceStages | None = None
         self._transport: ProcessTransport | None = None
         self._executor: Executor | None = None
@@ -284,14 +281,6 @@ class StageActor:
         return self._stages
 
     # Connecting
-
-    def host_store(self, *, host: str, secret: Secret) -> StoreAddress:
-        """Open the store where all actors meet, instead of an earlier one; return where it is."""
-        self._activity.begin("opening the store")
-        if self._store is not None:
-            self._store.close()
-        self._store = StoreServer(host, secret=secret)
-        return self._store.address
 
     def connect(self, order: ConnectOrder, edge_specs: EdgeSpecs, *, host_ip: str) -> None:
         """Connect this device with its neighbors."""

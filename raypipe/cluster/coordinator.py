@@ -44,7 +44,6 @@ class Coordinator:
         self._windows: Counter[str] = Counter()
         self._programs: dict[str, tuple[DeviceProgram, ...]] = {}
         self.patterns: dict[tuple[int, ...], Pattern] = {}  # of sums, by members
-        self.cut_nodes: frozenset[str] = frozenset()  # nodes that some other node cannot reach; actors do not meet there
         self._epoch = 0
         self._is_closed = False
         self.actors = StageActors(run, slots, stages=stages, scaling=scaling, cluster=cluster)
@@ -135,8 +134,7 @@ class Coordinator:
         self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), transport=self.transport)
         # A run that goes on has started before: a device that cannot be reached now is not only slow to start.
         timeout_s = self.cluster.silence_timeout_s if self._epoch else self.cluster.start_timeout_s
-        hub = next((device for device, slot in enumerate(self.slots) if slot.node.node_id not in self.cut_nodes), 0)
-        store = self.actors.open_store(infos[hub].ip, device=hub, timeout_s=timeout_s)
+        store = self.actors.open_store()
         return ConnectOrder(
             names=self.device_names,
             channels=channels,
@@ -268,3 +266,4 @@ class Coordinator:
         if not self._is_closed:
             self._is_closed = True
             self.actors.kill()
+            self.actors.close_store()

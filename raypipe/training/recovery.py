@@ -168,7 +168,6 @@ class Recovery:
             self._doubted_links.add(nodes)
             return False
         self._cut_links.append(nodes)
-        self.coordinator.cut_nodes |= nodes
         return True
 
     def _plan_anew(self, update: int) -> None:
