@@ -31,7 +31,8 @@ _NUM_CLIMBED = 3  # Pipelines of groups whose workers change places, by each of 
 _SPLIT_RAMP = 0.4  # Part of the time besides the busiest worker's that remains where backwards are split.
 _ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices by eight.
 _LEAST_SIMULATIONS = 6
-_SIMULATION_WORK = 256.0  # Microbatches x devices of a simulation that counts as one.
+_SIMULATION_WORK = 256.0  # Microbatches x workers of a simulation that counts as one.
+_USUAL_WORKERS = 32  # Most workers that count: with many devices, layouts of more are seldom good.
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,10 @@ class SearchBudget:
         """Return the usual budget times `effort`; numbers shrink as a layout takes longer to estimate and to simulate."""
         num_stages = min(problem.num_devices, problem.num_layers)
         num_used = min(problem.num_devices, problem.num_layers * problem.microbatch_size)
-        lengths = short_lengths(problem.num_microbatches, problem.num_devices) or (0, problem.num_microbatches)
+        num_workers = min(num_stages, _USUAL_WORKERS)
+        lengths = short_lengths(problem.num_microbatches, num_workers) or (0, problem.num_microbatches)
         estimate = max((num_stages + num_used / 8) / _ESTIMATE_WORK, 1.0)
-        simulation = max(sum(lengths) * num_used / _SIMULATION_WORK, 1.0)
+        simulation = max(sum(lengths) * num_workers / _SIMULATION_WORK, 1.0)
         return cls(
             num_estimates=max(round(cls.num_estimates * effort / estimate), 1),
             num_simulations=max(round(cls.num_simulations * effort / simulation), _LEAST_SIMULATIONS),
