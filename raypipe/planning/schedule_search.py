@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain, islice, zip_longest
 
 from raypipe.planning import branches, chunks, layer_order
@@ -15,6 +15,7 @@ from raypipe.planning.evaluator import Evaluation, LayoutEvaluator, better
 from raypipe.planning.extrapolation import ShortEvaluator
 from raypipe.planning.late import with_hidden_transfers
 from raypipe.planning.layout import Layout
+from raypipe.planning.levels import node_pipelines
 from raypipe.planning.partition import MOST_UNITS
 from raypipe.planning.planners import AUTO, best_of_all, quick_evaluator, starts
 from raypipe.planning.problem import Devices, Problem
@@ -31,7 +32,8 @@ _NUM_BRANCHED = 4  # Most workers on which branches are placed, each in many way
 _MANY_SIMULATIONS = 100  # With fewer, some orders stand for all.
 _NUM_CLIMBED = 3  # Kinds of orders with several stages or pipelines whose cuts are improved.
 _LEAST_STEPS = 3  # Of the search for forwards ahead, however small the budget.
-_SLACK = 1.25  # Most times that schedules with a split backward are faster than estimated.
+_SLACK = 1.05  # Error of the rank of schedules with a split backward.
+_NEAR = 1.25  # Times the best layout within which layouts of other kinds are improved, where simulations take long.
 
 
 def searched(evaluator: LayoutEvaluator, schedule: str, budget: SearchBudget) -> Evaluation | None:
@@ -67,7 +69,22 @@ def _best_sorted(search: _Search, on_others: Sequence[tuple[_Search, Layers]], s
         found = found.joined(search.on_branches(found.workers))
     most_steps = max(budget.num_simulations // 30, _LEAST_STEPS)
     hidden = partial(with_hidden_transfers, search.evaluator, most_steps=most_steps)
+    if isinstance(search.evaluator, ShortEvaluator):
+        near = _near(found.certain, found.others)
+        found = replace(found, certain=near(found.certain), others=near(found.others))
     return search.whole(_Found(hidden(found.certain), hidden(found.others)).best)
+
+
+def _near(*found: Evaluation | None) -> Callable[[Evaluation | None], Evaluation | None]:
+    """Return a function that returns layouts that are not far behind the best of these, and `None` for others."""
+    best = reduce(better, found, None)
+
+    def near(evaluation: Evaluation | None) -> Evaluation | None:
+        if best is None or evaluation is None:
+            return evaluation
+        return evaluation if evaluation.missing_bytes <= best.missing_bytes and evaluation.update_s <= _NEAR * best.update_s else None
+
+    return near
 
 
 @dataclass(frozen=True)
@@ -128,6 +145,8 @@ class _Search:
             key = (layout.order, layout.num_pipelines)
             best_of[key] = better(best_of.get(key), evaluator.simulate(layout))
         ranked = sorted((evaluation for evaluation in best_of.values() if evaluation is not None), key=lambda evaluation: evaluation.rank)
+        if isinstance(evaluator, ShortEvaluator) and schedule == AUTO:
+            ranked = list(filter(_near(best, others), ranked))
         for evaluation in ranked[:_NUM_CLIMBED] if schedule == AUTO and not overlapping else ranked:
             others = better(others, with_hidden_transfers(evaluator, self._climbed(evaluation.layout), most_steps=_LEAST_STEPS))
         # Single stages stand for a schedule that is asked for by name only as a way to its workers.
@@ -147,13 +166,15 @@ class _Search:
         # With few simulations, only the orders that are fastest if memory allows them.
         for order in ONE_STAGE_ORDERS if num_simulations >= _MANY_SIMULATIONS else _SPLIT_ORDERS:
             best_of_order: Evaluation | None = None
+            seconds = search.split_s if order in _SPLIT_ORDERS else None
             tops = search.best_layouts(max(num_simulations // 8, 1))
             if order in _SPLIT_ORDERS:
                 tops += search.split_layouts(max(num_simulations // 8, 2))
+                tops += node_pipelines(self.evaluator.estimator, orders=(order,), divide=False)
             for top in dict.fromkeys(tops):
                 best_of_order = better(best_of_order, self.evaluator.simulate(replace(top, order=order, max_in_flight=None)))
             if best_of_order is not None:
-                others = better(others, search.improved([best_of_order], num_simulations // 4 - 1, slack=_SLACK))
+                others = better(others, search.improved([best_of_order], num_simulations // 4 - 1, seconds=seconds, slack=_SLACK))
         return others
 
     def _of_several(
@@ -163,6 +184,8 @@ class _Search:
         # Orders in which several workers take the loss may have no replicas there.
         flushed_workers = workers if evaluator.problem.profile.loss_couples_rows else [top.workers for top in tops]
         on_chains = [order for order in several if order != branch_aware.NAME]
+        if isinstance(evaluator, ShortEvaluator) and evaluator.merges and self.schedule == AUTO:
+            on_chains = [order for order in on_chains if order in chunks.ONE_PIPELINE]  # Others are simulated device by device.
         yield from islice(
             (layout for order in on_chains for group in flushed_workers for layout in chunks.layouts(evaluator, group, order)), most
         )

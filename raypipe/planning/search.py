@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from raypipe.planning.device_order import orders
@@ -31,7 +31,7 @@ _NUM_CLIMBED = 3  # Pipelines of groups whose workers change places, by each of 
 _SPLIT_RAMP = 0.4  # Part of the time besides the busiest worker's that remains where backwards are split.
 _ESTIMATE_WORK = 9.0  # Work of the estimate of 8 devices: stages, and devices by eight.
 _LEAST_SIMULATIONS = 6
-_SIMULATION_WORK = 256.0  # Microbatches x workers of a simulation that counts as one.
+_SIMULATION_WORK = 1024.0  # Microbatches x workers of a simulation that counts as one.
 _USUAL_WORKERS = 32  # Most workers that count: with many devices, layouts of more are seldom good.
 
 
@@ -106,7 +106,8 @@ class LayoutSearch:
             self.evaluator.simulate(min(fitting, key=self.estimate_s))  # Whenever the search is stopped, there is a plan.
         begin = [*sorted(fitting, key=self.estimate_s)[:_NUM_CLIMBED], *sorted(fitting, key=self.split_s)[:_NUM_CLIMBED]]
         for layout in dict.fromkeys(begin):
-            for better in groups.improved(layout, num_steps=self.budget.num_swaps // len(begin)):
+            seconds = self.estimate_s if layout in begin[:_NUM_CLIMBED] else self.split_s
+            for better in groups.improved(layout, seconds=seconds, num_steps=self.budget.num_swaps // len(begin)):
                 yield from (replace(better, order=order) for order in self.schedules)
 
     def _of_programs(self) -> Iterator[Layout]:
@@ -205,15 +206,22 @@ class LayoutSearch:
             return None
         return self.improved(evaluated.values(), self.budget.num_simulations - len(evaluated))
 
-    def improved(self, begin: Iterable[Evaluation], num_simulations: int, *, slack: float = 1.0) -> Evaluation:
+    def improved(
+        self, begin: Iterable[Evaluation], num_simulations: int, *, seconds: Callable[[Layout], float] | None = None, slack: float = 1.0
+    ) -> Evaluation:
         """Return the best layout of a search around at least one simulated layout.
 
-        Only layouts whose estimate is below the best time x `slack` are simulated: more than 1 for schedules faster than estimated.
+        Only layouts of which the estimate is below the best time are simulated; or with `seconds`, those of which these say so within
+        `slack`, scaled as for the best layout.
         """
         rng = random.Random(1)
         pool = sorted(begin, key=lambda evaluation: (evaluation.rank, str(evaluation.layout)))
         seen = {replace(evaluation.layout, recomputed=None) for evaluation in pool}
         pool = pool[:_POOL]
+        if seconds is None:
+            seconds = self.estimate_s
+        else:
+            slack *= seconds(pool[0].layout) / pool[0].update_s
         for _ in range(20 * num_simulations):
             if num_simulations <= 0:
                 break
@@ -221,7 +229,7 @@ class LayoutSearch:
             changed = self.moves.changed(pool[min(int(rng.expovariate(1.0)), len(pool) - 1)].layout, rng)
             # While plans lack memory that estimates leave out, such as that of sums, slower ones are better if they fit.
             most_s = math.inf if pool[-1].missing_bytes else pool[-1].update_s * slack
-            if changed is None or changed in seen or self.estimate_s(changed) >= most_s:
+            if changed is None or changed in seen or seconds(changed) >= most_s:
                 continue
             seen.add(changed)
             num_simulations -= 1
