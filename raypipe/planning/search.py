@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from raypipe.planning.device_order import orders
 from raypipe.planning.evaluator import Evaluation, LayoutEvaluator
@@ -197,7 +198,11 @@ class LayoutSearch:
         evaluated: dict[Layout, Evaluation] = {}
         variants = [layout for layout in self.others if layout.order in self.schedules]
         most = self.budget.num_simulations // 2 + len(variants)
-        for layout in self._ranked()[:most]:
+        # Rings in another order often have equal estimates: one stands for them all, others are neighbors of the best.
+        different: dict[object, Layout] = {}
+        for layout in self._ranked():
+            different.setdefault((layout.cuts, layout.order, layout.max_in_flight, *map(frozenset, layout.workers)), layout)
+        for layout in islice(different.values(), most):
             variants += [layout if layout.order == order else replace(layout, order=order, max_in_flight=None) for order in self.schedules]
         for variant in variants:
             if variant not in evaluated and len(evaluated) < most and (evaluation := self.evaluator.simulate(variant)) is not None:
