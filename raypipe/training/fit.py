@@ -207,6 +207,8 @@ class Fit:
         except KeyboardInterrupt:
             if not self.is_told:
                 self.is_told = True
+                if self.stop.is_late:
+                    self.checkpoints.save_copy(self.recovery.copies.candidates())
                 self.listener.notice(self._lost())
             raise
 
