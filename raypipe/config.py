@@ -209,9 +209,9 @@ class ScalingConfig:
         transport: Transport of messages between stages. Sums over several devices use raypipe's own TCP connections, or gloo with `gloo`;
             between GPUs NCCL.
         calibration: `raypipe.calibration/1` file for predictions; left out for the file of `raypipe calibrate` on this machine.
-        shard_optimizer: Whether only one of the copies of a stage in several pipelines keeps optimizer state and sends updated weights
-            to the others (ZeRO stage 1). Otherwise all copies update. A run says if its schedule has each stage in one pipeline only,
-            where this changes nothing.
+        shard_optimizer: Whether the copies of a stage, in several pipelines or on the devices of one worker, divide the optimizer's state:
+            each gets the summed gradients of some weights, updates these and sends them to the others (ZeRO stage 1). Otherwise all copies
+            update all weights. A run says if each stage is on one device only, where this changes nothing.
         measure_layers: Whether layers are measured even if a plan brings its profile; this changes predictions, not the plan.
     """
 

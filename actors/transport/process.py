@@ -25,6 +25,7 @@ from raypipe.actors.transport.tcp_sum import TcpSumGroup
 from raypipe.actors.transport.tcp_way import Departure
 from raypipe.communication.patterns import Pattern
 from raypipe.communication.policy import SCHEDULED, Communication
+from raypipe.communication.shards import Segment
 from raypipe.errors import RunError, TransportError, TransportTimeoutError
 from raypipe.schedules.collectives import Collective
 from raypipe.schedules.lower import Message
@@ -185,12 +186,25 @@ class ProcessTransport:
         except ChannelError as error:
             raise self._failure(error, message, peer) from error
 
-    def start(self, collective: Collective, tensor: Tensor, *, deadline: int = 0, places: Places | None = None) -> Pending:
+    def slice_owners(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        """See `Transport`; the same for as long as this transport lives, whatever the pattern."""
+        return self._endpoints.groups[members].slice_owners
+
+    def start(
+        self,
+        collective: Collective,
+        tensor: Tensor,
+        *,
+        deadline: int = 0,
+        places: Places | None = None,
+        segments: tuple[Segment, ...] = (),
+    ) -> Pending:
         """See `Transport`."""
         if self._unusable is not None:
             self._refuse(collective)
+        group = self._endpoints.groups[collective.devices]
         try:
-            total = self._endpoints.groups[collective.devices].sum(tensor, collective=collective, deadline=deadline, places=places)
+            total = group.sum(tensor, collective=collective, deadline=deadline, places=places, segments=segments)
         except ChannelError as error:
             raise self._failure(error, collective) from error
         return _Pending(self, collective, total)

@@ -7,6 +7,7 @@ layer-0000-embedding.safetensors
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import field
 
@@ -82,5 +83,5 @@ def remove_checkpoint(folder: Storage) -> None:
     if folder.size(INDEX) is not None:
         folder.remove(INDEX)
         folder.sync()
-    if folder.names():
+    with contextlib.suppress(FileNotFoundError):
         folder.remove_all()

@@ -14,6 +14,7 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 
 from raypipe.actors.actor import remedy_of
 from raypipe.actors.transport.secret import Secret, StoreAddress
+from raypipe.actors.transport.store import StoreServer
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.errors import AbortedError, RaypipeError, RunError, StateLostError, TransportError
 
@@ -61,6 +62,7 @@ class ActorGroup:
         """What the actors prove to each other to know; Ray hands it out with their calls."""
         self.store: StoreAddress
         """Once it is open."""
+        self._server: StoreServer | None = None
 
     def ask(
         self, task: str, call: Callable[[int, Any], Any], *, devices: Iterable[int] | None = None, timeout_s: float | None = None
@@ -69,11 +71,20 @@ class ActorGroup:
         numbers = range(len(self.members)) if devices is None else devices
         return self.gather({device: call(device, self.members[device].handle) for device in numbers}, task, timeout_s=timeout_s)
 
-    def open_store(self, host: str, *, device: int = 0, timeout_s: float) -> StoreAddress:
-        """Open the actors' store on a device's node, at `host`; return where it is."""
-        calls = {device: self.members[device].handle.host_store.remote(host=host, secret=self.secret)}
-        self.store = self.gather(calls, "opening the store", timeout_s=timeout_s)[device]
+    def open_store(self) -> StoreAddress:
+        """Open the store where the actors find each other, instead of an earlier one; return where it is.
+
+        It is the driver's: all nodes reach it, if not each other.
+        """
+        self.close_store()
+        self._server = StoreServer(ray.util.get_node_ip_address(), secret=self.secret)
+        self.store = self._server.address
         return self.store
+
+    def close_store(self) -> None:
+        """Close the store, if one is open."""
+        if self._server is not None:
+            self._server.close()
 
     def gather(self, calls: Mapping[int, Any], task: str, *, timeout_s: float | None = None) -> dict[int, Any]:
         """Return the answers by device, or raise the failure of one. Without a timeout, only silence is a failure."""

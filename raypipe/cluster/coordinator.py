@@ -19,7 +19,7 @@ from raypipe.cluster.link_monitor import LinkMonitor
 from raypipe.cluster.node_clocks import NodeClocks
 from raypipe.cluster.slots import DeviceSlot
 from raypipe.cluster.stage_actors import SAVING, StageActors
-from raypipe.cluster.state_copies import States, export_states
+from raypipe.cluster.states import States, all_states, arguments, by_layer, export_states, exported_layers
 from raypipe.cluster.window import WindowResult
 from raypipe.communication.patterns import Pattern
 from raypipe.config import ClusterConfig, OptimizerConfig, Precision, ScalingConfig, Transport
@@ -44,7 +44,6 @@ class Coordinator:
         self._windows: Counter[str] = Counter()
         self._programs: dict[str, tuple[DeviceProgram, ...]] = {}
         self.patterns: dict[tuple[int, ...], Pattern] = {}  # of sums, by members
-        self.cut_nodes: frozenset[str] = frozenset()  # nodes that some other node cannot reach; actors do not meet there
         self._epoch = 0
         self._is_closed = False
         self.actors = StageActors(run, slots, stages=stages, scaling=scaling, cluster=cluster)
@@ -135,8 +134,7 @@ class Coordinator:
         self.channel_text = channel_text(infos, num_channels=len(channels), num_shared=len(shared), transport=self.transport)
         # A run that goes on has started before: a device that cannot be reached now is not only slow to start.
         timeout_s = self.cluster.silence_timeout_s if self._epoch else self.cluster.start_timeout_s
-        hub = next((device for device, slot in enumerate(self.slots) if slot.node.node_id not in self.cut_nodes), 0)
-        store = self.actors.open_store(infos[hub].ip, device=hub, timeout_s=timeout_s)
+        store = self.actors.open_store()
         return ConnectOrder(
             names=self.device_names,
             channels=channels,
@@ -207,7 +205,12 @@ class Coordinator:
 
     def take_snapshot(self) -> None:
         """Let every actor copy its layers into memory."""
-        self.actors.ask("copying layers", lambda _, actor: actor.take_snapshot.remote())
+        whole, stepped = exported_layers(self.actors)
+        parts = by_layer(export_states(self.actors, stepped))
+        self.actors.ask(
+            "copying layers",
+            lambda device, actor: actor.take_snapshot.remote(*arguments(parts, [layer for layer in whole[device] if layer in parts])),
+        )
 
     def write_snapshot(self, folder: Storage) -> list[Any]:
         """Let the actors write their copies into a folder, beside windows; return Ray's references to the sums of the files of each."""
@@ -228,7 +231,7 @@ class Coordinator:
     ) -> None:
         """Go on with other stages on other devices; layers and optimizer states move through Ray's object stores."""
         self.actors.leaving = frozenset(self.actors.devices) - frozenset(devices)
-        states = {layer: state for of_device in export_states(self.actors).values() for layer, state in of_device.items()}
+        states = all_states(self.actors)
         self.actors.assign(devices, stages)
         self.restore(states, order=order, programs=programs, patterns=patterns)
         self.actors.leaving = frozenset()
@@ -246,7 +249,7 @@ class Coordinator:
             needed = self.actors.ask("asking for layers", lambda _, actor: actor.needed_layers.remote())
             self.actors.ask(
                 "taking layers over",
-                lambda device, actor: actor.import_layers.remote(needed[device], *(states[layer] for layer in needed[device])),
+                lambda device, actor: actor.import_layers.remote(*arguments(states, needed[device])),
             )
         self._epoch += 1
         self.connect(programs, order.cut, patterns=patterns)
@@ -263,3 +266,4 @@ class Coordinator:
         if not self._is_closed:
             self._is_closed = True
             self.actors.kill()
+            self.actors.close_store()

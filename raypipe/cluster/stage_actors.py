@@ -52,18 +52,23 @@ def launch_stage_actors(
     run: str,
     scaling: ScalingConfig,
     only: Collection[int] | None = None,
+    start: int = 1,
 ) -> list[Any]:
-    """Start a stage actor in each slot, or `only` in some by number; return their handles before the actors are up."""
+    """Start a stage actor in each slot, or `only` in some by number; return their handles before the actors are up.
+
+    `start` says for which time actors of the run are started: Ray wants a name of its own for each.
+    """
     # Concurrency groups can be named here only, not in `.options`.
     actor_class = ray.remote(concurrency_groups=_GROUPS, max_restarts=0, max_task_retries=0)(StageActor)
     handles: list[Any] = []
     positions = _node_positions(slots)
+    again = f" (start {start})" if start > 1 else ""
     for device, (slot, of_device) in enumerate(zip(slots, stages, strict=True)):
         if device not in (range(len(slots)) if only is None else only):
             continue
         node_id, identity = slot.node.node_id, Identity(run=run, device=device, name=slot.name, stages=of_device)
         actor = actor_class.options(
-            name=f"{run}: stage {identity.stage_text} on device {slot.name}" if of_device else f"{run}: device {slot.name}",
+            name=(f"{run}: stage {identity.stage_text} on device {slot.name}" if of_device else f"{run}: device {slot.name}") + again,
             num_cpus=scaling.cpus_per_device,
             num_gpus=slot.num_gpus,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
@@ -103,6 +108,7 @@ class StageActors(ActorGroup):
         self.patience_s = cluster.start_timeout_s  # time that an actor has to tell its status
         self.leaving: frozenset[int] = frozenset()  # slots whose actors leave the plan, but hold layers that others still need
         self.gone: set[int] = set()  # numbers of slots whose actors are lost and not replaced
+        self._num_starts = 1
         self._aborts: list[Any] = []
 
     @property
@@ -172,12 +178,19 @@ class StageActors(ActorGroup):
 
     def replace(self, slots: Mapping[int, DeviceSlot]) -> None:
         """Start new actors for some numbers, in these slots, and wait until they are up."""
+        self._num_starts += 1
         all_slots = [slots.get(number, member.slot) for number, member in enumerate(self.launched)]
-        handles = launch_stage_actors(all_slots, stages=[()] * len(all_slots), run=self.run, scaling=self.scaling, only=sorted(slots))
+        handles = launch_stage_actors(
+            all_slots, stages=[()] * len(all_slots), run=self.run, scaling=self.scaling, only=sorted(slots), start=self._num_starts
+        )
         new = [Member(handle, all_slots[number]) for number, handle in zip(sorted(slots), handles, strict=True)]
-        group = ActorGroup(new)
-        infos = group.ask(STARTING, lambda _, actor: actor.info.remote(), timeout_s=self.cluster.start_timeout_s)
-        check_actors([member.slot for member in new], tuple(infos.values()))
+        try:
+            infos = ActorGroup(new).ask(STARTING, lambda _, actor: actor.info.remote(), timeout_s=self.cluster.start_timeout_s)
+            check_actors([member.slot for member in new], tuple(infos.values()))
+        except BaseException:
+            for handle in handles:
+                ray.kill(handle, no_restart=True)
+            raise
         replaced = dict(zip(sorted(slots), zip(new, infos.values(), strict=True), strict=True))
         self.gone -= set(slots)
         self.launched = [replaced[number][0] if number in replaced else member for number, member in enumerate(self.launched)]

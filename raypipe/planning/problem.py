@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from raypipe.artifacts.profile import ModelProfile
 from raypipe.artifacts.topology import ClusterTopology, Overheads, Path
-from raypipe.communication.pattern_choice import LEAST_GAIN, MOST_MESHED, SumTime, ring_time, sum_times
+from raypipe.communication.pattern_choice import LEAST_GAIN, SumTime, ring_time, sum_times
+from raypipe.communication.patterns import MOST_MESHED
 from raypipe.errors import PlanError
 from raypipe.planning.late_sums import LateSums
 from raypipe.schedules.ir import UpdateScope

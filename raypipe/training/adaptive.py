@@ -220,7 +220,8 @@ class AdaptiveStrategy(Strategy):
             self.schedules = dict(self.start.schedules)
         else:
             schedules = {size: layout_schedule(evaluator.problem, choice.layout, num_updates=size) for size in self.window_sizes}
-            self.schedules = {size: sharded(self.config, schedule) for size, schedule in schedules.items()}
+            replicated = plan.placement.replicated_workers
+            self.schedules = {size: sharded(self.config, schedule, replicated) for size, schedule in schedules.items()}
         self.placement = plan.placement
         self.__dict__.pop("cut", None)  # cached of the plan before
         self._predict(dataclasses.replace(plan, schedule=self.schedule))

@@ -275,7 +275,7 @@ class Fit:
         notice(f"layers of each stage: {' '.join(str(len(layers)) for layers in strategy.cut.stages)}")
         notice(f"predicted {predicted.update_s:.3f} s per update, bubble {predicted.bubble_ratio:.1%}")
         if self.config.scaling.shard_optimizer and not is_sharded(schedule):
-            notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage in one pipeline only")
+            notice(f"scaling.shard_optimizer changes nothing: {schedule.name} has each stage on one device only")
         mean_delay = metrics(schedule).mean_delay
         if mean_delay and self.config.optimizer.name is OptimizerName.ADAMW:
             notice(
@@ -328,6 +328,8 @@ class Fit:
                 try:
                     is_end = done == run.num_updates or self.stop.came
                     self._between_windows(done, result, is_end=is_end)
+                    if is_end and done:
+                        checkpoint = self.checkpoints.finish(done)
                     if is_end:
                         break
                     size = _window_size(self.config, done)
@@ -343,7 +345,6 @@ class Fit:
                     self.num_done = done
             if done == 0:
                 raise KeyboardInterrupt
-            checkpoint = self.checkpoints.finish(done)
         if done < run.num_updates:
             self.listener.notice(f"stopped after update {done}, saved in {checkpoint.path}; `--resume auto` goes on from there")
             raise StoppedRun
@@ -370,7 +371,7 @@ class Fit:
 
     def _evaluate(self, update: int) -> None:
         if update == self.first_update:
-            self.listener.notice("evaluating before the first update")
+            self.listener.notice(f"evaluating before update {update + 1}")
         result = self.coordinator.run_window("evaluate", num_updates=1, first_update=0, split="validation")
         self.record.add_evaluation(update, mean_losses(result.reports, num_microbatches=self.strategy.num_validation_microbatches)[0])
 

@@ -14,7 +14,8 @@ from raypipe.artifacts.storage import Storage
 from raypipe.cluster.coordinator import Coordinator
 from raypipe.cluster.discovery import end_processes, spare_slots
 from raypipe.cluster.slots import resources_per_device
-from raypipe.cluster.state_copies import StateCopies, States
+from raypipe.cluster.state_copies import StateCopies
+from raypipe.cluster.states import States
 from raypipe.config import FailureConfig
 from raypipe.errors import PlanError, RunError, StageRaisedError, StateLostError, TransportError
 from raypipe.training.adaptive import AdaptiveStrategy
@@ -167,7 +168,6 @@ class Recovery:
             self._doubted_links.add(nodes)
             return False
         self._cut_links.append(nodes)
-        self.coordinator.cut_nodes |= nodes
         return True
 
     def _plan_anew(self, update: int) -> None:

@@ -30,7 +30,16 @@ from raypipe.schedules.validate import validate
 from raypipe.simulation.compiled import CompiledOrder
 from raypipe.simulation.plan_cost import plan_cost, plan_programs, stage_buckets
 from raypipe.simulation.simulator import Timing, simulate, time_order
-from raypipe.training.checks import check_alike, check_model, check_parts, check_rows, check_runnable, check_staleness, least_rows
+from raypipe.training.checks import (
+    check_alike,
+    check_links,
+    check_model,
+    check_parts,
+    check_rows,
+    check_runnable,
+    check_staleness,
+    least_rows,
+)
 from raypipe.training.run_cluster import Notice, num_measuring_devices, run_topology
 from raypipe.training.run_schedules import device_stages, named_schedule, sharded, stage_times, window_of
 
@@ -257,8 +266,10 @@ class PlannedStrategy(Strategy):
         self.file_plan = plan
         check_model(plan, model)
         check_alike(plan.topology, plan.devices)
+        check_links(plan, config.scaling.transport)
         check_runnable(plan.schedule, plan.placement, plan.microbatch_size)
-        schedules = {size: sharded(config, window_of(plan.schedule, size)) for size in sorted(window_sizes)}
+        replicated = plan.placement.replicated_workers
+        schedules = {size: sharded(config, window_of(plan.schedule, size), replicated) for size in sorted(window_sizes)}
         super().__init__(config, model, schedules=schedules, placement=plan.placement)
 
     @property

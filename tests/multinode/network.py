@@ -254,6 +254,17 @@ class Network:
         relay.stdin.write(f"{seconds}\n")
         relay.stdin.flush()
 
+    def part(self, one: int, other: int) -> None:
+        """Lets no packet pass between two nodes, and tells nobody, as a firewall does; all else passes."""
+        for node, peer in ((one, other), (other, one)):
+            # To an address that no interface has.
+            self._namespaces[node].configure("ip", [f"neigh replace {self.nodes[peer].ip} lladdr 02:00:00:00:00:01 dev e0 nud permanent"])
+
+    def join(self, one: int, other: int) -> None:
+        """Undoes `part`."""
+        for node, peer in ((one, other), (other, one)):
+            self._namespaces[node].configure("ip", [f"neigh del {self.nodes[peer].ip} dev e0"])
+
     def cut(self, node: int) -> None:
         """Pulls the plug of a node's cable: nothing gets in or out, and nobody is told."""
         self._switch.configure("ip", [f"link set p{node} down"])

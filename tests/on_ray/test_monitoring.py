@@ -20,6 +20,7 @@ import pytest
 from raypipe.actors.measure import metrics
 from raypipe.artifacts.trace import Dimension
 from raypipe.cli.top import _document, _screen
+from raypipe.errors import UnknownNameError
 from raypipe.network.chunks import LinkUse
 from raypipe.training.result import Progress
 from tests.on_ray.test_training import TELLS_MEMORY, trainer
@@ -121,7 +122,10 @@ class Watcher:
         from raypipe.cli.screen import console
         from raypipe.cluster.watching import RunWatch  # loads Ray
 
-        watch = RunWatch(None)
+        watch = RunWatch("test")
+        assert watch.run == RunWatch(None).run == RunWatch(watch.run).run
+        with pytest.raises(UnknownNameError):
+            RunWatch("tes")
         devices = watch.look()
         self.run = watch.run
         self.tops.append(_document(watch.run, devices))

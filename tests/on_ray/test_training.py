@@ -77,6 +77,7 @@ def trainer(
     transport: Transport = Transport.AUTO,
     max_grad_norm: float | None = MAX_GRAD_NORM,
     shard_optimizer: bool = False,
+    replicas: int = 1,
     optimizer: OptimizerName = OptimizerName.ADAMW,
 ) -> Trainer:
     return Trainer(
@@ -87,7 +88,7 @@ def trainer(
             name=schedule, num_microbatches=NUM_MICROBATCHES, microbatch_size=NUM_ROWS, num_chunks=chunks, updates_per_window=7
         ),
         optimizer_config=dataclasses.replace(adamw_settings(max_grad_norm=max_grad_norm), name=optimizer),
-        scaling_config=ScalingConfig(num_devices=devices, transport=transport, shard_optimizer=shard_optimizer),
+        scaling_config=ScalingConfig(num_devices=devices, transport=transport, shard_optimizer=shard_optimizer, replicas=replicas),
         cluster_config=ClusterConfig(message_timeout_s=message_timeout_s),
         run_config=RunConfig(name="test", storage_path=str(folder), num_updates=num_updates, checkpoint_every=checkpoint_every),
         failure_config=FailureConfig(max_failures=0),
@@ -197,6 +198,19 @@ def test_a_run_resumes_at_another_number_of_stages_as_if_it_had_never_stopped(tm
     assert second.path == first.path
     with pytest.raises(ConfigError, match=r"has the state of optimizer\.name=adamw, which nadamw cannot go on from; set it to adamw"):
         trainer(tmp_path, devices=2, num_updates=40, optimizer=OptimizerName.NADAMW).fit(resume=True)
+
+
+@pytest.mark.usefixtures("shared_actors")
+def test_a_divided_optimizer_is_saved_as_a_whole_one_and_resumes_at_another_number_of_copies(tmp_path: Path, unsplit: Trained) -> None:
+    """Three copies of one stage, then two of each of two, then one."""
+    runs = [(8, 3, 3, True), (14, 4, 2, True), (NUM_UPDATES, 2, 1, False)]
+    found = [
+        trainer(tmp_path, devices=devices, replicas=replicas, num_updates=num_updates, shard_optimizer=sharded).fit(resume=number > 0)
+        for number, (num_updates, devices, replicas, sharded) in enumerate(runs)
+    ]
+    assert [loss for each in found for loss in each.losses] == pytest.approx(unsplit.losses, abs=1e-10)
+    states = [each.checkpoint.load_layer(3).keys() for each in found]
+    assert states[0] == states[1] == states[2]
 
 
 @pytest.mark.usefixtures("shared_actors")
