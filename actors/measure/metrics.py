@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from enum import StrEnum
 
-from ray.util.metrics import Counter, Gauge
+from ray.util.metrics import Gauge
 
 from raypipe.actors.execution.report import WindowReport
 from raypipe.artifacts.trace import SpanKind
@@ -21,15 +21,37 @@ from raypipe.schedules.lower import DeviceProgram
 _TAGS = ("run", "device", "stages")
 
 
+class Total:
+    """A sum that only grows, from 0.
+
+    It is a gauge of Ray's: the counters of a process stay at the metrics port of its node when the process has ended (Ray 2.60), and begin
+    only with their first event.
+    """
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        self._gauge = Gauge(name, description=description, tag_keys=tag_keys)
+        self._sums: dict[tuple[tuple[str, str], ...], float] = {}
+
+    def set_default_tags(self, tags: dict[str, str]) -> None:
+        """See `ray.util.metrics.Gauge`."""
+        self._gauge.set_default_tags(tags)
+
+    def add(self, amount: float, tags: Mapping[str, str] | None = None) -> None:
+        """Add to the sum of these tags."""
+        key = tuple(sorted((tags or {}).items()))
+        self._sums[key] = self._sums.get(key, 0.0) + amount
+        self._gauge.set(self._sums[key], dict(key))
+
+
 class StageMetrics:
     """Seconds and bytes of one device over the run."""
 
     def __init__(self, *, run: str, device: str, stages: str) -> None:
         tags = {"run": run, "device": device, "stages": stages}
-        self._busy = Counter("raypipe_busy_seconds_total", description="Seconds in which the device computed", tag_keys=_TAGS)
-        self._wait = Counter("raypipe_wait_seconds_total", description="Seconds in which the device waited for others", tag_keys=_TAGS)
+        self._busy = Total("raypipe_busy_seconds_total", "Seconds in which the device computed", _TAGS)
+        self._wait = Total("raypipe_wait_seconds_total", "Seconds in which the device waited for others", _TAGS)
         self._bubble = Gauge("raypipe_bubble_ratio", description="Share of the last window in which it did not compute", tag_keys=_TAGS)
-        self._received = Counter("raypipe_received_bytes_total", description="Bytes of messages that arrived", tag_keys=_TAGS)
+        self._received = Total("raypipe_received_bytes_total", "Bytes of messages that arrived", _TAGS)
         self._memory = Gauge("raypipe_peak_memory_bytes", description="The most that the device held in the last window", tag_keys=_TAGS)
         for metric in (self._busy, self._wait, self._bubble, self._received, self._memory):
             metric.set_default_tags(tags)
@@ -39,10 +61,9 @@ class StageMetrics:
         log = report.log
         busy = log.seconds(program, SpanKind.COMPUTE)
         wait = log.seconds(program, SpanKind.RECV) + log.seconds(program, SpanKind.COLLECTIVE)
-        # Counters refuse zero.
-        for counter, amount in ((self._busy, busy), (self._wait, wait), (self._received, log.num_bytes(program, SpanKind.RECV))):
-            if amount > 0:
-                counter.inc(amount)
+        self._busy.add(busy)
+        self._wait.add(wait)
+        self._received.add(log.num_bytes(program, SpanKind.RECV))
         if log.ends_s:
             self._bubble.set(1 - busy / max(log.ends_s))
         if report.peak_memory_bytes:  # 0 is less than any device holds: it was lost in what the process held before
@@ -104,9 +125,11 @@ class RunMetrics:
 
     def __init__(self, *, run: str) -> None:
         self._gauges = {name: Gauge(f"raypipe_{name}", description=text, tag_keys=("run",)) for name, text in _GAUGES.items()}
-        self._counters = {name: Counter(f"raypipe_{name}_total", description=text, tag_keys=("run",)) for name, text in _COUNTERS.items()}
+        self._counters = {name: Total(f"raypipe_{name}_total", text, ("run",)) for name, text in _COUNTERS.items()}
         for metric in (*self._gauges.values(), *self._counters.values()):
             metric.set_default_tags({"run": run})
+        for total in self._counters.values():
+            total.add(0)
 
     def set(self, name: RunGauge, value: float | None) -> None:
         """Set a figure; what is unknown or not a number leaves the last one."""
@@ -115,8 +138,7 @@ class RunMetrics:
 
     def count(self, name: RunCounter, number: float = 1) -> None:
         """Count events."""
-        if number > 0:  # Ray refuses zero
-            self._counters[name].inc(number)
+        self._counters[name].add(number)
 
 
 class LinkMetrics:
@@ -126,16 +148,14 @@ class LinkMetrics:
         tags = ("run", "source", "target")
         self._bandwidth = Gauge("raypipe_link_bandwidth_bytes_per_second", description="What the link carries, as last seen", tag_keys=tags)
         self._age = Gauge("raypipe_link_age_seconds", description="Since the link was last seen", tag_keys=tags)
-        self._changes = Gauge("raypipe_link_changes", description="Step changes of the link so far", tag_keys=tags)
+        self._changes = Gauge("raypipe_link_changes_total", description="Step changes of the link so far", tag_keys=tags)
         self._busy = Gauge(
             "raypipe_link_busy_ratio", description="Share of the last window in which something was on its way", tag_keys=tags
         )
         self._queued = Gauge(
             "raypipe_link_queued_bytes", description="The most that waited for the link's way out in the last window", tag_keys=tags
         )
-        self._carried = Counter(
-            "raypipe_link_bytes_total", description="Bytes that went over the link, by traffic", tag_keys=(*tags, "traffic")
-        )
+        self._carried = Total("raypipe_link_bytes_total", "Bytes that went over the link, by traffic", (*tags, "traffic"))
         for metric in (self._bandwidth, self._age, self._changes, self._busy, self._queued, self._carried):
             metric.set_default_tags({"run": run})
 
@@ -155,5 +175,4 @@ class LinkMetrics:
             self._busy.set(use.busy_ratio, tags)
             self._queued.set(use.queued_bytes, tags)
             for carried, num_bytes in use.num_bytes.items():
-                if num_bytes:  # counters refuse zero
-                    self._carried.inc(num_bytes, tags | {"traffic": str(carried)})
+                self._carried.add(num_bytes, tags | {"traffic": str(carried)})

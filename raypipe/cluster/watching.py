@@ -15,6 +15,7 @@ from raypipe.cluster.stage_actors import CONTROL
 from raypipe.errors import InputError, UnknownNameError
 
 _NAME = re.compile(r"(?P<run>.+?): (?:stage [0-9,]+ on )?device (?P<device>.+)", re.DOTALL)
+_BEGAN = re.compile(r"-[0-9a-f]{11,}$")
 _ANSWER_S = 2.0
 
 
@@ -30,7 +31,8 @@ class RunWatch:
     """The stage actors of a run on the connected cluster, found by their names.
 
     Args:
-        run: Name of the run's folder; left out for the only run there is.
+        run: Name of the run's folder, or of the run on the cluster, which has when it began behind the folder's; left out for the only run
+            there is.
 
     Raises:
         UnknownNameError: No such run is on the cluster.
@@ -46,7 +48,10 @@ class RunWatch:
                 raise InputError(there)
             (run,) = runs
         elif run not in runs:
-            raise UnknownNameError("run on the cluster", run, runs)
+            of_folder = [one for one in runs if _BEGAN.sub("", one) == run]
+            if len(of_folder) != 1:
+                raise UnknownNameError("run on the cluster", run, of_folder or runs)
+            (run,) = of_folder
         self.run = run
 
     def look(self) -> list[WatchedDevice]:

@@ -75,7 +75,7 @@ def test_json_text_keeps_its_line_feeds_and_letters(tmp_path: Path) -> None:
     tree = json.loads(json.dumps({"format": "raypipe.model_profile/1"}))
     profile().save(path)
     tree = json.loads(path.read_text())
-    tree["name"] = "größer\tand\nlonger"
+    tree["name"] = "gr\u00f6\u00dfer\tand\nlonger"
     path.write_text(json.dumps(tree))
     assert ModelProfile.load(path).name == tree["name"]
 

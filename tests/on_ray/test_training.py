@@ -268,9 +268,11 @@ class Watcher:
 TELLS_MEMORY = os.access("/proc/self/clear_refs", os.W_OK)
 METRICS = (
     "ray_raypipe_loss",
-    "ray_raypipe_tokens_per_s",
-    "ray_raypipe_busy_seconds",
-    "ray_raypipe_wait_seconds",
+    "ray_raypipe_tokens_per_second",
+    "ray_raypipe_gradient_norm",
+    "ray_raypipe_learning_rate",
+    "ray_raypipe_busy_seconds_total",
+    "ray_raypipe_wait_seconds_total",
     *(["ray_raypipe_peak_memory_bytes"] if TELLS_MEMORY else []),
 )
 
